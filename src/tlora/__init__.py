@@ -1,0 +1,28 @@
+"""tlora: many LoRA jobs over one frozen language model. The public names, loaded on first use: `import tlora` loads no torch."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tlora.engine.train import JobResult, train
+    from tlora.job import DataConfig, JobSpec, LoraConfig, RunSpec, TrainConfig
+    from tlora.supermodel.supermodel import SuperModel
+
+_HOME = {
+    "DataConfig": "tlora.job",
+    "JobResult": "tlora.engine.train",
+    "JobSpec": "tlora.job",
+    "LoraConfig": "tlora.job",
+    "RunSpec": "tlora.job",
+    "SuperModel": "tlora.supermodel.supermodel",
+    "TrainConfig": "tlora.job",
+    "train": "tlora.engine.train",
+}
+__all__ = ["DataConfig", "JobResult", "JobSpec", "LoraConfig", "RunSpec", "SuperModel", "TrainConfig", "train"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'tlora' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

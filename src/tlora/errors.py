@@ -1,0 +1,32 @@
+"""The few exceptions that reach a user. Each message gives the value, the rule and the remedy.
+
+Not here: what only a bug can break. That is an `assert` with the value in its message.
+"""
+
+
+class TloraError(Exception):
+    """Anything a user can cause and mend."""
+
+
+class ConfigError(TloraError, ValueError):
+    """A jobs file, an option or a spec breaks a rule."""
+
+
+class DataError(TloraError, ValueError):
+    """A data file or one of its rows cannot be trained on."""
+
+
+class ModelError(TloraError, ValueError):
+    """A base model, tokenizer or adapter is missing or does not fit."""
+
+
+class CheckpointError(TloraError, OSError):
+    """A checkpoint is damaged, or cannot be written."""
+
+
+class CapacityError(TloraError, MemoryError):
+    """A job cannot fit into the memory that there is."""
+
+
+class JobError(TloraError, RuntimeError):
+    """One job cannot go on; its neighbours can."""
