@@ -1,0 +1,176 @@
+"""What a person orders: `JobSpec` (one adapter) and `RunSpec` (the file around several).
+
+The same classes are the YAML, the Python objects and the resolved config beside an adapter. Field names are PEFT's
+for the adapter and transformers'/TRL's for the run. Reading files, defaults and sweeps: `jobs_file.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+DataFormat = Literal["auto", "chat", "prompt_completion", "text", "alpaca", "sharegpt", "tokenized"]
+SchedulerType = Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial"]
+Positive = Annotated[int, Field(ge=1)]
+
+Number = TypeVar("Number", int, float)
+
+_STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class LoraConfig(BaseModel):
+    """Shape of one adapter. Names and meaning are PEFT's `LoraConfig`."""
+
+    model_config = _STRICT
+
+    r: Annotated[int, Field(ge=1, le=256)] = 16
+    lora_alpha: Annotated[float, Field(gt=0)] = 32.0
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
+    use_rslora: bool = False
+    rank_pattern: dict[str, Annotated[int, Field(ge=1, le=256)]] = {}
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
+    adapter_path: str | None = None  # an existing PEFT adapter to start from
+
+    def rank_of(self, module: str) -> int:
+        """Rank of the adapter at `module` (its dotted name in the base): `rank_pattern` first, then `r`."""
+        return _pattern_value(self.rank_pattern, module, self.r)
+
+    def scale_of(self, module: str) -> float:
+        """alpha/r, or alpha/sqrt(r) with `use_rslora`, with this module's own rank and alpha."""
+        rank, alpha = self.rank_of(module), _pattern_value(self.alpha_pattern, module, self.lora_alpha)
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+
+def _pattern_value(pattern: dict[str, Number], module: str, default: Number) -> Number:
+    for key, value in pattern.items():  # literal names only: a tenant's regular expression can take seconds
+        if module == key or module.endswith("." + key):
+            return value
+    return default
+
+
+class TrainConfig(BaseModel):
+    """How one adapter is trained. Names and meaning are transformers'/TRL's, except `batch_size` and `weight`."""
+
+    model_config = _STRICT
+
+    learning_rate: Annotated[float, Field(ge=0)] = 2e-4
+    lr_scheduler_type: SchedulerType = "linear"
+    min_lr_rate: Annotated[float, Field(ge=0, le=1)] = 0.1  # floor of cosine_with_min_lr, a share of learning_rate
+    warmup_steps: Annotated[float, Field(ge=0)] = 0  # below 1: a share of all steps
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0  # 0: no clipping
+    batch_size: Positive = 8  # samples per optimizer step
+    num_train_epochs: Annotated[float, Field(gt=0)] = 1.0
+    max_steps: Positive | None = None  # wins over num_train_epochs
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
+    weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0  # this job's share of the tokens against its neighbours
+
+    logging_steps: Positive = 1
+    eval_steps: Positive | Literal["epoch"] | None = None  # None: before the first step and after the last
+    early_stopping_patience: Positive | None = None  # evaluations without a better eval loss
+    load_best_model_at_end: bool = False
+    save_steps: Positive | Literal["epoch"] = 500
+    save_total_limit: Positive | None = 2
+
+    def warmup_count(self, total_steps: int) -> int:
+        """Warm-up in optimizer steps out of `total_steps`."""
+        return math.ceil(self.warmup_steps * total_steps) if self.warmup_steps < 1 else int(self.warmup_steps)
+
+    def total_steps(self, num_samples: int) -> int:
+        """Optimizer steps for `num_samples` training samples; the last batch of an epoch may be smaller."""
+        per_epoch = math.ceil(num_samples / self.batch_size)
+        return self.max_steps or max(1, math.ceil(self.num_train_epochs * per_epoch))
+
+
+class DataConfig(BaseModel):
+    """Where one job's samples come from and which of their tokens are trained."""
+
+    model_config = _STRICT
+
+    path: str
+    format: DataFormat = "auto"
+    eval_path: str | None = None
+    eval_size: Annotated[float, Field(ge=0)] = 0  # below 1: a share of the rows, else a number of rows; split off by seed
+    max_length: Annotated[int, Field(ge=2)] = 1024  # tokens; longer samples are cut at the end
+    train_on: Literal["completions", "all"] = "completions"
+    chat_template: str | None = None  # a file with a Jinja template, instead of the base model's own
+
+
+_DATA_KEYS = ("max_length", "train_on", "eval_size", "eval_path", "chat_template", "format")
+
+
+class JobSpec(LoraConfig, TrainConfig):
+    """One user's order for one adapter.
+
+    `data` may be a path, or a mapping with the fields of `DataConfig`; those fields may also stand beside it, so that
+    `max_length: 2048` can be written on the job or in the defaults.
+    """
+
+    model_config = _STRICT
+
+    name: str
+    data: DataConfig
+    sweep_of: str | None = None  # set by the reader of a jobs file for each job of a sweep
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_data(cls, raw: object) -> object:
+        if not isinstance(raw, dict) or "data" not in raw:
+            return raw
+        fields = dict(raw)
+        data = fields["data"]
+        if isinstance(data, str):
+            data = {"path": data}
+        if isinstance(data, DataConfig):
+            data = data.model_dump()
+        if isinstance(data, dict):
+            fields["data"] = {key: fields.pop(key) for key in _DATA_KEYS if key in fields} | data
+        return fields
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if not NAME_PATTERN.fullmatch(name) or name.endswith("."):
+            raise ValueError(f"job name {name!r} must match {NAME_PATTERN.pattern}: letters, digits, '.', '_' and '-', no '/', 63 at most")
+        return name
+
+    @model_validator(mode="after")
+    def _check_together(self) -> JobSpec:
+        needs_eval = [key for key in ("early_stopping_patience", "load_best_model_at_end", "eval_steps") if getattr(self, key)]
+        if needs_eval and not (self.data.eval_size or self.data.eval_path):
+            raise ValueError(f"{needs_eval[0]} needs evaluation data: set eval_size (say 0.05) or eval_path on the job's data")
+        return self
+
+
+class RunSpec(BaseModel):
+    """The file around several jobs: what they share."""
+
+    model_config = _STRICT
+
+    base_model: str
+    output_dir: str = "out"
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    deterministic: bool = False  # each adapter's bytes as if trained alone (docs/numerics.md)
+    token_budget: Literal["auto"] | Annotated[int, Field(ge=16)] = "auto"  # tokens per micro-batch
+    memory_limit: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"  # bytes of device memory that the run may use
+    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    jobs: Annotated[list[JobSpec], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _check_names(self) -> RunSpec:
+        seen: dict[str, str] = {}
+        for job in self.jobs:  # case-folded: two names that differ in case are one directory on some file systems
+            if job.name.casefold() in seen:
+                raise ValueError(
+                    f"two jobs are named {job.name!r}: names must differ in more than case, they are directories of output_dir"
+                )
+            seen[job.name.casefold()] = job.name
+        return self

@@ -1,0 +1,9 @@
+"""The jobs file: YAML with defaults and sweeps, read into a `RunSpec` with every problem named by file and line.
+
+Not here: what the keys mean (`job.py`), and whether the data and the base model behind the paths exist (engine).
+"""
+
+from tlora.jobs_file.read import read_jobs_file
+from tlora.jobs_file.spelling import suggest
+
+__all__ = ["read_jobs_file", "suggest"]

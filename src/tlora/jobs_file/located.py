@@ -1,0 +1,154 @@
+"""YAML text to values that know where they stand. Repeated keys, tags and bombs are refused here; what a key means is not known here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import yaml
+from yaml.constructor import SafeConstructor
+
+from tlora.errors import ConfigError
+
+MAX_DEPTH = 16  # a jobs file needs 5
+MAX_VALUES = 100_000  # after aliases are expanded: a file of nine lines can otherwise ask for a billion
+_LOADER: type[yaml.SafeLoader] = getattr(
+    yaml, "CSafeLoader", yaml.SafeLoader
+)  # libyaml reads 1 MiB in 0.1 s, the Python one in 10 s; not every build has it
+_TOO_DEEP = f"nests deeper than {MAX_DEPTH} levels, or an alias (*name) stands inside its own anchor; a jobs file needs 5"
+_TAG = "tag:yaml.org,2002:"
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")  # YAML 1.1 takes 1e-4, without a dot, for text
+
+Scalar = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class Located:
+    """A value and where it was written; `line` is 0 for what came from the command line."""
+
+    value: dict[str, Located] | list[Located] | Scalar
+    line: int
+    where: str
+
+
+@dataclass(frozen=True, order=True)
+class Problem:
+    """One thing to mend, with its place."""
+
+    line: int
+    where: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.text}"
+
+
+def problem_at(place: Located, text: str) -> Problem:
+    return Problem(place.line, place.where, text)
+
+
+def plain(tree: Located) -> object:
+    """The value without its places, as pydantic takes it."""
+    if isinstance(tree.value, dict):
+        return {key: plain(item) for key, item in tree.value.items()}
+    if isinstance(tree.value, list):
+        return [plain(item) for item in tree.value]
+    return tree.value
+
+
+def read_yaml(text: str, where: Callable[[int], str], problems: list[Problem]) -> Located | None:
+    """The one document in `text`, or None. Raises ConfigError for what is no YAML; adds to `problems` what can be mended singly."""
+    try:
+        _refuse_depth(text, where)
+        node = _LOADER(text).get_single_node()
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(
+            f"{where(line)}: this is not valid YAML: {error.problem or error.context}; check indentation, quotes and brackets there"
+        ) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where(1)}: this is not valid YAML: {' '.join(str(error).split())}; a jobs file is plain text") from None
+    if node is None:
+        return None
+    return _Builder(where, problems).build(node, _line(node))
+
+
+def _refuse_depth(text: str, where: Callable[[int], str]) -> None:
+    """libyaml composes by recursion in C: half a million brackets end the process."""
+    depth = 0
+    for event in cast("Iterator[yaml.Event]", yaml.parse(text, Loader=_LOADER)):  # pyright: ignore[reportUnknownMemberType]
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            mark = cast("yaml.Mark", event.start_mark)  # pyright: ignore[reportUnknownMemberType]
+            raise ConfigError(f"{where(mark.line + 1)}: {_TOO_DEEP}")
+
+
+def _line(node: yaml.Node) -> int:
+    return node.start_mark.line + 1
+
+
+class _Builder:
+    """Turns composed nodes into `Located` values; counts them, so that aliases cannot multiply without end."""
+
+    def __init__(self, where: Callable[[int], str], problems: list[Problem]) -> None:
+        self._where, self._problems, self._values, self._depth = where, problems, 0, 0
+
+    def build(self, node: yaml.Node, line: int) -> Located:
+        self._values += 1
+        if self._values > MAX_VALUES:
+            raise ConfigError(f"{self._where(line)}: the file holds more than {MAX_VALUES} values, aliases (*name) counted; split the file")
+        if self._depth > MAX_DEPTH:
+            raise ConfigError(f"{self._where(line)}: {_TOO_DEEP}")
+        self._depth += 1
+        if isinstance(node, yaml.MappingNode):
+            value = self._mapping(node)
+        elif isinstance(node, yaml.SequenceNode):
+            self._check_tag(node, "seq")
+            value = [self.build(item, _line(item)) for item in node.value]
+        else:
+            value = self._scalar(node)
+        self._depth -= 1
+        return Located(value, line, self._where(line))
+
+    def _mapping(self, node: yaml.MappingNode) -> dict[str, Located]:
+        self._check_tag(node, "map")
+        fields: dict[str, Located] = {}
+        merged: dict[str, Located] = {}
+        for key_node, value_node in node.value:
+            line = _line(key_node)
+            value = self.build(value_node, line)
+            if key_node.tag == _TAG + "merge":
+                for source in reversed(value.value if isinstance(value.value, list) else [value]):
+                    merged |= source.value if isinstance(source.value, dict) else {}
+                continue
+            if not isinstance(key_node, yaml.ScalarNode):
+                self._problems.append(Problem(line, self._where(line), "a key must be a word, not a list or a mapping"))
+                continue
+            key = str(key_node.value)
+            if key in fields:
+                earlier = fields[key].line
+                self._problems.append(Problem(line, self._where(line), f"{key}: given twice, first on line {earlier}; keep one of the two"))
+                continue
+            fields[key] = value
+        return {key: value for key, value in merged.items() if key not in fields} | fields
+
+    def _scalar(self, node: yaml.Node) -> Scalar:
+        text = str(node.value)
+        tag = node.tag.removeprefix(_TAG)
+        if tag == "str" and isinstance(node, yaml.ScalarNode) and not node.style and _EXPONENT.fullmatch(text):
+            return float(text)
+        if tag in ("int", "float", "bool", "null"):
+            try:
+                return cast("Scalar", SafeConstructor().construct_object(node))  # pyright: ignore[reportUnknownMemberType]
+            except ValueError:  # `!!int x`, or a number of thousands of digits
+                return text
+        if tag not in ("str", "timestamp", "value"):
+            self._check_tag(node, "str")
+        return text  # a date stays text: it can only be a name or a path
+
+    def _check_tag(self, node: yaml.Node, expected: str) -> None:
+        if node.tag != _TAG + expected:
+            line = _line(node)
+            self._problems.append(Problem(line, self._where(line), f"{node.tag}: tags are not used in a jobs file; remove it"))

@@ -1,0 +1,273 @@
+"""From a jobs file to a `RunSpec`: the command line's settings, defaults under each job, sweeps into jobs, paths beside the file.
+
+All problems are collected and raised as one ConfigError. Data and base model are not opened here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from tlora.errors import ConfigError
+from tlora.job import DataConfig, JobSpec, RunSpec
+from tlora.jobs_file.located import Located, Problem, plain, problem_at, read_yaml
+from tlora.jobs_file.rules import find_booleans, shown, translate
+from tlora.jobs_file.spelling import suggest
+from tlora.jobs_file.sweep import expand
+
+MAX_BYTES = 1 << 20
+MAX_JOBS = 10_000
+_EXAMPLE = "a jobs file is YAML such as `base_model: ...` and `jobs: [{name: polite, data: polite.jsonl}]`"
+_DATA_KEYS = tuple(DataConfig.model_fields)
+_BESIDE_DATA = tuple(key for key in _DATA_KEYS if key != "path")  # these may stand on the job as well
+_RUN_KEYS = (*RunSpec.model_fields, "defaults")
+_DEFAULT_KEYS = (*(key for key in JobSpec.model_fields if key not in ("name", "sweep_of")), *_BESIDE_DATA)
+_JOB_KEYS = ("name", *_DEFAULT_KEYS, "sweep")
+_PATH_KEYS = ("path", "eval_path", "chat_template")
+
+Fields = dict[str, Located]
+
+
+def read_jobs_file(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunSpec:
+    """The run that the file at `path` orders, with `overrides` ("defaults.r=8", "jobs.polite.r=32") put over it.
+
+    Raises one ConfigError that lists every problem as `file:line: key: value, rule, remedy`, sorted by line.
+    Relative paths in the file stand beside the file; those of `overrides` and `output_dir` beside the current directory.
+    """
+    file = Path(path)
+    problems: list[Problem] = []
+    root = read_yaml(_read_text(file), lambda line: f"{file}:{line}", problems)
+    if root is None:
+        raise ConfigError(f"{file}: the file is empty; {_EXAMPLE}")
+    if not isinstance(root.value, dict):
+        raise ConfigError(f"{root.where}: the file is not a mapping of keys to values; {_EXAMPLE}")
+    run, defaults, jobs = _take_apart(root, problems)
+    for override in overrides:
+        _override(override, (run, defaults, jobs), problems)
+    run = _known(run, _RUN_KEYS, "", problems)
+    defaults = _known(defaults, _DEFAULT_KEYS, "defaults", problems)
+    expanded: list[Located] = []
+    for job in jobs:
+        fields = _known(job.value if isinstance(job.value, dict) else {}, _JOB_KEYS, "a job", problems)
+        expanded += [Located(item, job.line, job.where) for item in expand(_merge(defaults, fields), _DEFAULT_KEYS, _BESIDE_DATA, problems)]
+        if len(expanded) > MAX_JOBS:
+            raise ConfigError(f"{job.where}: more than {MAX_JOBS} jobs after the sweeps; split the file")
+    _check_names(expanded, problems)
+    directory = file.parent.resolve()
+    resolved = Located([_resolve_job(job, directory, problems) for job in expanded], root.line, root.where)
+    whole = Located(run | {"jobs": resolved}, 1, f"{file}:1")
+    return _validate(whole, directory, problems)
+
+
+def _read_text(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: there is no such file; name the jobs file, for example `tlora train jobs.yaml`") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}; name a readable jobs file") from None
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{file}: longer than {MAX_BYTES} bytes; a jobs file names data files, it does not hold the data")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{file}:{line}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
+
+
+def _take_apart(root: Located, problems: list[Problem]) -> tuple[Fields, Fields, list[Located]]:
+    """The run's own keys, the defaults, and the jobs, with what belongs to the data gathered under `data` in each."""
+    run: Fields = dict(root.value) if isinstance(root.value, dict) else {}
+    defaults: Fields = {}
+    if (given := run.pop("defaults", None)) and given.value is not None:
+        if isinstance(given.value, dict):
+            defaults = _gather(given.value, problems)
+        else:
+            problems.append(problem_at(given, "defaults: must be a mapping of a job's keys; write `defaults: {r: 16}`"))
+    listed = run.pop("jobs", Located(None, root.line, root.where))
+    jobs: list[Located] = []
+    if not listed.value or not isinstance(listed.value, list):
+        rule = "must be a list" if listed.value else "none"
+        problems.append(problem_at(listed, f"jobs: {rule}; write `jobs:` and under it `- {{name: polite, data: polite.jsonl}}` lines"))
+        return run, defaults, jobs
+    for job in listed.value:
+        if isinstance(job.value, dict):
+            jobs.append(Located(_gather(job.value, problems), job.line, job.where))
+        else:
+            problems.append(problem_at(job, f"jobs: {shown(plain(job))} is not a mapping; write `- {{name: polite, data: polite.jsonl}}`"))
+    if "report_to" in run and isinstance(one := run["report_to"].value, str):  # as transformers takes it
+        run["report_to"] = Located([] if one == "none" else [run["report_to"]], run["report_to"].line, run["report_to"].where)
+    return run, defaults, jobs
+
+
+def _gather(layer: Fields, problems: list[Problem]) -> Fields:
+    """`data` as a mapping that also holds the data's keys that stood beside it."""
+    fields = dict(layer)
+    data = fields.get("data")
+    inner: Fields = {}
+    if data is not None:
+        if isinstance(data.value, dict):
+            inner = dict(data.value)
+        elif isinstance(data.value, str):
+            inner = {"path": data}
+        else:
+            return fields  # neither: the model's rule names it
+    for key in _BESIDE_DATA:
+        if key in fields:
+            beside = fields.pop(key)
+            if key in inner:
+                problems.append(problem_at(beside, f"{key}: given twice, on the job and in its data; keep one of the two"))
+            inner.setdefault(key, beside)
+            data = data or beside
+    return fields | {"data": Located(inner, data.line, data.where)} if data else fields
+
+
+def _override(override: str, layers: tuple[Fields, Fields, list[Located]], problems: list[Problem]) -> None:
+    """Puts one `--set key=value` in its place."""
+    run, defaults, jobs = layers
+    where = f"--set {override}"
+    key, equals, text = override.partition("=")
+    if not equals or not all(key.split(".")):
+        problems.append(Problem(0, where, "must be key=value; for example --set defaults.r=8"))
+        return
+    value = read_yaml(text, lambda _: where, problems)
+    place = Located(value.value if value else None, 0, where)
+    target, rest = run, key.split(".")
+    if rest == ["defaults"]:
+        problems.append(Problem(0, where, "write defaults.key=value"))
+        return
+    if rest[0] == "defaults":
+        target, rest = defaults, rest[1:]
+    elif rest[0] == "jobs":
+        names = {str(name.value): job.value for job in jobs if isinstance(job.value, dict) and (name := job.value.get("name"))}
+        named = [name for name in names if key.startswith(f"jobs.{name}.")]
+        if not named:
+            whole = len(rest) < 3 and (len(rest) < 2 or rest[1] in names)
+            problems.append(Problem(0, where, "write jobs.NAME.key=value" if whole else f"no job of that name; {suggest(rest[1], names)}"))
+            return
+        name = max(named, key=len)  # a name may hold dots
+        target, rest = names[name], key.removeprefix(f"jobs.{name}.").split(".")
+    if target is not run and rest[0] in _BESIDE_DATA:
+        rest = ["data", *rest]
+    elif target is not run and rest == ["data"] and not isinstance(place.value, dict):
+        rest = ["data", "path"]
+    _put(target, rest, place)
+
+
+def _put(target: Fields, keys: list[str], place: Located) -> None:
+    for key in keys[:-1]:
+        inner = target.get(key)
+        fields = dict(inner.value) if inner and isinstance(inner.value, dict) else {}
+        target[key] = Located(fields, place.line, place.where) if inner is None else Located(fields, inner.line, inner.where)
+        target = fields
+    target[keys[-1]] = place
+
+
+def _known(fields: Fields, known: Iterable[str], holder: str, problems: list[Problem]) -> Fields:
+    """`fields` without those that nobody knows; each of these becomes a problem."""
+    kept = dict(fields)
+    names = tuple(known)
+    for key in [key for key in fields if key not in names]:
+        problems.append(problem_at(kept.pop(key), f"{key}: unknown key; {_meant(key, names, holder)}"))
+    if holder and (data := kept.get("data")) and isinstance(data.value, dict):
+        inner = dict(data.value)
+        for key in [key for key in inner if key not in _DATA_KEYS]:
+            elsewhere = f"{key!r} belongs on the job, not in its data" if key in _JOB_KEYS else suggest(key, _DATA_KEYS)
+            problems.append(problem_at(inner.pop(key), f"data.{key}: unknown key; {elsewhere}"))
+        kept["data"] = Located(inner, data.line, data.where)
+    return kept
+
+
+def _meant(key: str, known: tuple[str, ...], holder: str) -> str:
+    if holder and key in RunSpec.model_fields:
+        return f"{key!r} belongs at the top of the file, not in {holder}"
+    if holder == "defaults" and key in ("sweep", "name"):
+        return f"{key!r} belongs on a job, not in defaults"
+    if not holder and key in _JOB_KEYS:
+        return f"{key!r} belongs in `defaults` or on a job (--set defaults.{key}=... or jobs.NAME.{key}=...)"
+    sentence = suggest(key, known)
+    if sentence.startswith("known here") and holder == "a job" and suggest(key, _RUN_KEYS).startswith("did"):
+        return f"{suggest(key, _RUN_KEYS)[:-1]} at the top of the file?"
+    if sentence.startswith("known here") and not holder and suggest(key, _JOB_KEYS).startswith("did"):
+        return f"{suggest(key, _JOB_KEYS)[:-1]} in `defaults` or on a job?"
+    return sentence
+
+
+def _merge(defaults: Fields, job: Fields) -> Fields:
+    merged = defaults | job
+    under, over = defaults.get("data"), job.get("data")
+    if under and over and isinstance(under.value, dict) and isinstance(over.value, dict):
+        merged["data"] = Located(under.value | over.value, over.line, over.where)
+    return merged
+
+
+def _check_names(jobs: list[Located], problems: list[Problem]) -> None:
+    seen: dict[str, Located] = {}
+    for job in jobs:
+        fields = job.value if isinstance(job.value, dict) else {}
+        if not (name := fields.get("name")) or not isinstance(name.value, str):
+            continue
+        folded = name.value.casefold()  # two names that differ in case are one directory on some file systems
+        if folded in seen:
+            earlier = f"the other on {seen[folded].where}"
+            problems.append(problem_at(name, f"name: two jobs are named {name.value!r}, {earlier}; names are directories and must differ"))
+        seen.setdefault(folded, name)
+
+
+def _resolve_job(job: Located, directory: Path, problems: list[Problem]) -> Located:
+    fields = dict(job.value) if isinstance(job.value, dict) else {}
+    if "adapter_path" in fields:
+        fields["adapter_path"] = _beside(fields["adapter_path"], "adapter_path", directory, problems)
+    if (data := fields.get("data")) and isinstance(data.value, dict):
+        inner = {key: _beside(item, f"data.{key}", directory, problems) if key in _PATH_KEYS else item for key, item in data.value.items()}
+        fields["data"] = Located(inner, data.line, data.where)
+    return Located(fields, job.line, job.where)
+
+
+def _beside(place: Located, key: str, directory: Path, problems: list[Problem]) -> Located:
+    """The absolute path: a run that is resumed from another directory must find the same file."""
+    if not isinstance(place.value, str):
+        return place
+    if not place.value or "\0" in place.value:
+        problems.append(problem_at(place, f"{key}: {place.value!r} is not a path; name a file"))
+        return place
+    base = directory if place.line else Path.cwd()
+    return Located(os.path.normpath(base / Path(place.value).expanduser()), place.line, place.where)
+
+
+def _resolve_base(place: Located, directory: Path, problems: list[Problem]) -> Located:
+    """A directory beside the file when there is one or the value can be nothing else; a hub id stays as it is."""
+    if not isinstance(place.value, str) or not place.value:
+        return place if place.value != "" else _beside(place, "base_model", directory, problems)
+    local = _beside(place, "base_model", directory, problems)
+    is_path = place.value.startswith((".", "/", "~")) or Path(str(local.value)).is_dir()
+    return local if is_path else place
+
+
+def _validate(run: Located, directory: Path, problems: list[Problem]) -> RunSpec:
+    fields = dict(run.value) if isinstance(run.value, dict) else {}
+    if "base_model" in fields:
+        fields["base_model"] = _resolve_base(fields["base_model"], directory, problems)
+    run = Located(fields, run.line, run.where)
+    problems += find_booleans(fields, RunSpec)
+    jobs = fields["jobs"].value
+    for job in jobs if isinstance(jobs, list) else []:
+        of_job = job.value if isinstance(job.value, dict) else {}
+        problems += find_booleans(of_job, JobSpec)
+        data = of_job["data"].value if "data" in of_job else None
+        problems += find_booleans(data, DataConfig, "data.") if isinstance(data, dict) else []
+    spec = None
+    try:
+        spec = RunSpec.model_validate(plain(run))
+    except ValidationError as error:
+        told = bool(problems)  # what concerns all jobs, none or equal names, has then been told with its lines
+        errors = error.errors(include_url=False, include_context=False)
+        problems += translate([item for item in errors if not told or item["loc"] not in ((), ("jobs",))], run)
+    unique = sorted(set(problems))
+    if unique or spec is None:
+        raise ConfigError(str(unique[0]) if len(unique) == 1 else f"{len(unique)} problems:\n" + "\n".join(f"  {item}" for item in unique))
+    return spec

@@ -1,0 +1,140 @@
+"""What each key allows, in words, taken from the models of `job.py`; and pydantic's complaints turned into them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticUndefined
+
+from tlora.job import DataConfig, JobSpec, RunSpec
+from tlora.jobs_file.located import Located, Problem, plain, problem_at
+
+
+def rule_of(field: FieldInfo) -> str:
+    """What the field allows: "a whole number from 1 to 256"."""
+    return _rule(field.annotation, field.metadata)
+
+
+def _rule(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        inner = [item for extra in arguments[1:] for item in (extra.metadata if isinstance(extra, FieldInfo) else [extra])]
+        return _rule(arguments[0], [*metadata, *inner])
+    if origin in (Union, UnionType):
+        words = [_rule(item) for item in arguments if item is not NoneType]
+        return " or ".join([*words, "null"] if NoneType in arguments else words)
+    if origin is Literal:
+        names = [repr(item) for item in arguments]
+        return f"one of {', '.join(names)}" if len(names) > 2 else " or ".join(names)
+    if origin is list:
+        return "a list of names" if arguments[0] is str else f"a list, each {_rule(arguments[0])}"
+    if origin is dict:
+        return f"a mapping of module names, each to {_rule(arguments[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"a path, or a mapping of {', '.join(annotation.model_fields)}"
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[annotation]
+    return words + _bounds(metadata)
+
+
+def _bounds(metadata: Iterable[Any]) -> str:
+    found = {name: getattr(item, name) for item in metadata for name in ("ge", "gt", "le", "lt") if getattr(item, name, None) is not None}
+    if "ge" in found:
+        high = f"to {_number(found['le'])}" if "le" in found else f"to below {_number(found['lt'])}" if "lt" in found else "up"
+        return f" from {_number(found['ge'])} {high}"
+    if "gt" in found:
+        return f" above {_number(found['gt'])}" + (f", at most {_number(found['le'])}" if "le" in found else "")
+    return ""
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if math.isfinite(value) and value == int(value) else str(value)
+
+
+def shown(value: object) -> str:
+    """A value as YAML writes it, not longer than a line should be."""
+    text = {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def default_of(field: FieldInfo) -> str | None:
+    """The default as YAML writes it; None when the key must be given."""
+    if field.default is PydanticUndefined:
+        return None
+    default = _number(field.default) if isinstance(field.default, float) and (field.default >= 1e-3 or not field.default) else field.default
+    return default if isinstance(default, str) else shown(default)
+
+
+def translate(errors: Iterable[ErrorDetails], run: Located) -> list[Problem]:
+    """One problem per key out of pydantic's errors, which name one for each branch of a union and each item of a list."""
+    found: dict[tuple[int, str, str], Problem] = {}
+    for error in errors:
+        keys, field, place, holder = _follow(error["loc"], run)
+        key = ".".join(keys)
+        if error["type"] == "missing":
+            problem = problem_at(holder, _missing(key, field))
+        elif error["type"] == "value_error":
+            problem = _together(error["msg"].removeprefix("Value error, "), place)
+        else:
+            problem = problem_at(place, _broken(key, plain(place), field))
+        found.setdefault((problem.line, problem.where, key), problem)
+    return list(found.values())
+
+
+def find_booleans(fields: Mapping[str, Located], model: type[BaseModel], prefix: str = "") -> list[Problem]:
+    """true and false where something else belongs: pydantic would take true for 1."""
+    return [
+        problem_at(place, _broken(prefix + key, place.value, field))
+        for key, place in fields.items()
+        if isinstance(place.value, bool) and (field := model.model_fields.get(key)) and field.annotation is not bool
+    ]
+
+
+def _follow(loc: tuple[int | str, ...], run: Located) -> tuple[list[str], FieldInfo | None, Located, Located]:
+    """Keys from the job (or the run) down to the field of an error, that field, its value, and the mapping around it."""
+    keys: list[str] = []
+    model, field, place, holder = RunSpec, None, run, run
+    for part in loc:
+        if isinstance(part, int):
+            items = place.value
+            if keys != ["jobs"] or not isinstance(items, list):
+                break
+            keys, model, field, place = [f"job {part + 1}"], JobSpec, None, items[part]
+            continue
+        if model is None or part not in model.model_fields:
+            break
+        holder, field = place, model.model_fields[part]
+        keys = [*[key for key in keys if not key.startswith("job ")], part]
+        place = place.value.get(part, place) if isinstance(place.value, dict) else place
+        model = DataConfig if part == "data" else RunSpec if part == "jobs" else None
+    return keys, field, place, holder
+
+
+def _missing(key: str, field: FieldInfo | None) -> str:
+    key = "data" if key == "data.path" else key
+    rule = rule_of(JobSpec.model_fields["data"]) if key == "data" else rule_of(field) if field else ""
+    return f"{key}: missing; it must be {rule}; add `{key}: ...`"
+
+
+def _together(message: str, place: Located) -> Problem:
+    """A rule between keys opens its message with one of them: name that one's line."""
+    first = message.split()[0]
+    if isinstance(place.value, dict) and first in place.value:
+        place = place.value[first]
+    return problem_at(place, message)
+
+
+def _broken(key: str, value: object, field: FieldInfo | None) -> str:
+    if field is None:
+        return f"{key}: {shown(value)} is not a mapping such as {{name: polite, data: polite.jsonl}}"
+    text = f"{key}: {shown(value)} is not {rule_of(field)}"
+    if isinstance(value, str) and get_origin(field.annotation) is not Literal and "a list" in text:
+        return f"{text}; write `{key}: [{value}]`"
+    if isinstance(value, (int, float)) and field.annotation is str:
+        return f"{text}; YAML reads it as a number or a truth value: write it in quotes"
+    default = default_of(field)
+    return f"{text}; the default is {default}" if default is not None else text

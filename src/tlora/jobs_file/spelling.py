@@ -1,0 +1,81 @@
+"""Which key was meant: other programs' spellings by a table, slips by similarity."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+_BATCH = "batch_size", "samples per optimizer step; micro-batches are made by the program"
+_TRAIN_ON = "train_on", "'completions' is the default, 'all' trains every token"
+_SHARE = "warmup_steps", "a value below 1 is a share of all steps"
+_EVAL = "eval_size", "a value below 1 is a share of the rows"
+_DTYPE = "dtype", "'auto', 'float32', 'bfloat16' or 'float16', at the top of the file"
+_EPOCH = "'epoch' or a number of steps"
+
+# Other programs' key -> (ours, what to know about it).
+_OLD: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(("lora_r", "lora_rank", "rank", "network_dim", "lora_dim"), ("r", "")),
+    **dict.fromkeys(("alpha", "lora_scale", "network_alpha"), ("lora_alpha", "")),
+    **dict.fromkeys(("dropout", "lora_drop"), ("lora_dropout", "")),
+    **dict.fromkeys(("lora_target_modules", "lora_target", "target", "targets", "modules", "lora_modules"), ("target_modules", "")),
+    "lora_target_linear": ("target_modules", "'all-linear' is the default"),
+    **dict.fromkeys(("rslora", "use_rs_lora", "rs_lora"), ("use_rslora", "")),
+    **dict.fromkeys(("lora_model_dir", "adapter", "adapter_name_or_path", "peft_path", "init_from"), ("adapter_path", "")),
+    **dict.fromkeys(
+        ("cutoff_len", "sequence_len", "max_seq_length", "max_seq_len", "seq_len", "context_length", "block_size", "model_max_length"),
+        ("max_length", ""),
+    ),
+    **dict.fromkeys(("warmup_ratio", "lr_warmup_ratio"), _SHARE),
+    **dict.fromkeys(("warmup", "num_warmup_steps", "lr_warmup_steps"), _SHARE),
+    "lr": ("learning_rate", ""),
+    **dict.fromkeys(("scheduler", "lr_scheduler", "scheduler_type", "schedule"), ("lr_scheduler_type", "")),
+    **dict.fromkeys(("min_lr_ratio", "cosine_min_lr_ratio"), ("min_lr_rate", "")),
+    **dict.fromkeys(("num_epochs", "epochs", "n_epochs", "num_train_epoch"), ("num_train_epochs", "")),
+    **dict.fromkeys(("steps", "num_steps", "total_steps", "iters", "max_iters"), ("max_steps", "")),
+    **dict.fromkeys(
+        ("micro_batch_size", "per_device_train_batch_size", "train_batch_size", "gradient_accumulation_steps", "global_batch_size", "bs"),
+        _BATCH,
+    ),
+    **dict.fromkeys(("completion_only_loss", "assistant_only_loss", "train_on_inputs", "mask_prompt", "train_on_prompt"), _TRAIN_ON),
+    **dict.fromkeys(("val_set_size", "val_size", "test_size", "eval_split", "validation_split"), _EVAL),
+    **dict.fromkeys(("eval_dataset", "eval_data", "eval_file", "validation_file", "val_data"), ("eval_path", "")),
+    **dict.fromkeys(("dataset", "datasets", "train_file", "train_dataset", "data_path", "dataset_path", "path", "file"), ("data", "")),
+    **dict.fromkeys(("dataset_format", "type", "data_format", "dataset_type"), ("format", "")),
+    **dict.fromkeys(("template", "chat_template_path", "chat_template_jinja"), ("chat_template", "a file with a Jinja template")),
+    **dict.fromkeys(("model_name_or_path", "model", "model_name", "base_model_name_or_path", "pretrained_model"), ("base_model", "")),
+    **dict.fromkeys(("output", "out", "out_dir", "save_dir", "output_path"), ("output_dir", "")),
+    **dict.fromkeys(("bf16", "fp16", "torch_dtype", "precision", "fp32"), _DTYPE),
+    **dict.fromkeys(("full_determinism", "use_deterministic_algorithms"), ("deterministic", "")),
+    **dict.fromkeys(("beta1", "adam_b1"), ("adam_beta1", "")),
+    **dict.fromkeys(("beta2", "adam_b2"), ("adam_beta2", "")),
+    **dict.fromkeys(("eps", "epsilon", "adam_eps"), ("adam_epsilon", "")),
+    **dict.fromkeys(("grad_clip", "gradient_clipping", "max_norm", "clip_grad_norm"), ("max_grad_norm", "0 switches clipping off")),
+    **dict.fromkeys(("wd", "decay"), ("weight_decay", "")),
+    **dict.fromkeys(("early_stopping", "patience", "early_stop_patience"), ("early_stopping_patience", "")),
+    **dict.fromkeys(("eval_strategy", "evaluation_strategy", "evals_per_epoch"), ("eval_steps", _EPOCH)),
+    **dict.fromkeys(("save_strategy", "saves_per_epoch", "checkpointing_steps"), ("save_steps", _EPOCH)),
+    **dict.fromkeys(("keep_checkpoints", "max_checkpoints"), ("save_total_limit", "")),
+    **dict.fromkeys(("log_every", "logging_interval"), ("logging_steps", "")),
+    **dict.fromkeys(("random_seed", "data_seed"), ("seed", "")),
+    **dict.fromkeys(("priority", "share"), ("weight", "")),
+    **dict.fromkeys(("job_name", "id", "run_name", "adapter_name"), ("name", "")),
+    **dict.fromkeys(("logger", "loggers", "tracker"), ("report_to", "")),
+    **dict.fromkeys(("max_tokens", "max_tokens_per_batch"), ("token_budget", "tokens per micro-batch")),
+    **dict.fromkeys(("max_memory", "gpu_memory_limit"), ("memory_limit", "bytes")),
+    **dict.fromkeys(("tasks", "runs", "adapters"), ("jobs", "")),
+    **dict.fromkeys(("default", "common"), ("defaults", "")),
+    **dict.fromkeys(("grid", "search"), ("sweep", "")),
+}
+
+
+def suggest(key: str, known: Iterable[str]) -> str:
+    """A sentence that helps someone who wrote `key` where only `known` are allowed: the one meant, else all of them."""
+    names = list(known)
+    right, note = _OLD.get(key.lower().replace("-", "_"), ("", ""))
+    if right in names:
+        return f"did you mean {right!r}" + (f" ({note})" if note else "") + "?"
+    by_folded = {name.casefold(): name for name in reversed(names)}
+    close = difflib.get_close_matches(key.casefold().replace("-", "_"), by_folded, n=1, cutoff=0.7)
+    if close:
+        return f"did you mean {by_folded[close[0]]!r}?"
+    return f"known here: {', '.join(sorted(names))}"

@@ -1,0 +1,289 @@
+"""What a jobs file gets wrong: one message with file, line, value, rule and remedy for each, all at once."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tlora.errors import ConfigError
+from tlora.job import DataConfig, JobSpec, RunSpec
+from tlora.jobs_file import located, read_jobs_file, suggest
+
+
+def problems_of(directory: Path, text: str | bytes, *overrides: str) -> list[str]:
+    """The problems, without the file's directory."""
+    file = directory / "jobs.yaml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError) as caught:
+        read_jobs_file(file, overrides)
+    message = str(caught.value)
+    assert "pydantic" not in message and "Traceback" not in message
+    lines = message.splitlines()
+    listed = lines[1:] if len(lines) > 1 else lines
+    assert len(lines) == 1 or lines[0] == f"{len(listed)} problems:"
+    return [line.strip().replace(f"{directory}/", "") for line in listed]
+
+
+def one_problem(directory: Path, text: str | bytes, *overrides: str) -> str:
+    problems = problems_of(directory, text, *overrides)
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+def test_all_problems_at_once_sorted_by_line(tmp_path: Path):
+    text = """base_model: b
+deterministic: 3
+defaults:
+  rank: 16
+jobs:
+  - {name: ../x, data: a.jsonl, r: 0}
+  - name: sql
+    data: {path: s.json, max_length: 1, epochs: 4}
+    eval_steps: never
+  - {name: q, data: a, learning_rate: fast}
+"""
+    assert problems_of(tmp_path, text, "oops") == [
+        "--set oops: must be key=value; for example --set defaults.r=8",
+        "jobs.yaml:2: deterministic: 3 is not true or false; the default is false",
+        "jobs.yaml:4: rank: unknown key; did you mean 'r'?",
+        "jobs.yaml:6: job name '../x' must match [A-Za-z0-9][A-Za-z0-9._-]{0,62}: letters, digits, '.', '_' and '-', no '/', 63 at most",
+        "jobs.yaml:6: r: 0 is not a whole number from 1 to 256; the default is 16",
+        "jobs.yaml:8: data.epochs: unknown key; known here: chat_template, eval_path, eval_size, format, max_length, path, train_on",
+        "jobs.yaml:8: data.max_length: 1 is not a whole number from 2 up; the default is 1024",
+        "jobs.yaml:9: eval_steps: 'never' is not a whole number from 1 up or 'epoch' or null; the default is null",
+        "jobs.yaml:10: learning_rate: 'fast' is not a number from 0 up; the default is 0.0002",
+    ]
+
+
+JOB = "base_model: b\njobs:\n  - {{name: a, data: d, {}}}\n"
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ("r: -3", "jobs.yaml:3: r: -3 is not a whole number from 1 to 256; the default is 16"),
+        ("r: 2.5", "jobs.yaml:3: r: 2.5 is not a whole number from 1 to 256; the default is 16"),
+        ("r: true", "jobs.yaml:3: r: true is not a whole number from 1 to 256; the default is 16"),
+        ("r: null", "jobs.yaml:3: r: null is not a whole number from 1 to 256; the default is 16"),
+        ("save_steps: true", "jobs.yaml:3: save_steps: true is not a whole number from 1 up or 'epoch'; the default is 500"),
+        ("max_length: true", "jobs.yaml:3: data.max_length: true is not a whole number from 2 up; the default is 1024"),
+        ("lora_alpha: 0", "jobs.yaml:3: lora_alpha: 0 is not a number above 0; the default is 32"),
+        ("lora_dropout: 1", "jobs.yaml:3: lora_dropout: 1 is not a number from 0 to below 1; the default is 0"),
+        ("weight: .inf", "jobs.yaml:3: weight: inf is not a number above 0, at most 1000000; the default is 1"),
+        ("learning_rate: .nan", "jobs.yaml:3: learning_rate: nan is not a number from 0 up; the default is 0.0002"),
+        (
+            "target_modules: q_proj",
+            "jobs.yaml:3: target_modules: 'q_proj' is not 'all-linear' or a list of names; write `target_modules: [q_proj]`",
+        ),
+        ("target_modules: []", "jobs.yaml:3: target_modules: [] is not 'all-linear' or a list of names; the default is all-linear"),
+        ("train_on: none", "jobs.yaml:3: data.train_on: 'none' is not 'completions' or 'all'; the default is completions"),
+        ("use_rslora: maybe", "jobs.yaml:3: use_rslora: 'maybe' is not true or false; the default is false"),
+        (
+            "rank_pattern: {q: 0}",
+            "jobs.yaml:3: rank_pattern: {'q': 0} is not a mapping of module names, each to a whole number from 1 to 256; the default is {}",
+        ),
+        ("r: 4, r: 5", "jobs.yaml:3: r: given twice, first on line 3; keep one of the two"),
+        ("chat_template: ''", "jobs.yaml:3: data.chat_template: '' is not a path; name a file"),
+        (r'adapter_path: "a\0b"', r"jobs.yaml:3: adapter_path: 'a\x00b' is not a path; name a file"),
+        (
+            "early_stopping_patience: 2",
+            "jobs.yaml:3: early_stopping_patience needs evaluation data: set eval_size (say 0.05) or eval_path on the job's data",
+        ),
+        ("output_dir: x", "jobs.yaml:3: output_dir: unknown key; 'output_dir' belongs at the top of the file, not in a job"),
+        ("model: x", "jobs.yaml:3: model: unknown key; did you mean 'base_model' at the top of the file?"),
+        ("learning_rat: 1", "jobs.yaml:3: learning_rat: unknown key; did you mean 'learning_rate'?"),
+        ("Learning-Rate: 1", "jobs.yaml:3: Learning-Rate: unknown key; did you mean 'learning_rate'?"),
+        ("sweep: 3", "jobs.yaml:3: sweep: must be a mapping of keys to lists; write `sweep: {r: [8, 32]}`"),
+        ("sweep: {r: 3}", "jobs.yaml:3: sweep.r: must be a list of values; write `r: [...]` with at least one"),
+        ("sweep: {lr: [1]}", "jobs.yaml:3: sweep.lr: unknown key; did you mean 'learning_rate'?"),
+        ("sweep: {r: [8, 8]}", "jobs.yaml:3: sweep.r: two values make jobs of the one name 8; keep one of them"),
+        ("sweep: {r: [8, 999]}", "jobs.yaml:3: r: 999 is not a whole number from 1 to 256; the default is 16"),
+        (
+            f"sweep: {{seed: {list(range(50))}, r: {list(range(1, 50))}}}",
+            "jobs.yaml:3: sweep: 2450 combinations; at most 1000 are allowed: leave values out",
+        ),
+    ],
+)
+def test_one_wrong_key_of_a_job(tmp_path: Path, keys: str, expected: str):
+    assert one_problem(tmp_path, JOB.format(keys)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "base_model: b\njobs: [{name: no, data: d}]",
+            "name: false is not text; YAML reads it as a number or a truth value: write it in quotes",
+        ),
+        ("base_model: b\njobs: [{name: a}]", "jobs.yaml:2: data: missing; it must be a path, or a mapping of path, format,"),
+        ("base_model: b\njobs: [{name: a, data: {format: chat}}]", "jobs.yaml:2: data: missing; it must be a path"),
+        ("base_model: b\njobs: [{name: a, data: 3}]", "jobs.yaml:2: data: 3 is not a path, or a mapping of path"),
+        ("base_model: b\njobs: [{name: a, data: ''}]", "jobs.yaml:2: data.path: '' is not a path; name a file"),
+        ("base_model: ''\njobs: [{name: a, data: d}]", "jobs.yaml:1: base_model: '' is not a path; name a file"),
+        ("base_model: b\njobs: [{data: a}]", "jobs.yaml:2: name: missing; it must be text; add `name: ...`"),
+        ("jobs: [{name: a, data: d}]", "jobs.yaml:1: base_model: missing; it must be text; add `base_model: ...`"),
+        ("base_model: b", "jobs.yaml:1: jobs: none; write `jobs:`"),
+        ("base_model: b\njobs: []", "jobs.yaml:2: jobs: none; write `jobs:`"),
+        ("base_model: b\njobs: {a: 1}", "jobs.yaml:2: jobs: must be a list; write `jobs:`"),
+        ("base_model: b\njobs:\n- {name: a, data: d}\n- foo", "jobs.yaml:4: jobs: 'foo' is not a mapping"),
+        ("base_model: b\ndefaults: 3\njobs: [{name: a, data: d}]", "jobs.yaml:2: defaults: must be a mapping"),
+        ("base_model: b\ndefaults: {sweep: {}}\njobs: [{name: a, data: d}]", "jobs.yaml:2: sweep: unknown key; 'sweep' belongs on a job"),
+        ("base_model: b\nr: 3\njobs: [{name: a, data: d}]", "jobs.yaml:2: r: unknown key; 'r' belongs in `defaults` or on a job"),
+        ("base_model: b\nlr: 3\njobs: [{name: a, data: d}]", "jobs.yaml:2: lr: unknown key; did you mean 'learning_rate' in `defaults`"),
+        (
+            "base_model: b\nreport_to: [x]\njobs: [{name: a, data: d}]",
+            "jobs.yaml:2: report_to: ['x'] is not a list, each one of 'tensorboard'",
+        ),
+        ("base_model: b\ntoken_budget: 3\njobs: [{name: a, data: d}]", "token_budget: 3 is not 'auto' or a whole number from 16 up"),
+        ("base_model: b\n? [x, y]\n: 1\njobs: [{name: a, data: d}]", "jobs.yaml:2: a key must be a word"),
+        ("base_model: !!binary aGk=\njobs: [{name: a, data: d}]", "jobs.yaml:1: tag:yaml.org,2002:binary: tags are not used"),
+        ("base_model: b\njobs: [{name: a, data: !x {path: d}}]", "jobs.yaml:2: !x: tags are not used"),
+        (
+            "base_model: b\njobs:\n- name: a\n  max_length: 9\n  data:\n    path: d\n    max_length: 8",
+            "jobs.yaml:4: max_length: given twice, on the job and in its data",
+        ),
+    ],
+)
+def test_one_wrong_thing_in_the_file(tmp_path: Path, text: str, expected: str):
+    assert expected in one_problem(tmp_path, text)
+
+
+def test_two_jobs_of_one_name_also_when_they_differ_in_case_or_come_from_a_sweep(tmp_path: Path):
+    text = "base_model: b\njobs:\n- {name: a-r8, data: d}\n- {name: A, data: d, sweep: {r: [8, 9]}}\n"
+    assert one_problem(tmp_path, text) == (
+        "jobs.yaml:4: name: two jobs are named 'A-r8', the other on jobs.yaml:3; names are directories and must differ"
+    )
+
+
+def test_a_name_that_a_sweep_makes_too_long_is_refused(tmp_path: Path):
+    text = f"base_model: b\njobs: [{{name: {'x' * 61}, data: d, sweep: {{r: [8]}}}}]"
+    assert "63 at most" in one_problem(tmp_path, text)
+
+
+def test_the_line_of_a_default_is_the_defaults_line_told_once(tmp_path: Path):
+    text = "base_model: b\ndefaults:\n  r: 999\njobs:\n- {name: a, data: d}\n- {name: b, data: d}\n"
+    assert one_problem(tmp_path, text).startswith("jobs.yaml:3: r: 999")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("r=3", "--set r=3: r: unknown key; 'r' belongs in `defaults` or on a job (--set defaults.r=... or jobs.NAME.r=...)"),
+        ("jobs.b.r=3", "--set jobs.b.r=3: no job of that name; known here: polite"),
+        ("jobs.polit.r=3", "--set jobs.polit.r=3: no job of that name; did you mean 'polite'?"),
+        ("jobs.polite=3", "--set jobs.polite=3: write jobs.NAME.key=value"),
+        ("jobs=3", "--set jobs=3: write jobs.NAME.key=value"),
+        ("defaults=3", "--set defaults=3: write defaults.key=value"),
+        ("=3", "--set =3: must be key=value; for example --set defaults.r=8"),
+        ("defaults..r=3", "--set defaults..r=3: must be key=value; for example --set defaults.r=8"),
+        ("defaults.rank=3", "--set defaults.rank=3: rank: unknown key; did you mean 'r'?"),
+        ("defaults.r=x", "--set defaults.r=x: r: 'x' is not a whole number from 1 to 256; the default is 16"),
+        ("defaults.r=", "--set defaults.r=: r: null is not a whole number from 1 to 256; the default is 16"),
+        ("defaults.data.pth=x", "--set defaults.data.pth=x: data.pth: unknown key; did you mean 'path'?"),
+    ],
+)
+def test_a_wrong_setting_is_named_as_it_was_written(tmp_path: Path, override: str, expected: str):
+    assert one_problem(tmp_path, "base_model: b\njobs: [{name: polite, data: d}]", override) == expected
+
+
+def test_a_setting_that_is_no_yaml(tmp_path: Path):
+    assert "--set defaults.r=[: this is not valid YAML" in one_problem(
+        tmp_path, "base_model: b\njobs: [{name: a, data: d}]", "defaults.r=["
+    )
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "\n".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize("loader", [yaml.SafeLoader, located._LOADER])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "jobs.yaml: the file is empty"),
+        ("# nothing\n", "jobs.yaml: the file is empty"),
+        ("- a\n", "jobs.yaml:1: the file is not a mapping"),
+        ("hello", "jobs.yaml:1: the file is not a mapping"),
+        ('{"a": 1}\n{"b": 2}\n', "jobs.yaml:2: this is not valid YAML"),
+        ("a: 1\n---\nb: 1\n", "jobs.yaml:2: this is not valid YAML"),
+        ("a:\n\t- b\n", "jobs.yaml:2: this is not valid YAML"),
+        ("a: *x\n", "jobs.yaml:1: this is not valid YAML: found undefined alias"),
+        ("a: \x00\n", "jobs.yaml:1: this is not valid YAML: unacceptable character"),
+        (b"a: 1\nb: \xff\n", "jobs.yaml:2: byte 8 is not UTF-8"),
+        ("a: " + "x" * (1 << 20), "jobs.yaml: longer than 1048576 bytes"),
+        ("[" * 500_000, "jobs.yaml:1: nests deeper than 16 levels"),
+        ("\n".join(" " * i + "a:" for i in range(900)), "jobs.yaml:17: nests deeper than 16 levels"),
+        ("a: &a [*a]\n", "jobs.yaml:1: nests deeper than 16 levels, or an alias"),
+        (BOMB, "jobs.yaml:1: the file holds more than 100000 values"),
+    ],
+)
+def test_what_is_no_jobs_file_at_all_is_told_in_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loader: type[yaml.SafeLoader], text: str | bytes, expected: str
+):
+    monkeypatch.setattr(located, "_LOADER", loader)
+    started = time.monotonic()
+    assert one_problem(tmp_path, text).startswith(expected)
+    assert time.monotonic() - started < 10
+
+
+def test_a_missing_file(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"nowhere.yaml: there is no such file; name the jobs file"):
+        read_jobs_file(tmp_path / "nowhere.yaml")
+
+
+def test_more_jobs_than_a_run_can_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tlora.jobs_file.read.MAX_JOBS", 5)
+    assert "more than 5 jobs after the sweeps" in one_problem(tmp_path, JOB.format(f"sweep: {{r: {list(range(1, 8))}}}"))
+
+
+def test_integers_of_thousands_of_digits_are_refused_not_converted(tmp_path: Path):
+    assert "is not a whole number from 1 to 256" in one_problem(tmp_path, JOB.format(f"r: {'9' * 5000}"))
+
+
+JOB_NAMES = [*JobSpec.model_fields, *DataConfig.model_fields]
+
+
+@pytest.mark.parametrize(
+    ("old", "right"),
+    {
+        **dict.fromkeys(("lora_r", "lora_rank", "rank"), "r"),
+        **dict.fromkeys(("alpha",), "lora_alpha"),
+        **dict.fromkeys(("cutoff_len", "sequence_len", "max_seq_length", "max_seq_len"), "max_length"),
+        "warmup_ratio": "warmup_steps",
+        "lr": "learning_rate",
+        **dict.fromkeys(("num_epochs", "epochs"), "num_train_epochs"),
+        **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"), "batch_size"),
+        **dict.fromkeys(("completion_only_loss", "assistant_only_loss", "train_on_inputs"), "train_on"),
+        "val_set_size": "eval_size",
+        "dataset": "data",
+        "lora_target_modules": "target_modules",
+    }.items(),
+)
+def test_old_spellings_of_a_job(tmp_path: Path, old: str, right: str):
+    assert f"{old}: unknown key; did you mean {right!r}" in one_problem(tmp_path, JOB.format(f"{old}: 3"))
+
+
+def test_old_spellings_name_only_what_exists():
+    from tlora.jobs_file.spelling import _OLD
+
+    ours = {*JOB_NAMES, *RunSpec.model_fields, "defaults", "sweep"}
+    assert {right for right, _ in _OLD.values()} <= ours
+    assert not set(_OLD) & (ours - {"path"}), "a key of ours cannot be an old spelling"
+
+
+def test_suggest():
+    assert suggest("q_prj", ["q_proj", "k_proj", "gate"]) == "did you mean 'q_proj'?"
+    assert suggest("zzz", ["b", "a"]) == "known here: a, b"
+    assert suggest("warmup_ratio", JOB_NAMES) == "did you mean 'warmup_steps' (a value below 1 is a share of all steps)?"
+    assert suggest("warmup_ratio", ["b"]) == "known here: b", "an old spelling counts only where the right one is known"
+
+
+def test_json_is_yaml_too(tmp_path: Path):
+    file = tmp_path / "jobs.json"
+    file.write_text(json.dumps({"base_model": "b", "jobs": [{"name": "a", "data": "d"}]}))
+    assert read_jobs_file(file).jobs[0].name == "a"
