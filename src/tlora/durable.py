@@ -1,0 +1,358 @@
+"""Files and directories that survive a kill or a power cut whole or not at all; standard library only.
+
+Owns the protocol: write beside, fsync, manifest, rename, fsync the parent, only then acknowledge, only then delete old
+ones. What a checkpoint holds, and when one is due, is not known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import cast
+
+from tlora.errors import CheckpointError
+
+MANIFEST = "MANIFEST.json"
+Failpoint = Callable[[str], None]  # called with a name between any two steps; tests kill the process in it
+
+_LEFTOVER = re.compile(r"tmp-[0-9a-f]{32}")
+_REPLACED = ".replaced"  # the old directory while a new one takes its name
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def _pass(name: str) -> None:
+    """The failpoint of production: nothing happens."""
+
+
+def make_directory(path: Path) -> None:
+    """Make `path` and its missing parents so that they survive a power cut; fine if it exists."""
+    if path.is_dir():
+        return
+    make_directory(path.parent)
+    try:
+        path.mkdir()
+        _sync(path.parent)
+    except OSError as error:
+        raise _failure(path, error) from error
+
+
+def write_directory(final: Path, write: Callable[[Path], None], *, failpoint: Failpoint = _pass) -> None:
+    """Make the directory `final` hold the plain files that `write(temporary)` writes, and a manifest of them.
+
+    When this returns, it survives a power cut. At every moment before, `final` is what it was: absent, or its old self,
+    which `newest_verified` and `clean` put back if the end comes between the two renames. On an error (disk full, no
+    permission) the temporary directory is gone and CheckpointError says what to do.
+    """
+    temporary = _beside(final)
+    try:
+        _settle(final)
+        temporary.mkdir()
+        failpoint("made the temporary directory")
+        write(temporary)
+        failpoint("wrote the files")
+        files = _sync_files(temporary, failpoint)
+        _write_synced(temporary / MANIFEST, _manifest(files), failpoint)
+        _sync(temporary)
+        failpoint("synced the temporary directory")
+        _put_in_place(temporary, final, failpoint)
+    except BaseException as error:
+        _give_up(temporary, final)
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+            raise _failure(final, error) from error
+        if "os error 28" in str(error):  # safetensors reports a full disk in an exception of its own
+            raise _failure(final, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) from error
+        raise
+
+
+def _sync_files(directory: Path, failpoint: Failpoint) -> dict[str, dict[str, int | str]]:
+    """Fsync every file; return their sizes and hashes by name."""
+    files: dict[str, dict[str, int | str]] = {}
+    for path in sorted(directory.iterdir()):
+        assert path.is_file() and path.name != MANIFEST, f"{path}: only plain files belong into a durable directory"
+        _sync(path)
+        failpoint(f"synced {path.name}")
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return files
+
+
+def _put_in_place(temporary: Path, final: Path, failpoint: Failpoint) -> None:
+    replaced = final.with_name(final.name + _REPLACED)
+    if final.exists():
+        try:
+            verify(final)
+        except CheckpointError:
+            _set_aside(final)
+            failpoint("set the damaged one aside")
+        else:
+            if (final / MANIFEST).read_bytes() == (temporary / MANIFEST).read_bytes():
+                _sync(final.parent)  # whoever renamed it may have been killed before this
+                failpoint("kept the equal one")
+                _remove(temporary)
+                return
+            final.rename(replaced)
+            failpoint("moved the old one")
+    temporary.rename(final)
+    failpoint("renamed")
+    _sync(final.parent)
+    failpoint("synced the parent")
+    if replaced.exists():
+        _remove(replaced)
+        failpoint("removed the old one")
+
+
+def _give_up(temporary: Path, final: Path) -> None:
+    """Undo as far as the file system lets us; the first error is the one to report."""
+    with contextlib.suppress(OSError):
+        _remove(temporary)
+    with contextlib.suppress(OSError):
+        _settle(final)
+
+
+def verify(directory: Path) -> None:
+    """Raise CheckpointError naming file, expected and found if `directory` is not what its manifest says.
+
+    Files that the manifest does not name are left alone: people put notes beside their adapters.
+    """
+    try:
+        for name, expected in _read_manifest(directory / MANIFEST).items():
+            path = directory / name
+            if not path.is_file():
+                raise _damaged(path, f"expected {expected['bytes']} bytes, found no file")
+            size = path.stat().st_size
+            if size != expected["bytes"]:
+                raise _damaged(path, f"expected {expected['bytes']} bytes, found {size}")
+            digest = _sha256(path)
+            if digest != expected["sha256"]:
+                raise _damaged(path, f"expected sha256 {expected['sha256']}, found {digest}")
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise _damaged(directory, f"expected to read it, found {error.strerror or error}") from error
+
+
+def newest_verified(parent: Path, prefix: str = "checkpoint-") -> tuple[Path | None, list[str]]:
+    """The directory `parent/<prefix><step>` of the highest step that verifies, or None, and notes on those that do not.
+
+    The bad ones are renamed `bad-…`, so that nobody trips over them again and a person can look at them.
+    """
+    notes: list[str] = []
+    try:
+        _settle_all(parent)
+        paths = _by_step(parent, prefix)
+    except OSError as error:
+        raise _failure(parent, error) from error
+    for path in paths:
+        try:
+            verify(path)
+        except CheckpointError as error:
+            try:
+                notes.append(f"{path.name} is damaged and set aside as {_set_aside(path).name}: {error}")
+            except OSError as cannot:
+                notes.append(f"{path.name} is damaged and skipped (it cannot be renamed: {cannot.strerror}): {error}")
+        else:
+            return path, notes
+    return None, notes
+
+
+def prune(parent: Path, keep: int | None, protect: set[str], *, prefix: str = "checkpoint-", failpoint: Failpoint = _pass) -> None:
+    """Delete all but the newest `keep` checkpoints (None: all stay) and those named in `protect`.
+
+    Call it after the newest is acknowledged. The newest that verifies always stays. Each is renamed before it is emptied,
+    so no half-deleted one is ever taken for a checkpoint.
+    """
+    assert keep is None or keep >= 1, f"keep {keep} checkpoints"
+    if keep is None:
+        return
+    paths = _by_step(parent, prefix)
+    verified = next((path for path in paths if _verifies(path)), None)
+    doomed = [path for path in paths[keep:] if path.name not in protect and path != verified]
+    if not doomed:
+        return
+    try:
+        leftovers = [_beside(path) for path in doomed]
+        for path, leftover in zip(doomed, leftovers, strict=True):
+            path.rename(leftover)
+            failpoint(f"renamed {path.name}")
+        _sync(parent)
+        failpoint("synced the parent")
+        for leftover in leftovers:
+            _remove(leftover)
+            failpoint("removed one")
+    except OSError as error:
+        raise _failure(parent, error) from error
+
+
+def clean(parent: Path) -> None:
+    """Remove what a killed process left behind in `parent`: temporary files and directories, unfinished replacements."""
+    try:
+        _settle_all(parent)
+        for path in sorted(parent.iterdir()):
+            if _LEFTOVER.fullmatch(path.name):
+                _remove(path)
+    except OSError as error:
+        raise _failure(parent, error) from error
+
+
+def write_file(path: Path, content: bytes | str, *, failpoint: Failpoint = _pass) -> None:
+    """Make the file `path` hold `content` (text as UTF-8): the old or the new content at every moment, the new on return."""
+    temporary = _beside(path)
+    try:
+        _write_synced(temporary, content.encode() if isinstance(content, str) else content, failpoint)
+        temporary.replace(path)
+        failpoint("renamed")
+        _sync(path.parent)
+    except OSError as error:
+        _give_up(temporary, path)
+        raise _failure(path, error) from error
+
+
+def truncate_rows(path: Path, keep: Callable[[dict[str, object]], bool]) -> None:
+    """Rewrite a file of JSON lines with the rows that `keep` accepts, without a last line torn by a kill.
+
+    No file is no rows. Rows that stay keep their bytes.
+    """
+    if not path.exists():
+        return
+    try:
+        old = path.read_bytes()
+    except OSError as error:
+        raise _failure(path, error) from error
+    new = b"".join(line + b"\n" for line in old.split(b"\n") if (row := _row(line)) is not None and keep(row))
+    if new != old:
+        write_file(path, new)
+
+
+def _row(line: bytes) -> dict[str, object] | None:
+    try:
+        row: object = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return cast(dict[str, object], row) if isinstance(row, dict) else None
+
+
+def _manifest(files: dict[str, dict[str, int | str]]) -> bytes:
+    return (json.dumps({"files": files}, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _read_manifest(path: Path) -> dict[str, dict[str, int | str]]:
+    """Only the exact bytes that `_manifest` writes are accepted, so that a flipped bit of white space is seen too."""
+    if not path.is_file():
+        raise _damaged(path, "expected a manifest, found no file")
+    content = path.read_bytes()
+    try:
+        files = cast(dict[str, dict[str, int | str]], json.loads(content)["files"])
+        well_formed = _manifest(files) == content
+        well_formed &= all(entry.keys() == {"bytes", "sha256"} and Path(name).name == name for name, entry in files.items())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        well_formed, files = False, {}
+    if not well_formed:
+        raise _damaged(path, f"expected a manifest as written, found {len(content)} other bytes")
+    return files
+
+
+def _damaged(path: Path, difference: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged: {difference}. Remedy: use another checkpoint; --resume takes the newest undamaged one")
+
+
+def _failure(path: Path, error: OSError) -> CheckpointError:
+    reason = error.strerror or str(error)
+    if error.errno in _NO_SPACE:
+        remedy = "free some space there or choose another output_dir; what was saved before is intact, --resume goes on from it"
+    elif error.errno in _NO_PERMISSION:
+        remedy = "make the directory writable for this user or choose another output_dir"
+    else:
+        remedy = "check the path and its file system, or choose another output_dir"
+    return CheckpointError(f"cannot write {path}: {reason}. Remedy: {remedy}")
+
+
+def _verifies(directory: Path) -> bool:
+    try:
+        verify(directory)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _by_step(parent: Path, prefix: str) -> list[Path]:
+    """Directories `<prefix><step>`, highest step first."""
+    pattern = re.compile(re.escape(prefix) + r"([0-9]{1,18})", re.ASCII)
+    found = [(int(match[1]), path) for path in _entries(parent) if (match := pattern.fullmatch(path.name)) and path.is_dir()]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _entries(parent: Path) -> Iterable[Path]:
+    return sorted(parent.iterdir()) if parent.is_dir() else ()
+
+
+def _settle_all(parent: Path) -> None:
+    for path in _entries(parent):
+        if path.name.endswith(_REPLACED):
+            _settle(path.with_name(path.name.removesuffix(_REPLACED)))
+
+
+def _settle(final: Path) -> None:
+    """End a replacement that was cut short: with the new directory if it is in place and whole, else with the old one."""
+    replaced = final.with_name(final.name + _REPLACED)
+    if not replaced.exists():
+        return
+    if final.exists() and not _verifies(final):
+        _set_aside(final)
+    if final.exists():
+        _sync(final.parent)
+        _remove(replaced)
+    else:
+        replaced.rename(final)
+        _sync(final.parent)
+
+
+def _set_aside(path: Path) -> Path:
+    aside = path.with_name(f"bad-{path.name}")
+    if aside.exists():
+        aside = path.with_name(f"bad-{path.name}-{uuid.uuid4().hex[:8]}")
+    path.rename(aside)
+    return aside
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"tmp-{uuid.uuid4().hex}")
+
+
+def _write_synced(path: Path, content: bytes, failpoint: Failpoint) -> None:
+    with path.open("xb") as file:
+        failpoint(f"created {path.name}")
+        file.write(content)
+        file.flush()
+        failpoint(f"wrote {path.name}")
+        os.fsync(file.fileno())
+    failpoint(f"synced {path.name}")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a directory with all it holds; fine if it is not there."""
+    if not path.is_dir() or path.is_symlink():
+        path.unlink(missing_ok=True)
+        return
+    for entry in path.iterdir():
+        _remove(entry)
+    path.rmdir()
