@@ -1,0 +1,128 @@
+"""Tokenized samples on disk: written once, then read through memory maps.
+
+A set is a directory of flat files (`tokens.bin`, `weights.bin`, `offsets.npy`, `trained.npy`) and `meta.json`. It appears whole or
+not at all. Owns the files and their check; what stands in the tokens is `encode.py`'s, the order of samples `order.py`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import uuid
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+FORMAT_VERSION = 1  # part of every cache key: raise it when the same input gives other tokens, weights or files
+SCRATCH_PREFIX = "tmp-"
+_FILES = ("tokens.bin", "weights.bin", "offsets.npy", "trained.npy")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One training example. `loss_weights[i]` weighs the prediction *of* token i; the first token is never a target."""
+
+    input_ids: npt.NDArray[np.int32]
+    loss_weights: npt.NDArray[np.float32]
+
+
+class Dataset:
+    """Samples of a finished set, or of the part of it that `indices` names.
+
+    `lengths` are tokens a sample; `trained` is the sum of the loss weights of a sample's targets, `loss_weights[1:]`.
+    """
+
+    def __init__(self, directory: Path, indices: npt.NDArray[np.int64] | None = None) -> None:
+        offsets = np.load(directory / "offsets.npy", mmap_mode="r")
+        trained = np.load(directory / "trained.npy", mmap_mode="r")
+        starts, ends = (offsets[:-1], offsets[1:]) if indices is None else (offsets[indices], offsets[indices + 1])
+        self.directory = directory
+        self.meta: dict[str, object] = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
+        self.lengths: npt.NDArray[np.int64] = np.asarray(ends - starts)
+        self.trained: npt.NDArray[np.float64] = np.asarray(trained if indices is None else trained[indices])
+        self.max_token_id = int(str(self.meta["max_token_id"]))
+        self._starts: npt.NDArray[np.int64] = starts
+        self._tokens: npt.NDArray[np.int32] = np.memmap(directory / "tokens.bin", dtype=np.int32, mode="r")
+        self._weights: npt.NDArray[np.float32] = np.memmap(directory / "weights.bin", dtype=np.float32, mode="r")
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Sample:
+        start = int(self._starts[index])
+        part = slice(start, start + int(self.lengths[index]))
+        return Sample(np.array(self._tokens[part]), np.array(self._weights[part]))
+
+
+class Writer:
+    """Fills a scratch directory beside `final` sample by sample; `finish` puts it in place in one rename."""
+
+    def __init__(self, final: Path) -> None:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        self.final = final
+        self.scratch = final.parent / f"{SCRATCH_PREFIX}{os.getpid()}-{uuid.uuid4().hex}"
+        self.scratch.mkdir()
+        self.offsets, self.trained = array("q", [0]), array("d")
+        self.max_token_id = -1
+        self._tokens = (self.scratch / "tokens.bin").open("wb")
+        self._weights = (self.scratch / "weights.bin").open("wb")
+
+    def add(self, sample: Sample) -> None:
+        assert sample.input_ids.dtype == np.int32 and sample.loss_weights.dtype == np.float32, (
+            sample.input_ids.dtype,
+            sample.loss_weights.dtype,
+        )
+        assert sample.input_ids.shape == sample.loss_weights.shape, (sample.input_ids.shape, sample.loss_weights.shape)
+        self._tokens.write(sample.input_ids.tobytes())
+        self._weights.write(sample.loss_weights.tobytes())
+        self.offsets.append(self.offsets[-1] + len(sample.input_ids))
+        self.trained.append(float(sample.loss_weights[1:].sum(dtype=np.float64)))
+        self.max_token_id = max(self.max_token_id, int(sample.input_ids.max(initial=-1)))
+
+    def finish(self, meta: dict[str, object]) -> None:
+        """Write the index and `meta`, flush all to the disk, rename. When another process was faster, its equal set stays."""
+        self._tokens.close()
+        self._weights.close()
+        np.save(self.scratch / "offsets.npy", np.frombuffer(self.offsets, dtype=np.int64))
+        np.save(self.scratch / "trained.npy", np.frombuffer(self.trained, dtype=np.float64))
+        sizes = {name: (self.scratch / name).stat().st_size for name in _FILES}
+        whole = meta | {"max_token_id": self.max_token_id, "sizes": sizes}
+        (self.scratch / "meta.json").write_text(json.dumps(whole, ensure_ascii=False), encoding="utf-8")
+        _flush([self.scratch / name for name in (*_FILES, "meta.json", ".")])
+        try:
+            self.scratch.rename(self.final)
+        except OSError:
+            if not is_whole(self.final):
+                raise
+        _flush([self.final.parent])
+        self.abandon()
+
+    def abandon(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk: what is still buffered cannot be written
+            self._tokens.close()
+            self._weights.close()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def is_whole(directory: Path) -> bool:
+    """Whether `directory` is a finished set whose files have the sizes written down; a damaged one is to be made again."""
+    try:
+        sizes = json.loads((directory / "meta.json").read_text(encoding="utf-8"))["sizes"]
+        return all((directory / name).stat().st_size == sizes[name] for name in _FILES)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _flush(paths: Iterable[Path]) -> None:
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

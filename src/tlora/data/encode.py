@@ -1,0 +1,140 @@
+"""From examples to token ids with a loss weight each.
+
+Owns special tokens (exactly one BOS where the tokenizer adds one, EOS after plain text) and the step from trained characters to trained
+tokens. Does not cut to a length and writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from tlora.data.chat import Span, Template, open_template, render
+from tlora.data.dataset import Sample
+from tlora.data.formats import Chat, Example, Text, Tokens
+from tlora.errors import DataError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A tokenizer, a template and which tokens count."""
+
+    tokenizer: PreTrainedTokenizerBase
+    template: Template
+    prefix_ids: tuple[int, ...]  # what the tokenizer puts before every text: BOS, or nothing
+    train_all: bool
+    vocab_size: int  # of the model: rows of its embedding
+
+
+def open_encoder(tokenizer: PreTrainedTokenizerBase, template_source: str | None, train_all: bool, vocab_size: int) -> Encoder:
+    """Find out once what does not depend on the data."""
+    if not tokenizer.is_fast:
+        raise ModelError(
+            f"{type(tokenizer).__name__} gives no character offsets, which loss weights need; use a fast tokenizer (tokenizer.json)"
+        )
+    plain, special = _ids(tokenizer, ["x"])[0], cast("list[int]", tokenizer("x")["input_ids"])
+    start = next((i for i in range(len(special)) if special[i : i + len(plain)] == plain), 0)
+    return Encoder(tokenizer, open_template(tokenizer, template_source), tuple(special[:start]), train_all, vocab_size)
+
+
+def encode(encoder: Encoder, examples: Sequence[Example], places: Sequence[str]) -> list[Sample]:
+    """One sample per example, in order. Raises DataError with the place of the first that cannot be encoded."""
+    samples: list[Sample | None] = [None] * len(examples)
+    chats = [i for i, example in enumerate(examples) if isinstance(example, Chat)]
+    texts = [i for i, example in enumerate(examples) if isinstance(example, Text)]
+    rendered = [render(encoder.template, cast("Chat", examples[i]), places[i]) for i in chats]
+    for i, (text, _) in zip(chats, rendered, strict=True):
+        _check_text(text, places[i])
+    for i, sample in zip(chats, _encode_rendered(encoder, rendered), strict=True):
+        samples[i] = sample
+    for i in texts:
+        _check_text(cast("Text", examples[i]).prompt + cast("Text", examples[i]).completion, places[i])
+    for i, sample in zip(texts, _encode_texts(encoder, [cast("Text", examples[i]) for i in texts]), strict=True):
+        samples[i] = sample
+    for i, example in enumerate(examples):
+        if isinstance(example, Tokens):
+            _check_vocabulary(encoder, example.input_ids, places[i])
+            samples[i] = _sample(encoder, example.input_ids, np.array(example.weights, dtype=np.float32))
+    for i in chats + texts:
+        _check_vocabulary(encoder, cast("Sample", samples[i]).input_ids, places[i])
+    return cast("list[Sample]", samples)
+
+
+def _check_vocabulary(encoder: Encoder, ids: Sequence[int] | npt.NDArray[np.int32], place: str) -> None:
+    if len(ids) and (largest := int(max(ids) if isinstance(ids, list) else np.max(ids))) >= encoder.vocab_size:
+        raise DataError(
+            f"{place}: token id {largest} is beyond the base model's vocabulary of {encoder.vocab_size}; "
+            "tokenize with this model's own tokenizer"
+        )
+
+
+def _sample(encoder: Encoder, ids: Sequence[int], weights: Floats) -> Sample:
+    return Sample(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=np.float32) if encoder.train_all else weights)
+
+
+def _check_text(text: str, place: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place}: text with a lone surrogate (\\u{ord(text[error.start]):04x}), which is no character; remove it"
+        ) from error
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    return cast("list[list[int]]", tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else []
+
+
+def _encode_rendered(encoder: Encoder, rendered: list[tuple[str, list[Span]]]) -> list[Sample]:
+    if not rendered:
+        return []
+    found = encoder.tokenizer([text for text, _ in rendered], add_special_tokens=False, return_offsets_mapping=True)
+    all_ids, all_offsets = cast("list[list[int]]", found["input_ids"]), cast("list[list[tuple[int, int]]]", found["offset_mapping"])
+    return [
+        _sample(encoder, ids, token_weights(text, spans, np.array(offsets, dtype=np.int64).reshape(-1, 2)))
+        for (text, spans), ids, offsets in zip(rendered, all_ids, all_offsets, strict=True)
+    ]
+
+
+def token_weights(text: str, spans: Sequence[Span], offsets: npt.NDArray[np.int64]) -> Floats:
+    """Weight of each token: that of the span in which its last character lies.
+
+    The last and not the first: " Hello" may begin with the template's space, and "\\n#" may end in the next turn's header. A token that
+    joins visible characters before a span with the span's first ones is not trained: they may be a user's.
+    """
+    by_character = np.zeros(len(text) + 1, dtype=np.float32)  # by_character[end] for the character before `end`; 0 for an empty token at 0
+    for start, end, weight in spans:
+        by_character[start + 1 : end + 1] = weight
+    weights = by_character[offsets[:, 1]]
+    for start, _, _ in spans:
+        for i in np.flatnonzero((offsets[:, 0] < start) & (offsets[:, 1] > start)):
+            if text[offsets[i, 0] : start].strip():
+                weights[i] = 0
+    return weights
+
+
+def _encode_texts(encoder: Encoder, texts: list[Text]) -> list[Sample]:
+    """The prompt's tokens are those the model will see at inference: the joint text's where they begin with them, else its own."""
+    prompts = _ids(encoder.tokenizer, [text.prompt for text in texts])
+    wholes = _ids(encoder.tokenizer, [text.prompt + text.completion for text in texts])
+    samples: list[Sample] = []
+    for text, prompt, whole in zip(texts, prompts, wholes, strict=True):
+        exact = whole[: len(prompt)] == prompt
+        completion = whole[len(prompt) :] if exact else _ids(encoder.tokenizer, [text.completion])[0]
+        eos = encoder.tokenizer.eos_token_id
+        if isinstance(eos, int) and completion[-1:] != [eos]:
+            completion = [*completion, eos]
+        head = [*encoder.prefix_ids, *prompt]
+        if (prompt or completion)[: len(encoder.prefix_ids)] == [*encoder.prefix_ids]:  # the text brings its own BOS
+            head = prompt
+        samples.append(_sample(encoder, head + completion, np.array([0.0] * len(head) + [1.0] * len(completion), dtype=np.float32)))
+    return samples

@@ -1,0 +1,196 @@
+"""The data room's front door: from `DataConfig`s to memory-mapped sets, tokenized in a process of its own.
+
+A job whose data is bad, or kills or hangs the process, gets a DataError; the others go on in a fresh process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, cast
+
+from tlora.data.build import DataReport
+from tlora.data.dataset import SCRATCH_PREFIX, Dataset
+from tlora.data.order import split
+from tlora.data.rows import list_files
+from tlora.errors import DataError, ModelError
+from tlora.job import DataConfig
+
+STALL_SECONDS = 180.0  # without a sign of life; a batch of half a million characters takes about one
+TAIL_BYTES = 2000
+
+
+@dataclass(frozen=True)
+class PrepareRequest:
+    """One job's data. Relative paths in `data` are under `base_dir`; `seed` splits off `eval_size`."""
+
+    key: str
+    data: DataConfig
+    seed: int
+    tokenizer_path: str
+    vocab_size: int
+    cache_dir: Path
+    base_dir: Path
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job's sets. `report` is about all of `data.path` (before the split), `eval_report` about `data.eval_path`."""
+
+    train: Dataset
+    eval: Dataset | None
+    report: DataReport
+    eval_report: DataReport | None = None
+
+
+@dataclass(frozen=True)
+class PrepareProgress:
+    """How far the job `key` is: rows read, and the share of its file's bytes."""
+
+    key: str
+    rows: int
+    share: float
+
+
+OnProgress = Callable[[PrepareProgress], None]
+
+
+def prepare(requests: Sequence[PrepareRequest], on_progress: OnProgress | None = None) -> dict[str, Prepared | DataError]:
+    """Tokenize what is not in the cache yet and open it, for each request under its key.
+
+    Raises ModelError when the tokenizer cannot be loaded, which all jobs share.
+    """
+    assert len({request.key for request in requests}) == len(requests), [request.key for request in requests]
+    results: dict[str, Prepared | DataError] = {}
+    waiting = list(requests)
+    while waiting:
+        results |= _run_worker(waiting, on_progress or (lambda _: None))
+        waiting = [request for request in waiting if request.key not in results]
+    return {request.key: results[request.key] for request in requests}
+
+
+def _run_worker(requests: Sequence[PrepareRequest], on_progress: OnProgress) -> dict[str, Prepared | DataError]:
+    """Results until all are done or the worker dies; then the job that it was on is failed too, so at least one result."""
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "true", "PYTHONUNBUFFERED": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    command = [sys.executable, "-m", "tlora.data.worker"]
+    lines: queue.Queue[bytes] = queue.Queue()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment)
+        assert process.stdin and process.stdout
+        reader = threading.Thread(target=_read_lines, args=(process.stdout, lines), daemon=True)
+        reader.start()
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it died at once: its output ends, which is told below
+                process.stdin.write(json.dumps([_as_json(request) for request in requests]).encode() + b"\n")
+                process.stdin.flush()
+            return _follow(process, lines, requests, on_progress, log)
+        finally:
+            process.kill()
+            process.wait()
+            reader.join()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+            process.stdout.close()
+            for cache_dir in {request.cache_dir for request in requests}:
+                for scratch in cache_dir.glob(f"{SCRATCH_PREFIX}{process.pid}-*"):
+                    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _read_lines(stream: IO[bytes], lines: queue.Queue[bytes]) -> None:
+    for line in stream:
+        lines.put(line)
+    lines.put(b"")
+
+
+def _follow(
+    process: subprocess.Popen[bytes],
+    lines: queue.Queue[bytes],
+    requests: Sequence[PrepareRequest],
+    on_progress: OnProgress,
+    log: IO[bytes],
+) -> dict[str, Prepared | DataError]:
+    by_key = {request.key: request for request in requests}
+    results: dict[str, Prepared | DataError] = {}
+    current = ""
+    while len(results) < len(requests):
+        event = _next_event(lines)
+        if event is None or not event:
+            ended = f"gave no sign of life for {STALL_SECONDS:g} seconds" if event is None else _how_it_ended(process.wait())
+            message = f"the data worker {ended}{_tail(log)}"
+            if current:
+                path = by_key[current].data.path
+                results[current] = DataError(f"{path}: {message}; look for a row, or a chat template, that takes too much time or memory")
+            elif not results:
+                raise ModelError(f"{requests[0].tokenizer_path}: {message}, before the first job; is the installation whole?")
+            break
+        key, kind = str(event["key"]), event["event"]
+        if kind == "progress":
+            on_progress(PrepareProgress(key, int(str(event["rows"])), float(str(event["share"]))))
+        elif kind == "start":
+            current = key
+        elif kind == "model_error":
+            raise ModelError(str(event["message"]))
+        else:
+            results[key] = DataError(str(event["message"])) if kind == "data_error" else _open(by_key[key], event)
+            current = ""
+    return results
+
+
+def _next_event(lines: queue.Queue[bytes]) -> dict[str, object] | None:
+    """The worker's next event, {} when it has ended, None when it says nothing any more."""
+    try:
+        line = lines.get(timeout=STALL_SECONDS)
+    except queue.Empty:
+        return None
+    return cast("dict[str, object]", json.loads(line)) if line.endswith(b"\n") else {}  # a torn line is its last
+
+
+def _as_json(request: PrepareRequest) -> dict[str, object]:
+    return {
+        "key": request.key,
+        "data": request.data.model_dump(),
+        "tokenizer_path": request.tokenizer_path,
+        "vocab_size": request.vocab_size,
+        "cache_dir": str(request.cache_dir),
+        "base_dir": str(request.base_dir),
+    }
+
+
+def _open(request: PrepareRequest, event: dict[str, object]) -> Prepared | DataError:
+    data = request.data
+    whole = Dataset(Path(str(event["train"])))
+    report = _report(request, data.path, whole)
+    if data.eval_path:
+        evaluation = Dataset(Path(str(event["eval"])))
+        return Prepared(whole, evaluation, report, _report(request, data.eval_path, evaluation))
+    if not data.eval_size:
+        return Prepared(whole, None, report)
+    try:
+        train, held_out = split(len(whole), data.eval_size, request.seed)
+    except DataError as error:
+        return DataError(f"{data.path}: {error}")
+    return Prepared(Dataset(whole.directory, train), Dataset(whole.directory, held_out), report)
+
+
+def _report(request: PrepareRequest, path: str, dataset: Dataset) -> DataReport:
+    return DataReport.from_meta(dataset.meta, [str(file) for file in list_files(request.base_dir / path)])
+
+
+def _how_it_ended(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
+
+
+def _tail(log: IO[bytes]) -> str:
+    log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+    lines = log.read().decode(errors="replace").strip().splitlines()
+    return f" ({lines[-1].strip()})" if lines else ""

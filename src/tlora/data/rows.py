@@ -1,0 +1,343 @@
+"""Reads rows out of data files, one after another, each with the place where it stands.
+
+Owns containers (JSONL, JSON array, CSV, Parquet, a directory of them, a saved `datasets` set) and what can be wrong with
+their bytes. Knows nothing of what the columns mean (`formats.py`). Never holds more than one row, or one small batch.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import difflib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tlora.errors import DataError
+
+MAX_ROW_BYTES = 16 << 20  # a row beyond it is no training sample but a broken file: the longest context holds some 4 MB of text
+CHUNK_BYTES = 1 << 16
+ARROW_BATCH_ROWS = 64
+SUFFIXES = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+_JSON_SPACE = " \t\r\n"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row as read. `share` is the part of all bytes (or rows) read so far, for progress."""
+
+    place: str  # file and row as a person looks for it: "sql.jsonl, line 3" or "sql.parquet, row 3" (both count from 1)
+    value: dict[str, object]
+    share: float
+
+
+def list_files(path: Path) -> list[Path]:
+    """The data files behind `path` in reading order: itself, a directory's by name, or a saved set's arrow files."""
+    if not path.exists():
+        near = difflib.get_close_matches(path.name, [item.name for item in path.parent.iterdir()], n=1) if path.parent.is_dir() else []
+        hint = (
+            f"did you mean {near[0]!r}?"
+            if near
+            else "give a file or directory that exists (a hub data set: save it first with save_to_disk)"
+        )
+        raise DataError(f"{path}: no such file or directory; {hint}")
+    if path.is_file():
+        if path.suffix.lower() not in SUFFIXES:
+            raise DataError(f"{path}: unknown file type {path.suffix!r}; rename or convert it to one of {', '.join(SUFFIXES)}")
+        return [path]
+    if (path / "dataset_dict.json").exists():
+        return list_files(_split_of(path))
+    if (path / "state.json").exists():
+        return _saved_files(path)
+    files = sorted(item for item in path.iterdir() if item.is_file() and item.suffix.lower() in SUFFIXES and item.name[0] not in "._")
+    if not files:
+        raise DataError(f"{path}: the directory holds no data file; put files there that end in one of {', '.join(SUFFIXES)}")
+    return files
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Every row behind `path`, streaming. Raises DataError with file and row at the first one that cannot be read."""
+    files = list_files(path)
+    sizes = [file.stat().st_size for file in files]
+    total, before, count = max(1, sum(sizes)), 0, 0
+    for file, size in zip(files, sizes, strict=True):
+        for row in _read_file(file):
+            count += 1
+            yield Row(row.place, row.value, (before + row.share * size) / total)
+        before += size
+    if not count:
+        raise DataError(f"{path}: the {'file is empty' if path.is_file() else 'files are empty'}; at least one row is needed")
+
+
+def _read_file(file: Path) -> Iterator[Row]:
+    kind = SUFFIXES[file.suffix.lower()]
+    try:
+        if kind == "parquet":
+            yield from _read_parquet(file)
+        elif kind == "arrow":
+            yield from _read_arrow(file)
+        elif kind == "csv":
+            yield from _read_csv(file)
+        elif _first_character(file) == b"[":
+            yield from _read_array(file)
+        else:
+            yield from _read_lines_of_json(file)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror or error}); check the file and its permissions") from error
+
+
+# --- lines ---
+
+
+@dataclass
+class _Lines:
+    """Decoded lines of a file with their number; the cap keeps a file without line ends out of memory."""
+
+    file: Path
+    number: int = 0
+    position: int = 0  # bytes read
+
+    def __iter__(self) -> Iterator[str]:
+        with self.file.open("rb") as stream:
+            while raw := stream.readline(MAX_ROW_BYTES + 1):
+                self.number += 1
+                if len(raw) > MAX_ROW_BYTES:
+                    raise DataError(
+                        f"{self.file}, line {self.number}: longer than {MAX_ROW_BYTES >> 20} MiB; a row is one sample: split it, "
+                        "or check that the lines end in a newline"
+                    )
+                yield self._decode(raw)
+
+    def _decode(self, raw: bytes) -> str:
+        start = self.position
+        self.position += len(raw)
+        try:
+            return raw.decode("utf-8-sig" if start == 0 else "utf-8")
+        except UnicodeDecodeError as error:
+            where = f"{self.file}, line {self.number}, byte {start + error.start}"
+            raise DataError(
+                f"{where}: not UTF-8 ({error.reason}, {raw[error.start : error.start + 1]!r}); convert the file to UTF-8"
+            ) from error
+
+    def row(self, value: dict[str, object], size: int) -> Row:
+        return Row(f"{self.file}, line {self.number}", value, min(1.0, self.position / max(1, size)))
+
+
+def _read_lines_of_json(file: Path) -> Iterator[Row]:
+    lines, size = _Lines(file), file.stat().st_size
+    for line in lines:
+        if line.strip():
+            yield lines.row(_object(_parse(line, f"{file}, line {lines.number}"), f"{file}, line {lines.number}"), size)
+
+
+def _parse(text: str, place: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{place}: broken JSON ({error}); expected one JSON object a line, or one array of objects in the file") from error
+    except RecursionError as error:
+        raise DataError(f"{place}: JSON nested too deeply; expected one flat object of columns") from error
+
+
+def _object(value: object, place: str) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise DataError(f'{place}: {_short(value)} is no JSON object; expected a row like {{"text": ...}}')
+    return cast("dict[str, object]", value)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _read_csv(file: Path) -> Iterator[Row]:
+    lines, size = _Lines(file), file.stat().st_size
+    csv.field_size_limit(MAX_ROW_BYTES)  # the module's own limit of 128 KiB refuses long texts
+    reader = csv.reader(iter(lines), strict=True)
+    try:
+        header = next(reader, None)
+        if header is None:
+            return
+        if len(set(header)) != len(header) or not all(header):
+            raise DataError(f"{file}, line 1: the header {_short(header)} needs a different name for every column")
+        for cells in reader:
+            if not cells:
+                continue
+            if len(cells) != len(header):
+                raise DataError(
+                    f"{file}, line {lines.number}: {len(cells)} cells where the header has {len(header)}; quote cells that hold commas"
+                )
+            yield lines.row(dict(zip(header, cells, strict=True)), size)
+    except csv.Error as error:
+        raise DataError(f'{file}, line {lines.number}: broken CSV ({error}); expected comma-separated cells, quoted with "') from error
+
+
+# --- a JSON array, parsed as it comes ---
+
+
+def _first_character(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            if found := chunk.removeprefix(codecs.BOM_UTF8).lstrip():
+                return found[:1]
+    return b""
+
+
+class _Text:
+    """A decoded window on a file that grows by `fill` and is consumed from its start."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.stream = stream
+        self.decoder = codecs.getincrementaldecoder("utf-8")()
+        self.text = ""
+        self.offset = 0  # bytes read
+        self.failure: tuple[int, str] | None = None  # byte and reason of the first that is not UTF-8
+
+    def fill(self) -> bool:
+        """Read about as much again as the window holds, so that a long row costs linear time; False at the end."""
+        if self.failure:
+            return False
+        chunk = self.stream.read(max(CHUNK_BYTES, len(self.text)))
+        pending = len(self.decoder.getstate()[0])
+        try:
+            text = self.decoder.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            self.failure = (self.offset - pending + error.start, error.reason)
+            text = cast("bytes", error.object)[: error.start].decode()
+        self.text += text.removeprefix("\ufeff") if self.offset == 0 else text
+        self.offset += len(chunk)
+        return bool(chunk)
+
+    def skip_space(self) -> str:
+        """Drop white space and return the next character, "" at the end."""
+        while True:
+            self.text = self.text.lstrip(_JSON_SPACE)
+            if self.text or not self.fill():
+                return self.text[:1]
+
+
+def _read_array(file: Path) -> Iterator[Row]:
+    size, number = max(1, file.stat().st_size), 0
+    decoder = json.JSONDecoder()
+    with file.open("rb") as stream:
+        window = _Text(stream)
+        window.skip_space()
+        window.text = window.text[1:]  # the bracket
+        if window.skip_space() == "]":
+            return
+        while True:
+            number += 1
+            place = f"{file}, row {number}"
+            value = _next_element(window, decoder, place)
+            yield Row(place, _object(value, place), min(1.0, window.offset / size))
+            mark = window.skip_space()
+            window.text = window.text[1:]
+            if mark == "]":
+                break
+            if mark != ",":
+                _check_utf8(window, f"{file}, after row {number}")
+                found = repr(mark) if mark else "the end of the file"
+                raise DataError(f"{file}, after row {number}: broken JSON, {found} where ',' or ']' is expected; is the file cut off?")
+        if rest := window.skip_space():
+            raise DataError(f"{file}, after row {number}: {rest!r} follows the array's end; expected one JSON array")
+
+
+def _check_utf8(window: _Text, place: str) -> None:
+    if window.failure:
+        byte, reason = window.failure
+        raise DataError(f"{place}, byte {byte}: not UTF-8 ({reason}); convert the file to UTF-8")
+
+
+def _next_element(window: _Text, decoder: json.JSONDecoder, place: str) -> object:
+    window.skip_space()
+    consumed = 0
+    while True:
+        try:
+            value, consumed = decoder.raw_decode(window.text)
+            if consumed < len(window.text) or not window.fill():  # a number at the window's end may go on
+                window.text = window.text[consumed:]
+                return value
+        except RecursionError as error:
+            raise DataError(f"{place}: JSON nested too deeply; expected one flat object of columns") from error
+        except ValueError as error:
+            if len(window.text) > MAX_ROW_BYTES:
+                raise DataError(
+                    f"{place}: longer than {MAX_ROW_BYTES >> 20} MiB, or a quote is never closed; a row is one sample"
+                ) from error
+            position = getattr(error, "pos", 0)
+            cut_off = str(error).startswith("Unterminated") or position > len(window.text) - 16  # an escape or a name may be cut
+            if not (cut_off and window.fill()):
+                _check_utf8(window, place)
+                raise DataError(f"{place}: broken JSON ({error}, counted from the row's start); expected an array of objects") from error
+
+
+# --- Arrow ---
+
+
+def _read_parquet(file: Path) -> Iterator[Row]:
+    if file.stat().st_size == 0:
+        return
+    try:
+        parquet = pq.ParquetFile(file, memory_map=True, pre_buffer=False)
+        total = parquet.metadata.num_rows
+        yield from _read_batches(file, parquet.iter_batches(batch_size=ARROW_BATCH_ROWS), total)
+    except pa.ArrowException as error:
+        raise DataError(f"{file}: not a readable Parquet file ({_short(str(error))}); write it again") from error
+
+
+def _read_arrow(file: Path) -> Iterator[Row]:
+    if file.stat().st_size == 0:
+        return
+    try:
+        with pa.memory_map(str(file)) as source:
+            yield from _read_batches(file, iter(pa.ipc.open_stream(source)), None)
+    except pa.ArrowException as error:
+        raise DataError(f"{file}: not a readable Arrow stream ({_short(str(error))}); save the set again with save_to_disk") from error
+
+
+def _read_batches(file: Path, batches: Iterator[pa.RecordBatch], total: int | None) -> Iterator[Row]:
+    number = 0
+    for batch in batches:
+        for start in range(0, batch.num_rows, ARROW_BATCH_ROWS):
+            for value in _python_rows(batch.slice(start, ARROW_BATCH_ROWS), file, number):
+                number += 1
+                yield Row(f"{file}, row {number}", value, number / total if total else 0.0)
+
+
+def _python_rows(batch: pa.RecordBatch, file: Path, before: int) -> list[dict[str, object]]:
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError as error:
+        if batch.num_rows == 1:
+            raise DataError(f"{file}, row {before + 1}: text that is not UTF-8 ({error.reason}); convert it") from error
+        return [row for i in range(batch.num_rows) for row in _python_rows(batch.slice(i, 1), file, before + i)]
+
+
+def _split_of(path: Path) -> Path:
+    splits = _saved_json(path / "dataset_dict.json").get("splits")
+    names = [str(name) for name in splits] if isinstance(splits, list) else []
+    if "train" in names or len(names) == 1:
+        return path / ("train" if "train" in names else names[0])
+    raise DataError(f"{path}: a saved set with the splits {', '.join(names) or 'none'}; name one of them: {path}/<split>")
+
+
+def _saved_files(path: Path) -> list[Path]:
+    entries = _saved_json(path / "state.json").get("_data_files")
+    names = [entry.get("filename") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    files = [path / Path(str(name)).name for name in names]  # the name only: a saved set never points out of its directory
+    missing = [file.name for file in files if not file.is_file()]
+    if not files or missing:
+        raise DataError(f"{path}: a saved set without {missing or 'data files'}; save it again with save_to_disk")
+    return files
+
+
+def _saved_json(file: Path) -> dict[str, object]:
+    try:
+        return _object(json.loads(file.read_text(encoding="utf-8")), str(file))
+    except ValueError as error:
+        raise DataError(f"{file}: broken JSON ({error}); save the set again with save_to_disk") from error

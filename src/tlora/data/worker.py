@@ -1,0 +1,147 @@
+"""The process in which users' bytes are parsed: `python -m tlora.data.worker`. Requests on stdin, one event a line on stdout.
+
+Holds no torch, and limits on what one bad file can take. A Python error fails the job it belongs to; whatever kills or hangs this process
+is the parent's to handle (`prepare.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, cast
+
+from tlora.data.build import Order, build, hash_file
+from tlora.data.dataset import SCRATCH_PREFIX
+from tlora.data.encode import open_encoder
+from tlora.errors import DataError, ModelError
+from tlora.job import DataConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MEMORY_LIMIT_BYTES = 8 << 30  # private memory; reading streams, so a large vocabulary and the longest rows stay below 2 GiB
+EVENT_SECONDS = 0.25
+STALE_SECONDS = 24 * 3600.0
+_Request = dict[str, object]
+
+
+class Worker:
+    """What is loaded once for all jobs of a process: tokenizers, hashes of files; and the line to the parent."""
+
+    def __init__(self, events: BinaryIO) -> None:
+        self.events = events
+        self.tokenizers: dict[str, PreTrainedTokenizerBase] = {}
+        self.hashes: dict[Path, str] = {}
+        self.last_event = 0.0
+
+    def send(self, event: str, key: str, **fields: object) -> None:
+        self.events.write(json.dumps({"event": event, "key": key} | fields).encode() + b"\n")
+        self.events.flush()
+        self.last_event = time.monotonic()
+
+    def run(self, request: _Request) -> None:
+        """One job: its training set and its evaluation set, if that is another file."""
+        key, data = str(request["key"]), DataConfig.model_validate(request["data"])
+        self.send("start", key)
+        try:
+            train = self.make(request, data, data.path)
+            evaluation = self.make(request, data, data.eval_path) if data.eval_path else None
+            self.send("done", key, train=train, eval=evaluation)
+        except (DataError, ModelError) as error:
+            self.send("model_error" if isinstance(error, ModelError) else "data_error", key, message=str(error))
+        except OSError as error:
+            self.send(
+                "data_error",
+                key,
+                message=f"{error.filename or request['cache_dir']}: {error.strerror or error}; the data cannot be prepared there",
+            )
+        except MemoryError:
+            self.send(
+                "data_error",
+                key,
+                message=f"{data.path}: preparing takes more than {MEMORY_LIMIT_BYTES >> 30} GiB; is one row far too long?",
+            )
+        except BaseException as error:  # the tokenizer's panics are no Exceptions
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            self.send("data_error", key, message=f"{data.path}: {type(error).__name__}: {error}")
+
+    def make(self, request: _Request, data: DataConfig, path: str) -> str:
+        key, base = str(request["key"]), Path(str(request["base_dir"]))
+
+        def beat(rows: int, share: float) -> None:
+            if time.monotonic() - self.last_event >= EVENT_SECONDS:
+                self.send("progress", key, rows=rows, share=share)
+
+        def file_hash(file: Path) -> str:
+            if file not in self.hashes:
+                self.hashes[file] = hash_file(file, beat)
+            return self.hashes[file]
+
+        source = _read_template(base / data.chat_template) if data.chat_template else None
+        tokenizer = self.tokenizer(str(request["tokenizer_path"]))
+        encoder = open_encoder(tokenizer, source, data.train_on == "all", int(str(request["vocab_size"])))
+        order = Order(base / path, data.format, data.max_length, Path(str(request["cache_dir"])))
+        return str(build(order, encoder, file_hash, beat))
+
+    def tokenizer(self, path: str) -> PreTrainedTokenizerBase:
+        if path not in self.tokenizers:
+            from transformers import AutoTokenizer
+
+            try:
+                self.tokenizers[path] = cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(path, trust_remote_code=False))
+            except Exception as error:  # transformers raises whatever a broken file makes it raise
+                why = " ".join(str(error).split())
+                raise ModelError(f"{path}: the tokenizer cannot be loaded ({why}); give a directory with tokenizer.json") from error
+        return self.tokenizers[path]
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file}: the chat template cannot be read ({error}); give a text file with a Jinja template") from error
+
+
+def _limit_resources() -> None:
+    if sys.platform == "linux":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _leave_with_parent() -> None:
+    sys.stdin.buffer.read()  # ends when the parent does, however it ends
+    os._exit(1)
+
+
+def _remove_stale(cache_dir: Path) -> None:
+    for scratch in cache_dir.glob(f"{SCRATCH_PREFIX}*"):
+        if time.time() - scratch.stat().st_mtime > STALE_SECONDS:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def main() -> None:
+    """Serve the requests of one line of JSON from stdin, then exit."""
+    sys.modules["torch"] = cast("None", None)  # type: ignore[assignment]  # transformers would import it: 1 s and 300 MB for nothing
+    _limit_resources()
+    events = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints must not look like an event
+    requests = cast("list[_Request]", json.loads(sys.stdin.buffer.readline()))
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    worker = Worker(events)
+    for cache_dir in {str(request["cache_dir"]) for request in requests}:
+        _remove_stale(Path(cache_dir))
+    for request in requests:
+        worker.run(request)
+    os._exit(0)  # the thread waits on stdin: a normal exit would wait for its lock
+
+
+if __name__ == "__main__":
+    main()

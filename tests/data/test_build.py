@@ -1,0 +1,358 @@
+"""From rows to a set on disk: tokens and weights to the id, counts, cache, and nothing half-made."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_templates import CHATML, LLAMA3
+
+from tlora.data import build as build_module
+from tlora.data import dataset as dataset_module
+from tlora.data import worker as worker_module
+from tlora.data.build import DataReport, Order, build, hash_file
+from tlora.data.dataset import Dataset, Sample, Writer, is_whole
+from tlora.data.encode import encode, open_encoder
+from tlora.data.formats import Text
+from tlora.data.worker import Worker
+from tlora.errors import DataError
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def make(path: Path, tokenizer: Any, max_length: int = 1024, **settings: Any) -> Path:
+    encoder = open_encoder(tokenizer, settings.get("template"), settings.get("train_all", False), settings.get("vocab_size", 1000))
+    order = Order(path, settings.get("format", "auto"), max_length, path.parent / "cache")
+    return build(order, encoder, lambda file: hash_file(file, lambda _rows, _share: None), lambda _rows, _share: None)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def report_of(directory: Path) -> DataReport:
+    return DataReport.from_meta(Dataset(directory).meta, [])
+
+
+def ids(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def texts(tokenizer: Any, *pairs: tuple[str, str]) -> list[Sample]:
+    return encode(open_encoder(tokenizer, None, False, 1000), [Text(*pair) for pair in pairs], ["row"] * len(pairs))
+
+
+def pairs_of(sample: Sample) -> list[tuple[int, float]]:
+    return list(zip(sample.input_ids.tolist(), sample.loss_weights.tolist(), strict=True))
+
+
+# --- plain text ---
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_prompt_and_completion_to_the_id(adds_bos: bool, tokenizers: Any) -> None:
+    tokenizer = tokenizers(None, adds_bos=adds_bos)
+    [sample] = texts(tokenizer, ("What is the capital of France?", " Paris."))
+    head = [tokenizer.bos_token_id] * adds_bos + ids(tokenizer, "What is the capital of France?")
+    tail = [*ids(tokenizer, " Paris."), tokenizer.eos_token_id]
+    assert pairs_of(sample) == [(token, 0.0) for token in head] + [(token, 1.0) for token in tail]
+
+
+def test_boundary_inside_a_token_is_cut_there(tokenizers: Any) -> None:
+    """ "... is" + " Paris": with the space in the prompt, " Paris" would be one token over the boundary."""
+    tokenizer = tokenizers(None)
+    prompt, completion = "The capital of France is ", "Paris."
+    assert ids(tokenizer, prompt + completion)[: len(ids(tokenizer, prompt))] != ids(tokenizer, prompt)
+    [sample] = texts(tokenizer, (prompt, completion))
+    assert sample.input_ids.tolist() == [*ids(tokenizer, prompt), *ids(tokenizer, completion), tokenizer.eos_token_id]
+    assert sample.loss_weights.tolist() == [0.0] * len(ids(tokenizer, prompt)) + [1.0] * (len(ids(tokenizer, completion)) + 1)
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_special_tokens_are_never_doubled(adds_bos: bool, tokenizers: Any) -> None:
+    tokenizer = tokenizers(None, adds_bos=adds_bos)
+    for sample in texts(tokenizer, ("", "<s>Hello!</s>"), ("<s>user", "Hello!</s>")):
+        assert sample.input_ids.tolist().count(tokenizer.bos_token_id) == 1 and sample.input_ids[0] == tokenizer.bos_token_id
+        assert sample.input_ids.tolist().count(tokenizer.eos_token_id) == 1 and sample.input_ids[-1] == tokenizer.eos_token_id
+
+
+def test_tokenizer_without_eos(tokenizers: Any) -> None:
+    tokenizer = tokenizers(None, eos=None)
+    assert texts(tokenizer, ("", "Hello!"))[0].input_ids.tolist() == ids(tokenizer, "Hello!")
+
+
+def test_lone_surrogate_is_refused_with_its_row(tmp_path: Path, tokenizers: Any) -> None:
+    for rows in (
+        [{"text": "a"}, {"text": "b\ud800"}],
+        [{"messages": [{"role": "user", "content": "a\udc00"}, {"role": "assistant", "content": "b"}]}],
+    ):
+        path = write(tmp_path / "x.jsonl", rows)
+        with pytest.raises(DataError, match=rf"x.jsonl, line {len(rows)}: text with a lone surrogate"):
+            make(path, tokenizers(CHATML))
+
+
+# --- counts ---
+
+
+def test_report_counts_cut_and_skipped_samples(tmp_path: Path, tokenizers: Any) -> None:
+    tokenizer = tokenizers(None)
+    rows = [
+        {"input_ids": [1, 2, 3, 4, 5, 6, 7, 8], "labels": [-100, -100, 3, 4, 5, 6, 7, 8]},  # 3 of 6 trained tokens are cut off
+        {"input_ids": [1, 2, 3, 4, 5, 6, 7], "labels": [-100] * 5 + [6, 7]},  # both are cut off: nothing left
+        {"input_ids": [9, 8], "labels": [9, 8]},  # the first token is no target
+        {"input_ids": [9], "labels": [9]},  # so this has none
+        {"input_ids": [1, 2], "labels": [-100, -100]},
+        {"input_ids": [300, 2, 3, 4, 5]},  # just fits
+    ]
+    directory = make(write(tmp_path / "x.jsonl", rows), tokenizer, max_length=5)
+    report = report_of(directory)
+    assert (report.format, report.rows, report.samples, report.skipped) == ("tokenized", 6, 3, 3)
+    assert (report.truncated, report.trained_tokens_lost, report.longest) == (2, 5, 8)
+    assert (report.tokens, report.trained_tokens) == (5 + 2 + 5, 3 + 1 + 4)
+    dataset = Dataset(directory)
+    assert [pairs_of(dataset[i]) for i in range(len(dataset))] == [
+        [(1, 0), (2, 0), (3, 1), (4, 1), (5, 1)],
+        [(9, 1), (8, 1)],
+        [(300, 1), (2, 1), (3, 1), (4, 1), (5, 1)],
+    ]
+    assert dataset.lengths.tolist() == [5, 2, 5] and dataset.trained.tolist() == [3, 1, 4] and dataset.max_token_id == 300
+    assert dataset.trained.dtype == np.float64
+
+
+def test_rendered_sample_shows_the_trained_part(tmp_path: Path, tokenizers: Any) -> None:
+    rows = [{"instruction": "Hello!", "output": "Sure, 你好世界."}, {"instruction": "other", "output": "row"}]
+    report = report_of(make(write(tmp_path / "x.jsonl", rows), tokenizers(CHATML)))
+    assert report.rendered == [
+        ("<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n", 0),
+        ("Sure, 你好世界.<|im_end|>", 1),
+        ("\n", 0),
+    ]
+
+
+def test_trained_is_the_sum_of_the_weights(tmp_path: Path, tokenizers: Any) -> None:
+    message = {"role": "assistant", "content": "Hello!", "loss_weight": 0.25}
+    dataset = Dataset(make(write(tmp_path / "x.jsonl", [{"messages": [{"role": "user", "content": "a"}, message]}]), tokenizers(CHATML)))
+    assert dataset.trained.tolist() == [0.25 * np.count_nonzero(dataset[0].loss_weights)] and dataset.trained[0] > 0
+
+
+def test_a_view_of_a_set(tmp_path: Path, tokenizers: Any) -> None:
+    directory = make(write(tmp_path / "x.jsonl", [{"input_ids": list(range(i, 2 * i + 2))} for i in range(20)]), tokenizers(None))
+    whole, view = Dataset(directory), Dataset(directory, np.array([3, 11, 4]))
+    assert (
+        len(view) == 3
+        and view.lengths.tolist() == whole.lengths[[3, 11, 4]].tolist()
+        and view.trained.tolist() == whole.trained[[3, 11, 4]].tolist()
+    )
+    assert [pairs_of(view[i]) for i in range(3)] == [pairs_of(whole[i]) for i in (3, 11, 4)]
+    with pytest.raises(IndexError):
+        whole[20]
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize("bad", [1000, 2**31, 2**70])
+def test_ids_beyond_the_vocabulary(bad: int, tmp_path: Path, tokenizers: Any) -> None:
+    path = write(tmp_path / "x.jsonl", [{"input_ids": [1, 2]}, {"input_ids": [1, bad]}])
+    with pytest.raises(DataError, match=rf"x.jsonl, line 2: token id {bad} is beyond the base model's vocabulary of 1000"):
+        make(path, tokenizers(None))
+
+
+def test_tokenizer_larger_than_the_models_vocabulary(tmp_path: Path, tokenizers: Any) -> None:
+    path = write(tmp_path / "x.jsonl", [{"text": "Hello!"}])
+    with pytest.raises(DataError, match=r"x.jsonl, line 1: token id \d+ is beyond the base model's vocabulary of 20"):
+        make(path, tokenizers(None), vocab_size=20)
+
+
+def test_column_of_numbers(tmp_path: Path, tokenizers: Any) -> None:
+    (tmp_path / "x.csv").write_text("text\n1\n2.5\n-3e4\n")
+    with pytest.raises(DataError, match=r"x.csv: all 3 values of column 'text' are numbers; expected text"):
+        make(tmp_path / "x.csv", tokenizers(None))
+    (tmp_path / "x.csv").write_text("text\n1\nword\n")
+    assert len(Dataset(make(tmp_path / "x.csv", tokenizers(None)))) == 2
+
+
+def test_nothing_to_train(tmp_path: Path, tokenizers: Any) -> None:
+    path = write(tmp_path / "x.jsonl", [{"messages": [{"role": "user", "content": "a"}]}] * 3)
+    with pytest.raises(DataError, match=r"x.jsonl: none of 3 rows has a token to train on within max_length 1024"):
+        make(path, tokenizers(CHATML))
+    assert len(Dataset(make(path, tokenizers(CHATML), train_all=True))) == 3
+
+
+def test_format_overrides_detection(tmp_path: Path, tokenizers: Any) -> None:
+    path = write(tmp_path / "x.jsonl", [{"instruction": "a", "output": "b", "text": "c"}])
+    assert report_of(make(path, tokenizers(CHATML), format="text")).rendered == [("c</s>", 1)]
+    with pytest.raises(DataError, match=r"x.jsonl, line 1: column 'messages' is missing \(found: instruction, output, text\)"):
+        make(path, tokenizers(CHATML), format="chat")
+
+
+# --- the cache ---
+
+
+def test_same_input_is_not_tokenized_again(tmp_path: Path, tokenizers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "x.jsonl", [{"text": "Hello!"}])
+    first = make(path, tokenizers(CHATML))
+    monkeypatch.setattr(build_module, "encode", lambda *_: pytest.fail("tokenized again"))
+    assert make(path, tokenizers(CHATML)) == first
+    moved = path.rename(tmp_path / "moved.jsonl")
+    assert make(moved, tokenizers(CHATML)) == first
+
+
+def test_whatever_changes_the_tokens_makes_another_set(tmp_path: Path, tokenizers: Any) -> None:
+    path = write(tmp_path / "x.jsonl", [{"instruction": "Hello!", "output": "b", "text": "c"}])
+    base = tokenizers(CHATML)
+    sets = [
+        make(path, base),
+        make(path, base, max_length=64),
+        make(path, base, train_all=True),
+        make(path, base, format="text"),
+        make(path, base, vocab_size=999),
+        make(path, base, template=LLAMA3),
+        make(path, tokenizers(CHATML, eos=None)),
+        make(path, tokenizers(CHATML, adds_bos=True)),
+        make(write(path, [{"instruction": "Hello!", "output": "c", "text": "c"}]), base),
+    ]
+    assert len(set(sets)) == len(sets)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "weights.bin", "offsets.npy", "trained.npy", "meta.json"])
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_damaged_set_is_made_again(name: str, damage: str, tmp_path: Path, tokenizers: Any) -> None:
+    path = write(tmp_path / "x.jsonl", [{"text": "Hello!"}])
+    directory = make(path, tokenizers(CHATML))
+    contents = (directory / name).read_bytes()
+    (directory / name).unlink()
+    if damage == "cut":
+        (directory / name).write_bytes(contents[:-1])
+    assert not is_whole(directory)
+    assert make(path, tokenizers(CHATML)) == directory and is_whole(directory) and (directory / name).read_bytes() == contents
+
+
+def test_two_at_once_leave_one_set(tmp_path: Path) -> None:
+    """Both fill a directory of their own; the second to finish finds the first one's and gives up its own."""
+    writers = [Writer(tmp_path / "set") for _ in range(2)]
+    for writer in writers:
+        writer.add(Sample(np.array([1, 2], dtype=np.int32), np.ones(2, dtype=np.float32)))
+    for writer in writers:
+        writer.finish({"report": {}})
+    assert names(tmp_path) == ["set"] and len(Dataset(tmp_path / "set")) == 1
+
+
+def test_what_stands_in_the_way_is_an_error(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "set")
+    writer.add(Sample(np.array([1, 2], dtype=np.int32), np.ones(2, dtype=np.float32)))
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "foreign").touch()
+    with pytest.raises(OSError, match="not empty"):
+        writer.finish({"report": {}})
+
+
+@pytest.mark.parametrize("row", [{"text": 3}, {"other": "b"}])
+def test_a_bad_row_leaves_nothing_behind(row: dict[str, Any], tmp_path: Path, tokenizers: Any) -> None:
+    path = write(tmp_path / "x.jsonl", [{"text": "a"}] * 300 + [row])
+    with pytest.raises(DataError, match=r"x.jsonl, line 301: column 'text'"):
+        make(path, tokenizers(CHATML))
+    assert names(tmp_path / "cache") == []
+
+
+def test_full_disk_leaves_nothing_behind(tmp_path: Path, tokenizers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(dataset_module.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        make(write(tmp_path / "x.jsonl", [{"text": "a"}]), tokenizers(CHATML))
+    assert names(tmp_path / "cache") == []
+
+
+# --- what the worker says of each ---
+
+
+def events_of(worker_cache: Path, path: str, tokenizer_path: Path, **data: Any) -> list[dict[str, Any]]:
+    stream = io.BytesIO()
+    Worker(stream).run(
+        {
+            "key": "job",
+            "data": {"path": path, **data},
+            "tokenizer_path": str(tokenizer_path),
+            "vocab_size": 1000,
+            "cache_dir": str(worker_cache),
+            "base_dir": str(worker_cache.parent),
+        }
+    )
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_worker_events(tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "EVENT_SECONDS", 0.0)
+    write(tmp_path / "x.jsonl", [{"text": "Hello!"}] * 300)
+    events = events_of(tmp_path / "cache", "x.jsonl", tokenizer_path, eval_path="x.jsonl")
+    assert [event["event"] for event in events] == ["start", "progress", "progress", "progress", "progress", "done"]
+    assert [event["rows"] for event in events[1:-1]] == [0, 128, 256, 300] and events[-2]["share"] == 1
+    assert events[-1]["train"] == events[-1]["eval"]
+
+
+@pytest.mark.parametrize(
+    ("error", "pattern"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "cache: No space left on device; the data cannot be prepared there"),
+        (MemoryError(), "x.jsonl: preparing takes more than 8 GiB"),
+        (type("PanicException", (BaseException,), {})("index out of bounds"), "x.jsonl: PanicException: index out of bounds"),
+    ],
+)
+def test_worker_survives(error: BaseException, pattern: str, tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    write(tmp_path / "x.jsonl", [{"text": "Hello!"}])
+    monkeypatch.setattr(worker_module, "build", fail)
+    start, end = events_of(tmp_path / "cache", "x.jsonl", tokenizer_path)
+    assert start["event"] == "start" and end["event"] == "data_error" and pattern in end["message"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_worker_can_be_interrupted(
+    error: type[BaseException], tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "build", lambda *_: (_ for _ in ()).throw(error()))
+    write(tmp_path / "x.jsonl", [{"text": "Hello!"}])
+    with pytest.raises(error):
+        events_of(tmp_path / "cache", "x.jsonl", tokenizer_path)
+
+
+def test_worker_names_a_template_that_it_cannot_read(tmp_path: Path, tokenizer_path: Path) -> None:
+    write(tmp_path / "x.jsonl", [{"text": "Hello!"}])
+    for contents in (None, b"\xff"):
+        if contents:
+            (tmp_path / "t.jinja").write_bytes(contents)
+        event = events_of(tmp_path / "cache", "x.jsonl", tokenizer_path, chat_template="t.jinja")[-1]
+        assert event["event"] == "data_error" and "t.jinja: the chat template cannot be read" in event["message"]
+
+
+def test_old_scratch_is_removed_and_young_is_not(tmp_path: Path) -> None:
+    for name, age in (("tmp-1-a", 2 * worker_module.STALE_SECONDS), ("tmp-2-b", 10.0), ("other", 2 * worker_module.STALE_SECONDS)):
+        (tmp_path / name).mkdir()
+        past = (tmp_path / name).stat().st_mtime - age
+        os.utime(tmp_path / name, (past, past))
+    worker_module._remove_stale(tmp_path)
+    assert names(tmp_path) == ["other", "tmp-2-b"]
+
+
+def test_hash_of_a_file_gives_signs_of_life(tmp_path: Path) -> None:
+    """The key depends on a file's bytes, whatever their size against the chunk that is hashed at a time."""
+    beats: list[tuple[int, float]] = []
+    path = tmp_path / "x.bin"
+    path.write_bytes(bytes(range(256)) * (3 << 17))  # 96 MiB
+    whole = hash_file(path, lambda rows, share: beats.append((rows, share)))
+    assert len(beats) == 6
+    path.write_bytes(bytes(range(256)) * (3 << 17) + b"x")
+    assert hash_file(path, lambda _rows, _share: None) != whole

@@ -1,0 +1,247 @@
+"""The whole way through a process of its own: several jobs, their errors, and whatever kills or hangs that process."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from chat_templates import LLAMA3
+
+from tlora.data import prepare as prepare_module
+from tlora.data.dataset import is_whole
+from tlora.data.order import split
+from tlora.data.prepare import Prepared, PrepareProgress, PrepareRequest, prepare
+from tlora.errors import DataError, ModelError
+from tlora.job import DataConfig
+
+ROWS = [{"instruction": f"What is {i}?", "output": f"It is {i * 7}."} for i in range(40)]
+HANGS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def request(key: str, directory: Path, tokenizer_path: Path, data: dict[str, Any] | None = None, **more: Any) -> PrepareRequest:
+    config = DataConfig.model_validate({"path": "x.jsonl"} | (data or {}))
+    fields: dict[str, Any] = {"seed": 1, "vocab_size": 1000, "cache_dir": directory / "cache", "base_dir": directory} | more
+    return PrepareRequest(key=key, data=config, tokenizer_path=str(tokenizer_path), **fields)
+
+
+def sets_in(directory: Path) -> list[str]:
+    """Names in the cache; whatever is there must be whole."""
+    names = sorted(path.name for path in (directory / "cache").iterdir())
+    assert all(is_whole(directory / "cache" / name) for name in names), names
+    return names
+
+
+def good(result: Prepared | DataError) -> Prepared:
+    assert isinstance(result, Prepared), result
+    return result
+
+
+def bad(result: Prepared | DataError) -> str:
+    assert isinstance(result, DataError), result
+    return str(result)
+
+
+def test_many_jobs_in_one_go(tmp_path: Path, tokenizer_path: Path) -> None:
+    write(tmp_path / "x.jsonl", ROWS)
+    write(tmp_path / "other.jsonl", ROWS[:5])
+    (tmp_path / "broken.json").write_text('[{"text": "a"}, {"text": }]')
+    write(tmp_path / "ids.jsonl", [{"input_ids": [1, 2]}, {"input_ids": [1, 10**6]}])
+    (tmp_path / "t.jinja").write_text(LLAMA3)
+    (tmp_path / "odd.jinja").write_text("{% if %}")
+    jobs: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "missing": {"path": "y.jsonl"},
+        "again": {},
+        "split": {"eval_size": 0.25},
+        "broken": {"path": "broken.json"},
+        "ids": {"path": "ids.jsonl"},
+        "other": {"eval_path": "other.jsonl"},
+        "uncut": {"chat_template": "t.jinja"},
+        "template": {"chat_template": "t.jinja", "max_length": 24},
+        "odd": {"chat_template": "odd.jinja"},
+        "bad-eval": {"eval_path": "broken.json"},
+        "all-eval": {"eval_size": 40},
+    }
+    results = prepare([request(key, tmp_path, tokenizer_path, data) for key, data in jobs.items()])
+    assert list(results) == list(jobs)
+    assert "y.jsonl: no such file or directory" in bad(results["missing"])
+    assert bad(results["bad-eval"]) == bad(results["broken"]) and "broken.json, row 2: broken JSON" in bad(results["broken"])
+    assert "ids.jsonl, line 2: token id 1000000 is beyond" in bad(results["ids"])
+    assert "the chat template refuses" in bad(results["odd"])
+    assert bad(results["all-eval"]).startswith("x.jsonl: eval_size 40 takes 40 of 40 samples")
+
+    plain, again, parted, other, cut = (good(results[key]) for key in ("plain", "again", "split", "other", "template"))
+    assert plain.train.directory == again.train.directory == parted.train.directory == other.train.directory != cut.train.directory
+    assert len(plain.train) == 40 and plain.eval is None and plain.report.files == [str(tmp_path / "x.jsonl")]
+    assert parted.eval is not None and (len(parted.train), len(parted.eval)) == (30, 10) and parted.report.samples == 40
+    train_indices, eval_indices = split(40, 0.25, 1)
+    for part, indices in ((parted.train, train_indices), (parted.eval, eval_indices)):
+        assert all(np.array_equal(part[i].input_ids, plain.train[int(index)].input_ids) for i, index in enumerate(indices))
+    assert other.eval is not None and len(other.eval) == 5 and other.eval_report is not None and other.eval_report.rows == 5
+    over = np.maximum(good(results["uncut"]).train.lengths - 24, 0)  # the last tokens of each are trained
+    assert cut.report.truncated == np.count_nonzero(over) > 0 and cut.report.trained_tokens_lost == over.sum()
+    assert cut.train.lengths.max() == 24
+    assert len(sets_in(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("name", ["csv", "parquet", "json"])
+def test_containers_and_progress(name: str, tmp_path: Path, tokenizer_path: Path) -> None:
+    rows = ROWS * 80
+    path = tmp_path / f"x.{name}"
+    if name == "csv":
+        with path.open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    elif name == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text(json.dumps(rows))
+    seen: list[PrepareProgress] = []
+    result = good(prepare([request("job", tmp_path, tokenizer_path, {"path": path.name})], seen.append)["job"])
+    assert result.report.rows == len(result.train) == 3200 and result.report.format == "alpaca"
+    assert seen and all(report.key == "job" for report in seen)
+    assert [report.rows for report in seen] == sorted(report.rows for report in seen) and 0 < seen[-1].share <= 1
+    inode = result.train.directory.stat().st_ino
+    again = good(prepare([request("job", tmp_path, tokenizer_path, {"path": path.name})])["job"])
+    assert again.train.directory.stat().st_ino == inode and again.report == result.report
+
+
+def test_a_job_that_hangs_fails_alone(tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "STALL_SECONDS", 6.0)
+    write(tmp_path / "x.jsonl", ROWS)
+    (tmp_path / "hangs.jinja").write_text(HANGS)
+    jobs: dict[str, dict[str, Any]] = {"first": {}, "hangs": {"chat_template": "hangs.jinja"}, "last": {"max_length": 64}}
+    results = prepare([request(key, tmp_path, tokenizer_path, data) for key, data in jobs.items()])
+    assert "x.jsonl: the data worker gave no sign of life for 6 seconds" in bad(results["hangs"])
+    assert len(good(results["first"]).train) == len(good(results["last"]).train) == 40 and len(sets_in(tmp_path)) == 2
+
+
+def test_a_job_that_kills_its_worker_fails_alone_and_leaves_nothing(tmp_path: Path, tokenizer_path: Path) -> None:
+    write(tmp_path / "x.jsonl", ROWS)
+    write(tmp_path / "large.jsonl", ROWS * 1000)
+    killed: list[int] = []
+
+    def kill(progress: PrepareProgress) -> None:
+        if progress.key == "killed" and progress.rows > 200 and not killed:
+            assert any(path.name.startswith("tmp-") for path in (tmp_path / "cache").iterdir())
+            [worker] = [child for child in psutil.Process().children() if "tlora.data.worker" in child.cmdline()]
+            killed.append(worker.pid)
+            worker.send_signal(signal.SIGKILL)
+
+    keys = {"first": "x.jsonl", "killed": "large.jsonl", "last": "x.jsonl"}
+    results = prepare([request(key, tmp_path, tokenizer_path, {"path": path}) for key, path in keys.items()], kill)
+    assert killed
+    assert "large.jsonl: the data worker was killed by signal 9" in bad(results["killed"])
+    assert good(results["first"]).train.directory == good(results["last"]).train.directory
+    assert len(sets_in(tmp_path)) == 1
+
+
+def test_several_runs_at_once_share_one_set(tmp_path: Path, tokenizer_path: Path) -> None:
+    write(tmp_path / "x.jsonl", ROWS * 20)
+    found: list[Prepared | DataError] = []
+    runs = [threading.Thread(target=lambda: found.extend(prepare([request("job", tmp_path, tokenizer_path)]).values())) for _ in range(3)]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join()
+    assert len(found) == 3 and len({good(result).train.directory for result in found}) == 1
+    assert len(sets_in(tmp_path)) == 1
+
+
+def test_tokenizer_that_cannot_be_loaded_is_the_runs_trouble(tmp_path: Path) -> None:
+    write(tmp_path / "x.jsonl", ROWS)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"empty: the tokenizer cannot be loaded \(.*give a directory with tokenizer.json"):
+        prepare([request("job", tmp_path, tmp_path / "empty")])
+
+
+def test_worker_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "python").write_text("#!/bin/sh\necho no such module >&2\nexit 3\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(ModelError, match=r"the data worker ended with exit status 3 \(no such module\), before the first job"):
+        prepare([request("job", tmp_path, tmp_path)])
+
+
+def test_worker_leaves_with_its_parent_and_holds_no_torch(tmp_path: Path, tokenizer_path: Path) -> None:
+    """Started as `prepare` does it; when stdin closes, as it does when the parent is killed, the worker ends in the middle of a job."""
+    write(tmp_path / "x.jsonl", ROWS)
+    (tmp_path / "hangs.jinja").write_text(HANGS)
+    probe = (
+        "import sys, tlora.data.worker as w; run = w.Worker.run\n"
+        "def told(self, request):\n"
+        "    heavy = [m for m, v in sys.modules.items() if m.split('.')[0] in ('torch', 'datasets', 'tensorflow') and v]\n"
+        "    self.send('torch', '', loaded=heavy)\n"
+        "    run(self, request)\n"
+        "w.Worker.run = told; w.main()"
+    )
+    jobs = [request("job", tmp_path, tokenizer_path), request("hangs", tmp_path, tokenizer_path, {"chat_template": "hangs.jinja"})]
+    line = json.dumps([prepare_module._as_json(job) for job in jobs]).encode() + b"\n"
+    with subprocess.Popen([sys.executable, "-c", probe], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin and process.stdout
+        process.stdin.write(line)
+        process.stdin.flush()
+        events = [json.loads(process.stdout.readline()) for _ in range(5)]
+        kinds = [event["event"] for event in events if event["event"] != "progress"]
+        assert kinds[:4] == ["torch", "start", "done", "torch"]  # the second report comes after tokenizing
+        assert [event["loaded"] for event in events if event["event"] == "torch"] == [[], []]
+        process.stdin.close()
+        assert process.wait(timeout=20) == 1
+
+
+MEASURE = """
+import json, resource, sys
+from pathlib import Path
+from tlora.data.prepare import *
+directory, tokenizer, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+for name in names:
+    [made] = prepare([PrepareRequest(name, DataConfig(path=name), 1, tokenizer, 1000, directory / "cache", directory)]).values()
+    print(json.dumps([made.report.rows, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss]))
+"""
+
+
+@pytest.mark.parametrize("count", [30_000, pytest.param(1_000_000, marks=pytest.mark.soak)])
+def test_memory_does_not_grow_with_the_rows(count: int, tmp_path: Path, tokenizer_path: Path) -> None:
+    """Rows of 1 kB (as Python objects 3 kB) in each container: little more than 100 rows take."""
+    row = json.dumps({"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "note": "x" * 1000})
+    for name, rows in (("small.jsonl", 100), ("large.jsonl", count)):
+        with (tmp_path / name).open("w") as stream:
+            stream.writelines(row + "\n" for _ in range(rows))
+    with (tmp_path / "large.json").open("w") as stream:
+        stream.write("[" + row)
+        stream.writelines(",\n" + row for _ in range(count - 1))
+        stream.write("]")
+    pq.write_table(pa.Table.from_pylist([json.loads(row)] * (count // 10)), tmp_path / "large.parquet")
+    command = [
+        sys.executable,
+        "-c",
+        MEASURE,
+        str(tmp_path),
+        str(tokenizer_path),
+        "small.jsonl",
+        "large.jsonl",
+        "large.json",
+        "large.parquet",
+    ]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    (few, base), *larger = [json.loads(line) for line in lines]
+    assert few == 100 and [rows for rows, _ in larger] == [count, count, count // 10]
+    growth = [peak_kib - base for _, peak_kib in larger]
+    assert max(growth) < 30 * 1024 + count * 24 / 1024, growth  # an offset and a sum a sample: 16 bytes, and the list's spare room
