@@ -1,0 +1,279 @@
+"""The figures of a run as plain plotly dictionaries: which series, against what, in which colour. How a page shows them: `page.py`.
+
+A trace's `legendgroup` is its job: the page's one legend switches it in all charts. `meta.x` holds the alternatives of its x axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from tlora.report.page import Chart
+from tlora.report.page_script import FAINT_UP_TO
+from tlora.report.rows import Row, buckets, column, number, smooth, thin
+from tlora.report.run_view import JobView, RunView
+from tlora.report.wording import job_colours, shorten, time_unit
+
+_POINTS_PER_SERIES = 2000
+_POINTS_PER_CHART = 48_000  # over all jobs: what a browser still draws without a pause
+_SHARE_COLUMNS = 120  # rows of a second are noise in a stacked area; a column is at least a few micro-batches
+_MARKERS_UP_TO = 40  # points: short series get markers, and a single point is invisible without one
+
+Trace = dict[str, Any]
+Figure = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class JobCurve:
+    """One job's thinned training rows: the x axes, each logged value, and how the job is drawn."""
+
+    job: JobView
+    colour: str
+    width: float
+    x: dict[str, list[float]]
+    values: dict[str, list[float]]
+
+
+def job_curves(run: RunView) -> list[JobCurve]:
+    """Thin each job's training rows once; all charts of a job then share their x axes."""
+    limit = max(300, min(_POINTS_PER_SERIES, _POINTS_PER_CHART // max(1, len(run.jobs))))
+    per_unit, _ = time_unit(run.seconds)
+    width = 2.0 if len(run.jobs) <= 20 else 1.2
+    curves: list[JobCurve] = []
+    for job, colour in zip(run.jobs, job_colours(len(run.jobs)), strict=True):
+        loss, norm = column(job.train_rows, "loss"), column(job.train_rows, "grad_norm")
+        kept = thin([loss, norm], limit) if loss else []
+        values = {
+            "loss": loss,
+            "loss smoothed": smooth(loss),
+            "grad_norm": norm,
+            "grad_norm smoothed": smooth(norm),
+            "learning_rate": column(job.train_rows, "learning_rate"),
+        }
+        picked = {key: [series[at] for at in kept] for key, series in values.items()}
+        curves.append(JobCurve(job, colour, width, _x_axes([job.train_rows[at] for at in kept], job, per_unit), picked))
+    return curves
+
+
+def _x_axes(rows: Sequence[Row], job: JobView, per_unit: float) -> dict[str, list[float]]:
+    steps = column(rows, "step")
+    tokens = [number(row["num_tokens"]) if "num_tokens" in row else job.tokens_at(step) for row, step in zip(rows, steps, strict=True)]
+    return {"step": steps, "tokens": tokens, "time": [second / per_unit for second in column(rows, "seconds")]}
+
+
+def learning_charts(run: RunView, curves: Sequence[JobCurve]) -> list[Chart]:
+    """Train loss, eval loss, learning rate and gradient norm; a chart without any point is left out."""
+    titles = _x_titles(run)
+    losses = [trace for curve in curves for trace in _smoothed_pair(curve, "loss", ".4f")]
+    evals = [_eval_trace(curve, run) for curve in curves if curve.job.eval_rows]
+    rates = [_line(curve, "learning_rate", ".3g") for curve in curves if curve.values["loss"]]
+    norms = [trace for curve in curves for trace in _smoothed_pair(curve, "grad_norm", ".4g")]
+    broken = [f"{escape(curve.job.name)} from step {step:,.0f}" for curve in curves if (step := _first_broken_step(curve.job)) is not None]
+    when = "" if len(run.jobs) <= FAINT_UP_TO else f" (shown when {FAINT_UP_TO} jobs or fewer are switched on)"
+    note = f"Bold: moving average; faint: every logged step{when}."
+    if broken:
+        note += f' <b class="bad">Loss not finite: {", ".join(broken[:5])}{" …" if len(broken) > 5 else ""}.</b>'
+    rate_axis = {"tickformat": ".1e", "rangemode": "tozero"}
+    charts = (
+        Chart("Train loss", _figure(losses, "loss per trained token", titles), note, wide=True, log=True),
+        Chart("Eval loss", _figure(evals, "loss per trained token", titles), "★ marks each job's best evaluation.", log=True),
+        Chart("Gradient norm", _figure(norms, "norm before clipping", titles), "Bold: moving average.", log=True),
+        Chart("Learning rate", _figure(rates, "learning rate", titles, rate_axis), "What each job's schedule gave."),
+    )
+    return [chart for chart in charts if chart.figure["data"]]
+
+
+def _x_titles(run: RunView) -> dict[str, str]:
+    return {"step": "optimizer step", "tokens": "trained tokens", "time": f"time since the run's start ({time_unit(run.seconds)[1]})"}
+
+
+def _first_broken_step(job: JobView) -> float | None:
+    return next((number(row.get("step")) for row in job.train_rows if not math.isfinite(number(row["loss"]))), None)
+
+
+def _figure(traces: list[Trace], y_title: str, x_titles: dict[str, str], y_axis: dict[str, Any] | None = None) -> Figure:
+    layout = {
+        "xaxis": {"title": {"text": x_titles["step"]}, "rangemode": "tozero"},
+        "yaxis": {"title": {"text": y_title}} | (y_axis or {}),
+        "meta": {"x": x_titles},
+    }
+    return {"data": traces, "layout": layout}
+
+
+def _line(curve: JobCurve, key: str, number_format: str) -> Trace:
+    """One logged value of one job over its steps."""
+    points = len(curve.x["step"])
+    label = escape(curve.job.name)
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if points <= _MARKERS_UP_TO else "lines",
+        "name": label,
+        "legendgroup": curve.job.name,
+        "x": curve.x["step"],
+        "y": curve.values[key],
+        "meta": {"x": curve.x},
+        "line": {"color": curve.colour, "width": curve.width},
+        "marker": {"size": 4, "color": curve.colour},
+        "hovertemplate": f"<b>{label}</b><br>%{{y:{number_format}}} at %{{x:,.6~g}}<extra></extra>",
+    }
+
+
+def _smoothed_pair(curve: JobCurve, key: str, number_format: str) -> list[Trace]:
+    """Every logged value faintly under its moving average."""
+    if not curve.values["loss"]:
+        return []
+    raw = _line(curve, key, number_format) | {"opacity": 0.28, "hoverinfo": "skip"}
+    raw["meta"] = raw["meta"] | {"faint": True}
+    raw["line"] = raw["line"] | {"width": 1}
+    del raw["hovertemplate"]
+    return [raw, _line(curve, f"{key} smoothed", number_format)]
+
+
+def _eval_trace(curve: JobCurve, run: RunView) -> Trace:
+    job = curve.job
+    losses = column(job.eval_rows, "eval_loss")
+    kept = thin([losses], _POINTS_PER_SERIES)
+    axes = _x_axes([job.eval_rows[at] for at in kept], job, time_unit(run.seconds)[0])
+    losses = [losses[at] for at in kept]
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    best = losses.index(min(finite)) if finite else -1
+    shown = curve.values | {"eval_loss": losses}
+    trace = _line(JobCurve(job, curve.colour, curve.width, axes, shown), "eval_loss", ".4f")
+    marks = ["star" if index == best else "circle" for index in range(len(losses))]
+    sizes = [(12 if curve.width > 1.5 else 8) if index == best else 4 for index in range(len(losses))]
+    return trace | {"mode": "lines+markers", "marker": {"color": curve.colour, "symbol": marks, "size": sizes}}
+
+
+def run_charts(run: RunView, curves: Sequence[JobCurve]) -> list[Chart]:
+    """Throughput, share per job, fill and padding over time, and when each job ran."""
+    charts: list[Chart] = []
+    if run.rows:
+        charts = [_throughput(run), *([_shares(run, curves)] if len(run.jobs) > 1 else []), _packing(run)]
+    timeline = _timeline(run, curves)
+    return [chart for chart in (*charts, timeline) if chart.figure["data"]]
+
+
+def _time_axis(run: RunView) -> dict[str, Any]:
+    return {"title": {"text": _x_titles(run)["time"]}, "rangemode": "tozero"}
+
+
+def _over_time(run: RunView, key: str, scale: float, style: dict[str, Any]) -> list[Trace]:
+    """A value of the run's rows: faint as measured, bold smoothed."""
+    values = [scale * value for value in column(run.rows, key)]
+    if not any(math.isfinite(value) for value in values):
+        return []
+    kept = thin([values], _POINTS_PER_SERIES)
+    seconds, smoothed = column(run.rows, "seconds"), smooth(values)
+    x = [seconds[at] / time_unit(run.seconds)[0] for at in kept]
+    shared = {"type": "scatter", "x": x, "mode": "lines+markers" if len(kept) <= _MARKERS_UP_TO else "lines", "marker": {"size": 4}} | style
+    line, hover = {"color": style["line"]["color"]}, "%{y:,.4~g} at %{x:,.4~g}<extra></extra>"
+    return [
+        shared | {"y": [values[at] for at in kept], "opacity": 0.3, "hoverinfo": "skip", "line": line | {"width": 1}},
+        shared | {"y": [smoothed[at] for at in kept], "line": line | {"width": 2}, "hovertemplate": hover},
+    ]
+
+
+def _throughput(run: RunView) -> Chart:
+    traces = _over_time(run, "tokens_per_second", 1.0, {"line": {"color": "#3b82f6"}})
+    layout = {"xaxis": _time_axis(run), "yaxis": {"title": {"text": "tokens per second"}, "rangemode": "tozero"}}
+    return Chart("Throughput of the run", {"data": traces, "layout": layout}, "All jobs together.")
+
+
+def _shares(run: RunView, curves: Sequence[JobCurve]) -> Chart:
+    seconds = column(run.rows, "seconds")
+    spans = buckets(len(run.rows), min(_SHARE_COLUMNS, max(2, _POINTS_PER_CHART // len(run.jobs))))
+    x = [seconds[span[-1]] / time_unit(run.seconds)[0] for span in spans]
+    tokens = {job.name: [_tokens_in(run.rows, span, job.name) for span in spans] for job in run.jobs}
+    totals = [sum(column_) or math.nan for column_ in zip(*tokens.values(), strict=True)]
+    traces: list[Trace] = []
+    for curve in curves:
+        share = [100 * count / total for count, total in zip(tokens[curve.job.name], totals, strict=True)]
+        if not any(value > 0 for value in share):
+            continue
+        label = escape(curve.job.name)
+        trace = {
+            "type": "scatter",
+            "mode": "lines",
+            "name": label,
+            "legendgroup": curve.job.name,
+            "stackgroup": "jobs",
+            "x": x,
+            "y": share,
+            "line": {"color": curve.colour, "width": 0.5},
+            "fillcolor": f"{curve.colour}cc",
+            "hovertemplate": f"<b>{label}</b><br>%{{y:.1f}} % at %{{x:,.4~g}}<extra></extra>",
+        }
+        traces.append(trace)
+    layout = {"xaxis": _time_axis(run), "yaxis": {"title": {"text": "share of the tokens (%)"}, "range": [0, 100]}}
+    return Chart("Share per job", {"data": traces, "layout": layout}, "Whose tokens the run computed.")
+
+
+def _tokens_in(rows: Sequence[Row], span: range, name: str) -> float:
+    total = 0.0
+    for index in span:
+        counts = rows[index].get("jobs")
+        count = number(counts.get(name)) if isinstance(counts, dict) else math.nan
+        total += count if math.isfinite(count) else 0.0
+    return total
+
+
+def _packing(run: RunView) -> Chart:
+    fill = _over_time(run, "fill", 100.0, {"line": {"color": "#10a37f"}, "yaxis": "y"})
+    padding = _over_time(run, "padding", 100.0, {"line": {"color": "#ef6c3e"}, "yaxis": "y2"})
+    layout = {
+        "xaxis": _time_axis(run) | {"anchor": "y2"},
+        "yaxis": {"title": {"text": "fill (%)"}, "domain": [0.56, 1]},
+        "yaxis2": {"title": {"text": "padding (%)"}, "domain": [0, 0.44], "rangemode": "tozero"},
+    }
+    note = "Fill: tokens over the micro-batch budget. Padding: padded over computed tokens."
+    return Chart("Fill and padding", {"data": [*fill, *padding], "layout": layout}, note, wide=len(run.jobs) == 1)
+
+
+def _timeline(run: RunView, curves: Sequence[JobCurve]) -> Chart:
+    """A bar per job from its first to its last row; ✕ where it failed."""
+    per_unit, unit = time_unit(run.seconds)
+    traces: list[Trace] = []
+    for index, curve in enumerate(curves):
+        rows = [*curve.job.train_rows, *curve.job.eval_rows]
+        times = [second for second in column(rows, "seconds") if math.isfinite(second)]
+        if not times:
+            continue
+        start, end = min(times) / per_unit, max(times) / per_unit
+        label, failed = escape(curve.job.name), curve.job.status == "failed"
+        trace = {
+            "type": "bar",
+            "orientation": "h",
+            "name": label,
+            "legendgroup": curve.job.name,
+            "base": [start],
+            "x": [max(end - start, run.seconds / per_unit / 500)],  # one row alone is still a visible sliver
+            "y": [index],
+            "width": 0.72,
+            "marker": {"color": curve.colour},
+            "text": "✕ failed" if failed else "",
+            "textposition": "inside",
+            "insidetextanchor": "end",
+            "textangle": 0,
+            "constraintext": "none",
+            "textfont": {"size": 11, "color": "#fff"},
+            "hovertemplate": f"<b>{label}</b> ({escape(curve.job.status)})<br>{start:.4g} to {end:.4g} {unit}<extra></extra>",
+        }
+        traces.append(trace)
+    count = len(curves)
+    layout = {
+        "height": max(150, 80 + round(count * (26 if count <= 30 else 15))),
+        "barmode": "overlay",
+        "xaxis": _time_axis(run),
+        "yaxis": {
+            "tickvals": list(range(count)),
+            "ticktext": [escape(shorten(curve.job.name)) for curve in curves],
+            "range": [count - 0.4, -0.6],
+            "tickfont": {"size": 12 if count <= 30 else 9},
+            "showgrid": False,
+            "zeroline": False,
+        },
+    }
+    return Chart("When each job ran", {"data": traces, "layout": layout}, "From its first to its last logged row.", wide=True)

@@ -1,0 +1,167 @@
+"""The page's script: unpacks plotly.js and the numbers, draws the charts, and runs the legend, the x axis, log axes, sorting and themes.
+
+It reads the document that `page.py` writes and nothing else; the tables are complete without it.
+"""
+
+FAINT_UP_TO = 12  # groups switched on at once: above that, traces marked faint are a fog
+
+SCRIPT = (
+    f"const FAINT_UP_TO = {FAINT_UP_TO};"
+    + r"""
+const all = (selector, from = document) => [...from.querySelectorAll(selector)];
+const off = new Set();
+let drawn = [], axis = 'step';
+
+async function unpack(id) {
+  const packed = document.getElementById(id);
+  const bytes = Uint8Array.from(atob(packed.textContent), letter => letter.charCodeAt(0));
+  packed.remove();
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream('gzip'))).text();
+}
+
+function colours() {
+  const style = getComputedStyle(document.documentElement);
+  return name => style.getPropertyValue('--' + name).trim();
+}
+
+function themed(layout) {
+  const colour = colours();
+  const axisStyle = {gridcolor: colour('grid'), linecolor: colour('line'), zerolinecolor: colour('line'), automargin: true};
+  const result = {
+    margin: {l: 58, r: 14, t: 10, b: 44}, hovermode: 'closest', showlegend: false, ...layout, autosize: true,
+    paper_bgcolor: 'transparent', plot_bgcolor: 'transparent', font: {color: colour('ink'), size: 12, family: 'inherit'},
+    modebar: {bgcolor: 'transparent', color: colour('line'), activecolor: colour('faint')},
+    hoverlabel: {bgcolor: colour('card'), bordercolor: colour('line'), font: {color: colour('ink')}},
+  };
+  for (const key of ['xaxis', 'yaxis', 'yaxis2'])
+    if (layout[key]) result[key] = {...axisStyle, ...layout[key], title: {standoff: 8, ...layout[key].title}};
+  return result;
+}
+
+function visible(trace, few) {
+  if (off.has(trace.legendgroup)) return false;
+  return few || !(trace.meta && trace.meta.faint);
+}
+
+function fewShown() {
+  return all('.chip').length - off.size <= FAINT_UP_TO;
+}
+
+function prepared(figure) {
+  const few = fewShown();
+  const offered = figure.layout.meta && figure.layout.meta.x;
+  for (const trace of figure.data) {
+    trace.visible = visible(trace, few);
+    if (offered && trace.meta && trace.meta.x) trace.x = trace.meta.x[axis];
+  }
+  if (offered) figure.layout.xaxis.title = {...figure.layout.xaxis.title, text: offered[axis]};
+  return figure;
+}
+
+async function redraw(which = drawn) {
+  for (const {place, figure} of which) {
+    prepared(figure);
+    await Plotly.react(place, figure.data, themed(figure.layout), {responsive: true, displaylogo: false,
+      modeBarButtons: [['zoom2d', 'pan2d', 'resetScale2d', 'toImage']]});
+  }
+}
+
+function toggleGroups() {
+  for (const chip of all('.chip')) chip.setAttribute('aria-pressed', String(!off.has(chip.dataset.group)));
+  redraw(drawn.filter(({figure}) => figure.data.some(trace => trace.legendgroup)));
+}
+
+function wireLegend() {
+  const chips = all('.chip'), groups = chips.map(chip => chip.dataset.group);
+  for (const chip of chips) {
+    chip.title += '\nclick: show or hide · double click: only this one';
+    chip.addEventListener('click', () => {
+      const group = chip.dataset.group;
+      off.has(group) ? off.delete(group) : off.add(group);
+      toggleGroups();
+    });
+    chip.addEventListener('dblclick', () => {
+      off.clear();
+      groups.filter(group => group !== chip.dataset.group).forEach(group => off.add(group));
+      toggleGroups();
+    });
+  }
+  const found = () => chips.filter(chip => !chip.hidden).map(chip => chip.dataset.group);
+  const on = (id, event, action) => { const element = document.getElementById(id); if (element) element.addEventListener(event, action); };
+  on('all', 'click', () => { found().forEach(group => off.delete(group)); toggleGroups(); });
+  on('none', 'click', () => { found().forEach(group => off.add(group)); toggleGroups(); });
+  on('find', 'input', event => {
+    const wanted = event.target.value.toLowerCase();
+    for (const chip of chips) chip.hidden = !chip.dataset.group.toLowerCase().includes(wanted);
+  });
+}
+
+function wireAxis() {
+  const offered = drawn.map(({figure}) => figure.layout.meta && figure.layout.meta.x).find(Boolean);
+  const label = document.getElementById('axis');
+  if (!offered || !label) return;
+  const select = label.querySelector('select');
+  for (const [key, title] of Object.entries(offered)) select.add(new Option(title, key));
+  label.hidden = false;
+  select.addEventListener('change', () => {
+    axis = select.value;
+    redraw(drawn.filter(({figure}) => figure.layout.meta && figure.layout.meta.x));
+  });
+}
+
+function wireLog() {
+  for (const button of all('.log')) button.addEventListener('click', () => {
+    const chart = drawn[Number(button.dataset.chart)], on = button.getAttribute('aria-pressed') !== 'true';
+    button.setAttribute('aria-pressed', String(on));
+    chart.figure.layout.yaxis.type = on ? 'log' : 'linear';
+    redraw([chart]);
+  });
+}
+
+function wireSorting() {
+  for (const head of all('.sortable thead th')) head.addEventListener('click', () => {
+    const down = head.getAttribute('aria-sort') === 'ascending';
+    all('th', head.parentNode).forEach(other => other.removeAttribute('aria-sort'));
+    head.setAttribute('aria-sort', down ? 'descending' : 'ascending');
+    const body = head.closest('table').tBodies[0], numeric = head.classList.contains('number');
+    const key = row => {
+      const cell = row.cells[head.cellIndex];
+      return numeric ? (cell.dataset.value === undefined ? null : Number(cell.dataset.value)) : cell.textContent;
+    };
+    const compare = (a, b) => numeric ? a - b : a.localeCompare(b, undefined, {numeric: true});
+    const keyed = [...body.rows].map(row => [key(row), row]);
+    keyed.sort(([a], [b]) => a === null || b === null ? (a === null) - (b === null) : compare(a, b) * (down ? -1 : 1));
+    body.append(...keyed.map(([, row]) => row));
+  });
+}
+
+async function start() {
+  wireSorting();
+  const places = all('.plot');
+  if (!places.length) return;
+  if (!('DecompressionStream' in window)) {
+    places.forEach(place => { place.innerHTML = '<div class="message">Charts need a browser of 2023 or newer.</div>'; });
+    return;
+  }
+  const library = document.createElement('script');
+  library.textContent = await unpack('library');
+  document.head.append(library);
+  const payload = JSON.parse(await unpack('payload'));
+  const whole = value => {
+    if (value === null || typeof value !== 'object') return value;
+    if (value.$ !== undefined) return payload.shared[value.$];
+    if (Array.isArray(value)) return value.map(whole);
+    return Object.fromEntries(Object.entries(value).map(([key, entry]) => [key, whole(entry)]));
+  };
+  drawn = payload.figures.map((figure, index) => ({place: places[index], figure: whole(figure)}));
+  wireLegend();
+  wireAxis();
+  wireLog();
+  await redraw();
+  matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => redraw());
+  document.documentElement.dataset.drawn = 'yes';
+}
+
+start();
+"""
+)

@@ -1,0 +1,108 @@
+"""Reading the JSON files of a run that may still be going on, and thinning long series without losing their shape.
+
+Missing files are empty and a torn line is skipped: a page about half a run is better than none. What the rows mean: `run_view.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def read_json(path: Path) -> Row:
+    """The object in `path`; an empty one when the file is missing, torn, or holds something else."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The objects of a JSON-lines file, in order; lines that are no object (the last one while it is being written) are skipped."""
+    rows: list[Row] = []
+    try:
+        with path.open("rb") as lines:
+            for line in lines:
+                try:
+                    value = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(value, dict):
+                    rows.append(value)
+    except OSError:
+        return rows
+    return rows
+
+
+def number(value: object) -> float:
+    """`value` as a float; NaN for whatever is no number, so that charts show a gap."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond float's range
+        return math.inf if value > 0 else -math.inf
+
+
+def column(rows: Sequence[Row], key: str) -> list[float]:
+    """One field of all rows; NaN where a row does not have it."""
+    return [number(row.get(key)) for row in rows]
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Moving average over about a fortieth of the series; NaN where `values` is not finite.
+
+    m_i = sum_j d^|i-j| v_j / sum_j d^|i-j| over the finite v_j: both sides weigh alike, since a one-sided average draws a falling
+    loss too high.
+    """
+    decay = 1 - 1 / min(100.0, max(3.0, len(values) / 40))
+    left = _decayed_sums(values, decay)
+    right = _decayed_sums(values[::-1], decay)[::-1]
+    result: list[float] = []
+    for value, (sum_before, weight_before), (sum_after, weight_after) in zip(values, left, right, strict=True):
+        # both sums hold the value itself, once too often
+        result.append((sum_before + sum_after - value) / (weight_before + weight_after - 1) if math.isfinite(value) else math.nan)
+    return result
+
+
+def _decayed_sums(values: Sequence[float], decay: float) -> list[tuple[float, float]]:
+    """(sum_{j<=i} d^(i-j) v_j, sum_{j<=i} d^(i-j)) over the finite v_j, for each i."""
+    total, weight = 0.0, 0.0
+    sums: list[tuple[float, float]] = []
+    for value in values:
+        finite = math.isfinite(value)
+        total, weight = decay * total + (value if finite else 0.0), decay * weight + finite
+        sums.append((total, weight))
+    return sums
+
+
+def thin(series: Sequence[Sequence[float]], limit: int) -> list[int]:
+    """Indices, at most `limit`, that keep the shape of all `series` (equally long): first, last and each bucket's extremes.
+
+    A spike one row wide survives, and so does the first value of each bucket that is not finite: a NaN must stay visible.
+    """
+    length = len(series[0])
+    if length <= limit:
+        return list(range(length))
+    buckets = max(1, (limit - 2) // (2 * len(series) + 1))
+    kept = {0, length - 1}
+    for bucket in range(buckets):
+        here = range(bucket * length // buckets, (bucket + 1) * length // buckets)
+        for values in series:
+            finite = [index for index in here if math.isfinite(values[index])]
+            if finite:
+                kept.update((min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)))
+        kept.update([index for index in here if not math.isfinite(series[0][index])][:1])
+    return sorted(kept)
+
+
+def buckets(length: int, limit: int) -> list[range]:
+    """`range(length)` in at most `limit` runs of nearly equal length."""
+    count = min(length, limit)
+    return [range(index * length // count, (index + 1) * length // count) for index in range(count)]

@@ -1,0 +1,56 @@
+"""A run's report: reads the run directory, arranges tables and charts, writes report.html. Trains nothing, changes no other file."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+from tlora.errors import ConfigError
+from tlora.report.charts import job_curves, learning_charts, run_charts
+from tlora.report.page import LegendEntry, Section, render_page
+from tlora.report.run_view import RunView, read_run
+from tlora.report.sweeps import sweep_sections
+from tlora.report.tables import results_table, run_facts
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `run_dir`/report.html from the rows that there are and return its path; a reader never sees half a page.
+
+    ConfigError when `run_dir` holds no run, or cannot be written to.
+    """
+    page = report_page(read_run(run_dir))
+    target = run_dir / "report.html"
+    draft = run_dir / f"report.html.tmp-{uuid.uuid4().hex}"
+    try:
+        draft.write_text(page, encoding="utf-8")
+        draft.replace(target)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise ConfigError(
+            f"{target} cannot be written ({error.strerror}): the report needs about 3 MB and write permission in the run's directory; "
+            "free space or change its mode, then run `tlora report` again"
+        ) from error
+    return target
+
+
+def report_page(run: RunView) -> str:
+    """The page of one run."""
+    curves = job_curves(run)
+    colours = {curve.job.name: curve.colour for curve in curves}
+    learning, over_time = learning_charts(run, curves), run_charts(run, curves)
+    legend = [LegendEntry(curve.job.name, curve.colour) for curve in curves] if learning or over_time else []
+    empty = "" if legend else '<p class="faint">No rows yet: the charts appear once the first optimizer step is logged.</p>'
+    sections = [
+        Section("", run_facts(run)),
+        Section("Results", results_table(run.jobs, colours)),
+        *sweep_sections(run.jobs, colours),
+        Section("Curves", empty, [*learning, *over_time], legend),
+    ]
+    return render_page(_title(run), sections)
+
+
+def _title(run: RunView) -> str:
+    base = str(run.spec.get("base_model") or "an unknown base")
+    if Path(base).is_absolute() or base.startswith("."):
+        base = Path(base).name  # a directory's last part says which model; the whole path stands under the settings
+    return f"{len(run.jobs)} LoRA {'job' if len(run.jobs) == 1 else 'jobs'} over {base}"

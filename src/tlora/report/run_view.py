@@ -1,0 +1,144 @@
+"""A run directory as immutable values: what each job did and what the whole run did. Fields that a file does not (yet) have are
+taken from the rows, so a run that is going on reads like one that has ended. Draws nothing."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tlora.errors import ConfigError
+from tlora.report.rows import Row, column, number, read_json, read_rows
+
+
+@dataclass(frozen=True)
+class JobView:
+    """One job. Losses are means per trained token: None where there is none. `seconds` is what the job itself took."""
+
+    name: str
+    status: str
+    reason: str
+    rank: int | None
+    steps: int
+    total_steps: int | None
+    train_loss_first: float | None
+    train_loss: float | None
+    eval_loss_first: float | None
+    eval_loss: float | None
+    eval_loss_best: float | None
+    best_step: int | None
+    num_tokens: int
+    seconds: float | None
+    sweep_of: str | None
+    settings: Mapping[str, Any]
+    train_rows: Sequence[Row]
+    eval_rows: Sequence[Row]
+
+    def tokens_at(self, step: float) -> float:
+        """Trained tokens after `step` optimizer steps, from the last train row at or before it."""
+        after = bisect_right(self.train_rows, step, key=lambda row: number(row.get("step")))
+        return number(self.train_rows[after - 1].get("num_tokens")) if after else 0.0
+
+
+@dataclass(frozen=True)
+class RunView:
+    """The run: its resolved spec, its rows of about a second each, its jobs in the order of the jobs file."""
+
+    name: str
+    spec: Row
+    rows: Sequence[Row]
+    jobs: Sequence[JobView]
+    seconds: float
+    num_tokens: int
+
+
+def read_run(run_dir: Path) -> RunView:
+    """Read what there is of a run; ConfigError when `run_dir` holds none."""
+    spec = read_json(run_dir / "run.json")
+    ordered = [entry["name"] for entry in _entries(spec.get("jobs")) if isinstance(entry.get("name"), str)]
+    names = dict.fromkeys([*ordered, *_job_directories(run_dir)])
+    if not names and not spec:
+        raise ConfigError(
+            f"{run_dir} holds no run: a run directory has run.json and a directory with job.json per job; "
+            "give the output_dir of a `tlora train`"
+        )
+    specs = {str(entry.get("name")): entry for entry in _entries(spec.get("jobs"))}
+    status = str(spec.get("status", ""))
+    jobs = [_read_job(run_dir / name, name, specs.get(name, {}), status) for name in names]
+    rows = read_rows(run_dir / "run.jsonl")
+    ends = [second for job in jobs for row in (job.train_rows[-1:], job.eval_rows[-1:]) for second in column(row, "seconds")]
+    seconds = max((second for second in [*column(rows[-1:], "seconds"), *ends] if math.isfinite(second)), default=math.nan)
+    return RunView(
+        name=run_dir.resolve().name, spec=spec, rows=rows, jobs=jobs, seconds=seconds, num_tokens=sum(job.num_tokens for job in jobs)
+    )
+
+
+def _entries(value: object) -> list[Row]:
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+
+
+def _job_directories(run_dir: Path) -> list[str]:
+    """Directories that look like a job's, so that a run without a readable run.json still has a page."""
+    marks = ("job.json", "metrics.jsonl", "result.json")
+    try:
+        return sorted(entry.name for entry in run_dir.iterdir() if any((entry / mark).is_file() for mark in marks))
+    except OSError:  # missing, no directory, or not to be read: holds no run that we could show
+        return []
+
+
+def _read_job(directory: Path, name: str, entry: Row, run_status: str) -> JobView:
+    result, rows = read_json(directory / "result.json"), read_rows(directory / "metrics.jsonl")
+    spec = entry | read_json(directory / "job.json")
+    train = [row for row in rows if "loss" in row]
+    evals = [row for row in rows if "eval_loss" in row]
+    losses, eval_losses = column(train, "loss"), column(evals, "eval_loss")
+    finite = [index for index, loss in enumerate(eval_losses) if math.isfinite(loss)]
+    best = min(finite, key=eval_losses.__getitem__) if finite else None
+    last = train[-1] if train else {}
+    times = [second for second in column(rows, "seconds") if math.isfinite(second)]
+    sweep_of = result.get("sweep_of") or spec.get("sweep_of")
+    settings = result.get("settings")
+    return JobView(
+        name=name,
+        status=str(result.get("status") or _status_without_result(run_status, bool(rows))),
+        reason=str(result.get("reason") or ""),
+        rank=_whole(result.get("rank"), spec.get("r")),
+        steps=_whole(result.get("steps"), last.get("step")) or 0,
+        total_steps=_whole(result.get("total_steps"), None),
+        train_loss_first=_first_number(result, "train_loss_first", losses[:1]),
+        train_loss=_first_number(result, "train_loss", losses[-1:]),
+        eval_loss_first=_first_number(result, "eval_loss_first", eval_losses[:1]),
+        eval_loss=_first_number(result, "eval_loss", eval_losses[-1:]),
+        eval_loss_best=_first_number(result, "eval_loss_best", [] if best is None else [eval_losses[best]]),
+        best_step=_whole(result.get("best_step"), None if best is None else evals[best].get("step")),
+        num_tokens=_whole(result.get("num_tokens"), last.get("num_tokens")) or 0,
+        seconds=_first_number(result, "seconds", [max(times) - min(times)] if times else []),
+        sweep_of=str(sweep_of) if sweep_of else None,
+        settings=settings if isinstance(settings, dict) else {},
+        train_rows=train,
+        eval_rows=evals,
+    )
+
+
+def _status_without_result(run_status: str, has_rows: bool) -> str:
+    if run_status in ("done", "stopped", "failed"):
+        return "unfinished"  # the run ended, this job left no result
+    return "training" if has_rows else "queued"
+
+
+def _first_number(result: Row, key: str, otherwise: Sequence[float]) -> float | None:
+    """A result's number (a NaN that it states is stated), else what the rows say."""
+    value = result.get(key)
+    if isinstance(value, int | float):
+        return number(value)
+    return otherwise[0] if otherwise else None
+
+
+def _whole(value: object, otherwise: object) -> int | None:
+    for candidate in (number(value), number(otherwise)):
+        if math.isfinite(candidate):
+            return int(candidate)
+    return None

@@ -1,0 +1,76 @@
+"""Numbers and colours as a page shows them. Everything that came from outside is escaped here or in `tables.py`, never later."""
+
+from __future__ import annotations
+
+import colorsys
+import math
+
+DASH = "\u2013"  # where there is no value
+MINUS = "\u2212"
+
+# Ten hues that stay apart on white and on near-black, neighbours in the list far from one another.
+_PALETTE = ("#3b82f6", "#ef6c3e", "#10a37f", "#b45dd6", "#d99a00", "#e5487f", "#14a5c4", "#7a9a01", "#8b6fe8", "#a8714a")
+
+
+def job_colours(count: int) -> list[str]:
+    """A colour for each of `count` jobs; beyond ten, hues a golden angle apart with lightness in turns."""
+    if count <= len(_PALETTE):
+        return list(_PALETTE[:count])
+    colours: list[str] = []
+    for index in range(count):
+        hue = (0.6 + index * 0.381966) % 1
+        red, green, blue = colorsys.hls_to_rgb(hue, (0.5, 0.42, 0.6)[index % 3], (0.75, 0.6, 0.65)[index % 3])
+        colours.append(f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}")
+    return colours
+
+
+def loss_text(loss: float | None) -> str:
+    """Four decimals for everyday losses, so that a column lines up; a dash for none."""
+    if loss is None:
+        return DASH
+    if math.isnan(loss):
+        return "NaN"
+    if math.isinf(loss):
+        return "∞" if loss > 0 else f"{MINUS}∞"
+    return f"{loss:.4f}" if 1e-3 <= abs(loss) < 1e4 or loss == 0 else f"{loss:.3e}"
+
+
+def count_text(count: float) -> str:
+    """1,234 in full, 12.3 k and 1.23 M shortened."""
+    if not math.isfinite(count):
+        return DASH
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= max(size, 1e4):
+            return f"{float(f'{count / size:.3g}'):g} {unit}"
+    return f"{count:,.0f}"
+
+
+def duration_text(seconds: float | None) -> str:
+    """The two largest units of a duration."""
+    if seconds is None or not math.isfinite(seconds):
+        return DASH
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def setting_text(value: object) -> str:
+    """A swept value as one would write it in a jobs file."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def shorten(name: str, length: int = 24) -> str:
+    """Cut out the middle: the names of a sweep begin alike and differ at the end."""
+    return name if len(name) <= length else f"{name[: length // 2 - 1]}…{name[-(length - length // 2) :]}"
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """(seconds per unit, its name) for an axis that reaches `seconds`."""
+    if seconds > 3 * 3600:
+        return 3600.0, "h"
+    return (60.0, "min") if seconds > 300 else (1.0, "s")

@@ -1,0 +1,66 @@
+"""The page's shell: whole HTML, nothing loaded from anywhere, figures that come back as they went in."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from pages import PageReader, read_figures, unpack
+from plotly.offline import get_plotlyjs
+
+from tlora.report.page import Chart, LegendEntry, Section, render_page
+
+X = list(range(20))
+
+
+def make_page() -> str:
+    trace = {
+        "type": "scatter",
+        "legendgroup": "a",
+        "x": X,
+        "y": [math.nan, 1.23456789, math.inf, 1e300] + [0.5] * 16,
+        "meta": {"x": {"step": X}},
+    }
+    chart = Chart("Loss <1>", {"data": [trace, trace | {"y": X}], "layout": {"height": 200}}, note="a &lt; b", log=True)
+    return render_page(
+        'Run "x" & <y>', [Section("One", "<p>two</p>"), Section("Three", charts=[chart], legend=[LegendEntry('<a> "b"', "#123456")])]
+    )
+
+
+def test_figures_come_back_with_gaps_for_what_is_not_finite() -> None:
+    (figure,) = read_figures(make_page())
+    first, second = figure["data"]
+    assert first["x"] == X and second["y"] == X and first["meta"]["x"]["step"] == X
+    assert first["y"][:4] == [None, 1.2346, None, 1e300]
+
+
+def test_a_list_that_several_traces_share_is_written_once() -> None:
+    assert unpack(make_page(), "payload").count("17,18,19") == 1
+
+
+def test_the_library_is_inside_once_with_its_licence_named() -> None:
+    page = make_page()
+    assert unpack(page, "library") == get_plotlyjs()
+    assert re.search(r"<!--[^>]*plotly\.js v[\d.]+[^>]*MIT license[^>]*-->", page)
+    assert len(page) < 2.5e6
+
+
+def test_nothing_is_loaded() -> None:
+    reader = PageReader(make_page())
+    assert [value for key in ("src", "srcset", "action", "data", "poster") for value in reader.attributes(key)] == []
+    assert reader.attributes("href") == ["data:,"]
+    assert not re.search(r"https?://|@import|url\(", make_page())
+    (policy,) = [attrs["content"] for tag, attrs in reader.elements if tag == "meta" and "http-equiv" in attrs]
+    assert policy is not None and policy.startswith("default-src 'none'") and "http" not in policy
+
+
+def test_titles_and_groups_are_escaped() -> None:
+    page = make_page()
+    reader = PageReader(page)
+    assert "<h1>Run &quot;x&quot; &amp; &lt;y&gt;</h1>" in page and "<h3>Loss &lt;1&gt;</h3>" in page
+    assert reader.attributes("data-group") == ['<a> "b"'] and not [tag for tag, _ in reader.elements if tag in ("a", "y")]
+
+
+def test_a_page_without_charts_needs_no_library() -> None:
+    page = render_page("Nothing yet", [Section("", "<p>empty</p>")])
+    assert unpack(page, "library") == "" and read_figures(page) == [] and len(page) < 30_000

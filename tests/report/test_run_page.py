@@ -1,0 +1,286 @@
+"""The report of a run: its numbers are the rows' numbers, for one job and for a hundred, finished, going on, broken or hostile."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+import pytest
+from made_runs import eval_rows, make_run, train_rows, write_job, write_rows, write_run
+from pages import PageReader, read_charts, read_figures
+
+from tlora.errors import ConfigError
+from tlora.report.page_script import FAINT_UP_TO
+from tlora.report.rows import read_json, read_rows
+from tlora.report.run_page import write_report
+
+CHARTS = {"Train loss", "Eval loss", "Gradient norm", "Learning rate", "Throughput of the run", "Share per job", "Fill and padding"}
+
+
+def report(run_dir: Path) -> str:
+    path = write_report(run_dir)
+    assert path == run_dir / "report.html" and not list(run_dir.glob("*.tmp*"))
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], str]:
+    run_dir = tmp_path_factory.mktemp("eight")
+    names = make_run(run_dir, 8)
+    return run_dir, names, report(run_dir)
+
+
+def traces_of(figure: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    return [trace for trace in figure["data"] if trace.get("legendgroup") == name]
+
+
+@pytest.mark.parametrize(("count", "steps"), [(1, 40), (100, 60)])
+def test_page_of_one_and_of_a_hundred_jobs(tmp_path: Path, count: int, steps: int) -> None:
+    names = make_run(tmp_path, count, steps, seconds=60)
+    page = report(tmp_path)
+    reader = PageReader(page)
+    assert [row[0] for row in reader.tables[0][1:] if "JobError" not in row[0]] == [name for at, name in enumerate(names) if at != 7]
+    assert reader.attributes("data-group") == names
+    charts = read_charts(page)
+    assert set(charts) >= CHARTS - ({"Share per job"} if count == 1 else set())
+    assert {trace["legendgroup"] for trace in charts["Train loss"]["data"]} == set(names)
+    assert ("find a job" in reader.attributes("placeholder")) == (count > FAINT_UP_TO)
+
+
+def test_results_table_holds_the_results(eight: tuple[Path, list[str], str]) -> None:
+    run_dir, names, page = eight
+    rows = PageReader(page).tables[0][1:]
+    for name, row in zip(names, rows, strict=True):
+        result = read_json(run_dir / name / "result.json")
+        assert row[0].startswith(name) and row[1] == result["status"] and row[2] == str(result["rank"])
+        assert row[3].startswith(str(result["steps"])) and row[8] == f"{result['num_tokens']:,}"
+        assert row[4].startswith(f"{result['train_loss_first']:.4f} → ")
+        assert ("NaN" in row[4]) if math.isnan(result["train_loss"]) else (f"→ {result['train_loss']:.4f}" in row[4])
+        if result["eval_loss_best"] is None:
+            assert row[6] == row[7] == "\u2013"
+        else:
+            assert row[6].startswith(f"{result['eval_loss_first']:.4f} → {result['eval_loss']:.4f}")
+            assert row[7] == f"{result['eval_loss_best']:.4f} @{result['best_step']}"
+
+
+def test_header_names_the_run(eight: tuple[Path, list[str], str]) -> None:
+    run_dir, names, page = eight
+    text = PageReader(page).text
+    total = sum(read_json(run_dir / name / "result.json")["num_tokens"] for name in names)
+    for part in (
+        "8 LoRA jobs over example/tiny-llama",
+        f"{total:,}",
+        "7 done, 1 failed",
+        "torch 2.13.0",
+        "cpu",
+        "2026-01-02 03:04",
+        "4 min 0 s",
+    ):
+        assert part in text
+    rates = [row["tokens_per_second"] for row in read_rows(run_dir / "run.jsonl")]
+    assert f"{sum(rates) / len(rates):,.0f}/s" in text and f"peak {max(rates):,.0f}/s" in text
+
+
+def test_train_loss_is_the_rows(eight: tuple[Path, list[str], str]) -> None:
+    run_dir, names, page = eight
+    for name in names:
+        rows = [row for row in read_rows(run_dir / name / "metrics.jsonl") if "loss" in row]
+        raw, smoothed = traces_of(read_charts(page)["Train loss"], name)
+        assert raw["x"] == [row["step"] for row in rows] and raw["meta"]["faint"] and "faint" not in smoothed["meta"]
+        expected = [row["loss"] if math.isfinite(row["loss"]) else None for row in rows]
+        assert raw["y"] == [value if value is None else pytest.approx(value, rel=1e-4) for value in expected]
+        assert raw["meta"]["x"]["tokens"] == [row["num_tokens"] for row in rows]
+        assert raw["meta"]["x"]["time"] == [pytest.approx(row["seconds"], rel=1e-4) for row in rows]
+
+
+def test_eval_loss_marks_the_best_and_knows_its_tokens(eight: tuple[Path, list[str], str]) -> None:
+    run_dir, names, page = eight
+    rows = read_rows(run_dir / names[0] / "metrics.jsonl")
+    tokens = {row["step"]: row["num_tokens"] for row in rows if "loss" in row}
+    evals = [row for row in rows if "eval_loss" in row]
+    (trace,) = traces_of(read_charts(page)["Eval loss"], names[0])
+    assert trace["y"] == [pytest.approx(row["eval_loss"], rel=1e-4) for row in evals]
+    assert trace["meta"]["x"]["tokens"] == [tokens[row["step"]] for row in evals]
+    best = min(range(len(evals)), key=lambda at: evals[at]["eval_loss"])
+    assert [at for at, symbol in enumerate(trace["marker"]["symbol"]) if symbol == "star"] == [best]
+    assert not traces_of(read_charts(page)["Eval loss"], names[4])
+
+
+def test_shares_are_the_tokens_of_the_rows(eight: tuple[Path, list[str], str]) -> None:
+    run_dir, names, page = eight
+    rows = read_rows(run_dir / "run.jsonl")
+    figure = read_charts(page)["Share per job"]
+    columns = list(zip(*(trace["y"] for trace in figure["data"]), strict=True))
+    assert all(sum(shares) == pytest.approx(100, abs=0.05) for shares in columns)
+    (last,) = traces_of(figure, names[-1])
+    pair = rows[-2:]  # 240 rows in 120 columns
+    expected = 100 * sum(row["jobs"][names[-1]] for row in pair) / sum(sum(row["jobs"].values()) for row in pair)
+    assert last["y"][-1] == pytest.approx(expected, rel=1e-3)
+
+
+def test_timeline_runs_from_first_to_last_row(eight: tuple[Path, list[str], str]) -> None:
+    run_dir, names, page = eight
+    for at, name in enumerate(names):
+        times = [row["seconds"] for row in read_rows(run_dir / name / "metrics.jsonl")]
+        (bar,) = traces_of(read_charts(page)["When each job ran"], name)
+        assert bar["base"] == [pytest.approx(min(times), rel=1e-4)] and bar["y"] == [at]
+        assert bar["x"] == [pytest.approx(max(times) - min(times), rel=1e-4)]
+        assert ("failed" in bar["text"]) == (at == 7)
+
+
+def test_a_job_has_one_colour_everywhere(eight: tuple[Path, list[str], str]) -> None:
+    _, names, page = eight
+    for name in names:
+        colours = {trace["line" if "line" in trace else "marker"]["color"] for trace in _all_traces(page, name)}
+        assert len(colours) == 1
+        assert page.count(f'data-group="{name}"') == 1 and f"background:{colours.pop()}" in page
+
+
+def _all_traces(page: str, name: str) -> list[dict[str, Any]]:
+    return [trace for figure in read_figures(page) for trace in traces_of(figure, name)]
+
+
+def test_every_figure_is_one_that_plotly_knows(eight: tuple[Path, list[str], str]) -> None:
+    for figure in read_figures(eight[2]):
+        go.Figure(figure)  # raises on a property or value that plotly does not have
+
+
+def test_sweep_is_sorted_and_has_a_heat_map(eight: tuple[Path, list[str], str]) -> None:
+    run_dir, names, page = eight
+    results = {name: read_json(run_dir / name / "result.json") for name in names[:4]}
+    table = PageReader(page).tables[1]
+    assert table[0][2:4] == ["r", "learning_rate"]
+    assert [row[1] for row in table[1:]] == sorted(results, key=lambda name: results[name]["eval_loss_best"])
+    (trace,) = read_charts(page)["Best eval loss over r and learning_rate"]["data"]
+    assert trace["y"] == ["8", "32"] and trace["x"] == ["0.0001", "0.0003"]
+    for name, result in results.items():
+        row, at = trace["y"].index(str(result["settings"]["r"])), trace["x"].index(f"{result['settings']['learning_rate']:g}")
+        assert trace["z"][row][at] == pytest.approx(result["eval_loss_best"], rel=1e-4) and trace["customdata"][row][at] == name
+
+
+def test_sweep_without_evaluations_ranks_by_train_loss_and_failed_last(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    names = ["s-lr1e-3", "s-lr1e-4", "s-lr1e-5"]
+    write_run(tmp_path, names, 20)
+    for name, loss in zip(names, (math.nan, 2.0, 1.0), strict=True):
+        settings = {"learning_rate": float(name[4:])}
+        write_job(tmp_path, name, train_rows(rng, 10, 0, 1, 100), train_loss=loss, sweep_of="s", settings=settings)
+    table = PageReader(report(tmp_path)).tables[1]
+    assert table[0][3] == "last train loss"
+    assert [row[:2] for row in table[1:]] == [["1", "s-lr1e-5"], ["2", "s-lr1e-4"], ["\u2013", "s-lr1e-3"]]
+
+
+def test_reasons_and_names_are_shown_not_run(eight: tuple[Path, list[str], str], tmp_path: Path) -> None:
+    _, _, page = eight
+    reader = PageReader(page)
+    assert "<script>alert('x')</script> & is refused" in reader.tables[0][8][0]
+    assert "alert('x')" not in page and [tag for tag, _ in reader.elements].count("script") == 3
+    name = "<img src=x onerror=alert(1)>"
+    (tmp_path / name).mkdir()
+    write_rows(tmp_path / name / "metrics.jsonl", train_rows(random.Random(1), 5, 0, 1, 100))
+    hostile = report(tmp_path)
+    assert "img" not in [tag for tag, _ in PageReader(hostile).elements] and PageReader(hostile).tables[0][1][0] == name
+    assert {trace["name"] for trace in read_charts(hostile)["Train loss"]["data"]} == {"&lt;img src=x onerror=alert(1)&gt;"}
+
+
+def test_nan_losses_are_gaps_and_are_named(tmp_path: Path) -> None:
+    rows = train_rows(random.Random(2), 30, 0, 1, 100)
+    rows[11]["loss"] = math.nan
+    rows[12]["loss"] = math.inf
+    write_run(tmp_path, ["wild"], 30)
+    write_job(tmp_path, "wild", rows)
+    page = report(tmp_path)
+    raw, smoothed = traces_of(read_charts(page)["Train loss"], "wild")
+    assert raw["y"][11:13] == smoothed["y"][11:13] == [None, None] and None not in smoothed["y"][13:]
+    assert "Loss not finite: wild from step 12." in PageReader(page).text
+
+
+def test_long_series_are_thinned_and_keep_their_spike(tmp_path: Path) -> None:
+    rows = train_rows(random.Random(2), 9000, 0, 0.1, 100)
+    rows[5000]["loss"] = 77.0
+    write_run(tmp_path, ["long"], 4000)
+    write_job(tmp_path, "long", rows)
+    charts = read_charts(report(tmp_path))
+    for figure in charts.values():
+        assert all(len(trace["x"]) <= 2000 for trace in figure["data"])
+    raw, _ = traces_of(charts["Train loss"], "long")
+    assert raw["y"][raw["x"].index(5001)] == 77.0 and raw["x"][-1] == 9000
+
+
+def test_a_run_that_is_going_on(tmp_path: Path) -> None:
+    rng = random.Random(4)
+    write_run(tmp_path, ["going", "waiting"], 10, status="running")
+    train = train_rows(rng, 12, 0, 1, 100)
+    write_job(tmp_path, "going", [*train, *eval_rows(train, 3)])
+    (tmp_path / "going" / "result.json").unlink()
+    for torn in (tmp_path / "going" / "metrics.jsonl", tmp_path / "run.jsonl"):
+        with torn.open("a") as file:
+            file.write('{"step": 13, "loss": 1.')
+    going, waiting = PageReader(report(tmp_path)).tables[0][1:]
+    assert going[:4] == ["going", "training", "16", "12"] and f"{train[0]['loss']:.4f} → {train[-1]['loss']:.4f}" in going[4]
+    assert going[7] == "2.4000 @12"  # best of the rows: there is no result yet
+    assert waiting[:4] == ["waiting", "queued", "16", "0"]
+
+
+def test_a_job_without_result_in_an_ended_run_is_unfinished(tmp_path: Path) -> None:
+    write_run(tmp_path, ["lost"], 5, status="stopped")
+    assert PageReader(report(tmp_path)).tables[0][1][1] == "unfinished"
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"jobs": 3}', '{"jobs": ["a", {"name": 5}, {}], "versions": [], "started": [1]}'])
+def test_a_broken_run_json_still_gives_a_page(tmp_path: Path, content: str) -> None:
+    (tmp_path / "run.json").write_text(content)
+    write_job(tmp_path, "polite", train_rows(random.Random(1), 5, 0, 1, 100))
+    assert PageReader(report(tmp_path)).tables[0][1][0] == "polite"
+
+
+def test_a_run_without_any_row(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"base_model": "x", "jobs": [{"name": "a"}]}))
+    page = report(tmp_path)
+    assert "No rows yet" in page and read_figures(page) == []
+
+
+def test_rows_of_wrong_types_do_not_stop_the_page(tmp_path: Path) -> None:
+    (tmp_path / "odd").mkdir()
+    write_rows(
+        tmp_path / "odd" / "metrics.jsonl", [{"loss": "low", "step": None}, {"loss": 1.0, "step": 2, "seconds": "x"}, {"eval_loss": []}]
+    )
+    write_rows(tmp_path / "run.jsonl", [{"seconds": None, "jobs": 3}, {"jobs": {"odd": "many"}}])
+    assert PageReader(report(tmp_path)).tables[0][1][0] == "odd"
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "file"])
+def test_a_directory_without_a_run_is_refused(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "place"
+    if kind == "empty":
+        place.mkdir()
+    elif kind == "file":
+        place.write_text("x")
+    with pytest.raises(ConfigError, match=r"place holds no run: .*give the output_dir"):
+        write_report(place)
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path, 1, 10, 10)
+    before = report(tmp_path)
+
+    def full(draft: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(ConfigError, match=r"report.html cannot be written \(No space left on device\).*free space"):
+        write_report(tmp_path)
+    monkeypatch.undo()
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == before and not list(tmp_path.glob("*.tmp*"))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(1767322000, "2026-01-02 02:46 UTC"), ("2026-01-02T03:04:05", "2026-01-02 03:04"), ("soon", "soon")]
+)
+def test_start_is_shown_however_it_is_written(tmp_path: Path, value: object, text: str) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"started": value}))
+    assert f"started {text}<" in report(tmp_path)
