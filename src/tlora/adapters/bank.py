@@ -1,0 +1,124 @@
+"""All resident adapters at every linear: ragged rank rows in one tensor per linear. A slot is one adapter's rows in it.
+
+The bank holds what the kernels read (weights in the compute dtype) and write (gradient sums); optimizer and files are elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tlora.adapters.state import AdapterLayout, AdapterShape
+
+ROW_ALIGNMENT = 16  # a slot's rows start at multiples of it: aligned loads, and bits that do not depend on who came before
+
+
+@dataclass
+class LinearRows:
+    """The rows of all slots at one linear: `a_RK`, `b_RN` (B transposed) and the sums of their gradients."""
+
+    a_RK: Tensor
+    b_RN: Tensor
+    da_RK: Tensor
+    db_RN: Tensor
+    used: dict[str, range] = field(default_factory=dict)
+
+    def reserve(self, job_id: str, rank: int) -> range:
+        """The first gap that holds `rank` rows; grows the tensors when there is none."""
+        size, start = -(-rank // ROW_ALIGNMENT) * ROW_ALIGNMENT, 0
+        for rows in sorted(self.used.values(), key=lambda r: r.start):
+            if rows.start - start >= size:
+                break
+            start = rows.stop
+        if start + size > self.a_RK.shape[0]:
+            self._grow(max(start + size, 2 * self.a_RK.shape[0]))
+        self.used[job_id] = range(start, start + size)
+        return self.used[job_id]
+
+    def _grow(self, rows: int) -> None:
+        for name in ("a_RK", "b_RN", "da_RK", "db_RN"):
+            old: Tensor = getattr(self, name)
+            new = old.new_zeros(rows, old.shape[1])
+            new[: old.shape[0]] = old
+            setattr(self, name, new)
+
+    def clear(self, job_id: str) -> None:
+        """Give the rows back, zeroed: the next owner must find no trace, not even in the padding."""
+        rows = self.used.pop(job_id)
+        for t in (self.a_RK, self.b_RN, self.da_RK, self.db_RN):
+            t[rows.start : rows.stop].zero_()
+
+
+class AdapterBank:
+    """Rows for any number of adapters over `targets` (module name -> (in features, out features))."""
+
+    def __init__(self, targets: Mapping[str, tuple[int, int]], dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self.sum_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self._targets = dict(targets)
+        self._linears: dict[str, LinearRows] = {}
+        self._layouts: dict[str, AdapterLayout] = {}
+        self._shapes: dict[str, dict[str, AdapterShape]] = {}
+
+    def __contains__(self, job_id: object) -> bool:
+        return job_id in self._layouts
+
+    def jobs(self) -> list[str]:
+        return list(self._layouts)
+
+    def linear(self, module: str) -> LinearRows:
+        return self._linears[module]
+
+    def slot(self, job_id: str, module: str) -> tuple[range, float] | None:
+        """The job's true rank rows and scale at `module`; None where it has no adapter."""
+        shape = self._shapes[job_id].get(module)
+        if shape is None:
+            return None
+        start = self._linears[module].used[job_id].start
+        return range(start, start + shape.rank), shape.scale
+
+    def add(self, job_id: str, layout: AdapterLayout) -> None:
+        assert job_id not in self._layouts, f"{job_id} has a slot already"
+        for s in layout.shapes:
+            if s.module not in self._linears:
+                k, n = self._targets[s.module]
+                a_RK, b_RN = (torch.zeros(0, width, dtype=self.dtype, device=self.device) for width in (k, n))
+                self._linears[s.module] = LinearRows(a_RK, b_RN, a_RK.to(self.sum_dtype), b_RN.to(self.sum_dtype))
+            self._linears[s.module].reserve(job_id, s.rank)
+        self._layouts[job_id] = layout
+        self._shapes[job_id] = {s.module: s for s in layout.shapes}
+
+    def remove(self, job_id: str) -> None:
+        for s in self._layouts.pop(job_id).shapes:
+            self._linears[s.module].clear(job_id)
+        del self._shapes[job_id]
+
+    def _rows(self, job_id: str, *names: str) -> list[Tensor]:
+        """Views of the slot in layout order, A then B of each module."""
+        found: list[Tensor] = []
+        for s in self._layouts[job_id].shapes:
+            linear = self._linears[s.module]
+            start = linear.used[job_id].start
+            found += [getattr(linear, name)[start : start + s.rank] for name in names]
+        return found
+
+    @torch.no_grad()
+    def write(self, job_id: str, params: Tensor) -> None:
+        """Copy full-precision `params` (flat) into the slot's weights."""
+        flat = [view for _, a, b in self._layouts[job_id].views(params) for view in (a, b)]
+        torch._foreach_copy_(self._rows(job_id, "a_RK", "b_RN"), flat)
+
+    @torch.no_grad()
+    def take_grad(self, job_id: str) -> Tensor:
+        """The slot's summed gradient, flat; the sums are zero afterwards."""
+        rows = self._rows(job_id, "da_RK", "db_RN")
+        grad = torch.cat([row.reshape(-1) for row in rows])
+        torch._foreach_zero_(rows)
+        return grad
+
+    @torch.no_grad()
+    def zero_grad(self, job_id: str) -> None:
+        torch._foreach_zero_(self._rows(job_id, "da_RK", "db_RN"))

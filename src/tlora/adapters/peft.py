@@ -1,0 +1,120 @@
+"""Adapters as PEFT's files: `adapter_config.json` and `adapter_model.safetensors`. The only place that spells PEFT's tensor names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tlora.adapters.state import AdapterLayout
+from tlora.errors import ModelError
+from tlora.job import LoraConfig
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+
+def _names(module: str) -> tuple[str, str]:
+    return f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
+
+
+def save_adapter(directory: Path, layout: AdapterLayout, params: Tensor, lora: LoraConfig, base_model: str) -> None:
+    """Write both files into `directory`. A is [r, in], B is [out, r], in the precision of `params`."""
+    tensors: dict[str, Tensor] = {}
+    for shape, a_rK, b_rN in layout.views(params.detach().cpu()):
+        name_a, name_b = _names(shape.module)
+        tensors[name_a], tensors[name_b] = a_rK.contiguous(), b_rN.t().contiguous()
+    save_file(dict(sorted(tensors.items())), directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    (directory / CONFIG_FILE).write_text(json.dumps(adapter_config(layout, lora, base_model), indent=2, sort_keys=True) + "\n")
+
+
+def adapter_config(layout: AdapterLayout, lora: LoraConfig, base_model: str) -> dict[str, Any]:
+    """PEFT's config of this adapter. `all-linear` is written as the names that it meant, so that a reader needs no model."""
+    if lora.target_modules == "all-linear":
+        targets = sorted({s.module.rsplit(".", 1)[-1] for s in layout.shapes})
+    else:
+        targets = sorted(lora.target_modules)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "r": lora.r,
+        "lora_alpha": _plain(lora.lora_alpha),
+        "lora_dropout": lora.lora_dropout,
+        "target_modules": targets,
+        "use_rslora": lora.use_rslora,
+        "use_dora": False,
+        "rank_pattern": dict(lora.rank_pattern),
+        "alpha_pattern": {key: _plain(alpha) for key, alpha in lora.alpha_pattern.items()},
+    }
+
+
+def _plain(alpha: float) -> float:
+    return int(alpha) if alpha == int(alpha) else alpha  # readers such as vLLM expect an integer where there is one
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """`adapter_config.json` of a LoRA adapter. Raises ModelError when it is missing, broken or of a kind that cannot be trained here."""
+    path = directory / CONFIG_FILE
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path}: not found. An adapter is a directory with {CONFIG_FILE} and {WEIGHTS_FILE}, as PEFT saves it") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read ({error}). Save the adapter again with PEFT's save_pretrained") from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise ModelError(f"{path}: peft_type must be LORA, and is {config.get('peft_type') if isinstance(config, dict) else config!r}")
+    for key in ("use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "layer_replication"):
+        if config.get(key):
+            raise ModelError(f"{path}: {key} is set, which cannot be continued here. Use a plain LoRA adapter")
+    if config.get("bias", "none") != "none":
+        raise ModelError(f"{path}: bias={config['bias']!r} trains base weights, but the base is shared and frozen. Use bias='none'")
+    return config
+
+
+def load_params(directory: Path, layout: AdapterLayout, dtype: torch.dtype) -> Tensor:
+    """The flat parameters of the adapter in `directory` for `layout`, on the CPU.
+
+    Raises ModelError naming the first tensor that is missing, unexpected or of another shape: an adapter of another base, rank or
+    other targets.
+    """
+    path = directory / WEIGHTS_FILE
+    params = torch.empty(layout.numel, dtype=dtype)
+    try:
+        with safe_open(path, framework="pt") as file:
+            left = set(file.keys())
+            for shape, a_rK, b_rN in layout.views(params):
+                for name, out in zip(_names(shape.module), (a_rK, b_rN.t()), strict=True):
+                    _copy_tensor(file, name, out, left, path)
+    except FileNotFoundError:
+        raise ModelError(f"{path}: not found. An adapter is a directory with {CONFIG_FILE} and {WEIGHTS_FILE}") from None
+    except SafetensorError as error:
+        raise ModelError(f"{path}: is no whole safetensors file ({error}). Copy it again") from None
+    if left:
+        raise ModelError(f"{path}: has a tensor for a layer that this job does not train: {min(left)}. Add the layer to target_modules")
+    return params
+
+
+def _copy_tensor(file: Any, name: str, out: Tensor, left: set[str], path: Path) -> None:
+    if name not in left:
+        raise ModelError(f"{path}: has no tensor {name}. The adapter is of another base model, or has other target_modules than this job")
+    tensor: Tensor = file.get_tensor(name)
+    if tensor.shape != out.shape:
+        raise ModelError(
+            f"{path}: {name} is {list(tensor.shape)}, and this job needs {list(out.shape)}. "
+            "The adapter has another rank, or is of another base model"
+        )
+    if not bool(tensor.isfinite().all()):
+        raise ModelError(f"{path}: {name} holds NaN or Inf. Start from a healthy checkpoint")
+    out.copy_(tensor)
+    left.discard(name)

@@ -1,0 +1,86 @@
+"""One adapter as flat vectors: which module's A and B lie where, and the state that training carries from step to step.
+
+Flat, because norm, clipping, AdamW, checkpoint and all-reduce of one job are then one operation each. No layers, no files here.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tlora.job import LoraConfig
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """One adapted linear: its dotted name in the base, rank, in and out features, and scale (alpha/r or alpha/sqrt(r))."""
+
+    module: str
+    rank: int
+    in_features: int
+    out_features: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class AdapterLayout:
+    """The flat vector of an adapter: for each module A [r, K], then B transposed [r, N]."""
+
+    shapes: tuple[AdapterShape, ...]
+
+    @cached_property
+    def numel(self) -> int:
+        """Trainable parameters."""
+        return sum(s.rank * (s.in_features + s.out_features) for s in self.shapes)
+
+    def views(self, flat: Tensor) -> Iterator[tuple[AdapterShape, Tensor, Tensor]]:
+        """Each module's (shape, A [r, K], B transposed [r, N]) as views of `flat`."""
+        at = 0
+        for s in self.shapes:
+            mid, end = at + s.rank * s.in_features, at + s.rank * (s.in_features + s.out_features)
+            yield s, flat[at:mid].view(s.rank, s.in_features), flat[mid:end].view(s.rank, s.out_features)
+            at = end
+
+
+def make_layout(lora: LoraConfig, targets: Mapping[str, tuple[int, int]]) -> AdapterLayout:
+    """Layout of `lora` over `targets`: module name -> (in features, out features), in the model's order."""
+    return AdapterLayout(tuple(AdapterShape(m, lora.rank_of(m), k, n, lora.scale_of(m)) for m, (k, n) in targets.items()))
+
+
+@dataclass
+class AdapterState:
+    """Weights and optimizer state of one adapter, in full precision and flat.
+
+    `step` counts global batches (the schedule's position), `updates` the AdamW updates among them: a step whose gradient was not
+    finite counts in the first only, and `skipped` counts how many of those came in a row.
+    """
+
+    layout: AdapterLayout
+    params: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: int = 0
+    updates: int = 0
+    skipped: int = 0
+
+    def clone(self) -> AdapterState:
+        return replace(self, params=self.params.clone(), exp_avg=self.exp_avg.clone(), exp_avg_sq=self.exp_avg_sq.clone())
+
+
+def init_state(layout: AdapterLayout, seed: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> AdapterState:
+    """A fresh adapter as PEFT makes one: A uniform in ±1/sqrt(K) (Kaiming with a = sqrt 5), B zero.
+
+    Each module draws from a generator of its own, keyed by seed and name, so that targets do not change each other's start.
+    """
+    params = torch.zeros(layout.numel, dtype=dtype)
+    for shape, a_rK, _ in layout.views(params):
+        generator = torch.Generator().manual_seed(zlib.crc32(shape.module.encode(), seed))  # 32 bits are all that it takes in
+        a_rK.copy_(torch.empty(a_rK.shape, dtype=torch.float32).uniform_(-1, 1, generator=generator) / math.sqrt(shape.in_features))
+    params = params.to(device)
+    return AdapterState(layout, params, torch.zeros_like(params), torch.zeros_like(params))

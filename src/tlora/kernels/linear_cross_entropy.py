@@ -1,0 +1,62 @@
+"""Frozen output head and cross-entropy in one go, a few rows at a time: the logits of all tokens never exist at once.
+
+The gradient is made beside the loss, so no graph is kept. Each row is on its own: a NaN in one stays in that one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tlora.kernels.gemm import linear
+
+CHUNK_ELEMENTS = 1 << 22  # 16 MiB of fp32 logits a chunk: stays near the caches of a CPU, and fills a GPU
+
+
+@dataclass(frozen=True)
+class Head:
+    """logits = softcap * tanh(scale * (h @ weight.T + bias) / softcap); softcap None means no cap."""
+
+    weight_VH: Tensor
+    bias_V: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, hidden_TH: Tensor) -> Tensor:
+        """[T, V] in at least fp32."""
+        z_TV = linear(hidden_TH, self.weight_VH, self.bias_V)
+        z_TV = z_TV.float() if z_TV.dtype in (torch.bfloat16, torch.float16) else z_TV
+        z_TV = z_TV.mul_(self.scale) if self.scale != 1.0 else z_TV
+        return torch.tanh(z_TV.div_(self.softcap)).mul_(self.softcap) if self.softcap else z_TV
+
+
+@torch.no_grad()
+def linear_cross_entropy(
+    hidden_TH: Tensor, head: Head, labels_T: Tensor, grad_weights_T: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Token losses [T] and, with `grad_weights_T`, d(sum of grad_weights * losses)/d hidden [T, H].
+
+    `labels_T` int64, each in 0..V-1. Losses come in fp32, or fp64 for an fp64 head.
+    """
+    num_tokens, vocab = hidden_TH.shape[0], head.weight_VH.shape[0]
+    losses: list[Tensor] = []
+    dh_TH = torch.empty_like(hidden_TH) if grad_weights_T is not None else None
+    step = max(16, CHUNK_ELEMENTS // vocab)
+    for t0 in range(0, num_tokens, step):
+        rows = slice(t0, min(t0 + step, num_tokens))
+        z_tV = head.logits(hidden_TH[rows])
+        target_t1 = labels_T[rows, None]
+        at_target_t1 = z_tV.gather(1, target_t1)
+        lse_t1 = z_tV.logsumexp(1, keepdim=True)
+        losses.append((lse_t1 - at_target_t1).squeeze(1))
+        if dh_TH is None or grad_weights_T is None:
+            continue
+        slope_tV = 1 - (z_tV / head.softcap).square_() if head.softcap else None
+        dz_tV = z_tV.sub_(lse_t1).exp_()
+        dz_tV.scatter_add_(1, target_t1, torch.full_like(at_target_t1, -1.0))
+        dz_tV = dz_tV.mul_(slope_tV) if slope_tV is not None else dz_tV
+        dz_tV.mul_(grad_weights_T[rows, None] * head.scale)
+        dh_TH[rows] = linear(dz_tV.to(hidden_TH.dtype), head.weight_VH.t())
+    return (torch.cat(losses) if losses else hidden_TH.new_empty(0)), dh_TH

@@ -1,0 +1,74 @@
+"""A frozen linear with any number of adapters, as one differentiable operation.
+
+Weight gradients do not travel through autograd: backward adds them to the adapters' own buffers, rows of one slot each, because
+a dense gradient of the whole bank per micro-batch would touch every resident adapter, present or not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tlora.kernels.gemm import linear
+from tlora.kernels.reference import lora_backward_, lora_forward_
+from tlora.kernels.segments import Segments
+
+
+@dataclass(frozen=True)
+class LoraWeights:
+    """All slots' rows at one linear: `a_RK` [R, K] and `b_RN` [R, N] in the compute dtype, gradient sums in full precision."""
+
+    a_RK: Tensor
+    b_RN: Tensor
+    da_RK: Tensor
+    db_RN: Tensor
+    module_key: int = 0
+
+
+def multi_lora_linear(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    lora: LoraWeights,
+    segments: Segments,
+    keys_T: Tensor | None = None,
+    anchor: Tensor | None = None,
+) -> Tensor:
+    """y = x @ weight.T + bias, and for every segment y[t0:t1] += scale * (drop(x[t0:t1]) @ a[r0:r1].T) @ b[r0:r1].
+
+    Shapes: x [T, K], weight [N, K], y [T, N]. `keys_T` int32 [T] are dropout's token keys. `anchor` is any tensor that requires
+    a gradient: with it, backward reaches the adapters of a first layer whose x needs none. The base gets no gradient.
+    """
+    return _MultiLoraLinear.apply(x_TK, weight_NK, bias_N, lora, segments, keys_T, anchor)  # type: ignore[no-any-return]
+
+
+class _MultiLoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TK: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        lora: LoraWeights,
+        segments: Segments,
+        keys_T: Tensor | None,
+        anchor: Tensor | None,
+    ) -> Tensor:
+        y_TN = linear(x_TK, weight_NK, bias_N)
+        shrunk = lora_forward_(y_TN, x_TK, lora.a_RK, lora.b_RN, segments, keys_T, lora.module_key)
+        ctx.save_for_backward(x_TK, weight_NK, *shrunk)
+        ctx.lora, ctx.segments, ctx.keys_T = lora, segments, keys_T
+        return y_TN
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x_TK, weight_NK, *shrunk = ctx.saved_tensors
+        lora: LoraWeights = ctx.lora
+        dx_TK = linear(dy_TN, weight_NK.t()) if ctx.needs_input_grad[0] else None
+        lora_backward_(dx_TK, dy_TN, x_TK, shrunk, lora.a_RK, lora.b_RN, lora.da_RK, lora.db_RN, ctx.segments, ctx.keys_T, lora.module_key)
+        return dx_TK, None, None, None, None, None, None

@@ -1,0 +1,69 @@
+"""The specification of a linear with many adapters: loops over segments in plain torch. Also the path for the CPU.
+
+T tokens, K in features, N out features, R rank rows of all slots. A is `a_RK`; B is held transposed, `b_RN`, so that a slot's
+rows are contiguous and aligned whoever else is there. Routing selects rows and never multiplies by a mask: 0 * NaN is NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tlora.kernels.dropout import keep_mask
+from tlora.kernels.segments import Segment, Segments
+
+
+def _dropped(x_tK: Tensor, keys_t: Tensor | None, module_key: int, segment: Segment) -> tuple[Tensor, Tensor | None]:
+    if not segment.dropout or keys_t is None:
+        return x_tK, None
+    keep = keep_mask(keys_t[segment.t0 : segment.t1], module_key, x_tK.shape[1], segment.dropout)
+    return torch.where(keep, x_tK, 0).mul_(1 / (1 - segment.dropout)), keep
+
+
+def lora_forward_(
+    y_TN: Tensor, x_TK: Tensor, a_RK: Tensor, b_RN: Tensor, segments: Segments, keys_T: Tensor | None = None, module_key: int = 0
+) -> list[Tensor]:
+    """y[t0:t1] += scale * (drop(x[t0:t1]) @ a[r0:r1].T) @ b[r0:r1] for every segment; returns the shrunk S, one [t, r] each."""
+    shrunk: list[Tensor] = []
+    for s in segments:
+        x, _ = _dropped(x_TK[s.t0 : s.t1], keys_T, module_key, s)
+        s_tr = x @ a_RK[s.r0 : s.r1].t()
+        y_TN[s.t0 : s.t1].addmm_(s_tr, b_RN[s.r0 : s.r1], alpha=s.scale)
+        shrunk.append(s_tr)
+    return shrunk
+
+
+def lora_backward_(
+    dx_TK: Tensor | None,
+    dy_TN: Tensor,
+    x_TK: Tensor,
+    shrunk: list[Tensor],
+    a_RK: Tensor,
+    b_RN: Tensor,
+    da_RK: Tensor,
+    db_RN: Tensor,
+    segments: Segments,
+    keys_T: Tensor | None = None,
+    module_key: int = 0,
+) -> None:
+    """Adds each segment's gradients: to `dx` (unless None), and to its own rows of `da`, `db` (full precision)."""
+    for s, s_tr in zip(segments, shrunk, strict=True):
+        dy = dy_TN[s.t0 : s.t1]
+        ds_tr = (dy @ b_RN[s.r0 : s.r1].t()).mul_(s.scale)
+        x, keep = _dropped(x_TK[s.t0 : s.t1], keys_T, module_key, s)
+        _accumulate(db_RN[s.r0 : s.r1], s_tr.t(), dy, s.scale)
+        _accumulate(da_RK[s.r0 : s.r1], ds_tr.t(), x, 1.0)
+        if dx_TK is None:
+            continue
+        if keep is None:
+            dx_TK[s.t0 : s.t1].addmm_(ds_tr, a_RK[s.r0 : s.r1])
+        else:
+            dx = (ds_tr @ a_RK[s.r0 : s.r1]).mul_(1 / (1 - s.dropout))
+            dx_TK[s.t0 : s.t1].add_(torch.where(keep, dx, 0))
+
+
+def _accumulate(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    if out.dtype == left.dtype:
+        out.addmm_(left, right, alpha=scale)
+    else:  # bf16 operands into an fp32 sum
+        out.add_(left @ right, alpha=scale)

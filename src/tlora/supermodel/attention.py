@@ -1,0 +1,82 @@
+"""Attention over packed samples: each sequence attends to itself alone, by being cut out, never by a mask over several jobs.
+
+Registered with transformers under `NAME`, so that every family's own layer code (rotary, q/k norm, windows, scaling) stays in use.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from tlora.errors import ModelError
+
+NAME = "tlora_packed"
+
+
+def register() -> None:
+    """Make the name known to transformers, with no mask: lengths come as the keyword `sequence_lengths` of the model's forward."""
+    AttentionInterface.register(NAME, packed_attention)
+    AttentionMaskInterface.register(NAME, _no_mask)
+
+
+def _no_mask(*_: object, **__: object) -> None:
+    return None
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sequence_lengths: tuple[int, ...] | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of each sequence by itself. query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D].
+
+    `sequence_lengths` add up to T. Equal neighbours in length run as one batch.
+    """
+    if sequence_lengths is None:
+        raise ModelError(f"{type(module).__name__} does not hand keyword arguments to its attention, so samples cannot be packed for it")
+    if unused.get("s_aux") is not None:
+        raise ModelError(f"{type(module).__name__} uses attention sinks, which packed attention does not have yet")
+    repeat = query.shape[1] // key.shape[1]
+    if repeat > 1:
+        key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    outputs: list[Tensor] = []
+    start = 0
+    for length, equal in groupby(sequence_lengths):
+        count = sum(1 for _ in equal)
+        q, k, v = (_cut(t, start, count, length) for t in (query, key, value))
+        out_nHLD = _attend(q, k, v, scaling, sliding_window, softcap)
+        outputs.append(out_nHLD.transpose(1, 2).reshape(count * length, *out_nHLD.shape[1::2]))
+        start += count * length
+    return torch.cat(outputs)[None], None
+
+
+def _cut(t_1HTD: Tensor, start: int, count: int, length: int) -> Tensor:
+    """[count, H, length, D] out of [1, H, T, D]."""
+    return t_1HTD[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, softcap: float | None) -> Tensor:
+    length = q.shape[2]
+    windowed = window is not None and length > window
+    if not softcap and not windowed:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
+    distance = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)[None, :]
+    visible_LL = (distance >= 0) & (distance < window) if windowed and window is not None else distance >= 0
+    if not softcap:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible_LL, scale=scaling)
+    scores = (q @ k.transpose(2, 3)) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
+    scores = torch.tanh(scores / softcap) * softcap
+    weights = scores.masked_fill(~visible_LL, float("-inf")).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    return weights.to(q.dtype) @ v

@@ -1,0 +1,153 @@
+"""Loads a frozen base through transformers, finds its decoder and head, and proves at load that packing is right for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tlora.errors import ModelError
+from tlora.kernels.linear_cross_entropy import Head
+from tlora.supermodel import attention
+
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
+
+
+@dataclass(frozen=True)
+class Base:
+    """A frozen causal language model: the whole, the decoder that ends at the last norm, and the head."""
+
+    model: Any
+    decoder: Any
+    head: Head
+    name: str
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.weight_VH.shape[0]
+
+
+def check_path(base_model: str) -> None:
+    """Raise ModelError early for a local path that holds no model; anything that looks like a hub id is left to transformers."""
+    path = Path(base_model)
+    if path.exists() and not (path / "config.json").is_file():
+        raise ModelError(f"base_model {base_model}: has no config.json. Give a directory as save_pretrained makes it, or a hub id")
+    if not path.exists() and (base_model.startswith((".", "/", "~")) or base_model.count("/") > 1):
+        raise ModelError(f"base_model {base_model}: no such directory. Give a directory with config.json, or a hub id such as org/name")
+
+
+def load_config(base_model: str) -> Any:
+    """The base's transformers config. Raises ModelError."""
+    check_path(base_model)
+    try:
+        return AutoConfig.from_pretrained(base_model)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"base_model {base_model}: cannot be read: {_first_line(error)}") from None
+
+
+def load_base(base_model: str, dtype: str = "auto", device: torch.device | str = "cpu") -> Base:
+    """Load the weights of `base_model` (a directory or hub id) onto `device`, frozen. Raises ModelError."""
+    load_config(base_model)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(base_model, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ModelError(f"base_model {base_model}: cannot be loaded: {_first_line(error)}") from None
+    return make_base(model.to(device), base_model)
+
+
+def make_base(model: Any, name: str) -> Base:
+    """Freeze a loaded transformers causal LM and check that packed samples get the logits that each gets alone."""
+    model.requires_grad_(False).eval()
+    base = Base(model, getattr(model, model.base_model_prefix), find_head(model, name), name)
+    attention.register()
+    _check_packing(base)
+    return base
+
+
+def outline(base_model: str, dtype: str = "auto") -> Base:
+    """The base without its weights, on the meta device: for shapes and for counting memory."""
+    config = load_config(base_model)
+    wanted = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    attention.register()
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=wanted, attn_implementation=attention.NAME)
+    model.requires_grad_(False).eval()
+    return Base(model, getattr(model, model.base_model_prefix), find_head(model, base_model), base_model)
+
+
+def find_head(model: Any, name: str) -> Head:
+    """The output head with what its family does to logits. Raises ModelError when it is no linear layer."""
+    embeddings = model.get_output_embeddings()
+    if not isinstance(embeddings, nn.Linear):
+        kind = type(embeddings).__name__
+        raise ModelError(f"base_model {name}: its output head is {kind}, and must be a linear layer. Use a causal language model")
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    return Head(embeddings.weight, embeddings.bias, scale, getattr(config, "final_logit_softcapping", None))
+
+
+def hidden_states(base: Base, input_ids_T: Tensor, position_ids_T: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Last hidden states [T, H] of packed samples.
+
+    A mask of four dims is handed on as it is by transformers, where None would make it search `position_ids` for sequences and
+    wait for the device. Packed attention does not look at it.
+    """
+    return base.decoder(
+        input_ids=input_ids_T[None],
+        position_ids=position_ids_T[None],
+        attention_mask=input_ids_T.new_ones(1, 1, 1, 1),
+        use_cache=False,
+        sequence_lengths=lengths,
+    ).last_hidden_state[0]
+
+
+@torch.no_grad()
+def _check_packing(base: Base) -> None:
+    """The family's own eager attention on each sample alone is the oracle; any family that packs wrongly is refused here."""
+    model, lengths = base.model, (19, 5, 19)
+    generator = torch.Generator().manual_seed(0)
+    device = base.head.weight_VH.device
+    ids = [torch.randint(0, base.vocab_size, (n,), generator=generator).to(device) for n in lengths]
+    model.set_attn_implementation("eager")
+    try:
+        alone = torch.cat([model(input_ids=i[None], use_cache=False).logits[0].float() for i in ids])
+        model.set_attn_implementation(attention.NAME)
+        positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+        packed = base.head.logits(hidden_states(base, torch.cat(ids), positions, lengths)).float()
+        leaks = _leaks(base, torch.cat(ids), positions, lengths)
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise ModelError(f"base_model {base.name}: {type(model).__name__} cannot run packed samples: {_first_line(error)}") from error
+    difference = float((packed - alone).norm() / alone.norm())
+    if leaks or not difference <= _TOLERANCE[base.head.weight_VH.dtype]:
+        raise ModelError(
+            f"base_model {base.name}: {type(model).__name__} gives packed samples other logits than single ones "
+            f"(relative difference {difference:.1e}), so jobs cannot share it. Use a decoder made of attention and linear layers"
+        )
+
+
+def _leaks(base: Base, ids_T: Tensor, positions_T: Tensor, lengths: tuple[int, ...]) -> bool:
+    """Whether NaN in the first and last of three samples reaches the one between them.
+
+    A short convolution mixes neighbours by less than rounding in bf16 (Lfm2: 4e-3 of the logits), but NaN gets through it whole.
+    """
+    mine = slice(lengths[0], lengths[0] + lengths[1])
+
+    def spoil(_module: nn.Module, _args: object, embedded_1TH: Tensor) -> Tensor:
+        spoilt = torch.full_like(embedded_1TH, torch.nan)
+        spoilt[:, mine] = embedded_1TH[:, mine]
+        return spoilt
+
+    hook = base.model.get_input_embeddings().register_forward_hook(spoil)
+    try:
+        return not bool(hidden_states(base, ids_T, positions_T, lengths)[mine].isfinite().all())
+    finally:
+        hook.remove()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

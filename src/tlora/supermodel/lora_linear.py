@@ -1,0 +1,73 @@
+"""The linear that replaces each `nn.Linear` of the base, and the context through which it learns whose tokens it sees."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tlora.adapters.bank import AdapterBank
+from tlora.kernels.multi_lora import LoraWeights, multi_lora_linear
+from tlora.kernels.segments import Segment, Segments
+from tlora.supermodel.batch import PackedBatch
+
+
+@dataclass(frozen=True)
+class ActiveBatch:
+    """A batch in flight: its tokens' owners, the bank, and each job's dropout (empty in evaluation)."""
+
+    batch: PackedBatch
+    bank: AdapterBank
+    dropout: dict[str, float]
+    anchor: Tensor
+
+    def segments(self, module: str) -> Segments:
+        """The batch as the linear `module` sees it; jobs that do not adapt it have no segment."""
+        found: list[Segment] = []
+        for span in self.batch.spans:
+            slot = self.bank.slot(span.job_id, module)
+            if slot is not None:
+                rows, scale = slot
+                found.append(Segment(span.t0, span.t1, rows.start, rows.stop, scale, self.dropout.get(span.job_id, 0.0)))
+        return tuple(found)
+
+
+class Context:
+    """Holds the batch in flight for all linears of one super-model. A forward outside `enter` sees the base alone."""
+
+    def __init__(self) -> None:
+        self.active: ActiveBatch | None = None
+
+    @contextmanager
+    def enter(self, active: ActiveBatch) -> Iterator[None]:
+        before, self.active = self.active, active
+        try:
+            yield
+        finally:
+            self.active = before
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear plus the adapters of the batch in flight."""
+
+    def __init__(self, linear: nn.Linear, name: str, context: Context) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.name, self.module_key, self._context = name, zlib.crc32(name.encode()) & 0x7FFFFFFF, context
+
+    def forward(self, x: Tensor) -> Tensor:
+        active = self._context.active
+        segments = active.segments(self.name) if active else ()
+        if active is None or not segments:
+            return nn.functional.linear(x, self.weight, self.bias)
+        rows = active.bank.linear(self.name)
+        lora = LoraWeights(rows.a_RK, rows.b_RN, rows.da_RK, rows.db_RN, self.module_key)
+        x_TK = x.reshape(-1, self.in_features)
+        anchor = active.anchor if torch.is_grad_enabled() else None
+        y_TN = multi_lora_linear(x_TK, self.weight, self.bias, lora, segments, active.batch.keys_T, anchor)
+        return y_TN.view(*x.shape[:-1], self.out_features)

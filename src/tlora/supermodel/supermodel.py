@@ -1,0 +1,168 @@
+"""The super-model: one frozen base, a bank of adapters, and four verbs. Jobs join and leave between two micro-batches.
+
+It owns weights, gradients and optimizer state. Data, order, evaluation, files and fairness between jobs are the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tlora.adapters.bank import AdapterBank
+from tlora.adapters.optim import StepStats, adamw_step
+from tlora.adapters.state import AdapterLayout, AdapterState, init_state, make_layout
+from tlora.errors import ConfigError
+from tlora.job import LoraConfig, TrainConfig
+from tlora.kernels.linear_cross_entropy import linear_cross_entropy
+from tlora.supermodel.batch import PackedBatch
+from tlora.supermodel.inject import find_linears, inject, resolve_targets
+from tlora.supermodel.load import Base, hidden_states, load_base
+from tlora.supermodel.lora_linear import ActiveBatch, Context
+
+_LOSS_STEPS = 2.0**28  # losses are multiples of 2^-28: their sum is exact up to 2^25 and cannot depend on who was packed with whom
+
+
+@dataclass(frozen=True)
+class JobLoss:
+    """One job's part of a batch: sum of weight * token loss and sum of weights, as 0-d tensors (no synchronisation)."""
+
+    loss_sum: Tensor
+    weight_sum: Tensor
+
+    @property
+    def mean(self) -> float:
+        """Mean loss per trained token; NaN when there was none."""
+        return float(self.loss_sum / self.weight_sum)
+
+
+@dataclass
+class _Resident:
+    lora: LoraConfig
+    train: TrainConfig
+    total_steps: int
+    state: AdapterState
+
+
+class SuperModel(nn.Module):
+    """A frozen base shared by any number of adapters.
+
+    With `deterministic`, each sample is computed by itself and gradients are added in sample order: an adapter's bytes are then
+    those of training it alone, whoever shares the batch.
+    """
+
+    def __init__(self, base: Base, deterministic: bool = False) -> None:
+        super().__init__()
+        self.base, self.deterministic = base, deterministic
+        self.model = base.model
+        self._linears = find_linears(base.model)
+        weight = base.head.weight_VH
+        self.bank = AdapterBank(self.targets(), weight.dtype, weight.device)
+        self.context = Context()
+        inject(base.model, self._linears, self.context)
+        self._residents: dict[str, _Resident] = {}
+        self._anchor = torch.zeros((), device=weight.device, requires_grad=True)
+
+    @classmethod
+    def from_pretrained(cls, base_model: str, dtype: str = "auto", device: str = "cpu", deterministic: bool = False) -> SuperModel:
+        """Load `base_model` (a directory or hub id). Raises ModelError."""
+        return cls(load_base(base_model, dtype, device), deterministic)
+
+    @property
+    def device(self) -> torch.device:
+        return self.bank.device
+
+    def layout(self, lora: LoraConfig) -> AdapterLayout:
+        """Where the parameters of an adapter of this shape lie. Raises ModelError for targets that do not exist."""
+        return make_layout(lora, resolve_targets(self.model, self._linears, lora))
+
+    def targets(self) -> dict[str, tuple[int, int]]:
+        """Every linear that can be adapted: dotted name -> (in features, out features)."""
+        return {name: (linear.in_features, linear.out_features) for name, linear in self._linears.items()}
+
+    # -- the four verbs ------------------------------------------------------------------------------------------------
+
+    def join(
+        self, job_id: str, lora: LoraConfig, train: TrainConfig, total_steps: int | None = None, state: AdapterState | None = None
+    ) -> None:
+        """Give `job_id` a slot: a fresh adapter seeded with `train.seed`, or `state` from `leave` or a checkpoint.
+
+        `total_steps` is the length of the learning-rate schedule in optimizer steps (default `train.max_steps`).
+        """
+        if job_id in self._residents:
+            raise ConfigError(f"job {job_id!r} has joined already. Let it leave first, or choose another name")
+        total = total_steps or train.max_steps
+        if total is None and train.lr_scheduler_type not in ("constant", "constant_with_warmup"):
+            raise ConfigError(f"job {job_id!r}: the {train.lr_scheduler_type} schedule needs its length. Give total_steps or set max_steps")
+        layout = self.layout(lora) if state is None else state.layout
+        if state is None:
+            state = init_state(layout, train.seed, self.bank.sum_dtype, self.device)
+        self.bank.add(job_id, layout)
+        self.bank.write(job_id, state.params)
+        self._residents[job_id] = _Resident(lora, train, total or 0, state)
+
+    def leave(self, job_id: str) -> AdapterState:
+        """Take `job_id` out and return its adapter and optimizer state; gradients not yet applied are dropped."""
+        state = self._residents.pop(job_id).state
+        self.bank.remove(job_id)
+        return state
+
+    def forward_backward(self, batch: PackedBatch) -> dict[str, JobLoss]:
+        """Loss per job, and gradients added to each job's sums until its next `optim_step`."""
+        return self._run(batch, train=True)
+
+    def optim_step(self, job_ids: Iterable[str]) -> dict[str, StepStats]:
+        """Clip, schedule and apply AdamW for each of `job_ids` on its own summed gradient, then forget the gradient."""
+        stats: dict[str, StepStats] = {}
+        for job_id in job_ids:
+            resident = self._residents[job_id]
+            stats[job_id] = adamw_step(resident.state, self.bank.take_grad(job_id), resident.train, resident.total_steps)
+            if stats[job_id].applied:
+                self.bank.write(job_id, resident.state.params)
+        return stats
+
+    # -- beside them ---------------------------------------------------------------------------------------------------
+
+    def evaluate(self, batch: PackedBatch) -> dict[str, JobLoss]:
+        """Loss per job without gradients and without dropout."""
+        return self._run(batch, train=False)
+
+    def state(self, job_id: str) -> AdapterState:
+        """The live state of a resident job; `clone` it to keep it."""
+        return self._residents[job_id].state
+
+    def zero_grad_of(self, job_id: str) -> None:
+        """Forget the gradients that `job_id` has summed since its last step."""
+        self.bank.zero_grad(job_id)
+
+    def _run(self, batch: PackedBatch, train: bool) -> dict[str, JobLoss]:
+        for span in batch.spans:
+            if span.job_id not in self._residents:
+                raise ConfigError(f"the batch holds samples of {span.job_id!r}, which has not joined. Call join first")
+        if not batch.spans:
+            return {}
+        parts = batch.rows() if self.deterministic else (batch,)
+        total: dict[str, JobLoss] = {}
+        for part in parts:
+            for job_id, loss in self._run_part(part, train).items():
+                before = total.get(job_id)
+                total[job_id] = JobLoss(before.loss_sum + loss.loss_sum, before.weight_sum + loss.weight_sum) if before else loss
+        return total
+
+    def _run_part(self, part: PackedBatch, train: bool) -> dict[str, JobLoss]:
+        dropout = {s.job_id: self._residents[s.job_id].lora.lora_dropout for s in part.spans if train and s.has_keys}
+        active = ActiveBatch(part, self.bank, dropout, self._anchor)
+        with torch.set_grad_enabled(train), self.context.enter(active):
+            hidden_TH = hidden_states(self.base, part.input_ids_T, part.position_ids_T, part.lengths)
+        rows = part.labelled
+        grad_weights = part.grad_weights_T[rows].to(self.bank.sum_dtype) if train else None
+        losses, dh = linear_cross_entropy(hidden_TH.detach()[rows], self.base.head, part.labels_T[rows], grad_weights)
+        if dh is not None and len(rows) and hidden_TH.requires_grad:
+            dhidden_TH = torch.zeros_like(hidden_TH)
+            dhidden_TH[rows] = dh
+            hidden_TH.backward(dhidden_TH)
+        weighted_T = torch.zeros_like(part.loss_weights_T)
+        weighted_T[rows] = (losses.double() * part.loss_weights_T[rows]).mul_(_LOSS_STEPS).round_().div_(_LOSS_STEPS)
+        return {s.job_id: JobLoss(weighted_T[s.t0 : s.t1].sum(), part.loss_weights_T[s.t0 : s.t1].sum()) for s in part.spans}
