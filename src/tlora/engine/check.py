@@ -1,0 +1,106 @@
+"""`tlora check`: everything that can be known about a run without its weights. All problems at once, none fatal to the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tlora.data.build import DataReport
+from tlora.engine.memory import memory_limit
+from tlora.engine.metrics import check_trackers
+from tlora.engine.plan import PlannedJob, RunPlan, pick_device, plan_run
+from tlora.engine.progress import JobProgress, RunProgress, Watcher
+from tlora.errors import ConfigError
+from tlora.job import RunSpec
+from tlora.supermodel.load import outline
+from tlora.supermodel.supermodel import SuperModel
+
+
+@dataclass(frozen=True)
+class JobCheck:
+    """What is known of one job. `memory_bytes` is what it adds to a run; `data` is None when its data is bad."""
+
+    name: str
+    problems: tuple[str, ...]
+    warnings: tuple[str, ...]
+    rank: int
+    trainable_parameters: int
+    memory_bytes: int
+    total_steps: int
+    data: DataReport | None
+
+
+@dataclass(frozen=True)
+class RunCheck:
+    """What is known of the run. `resident_jobs` train at once; the others wait in a queue."""
+
+    problems: tuple[str, ...]
+    warnings: tuple[str, ...]
+    jobs: tuple[JobCheck, ...]
+    base_parameters: int
+    base_bytes: int
+    token_budget: int
+    predicted_bytes: int
+    limit_bytes: int
+    device: str
+    resident_jobs: int
+
+
+def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = None) -> RunCheck:
+    """Tokenize the data (into the cache that training uses), resolve every target, and predict memory.
+
+    Raises ModelError when there is no base model to check against; all else is in `problems`.
+    """
+    watcher = watcher or Watcher()
+    place = pick_device(device)
+    problems: list[str] = []
+    try:
+        check_trackers(list(run.report_to))
+    except ConfigError as error:
+        problems.append(str(error))
+    base = outline(run.base_model, run.dtype)
+    sizes = [(p.numel(), p.element_size()) for p in base.model.parameters()]
+    base_bytes = sum(count * size for count, size in sizes)
+    jobs = tuple(JobProgress(job.name, "preparing", job.r) for job in run.jobs)
+    plan = plan_run(
+        run,
+        SuperModel(base),
+        base_bytes,
+        place,
+        memory_limit(place),
+        lambda p: watcher.progress(RunProgress(0.0, jobs, stage=f"tokenizing {p.key}: {p.rows:,} rows, {p.share:.0%}")),
+    )
+    resident = _resident(plan)
+    layouts = [job.layout for job in plan.jobs[:resident] if job.layout is not None]
+    return RunCheck(
+        problems=tuple(problems),
+        warnings=() if resident == len(plan.jobs) else (f"{len(plan.jobs) - resident} jobs wait until others have left: memory is full",),
+        jobs=tuple(_job_check(job, plan) for job in plan.jobs),
+        base_parameters=sum(count for count, _ in sizes),
+        base_bytes=base_bytes,
+        token_budget=plan.token_budget,
+        predicted_bytes=plan.memory.total_bytes(layouts, plan.token_budget),
+        limit_bytes=plan.limit_bytes,
+        device=str(place),
+        resident_jobs=resident,
+    )
+
+
+def _resident(plan: RunPlan) -> int:
+    """How many of the first jobs fit at once."""
+    count = len(plan.jobs)
+    while count > 1 and not plan.fits([job.layout for job in plan.jobs[:count] if job.layout is not None]):
+        count -= 1
+    return count
+
+
+def _job_check(job: PlannedJob, plan: RunPlan) -> JobCheck:
+    return JobCheck(
+        name=job.spec.name,
+        problems=tuple(job.problems),
+        warnings=tuple(job.warnings),
+        rank=job.spec.r,
+        trainable_parameters=job.layout.numel if job.layout else 0,
+        memory_bytes=plan.memory.job_bytes(job.layout) if job.layout else 0,
+        total_steps=job.spec.total_steps(len(job.data.train)) if job.data else 0,
+        data=job.data.report if job.data else None,
+    )

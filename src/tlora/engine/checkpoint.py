@@ -1,0 +1,84 @@
+"""A checkpoint is a PEFT directory plus optimizer and progress files; it appears whole or not at all (`durable.py`).
+
+Tensors are safetensors, the rest JSON: nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from tlora import durable
+from tlora.adapters.peft import CONFIG_FILE, WEIGHTS_FILE, load_params, save_adapter
+from tlora.adapters.state import AdapterLayout, AdapterState
+from tlora.errors import CheckpointError
+from tlora.job import LoraConfig
+
+OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"
+
+
+@dataclass
+class Progress:
+    """How far a job is, as a checkpoint keeps it. Order and dropout follow from `step` and the spec's seed alone."""
+
+    step: int = 0
+    updates: int = 0
+    skipped: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0  # of training, over all runs of this job
+    evaluated_step: int = -1
+    loss_first: float | None = None
+    losses: list[float] = field(default_factory=list)  # of the latest steps
+    unlogged: list[float] = field(default_factory=list)  # since the last row of metrics
+    eval_first: float | None = None
+    eval_last: float | None = None
+    best_eval: float | None = None
+    best_step: int = -1
+    evals_without_gain: int = 0
+    finished: bool = False
+
+
+def save(directory: Path, state: AdapterState, progress: Progress, lora: LoraConfig, base_model: str) -> None:
+    """Write `directory` durably. Raises CheckpointError (disk full, no permission) with nothing half-written."""
+
+    def write(scratch: Path) -> None:
+        save_adapter(scratch, state.layout, state.params, lora, base_model)
+        moments = {"exp_avg": state.exp_avg.cpu(), "exp_avg_sq": state.exp_avg_sq.cpu()}
+        save_file(moments, scratch / OPTIMIZER_FILE)
+        (scratch / STATE_FILE).write_text(json.dumps(asdict(progress)) + "\n")
+
+    try:
+        durable.write_directory(directory, write)
+    except SafetensorError as error:
+        raise CheckpointError(f"cannot write {directory}: {error}. Remedy: free some space there, or choose another output_dir") from error
+
+
+def load(directory: Path, layout: AdapterLayout, dtype: torch.dtype, device: torch.device) -> tuple[AdapterState, Progress]:
+    """What `save` wrote. Raises CheckpointError or ModelError when it does not belong to `layout`."""
+    durable.verify(directory)
+    progress = Progress(**json.loads((directory / STATE_FILE).read_text(encoding="utf-8")))
+    moments = load_file(directory / OPTIMIZER_FILE)
+    for name, tensor in moments.items():
+        if tensor.numel() != layout.numel:
+            raise CheckpointError(
+                f"{directory / OPTIMIZER_FILE}: {name} has {tensor.numel()} numbers, and this job's adapter {layout.numel}. "
+                "The job's rank or target_modules changed since; use a new output_dir"
+            )
+    params = load_params(directory, layout, dtype).to(device)
+    exp_avg, exp_avg_sq = (moments[name].to(device=device, dtype=dtype) for name in ("exp_avg", "exp_avg_sq"))
+    return AdapterState(layout, params, exp_avg, exp_avg_sq, progress.step, progress.updates, progress.skipped), progress
+
+
+def export(checkpoint: Path, directory: Path) -> None:
+    """Put the adapter of a checkpoint into `directory` as the job's result: config first, then the weights, each atomically.
+
+    Raises CheckpointError when the checkpoint is damaged or the files cannot be written.
+    """
+    durable.verify(checkpoint)
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        durable.write_file(directory / name, (checkpoint / name).read_bytes())

@@ -1,0 +1,174 @@
+"""Runs one group of jobs: packs their flows into micro-batches, steps each job when its own batch is through, keeps trouble apart.
+
+A job joins and leaves between two micro-batches. Who is admitted, signals and the final report are `train.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from tlora.adapters.state import AdapterState
+from tlora.batching.pack import MicroBatch, Row, pack, prepared_budget
+from tlora.engine.job_run import JobRun
+from tlora.engine.recorder import JobResult, Recorder
+from tlora.errors import TloraError
+from tlora.supermodel.batch import PackedBatch, collate
+from tlora.supermodel.supermodel import JobLoss, SuperModel
+
+
+@dataclass
+class Traffic:
+    """Tokens since the start: real ones by job, computed ones (with padding), and the budgets they were packed into."""
+
+    tokens: dict[str, int]
+    computed: int = 0
+    offered: int = 0
+    micro_batches: int = 0
+
+
+class Engine:
+    """A super-model with the jobs that share it now. `results` collects those that have ended."""
+
+    def __init__(self, model: SuperModel, token_budget: int, note: Callable[[str], None]) -> None:
+        self.model, self.token_budget, self._note = model, token_budget, note
+        self.runs: dict[str, JobRun] = {}
+        self.results: dict[str, JobResult] = {}
+        self.traffic = Traffic({})
+        self._recorders: dict[str, Recorder] = {}
+
+    def join(self, run: JobRun, recorder: Recorder, state: AdapterState | None = None) -> None:
+        """Let a job in; it offers its first batch at once. A job that cannot join fails alone."""
+        name = run.spec.name
+        self._recorders[name] = recorder
+        try:
+            self.model.join(name, run.spec, run.spec, run.total_steps, state)
+        except (TloraError, torch.OutOfMemoryError) as error:
+            self.results[name] = recorder.result("failed", str(error))
+            self._note(f"{name} failed: {error}")
+            return
+        self.runs[name] = run
+        self._advance(run)
+
+    def stop(self) -> None:
+        """Checkpoint every resident job at its last optimizer step and let it go."""
+        for name in list(self.runs):
+            state = self.model.leave(name)
+            run, recorder = self.runs.pop(name), self._recorders[name]
+            try:
+                where = recorder.save(state)
+                self.results[name] = recorder.result("stopped", f"interrupted at step {run.progress.step}; {where} continues with resume")
+            except OSError as error:
+                self.results[name] = recorder.result("stopped", f"interrupted at step {run.progress.step} and not saved: {error}")
+
+    def run_micro_batch(self) -> MicroBatch | None:
+        """One forward-backward (or evaluation) over what the flows offer, and the optimizer steps that it completes."""
+        packed = pack([run.flow for run in self.runs.values()], self.token_budget, in_order=self.model.deterministic)
+        if packed is None:
+            return None
+        try:
+            losses = self._compute(packed.kind, packed.rows, packed.tokens)
+        except (Exception, torch.OutOfMemoryError) as error:
+            self._find_culprit(packed, error)
+            return packed
+        self._count(packed)
+        for name, loss in losses.items():
+            self.runs[name].absorb(loss, sum(row.tokens for row in packed.rows if row.job_id == name))
+        through = [self.runs[name] for name in losses if self.runs[name].flow.complete]
+        if packed.kind == "eval":
+            for run in through:
+                self._recorders[run.spec.name].evaluated(run.evaluated())
+        else:
+            through = [run for run in through if self._step(run)]
+        for run in through:
+            self._advance(run)
+        return packed
+
+    def _step(self, run: JobRun) -> bool:
+        """The optimizer step of one job, whose trouble (no memory for it) is its own. False when it failed."""
+        name = run.spec.name
+        try:
+            stats = self.model.optim_step([name])[name]
+        except (Exception, torch.OutOfMemoryError) as error:
+            self._fail(run, f"{type(error).__name__}: {error}")
+            return False
+        run.stepped(stats)
+        self._recorders[name].stepped(stats)
+        return True
+
+    def _compute(self, kind: str, rows: tuple[Row, ...], tokens: int) -> dict[str, JobLoss]:
+        pad_to = prepared_budget(tokens, self.token_budget) if self.model.device.type == "cuda" else 0
+        batch: PackedBatch = collate([self.runs[row.job_id].batch_row(row) for row in rows], self.model.device, pad_to)
+        return self.model.evaluate(batch) if kind == "eval" else self.model.forward_backward(batch)
+
+    def _count(self, packed: MicroBatch) -> None:
+        t = self.traffic
+        padded = self.model.device.type == "cuda" and not self.model.deterministic
+        t.computed += prepared_budget(packed.tokens, packed.budget) if padded else packed.tokens
+        t.offered += packed.budget
+        t.micro_batches += 1
+        for row in packed.rows:
+            t.tokens[row.job_id] = t.tokens.get(row.job_id, 0) + row.tokens
+
+    def _advance(self, run: JobRun) -> None:
+        """What follows when a job has joined, or a batch or evaluation of its own is through."""
+        name, recorder = run.spec.name, self._recorders[run.spec.name]
+        if run.quarantined:
+            self._fail(run, f"no finite gradient in {run.progress.skipped} steps in a row, up to step {run.progress.step}")
+            return
+        try:
+            if not run.needs_evaluation:
+                recorder.save_if_due(self.model.state(name))
+            if not run.offer():
+                self.results[name] = recorder.finish(self.model.leave(name))
+                del self.runs[name]
+        except (OSError, TloraError) as error:
+            self._fail(run, str(error))
+
+    def _fail(self, run: JobRun, reason: str) -> None:
+        """Take a job out, keeping its last finite state if the disk takes it; its neighbours go on."""
+        name, recorder = run.spec.name, self._recorders[run.spec.name]
+        self.runs.pop(name, None)
+        if name in self.model.bank:
+            try:
+                reason += f"; its last finite state is {recorder.save(self.model.leave(name))}"
+            except OSError as error:
+                reason += f"; its state could not be saved ({error})"
+        self.results[name] = recorder.result("failed", reason)
+        self._note(f"{name} failed: {reason}")
+
+    def _find_culprit(self, packed: MicroBatch, error: BaseException) -> None:
+        """A micro-batch raised. Its jobs' half-summed gradients are dropped, each is tried alone, those that raise again fail,
+        and the others start their global batch over: its gradient is then the one they would have had.
+        """
+        names = [name for name, _ in groupby(row.job_id for row in packed.rows)]
+        for name in names:
+            self.model.zero_grad_of(name)
+        smaller = max(self.token_budget // 2, self._longest())
+        if isinstance(error, torch.OutOfMemoryError) and smaller < self.token_budget:
+            self.token_budget = smaller
+            self._note(f"out of memory: the token budget is now {self.token_budget}")
+        else:
+            guilty = {name: why for name in names if (why := self._try_alone(name, packed)) is not None}
+            if not guilty:
+                raise error
+            for name, why in guilty.items():
+                self._fail(self.runs[name], f"{type(why).__name__}: {why}")
+        for name in names:
+            if name in self.runs:
+                self.model.zero_grad_of(name)
+                self.runs[name].offer()
+
+    def _longest(self) -> int:
+        return max(int(data.lengths.max()) for run in self.runs.values() for data in (run.train, run.evaluation) if data is not None)
+
+    def _try_alone(self, name: str, packed: MicroBatch) -> BaseException | None:
+        rows = tuple(row for row in packed.rows if row.job_id == name)
+        try:
+            self._compute(packed.kind, rows, sum(row.tokens for row in rows))
+        except (Exception, torch.OutOfMemoryError) as error:
+            return error
+        return None

@@ -1,0 +1,228 @@
+"""Answers from one adapter over its base, with plain torch and transformers' `generate`: what a person tries after training.
+
+Not for serving: adapters run as forward hooks on the base's own linears. Nothing is merged, so a head that is tied to the
+embedding keeps its weights, and the base can be asked without the adapter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from tlora.adapters.peft import load_params, read_config
+from tlora.adapters.state import AdapterLayout, make_layout
+from tlora.data.encode import Encoder, open_encoder
+from tlora.data.formats import Chat, detect, read_example
+from tlora.data.rows import read_rows
+from tlora.engine.plan import adopt_adapter_config, pick_device
+from tlora.errors import DataError, ModelError
+from tlora.job import DataConfig, JobSpec
+from tlora.supermodel.inject import find_linears, resolve_targets
+from tlora.supermodel.load import load_config
+
+OnText = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are drawn. Temperature 0 takes the likeliest token each time and needs no seed."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class AdaptedModel:
+    """A base, its tokenizer and one adapter that fits. `raw`: the adapter was trained on plain text, without a chat template."""
+
+    model: Any
+    encoder: Encoder
+    layout: AdapterLayout
+    params: Tensor
+    raw: bool
+
+
+def generate(
+    adapter_dir: str | Path, prompts: Sequence[str], *, base_model: str | None = None, sampling: Sampling | None = None
+) -> list[str]:
+    """The adapter's answer to each prompt. Raises ModelError when the adapter is broken or does not fit its base."""
+    return answer(open_adapter(Path(adapter_dir), base_model=base_model), prompts, sampling or Sampling())
+
+
+def open_adapter(directory: Path, *, base_model: str | None = None, device: str | None = None) -> AdaptedModel:
+    """Load the adapter in `directory` and its base: `base_model`, else the one that the adapter names.
+
+    Raises ModelError naming the first tensor that is missing, too many or of another shape.
+    """
+    base = base_model or read_config(directory).get("base_model_name_or_path")
+    if not base:
+        raise ModelError(f"{directory}: the adapter names no base model. Add --base-model")
+    load_config(base)
+    place = pick_device(device)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+        model.to(place).eval()
+        tokenizer = AutoTokenizer.from_pretrained(base)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ModelError(f"base model {base}: cannot be loaded: {str(error).strip().splitlines()[0]}") from None
+    try:
+        shape, _ = adopt_adapter_config(JobSpec(name="adapter", data=DataConfig(path="-"), adapter_path=str(directory)))
+    except ValueError as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{directory}: its adapter_config.json is no LoRA of this program's range: {error}") from None
+    layout = make_layout(shape, resolve_targets(model, find_linears(model), shape))
+    precision = torch.float64 if model.dtype == torch.float64 else torch.float32
+    params = load_params(directory, layout, precision).to(place)
+    data = _trained_on(directory)
+    encoder = open_encoder(tokenizer, _template_of(data), False, model.get_input_embeddings().num_embeddings)
+    return AdaptedModel(model, encoder, layout, params, _is_raw(data))
+
+
+def answer(
+    model: AdaptedModel, prompts: Sequence[str], sampling: Sampling, *, adapted: bool = True, on_text: OnText | None = None
+) -> list[str]:
+    """An answer to each prompt, in one batch; `adapted=False` asks the base alone. `on_text` gets a single answer as it grows."""
+    assert on_text is None or len(prompts) == 1, f"{len(prompts)} answers cannot be streamed into one another"
+    tokenizer: Any = model.encoder.tokenizer
+    ids = [_prompt_ids(model, prompt) for prompt in prompts]
+    longest, pad = max(map(len, ids)), _pad_id(tokenizer)
+    device = model.params.device
+    input_ids = torch.tensor([[pad] * (longest - len(row)) + row for row in ids], device=device)
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids], device=device)
+    stops, stop_text = _stops(model)
+    stream = _Stream(tokenizer, on_text, stop_text) if on_text else None
+    config = GenerationConfig(
+        max_new_tokens=sampling.max_new_tokens,
+        do_sample=sampling.temperature > 0,
+        temperature=sampling.temperature if sampling.temperature > 0 else None,
+        eos_token_id=stops or None,
+        pad_token_id=pad,
+        stop_strings=[stop_text] if stop_text else None,
+    )
+    with ExitStack() as stack, torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(sampling.seed)
+        if adapted:
+            for hook in _attach(model):
+                stack.callback(hook.remove)
+        out: Tensor = model.model.generate(input_ids, attention_mask=mask, generation_config=config, tokenizer=tokenizer, streamer=stream)
+    return [_cut(tokenizer.decode(row, skip_special_tokens=True), stop_text) for row in out[:, longest:]]
+
+
+def _attach(model: AdaptedModel) -> list[Any]:
+    """One hook per adapted linear: y + scale · (x·Aᵀ)·Bᵀ, in the adapter's precision as PEFT computes it."""
+    handles: list[Any] = []
+    for shape, a_rK, b_rN in model.layout.views(model.params):
+
+        def add(_: nn.Module, inputs: tuple[Tensor, ...], out: Tensor, a: Tensor = a_rK, b: Tensor = b_rN, scale: float = shape.scale):
+            return (out + (inputs[0].to(a.dtype) @ a.t()) @ b * scale).to(out.dtype)
+
+        handles.append(model.model.get_submodule(shape.module).register_forward_hook(add))
+    return handles
+
+
+def _prompt_ids(model: AdaptedModel, prompt: str) -> list[int]:
+    """The prompt as the samples began in training: through the same template, with the same single BOS."""
+    encoder, tokenizer = model.encoder, model.encoder.tokenizer
+    if model.raw:
+        ids = [int(token) for token in tokenizer(prompt, add_special_tokens=False)["input_ids"]]  # type: ignore[union-attr]
+        return [*encoder.prefix_ids, *ids] or [_pad_id(tokenizer)]
+    template = encoder.template
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], chat_template=template.source, add_generation_prompt=True, tokenize=False
+    )
+    return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]  # type: ignore[arg-type, union-attr]
+
+
+def _stops(model: AdaptedModel) -> tuple[list[int], str]:
+    """Tokens that end an answer, and a text that does where the template ends its turns by more than one token."""
+    tokenizer: Any = model.encoder.tokenizer
+    configured = model.model.generation_config.eos_token_id
+    stops = configured if isinstance(configured, list) else [configured]
+    found = {token for token in (*stops, tokenizer.eos_token_id) if token is not None}
+    end = "" if model.raw else model.encoder.template.end_of_turn
+    ids = tokenizer(end, add_special_tokens=False)["input_ids"] if end else []
+    if len(ids) == 1:
+        return sorted({*found, ids[0]}), ""
+    return sorted(found), end
+
+
+def _pad_id(tokenizer: Any) -> int:
+    return next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
+
+
+def _cut(text: str, stop_text: str) -> str:
+    return text.partition(stop_text)[0] if stop_text else text
+
+
+class _Stream:
+    """What `generate` calls with each new token; hands on text once no later token can change it."""
+
+    def __init__(self, tokenizer: Any, on_text: OnText, stop_text: str) -> None:
+        self._tokenizer, self._on_text, self._stop_text = tokenizer, on_text, stop_text
+        self._ids: list[int] = []
+        self._shown, self._prompt_seen = 0, False
+
+    def put(self, value: Tensor) -> None:
+        if not self._prompt_seen:  # the first call brings the prompt
+            self._prompt_seen = True
+            return
+        self._ids += value.flatten().tolist()
+        self._show(ended=False)
+
+    def end(self) -> None:
+        self._show(ended=True)
+
+    def _show(self, ended: bool) -> None:
+        text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        whole = _cut(text, self._stop_text)
+        if not ended and whole == text:  # half a character or half a stop text may stand at the end
+            whole = text.rstrip("\ufffd")[: len(text) - max(len(self._stop_text) - 1, 0)]
+        if len(whole) > self._shown:
+            self._on_text(whole[self._shown :])
+            self._shown = len(whole)
+
+
+def _trained_on(directory: Path) -> DataConfig | None:
+    """The data that the job of this adapter, or of this checkpoint of it, was trained on; None for an adapter from elsewhere."""
+    for file in (directory / "job.json", directory.parent / "job.json"):
+        try:
+            return DataConfig.model_validate(json.loads(file.read_text(encoding="utf-8"))["data"])
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{file}: cannot be read ({error}). Copy the directory again, or only the adapter's files") from None
+    return None
+
+
+def _template_of(data: DataConfig | None) -> str | None:
+    if data is None or data.chat_template is None:
+        return None
+    try:
+        return Path(data.chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"the chat template {data.chat_template} of the training cannot be read: {error}. Put it back") from None
+
+
+def _is_raw(data: DataConfig | None) -> bool:
+    """Whether training saw plain text. The first row tells where the job left the format open; lost data counts as chat."""
+    if data is None or data.format in ("chat", "sharegpt", "alpaca"):
+        return False
+    if data.format in ("text", "tokenized"):
+        return True
+    try:
+        row = next(islice(read_rows(Path(data.path)), 1))
+        return not isinstance(read_example(row, detect(row) if data.format == "auto" else data.format), Chat)
+    except (DataError, OSError):
+        return False

@@ -1,0 +1,146 @@
+"""One job on its way from its data to its adapter: what it offers next, and what follows when a batch is through.
+
+It never touches a tensor of the model: the engine hands it losses, and it answers with the next samples or that it is done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tlora.adapters.optim import StepStats
+from tlora.batching.flow import Flow, Item
+from tlora.batching.pack import Row
+from tlora.data.dataset import Dataset
+from tlora.data.order import global_batch
+from tlora.engine.checkpoint import Progress
+from tlora.job import JobSpec
+from tlora.supermodel.batch import BatchRow
+from tlora.supermodel.supermodel import JobLoss
+
+RECENT_STEPS = 10  # "train loss" of a result is the mean over so many last steps
+QUARANTINE_AFTER = 3  # optimizer steps in a row without a finite gradient
+
+
+@dataclass
+class _Sums:
+    """Losses of the batch in flight, still on the device: reading one would wait for it."""
+
+    parts: list[JobLoss] = field(default_factory=list)
+
+    def mean(self) -> float:
+        """In the order of arrival, so that the sum's bits are the job's own."""
+        loss, weight = 0.0, 0.0
+        for part in self.parts:
+            loss, weight = loss + float(part.loss_sum), weight + float(part.weight_sum)
+        self.parts.clear()
+        return loss / weight if weight else math.nan
+
+
+class JobRun:
+    """A job's progress through its global batches and evaluations. `flow` is what it offers now."""
+
+    def __init__(self, spec: JobSpec, directory: Path, train: Dataset, evaluation: Dataset | None) -> None:
+        self.spec, self.directory = spec, directory
+        self.train, self.evaluation = train, evaluation
+        self.total_steps = spec.total_steps(len(train))
+        self.steps_per_epoch = math.ceil(len(train) / spec.batch_size)
+        self.progress = Progress()
+        self.flow = Flow(spec.name, spec.weight)
+        self.last_rate = 0.0
+        self._sums = _Sums()
+        self._normalizer = 1.0
+        self._tokens = 0  # of the global batch in flight
+
+    # -- what it offers ------------------------------------------------------------------------------------------------
+
+    @property
+    def evaluating(self) -> bool:
+        return self.flow.kind == "eval"
+
+    @property
+    def exhausted(self) -> bool:
+        """No step is left: all taken, or stopped early."""
+        patience = self.spec.early_stopping_patience
+        return self.progress.step >= self.total_steps or bool(patience and self.progress.evals_without_gain >= patience)
+
+    @property
+    def epoch(self) -> float:
+        return self.progress.step / self.steps_per_epoch
+
+    def due(self, every: int | str | None) -> bool:
+        """Whether something that happens every so many steps (or each "epoch") happens at the present step."""
+        period = self.steps_per_epoch if every == "epoch" else every
+        return bool(period) and self.progress.step % int(period or 1) == 0
+
+    @property
+    def needs_evaluation(self) -> bool:
+        """Before the first step, after the last, and every `eval_steps`; not twice at one step."""
+        at = self.progress.step
+        wanted = at == 0 or self.exhausted or self.due(self.spec.eval_steps)
+        return self.evaluation is not None and wanted and self.progress.evaluated_step != at
+
+    def offer(self) -> bool:
+        """Put the next evaluation or global batch on offer; False when nothing is left to do."""
+        self._sums.parts.clear()
+        self._tokens = 0
+        if self.needs_evaluation and self.evaluation is not None:
+            self._offer("eval", range(len(self.evaluation)), self.evaluation)
+            return True
+        if self.exhausted:
+            return False
+        samples = global_batch(self.progress.step, len(self.train), self.spec.batch_size, self.spec.seed)
+        self._normalizer = float(sum(self.train.trained[i] for i in samples))
+        self._offer("train", samples, self.train)
+        return True
+
+    def _offer(self, kind: str, samples: Sequence[int], data: Dataset) -> None:
+        if self.flow.kind != kind or self.flow.runnable:  # a new kind of work, or one that starts over
+            before, self.flow = self.flow, Flow(self.spec.name, self.spec.weight, "eval" if kind == "eval" else "train")
+            self.flow.virtual_time = before.virtual_time
+        self.flow.offer([Item(i, int(data.lengths[i])) for i in samples])
+
+    def batch_row(self, row: Row) -> BatchRow:
+        """The sample behind a packed row."""
+        if self.evaluating and self.evaluation is not None:
+            sample = self.evaluation[row.sample]
+            return BatchRow(self.spec.name, sample.input_ids, sample.loss_weights)
+        sample = self.train[row.sample]
+        key = (self.spec.seed, self.progress.step, row.sample) if self.spec.lora_dropout else None
+        return BatchRow(self.spec.name, sample.input_ids, sample.loss_weights, self._normalizer, key)
+
+    # -- what follows --------------------------------------------------------------------------------------------------
+
+    def absorb(self, loss: JobLoss, tokens: int) -> None:
+        """A part of the batch on offer has been through."""
+        self._sums.parts.append(loss)
+        self._tokens += tokens
+
+    def stepped(self, stats: StepStats) -> float:
+        """The global batch is through and the optimizer has stepped; returns its loss per trained token."""
+        loss, p = self._sums.mean(), self.progress
+        p.step, p.updates = stats.step + 1, p.updates + int(stats.applied)
+        p.skipped = 0 if stats.applied else p.skipped + 1
+        p.num_tokens += self._tokens
+        p.loss_first = loss if p.loss_first is None else p.loss_first
+        p.losses = [*p.losses, loss][-RECENT_STEPS:]
+        p.unlogged.append(loss)
+        self.last_rate = stats.learning_rate
+        return loss
+
+    def evaluated(self) -> float:
+        """The evaluation is through; returns its loss and remembers whether it is the best."""
+        loss, p = self._sums.mean(), self.progress
+        p.evaluated_step, p.eval_last = p.step, loss
+        p.eval_first = loss if p.eval_first is None else p.eval_first
+        if math.isfinite(loss) and (p.best_eval is None or loss < p.best_eval):
+            p.best_eval, p.best_step, p.evals_without_gain = loss, p.step, 0
+        else:
+            p.evals_without_gain += 1
+        return loss
+
+    @property
+    def quarantined(self) -> bool:
+        return self.progress.skipped >= QUARANTINE_AFTER

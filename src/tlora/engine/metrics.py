@@ -1,0 +1,104 @@
+"""Rows of numbers that a run leaves behind: `metrics.jsonl` per job, `run.jsonl` for all, and the clients of `report_to`.
+
+A full disk must not end a job: a row that cannot be written is dropped and said once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tlora.errors import ConfigError
+from tlora.job import JobSpec, RunSpec
+
+Row = Mapping[str, Any]
+
+
+def finite(value: float | None) -> float | None:
+    """JSON has no NaN: what is not finite is written as null."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+class RowWriter:
+    """Appends one JSON object a line, flushed at once, so that a reader sees it and a crash loses at most the torn last line."""
+
+    def __init__(self, path: Path, note: Callable[[str], None]) -> None:
+        self._path, self._note, self._broken = path, note, False
+
+    def write(self, row: Row) -> None:
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({k: finite(v) if isinstance(v, float) else v for k, v in row.items()}) + "\n")
+        except OSError as error:
+            if not self._broken:
+                self._note(f"{self._path}: {error.strerror}; rows are dropped until it can be written again")
+            self._broken = True
+
+
+def check_trackers(names: list[str]) -> None:
+    """Raise ConfigError for a tracker whose client is not installed."""
+    for name in names:
+        if importlib.util.find_spec("tensorboard" if name == "tensorboard" else name) is None:
+            raise ConfigError(f"report_to: {name} is not installed. Install it with: pip install 'tlora[{name}]'")
+
+
+def _add_scalars(writer: Any, values: dict[str, float], step: int) -> None:
+    for name, value in values.items():
+        writer.add_scalar(name, value, step)
+
+
+@dataclass(frozen=True)
+class _Client:
+    log: Callable[[dict[str, float], int], None]
+    close: Callable[[], None]
+
+
+def _open_client(name: str, project: str, job: str, directory: Path, config: dict[str, Any]) -> _Client:
+    if name == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(str(directory / "tensorboard"))
+        return _Client(partial(_add_scalars, writer), writer.close)
+    client = importlib.import_module(name)  # wandb and trackio share this interface
+    run = client.init(project=project, name=job, group="tlora", config=config)
+    return _Client(lambda values, step: run.log(values, step=step), run.finish)
+
+
+class Tracker:
+    """One job's numbers to the clients named in `report_to`, one run of theirs per job.
+
+    A client that raises (no login, no network, a full disk) is left out from then on, and that is said: no job ends for it.
+    """
+
+    def __init__(self, run: RunSpec, job: JobSpec, directory: Path, note: Callable[[str], None]) -> None:
+        self._job, self._note = job.name, note
+        self._clients: dict[str, _Client] = {}
+        for name in run.report_to:
+            with self._kept_apart(name):
+                self._clients[name] = _open_client(name, directory.parent.name, job.name, directory, job.model_dump())
+
+    def log(self, row: Row) -> None:
+        values = {k: float(v) for k, v in row.items() if isinstance(v, int | float) and k != "step"}
+        for name, client in list(self._clients.items()):
+            with self._kept_apart(name):
+                client.log(values, int(row["step"]))
+
+    def close(self) -> None:
+        for name, client in list(self._clients.items()):
+            with self._kept_apart(name):
+                client.close()
+
+    @contextmanager
+    def _kept_apart(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever a client raises
+            self._clients.pop(name, None)
+            self._note(f"{self._job}: {name} gets no more numbers: {type(error).__name__}: {error}")

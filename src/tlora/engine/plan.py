@@ -1,0 +1,162 @@
+"""From a RunSpec to jobs that can start: data tokenized, targets resolved, memory predicted. Shared by `check` and `train`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from tlora.adapters.peft import load_params, read_config
+from tlora.adapters.state import AdapterLayout, AdapterState
+from tlora.batching.pack import auto_token_budget
+from tlora.data.prepare import Prepared, PrepareProgress, PrepareRequest, prepare
+from tlora.engine.memory import MemoryModel, measure
+from tlora.errors import CapacityError, DataError, ModelError, TloraError
+from tlora.job import JobSpec, RunSpec
+from tlora.supermodel.supermodel import SuperModel
+
+_CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is flat (docs/design.md)
+
+
+@dataclass
+class PlannedJob:
+    """One job with all that is known before it starts. `problems` keep it from starting."""
+
+    spec: JobSpec
+    data: Prepared | None = None
+    layout: AdapterLayout | None = None
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """All jobs, the budget of a micro-batch, and the memory that the run will take."""
+
+    jobs: tuple[PlannedJob, ...]
+    token_budget: int
+    memory: MemoryModel
+    limit_bytes: int
+
+    def fits(self, layouts: list[AdapterLayout]) -> bool:
+        return self.memory.total_bytes(layouts, self.token_budget) <= self.limit_bytes
+
+
+def pick_device(device: str | None) -> torch.device:
+    """`device`, or the GPU if there is one. Raises ModelError for one that is not there."""
+    wanted = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=wanted)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device {wanted!r} cannot be used: {str(error).splitlines()[0]} Use cpu, or cuda where there is a GPU") from None
+    return torch.device(wanted)
+
+
+def cache_dir() -> Path:
+    """Where tokenized data is kept between runs: $TLORA_CACHE, or tlora under the user's cache directory."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("TLORA_CACHE") or Path(home) / "tlora").expanduser()
+
+
+def plan_run(
+    run: RunSpec, model: SuperModel, base_bytes: int, device: torch.device, limit_bytes: int, on_progress: Callable[[PrepareProgress], None]
+) -> RunPlan:
+    """Tokenize all data and plan every job on `model` (meta device). What is wrong with a job is in its `problems`."""
+    jobs = tuple(PlannedJob(spec) for spec in run.jobs)
+    data = _prepare(run, model.base.vocab_size, on_progress)
+    for job in jobs:
+        found = data[job.spec.name]
+        if isinstance(found, DataError):
+            job.problems.append(str(found))
+        else:
+            job.data = found
+        try:
+            job.spec, job.warnings = adopt_adapter_config(job.spec)
+            job.layout = model.layout(job.spec)
+            job.warnings += _rank_warnings(job.layout)
+            if job.spec.adapter_path:
+                load_params(Path(job.spec.adapter_path), job.layout, torch.float32)
+        except TloraError as error:
+            job.problems.append(str(error))
+    memory = measure(model, base_bytes)
+    limit = limit_bytes if run.memory_limit == "auto" else run.memory_limit
+    budget = _token_budget(run, [j for j in jobs if not j.problems], memory, limit, device)
+    plan = RunPlan(jobs, budget, memory, limit)
+    for job in jobs:
+        _check_capacity(job, plan)
+    return plan
+
+
+def _prepare(run: RunSpec, vocab_size: int, on_progress: Callable[[PrepareProgress], None]) -> Mapping[str, Prepared | DataError]:
+    requests = [PrepareRequest(job.name, job.data, job.seed, run.base_model, vocab_size, cache_dir(), Path.cwd()) for job in run.jobs]
+    return prepare(requests, on_progress)
+
+
+def adopt_adapter_config(spec: JobSpec) -> tuple[JobSpec, list[str]]:
+    """A job that starts from an adapter has that adapter's shape, with a warning where the jobs file says otherwise. Raises ModelError."""
+    if not spec.adapter_path:
+        return spec, []
+    config = read_config(Path(spec.adapter_path))
+    if isinstance(config.get("target_modules"), str):
+        raise ModelError(f"{spec.adapter_path}: target_modules is the pattern {config['target_modules']!r}. List the layers' names there")
+    shape = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+    adopted = {key: config[key] for key in shape if config.get(key) is not None}
+    adopted["target_modules"] = sorted(config["target_modules"])
+    differ = [key for key in shape if key in spec.model_fields_set and key in adopted and getattr(spec, key) != adopted[key]]
+    warnings = [f"{key} is {adopted[key]}, as in {spec.adapter_path} (the job says {getattr(spec, key)})" for key in differ]
+    return JobSpec.model_validate(spec.model_dump() | adopted), warnings
+
+
+def start_state(spec: JobSpec, model: SuperModel, layout: AdapterLayout) -> AdapterState | None:
+    """The adapter that `adapter_path` names, with a fresh optimizer; None for a new one."""
+    if not spec.adapter_path:
+        return None
+    params = load_params(Path(spec.adapter_path), layout, model.bank.sum_dtype).to(model.device)
+    return AdapterState(layout, params, torch.zeros_like(params), torch.zeros_like(params))
+
+
+def _rank_warnings(layout: AdapterLayout) -> list[str]:
+    over = [s for s in layout.shapes if s.rank > min(s.in_features, s.out_features)]
+    if not over:
+        return []
+    s = over[0]
+    return [
+        f"rank {s.rank} is larger than {s.module} ({s.in_features} to {s.out_features}): it can be trained, but a lower one says as much"
+    ]
+
+
+def _token_budget(run: RunSpec, jobs: list[PlannedJob], memory: MemoryModel, limit: int, device: torch.device) -> int:
+    """What the user set, or the largest that the jobs can fill, the device gains from and the memory holds."""
+    sets = [d for j in jobs if j.data for d in (j.data.train, j.data.eval) if d is not None]
+    longest = max((int(d.lengths.max()) for d in sets), default=1)
+    if run.token_budget != "auto":
+        return max(run.token_budget, longest)
+    offered = [float(j.data.train.lengths.mean()) * min(j.spec.batch_size, len(j.data.train)) for j in jobs if j.data]
+    budget = auto_token_budget(longest, offered, _GPU_BUDGET_CAP if device.type == "cuda" else _CPU_BUDGET_CAP)
+    smallest = min((memory.job_bytes(j.layout) for j in jobs if j.layout), default=0)
+    while budget // 2 >= longest and memory.base_bytes + smallest + memory.activation_bytes(budget) > limit:
+        budget //= 2
+    return budget
+
+
+def _check_capacity(job: PlannedJob, plan: RunPlan) -> None:
+    if job.layout is None or plan.fits([job.layout]):
+        return
+    need = plan.memory.total_bytes([job.layout], plan.token_budget)
+    error = CapacityError(
+        f"job {job.spec.name!r} needs {gib(need)} (base {gib(plan.memory.base_bytes)}, adapter {gib(plan.memory.job_bytes(job.layout))}, "
+        f"activations of {plan.token_budget} tokens {gib(plan.memory.activation_bytes(plan.token_budget))}), and the limit is "
+        f"{gib(plan.limit_bytes)}. Lower max_length, token_budget or r, or raise memory_limit"
+    )
+    job.problems.append(str(error))
+
+
+def gib(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
+
+
+def describe_plan(plan: RunPlan) -> str:
+    return f"token budget {plan.token_budget}, memory limit {gib(plan.limit_bytes)}, base {gib(plan.memory.base_bytes)}"

@@ -1,0 +1,53 @@
+"""What a run shows while it goes on: plain values, made by the engine, drawn by whoever watches. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+JobStatus = Literal["preparing", "queued", "training", "evaluating", "done", "stopped", "failed"]
+
+
+@dataclass(frozen=True)
+class JobProgress:
+    """One job's row. Losses are means per trained token; `share` is this job's part of the last seconds' tokens."""
+
+    name: str
+    status: JobStatus
+    rank: int
+    step: int = 0
+    total_steps: int = 0
+    loss: float | None = None
+    eval_loss: float | None = None
+    num_tokens: int = 0
+    tokens_per_second: float = 0.0
+    share: float = 0.0
+    eta_seconds: float | None = None
+    reason: str = ""  # why it failed or stopped
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """The whole run. `padding` is padded over computed tokens since the start; `stage` says what happens before training."""
+
+    seconds: float
+    jobs: tuple[JobProgress, ...]
+    tokens_per_second: float = 0.0
+    padding: float = 0.0
+    stage: str = ""
+
+
+class Watcher:
+    """Receives progress (about four times a second) and notable lines (a checkpoint, a failure) as they happen."""
+
+    def __init__(self, progress: Callable[[RunProgress], None] | None = None, note: Callable[[str], None] | None = None) -> None:
+        self._progress, self._note = progress, note
+
+    def progress(self, state: RunProgress) -> None:
+        if self._progress:
+            self._progress(state)
+
+    def note(self, line: str) -> None:
+        if self._note:
+            self._note(line)

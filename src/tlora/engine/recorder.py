@@ -1,0 +1,159 @@
+"""What one job leaves on disk: its rows of metrics, its checkpoints, its adapter and its result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from tlora import durable
+from tlora.adapters.optim import StepStats
+from tlora.adapters.state import AdapterState
+from tlora.engine import checkpoint
+from tlora.engine.job_run import JobRun
+from tlora.engine.metrics import RowWriter, Tracker, finite
+from tlora.errors import CheckpointError
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How one job ended. Losses are means per trained token: `train_loss` over the last ten steps, `eval_loss` of the last
+    evaluation (of the best with `load_best_model_at_end`). `path` holds the adapter when `status` is "done".
+    """
+
+    name: str
+    status: Literal["done", "failed", "stopped"]
+    reason: str = ""
+    rank: int = 0
+    steps: int = 0
+    total_steps: int = 0
+    train_loss_first: float | None = None
+    train_loss: float | None = None
+    eval_loss_first: float | None = None
+    eval_loss: float | None = None
+    eval_loss_best: float | None = None
+    best_step: int | None = None
+    num_tokens: int = 0
+    seconds: float = 0.0
+    path: str = ""
+    sweep_of: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+class Recorder:
+    """Writes for one job. `clock` gives seconds since the start of the run; `note` is told what a person should know."""
+
+    def __init__(self, run: JobRun, base_model: str, tracker: Tracker, clock: Clock, note: Callable[[str], None]) -> None:
+        self._run, self._base_model, self._tracker, self._clock, self._note = run, base_model, tracker, clock, note
+        self._rows = RowWriter(run.directory / "metrics.jsonl", note)
+        self._started = self._row_time = clock()
+        self._row_tokens = run.progress.num_tokens
+        self._seconds_before = run.progress.seconds
+        self._saved_step = run.progress.step if run.progress.step else -1
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds_before + self._clock() - self._started
+
+    def stepped(self, stats: StepStats) -> None:
+        """A row for every `logging_steps` optimizer steps; its loss is the mean over them."""
+        run, p = self._run, self._run.progress
+        if not (run.due(run.spec.logging_steps) or run.exhausted):
+            return
+        now, tokens = self._clock(), p.num_tokens - self._row_tokens
+        self._write(
+            {
+                "step": p.step,
+                "epoch": round(run.epoch, 6),
+                "loss": sum(p.unlogged) / len(p.unlogged),
+                "grad_norm": stats.grad_norm,
+                "learning_rate": stats.learning_rate,
+                "num_tokens": p.num_tokens,
+                "tokens_per_second": tokens / max(now - self._row_time, 1e-9),
+                "seconds": now,
+            }
+        )
+        p.unlogged.clear()
+        self._row_time, self._row_tokens = now, p.num_tokens
+
+    def evaluated(self, loss: float) -> None:
+        run = self._run
+        tokens = int(run.evaluation.lengths.sum()) if run.evaluation is not None else 0
+        row = {"step": run.progress.step, "epoch": round(run.epoch, 6), "eval_loss": loss, "eval_num_tokens": tokens}
+        self._write({**row, "seconds": self._clock()})
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._rows.write(row)
+        self._tracker.log(row)
+
+    def save_if_due(self, state: AdapterState) -> None:
+        """At `save_steps`, and where `load_best_model_at_end` must be able to come back to. A failure costs a note, not the job."""
+        run, p = self._run, self._run.progress
+        best_here = run.spec.load_best_model_at_end and p.best_step == p.step
+        if (best_here or (p.step > 0 and run.due(run.spec.save_steps))) and self._saved_step != p.step:
+            try:
+                self.save(state)
+            except CheckpointError as error:
+                self._note(f"{run.spec.name}: checkpoint at step {p.step} failed, the job goes on without it: {error}")
+
+    def save(self, state: AdapterState) -> Path:
+        """`checkpoint-<step>` of the present state, durable before older ones go. Raises CheckpointError."""
+        run, p = self._run, self._run.progress
+        p.seconds = self.seconds
+        directory = run.directory / f"checkpoint-{p.step}"
+        checkpoint.save(directory, state, p, run.spec, self._base_model)
+        self._saved_step = p.step
+        protect = {f"checkpoint-{p.best_step}"} if run.spec.load_best_model_at_end else set[str]()
+        durable.prune(run.directory, run.spec.save_total_limit, protect)
+        return directory
+
+    def finish(self, state: AdapterState) -> JobResult:
+        """Last checkpoint, then the adapter of the last (or best) one as the result. Raises CheckpointError."""
+        self._run.progress.finished = True
+        self.save(state)
+        return self.hand_over()
+
+    def hand_over(self) -> JobResult:
+        """The result of a job whose last checkpoint stands: also of one that was finished before this run. Raises CheckpointError."""
+        run, p = self._run, self._run.progress
+        last, best = (run.directory / f"checkpoint-{step}" for step in (p.step, p.best_step))
+        checkpoint.export(best if run.spec.load_best_model_at_end and best.is_dir() else last, run.directory)
+        return self.result("done")
+
+    def result(self, status: Literal["done", "failed", "stopped"], reason: str = "") -> JobResult:
+        """Write `result.json` and close the trackers."""
+        run, p = self._run, self._run.progress
+        best = run.spec.load_best_model_at_end
+        result = JobResult(
+            name=run.spec.name,
+            status=status,
+            reason=reason,
+            rank=run.spec.r,
+            steps=p.step,
+            total_steps=run.total_steps,
+            train_loss_first=p.loss_first,
+            train_loss=finite(sum(p.losses) / len(p.losses)) if p.losses else None,
+            eval_loss_first=p.eval_first,
+            eval_loss=p.best_eval if best else p.eval_last,
+            eval_loss_best=p.best_eval,
+            best_step=p.best_step if p.best_step >= 0 else None,
+            num_tokens=p.num_tokens,
+            seconds=self.seconds,
+            path=str(run.directory),
+            sweep_of=run.spec.sweep_of,
+        )
+        write_result(run.directory, result, self._note)
+        self._tracker.close()
+        return result
+
+
+def write_result(directory: Path, result: JobResult, note: Callable[[str], None]) -> None:
+    """`result.json`; where it cannot be written, the result still goes back to the caller."""
+    try:
+        durable.write_file(directory / "result.json", json.dumps(asdict(result), indent=1) + "\n")
+    except OSError as error:
+        note(f"{directory / 'result.json'}: {error}")

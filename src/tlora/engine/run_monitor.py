@@ -1,0 +1,124 @@
+"""Watches a run: rates and shares over the last seconds for whoever looks on, and a row of `run.jsonl` about every second."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from tlora.batching.pack import MicroBatch
+from tlora.data.prepare import PrepareProgress
+from tlora.engine.engine import Engine, Traffic
+from tlora.engine.job_run import JobRun
+from tlora.engine.metrics import RowWriter
+from tlora.engine.progress import JobProgress, JobStatus, RunProgress, Watcher
+
+_SHOW_SECONDS, _ROW_SECONDS, _WINDOW_SECONDS = 0.25, 1.0, 10.0
+
+
+class RunMonitor:
+    """Keeps a short history of token counts and of steps; all else is read from the engine when it is asked to look."""
+
+    def __init__(self, directory: Path, names: Sequence[str], ranks: dict[str, int], watcher: Watcher) -> None:
+        self._watcher, self._names, self._ranks = watcher, names, ranks
+        self._start = time.monotonic() - _last_second(directory / "run.jsonl")
+        self._rows = RowWriter(directory / "run.jsonl", watcher.note)
+        self._runs: dict[str, JobRun] = {}
+        self._first_step: dict[str, tuple[int, float]] = {}
+        self._history: deque[tuple[float, dict[str, int]]] = deque([(self.seconds(), {})])
+        self._row_before: tuple[float, Traffic] = (self.seconds(), Traffic({}))
+        self._shown = 0.0
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
+
+    def note(self, line: str) -> None:
+        self._watcher.note(line)
+
+    def stage(self, stage: str) -> None:
+        jobs = tuple(JobProgress(name, "preparing", self._ranks[name]) for name in self._names)
+        self._watcher.progress(RunProgress(self.seconds(), jobs, stage=stage))
+
+    def preparing(self, progress: PrepareProgress) -> None:
+        self.stage(f"tokenizing {progress.key}: {progress.rows:,} rows, {progress.share:.0%}")
+
+    def track(self, run: JobRun) -> None:
+        """A job joins."""
+        self._runs[run.spec.name] = run
+        self._first_step[run.spec.name] = (run.progress.step, self.seconds())
+
+    def update(self, engine: Engine, waiting: Sequence[str], packed: MicroBatch | None) -> None:
+        now = self.seconds()
+        if now - self._row_before[0] >= _ROW_SECONDS:
+            self._write_row(engine.traffic, now)
+        if now - self._shown >= _SHOW_SECONDS or packed is None:
+            self._shown = now
+            self._history.append((now, dict(engine.traffic.tokens)))
+            while len(self._history) > 2 and now - self._history[1][0] > _WINDOW_SECONDS:
+                self._history.popleft()
+            self._watcher.progress(self._progress(engine, waiting, now))
+
+    def close(self, engine: Engine) -> None:
+        """The last row, and the last look."""
+        self._write_row(engine.traffic, self.seconds())
+        self._watcher.progress(self._progress(engine, [], self.seconds()))
+
+    def _write_row(self, traffic: Traffic, now: float) -> None:
+        then, before = self._row_before
+        jobs = {name: tokens - before.tokens.get(name, 0) for name, tokens in traffic.tokens.items()}
+        jobs = {name: tokens for name, tokens in jobs.items() if tokens}
+        tokens, computed, offered = sum(jobs.values()), traffic.computed - before.computed, traffic.offered - before.offered
+        if computed:
+            row = {
+                "seconds": now,
+                "tokens_per_second": tokens / max(now - then, 1e-9),
+                "padding": 1 - tokens / computed,
+                "fill": tokens / offered,
+                "micro_batches": traffic.micro_batches - before.micro_batches,
+                "jobs": jobs,
+            }
+            self._rows.write(row)
+        self._row_before = (now, Traffic(dict(traffic.tokens), traffic.computed, traffic.offered, traffic.micro_batches))
+
+    def _progress(self, engine: Engine, waiting: Sequence[str], now: float) -> RunProgress:
+        then, before = self._history[0]
+        rates = {n: (t - before.get(n, 0)) / max(now - then, 1e-9) for n, t in engine.traffic.tokens.items()}
+        total = sum(rates.values())
+        jobs = tuple(self._job(name, engine, waiting, rates.get(name, 0.0), total, now) for name in self._names)
+        computed = engine.traffic.computed
+        padding = 1 - sum(engine.traffic.tokens.values()) / computed if computed else 0.0
+        return RunProgress(now, jobs, total, padding)
+
+    def _job(self, name: str, engine: Engine, waiting: Sequence[str], rate: float, total: float, now: float) -> JobProgress:
+        result, run = engine.results.get(name), self._runs.get(name)
+        if run is None:
+            status: JobStatus = "queued" if name in waiting else result.status if result else "preparing"
+            return JobProgress(name, status, self._ranks[name], reason=result.reason if result else "")
+        p = run.progress
+        step0, then = self._first_step[name]
+        pace = (now - then) / (p.step - step0) if p.step > step0 else None
+        running = name in engine.runs
+        return JobProgress(
+            name=name,
+            status=result.status if result else "evaluating" if run.evaluating else "training",
+            rank=run.spec.r,
+            step=p.step,
+            total_steps=run.total_steps,
+            loss=sum(p.losses) / len(p.losses) if p.losses else None,
+            eval_loss=p.eval_last,
+            num_tokens=p.num_tokens,
+            tokens_per_second=rate if running else 0.0,
+            share=rate / total if running and total else 0.0,
+            eta_seconds=pace * (run.total_steps - p.step) if running and pace else None,
+            reason=result.reason if result else "",
+        )
+
+
+def _last_second(path: Path) -> float:
+    """Where the clock of an earlier run stopped: a resumed run's time goes on from there."""
+    try:
+        return max((float(json.loads(line)["seconds"]) for line in path.read_text(encoding="utf-8").splitlines()), default=0.0)
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
