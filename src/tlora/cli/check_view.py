@@ -1,0 +1,134 @@
+"""What `tlora check` found, as a person reads it: a table, one sample per job with its trained part marked, memory, warnings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tlora.cli.terminal import bytes_text, printable
+from tlora.report.wording import count_text
+
+if TYPE_CHECKING:
+    from tlora.engine.check import JobCheck, RunCheck
+
+_PIECE_CHARS = 600  # of a sample's run of text; more is cut out of its middle
+_TRAINED = "bold green"
+_DATA_COLUMNS = {
+    "rows": "rows",
+    "samples": "samples",
+    "tokens": "tokens",
+    "trained": "trained_tokens",
+    "longest": "longest",
+    "cut": "truncated",
+    "skipped": "skipped",
+}
+
+Columns = dict[str, Callable[["JobCheck"], str]]
+
+
+def problems_of(check: RunCheck) -> list[str]:
+    """Every problem once, a job's own with its name."""
+    listed = [*check.problems, *(f"{job.name}: {problem}" for job in check.jobs for problem in job.problems)]
+    return list(dict.fromkeys(listed))
+
+
+def print_check(console: Console, check: RunCheck) -> None:
+    """Everything but the problems, which go to stderr."""
+    if check.jobs:
+        _print_tables(console, check)
+    colour = console.color_system is not None and not console.no_color
+    for jobs in _alike(check):
+        console.print()
+        console.print(_sample(jobs, colour), soft_wrap=True)
+    console.print()
+    console.print(Text(_memory(check)), soft_wrap=True)
+    warnings = [*check.warnings, *(f"{job.name}: {warning}" for job in check.jobs for warning in (*job.warnings, *_lost(job)))]
+    for warning in dict.fromkeys(warnings):
+        console.print(Text(f"warning: {printable(warning)}", style="yellow"), soft_wrap=True)
+
+
+def _print_tables(console: Console, check: RunCheck) -> None:
+    """One table, or in a narrow terminal two: the data, then the adapters."""
+    data = {"format": _format, **{name: _count_of(field) for name, field in _DATA_COLUMNS.items()}}
+    sizes: Columns = {
+        "steps": lambda job: str(job.total_steps or ""),
+        "rank": lambda job: str(job.rank),
+        "parameters": lambda job: count_text(job.trainable_parameters),
+        "memory": lambda job: bytes_text(job.memory_bytes),
+    }
+    for columns in [data | sizes] if console.width >= 120 else [data, sizes]:
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+        table.add_column("job", overflow="fold")
+        for name in columns:
+            table.add_column(name, justify="left" if name == "format" else "right", no_wrap=True)
+        for job in check.jobs:
+            style = "red" if job.problems else ""
+            table.add_row(Text(printable(job.name), style=style), *(cell(job) for cell in columns.values()))
+        console.print(table)
+
+
+def _format(job: JobCheck) -> str:
+    return job.data.format if job.data else ""
+
+
+def _count_of(field: str) -> Callable[[JobCheck], str]:
+    return lambda job: count_text(getattr(job.data, field)) if job.data else ""
+
+
+def _lost(job: JobCheck) -> list[str]:
+    """What of the data is not trained on."""
+    if job.data is None:
+        return []
+    cut, lost = count_text(job.data.truncated), count_text(job.data.trained_tokens_lost)
+    found = (
+        [f"{cut} of {count_text(job.data.samples)} samples are cut to max_length, {lost} trained tokens lost"] if job.data.truncated else []
+    )
+    return found + ([f"{count_text(job.data.skipped)} rows without a trained token are skipped"] if job.data.skipped else [])
+
+
+def _alike(check: RunCheck) -> list[list[JobCheck]]:
+    """Jobs with a sample to show, those of one sample (a sweep) together."""
+    groups: dict[tuple[tuple[str, float], ...], list[JobCheck]] = {}
+    for job in check.jobs:
+        if job.data and job.data.rendered:
+            groups.setdefault(tuple(job.data.rendered), []).append(job)
+    return list(groups.values())
+
+
+def _sample(jobs: list[JobCheck], colour: bool) -> Text:
+    """The first sample of the jobs. What is trained is green; without colour it stands in [[ ]]."""
+    job = jobs[0]
+    names = ", ".join(printable(job.name) for job in jobs[:4]) + (f" and {len(jobs) - 4} more" if len(jobs) > 4 else "")
+    text = Text()
+    text.append(f"{names}: first sample, trained part {'green' if colour else 'in [[ ]]'}\n", style="bold")
+    for piece, weight in job.data.rendered if job.data else []:
+        shown = printable(_cropped(piece))
+        scale = f" (weight {weight:g})" if weight not in (0, 1) else ""
+        if not weight:
+            text.append(shown, style="dim")
+        elif colour:
+            text.append(shown, style=_TRAINED)
+            text.append(scale, style="dim")
+        else:
+            text.append(f"[[{shown}]]{scale}")
+    return text
+
+
+def _cropped(text: str) -> str:
+    if len(text) <= _PIECE_CHARS:
+        return text
+    half = _PIECE_CHARS // 2
+    return f"{text[:half]} … ({len(text) - 2 * half:,} characters) … {text[-half:]}"
+
+
+def _memory(check: RunCheck) -> str:
+    share = f"{check.resident_jobs} of {len(check.jobs)} jobs at a time" if check.resident_jobs < len(check.jobs) else "all jobs at a time"
+    return (
+        f"{check.device}: {bytes_text(check.predicted_bytes)} predicted of {bytes_text(check.limit_bytes)}: the base with "
+        f"{count_text(check.base_parameters)} parameters takes {bytes_text(check.base_bytes)}; "
+        f"{share}, {check.token_budget:,} tokens per micro-batch"
+    )

@@ -1,0 +1,178 @@
+"""A run while it goes on: a live table in a terminal, plain lines elsewhere. Draws `RunProgress`, measures nothing."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tlora.cli.terminal import printable
+from tlora.engine.progress import JobProgress, RunProgress
+from tlora.report.wording import count_text, duration_text, loss_text, shorten
+
+LINE_SECONDS = 10.0  # between two plain lines of one job
+STYLES = {"training": "cyan", "evaluating": "magenta", "done": "green", "failed": "bold red", "stopped": "yellow"}  # others are dim
+_AROUND_ROWS = 7  # lines of the live table that are no job: heading, rules, total, the line beneath, the cursor
+_ENDED = ("done", "failed", "stopped")
+_URGENCY = {"training": 0, "evaluating": 0, "failed": 1, "stopped": 2, "preparing": 3, "queued": 4, "done": 5}
+
+
+class LiveView:
+    """Redraws one table in place; notable lines scroll by above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(Text("starting", style="dim"), console=console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> LiveView:
+        self._live.start(refresh=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def progress(self, state: RunProgress) -> None:
+        width, height = self._console.size
+        self._live.update(progress_view(state, width, height), refresh=True)
+
+    def note(self, line: str) -> None:
+        self._console.print(Text(printable(line)))
+
+
+class PlainView:
+    """At most one line per job in `LINE_SECONDS`, and each job's end and each note as they come."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock = console, clock
+        self._last: dict[str, tuple[float, int]] = {}  # job: when it was last printed, and at which step
+        self._ended: set[str] = set()
+        self._stage, self._stage_at = "", float("-inf")
+
+    def __enter__(self) -> PlainView:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def progress(self, state: RunProgress) -> None:
+        now = self._clock()
+        if state.stage not in ("", self._stage) and now - self._stage_at >= LINE_SECONDS:
+            self._stage, self._stage_at = state.stage, now
+            self.note(state.stage)
+        for job in state.jobs:
+            if job.status in _ENDED:
+                if job.name not in self._ended:
+                    self._ended.add(job.name)
+                    self.note(plain_line(state.seconds, job))
+                continue
+            printed, step = self._last.get(job.name, (float("-inf"), 0))
+            if job.step > step and now - printed >= LINE_SECONDS:
+                self._last[job.name] = now, job.step
+                self.note(plain_line(state.seconds, job))
+
+    def note(self, line: str) -> None:
+        self._console.print(Text(printable(line)), soft_wrap=True)
+
+
+class SilentView:
+    """Shows nothing but the end, which others print."""
+
+    def __enter__(self) -> SilentView:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def progress(self, state: RunProgress) -> None:
+        return
+
+    def note(self, line: str) -> None:
+        return
+
+
+def plain_line(seconds: float, job: JobProgress) -> str:
+    """One job in one line: when, who, how far, how well, how fast."""
+    parts = [f"{job.name}: {job.status}", f"step {job.step}/{job.total_steps}"]
+    parts += [f"loss {loss_text(job.loss)}"] if job.loss is not None else []
+    parts += [f"eval loss {loss_text(job.eval_loss)}"] if job.eval_loss is not None else []
+    if job.status in _ENDED:
+        parts += [f"{count_text(job.num_tokens)} tokens"]  # the reason of a failure comes as a note and with the results
+    else:
+        parts += [f"{count_text(job.tokens_per_second)} tokens/s", f"share {job.share:.0%}"]
+        parts += [f"ETA {duration_text(job.eta_seconds)}"] if job.eta_seconds is not None else []
+    return f"[{duration_text(seconds)}] {', '.join(parts)}"
+
+
+def progress_view(state: RunProgress, width: int, height: int) -> Group:
+    """The table of a moment, not higher than the terminal: jobs that are under way come first when not all have room."""
+    shown = _with_room(state.jobs, height - _AROUND_ROWS)
+    wide = width >= 110
+    name_width = max(12, min(40, width - (96 if wide else 67)))  # what the other columns leave
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_footer=True, header_style="bold", footer_style="bold")
+    table.add_column("job", f"{len(state.jobs)} jobs", no_wrap=True)
+    table.add_column("status", "", no_wrap=True)
+    if wide:
+        table.add_column("", "", width=20)
+    table.add_column("step", _steps(state.jobs), justify="right", no_wrap=True)
+    table.add_column("loss", "", justify="right", no_wrap=True)
+    table.add_column("eval loss" if wide else "eval", "", justify="right", no_wrap=True)
+    table.add_column("tokens/s" if wide else "tok/s", count_text(state.tokens_per_second), justify="right", no_wrap=True)
+    table.add_column("share", "", justify="right", no_wrap=True)
+    table.add_column("ETA", _eta(state.jobs), justify="right", no_wrap=True)
+    for job in shown:
+        bar = [ProgressBar(total=job.total_steps, completed=job.step, width=20) if job.total_steps else ""] if wide else []
+        table.add_row(
+            Text(printable(shorten(job.name, name_width))),
+            Text(job.status, style=STYLES.get(job.status, "dim")),
+            *bar,
+            f"{job.step}/{job.total_steps}" if job.total_steps else "",
+            loss_text(job.loss),
+            loss_text(job.eval_loss),
+            *_speed(job),
+        )
+    hidden = Counter(job.status for job in state.jobs) - Counter(job.status for job in shown)
+    rest = ", ".join(f"{count} {status}" for status, count in hidden.items())
+    lines = [Text(f"… and {rest}", style="dim", no_wrap=True, overflow="ellipsis")] if hidden else []
+    line = f"{printable(state.stage) + '  ' if state.stage else ''}{duration_text(state.seconds)}  padding {state.padding:.1%}"
+    return Group(table, *lines, Text(line, style="dim", no_wrap=True, overflow="ellipsis"))
+
+
+def clock_text(seconds: float) -> str:
+    """0:07, 2:19, 1:02:19, 3 d 4 h."""
+    whole = round(seconds)
+    if whole >= 86400:
+        return f"{whole // 86400} d {whole % 86400 // 3600} h"
+    minutes, hours = whole // 60 % 60, whole // 3600
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def _with_room(jobs: Sequence[JobProgress], room: int) -> list[JobProgress]:
+    if len(jobs) <= max(room, 1):
+        return list(jobs)
+    urgent = sorted(range(len(jobs)), key=lambda index: (_URGENCY[jobs[index].status], index))[: max(room - 1, 1)]
+    return [jobs[index] for index in sorted(urgent)]
+
+
+def _speed(job: JobProgress) -> tuple[str, str, str]:
+    if job.status not in ("training", "evaluating"):
+        return "", "", ""
+    eta = clock_text(job.eta_seconds) if job.eta_seconds is not None else ""
+    return count_text(job.tokens_per_second), f"{job.share:.0%}", eta
+
+
+def _steps(jobs: Sequence[JobProgress]) -> str:
+    total = sum(job.total_steps for job in jobs)
+    return f"{sum(job.step for job in jobs) / total:.0%}" if total else ""
+
+
+def _eta(jobs: Sequence[JobProgress]) -> str:
+    """The run ends with its last job; nothing is said while one of them cannot tell."""
+    etas = [job.eta_seconds for job in jobs if job.status not in _ENDED]
+    known = [eta for eta in etas if eta is not None]
+    return clock_text(max(known)) if known and len(known) == len(etas) else ""

@@ -1,0 +1,118 @@
+"""How a run ended: the table of its jobs, the reasons of those that failed, each sweep best first, and the exit code."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import signal
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tlora.cli.progress import STYLES
+from tlora.cli.terminal import path_text, printable
+from tlora.report.wording import count_text, duration_text, loss_text, setting_text
+
+if TYPE_CHECKING:
+    from tlora.engine.train import JobResult
+
+
+def exit_code(results: Iterable[JobResult], signal_number: int | None) -> int:
+    """0 when all jobs are done, 1 when one is not, 128 + n after signal n, as a shell has it."""
+    if signal_number is not None:
+        return 128 + signal_number
+    return 0 if all(result.status == "done" for result in results) else 1
+
+
+def print_results(console: Console, results: Mapping[str, JobResult]) -> None:
+    """The jobs in the order of the file, then what went wrong, then the sweeps."""
+    wide = console.width >= 110
+    console.print(_table(list(results.values()), wide))
+    if not wide:
+        for parent in dict.fromkeys(Path(result.path).parent for result in results.values() if result.path):
+            console.print(Text(f"adapters: {printable(path_text(parent / 'JOB'))}"), soft_wrap=True)
+    for result in results.values():
+        if result.status == "failed":
+            console.print(Text(f"{printable(result.name)} failed: {printable(result.reason)}", style="red"), soft_wrap=True)
+    for sweep in dict.fromkeys(result.sweep_of for result in results.values() if result.sweep_of):
+        console.print()
+        console.print(_sweep_table(sweep, [result for result in results.values() if result.sweep_of == sweep]))
+
+
+def resume_line(arguments: list[str], signal_number: int) -> str:
+    """What to type after an interruption. `arguments` are those of the interrupted command."""
+    name = signal.Signals(signal_number).name
+    return f"stopped by {name}; every job has its checkpoint. To go on: {shlex.join(['tlora', 'train', *arguments, '--resume'])}"
+
+
+def best_first(results: list[JobResult]) -> list[JobResult]:
+    """By eval loss where the sweep has one, else by train loss; jobs without a number last."""
+    by_eval = any(result.eval_loss_best is not None or result.eval_loss is not None for result in results)
+    return sorted(results, key=lambda result: (result.status == "failed", _score(result, by_eval)))
+
+
+def _score(result: JobResult, by_eval: bool) -> float:
+    evaluated = result.eval_loss_best if result.eval_loss_best is not None else result.eval_loss
+    score = evaluated if by_eval else result.train_loss
+    return math.inf if score is None or math.isnan(score) else score
+
+
+def _table(results: list[JobResult], wide: bool) -> Table:
+    """With room also how the losses began and where each adapter is."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("job", overflow="fold")
+    table.add_column("status", no_wrap=True)
+    for name in ("rank", "steps", "train loss" if wide else "train", "eval loss" if wide else "eval", "tokens", "time"):
+        table.add_column(name, justify="right", no_wrap=True)
+    if wide:
+        table.add_column("adapter", overflow="fold")
+    for result in results:
+        table.add_row(
+            Text(printable(result.name)),
+            Text(result.status, style=STYLES.get(result.status, "")),
+            str(result.rank),
+            str(result.steps) if result.steps == result.total_steps else f"{result.steps}/{result.total_steps}",
+            _course(result.train_loss_first, result.train_loss) if wide else loss_text(result.train_loss),
+            _course(result.eval_loss_first, result.eval_loss) if wide else loss_text(result.eval_loss),
+            count_text(result.num_tokens),
+            duration_text(result.seconds),
+            *([Text(printable(path_text(result.path)) if result.path else "")] if wide else []),
+        )
+    return table
+
+
+def _course(first: float | None, last: float | None) -> str:
+    return "" if first is None and last is None else f"{loss_text(first)} → {loss_text(last)}"
+
+
+def _sweep_table(sweep: str, results: list[JobResult]) -> Table:
+    fields = list(dict.fromkeys(key for result in results for key in result.settings))
+    table = Table(
+        box=None,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+        header_style="bold",
+        title=f"sweep {printable(sweep)}, best first",
+        title_justify="left",
+    )
+    table.add_column("")
+    for field in fields:
+        table.add_column(field, justify="right")
+    for name in ("best eval loss", "at step", "train loss"):
+        table.add_column(name, justify="right")
+    table.add_column("job", overflow="fold")
+    for place, result in enumerate(best_first(results), start=1):
+        best = result.eval_loss_best if result.eval_loss_best is not None else result.eval_loss
+        table.add_row(
+            str(place) if result.status != "failed" else result.status,
+            *(printable(setting_text(result.settings.get(field, ""))) for field in fields),
+            loss_text(best),
+            "" if result.best_step is None else str(result.best_step),
+            loss_text(result.train_loss),
+            Text(printable(result.name)),
+        )
+    return table

@@ -1,0 +1,71 @@
+"""Where the commands write: consoles, text made safe for a terminal, sizes in words, errors in one message."""
+
+from __future__ import annotations
+
+import os
+import sys
+import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from tlora.errors import TloraError
+
+_PLAIN_WIDTH = 200  # of a file or a pipe: tables must not be cut to 80 columns there
+_KEPT_CONTROLS = "\n\t"
+
+
+def open_console(stderr: bool = False) -> Console:
+    """The console of stdout (or stderr). Markup, emoji and highlighting are off: names, paths and data are printed as they are."""
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() or "COLUMNS" in os.environ else _PLAIN_WIDTH
+    return Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False, tab_size=4)
+
+
+def shows_live(console: Console) -> bool:
+    """Whether a table may be redrawn in place."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
+def printable(text: str) -> str:
+    """`text` without what would steer a terminal: data and models can hold escape sequences and marks that turn the writing around."""
+    return "".join(
+        char if char in _KEPT_CONTROLS or unicodedata.category(char) not in ("Cc", "Cf", "Cs") or char in "\u200c\u200d" else "\ufffd"
+        for char in text
+    )
+
+
+def bytes_text(count: int) -> str:
+    """1.2 GiB."""
+    size = float(count)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} bytes" if unit == "bytes" else f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"
+
+
+def path_text(path: str | Path) -> str:
+    """The path as it is shortest from here."""
+    try:
+        relative = os.path.relpath(path)
+    except ValueError:  # another drive
+        return str(path)
+    return relative if not relative.startswith("..") else str(path)
+
+
+@contextmanager
+def errors_told(debug: bool) -> Iterator[None]:
+    """What a user can mend becomes one message and exit code 2; a bug keeps its traceback. `debug` shows the traceback of both."""
+    try:
+        yield
+    except TloraError as error:
+        if debug:
+            raise
+        open_console(stderr=True).print(f"error: {printable(str(error))}", style="red", soft_wrap=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:  # before or after training; during it the engine writes its checkpoints
+        raise typer.Exit(130) from None

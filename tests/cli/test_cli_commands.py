@@ -1,0 +1,335 @@
+"""The commands: options in, exit codes out, one message per error, nothing heavy loaded before it is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tlora.cli.commands import app
+from tlora.engine.progress import JobProgress, RunProgress, Watcher
+from tlora.engine.recorder import JobResult
+from tlora.errors import CapacityError, CheckpointError, ConfigError, DataError, JobError, ModelError
+from tlora.job import RunSpec
+
+JOBS = "base_model: some/base\njobs:\n  - {name: polite, data: p.jsonl}\n  - {name: sql, data: s.jsonl}\n"
+DONE = {name: JobResult(name, "done", rank=16, steps=5, total_steps=5, train_loss=1.5, path=f"out/{name}") for name in ("polite", "sql")}
+
+
+class Results(dict[str, JobResult]):
+    report: Path | None = Path("out/report.html")
+    signal_number: int | None = None
+
+
+class FakeEngine:
+    """Stands where `tlora.engine.train` would; remembers what it was asked for."""
+
+    def __init__(self, results: dict[str, JobResult], signal_number: int | None = None, error: BaseException | None = None) -> None:
+        self.results, self.error = Results(results), error
+        self.results.signal_number = signal_number
+        self.run: RunSpec | None = None
+        self.options: dict[str, Any] = {}
+
+    def train(self, run: RunSpec, *, watcher: Watcher, **options: Any) -> Results:
+        self.run, self.options = run, options
+        if self.error:
+            raise self.error
+        watcher.note("a notable line")
+        watcher.progress(RunProgress(1.0, (JobProgress("polite", "training", 16, step=1, total_steps=5, loss=2.0),)))
+        return self.results
+
+
+@pytest.fixture
+def jobs_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "jobs.yaml"
+    file.write_text(JOBS)
+    return file
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def put(name: str, **members: Any) -> None:
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    return put
+
+
+def call(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_help_loads_no_model_library():
+    code = (
+        "import sys\nfrom tlora.cli import main\nsys.argv = ['tlora', '--help']\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "heavy = {'torch', 'transformers', 'pydantic', 'numpy', 'yaml', 'plotly', 'pyarrow', 'jinja2', 'tlora.job'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(command in done.stdout for command in ("check", "train", "generate", "report"))
+
+
+def test_a_wrong_jobs_file_is_told_before_a_model_library_is_loaded(tmp_path: Path):
+    code = (
+        "import sys\nfrom tlora.cli import main\nsys.argv = ['tlora', 'train', 'nowhere.yaml']\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert end.code == 2\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("error: nowhere.yaml: there is no such file")
+
+
+def test_python_m_tlora():
+    done = subprocess.run([sys.executable, "-m", "tlora", "train", "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    options = ("--output-dir", "--resume", "--overwrite", "--device", "--set", "--quiet", "--debug")
+    assert all(option in done.stdout for option in options)
+
+
+def test_train_hands_its_options_on_and_ends_with_0(jobs_file: Path, use: Callable[..., None]):
+    engine = FakeEngine(DONE)
+    use("tlora.engine.train", train=engine.train)
+    code, out, _ = call("train", jobs_file, "--resume", "--device", "cpu", "--output-dir", "other", "--set", "jobs.sql.r=3")
+    assert code == 0
+    assert engine.run and engine.run.output_dir == "other" and [job.r for job in engine.run.jobs] == [16, 3]
+    assert engine.options == {"resume": True, "overwrite": False, "device": "cpu"}
+    assert "a notable line" in out and "[1.0 s] polite: training, step 1/5, loss 2.0000" in out
+    assert "out/sql" in out and "report: out/report.html" in out and "\x1b" not in out
+
+
+def test_the_defaults_of_train(jobs_file: Path, use: Callable[..., None]):
+    engine = FakeEngine(DONE)
+    use("tlora.engine.train", train=engine.train)
+    call("train", jobs_file, "--overwrite")
+    assert engine.run and engine.run.output_dir == "out"
+    assert engine.options == {"resume": False, "overwrite": True, "device": None}
+
+
+def test_quiet_prints_the_results_only(jobs_file: Path, use: Callable[..., None]):
+    use("tlora.engine.train", train=FakeEngine(DONE).train)
+    code, out, _ = call("train", jobs_file, "--quiet")
+    assert code == 0 and "a notable line" not in out and "training" not in out and "out/sql" in out
+
+
+def test_a_failed_job_makes_1_and_tells_why(jobs_file: Path, use: Callable[..., None]):
+    failed = JobResult("sql", "failed", "s.jsonl, row 3: bad \x1b[2J", rank=16, steps=2, total_steps=5)
+    use("tlora.engine.train", train=FakeEngine(DONE | {"sql": failed}).train)
+    code, out, _ = call("train", jobs_file)
+    assert code == 1 and "sql failed: s.jsonl, row 3: bad \ufffd[2J" in out and "2/5" in out
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interruption_tells_how_to_go_on(jobs_file: Path, use: Callable[..., None], number: int, expected: int):
+    stopped = {name: JobResult(name, "stopped", steps=2, total_steps=5) for name in DONE}
+    use("tlora.engine.train", train=FakeEngine(stopped, signal_number=number).train)
+    arguments = (jobs_file.name, "--output-dir", "a b", "--device", "cpu", "--set", "jobs.sql.r=3")
+    code, out, _ = call("train", *arguments, "--overwrite")
+    assert code == expected
+    name = signal.Signals(number).name
+    assert f"stopped by {name}" in out
+    assert "tlora train jobs.yaml --output-dir 'a b' --device cpu --set jobs.sql.r=3 --resume" in out
+
+
+@pytest.mark.parametrize("kind", [ConfigError, DataError, ModelError, CheckpointError, CapacityError, JobError])
+def test_what_a_user_can_mend_is_one_message_and_2(jobs_file: Path, use: Callable[..., None], kind: type[Exception]):
+    use("tlora.engine.train", train=FakeEngine({}, error=kind("value, rule, [bold]remedy[/bold]")).train)
+    code, out, err = call("train", jobs_file)
+    assert (code, err) == (2, "error: value, rule, [bold]remedy[/bold]\n")
+    assert "Traceback" not in out
+
+
+def test_debug_shows_the_traceback_of_an_error(jobs_file: Path, use: Callable[..., None]):
+    use("tlora.engine.train", train=FakeEngine({}, error=DataError("x")).train)
+    with pytest.raises(DataError):
+        call("train", jobs_file, "--debug")
+
+
+def test_a_bug_keeps_its_traceback(jobs_file: Path, use: Callable[..., None]):
+    use("tlora.engine.train", train=FakeEngine({}, error=ZeroDivisionError("bug")).train)
+    with pytest.raises(ZeroDivisionError):
+        call("train", jobs_file)
+
+
+def test_ctrl_c_outside_training_is_130(jobs_file: Path, use: Callable[..., None]):
+    use("tlora.engine.train", train=FakeEngine({}, error=KeyboardInterrupt()).train)
+    assert call("train", jobs_file)[0] == 130
+
+
+def test_every_problem_of_the_file_is_told_and_nothing_is_trained(jobs_file: Path, use: Callable[..., None]):
+    engine = FakeEngine(DONE)
+    use("tlora.engine.train", train=engine.train)
+    jobs_file.write_text("base_model: b\njobs:\n  - {name: a, data: d, rank: 3}\n  - {name: b, data: d, r: 0}\n")
+    code, _, err = call("train", jobs_file)
+    assert code == 2 and engine.run is None
+    assert err.splitlines()[0] == "error: 2 problems:" and "jobs.yaml:3: rank" in err and "jobs.yaml:4: r: 0" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train",), "Missing argument"),
+        (("train", "jobs.yaml", "--resume", "--overwrite"), "give one of the two"),
+        (("train", "jobs.yaml", "--nope"), "No such option"),
+        (("nope",), "No such command"),
+        (("generate", "--prompt", "x"), "Missing option '--adapter'"),
+        (("generate", "--adapter", "x", "--prompt", "x", "--max-new-tokens", "0"), "max-new-tokens"),
+    ],
+)
+def test_a_wrong_command_line_is_2(jobs_file: Path, arguments: tuple[str, ...], message: str):
+    code, _, err = call(*arguments)
+    assert code == 2 and message in err
+
+
+def job_check(name: str, **changes: Any) -> SimpleNamespace:
+    data = SimpleNamespace(
+        format="chat",
+        files=["p.jsonl"],
+        rows=1234,
+        samples=1230,
+        skipped=4,
+        truncated=7,
+        tokens=56789,
+        trained_tokens=23456,
+        trained_tokens_lost=99,
+        longest=777,
+        rendered=[("User: hi [b]\n", 0.0), ("Hello\x1b[31m!", 1.0), (" tail", 0.5)],
+    )
+    fields = {"problems": (), "warnings": (), "rank": 16, "trainable_parameters": 65536, "memory_bytes": 3 << 20, "total_steps": 42}
+    return SimpleNamespace(**({"name": name, "data": data} | fields | changes))
+
+
+def run_check(*jobs: SimpleNamespace, **changes: Any) -> SimpleNamespace:
+    fields = {"problems": (), "warnings": (), "base_parameters": 681_000, "base_bytes": 2_700_000, "token_budget": 2048}
+    fields |= {"predicted_bytes": 5 << 30, "limit_bytes": 16 << 30, "device": "cpu", "resident_jobs": len(jobs)}
+    return SimpleNamespace(jobs=jobs, **(fields | changes))
+
+
+def test_check_prints_what_it_found_and_ends_with_0(jobs_file: Path, use: Callable[..., None]):
+    found = run_check(job_check("polite"), job_check("sql", warnings=("rank is large",)), warnings=("tight",), resident_jobs=1)
+    use("tlora.engine.check", check=lambda run, watcher, device: found)
+    code, out, err = call("check", jobs_file)
+    assert code == 0 and err == ""
+    row = next(line for line in out.splitlines() if line.startswith("polite"))
+    assert row.split() == [
+        "polite",
+        "chat",
+        "1,234",
+        "1,230",
+        "56.8",
+        "k",
+        "23.5",
+        "k",
+        "777",
+        "7",
+        "4",
+        "42",
+        "16",
+        "65.5",
+        "k",
+        "3",
+        "MiB",
+    ]
+    assert "polite, sql: first sample, trained part in [[ ]]" in out, "one sample of both is printed once"
+    assert "User: hi [b]\n[[Hello\ufffd[31m!]][[ tail]] (weight 0.5)" in out
+    assert "5 GiB predicted of 16 GiB" in out and "1 of 2 jobs at a time, 2,048 tokens per micro-batch" in out
+    assert all(
+        f"warning: {text}" in out for text in ("tight", "sql: rank is large", "polite: 7 of 1,230 samples are cut to max_length, 99")
+    )
+    assert "4 rows without a trained token are skipped" in out
+
+
+def test_check_tells_every_problem_once_and_ends_with_2(jobs_file: Path, use: Callable[..., None]):
+    bad = job_check("sql", data=None, problems=("s.jsonl: no such file", "target 'x' unknown"))
+    use("tlora.engine.check", check=lambda run, watcher, device: run_check(job_check("polite"), bad, problems=("wandb is not installed",)))
+    code, out, err = call("check", jobs_file)
+    assert code == 2
+    assert err.splitlines() == ["error: wandb is not installed", "error: sql: s.jsonl: no such file", "error: sql: target 'x' unknown"]
+    assert "polite" in out
+
+
+def test_check_hands_on_settings_and_device(jobs_file: Path, use: Callable[..., None]):
+    asked: list[Any] = []
+    use("tlora.engine.check", check=lambda run, watcher, device: asked.append((run, device)) or run_check(job_check("polite")))
+    call("check", jobs_file, "--set", "defaults.r=9", "--device", "cpu")
+    assert [job.r for job in asked[0][0].jobs] == [9, 9] and asked[0][1] == "cpu"
+
+
+def test_report_prints_the_path(jobs_file: Path, use: Callable[..., None]):
+    use("tlora.report.run_page", write_report=lambda directory: directory / "report.html")
+    assert call("report", "some") == (0, "some/report.html\n", "")
+
+
+def test_report_of_no_run_is_2(jobs_file: Path):
+    code, out, err = call("report", "nowhere")
+    assert code == 2 and out == "" and err.startswith("error: nowhere holds no run")
+
+
+LIVE = """
+import sys
+from types import ModuleType, SimpleNamespace
+from tlora.engine.progress import JobProgress, RunProgress
+from tlora.cli import commands, main
+class Results(dict):
+    report = None
+    signal_number = None
+def train(run, *, watcher, **_):
+    for step in range(1, 4):
+        jobs = (JobProgress("polite", "training", 16, step, 3, 1.0 / step, None, 10, 1234.0, 0.5, 9.0),)
+        watcher.progress(RunProgress(float(step), jobs, 2345.0, 0.01))
+    watcher.note("a note")
+    losses = dict.fromkeys(("train_loss_first", "train_loss", "eval_loss_first", "eval_loss"))
+    done = dict(name="polite", status="done", rank=16, steps=3, total_steps=3, num_tokens=9, seconds=1.0, path="out/polite", sweep_of=None)
+    return Results(polite=SimpleNamespace(**done, **losses))
+fake = ModuleType("fake")
+fake.train = train
+sys.modules["tlora.engine.train"] = fake
+commands._quiet_libraries = lambda: None
+sys.argv = ["tlora", "train", sys.argv[1]]
+main()
+"""
+
+
+def test_a_terminal_gets_a_table_that_is_redrawn(jobs_file: Path):
+    master, slave = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
+    process = subprocess.Popen([sys.executable, "-c", LIVE, str(jobs_file)], stdout=slave, stderr=slave, env=environment)
+    os.close(slave)
+    chunks: list[bytes] = []
+    while True:
+        try:
+            chunk = os.read(master, 65536)
+        except OSError:  # the child has closed its end
+            break
+        if not chunk:
+            break
+        chunks.append(chunk)
+    os.close(master)
+    assert process.wait() == 0
+    seen = b"".join(chunks).decode()
+    assert "\x1b[1A" in seen and "\x1b[2K" in seen, "lines are taken back"
+    assert all(text in seen for text in ("1/3", "3/3", "1,234", "50%", "0:09", "padding 1.0%", "a note", "out/JOB"))
+
+
+def test_the_fake_results_are_what_the_engine_returns():
+    from tlora.engine.train import Results as Real
+
+    assert issubclass(Real, dict) and Real.signal_number is None and Real.report is None
+    assert json.dumps(sorted(vars(DONE["sql"]))) == json.dumps(sorted(JobResult.__dataclass_fields__))

@@ -1,0 +1,227 @@
+"""What is drawn: the live table, the plain lines, the results and the sweeps, text made safe."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tlora.cli.progress import LINE_SECONDS, LiveView, PlainView, clock_text, progress_view
+from tlora.cli.result_view import best_first, exit_code, print_results
+from tlora.cli.terminal import bytes_text, open_console, path_text, printable, shows_live
+from tlora.engine.progress import JobProgress, RunProgress
+from tlora.engine.recorder import JobResult
+
+
+def drawn(state: RunProgress, width: int = 130, height: int = 40) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, height=height, markup=False)
+    console.print(progress_view(state, width, height))
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+def job(name: str, status: Any = "training", **fields: Any) -> JobProgress:
+    return JobProgress(name, status, **({"rank": 16, "step": 5, "total_steps": 20, "loss": 1.25} | fields))
+
+
+def test_the_table_has_a_row_per_job_and_a_total():
+    jobs = (
+        job("polite", tokens_per_second=1234.0, share=0.25, eta_seconds=139.0, eval_loss=0.5),
+        job("sql", "queued", step=0, loss=None),
+        job("x" * 63, "failed", reason="bad"),
+    )
+    lines = drawn(RunProgress(61.0, jobs, tokens_per_second=4936.0, padding=0.0123))
+    assert lines[0].split() == ["job", "status", "step", "loss", "eval", "loss", "tokens/s", "share", "ETA"]
+    polite = [word for word in lines[1].split() if "━" not in word and word not in "╸╺"]
+    assert polite == ["polite", "training", "5/20", "1.2500", "0.5000", "1,234", "25%", "2:19"]
+    assert "━" in lines[1]
+    assert lines[2].split()[:2] == ["sql", "queued"]
+    assert lines[3].startswith("x" * 10) and "…" in lines[3]
+    assert lines[4].split() == ["3", "jobs", "17%", "4,936"], "no ETA for the run while a queued job has none"
+    assert lines[5] == "61.0 s  padding 1.2%"
+
+
+def test_the_runs_eta_is_its_last_jobs():
+    lines = drawn(RunProgress(1.0, (job("a", eta_seconds=5.0), job("b", eta_seconds=7.0), job("c", "done"))))
+    assert lines[4].split()[-1] == "0:07"
+
+
+@pytest.mark.parametrize("width", [80, 100, 130])
+def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width: int):
+    jobs = tuple(
+        job(
+            f"sweep-r{i}-lr1e-4-bs8",
+            "evaluating",
+            step=1234,
+            total_steps=2000,
+            eval_loss=7.3519,
+            tokens_per_second=4.5e4,
+            share=1,
+            eta_seconds=3700,
+        )
+        for i in range(3)
+    )
+    lines = drawn(RunProgress(1.0, jobs, 1e6), width)
+    assert max(map(len, lines)) <= width
+    assert all(all(text in line for text in ("1234/2000", "7.3519", "45 k", "100%", "1:01:40", "evaluating")) for line in lines[1:4])
+
+
+def test_a_hundred_jobs_fit_and_those_under_way_come_first():
+    jobs = (*(job(f"q{i}", "queued") for i in range(90)), *(job(f"t{i}") for i in range(10)))
+    lines = drawn(RunProgress(1.0, jobs), height=24)
+    assert len(lines) < 24
+    assert all(any(line.startswith(f"t{i} ") for line in lines) for i in range(10))
+    hidden = next(line for line in lines if line.startswith("…"))
+    shown = sum(line.startswith("q") for line in lines)
+    assert hidden == f"… and {90 - shown} queued"
+
+
+def test_the_live_view_shows_the_stage_and_notes_above_it():
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=30, markup=False)
+    with LiveView(console) as view:
+        view.progress(RunProgress(0.0, (job("a", "preparing"),), stage="tokenizing a"))
+        view.note("[red]checkpoint\x1b]0;title\x07")
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "tokenizing a" in text and "[red]checkpoint\ufffd]0;title\ufffd" in text
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_plain_lines_come_at_most_every_ten_seconds_for_a_job():
+    clock, console = Clock(), Console(file=io.StringIO(), width=200, markup=False)
+    view = PlainView(console, clock)
+    with view:
+        for tick in range(400):  # a hundred seconds of four states a second
+            clock.now = 100.0 + tick / 4
+            view.progress(
+                RunProgress(
+                    tick / 4, (job("a", step=tick + 1, tokens_per_second=10.0, share=0.5, eta_seconds=60.0), job("b", "queued", step=0))
+                )
+            )
+        view.progress(RunProgress(100.0, (job("a", "done", step=400, num_tokens=5000, eval_loss=0.5), job("b", "failed", reason="why"))))
+        view.progress(RunProgress(101.0, (job("a", "done"), job("b", "failed"))))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) == 100 / LINE_SECONDS + 2
+    assert lines[0] == "[0.0 s] a: training, step 1/20, loss 1.2500, 10 tokens/s, share 50%, ETA 60.0 s"
+    assert lines[-2:] == [
+        "[1 min 40 s] a: done, step 400/20, loss 1.2500, eval loss 0.5000, 5,000 tokens",
+        "[1 min 40 s] b: failed, step 5/20, loss 1.2500, 0 tokens",
+    ]
+
+
+def test_plain_stages_do_not_flood():
+    clock, console = Clock(), Console(file=io.StringIO(), width=200, markup=False)
+    view = PlainView(console, clock)
+    for tick in range(100):
+        clock.now += 0.25
+        view.progress(RunProgress(0.0, (), stage=f"tokenizing {tick}"))
+    assert len(console.file.getvalue().splitlines()) == 3  # type: ignore[attr-defined]
+
+
+def result(name: str, status: Any = "done", **fields: Any) -> JobResult:
+    return JobResult(name, status, **fields)
+
+
+def printed(results: list[JobResult], width: int = 140) -> str:
+    console = Console(file=io.StringIO(), width=width, markup=False)
+    print_results(console, {item.name: item for item in results})
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_results_tell_how_each_job_began_and_ended():
+    fields = {
+        "rank": 8,
+        "steps": 50,
+        "total_steps": 50,
+        "train_loss_first": 7.5,
+        "train_loss": 1.25,
+        "eval_loss_first": 7.25,
+        "eval_loss": 1.5,
+        "num_tokens": 12345,
+        "seconds": 61.5,
+        "path": "out/polite",
+    }
+    text = printed([result("polite", **fields), result("bad", "failed", reason="row 3")])
+    row = text.splitlines()[1].split()
+    assert row == ["polite", "done", "8", "50", "7.5000", "→", "1.2500", "7.2500", "→", "1.5000", "12.3", "k", "61.5", "s", "out/polite"]
+    assert "bad failed: row 3" in text
+    narrow = printed([result("polite", **fields)], width=80)
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert (
+        narrow.splitlines()[1].split() == ["polite", "done", "8", "50", "1.2500", "1.5000", "12.3", "k", "61.5", "s"]
+        and "adapters: out/JOB" in narrow
+    )
+
+
+def test_a_sweep_is_told_best_first():
+    settings = [
+        {"r": 8, "learning_rate": 1e-4},
+        {"r": 8, "learning_rate": 3e-4},
+        {"r": 32, "learning_rate": 1e-4},
+        {"r": 32, "learning_rate": 3e-4},
+    ]
+    losses = [0.5, math.nan, 0.25, None]
+    jobs = [
+        result(
+            f"s{i}", "failed" if loss is None else "done", eval_loss=loss, eval_loss_best=loss, sweep_of="s", settings=chosen, best_step=7
+        )
+        for i, (loss, chosen) in enumerate(zip(losses, settings, strict=True))
+    ]
+    text = printed([*jobs, result("other")])
+    table = text[text.index("sweep s, best first") :].splitlines()
+    assert table[1].split() == ["r", "learning_rate", "best", "eval", "loss", "at", "step", "train", "loss", "job"]
+    assert [line.split()[-1] for line in table[2:6]] == ["s2", "s0", "s1", "s3"]
+    assert table[2].split()[:5] == ["1", "32", "0.0001", "0.2500", "7"] and table[5].split()[0] == "failed"
+    assert "other" not in "\n".join(table)
+
+
+def test_a_sweep_without_evaluation_is_ordered_by_train_loss():
+    jobs = [result("a", train_loss=2.0), result("b", train_loss=1.0), result("c")]
+    assert [item.name for item in best_first(jobs)] == ["b", "a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "number", "code"),
+    [(["done", "done"], None, 0), (["done", "failed"], None, 1), (["stopped"], None, 1), (["stopped"], 2, 130), (["failed"], 15, 143)],
+)
+def test_exit_codes(statuses: list[Any], number: int | None, code: int):
+    assert exit_code([result("a", status) for status in statuses], number) == code
+
+
+def test_text_from_outside_cannot_steer_a_terminal():
+    assert printable("a\x1b[31mb\rc\x07d\u202ee\x9bf\ud800") == "a\ufffd[31mb\ufffdc\ufffdd\ufffde\ufffdf\ufffd"
+    assert printable("tab\tline\nümläut 你好 👩\u200d👩") == "tab\tline\nümläut 你好 👩\u200d👩"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (3 << 20, "3 MiB"), (3 << 40, "3 TiB")]
+)
+def test_bytes_in_words(count: int, text: str):
+    assert bytes_text(count) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(6.6, "0:07"), (139, "2:19"), (3739, "1:02:19"), (3 * 86400 + 4 * 3600, "3 d 4 h")])
+def test_durations_as_a_clock(seconds: float, text: str):
+    assert clock_text(seconds) == text
+
+
+def test_paths_are_as_short_as_they_can_be(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert path_text(tmp_path / "out" / "a") == "out/a"
+    assert path_text(tmp_path.parent / "elsewhere") == str(tmp_path.parent / "elsewhere")
+
+
+def test_a_pipe_is_wide_and_not_live(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    console = open_console()
+    assert console.width == 200 and not shows_live(console)
+    assert not shows_live(Console(force_terminal=True, _environ={"TERM": "dumb"}))
