@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test soak check bench clean
+.PHONY: setup demo test test-gpu soak check bench clean
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -29,6 +29,9 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -m gpu
 
 bench: $(READY)
 	$(BIN)/python bench/cpu.py

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 
 from tlora.adapters.peft import load_params, read_config
 from tlora.adapters.state import AdapterLayout, AdapterState
@@ -104,10 +105,20 @@ def adopt_adapter_config(spec: JobSpec) -> tuple[JobSpec, list[str]]:
         raise ModelError(f"{spec.adapter_path}: target_modules is the pattern {config['target_modules']!r}. List the layers' names there")
     shape = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
     adopted = {key: config[key] for key in shape if config.get(key) is not None}
+    if not isinstance(config.get("target_modules"), list):
+        raise ModelError(f"{spec.adapter_path}: target_modules must be a list of names, and is {config.get('target_modules')!r}")
     adopted["target_modules"] = sorted(config["target_modules"])
     differ = [key for key in shape if key in spec.model_fields_set and key in adopted and getattr(spec, key) != adopted[key]]
     warnings = [f"{key} is {adopted[key]}, as in {spec.adapter_path} (the job says {getattr(spec, key)})" for key in differ]
-    return JobSpec.model_validate(spec.model_dump() | adopted), warnings
+    try:
+        return JobSpec.model_validate(spec.model_dump() | adopted), warnings
+    except ValidationError as error:
+        raise ModelError(f"{spec.adapter_path}: its adapter_config.json cannot be continued: {validation_problems(error)}") from None
+
+
+def validation_problems(error: ValidationError) -> str:
+    """What pydantic found, on one line."""
+    return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}, and is {str(e['input'])[:80]!r}" for e in error.errors())
 
 
 def start_state(spec: JobSpec, model: SuperModel, layout: AdapterLayout) -> AdapterState | None:

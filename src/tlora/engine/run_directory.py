@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tlora import durable
+from tlora import __version__, durable
 from tlora.engine.checkpoint import Progress
 from tlora.errors import ConfigError
 from tlora.job import JobSpec, RunSpec
@@ -93,7 +93,8 @@ def write_job_file(directory: Path, job: JobSpec) -> None:
 
 def write_run_file(directory: Path, run: RunSpec, facts: dict[str, Any]) -> None:
     """`run.json`: the resolved run with its status and the versions it ran with."""
-    versions = {name: version(name) for name in ("tlora", "torch", "transformers")} | {"python": platform.python_version()}
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    versions |= {"tlora": __version__, "python": platform.python_version()}
     content = json.loads(run.model_dump_json()) | {"versions": versions} | facts
     durable.write_file(directory / "run.json", json.dumps(content, indent=1) + "\n")
 

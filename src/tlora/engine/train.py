@@ -76,8 +76,11 @@ def train(
         session.go_on(received)
     results = session.results(received)
     status = "stopped" if received else "done"
-    write_run_file(directory, run, {"status": status, "token_budget": plan.token_budget, "device": _device_name(place)})
-    results.report = write_report(directory)
+    try:
+        write_run_file(directory, run, {"status": status, "token_budget": plan.token_budget, "device": _device_name(place)})
+        results.report = write_report(directory)
+    except (OSError, TloraError) as error:  # a full disk: the results are worth more than their page
+        watcher.note(str(error))
     return results
 
 

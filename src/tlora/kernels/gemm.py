@@ -17,3 +17,11 @@ def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ten
     if large and x_TK.dtype == torch.float32 and x_TK.device.type == "cpu" and torch.backends.mkldnn.is_available():
         return torch.ops.mkldnn._linear_pointwise(x_TK, weight_NK, bias_N, "none", [], "")
     return F.linear(x_TK, weight_NK, bias_N)
+
+
+def add_product_(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    """out += scale * left @ right, where `out` may be of a higher precision: bf16 operands into an fp32 sum."""
+    if out.dtype == left.dtype:
+        out.addmm_(left, right, alpha=scale)
+    else:
+        out.add_(left @ right, alpha=scale)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tlora.kernels.dropout import keep_mask
+from tlora.kernels.gemm import add_product_, linear
 from tlora.kernels.segments import Segment, Segments
 
 
@@ -27,8 +28,8 @@ def lora_forward_(
     shrunk: list[Tensor] = []
     for s in segments:
         x, _ = _dropped(x_TK[s.t0 : s.t1], keys_T, module_key, s)
-        s_tr = x @ a_RK[s.r0 : s.r1].t()
-        y_TN[s.t0 : s.t1].addmm_(s_tr, b_RN[s.r0 : s.r1], alpha=s.scale)
+        s_tr = linear(x, a_RK[s.r0 : s.r1])
+        add_product_(y_TN[s.t0 : s.t1], s_tr, b_RN[s.r0 : s.r1], s.scale)
         shrunk.append(s_tr)
     return shrunk
 
@@ -49,21 +50,14 @@ def lora_backward_(
     """Adds each segment's gradients: to `dx` (unless None), and to its own rows of `da`, `db` (full precision)."""
     for s, s_tr in zip(segments, shrunk, strict=True):
         dy = dy_TN[s.t0 : s.t1]
-        ds_tr = (dy @ b_RN[s.r0 : s.r1].t()).mul_(s.scale)
+        ds_tr = linear(dy, b_RN[s.r0 : s.r1])  # of S before scaling
         x, keep = _dropped(x_TK[s.t0 : s.t1], keys_T, module_key, s)
-        _accumulate(db_RN[s.r0 : s.r1], s_tr.t(), dy, s.scale)
-        _accumulate(da_RK[s.r0 : s.r1], ds_tr.t(), x, 1.0)
+        add_product_(db_RN[s.r0 : s.r1], s_tr.t(), dy, s.scale)
+        add_product_(da_RK[s.r0 : s.r1], ds_tr.t(), x, s.scale)
         if dx_TK is None:
             continue
         if keep is None:
-            dx_TK[s.t0 : s.t1].addmm_(ds_tr, a_RK[s.r0 : s.r1])
+            add_product_(dx_TK[s.t0 : s.t1], ds_tr, a_RK[s.r0 : s.r1], s.scale)
         else:
-            dx = (ds_tr @ a_RK[s.r0 : s.r1]).mul_(1 / (1 - s.dropout))
+            dx = (ds_tr @ a_RK[s.r0 : s.r1]).mul_(s.scale / (1 - s.dropout))
             dx_TK[s.t0 : s.t1].add_(torch.where(keep, dx, 0))
-
-
-def _accumulate(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    if out.dtype == left.dtype:
-        out.addmm_(left, right, alpha=scale)
-    else:  # bf16 operands into an fp32 sum
-        out.add_(left @ right, alpha=scale)

@@ -51,20 +51,15 @@ def packed_attention(
     repeat = query.shape[1] // key.shape[1]
     if repeat > 1:
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    runs = [(length, sum(1 for _ in equal)) for length, equal in groupby(sequence_lengths)]
+    sizes = [length * count for length, count in runs]
+    parts = (t_1HTD.squeeze(0).split(sizes, 1) for t_1HTD in (query, key, value))  # one cat in backward; slices would sum T-sized zeros
     outputs: list[Tensor] = []
-    start = 0
-    for length, equal in groupby(sequence_lengths):
-        count = sum(1 for _ in equal)
-        q, k, v = (_cut(t, start, count, length) for t in (query, key, value))
+    for (length, count), *qkv in zip(runs, *parts, strict=True):
+        q, k, v = (t_HtD.unflatten(1, (count, length)).transpose(0, 1) for t_HtD in qkv)
         out_nHLD = _attend(q, k, v, scaling, sliding_window, softcap)
         outputs.append(out_nHLD.transpose(1, 2).reshape(count * length, *out_nHLD.shape[1::2]))
-        start += count * length
     return torch.cat(outputs)[None], None
-
-
-def _cut(t_1HTD: Tensor, start: int, count: int, length: int) -> Tensor:
-    """[count, H, length, D] out of [1, H, T, D]."""
-    return t_1HTD[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, softcap: float | None) -> Tensor:

@@ -6,10 +6,12 @@ It owns weights, gradients and optimizer state. Data, order, evaluation, files a
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tlora.adapters.bank import AdapterBank
 from tlora.adapters.optim import StepStats, adamw_step
@@ -151,10 +153,16 @@ class SuperModel(nn.Module):
                 total[job_id] = JobLoss(before.loss_sum + loss.loss_sum, before.weight_sum + loss.weight_sum) if before else loss
         return total
 
+    def _repeatable_attention(self) -> AbstractContextManager[object]:
+        """On a GPU the fused kernels sum dQ with atomics, which changes bits from run to run: deterministic mode takes the plain one."""
+        if self.deterministic and self.device.type == "cuda":
+            return sdpa_kernel(SDPBackend.MATH)
+        return nullcontext()
+
     def _run_part(self, part: PackedBatch, train: bool) -> dict[str, JobLoss]:
         dropout = {s.job_id: self._residents[s.job_id].lora.lora_dropout for s in part.spans if train and s.has_keys}
         active = ActiveBatch(part, self.bank, dropout, self._anchor)
-        with torch.set_grad_enabled(train), self.context.enter(active):
+        with torch.set_grad_enabled(train), self.context.enter(active), self._repeatable_attention():
             hidden_TH = hidden_states(self.base, part.input_ids_T, part.position_ids_T, part.lengths)
         rows = part.labelled
         grad_weights = part.grad_weights_T[rows].to(self.bank.sum_dtype) if train else None

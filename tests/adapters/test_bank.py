@@ -1,0 +1,157 @@
+"""The bank: slots never overlap, are aligned, carry exactly what was written, and leave nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tlora.adapters.bank import ROW_ALIGNMENT, AdapterBank
+from tlora.adapters.state import AdapterLayout, init_state, make_layout
+from tlora.job import LoraConfig
+
+TARGETS = {"layers.0.q_proj": (8, 12), "layers.0.v_proj": (8, 4), "layers.1.q_proj": (8, 12)}
+CPU = torch.device("cpu")
+
+
+def make_bank(dtype: torch.dtype = torch.float32) -> AdapterBank:
+    return AdapterBank(TARGETS, dtype, CPU)
+
+
+def layout_of(rank: int, modules: Mapping[str, tuple[int, int]] = TARGETS, **more: object) -> AdapterLayout:
+    return make_layout(LoraConfig(r=rank, **more), modules)  # type: ignore[arg-type]
+
+
+def numbered(layout: AdapterLayout, start: int = 1) -> torch.Tensor:
+    return torch.arange(start, start + layout.numel, dtype=torch.float32)
+
+
+def check_rows(bank: AdapterBank, live: Mapping[str, tuple[AdapterLayout, torch.Tensor]]) -> None:
+    """Every slot holds its own numbers, all else is zero, and no two slots touch."""
+    for module in TARGETS:
+        here = {job: {s.module: (s, a, b) for s, a, b in layout.views(params)}.get(module) for job, (layout, params) in live.items()}
+        here = {job: found for job, found in here.items() if found}
+        if not here:
+            continue
+        rows = bank.linear(module)
+        owner = torch.zeros(len(rows.a_RK), dtype=torch.bool)
+        for job, (shape, a, b) in here.items():
+            slot = bank.slot(job, module)
+            assert slot is not None
+            span, scale = slot
+            assert len(span) == shape.rank and scale == shape.scale and span.start % ROW_ALIGNMENT == 0
+            assert not owner[span.start : span.stop].any(), f"{job} shares rows with another"
+            owner[span.start : span.stop] = True
+            assert torch.equal(rows.a_RK[span.start : span.stop], a) and torch.equal(rows.b_RN[span.start : span.stop], b)
+        for tensor in (rows.a_RK, rows.b_RN, rows.da_RK, rows.db_RN):
+            assert tensor.shape[0] == len(owner) and not tensor[~owner].any()
+
+
+operations = st.lists(st.tuples(st.booleans(), st.integers(1, 50), st.integers(1, 7)), min_size=1, max_size=30)
+
+
+@given(operations)
+def test_any_order_of_coming_and_going(drawn: list[tuple[bool, int, int]]) -> None:
+    bank, live, count = make_bank(), dict[str, tuple[AdapterLayout, torch.Tensor]](), 0
+    for add, rank, modules in drawn:
+        if add or not live:
+            chosen = {m: shape for i, (m, shape) in enumerate(TARGETS.items()) if modules >> i & 1}
+            layout = layout_of(rank, chosen)
+            params = numbered(layout, 1000 * count + 1)
+            bank.add(f"job{count}", layout)
+            bank.write(f"job{count}", params)
+            live[f"job{count}"] = (layout, params)
+            count += 1
+        else:
+            job = sorted(live)[rank % len(live)]
+            bank.remove(job)
+            del live[job]
+        assert set(bank.jobs()) == set(live) and all(job in bank for job in live)
+        check_rows(bank, live)
+
+
+def test_rows_are_used_again() -> None:
+    bank = make_bank()
+    for i in range(100):
+        bank.add(f"job{i}", layout_of(16))
+        if i >= 2:
+            bank.remove(f"job{i - 2}")
+    assert len(bank.linear("layers.0.q_proj").a_RK) <= 64
+
+
+def test_growing_keeps_weights_and_half_summed_gradients() -> None:
+    bank, layout = make_bank(), layout_of(3)
+    bank.add("first", layout)
+    bank.write("first", numbered(layout))
+    bank.linear("layers.0.q_proj").da_RK[:3] = 5
+    for i in range(9):
+        bank.add(f"other{i}", layout_of(40))
+    grad = bank.take_grad("first")
+    assert float(grad.sum()) == 5 * 3 * 8
+    rows, _ = bank.slot("first", "layers.0.q_proj") or (range(0), 0.0)
+    assert torch.equal(bank.linear("layers.0.q_proj").a_RK[rows.start : rows.stop].flatten(), numbered(layout)[: 3 * 8])
+
+
+def test_taking_a_gradient_takes_the_jobs_own_in_layout_order_and_forgets_it() -> None:
+    bank, layouts = make_bank(), {"a": layout_of(3), "b": layout_of(20)}
+    for job, layout in layouts.items():
+        bank.add(job, layout)
+    for module in TARGETS:
+        linear = bank.linear(module)
+        for i, job in enumerate(layouts):
+            rows, _ = bank.slot(job, module) or (range(0), 0.0)
+            linear.da_RK[rows.start : rows.stop], linear.db_RN[rows.start : rows.stop] = 10 * i + 1, 10 * i + 2
+    for i, (job, layout) in enumerate(layouts.items()):
+        for _, da, db in layout.views(bank.take_grad(job)):
+            assert bool((da == 10 * i + 1).all()) and bool((db == 10 * i + 2).all())
+        assert not bank.take_grad(job).any()
+
+
+def test_forgetting_one_gradient_keeps_the_others() -> None:
+    bank = make_bank()
+    for job in ("a", "b"):
+        bank.add(job, layout_of(2))
+        rows, _ = bank.slot(job, "layers.0.v_proj") or (range(0), 0.0)
+        bank.linear("layers.0.v_proj").db_RN[rows.start : rows.stop] = 1
+    bank.linear("layers.0.q_proj").da_RK[:2] = torch.nan  # a's
+    bank.zero_grad("a")
+    assert not bank.take_grad("a").any() and float(bank.take_grad("b").sum()) == 2 * 4
+
+
+def test_no_trace_is_left_not_even_in_the_padding() -> None:
+    bank = make_bank()
+    bank.add("a", layout_of(3))
+    rows = bank.linear("layers.0.q_proj")
+    for tensor in (rows.a_RK, rows.b_RN, rows.da_RK, rows.db_RN):
+        tensor.fill_(torch.nan)
+    bank.remove("a")
+    bank.add("b", layout_of(9))
+    assert not any(t.any() for t in (rows.a_RK, rows.b_RN, rows.da_RK, rows.db_RN)) and not bank.take_grad("b").any()
+
+
+def test_a_job_has_no_slot_where_it_adapts_nothing() -> None:
+    bank = make_bank()
+    bank.add("a", layout_of(2, {"layers.0.q_proj": (8, 12)}))
+    bank.add("b", layout_of(2))
+    assert bank.slot("a", "layers.1.q_proj") is None and bank.slot("b", "layers.1.q_proj") is not None
+
+
+def test_a_second_slot_for_one_job_is_a_bug() -> None:
+    bank = make_bank()
+    bank.add("a", layout_of(2))
+    with pytest.raises(AssertionError, match="a has a slot already"):
+        bank.add("a", layout_of(2))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sums"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)], ids=str
+)
+def test_sums_are_in_full_precision(dtype: torch.dtype, sums: torch.dtype) -> None:
+    bank, layout = make_bank(dtype), layout_of(2)
+    bank.add("a", layout)
+    bank.write("a", init_state(layout, 0, sums).params)
+    assert bank.linear("layers.0.q_proj").a_RK.dtype == dtype and bank.linear("layers.0.q_proj").da_RK.dtype == sums
+    assert bank.take_grad("a").dtype == sums

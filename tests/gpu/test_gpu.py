@@ -1,0 +1,80 @@
+"""The promises on a GPU: together equals alone (bitwise in deterministic mode), neighbours' NaN stays theirs, and a run end to end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import tlora
+from tests.engine.conftest import save_base
+from tests.engine.tiny_runs import write_rows
+from tests.tiny import make_model, make_samples
+from tlora.job import JobSpec, LoraConfig, TrainConfig
+from tlora.supermodel.batch import BatchRow, PackedBatch, collate
+from tlora.supermodel.load import make_base
+from tlora.supermodel.supermodel import SuperModel
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+RANKS = {"a": 4, "b": 16, "c": 64}
+
+
+def batch_of(job_ids: list[str], step: int) -> PackedBatch:
+    rows: list[BatchRow] = []
+    for job_id in job_ids:
+        own = make_samples(3, seed=100 * step + ord(job_id), low=3, high=90)
+        normalizer = float(sum(s.loss_weights[1:].sum() for s in own))
+        rows += [BatchRow(job_id, s.input_ids, s.loss_weights, normalizer, (7, step, i)) for i, s in enumerate(own)]
+    return collate(rows, "cuda", pad_to=1024)
+
+
+def train_adapters(job_ids: list[str], dtype: torch.dtype, deterministic: bool, poison: str = "") -> dict[str, torch.Tensor]:
+    model = make_model("llama", dtype, hidden_size=256, intermediate_size=512).to("cuda")
+    shared = SuperModel(make_base(model, "llama"), deterministic)
+    for job_id in job_ids:
+        lora = LoraConfig(r=RANKS[job_id], lora_dropout=0.1 if job_id == "b" else 0.0)
+        shared.join(job_id, lora, TrainConfig(learning_rate=1e-3, max_steps=10, seed=ord(job_id)))
+    if poison:
+        shared.state(poison).params.fill_(float("nan"))
+        shared.bank.write(poison, shared.state(poison).params)
+    for step in range(5):
+        shared.forward_backward(batch_of(job_ids, step))
+        shared.optim_step(job_ids)
+    return {job_id: shared.leave(job_id).params.cpu() for job_id in job_ids}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_together_is_alone_bitwise_in_deterministic_mode(dtype: torch.dtype) -> None:
+    together = train_adapters(["a", "b", "c"], dtype, deterministic=True)
+    for job_id in RANKS:
+        assert torch.equal(together[job_id], train_adapters([job_id], dtype, deterministic=True)[job_id]), job_id
+
+
+def test_together_is_alone_within_rounding() -> None:
+    together = train_adapters(["a", "b", "c"], torch.float32, deterministic=False)
+    for job_id in RANKS:
+        alone = train_adapters([job_id], torch.float32, deterministic=False)[job_id]
+        assert float((together[job_id] - alone).norm() / alone.norm()) <= 1e-3, job_id
+
+
+def test_a_poisoned_neighbour_changes_no_bit() -> None:
+    healthy = train_adapters(["a", "b", "c"], torch.bfloat16, deterministic=True)
+    beside = train_adapters(["a", "b", "c"], torch.bfloat16, deterministic=True, poison="b")
+    assert torch.equal(healthy["a"], beside["a"]) and torch.equal(healthy["c"], beside["c"])
+
+
+def test_a_run_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TLORA_CACHE", str(tmp_path / "cache"))
+    base = save_base(tmp_path / "base")
+    jobs = []
+    for number, rank in enumerate((4, 16, 64)):
+        path = tmp_path / f"{number}.jsonl"
+        write_rows(path, 24, number, high=30)
+        data = {"path": str(path), "eval_size": 4}
+        jobs.append(JobSpec.model_validate({"name": f"job{number}", "data": data, "r": rank, "learning_rate": 1e-3, "num_train_epochs": 3}))
+    results = tlora.train(jobs, base_model=str(base), output_dir=str(tmp_path / "out"), dtype="bfloat16", device="cuda")
+    assert all(result.status == "done" for result in results.values()), results
+    for result in results.values():
+        assert result.eval_loss is not None and result.eval_loss_first is not None
+        assert result.eval_loss < result.eval_loss_first

@@ -1,0 +1,33 @@
+"""L0 to L3 at the super-model's level: fixed jobs, drawn jobs, poisoned neighbours."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.numerics import checks
+from tests.numerics.poisons import POISONS, Poison
+from tests.numerics.world import super_model
+
+
+@pytest.mark.parametrize("job", checks.standard_jobs(), ids=lambda job: job.name)
+def test_l0_twice_alone(job: checks.Job) -> None:
+    checks.check_l0(super_model(), job)
+
+
+@pytest.mark.parametrize("packing_seed", range(3))
+def test_l1_together_has_the_bytes_of_alone(packing_seed: int) -> None:
+    checks.check_l1(super_model(), checks.standard_jobs(), packing_seed)
+
+
+@pytest.mark.parametrize("poison", POISONS, ids=lambda poison: poison.name)
+def test_l2_a_poisoned_neighbour_changes_nothing(poison: Poison) -> None:
+    checks.check_l2(super_model(), checks.standard_jobs(), poison)
+
+
+@pytest.mark.parametrize("packing_seed", range(3))
+def test_l3_together_is_alone_but_for_rounding(packing_seed: int) -> None:
+    checks.check_l3(super_model(), checks.standard_jobs(), packing_seed)
+
+
+def test_equals_peft() -> None:
+    checks.check_peft(super_model(), checks.standard_jobs())

@@ -1,0 +1,87 @@
+"""Packed attention against masked softmax in fp64, gradients too; and what of a neighbour must never get through."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.tolerances import KERNEL, assert_close
+from tlora.errors import ModelError
+from tlora.supermodel.attention import packed_attention
+
+LENGTHS = (3, 3, 1, 9, 1, 1, 12)
+OPTIONS = {"plain": {}, "window": {"sliding_window": 4}, "softcap": {"softcap": 2.0}, "both": {"sliding_window": 4, "softcap": 2.0}}
+MODULE = nn.Identity()
+
+
+def operands(dtype: torch.dtype, heads: int = 4, kv_heads: int = 2) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    total = sum(LENGTHS)
+    return [torch.randn(1, h, total, 8, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for h in (heads, kv_heads, kv_heads)]
+
+
+def oracle(q: Tensor, k: Tensor, v: Tensor, scaling: float, sliding_window: int | None = None, softcap: float | None = None) -> Tensor:
+    """One dense score matrix per head with everything invisible at minus infinity."""
+    total, repeat = q.shape[2], q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    owner = torch.repeat_interleave(torch.tensor(LENGTHS))
+    distance = torch.arange(total)[:, None] - torch.arange(total)[None, :]
+    visible = (owner[:, None] == owner[None, :]) & (distance >= 0)
+    if sliding_window:
+        visible &= distance < sliding_window
+    scores = q @ k.transpose(2, 3) * scaling
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    return (scores.masked_fill(~visible, -math.inf).softmax(-1) @ v).transpose(1, 2)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return packed_attention(MODULE, q, k, v, None, scaling=0.3, sequence_lengths=LENGTHS, **options)[0]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_output_and_gradients(kv_heads: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    found, true = operands(dtype, kv_heads=kv_heads), [t.detach().double().requires_grad_() for t in operands(dtype, kv_heads=kv_heads)]
+    out, expected = attend(*found, **options), oracle(*true, scaling=0.3, **options)  # type: ignore[misc]
+    dy = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    out.backward(dy.to(dtype))
+    expected.backward(dy)
+    assert_close(out, expected, 10 * KERNEL[dtype], "out")
+    for name, mine, its in zip("qkv", found, true, strict=True):
+        assert mine.grad is not None and its.grad is not None
+        assert_close(mine.grad, its.grad, 10 * KERNEL[dtype], f"d{name}")
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_sample_leaks_nowhere(bad: float, options: dict[str, Any]) -> None:
+    """The second of two equal lengths, which run as one batch, and the long one: their neighbours' bits stay."""
+    good, poisoned = operands(torch.float32), operands(torch.float32)
+    mine = torch.ones(sum(LENGTHS), dtype=torch.bool)
+    for start, stop in ((3, 6), (7, 16)):
+        mine[start:stop] = False
+        for t in poisoned:
+            t.data[:, :, start:stop] = bad
+    outs = [attend(*ts, **options) for ts in (good, poisoned)]  # type: ignore[misc]
+    for out in outs:
+        out.backward(torch.ones_like(out))
+    assert torch.equal(outs[0][:, mine], outs[1][:, mine])
+    for mine_t, its_t in zip(good, poisoned, strict=True):
+        assert mine_t.grad is not None and its_t.grad is not None
+        assert torch.equal(mine_t.grad[:, :, mine], its_t.grad[:, :, mine])
+
+
+def test_without_lengths_it_refuses() -> None:
+    with pytest.raises(ModelError, match="Identity does not hand keyword arguments to its attention"):
+        packed_attention(MODULE, *operands(torch.float32), None)
+
+
+def test_sinks_are_refused() -> None:
+    with pytest.raises(ModelError, match="uses attention sinks"):
+        packed_attention(MODULE, *operands(torch.float32), None, sequence_lengths=LENGTHS, s_aux=SimpleNamespace())

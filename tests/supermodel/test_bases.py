@@ -1,0 +1,167 @@
+"""Which bases and targets are taken, which are refused, and in what words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from tests.tiny import FAMILIES, SHAPE, make_model, make_samples
+from tlora.errors import ModelError
+from tlora.job import LoraConfig
+from tlora.supermodel.inject import expert_modules, find_linears, resolve_targets
+from tlora.supermodel.load import load_base, make_base
+from tlora.supermodel.lora_linear import LoraLinear
+from tlora.supermodel.supermodel import SuperModel
+
+SMALL = {k: SHAPE[k] for k in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+
+
+def build(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+# -- bases ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_is_taken_and_frozen(family: str) -> None:
+    model = make_model(family)
+    expected = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)} - {"lm_head"}
+    shared = SuperModel(make_base(model, family))
+    assert {shape.module for shape in shared.layout(LoraConfig()).shapes} == expected
+    assert all(isinstance(model.get_submodule(name), LoraLinear) for name in expected)
+    assert not any(p.requires_grad for p in model.parameters()) and not model.training
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            transformers.Mamba2Config(**SMALL, num_hidden_layers=2, state_size=8, num_heads=8, head_dim=16, n_groups=1),
+            "other logits than single ones",
+        ),
+        (transformers.MambaConfig(**SMALL, num_hidden_layers=2, state_size=4), "cannot run packed samples"),
+        (
+            transformers.BambaConfig(**SHAPE, mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, attn_layer_indices=[1]),
+            "other logits than single ones",
+        ),
+        (transformers.GptOssConfig(**SHAPE, head_dim=16, num_local_experts=4, num_experts_per_tok=2), "uses attention sinks"),
+        (transformers.StableLmConfig(**SHAPE), "does not hand keyword arguments to its attention"),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
+)
+def test_a_base_that_cannot_be_packed_is_refused(config: Any, words: str) -> None:
+    with pytest.raises(ModelError, match=f"base_model some/name: .*{words}"):
+        make_base(build(config), "some/name")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_short_convolution_is_refused_though_it_leaks_less_than_rounding(dtype: torch.dtype) -> None:
+    config = transformers.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"])
+    with pytest.raises(ModelError, match=r"jobs cannot share it\. Use a decoder made of attention and linear layers"):
+        make_base(build(config, dtype), "lfm2")
+
+
+def test_layers_that_are_not_linear_are_refused() -> None:
+    gpt2 = transformers.GPT2Config(vocab_size=131, n_embd=64, n_layer=1, n_head=4, n_positions=64)
+    with pytest.raises(ModelError, match=r"GPT2LMHeadModel has no nn\.Linear layer to adapt"):
+        SuperModel(make_base(build(gpt2), "gpt2"))
+
+
+def test_a_head_that_is_not_linear_is_refused() -> None:
+    model = make_model()
+    model.lm_head = nn.Sequential(nn.Linear(64, 131))
+    with pytest.raises(ModelError, match="output head is Sequential"):
+        make_base(model, "odd")
+
+
+def test_paths(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no such directory\. Give a directory with config\.json"):
+        load_base(str(tmp_path / "absent"))
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        load_base(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_base(str(tmp_path))
+    (tmp_path / "config.json").write_text(FAMILIES["llama"].to_json_string())
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_base(str(tmp_path))
+
+
+def test_from_a_directory(tmp_path: Path) -> None:
+    make_model("qwen2").save_pretrained(tmp_path)
+    model = SuperModel.from_pretrained(str(tmp_path), dtype="float64")
+    assert model.bank.dtype == torch.float64 and model.base.vocab_size == 131 and model.base.name == str(tmp_path)
+
+
+# -- targets -------------------------------------------------------------------------------------------------------------
+
+
+def targets_of(model: Any, **lora: Any) -> dict[str, tuple[int, int]]:
+    return resolve_targets(model, find_linears(model), LoraConfig(**lora))
+
+
+def test_literal_targets_match_whole_names_or_their_ends() -> None:
+    model = make_model()
+    assert set(targets_of(model, target_modules=["v_proj"])) == {f"model.layers.{i}.self_attn.v_proj" for i in (0, 1)}
+    assert set(targets_of(model, target_modules=["layers.1.mlp.up_proj"])) == {"model.layers.1.mlp.up_proj"}
+    assert targets_of(model, target_modules=["down_proj"])["model.layers.0.mlp.down_proj"] == (96, 64)
+    with pytest.raises(ModelError, match="'proj' is not in this base model"):
+        targets_of(model, target_modules=["proj"])  # no part of a name, as in PEFT
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (
+            "q_prj",
+            "'q_prj' is not in this base model. Did you mean q_proj\\? It has: down_proj, gate_proj, k_proj, o_proj, q_proj",
+        ),
+        ("query_key_value", "'query_key_value' is not .*It has: down_proj.*or write all-linear"),
+        ("lm_head", "'lm_head' is not"),
+        (".*_proj", "is not in this base model"),
+    ],
+)
+def test_unknown_targets_are_named_beside_those_that_exist(target: str, words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        targets_of(make_model(), target_modules=["v_proj", target])
+
+
+@pytest.mark.parametrize("pattern", ["rank_pattern", "alpha_pattern"])
+def test_a_pattern_that_matches_nothing_adapted_is_refused(pattern: str) -> None:
+    with pytest.raises(ModelError, match="'up_proj' in rank_pattern or alpha_pattern matches none of the adapted layers"):
+        targets_of(make_model(), target_modules=["q_proj"], **{pattern: {"up_proj": 3}})
+
+
+EXPERTS = {
+    "mixtral": transformers.MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3-moe": transformers.Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+}
+
+
+@pytest.mark.parametrize("config", EXPERTS.values(), ids=EXPERTS)
+def test_experts_are_refused_and_the_attention_beside_them_is_not(config: Any) -> None:
+    model = build(config)
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp is a mixture of experts.*k_proj, o_proj, q_proj, v_proj"):
+        targets_of(model)
+    assert len(targets_of(model, target_modules=["q_proj"])) == 2
+    assert expert_modules(make_model()) == []
+
+
+def test_a_linear_inside_the_experts_is_refused_by_name() -> None:
+    model = make_model()
+    model.model.layers[1].mlp.experts = nn.ModuleList([nn.Linear(64, 64)])
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp is a mixture of experts"):
+        targets_of(model, target_modules=["up_proj"])
+
+
+def test_samples_for_the_tiny_models_fit_their_vocabulary() -> None:
+    assert all(
+        s.input_ids.min() >= 3 and s.input_ids.max() < SHAPE["vocab_size"] and not s.loss_weights[0] for s in make_samples(50, low=3)
+    )

@@ -1,0 +1,80 @@
+"""Collating: what lies where in a packed batch, and taking it apart again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.tiny import make_samples
+from tlora.kernels.dropout import token_keys
+from tlora.supermodel.batch import BatchRow, PackedBatch, Span, collate
+
+
+def row(
+    job_id: str, ids: list[int], weights: list[float] | None = None, normalizer: float = 1.0, key: tuple[int, int, int] | None = None
+) -> BatchRow:
+    weights = [1.0] * len(ids) if weights is None else weights
+    return BatchRow(job_id, np.array(ids, np.int32), np.array(weights, np.float32), normalizer, key)
+
+
+def test_what_lies_where() -> None:
+    batch = collate([row("a", [5, 6, 7], [0, 0, 1], 4.0), row("a", [8, 9]), row("b", [3, 4], normalizer=2.0)], pad_to=9)
+    assert batch.input_ids_T.tolist() == [5, 6, 7, 8, 9, 3, 4, 0, 0]
+    assert batch.position_ids_T.tolist() == [0, 1, 2, 0, 1, 0, 1, 0, 1]
+    assert batch.labels_T.tolist() == [6, 7, 0, 9, 0, 4, 0, 0, 0]
+    assert batch.loss_weights_T.tolist() == [0, 1, 0, 1, 0, 1, 0, 0, 0]
+    assert batch.grad_weights_T.tolist() == [0, 0.25, 0, 1, 0, 0.5, 0, 0, 0]
+    assert batch.labelled.tolist() == [1, 3, 5]
+    assert batch.lengths == (3, 2, 2, 2) and batch.spans == (Span("a", 0, 5), Span("b", 5, 7))
+    assert batch.num_tokens == 7 and batch.keys_T is None
+
+
+def test_dropout_keys_are_each_samples_own() -> None:
+    batch = collate([row("a", [5, 6, 7], key=(1, 2, 3)), row("b", [3, 4])])
+    assert batch.keys_T is not None
+    assert np.array_equal(batch.keys_T[:3].numpy(), token_keys(1, 2, 3, 3)) and batch.keys_T[3:].tolist() == [0, 0]
+    assert batch.spans == (Span("a", 0, 3, has_keys=True), Span("b", 3, 5))
+
+
+def test_weight_of_the_first_token_is_never_a_target() -> None:
+    assert collate([row("a", [5, 6], [9, 1])]).loss_weights_T.tolist() == [1, 0]
+
+
+def test_nothing_at_all() -> None:
+    batch = collate([])
+    assert batch.num_tokens == 0 and batch.lengths == () and list(batch.rows()) == []
+
+
+def same(left: PackedBatch, right: PackedBatch) -> bool:
+    for name in ("input_ids_T", "position_ids_T", "labels_T", "loss_weights_T", "grad_weights_T", "labelled"):
+        if not torch.equal(getattr(left, name), getattr(right, name)):
+            return False
+    keys = (left.keys_T is None) == (right.keys_T is None) and (left.keys_T is None or torch.equal(left.keys_T, right.keys_T))  # type: ignore[arg-type]
+    return keys and left.lengths == right.lengths and left.spans == right.spans
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(0, 99), st.integers(0, 200))
+def test_rows_of_a_batch_are_the_samples_collated_alone(counts: list[int], seed: int, pad_to: int) -> None:
+    samples = iter(make_samples(sum(counts), seed=seed, low=1, high=30))
+    rows: list[BatchRow] = []
+    for job, count in enumerate(counts):
+        rows += [BatchRow(f"job{job}", s.input_ids, s.loss_weights, 3.0, (seed, 0, i)) for i, s in zip(range(count), samples, strict=False)]
+    found = list(collate(rows, pad_to=pad_to).rows())
+    assert len(found) == len(rows) and all(same(part, collate([one])) for part, one in zip(found, rows, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([row("a", [1]), row("b", [1]), row("a", [1])], "rows of a are not adjacent"),
+        ([row("a", [])], "a row of a has 0 tokens"),
+        ([row("a", [1], normalizer=0)], "normalizer 0"),
+        ([row("a", [1], key=(1, 2, 3)), row("a", [1])], "some rows of a have a dropout key and some have none"),
+    ],
+)
+def test_what_only_a_bug_can_ask_for(rows: list[BatchRow], words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        collate(rows)

@@ -1,0 +1,83 @@
+"""Tiny random base models of each supported family, and samples for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from tlora.data.dataset import Sample
+from tlora.supermodel.batch import BatchRow, PackedBatch, collate
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+WINDOW = {"sliding_window": 7}
+FAMILIES: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False),
+    "llama-tied": LlamaConfig(**SHAPE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=24, tie_word_embeddings=False),
+    "mistral": MistralConfig(**SHAPE, **WINDOW),
+    "gemma2": Gemma2Config(**SHAPE, **WINDOW, head_dim=16, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
+    "gemma3": Gemma3TextConfig(**SHAPE, **WINDOW, head_dim=16, layer_types=["sliding_attention", "full_attention"]),
+    "gemma3-capped": Gemma3TextConfig(
+        **SHAPE, **WINDOW, head_dim=16, layer_types=["sliding_attention", "full_attention"], final_logit_softcapping=3.0
+    ),
+    "phi3": Phi3Config(**SHAPE, tie_word_embeddings=False),
+}
+
+
+def make_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
+    """A random causal LM of `family`; `changes` override its config."""
+    config = type(FAMILIES[family])(**{**FAMILIES[family].to_dict(), **changes})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        with torch.no_grad():  # random norms and biases: a path that forgets one must not pass
+            for p in model.parameters():
+                if p.ndim == 1:
+                    p.add_(torch.randn_like(p) * 0.1)
+    return model.eval()
+
+
+def make_samples(count: int, seed: int = 0, low: int = 2, high: int = 24, vocab: int = 131) -> list[Sample]:
+    """Random samples whose first third is a prompt without loss."""
+    rng = np.random.default_rng(seed)
+    found: list[Sample] = []
+    for length in rng.integers(low, high + 1, count):
+        weights = np.ones(length, np.float32)
+        weights[: length // 3] = 0
+        found.append(Sample(rng.integers(3, vocab, length).astype(np.int32), weights))
+    return found
+
+
+def make_batch(samples: dict[str, list[Sample]], step: int | None = None, seed: int = 0) -> PackedBatch:
+    """One batch with each job's samples as its whole global batch; with `step`, dropout is on."""
+    rows: list[BatchRow] = []
+    for job_id, own in samples.items():
+        normalizer = float(sum(s.loss_weights[1:].sum() for s in own))
+        for i, s in enumerate(own):
+            rows.append(BatchRow(job_id, s.input_ids, s.loss_weights, normalizer, None if step is None else (seed, step, i)))
+    return collate(rows)
