@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -124,15 +124,16 @@ class JobSpec(LoraConfig, TrainConfig):
     @classmethod
     def _gather_data(cls, raw: object) -> object:
         if not isinstance(raw, dict) or "data" not in raw:
-            return raw
-        fields = dict(raw)
+            return cast("object", raw)
+        fields = dict(cast("dict[str, object]", raw))
         data = fields["data"]
         if isinstance(data, str):
             data = {"path": data}
         if isinstance(data, DataConfig):
-            data = data.model_dump()
+            data = data.model_dump(exclude_unset=True)
         if isinstance(data, dict):
-            fields["data"] = {key: fields.pop(key) for key in _DATA_KEYS if key in fields} | data
+            beside = {key: fields.pop(key) for key in _DATA_KEYS if key in fields}
+            fields["data"] = beside | cast("dict[str, object]", data)
         return fields
 
     @field_validator("name")

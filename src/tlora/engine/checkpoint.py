@@ -41,6 +41,7 @@ class Progress:
     best_step: int = -1
     evals_without_gain: int = 0
     finished: bool = False
+    data: str = ""  # which tokenized set the steps were taken on
 
 
 def save(directory: Path, state: AdapterState, progress: Progress, lora: LoraConfig, base_model: str) -> None:
@@ -61,7 +62,7 @@ def save(directory: Path, state: AdapterState, progress: Progress, lora: LoraCon
 def load(directory: Path, layout: AdapterLayout, dtype: torch.dtype, device: torch.device) -> tuple[AdapterState, Progress]:
     """What `save` wrote. Raises CheckpointError or ModelError when it does not belong to `layout`."""
     durable.verify(directory)
-    progress = Progress(**json.loads((directory / STATE_FILE).read_text(encoding="utf-8")))
+    progress = read_progress(directory)
     moments = load_file(directory / OPTIMIZER_FILE)
     for name, tensor in moments.items():
         if tensor.numel() != layout.numel:
@@ -72,6 +73,15 @@ def load(directory: Path, layout: AdapterLayout, dtype: torch.dtype, device: tor
     params = load_params(directory, layout, dtype).to(device)
     exp_avg, exp_avg_sq = (moments[name].to(device=device, dtype=dtype) for name in ("exp_avg", "exp_avg_sq"))
     return AdapterState(layout, params, exp_avg, exp_avg_sq, progress.step, progress.updates, progress.skipped), progress
+
+
+def read_progress(directory: Path) -> Progress:
+    """The progress in a verified checkpoint. Raises CheckpointError when another version of this program wrote it."""
+    path = directory / STATE_FILE
+    try:
+        return Progress(**json.loads(path.read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: is not of this version ({error}). Resume with the version that wrote it, or start anew") from None
 
 
 def export(checkpoint: Path, directory: Path) -> None:

@@ -19,6 +19,8 @@ from tlora.errors import TloraError
 from tlora.supermodel.batch import PackedBatch, collate
 from tlora.supermodel.supermodel import JobLoss, SuperModel
 
+_FORGIVEN = 3
+
 
 @dataclass
 class Traffic:
@@ -33,8 +35,10 @@ class Traffic:
 class Engine:
     """A super-model with the jobs that share it now. `results` collects those that have ended."""
 
-    def __init__(self, model: SuperModel, token_budget: int, note: Callable[[str], None]) -> None:
+    def __init__(self, model: SuperModel, token_budget: int, note: Callable[[str], None], smallest_budget: int = 1) -> None:
+        """`smallest_budget`: tokens of the longest sample of any job that may still join; running out of memory stops at it."""
         self.model, self.token_budget, self._note = model, token_budget, note
+        self._smallest_budget, self._unexplained = smallest_budget, 0
         self.runs: dict[str, JobRun] = {}
         self.results: dict[str, JobResult] = {}
         self.traffic = Traffic({})
@@ -123,7 +127,8 @@ class Engine:
             if not run.needs_evaluation:
                 recorder.save_if_due(self.model.state(name))
             if not run.offer():
-                self.results[name] = recorder.finish(self.model.leave(name))
+                self.results[name] = recorder.finish(self.model.state(name))
+                self.model.leave(name)
                 del self.runs[name]
         except (OSError, TloraError) as error:
             self._fail(run, str(error))
@@ -147,20 +152,27 @@ class Engine:
         names = [name for name, _ in groupby(row.job_id for row in packed.rows)]
         for name in names:
             self.model.zero_grad_of(name)
-        smaller = max(self.token_budget // 2, self._longest())
+        smaller = max(self.token_budget // 2, self._longest(), self._smallest_budget)
         if isinstance(error, torch.OutOfMemoryError) and smaller < self.token_budget:
             self.token_budget = smaller
             self._note(f"out of memory: the token budget is now {self.token_budget}")
         else:
             guilty = {name: why for name in names if (why := self._try_alone(name, packed)) is not None}
             if not guilty:
-                raise error
+                self._forgive(error)
             for name, why in guilty.items():
                 self._fail(self.runs[name], f"{type(why).__name__}: {why}")
         for name in names:
             if name in self.runs:
                 self.model.zero_grad_of(name)
                 self.runs[name].offer()
+
+    def _forgive(self, error: BaseException) -> None:
+        """An error that no job repeats alone is let pass, not more often than `_FORGIVEN` times in a run."""
+        self._unexplained += 1
+        if self._unexplained > _FORGIVEN:
+            raise error
+        self._note(f"{type(error).__name__}: {error}; no job repeats it alone, so the batch starts over")
 
     def _longest(self) -> int:
         return max(int(data.lengths.max()) for run in self.runs.values() for data in (run.train, run.evaluation) if data is not None)

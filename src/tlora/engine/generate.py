@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from tlora.adapters.peft import load_params, read_config
 from tlora.adapters.state import AdapterLayout, make_layout
@@ -28,7 +27,7 @@ from tlora.engine.plan import adopt_adapter_config, pick_device
 from tlora.errors import DataError, ModelError
 from tlora.job import DataConfig, JobSpec
 from tlora.supermodel.inject import find_linears, resolve_targets
-from tlora.supermodel.load import load_config
+from tlora.supermodel.load import load_weights
 
 OnText = Callable[[str], None]
 
@@ -68,14 +67,12 @@ def open_adapter(directory: Path, *, base_model: str | None = None, device: str 
     base = base_model or read_config(directory).get("base_model_name_or_path")
     if not base:
         raise ModelError(f"{directory}: the adapter names no base model. Add --base-model")
-    load_config(base)
     place = pick_device(device)
+    model: Any = load_weights(base).to(place).eval()
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-        model.to(place).eval()
         tokenizer = AutoTokenizer.from_pretrained(base)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ModelError(f"base model {base}: cannot be loaded: {str(error).strip().splitlines()[0]}") from None
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"base model {base}: its tokenizer cannot be loaded: {str(error).strip().splitlines()[0]}") from None
     try:
         shape, _ = adopt_adapter_config(JobSpec(name="adapter", data=DataConfig(path="-"), adapter_path=str(directory)))
     except ValueError as error:

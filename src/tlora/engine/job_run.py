@@ -47,12 +47,17 @@ class JobRun:
         self.train, self.evaluation = train, evaluation
         self.total_steps = spec.total_steps(len(train))
         self.steps_per_epoch = math.ceil(len(train) / spec.batch_size)
-        self.progress = Progress()
+        self.progress = Progress(data=self.data_key)
         self.flow = Flow(spec.name, spec.weight)
         self.last_rate = 0.0
         self._sums = _Sums()
         self._normalizer = 1.0
         self._tokens = 0  # of the global batch in flight
+
+    @property
+    def data_key(self) -> str:
+        """Names the tokenized training set: its cache key covers file, tokenizer, template and settings."""
+        return f"{self.train.directory.name}/{len(self.train)}"
 
     # -- what it offers ------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from tlora.data.prepare import Prepared, PrepareProgress, PrepareRequest, prepar
 from tlora.engine.memory import MemoryModel, measure
 from tlora.errors import CapacityError, DataError, ModelError, TloraError
 from tlora.job import JobSpec, RunSpec
+from tlora.supermodel.load import longest_safe_sequence
 from tlora.supermodel.supermodel import SuperModel
 
 _CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is flat (docs/design.md)
@@ -41,6 +42,7 @@ class RunPlan:
     token_budget: int
     memory: MemoryModel
     limit_bytes: int
+    longest: int  # tokens of the longest sample of any job
 
     def fits(self, layouts: list[AdapterLayout]) -> bool:
         return self.memory.total_bytes(layouts, self.token_budget) <= self.limit_bytes
@@ -74,18 +76,24 @@ def plan_run(
             job.problems.append(str(found))
         else:
             job.data = found
+            job.warnings += _data_warnings(found)
         try:
-            job.spec, job.warnings = adopt_adapter_config(job.spec)
+            job.spec, warnings = adopt_adapter_config(job.spec)
+            job.warnings += warnings
             job.layout = model.layout(job.spec)
             job.warnings += _rank_warnings(job.layout)
             if job.spec.adapter_path:
                 load_params(Path(job.spec.adapter_path), job.layout, torch.float32)
         except TloraError as error:
             job.problems.append(str(error))
+    for job in jobs:
+        job.problems += _length_problems(job, longest_safe_sequence(model.model))
     memory = measure(model, base_bytes)
     limit = limit_bytes if run.memory_limit == "auto" else run.memory_limit
-    budget = _token_budget(run, [j for j in jobs if not j.problems], memory, limit, device)
-    plan = RunPlan(jobs, budget, memory, limit)
+    sound = [j for j in jobs if not j.problems]
+    longest = max((int(d.lengths.max()) for j in sound if j.data for d in (j.data.train, j.data.eval) if d is not None), default=1)
+    budget = _token_budget(run, sound, longest, memory, limit, device)
+    plan = RunPlan(jobs, budget, memory, limit, longest)
     for job in jobs:
         _check_capacity(job, plan)
     return plan
@@ -129,6 +137,30 @@ def start_state(spec: JobSpec, model: SuperModel, layout: AdapterLayout) -> Adap
     return AdapterState(layout, params, torch.zeros_like(params), torch.zeros_like(params))
 
 
+def _data_warnings(data: Prepared) -> list[str]:
+    """What training will not see."""
+    found: list[str] = []
+    for report in (data.report, data.eval_report):
+        if report is not None and report.truncated:
+            cut = f"{report.truncated:,} of {report.samples:,} samples are cut to max_length"
+            lost = f"{report.trained_tokens_lost:,} trained tokens lost; the longest has {report.longest:,} tokens"
+            found.append(f"{cut}, {lost} ({report.files[0]})")
+        if report is not None and report.skipped:
+            found.append(f"{report.skipped:,} of {report.rows:,} rows have no trained token and are left out ({report.files[0]})")
+    return found
+
+
+def _length_problems(job: PlannedJob, longest_allowed: int | None) -> list[str]:
+    """Some rotary embeddings stretch with the longest sequence in the batch: past this length a job would change its neighbours."""
+    sets = [d for d in (job.data.train, job.data.eval) if d is not None] if job.data else []
+    longest = max((int(d.lengths.max()) for d in sets), default=0)
+    if longest_allowed is None or longest <= longest_allowed:
+        return []
+    return [
+        f"a sample has {longest} tokens, and this base's rotary embedding changes past {longest_allowed}. Set max_length: {longest_allowed}"
+    ]
+
+
 def _rank_warnings(layout: AdapterLayout) -> list[str]:
     over = [s for s in layout.shapes if s.rank > min(s.in_features, s.out_features)]
     if not over:
@@ -139,10 +171,10 @@ def _rank_warnings(layout: AdapterLayout) -> list[str]:
     ]
 
 
-def _token_budget(run: RunSpec, jobs: list[PlannedJob], memory: MemoryModel, limit: int, device: torch.device) -> int:
-    """What the user set, or the largest that the jobs can fill, the device gains from and the memory holds."""
-    sets = [d for j in jobs if j.data for d in (j.data.train, j.data.eval) if d is not None]
-    longest = max((int(d.lengths.max()) for d in sets), default=1)
+def _token_budget(run: RunSpec, jobs: list[PlannedJob], longest: int, memory: MemoryModel, limit: int, device: torch.device) -> int:
+    """What the user set (but the longest sample must fit), or the largest that the jobs can fill, the device gains from and the
+    memory holds.
+    """
     if run.token_budget != "auto":
         return max(run.token_budget, longest)
     offered = [float(j.data.train.lengths.mean()) * min(j.spec.batch_size, len(j.data.train)) for j in jobs if j.data]
@@ -170,4 +202,5 @@ def gib(count: float) -> str:
 
 
 def describe_plan(plan: RunPlan) -> str:
-    return f"token budget {plan.token_budget}, memory limit {gib(plan.limit_bytes)}, base {gib(plan.memory.base_bytes)}"
+    budget = f"token budget {plan.token_budget} (the longest sample has {plan.longest})"
+    return f"{budget}, memory limit {gib(plan.limit_bytes)}, base {gib(plan.memory.base_bytes)}"

@@ -54,6 +54,9 @@ class Recorder:
         self._row_tokens = run.progress.num_tokens
         self._seconds_before = run.progress.seconds
         self._saved_step = run.progress.step if run.progress.step else -1
+        self._stats: StepStats | None = None
+        if not run.progress.finished:  # what an interrupted run said of this job is over
+            (run.directory / "result.json").unlink(missing_ok=True)
 
     @property
     def seconds(self) -> float:
@@ -61,9 +64,13 @@ class Recorder:
 
     def stepped(self, stats: StepStats) -> None:
         """A row for every `logging_steps` optimizer steps; its loss is the mean over them."""
+        run = self._run
+        self._stats = stats
+        if run.due(run.spec.logging_steps) or run.exhausted:
+            self._log_steps(stats)
+
+    def _log_steps(self, stats: StepStats) -> None:
         run, p = self._run, self._run.progress
-        if not (run.due(run.spec.logging_steps) or run.exhausted):
-            return
         now, tokens = self._clock(), p.num_tokens - self._row_tokens
         self._write(
             {
@@ -114,14 +121,22 @@ class Recorder:
     def finish(self, state: AdapterState) -> JobResult:
         """Last checkpoint, then the adapter of the last (or best) one as the result. Raises CheckpointError."""
         self._run.progress.finished = True
+        if self._run.progress.unlogged and self._stats:  # an early stop comes between two rows
+            self._log_steps(self._stats)
         self.save(state)
         return self.hand_over()
 
     def hand_over(self) -> JobResult:
         """The result of a job whose last checkpoint stands: also of one that was finished before this run. Raises CheckpointError."""
         run, p = self._run, self._run.progress
-        last, best = (run.directory / f"checkpoint-{step}" for step in (p.step, p.best_step))
-        checkpoint.export(best if run.spec.load_best_model_at_end and best.is_dir() else last, run.directory)
+        wanted = p.best_step if run.spec.load_best_model_at_end and p.best_step >= 0 else p.step
+        chosen = run.directory / f"checkpoint-{wanted}"
+        if not chosen.is_dir():
+            raise CheckpointError(
+                f"{chosen}: the checkpoint of the best evaluation is gone, or could not be written. "
+                f"checkpoint-{p.step} holds the last step; take it, or train again"
+            )
+        checkpoint.export(chosen, run.directory)
         return self.result("done")
 
     def result(self, status: Literal["done", "failed", "stopped"], reason: str = "") -> JobResult:
@@ -135,11 +150,11 @@ class Recorder:
             rank=run.spec.r,
             steps=p.step,
             total_steps=run.total_steps,
-            train_loss_first=p.loss_first,
+            train_loss_first=finite(p.loss_first),
             train_loss=finite(sum(p.losses) / len(p.losses)) if p.losses else None,
-            eval_loss_first=p.eval_first,
-            eval_loss=p.best_eval if best else p.eval_last,
-            eval_loss_best=p.best_eval,
+            eval_loss_first=finite(p.eval_first),
+            eval_loss=finite(p.best_eval if best else p.eval_last),
+            eval_loss_best=finite(p.best_eval),
             best_step=p.best_step if p.best_step >= 0 else None,
             num_tokens=p.num_tokens,
             seconds=self.seconds,

@@ -1,18 +1,23 @@
-"""The run's directory: opened without ever destroying what is not ours, `run.json`, `job.json`, and where a job can go on from."""
+"""The run's directory: held by one run at a time, opened without ever destroying what is not ours; `run.json`, `job.json`, and where
+a job can go on from.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import platform
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from tlora import __version__, durable
-from tlora.engine.checkpoint import Progress
+from tlora.engine.checkpoint import read_progress
 from tlora.errors import ConfigError
 from tlora.job import JobSpec, RunSpec
 
@@ -20,41 +25,76 @@ _LEFTOVER = re.compile(r"tmp-[0-9a-f]{32}")  # what a kill within the very first
 _FREE_TO_CHANGE = {"weight", "logging_steps", "save_steps", "save_total_limit", "sweep_of"}  # by --resume: no number depends on them
 
 
-def open_run_directory(run: RunSpec, resume: bool, overwrite: bool) -> Path:
-    """Make `output_dir` with a directory per job, or take up an earlier run's. Raises ConfigError."""
+def check_run_directory(run: RunSpec, resume: bool, overwrite: bool) -> None:
+    """Say early what `hold_run_directory` would refuse, and change nothing. Raises ConfigError."""
     directory = Path(run.output_dir)
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"output_dir {directory}: {existing} is a file. Choose another output_dir")
+    if not os.access(existing, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise ConfigError(f"output_dir {directory} cannot be written ({existing} is read-only for you). Choose one where you may write")
+    if existing != directory or all(_LEFTOVER.fullmatch(path.name) for path in directory.iterdir()):
+        return
     earlier = directory / "run.json"
-    try:
-        if directory.exists() and not directory.is_dir():
-            raise ConfigError(f"output_dir {directory} is a file. Choose another output_dir")
-        if directory.is_dir() and any(not _LEFTOVER.fullmatch(path.name) for path in directory.iterdir()):
-            _take_up(directory, earlier, run, resume, overwrite)
-        durable.make_directory(directory)
-        durable.clean(directory)
-        write_run_file(directory, run, {"status": "preparing"})  # first of all: whatever is killed from here on is a run
-        for job in run.jobs:
-            durable.make_directory(directory / job.name)
-            write_job_file(directory / job.name, job)
-        return directory
-    except OSError as error:
-        raise ConfigError(f"output_dir {directory} cannot be written ({error.strerror or error}). Choose one where you may write") from None
-
-
-def _take_up(directory: Path, earlier: Path, run: RunSpec, resume: bool, overwrite: bool) -> None:
     if not earlier.is_file():
         raise ConfigError(f"output_dir {directory} exists and is no run of tlora. Choose another, so that nothing of it is lost")
+    if not resume and not overwrite:
+        remedy = "Continue it with --resume, replace it with --overwrite, or choose another"
+        raise ConfigError(f"output_dir {directory} holds an earlier run. {remedy}")
+    before = _read_run_file(earlier)
+    shared = [key for key in ("base_model", "dtype", "deterministic") if before[key] != json.loads(run.model_dump_json())[key]]
+    if resume and shared:
+        _refuse_other_run([f"{key} was {before[key]!r} and is {getattr(run, key)!r}" for key in shared])
+    for job in run.jobs if overwrite and not resume else ():
+        if job.adapter_path and directory.resolve() in Path(job.adapter_path).resolve().parents:
+            raise ConfigError(f"job {job.name!r} starts from {job.adapter_path}, which --overwrite would delete. Choose another output_dir")
+
+
+@contextmanager
+def hold_run_directory(run: RunSpec, resume: bool, overwrite: bool) -> Iterator[Path]:
+    """Make `output_dir` with a directory per job, or take up an earlier run's, and hold it until the end. Raises ConfigError.
+
+    Called when everything else is known to be right: what `overwrite` deletes is deleted here.
+    """
+    check_run_directory(run, resume, overwrite)
+    directory = Path(run.output_dir)
+    try:
+        durable.make_directory(directory)
+        handle = os.open(directory, os.O_RDONLY)
+    except OSError as error:
+        raise _cannot_write(directory, error) from None
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # on the directory itself: a killed run holds nothing
+        except BlockingIOError:
+            raise ConfigError(f"output_dir {directory} is in use by another run. Wait for it, or choose another") from None
+        try:
+            _take_up(directory, run, resume)
+        except OSError as error:
+            raise _cannot_write(directory, error) from None
+        yield directory
+    finally:
+        os.close(handle)
+
+
+def _cannot_write(directory: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"output_dir {directory} cannot be written ({error.strerror or error}). Choose one where you may write")
+
+
+def _take_up(directory: Path, run: RunSpec, resume: bool) -> None:
+    durable.clean(directory)
     if resume:
-        _check_same_order(_read_run_file(earlier), run)
+        _check_same_jobs(directory, run.jobs)
         durable.truncate_rows(directory / "run.jsonl", lambda _: True)  # a kill may have torn its last line
-    elif overwrite:
-        for job in _read_run_file(earlier)["jobs"]:
-            shutil.rmtree(directory / job["name"], ignore_errors=True)
+    elif (directory / "run.json").is_file():
+        for name in {job["name"] for job in _read_run_file(directory / "run.json")["jobs"]} | {job.name for job in run.jobs}:
+            shutil.rmtree(directory / name, ignore_errors=True)
         for name in ("run.jsonl", "report.html"):  # run.json is replaced: without it nobody would know this for a run
             (directory / name).unlink(missing_ok=True)
-    else:
-        raise ConfigError(
-            f"output_dir {directory} holds an earlier run. Continue it with --resume, replace it with --overwrite, or choose another"
-        )
+    write_run_file(directory, run, {"status": "preparing"}, forget=not resume)  # first of all: whatever is killed from here on is a run
+    for job in run.jobs:
+        durable.make_directory(directory / job.name)
+        write_job_file(directory / job.name, job)
 
 
 def _read_run_file(path: Path) -> dict[str, Any]:
@@ -66,24 +106,22 @@ def _read_run_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is damaged ({str(error).splitlines()[0]}). Use a new output_dir; the adapters there stay") from None
 
 
-def _check_same_order(before: dict[str, Any], run: RunSpec) -> None:
-    """A resumed run must be the same run, or its adapters would be of nobody's order. New jobs may be added."""
-    now = json.loads(run.model_dump_json())
-    changed = [
-        f"{key} was {before[key]!r} and is {now[key]!r}" for key in ("base_model", "dtype", "deterministic") if before[key] != now[key]
-    ]
-    jobs = {job["name"]: job for job in before["jobs"]}
-    for job in now["jobs"]:
-        old = jobs.get(job["name"], job)
-        changed += [
-            f"{job['name']}: {key} was {old.get(key)!r} and is {value!r}"
-            for key, value in job.items()
-            if key not in _FREE_TO_CHANGE and old.get(key) != value
-        ]
+def _check_same_jobs(directory: Path, jobs: Sequence[JobSpec]) -> None:
+    """A resumed job must be the same order, or its adapter would be nobody's. New jobs may be added, others left out for now."""
+    changed: list[str] = []
+    for job in jobs:
+        path = directory / job.name / "job.json"
+        if path.is_file():
+            old, now = json.loads(path.read_text(encoding="utf-8")), json.loads(job.model_dump_json())
+            differ = [key for key in now if key not in _FREE_TO_CHANGE and old.get(key) != now[key]]
+            changed += [f"{job.name}: {key} was {old.get(key)!r} and is {now[key]!r}" for key in differ]
     if changed:
-        raise ConfigError(
-            "resume: this is not the run that was interrupted: " + "; ".join(changed) + ". Put it back, or use a new output_dir"
-        )
+        _refuse_other_run(changed)
+
+
+def _refuse_other_run(changed: list[str]) -> None:
+    what = "; ".join(changed)
+    raise ConfigError(f"resume: this is not the run that was interrupted: {what}. Put it back, or use a new output_dir")
 
 
 def write_job_file(directory: Path, job: JobSpec) -> None:
@@ -91,12 +129,16 @@ def write_job_file(directory: Path, job: JobSpec) -> None:
     durable.write_file(directory / "job.json", job.model_dump_json(indent=1) + "\n")
 
 
-def write_run_file(directory: Path, run: RunSpec, facts: dict[str, Any]) -> None:
-    """`run.json`: the resolved run with its status and the versions it ran with."""
+def write_run_file(directory: Path, run: RunSpec, facts: dict[str, Any], forget: bool = False) -> None:
+    """`run.json`: the resolved run with its status and the versions it ran with. Jobs of earlier runs there stay in its list."""
+    path = directory / "run.json"
     versions = {name: version(name) for name in ("torch", "transformers")}
     versions |= {"tlora": __version__, "python": platform.python_version()}
     content = json.loads(run.model_dump_json()) | {"versions": versions} | facts
-    durable.write_file(directory / "run.json", json.dumps(content, indent=1) + "\n")
+    if not forget and path.is_file():
+        names = {job.name for job in run.jobs}
+        content["jobs"] += [job for job in _read_run_file(path)["jobs"] if job["name"] not in names]
+    durable.write_file(path, json.dumps(content, indent=1) + "\n")
 
 
 def find_checkpoint(directory: Path, note: Callable[[str], None]) -> Path | None:
@@ -107,7 +149,7 @@ def find_checkpoint(directory: Path, note: Callable[[str], None]) -> Path | None
         note(line)
     step, evaluated = -1, -1
     if found is not None:
-        progress = Progress(**json.loads((found / "state.json").read_text(encoding="utf-8")))
+        progress = read_progress(found)
         step, evaluated = progress.step, progress.evaluated_step
 
     def keep(row: dict[str, Any]) -> bool:
@@ -116,8 +158,3 @@ def find_checkpoint(directory: Path, note: Callable[[str], None]) -> Path | None
     if (directory / "metrics.jsonl").is_file():
         durable.truncate_rows(directory / "metrics.jsonl", keep)
     return found
-
-
-def spec_of(directory: Path) -> JobSpec:
-    """The resolved order beside an adapter."""
-    return JobSpec.model_validate_json((directory / "job.json").read_text(encoding="utf-8"))

@@ -21,9 +21,9 @@ _SHOW_SECONDS, _ROW_SECONDS, _WINDOW_SECONDS = 0.25, 1.0, 10.0
 class RunMonitor:
     """Keeps a short history of token counts and of steps; all else is read from the engine when it is asked to look."""
 
-    def __init__(self, directory: Path, names: Sequence[str], ranks: dict[str, int], watcher: Watcher) -> None:
-        self._watcher, self._names, self._ranks = watcher, names, ranks
-        self._start = time.monotonic() - _last_second(directory / "run.jsonl")
+    def __init__(self, directory: Path, ranks: dict[str, int], watcher: Watcher, resume: bool) -> None:
+        self._watcher, self._names, self._ranks = watcher, list(ranks), ranks
+        self._start = time.monotonic() - (_last_second(directory / "run.jsonl") if resume else 0.0)
         self._rows = RowWriter(directory / "run.jsonl", watcher.note)
         self._runs: dict[str, JobRun] = {}
         self._first_step: dict[str, tuple[int, float]] = {}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,9 @@ from tlora.engine.metrics import Tracker, check_trackers
 from tlora.engine.plan import PlannedJob, RunPlan, describe_plan, pick_device, plan_run, start_state, validation_problems
 from tlora.engine.progress import Watcher
 from tlora.engine.recorder import JobResult, Recorder, write_result
-from tlora.engine.run_directory import find_checkpoint, open_run_directory, write_job_file, write_run_file
+from tlora.engine.run_directory import check_run_directory, find_checkpoint, hold_run_directory, write_run_file
 from tlora.engine.run_monitor import RunMonitor
-from tlora.errors import CheckpointError, ConfigError, TloraError
+from tlora.errors import CheckpointError, ConfigError, DataError, TloraError
 from tlora.job import JobSpec, RunSpec
 from tlora.jobs_file import read_jobs_file
 from tlora.report.run_page import write_report
@@ -40,6 +42,12 @@ class Results(dict[str, JobResult]):
 
     report: Path | None = None
     signal_number: int | None = None
+
+    @property
+    def status(self) -> str:
+        """The worst that happened to a job: "failed", "stopped", or "done"."""
+        ended = {result.status for result in self.values()}
+        return next((status for status in ("failed", "stopped") if status in ended), "done")
 
 
 def train(
@@ -60,27 +68,38 @@ def train(
     run = resolve_run(jobs, settings)
     watcher = watcher or Watcher()
     check_trackers(list(run.report_to))
+    check_run_directory(run, resume, overwrite)
     place = pick_device(device)
     limit = memory_limit(place)
     base = outline(run.base_model, run.dtype)
-    base_bytes = sum(p.numel() * p.element_size() for p in base.model.parameters())
-    directory = open_run_directory(run, resume, overwrite)
-    monitor = RunMonitor(directory, [job.name for job in run.jobs], {job.name: job.r for job in run.jobs}, watcher)
-    plan = plan_run(run, SuperModel(base), base_bytes, place, limit, monitor.preparing)
+    sizes = [(p.numel(), p.element_size()) for p in base.model.parameters()]
+    monitor = RunMonitor(Path(run.output_dir), {job.name: job.r for job in run.jobs}, watcher, resume)
+    plan = plan_run(run, SuperModel(base), sum(n * size for n, size in sizes), place, limit, monitor.preparing)
     monitor.stage(f"loading {run.base_model}")
     model = SuperModel.from_pretrained(run.base_model, run.dtype, str(place), run.deterministic)
     watcher.note(describe_plan(plan))
-    session = _Session(run, plan, Engine(model, plan.token_budget, watcher.note), directory, monitor, resume)
-    write_run_file(directory, run, {"status": "running", "token_budget": plan.token_budget, "device": _device_name(place)})
-    with _signals() as received:
-        session.go_on(received)
-    results = session.results(received)
-    status = "stopped" if received else "done"
-    try:
-        write_run_file(directory, run, {"status": status, "token_budget": plan.token_budget, "device": _device_name(place)})
-        results.report = write_report(directory)
-    except (OSError, TloraError) as error:  # a full disk: the results are worth more than their page
-        watcher.note(str(error))
+    engine = Engine(model, plan.token_budget, watcher.note, plan.longest)
+    facts = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": _device_name(place),
+        "token_budget": plan.token_budget,
+        "base_parameters": sum(n for n, _ in sizes),
+    }
+    run = run.model_copy(update={"jobs": [job.spec for job in plan.jobs]})  # those that start from an adapter have its shape by now
+    with hold_run_directory(run, resume, overwrite) as directory, _signals() as received:
+        write_run_file(directory, run, facts | {"status": "running"})
+        session = _Session(run, plan, engine, directory, monitor, resume)
+        try:
+            session.go_on(received)
+        except BaseException:
+            write_run_file(directory, run, facts | {"status": "failed"})
+            raise
+        results = session.results(received)
+        try:
+            write_run_file(directory, run, facts | {"status": results.status})
+            results.report = write_report(directory)
+        except (OSError, TloraError) as error:  # a full disk: the results are worth more than their page
+            watcher.note(str(error))
     return results
 
 
@@ -108,12 +127,16 @@ class _Session:
 
     def go_on(self, received: list[int]) -> None:
         """Until all jobs have ended or a signal has come."""
-        while not received:
-            self._admit()
-            packed = self._engine.run_micro_batch()
-            self._monitor.update(self._engine, [job.spec.name for job in self._waiting], packed)
-            if packed is None and not self._waiting:
-                break
+        try:
+            while not received:
+                self._admit()
+                packed = self._engine.run_micro_batch()
+                self._monitor.update(self._engine, [job.spec.name for job in self._waiting], packed)
+                if packed is None and not self._waiting:
+                    break
+        except Exception:  # nobody's fault: what was learned is kept
+            self._engine.stop()
+            raise
         if received:
             self._engine.stop()
         self._monitor.close(self._engine)
@@ -137,12 +160,12 @@ class _Session:
         directory = self._directory / name
         run = JobRun(job.spec, directory, job.data.train, job.data.eval)
         try:
-            write_job_file(directory, job.spec)  # again: by now it has the shape of the adapter that it starts from
             state = start_state(job.spec, self._engine.model, job.layout)
             found = find_checkpoint(directory, self._monitor.note) if self._resume else None
             if found is not None:
                 model = self._engine.model
                 state, run.progress = checkpoint.load(found, job.layout, model.bank.sum_dtype, model.device)
+                _check_same_data(run, found)
                 self._monitor.note(f"{name}: goes on from {found}")
         except (TloraError, OSError) as error:
             self._refuse(job, str(error))
@@ -169,11 +192,23 @@ class _Session:
         """In the order of the file; what never started is "stopped"."""
         results = Results()
         for spec in self._run.jobs:
-            ended = self._engine.results.get(spec.name) or JobResult(spec.name, "stopped", "interrupted before it began", spec.r)
+            ended = self._engine.results.get(spec.name) or self._untouched(spec)
             results[spec.name] = replace(ended, settings=_swept(spec, self._run.jobs))
             write_result(self._directory / spec.name, results[spec.name], self._monitor.note)
         results.signal_number = received[0] if received else None
         return results
+
+    def _untouched(self, spec: JobSpec) -> JobResult:
+        """A job whose turn did not come: as an earlier run left it, or interrupted before it began."""
+        try:
+            return JobResult(**json.loads((self._directory / spec.name / "result.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return JobResult(spec.name, "stopped", "interrupted before it began", spec.r)
+
+
+def _check_same_data(run: JobRun, found: Path) -> None:
+    if run.progress.data != run.data_key:
+        raise DataError(f"{run.spec.data.path}: is not the data that {found} was trained on. Put it back, or use a new output_dir")
 
 
 def _swept(spec: JobSpec, jobs: Sequence[JobSpec]) -> dict[str, Any]:

@@ -40,6 +40,10 @@ def resolve_targets(model: nn.Module, linears: Mapping[str, nn.Linear], lora: Lo
     exist = sorted({name.rsplit(".", 1)[-1] for name in linears})
     for target in [] if wanted == "all-linear" else wanted:
         if not any(n == target or n.endswith("." + target) for n in linears):
+            if any(n == target or n.endswith("." + target) for n, _ in model.named_modules()):
+                raise ModelError(
+                    f"target module {target!r} is no inner linear layer, and cannot be adapted. Choose from: {', '.join(exist)}"
+                )
             close = difflib.get_close_matches(target, exist, 1)
             hint = f"Did you mean {close[0]}? " if close else ""
             raise ModelError(f"target module {target!r} is not in this base model. {hint}It has: {', '.join(exist)} (or write all-linear)")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -45,19 +44,34 @@ def load_config(base_model: str) -> Any:
     """The base's transformers config. Raises ModelError."""
     check_path(base_model)
     try:
-        return AutoConfig.from_pretrained(base_model)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"base_model {base_model}: cannot be read: {_first_line(error)}") from None
+        config = AutoConfig.from_pretrained(base_model)
+    except Exception as error:  # a library's border: what it raises depends on family and version
+        raise ModelError(f"base_model {base_model}: cannot be read: {_first_line(error)}. Is it a whole model directory?") from None
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelError(f"base_model {base_model}: {type(config).__name__} is no causal language model. Choose one with a causal head")
+    return config
 
 
 def load_base(base_model: str, dtype: str = "auto", device: torch.device | str = "cpu") -> Base:
     """Load the weights of `base_model` (a directory or hub id) onto `device`, frozen. Raises ModelError."""
+    return make_base(load_weights(base_model, dtype).to(device), base_model)
+
+
+def load_weights(base_model: str, dtype: str = "auto") -> Any:
+    """The transformers model, whole: a tensor that is missing would be drawn at random. Raises ModelError."""
     load_config(base_model)
+    wanted = dtype if dtype == "auto" else getattr(torch, dtype)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(base_model, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ModelError(f"base_model {base_model}: cannot be loaded: {_first_line(error)}") from None
-    return make_base(model.to(device), base_model)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(base_model, dtype=wanted, output_loading_info=True)
+        model, found = loaded
+    except Exception as error:  # a library's border: what it raises depends on family and version
+        raise ModelError(f"base_model {base_model}: cannot be loaded: {_first_line(error)}. Copy the model again") from None
+    lacking = sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]]))
+    if lacking:
+        raise ModelError(
+            f"base_model {base_model}: {len(lacking)} tensors are missing or of another shape, {lacking[0]} first. Copy it again"
+        )
+    return model
 
 
 def make_base(model: Any, name: str) -> Base:
@@ -89,6 +103,24 @@ def find_head(model: Any, name: str) -> Head:
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     return Head(embeddings.weight, embeddings.bias, scale, getattr(config, "final_logit_softcapping", None))
+
+
+def longest_safe_sequence(model: Any) -> int | None:
+    """Tokens up to which a sequence's rotary embedding does not depend on the others in its batch; None where it never does.
+
+    The dynamic and longrope kinds choose their frequencies by the longest sequence in the batch (transformers' `dynamic_rope_update`).
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    lengths = [
+        kind.get("original_max_position_embeddings")
+        or getattr(config, "original_max_position_embeddings", None)
+        or config.max_position_embeddings
+        for kind in kinds
+        if kind.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(lengths, default=None)
 
 
 def hidden_states(base: Base, input_ids_T: Tensor, position_ids_T: Tensor, lengths: tuple[int, ...]) -> Tensor:

@@ -21,7 +21,7 @@ from tlora.job import LoraConfig, TrainConfig
 from tlora.kernels.linear_cross_entropy import linear_cross_entropy
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.inject import find_linears, inject, resolve_targets
-from tlora.supermodel.load import Base, hidden_states, load_base
+from tlora.supermodel.load import Base, hidden_states, load_base, longest_safe_sequence
 from tlora.supermodel.lora_linear import ActiveBatch, Context
 
 _LOSS_STEPS = 2.0**28  # losses are multiples of 2^-28: their sum is exact up to 2^25 and cannot depend on who was packed with whom
@@ -62,6 +62,7 @@ class SuperModel(nn.Module):
         self._linears = find_linears(base.model)
         weight = base.head.weight_VH
         self.bank = AdapterBank(self.targets(), weight.dtype, weight.device)
+        self._longest_safe = longest_safe_sequence(base.model)
         self.context = Context()
         inject(base.model, self._linears, self.context)
         self._residents: dict[str, _Resident] = {}
@@ -140,6 +141,11 @@ class SuperModel(nn.Module):
         self.bank.zero_grad(job_id)
 
     def _run(self, batch: PackedBatch, train: bool) -> dict[str, JobLoss]:
+        longest = max(batch.lengths, default=0)
+        if self._longest_safe is not None and longest > self._longest_safe:
+            raise ConfigError(
+                f"a sample has {longest} tokens; this base's rotary embedding is its own only up to {self._longest_safe}. Cut it"
+            )
         for span in batch.spans:
             if span.job_id not in self._residents:
                 raise ConfigError(f"the batch holds samples of {span.job_id!r}, which has not joined. Call join first")

@@ -1,0 +1,330 @@
+"""What users get wrong: one clear message with the value, the rule and the remedy; the other jobs are trained; nothing half-written."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tlora
+from tests.engine.test_crash import fork
+from tests.engine.tiny_runs import job, run_spec, sha256, train
+from tlora import durable
+from tlora.engine.check import check
+from tlora.engine.progress import Watcher
+from tlora.engine.run_directory import check_run_directory
+from tlora.errors import ConfigError, ModelError
+
+
+def bad_files(directory: Path) -> dict[str, tuple[Any, list[str]]]:
+    """Name -> (data, what the reason must say)."""
+
+    def write(name: str, content: bytes | str) -> str:
+        path = directory / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(path)
+
+    row = '{"prompt": "red", "completion": "boat"}\n'
+    line = json.dumps({"prompt": "red", "completion": "boat " * 210_000}) + "\n"
+    return {
+        "missing": (str(directory / "nowhere.jsonl"), ["nowhere.jsonl"]),
+        "empty": (write("empty.jsonl", ""), ["empty.jsonl"]),
+        "broken": (write("broken.jsonl", row + '{"prompt": "red", "compl\n'), ["broken.jsonl", "2"]),
+        "wrong-format": ({"path": write("pairs.jsonl", row), "format": "chat"}, ["pairs.jsonl", "messages"]),
+        "unknown-fields": (write("odd.jsonl", '{"frage": "a", "antwort": "b"}\n'), ["odd.jsonl", "frage"]),
+        "numbers": (write("numbers.csv", "value\n1\n2\n3\n"), ["numbers.csv", "value"]),
+        "number-text": (write("number.jsonl", '{"text": 17}\n'), ["number.jsonl", "17", "text"]),
+        "not-utf8": (write("latin.jsonl", row.encode() + b'{"prompt": "gr\xfcn", "completion": "boat"}\n'), ["latin.jsonl", "UTF-8"]),
+        "beyond": (write("ids.jsonl", '{"input_ids": [5, 6, 99999], "labels": [5, 6, 99999]}\n'), ["ids.jsonl", "99999"]),
+        "negative": (write("minus.jsonl", '{"input_ids": [5, -6, 7], "labels": [5, -6, 7]}\n'), ["minus.jsonl", "-6"]),
+        "no-target": (write("mute.jsonl", '{"input_ids": [5, 6, 7], "labels": [-100, -100, -100]}\n'), ["mute.jsonl"]),
+        "extension": (write("rows.exe", b"MZ\x00\x01" * 50), ["rows.exe"]),
+        "all-held-out": ({"path": write("two.jsonl", row * 2), "eval_size": 2}, ["two.jsonl", "eval_size 2"]),
+        "bad-evaluation": ({"path": write("fine.jsonl", row * 4), "eval_path": str(directory / "no-eval.jsonl")}, ["no-eval.jsonl"]),
+        "template": ({"path": write("t.jsonl", row), "chat_template": str(directory / "no.jinja")}, ["no.jinja"]),
+        "long-line": ({"path": write("long.jsonl", row + line), "max_length": 64}, []),  # no mistake: cut, and said so
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(base: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = tmp_path_factory.mktemp("alone")
+    train(base, out, [job("good", str(data / "a.jsonl"))], deterministic=True)
+    return sha256(out / "good")
+
+
+def test_each_bad_file_fails_its_job_alone(base: Path, data: Path, tmp_path: Path, alone: str) -> None:
+    bad = bad_files(tmp_path)
+    jobs = [job(name, own) for name, (own, _) in bad.items()]
+    jobs.insert(3, job("good", str(data / "a.jsonl")))
+    notes: list[str] = []
+    results = train(base, tmp_path / "out", jobs, deterministic=True, watcher=Watcher(note=notes.append))
+    assert results["good"].status == "done" and sha256(tmp_path / "out" / "good") == alone
+    for name, (_, parts) in bad.items():
+        result, left = results[name], {path.name for path in (tmp_path / "out" / name).iterdir()}
+        print(f"{name}: {result.reason}")
+        if not parts:
+            assert result.status == "done", result
+            continue
+        assert result.status == "failed" and all(part in result.reason for part in parts), result.reason
+        assert "Traceback" not in result.reason and "\n" not in result.reason and 20 < len(result.reason) < 600, result.reason
+        assert left == {"job.json", "result.json"}, left
+        assert sum(f"{name} failed" in note for note in notes) == 1
+    assert (tmp_path / "out" / "report.html").exists()
+    found = check(run_spec(base, tmp_path / "checked", jobs))
+    assert {j.name for j in found.jobs if j.problems} == {name for name, (_, parts) in bad.items() if parts}
+    assert not (tmp_path / "checked").exists()
+
+
+def test_a_file_that_is_mended_is_trained_by_resume(base: Path, data: Path, tmp_path: Path) -> None:
+    path = tmp_path / "later.jsonl"
+    jobs = [job("good", str(data / "a.jsonl")), job("late", str(path))]
+    assert train(base, tmp_path / "out", jobs)["late"].status == "failed"
+    before = sha256(tmp_path / "out" / "good")
+    path.write_text((data / "b.jsonl").read_text())
+    results = train(base, tmp_path / "out", jobs, resume=True)
+    assert (results["late"].status, results["late"].steps) == ("done", 6)
+    assert results["good"].status == "done" and sha256(tmp_path / "out" / "good") == before
+
+
+def test_targets_and_ranks(base: Path, data: Path, tmp_path: Path) -> None:
+    path, notes = str(data / "b.jsonl"), list[str]()
+    jobs = [
+        job("typo", path, target_modules=["q_prj"]),
+        job("head", path, target_modules=["lm_head"]),
+        job("pattern", path, rank_pattern={"nothing_proj": 4}),
+        job("high", path, r=200),
+        job("good", path),
+    ]
+    results = train(base, tmp_path / "out", jobs, watcher=Watcher(note=notes.append))
+    assert [r.status for r in results.values()] == ["failed", "failed", "failed", "done", "done"]
+    for part in (
+        "'q_prj' is not in this base model",
+        "Did you mean q_proj?",
+        "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
+    ):
+        assert part in results["typo"].reason
+    assert "'nothing_proj'" in results["pattern"].reason
+    assert sum("high: rank 200 is larger than" in note for note in notes) == 1
+    for rank in (0, -3, 257):
+        with pytest.raises(ValueError, match=r"r\b[\s\S]*equal to"):
+            tlora.JobSpec.model_validate(job("x", path, r=rank))
+
+
+@pytest.mark.parametrize("name", ["a/b", "../up", "..", ".hidden", "", "a" * 64, "tab\t", "end."])
+def test_names_that_are_no_directory_names(name: str) -> None:
+    with pytest.raises(ValueError, match=r"63 at most"):
+        tlora.JobSpec.model_validate(job(name, "a.jsonl"))
+
+
+def test_two_jobs_of_one_name(base: Path) -> None:
+    pair = [tlora.JobSpec.model_validate(job(name, "a.jsonl")) for name in ("same", "SAME")]
+    with pytest.raises(ConfigError, match="two jobs are named 'SAME'"):
+        tlora.train(pair, base_model=str(base))
+
+
+def test_an_output_directory_that_is_in_use(base: Path, data: Path, tmp_path: Path) -> None:
+    jobs, out = [job("a", str(data / "b.jsonl"))], tmp_path / "out"
+    train(base, out, jobs)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"holds an earlier run.*--resume.*--overwrite"):
+        train(base, out, jobs)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    (out / "mine.txt").write_text("keep me")
+    assert train(base, out, [job("b", str(data / "b.jsonl"), r=2)], overwrite=True)["b"].status == "done"
+    assert (out / "mine.txt").exists() and not (out / "a").exists()
+    with pytest.raises(ConfigError, match=r"not the run that was interrupted: b: r was 2 and is 3"):
+        train(base, out, [job("b", str(data / "b.jsonl"), r=3)], resume=True)
+    (out / "run.json").write_text('{"jobs": [{"name": "../../elsewhere"}]}')
+    for option in ("resume", "overwrite"):
+        with pytest.raises(ConfigError, match=r"run.json is damaged"):
+            train(base, out, jobs, **{option: True})
+
+
+def test_a_directory_of_somebody_else_is_never_touched(base: Path, data: Path, tmp_path: Path) -> None:
+    jobs = [job("a", str(data / "b.jsonl"))]
+    (tmp_path / "thesis" / "a").mkdir(parents=True)
+    (tmp_path / "thesis" / "a" / "chapter.tex").write_text("years of work")
+    for options in ({}, {"resume": True}, {"overwrite": True}):
+        with pytest.raises(ConfigError, match=r"is no run of tlora. Choose another"):
+            train(base, tmp_path / "thesis", jobs, **options)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["chapter.tex"]
+    with pytest.raises(ConfigError, match="is a file"):
+        train(base, tmp_path / "thesis" / "a" / "chapter.tex", jobs)
+    with pytest.raises(ConfigError, match="is a file"):
+        train(base, tmp_path / "thesis" / "a" / "chapter.tex" / "out", jobs)
+
+
+def test_resume_without_a_run_starts_one_and_may_add_jobs(base: Path, data: Path, tmp_path: Path) -> None:
+    jobs = [job("a", str(data / "b.jsonl")), job("b", str(data / "b.jsonl"), r=2)]
+    assert train(base, tmp_path / "out", jobs[:1], resume=True)["a"].status == "done"
+    results = train(base, tmp_path / "out", jobs, resume=True)
+    assert [r.status for r in results.values()] == ["done", "done"]
+
+
+def test_no_base_model_leaves_nothing_behind(base: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for wrong in (tmp_path / "nowhere", tmp_path / "empty", "no-such-org/no-such-model"):
+        with pytest.raises(ModelError, match=str(wrong)) as caught:
+            train(Path(wrong), tmp_path / "out", [job("a", str(data / "b.jsonl"))])
+        print(caught.value)
+        assert not (tmp_path / "out").exists()
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in base.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    (broken / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes()[:5000])
+    with pytest.raises(ModelError, match=r"broken: cannot be loaded"):
+        train(broken, tmp_path / "out", [job("a", str(data / "b.jsonl"))])
+    assert not list((tmp_path / "out").rglob("adapter*"))
+
+
+def test_a_base_without_a_tokenizer(base: Path, data: Path, tmp_path: Path) -> None:
+    mute = tmp_path / "mute"
+    mute.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (mute / name).write_bytes((base / name).read_bytes())
+    with pytest.raises(ModelError, match="tokenizer cannot be loaded"):
+        train(mute, tmp_path / "out", [job("a", str(data / "b.jsonl"))])
+
+
+def test_a_job_that_cannot_fit_says_what_it_needs(base: Path, data: Path, tmp_path: Path) -> None:
+    small, large = job("small", str(data / "b.jsonl"), r=1), job("large", str(data / "b.jsonl"), r=256)
+    limit = check(run_spec(base, tmp_path, [small])).predicted_bytes + 1000
+    results = train(base, tmp_path / "out", [large, small], memory_limit=limit)
+    assert (results["large"].status, results["small"].status) == ("failed", "done")
+    for part in ("job 'large' needs", "adapter", "and the limit is", "Lower max_length, token_budget or r, or raise memory_limit"):
+        assert part in results["large"].reason
+
+
+# -- disks -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def mounted(directory: Path, options: str) -> Iterator[Path]:
+    """A file system in memory; skips where this user may not mount one."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    directory.mkdir()
+    if libc.mount(b"tmpfs", str(directory).encode(), b"tmpfs", 0, options.encode()) != 0:
+        pytest.skip("no permission to mount a file system")
+    try:
+        yield directory
+    finally:
+        libc.umount2(str(directory).encode(), 2)
+
+
+def resize(directory: Path, size: str) -> None:
+    assert ctypes.CDLL(None).mount(b"tmpfs", str(directory).encode(), b"tmpfs", 32, f"size={size}".encode()) == 0  # MS_REMOUNT
+
+
+@pytest.mark.parametrize("size", ["300k", "700k", "1400k", "2600k"])
+def test_a_full_disk_corrupts_nothing_and_resume_ends_it(base: Path, data: Path, tmp_path: Path, alone: str, size: str) -> None:
+    """The small job may or may not fit; the large one does not. With room, resume ends with the adapters of an undisturbed run."""
+    large = job("large", str(data / "a.jsonl"), r=64, save_steps=1)
+    jobs = [large, job("good", str(data / "a.jsonl"))]
+    train(base, tmp_path / "whole", jobs, deterministic=True)
+    with mounted(tmp_path / "disk", f"size={size}") as disk:
+        out, notes = disk / "out", list[str]()
+        results = train(base, out, jobs, deterministic=True, watcher=Watcher(note=notes.append))
+        assert results["large"].status == "failed" and "No space left on device" in results["large"].reason + "".join(notes)
+        for name, result in results.items():
+            for kept in (out / name).glob("checkpoint-*"):
+                durable.verify(kept)
+            assert not [path for path in (out / name).iterdir() if path.name.startswith("tmp-")]
+            assert result.status == "failed" or sha256(out / name) == alone
+        resize(disk, "64m")
+        again = train(base, out, jobs, deterministic=True, resume=True)
+        assert [r.status for r in again.values()] == ["done", "done"], again
+        assert all(sha256(out / name) == sha256(tmp_path / "whole" / name) for name in again)
+        assert [json.loads(line)["step"] for line in (out / "large" / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_file_that_may_not_grow_fails_its_job_alone(base: Path, data: Path, tmp_path: Path, alone: str) -> None:
+    """As a full disk, where no file system can be mounted: adapters above a size cannot be written."""
+    jobs = [job("large", str(data / "a.jsonl"), r=64), job("good", str(data / "a.jsonl"))]
+    train(base, tmp_path / "warm", jobs[1:])
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+        results = train(base, tmp_path / "out", jobs, deterministic=True)
+        (tmp_path / "said.json").write_text(json.dumps({name: [r.status, r.reason] for name, r in results.items()}))
+
+    assert os.waitpid(fork(limited), 0)[1] == 0
+    said = json.loads((tmp_path / "said.json").read_text())
+    assert said["large"][0] == "failed" and "cannot write" in said["large"][1] and "File too large" in said["large"][1], said
+    assert said["good"][0] == "done" and sha256(tmp_path / "out" / "good") == alone
+    assert not list((tmp_path / "out" / "large").glob("*/adapter_model.safetensors"))
+
+
+def test_a_read_only_disk(base: Path, data: Path, tmp_path: Path) -> None:
+    with (
+        mounted(tmp_path / "disk", "ro") as disk,
+        pytest.raises(ConfigError, match=r"is read-only for you.*Choose one where you may write"),
+    ):
+        train(base, disk / "out", [job("a", str(data / "b.jsonl"))])
+
+
+def test_no_write_permission(base: Path) -> None:
+    with tempfile.TemporaryDirectory() as found:
+        Path(found).chmod(0o555)
+
+        def as_nobody() -> None:
+            if os.geteuid() == 0:
+                os.seteuid(65534)
+            try:
+                check_run_directory(run_spec(base, Path(found) / "out", [job("a", "b.jsonl")]), resume=False, overwrite=False)
+            except ConfigError as error:
+                os._exit(9 if "is read-only for you" in str(error) and "where you may write" in str(error) else 1)
+
+        assert os.waitstatus_to_exitcode(os.waitpid(fork(as_nobody), 0)[1]) == 9
+
+
+# -- through the command ---------------------------------------------------------------------------------------------------
+
+
+def command(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "tlora", *map(str, args)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    return subprocess.run(line, check=False, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_the_command_says_which_job_failed_and_why(base: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "good.jsonl").write_text((data / "b.jsonl").read_text())
+    (tmp_path / "jobs.yaml").write_text(
+        f"base_model: {base}\ndefaults: {{max_steps: 2}}\n"
+        "jobs:\n  - {name: good, data: good.jsonl}\n  - {name: lost, data: lost.jsonl}\n"
+    )
+    done = command("train", "jobs.yaml", "--device", "cpu", cwd=tmp_path)
+    assert done.returncode == 1, (done.stdout, done.stderr)
+    said = done.stdout + done.stderr
+    assert "lost.jsonl" in said and "Traceback" not in said
+    assert (tmp_path / "out" / "good" / "adapter_model.safetensors").exists()
+    again = command("train", "jobs.yaml", "--device", "cpu", cwd=tmp_path)
+    assert again.returncode == 2 and "--resume" in again.stderr and "--overwrite" in again.stderr and "Traceback" not in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        ("base_model: nowhere/at/all\njobs: [{name: a, data: a.jsonl}]\n", ["nowhere/at/all"]),
+        ("base_model: b\njobs: [{name: a, data: a.jsonl}, {name: a, data: a.jsonl}]\n", ["jobs.yaml:2", "'a'"]),
+        ("base_model: b\njobs: [{name: ../a, data: a.jsonl, r: 0}]\n", ["jobs.yaml:2", "../a", "r: "]),
+        ("a: &a [x, x, x, x, x, x, x, x, x]\nb: &b [*a, *a, *a, *a, *a, *a]\nbase_model: [*b, *b, *b]\njobs: []\n", ["jobs.yaml"]),
+    ],
+)  # fmt: skip
+def test_the_command_refuses_a_wrong_file_before_anything_is_written(tmp_path: Path, content: str, parts: list[str]) -> None:
+    (tmp_path / "jobs.yaml").write_text(content)
+    done = command("train", "jobs.yaml", cwd=tmp_path)
+    print(done.stderr)
+    assert done.returncode == 2 and all(part in done.stderr for part in parts), done.stderr
+    assert "Traceback" not in done.stderr and [path.name for path in tmp_path.iterdir()] == ["jobs.yaml"]

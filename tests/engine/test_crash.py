@@ -1,0 +1,377 @@
+"""Kills, signals and rot: a resumed job ends with the adapter that it would have had, and each of its steps stands in its metrics once.
+
+Each run is a child forked from this process, which has imported everything; the parent only reads what the child left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.tiny_runs import job, rows, sha256, steps_taken, train
+from tlora import durable
+from tlora.engine import engine
+from tlora.engine import train as front_door
+from tlora.engine.recorder import Recorder
+from tlora.supermodel.batch import BatchRow
+
+SYSTEM_CALLS = ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+
+
+def crash_jobs(data: Path) -> list[dict[str, Any]]:
+    """A job of many checkpoints with dropout, one that keeps its best and stops early, one that is done soon, one that starts late."""
+    own = {"path": str(data / "a.jsonl"), "eval_path": str(data / "held-out.jsonl")}
+    best = {"eval_steps": 2, "load_best_model_at_end": True, "early_stopping_patience": 2}
+    return [
+        job("often", str(data / "c.jsonl"), lora_dropout=0.1, save_steps=1, max_steps=7, batch_size=6, logging_steps=2),
+        job("best", own, **best, save_steps=3, max_steps=12, learning_rate=0.1, save_total_limit=1),
+        job("short", str(data / "b.jsonl"), max_steps=2, r=9),
+        job("rare", str(data / "d.jsonl"), save_steps=100, batch_size=9, max_steps=5, weight=0.3),
+    ]
+
+
+class Runs:
+    """A base, its orders, and what an uninterrupted run makes of them."""
+
+    def __init__(self, base: Path, data: Path, directory: Path) -> None:
+        self.base, self.jobs = base, crash_jobs(data)
+        train(base, directory / "warm", self.jobs[:1])  # tokenizes; children share it
+        train(base, directory / "whole", self.jobs, deterministic=True)
+        self.whole = directory / "whole"
+        self.shas = {name: sha256(self.whole / name) for name in self.names}
+        self.seconds = self.timed(directory / "timed")
+
+    @property
+    def names(self) -> list[str]:
+        return [fields["name"] for fields in self.jobs]
+
+    def timed(self, out: Path) -> float:
+        start = time.monotonic()
+        assert self.child(out) == 0
+        return time.monotonic() - start
+
+    def child(self, out: Path, before: Callable[[], object] = lambda: None, kill_after: float | None = None) -> int:
+        """Train or resume in a forked child, without the page at the end, which is a third of its time; its wait status."""
+
+        def run() -> None:
+            front_door.write_report = lambda _: out
+            before()
+            train(self.base, out, self.jobs, deterministic=True, resume=out.exists())
+
+        child = fork(run)
+        if kill_after is not None:
+            time.sleep(kill_after)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        return os.waitpid(child, 0)[1]
+
+    def check(self, out: Path, what: object) -> None:
+        """All is as in the uninterrupted run: adapters, losses, each step once, nothing left over."""
+        for name in self.names:
+            assert sha256(out / name) == self.shas[name], (what, name)
+            assert numbers(out / name) == numbers(self.whole / name), (what, name)
+            leftovers = [path.name for path in (out / name).iterdir() if path.name.startswith("tmp-") or path.name.endswith(".replaced")]
+            assert not leftovers, (what, name, leftovers)
+        assert [row["seconds"] for row in rows(out / "run.jsonl")] == sorted(row["seconds"] for row in rows(out / "run.jsonl")), what
+
+
+def numbers(directory: Path) -> list[dict[str, Any]]:
+    """Rows of metrics without their times."""
+    return [{k: v for k, v in row.items() if "second" not in k} for row in rows(directory / "metrics.jsonl")]
+
+
+def fork(action: Callable[[], object]) -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads of the test runner, which the child does not use
+        child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            with Path(os.devnull).open("w") as silent:
+                os.dup2(silent.fileno(), 2)
+            action()
+            os._exit(0)
+        os._exit(1)
+    return child
+
+
+@pytest.fixture(scope="module")
+def runs(base: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(base, data, tmp_path_factory.mktemp("crash"))
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at_call(at: int) -> Callable[[], None]:
+    """Patch this process: it dies before its call number `at` of the system calls that a durable write is made of."""
+    left = [at]
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                die()
+            return call(*args, **kwargs)
+
+        return wrapper
+
+    def patch() -> None:
+        for name in SYSTEM_CALLS:
+            setattr(os, name, counted(getattr(os, name)))
+
+    return patch
+
+
+def count_calls(runs: Runs, out: Path) -> int:
+    """How many such calls a whole run makes, written by the child that made it."""
+    reading, writing = os.pipe()
+    found = [0]
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            found[0] += 1
+            return call(*args, **kwargs)
+
+        return wrapper
+
+    def patch() -> None:
+        for name in SYSTEM_CALLS:
+            setattr(os, name, counted(getattr(os, name)))
+        atexit = os._exit
+        os._exit = lambda status: (os.write(writing, str(found[0]).encode()), atexit(status))
+
+    assert runs.child(out, patch) == 0
+    os.close(writing)
+    with os.fdopen(reading) as stream:
+        return int(stream.read())
+
+
+def until_done(runs: Runs, out: Path) -> int:
+    """Resume until nothing interrupts any more; how often it took."""
+    for attempt in range(1, 4):
+        if runs.child(out) == 0:
+            return attempt
+    raise AssertionError("a resumed run does not end")
+
+
+def kill_at_random(runs: Runs, directory: Path, count: int, seed: int) -> None:
+    rng = random.Random(seed)
+    killed = 0
+    for number in range(count):
+        out = directory / str(number)
+        for _ in range(rng.choice([1, 1, 2, 3])):  # a resumed run may be killed as well
+            killed += runs.child(out, kill_after=rng.uniform(0.02, runs.seconds)) == signal.SIGKILL
+        until_done(runs, out)
+        runs.check(out, number)
+        shutil.rmtree(out)
+    print(f"{killed} kills at random moments of {count} runs, 0 adapters differ")
+    assert killed >= count / 2
+
+
+def kill_at_calls(runs: Runs, directory: Path, calls: list[int]) -> None:
+    for at in calls:
+        out = directory / str(at)
+        assert runs.child(out, die_at_call(at)) == signal.SIGKILL, at
+        until_done(runs, out)
+        runs.check(out, at)
+        shutil.rmtree(out)
+    print(f"killed before {len(calls)} system calls of a run, 0 adapters differ")
+
+
+def test_kill_at_random_moments(runs: Runs, tmp_path: Path) -> None:
+    kill_at_random(runs, tmp_path, 6, seed=1)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_a_hundred_kills_at_random_moments(runs: Runs, tmp_path: Path) -> None:
+    kill_at_random(runs, tmp_path, 100, seed=2)
+
+
+def test_kill_at_steps_of_a_durable_write(runs: Runs, tmp_path: Path) -> None:
+    total = count_calls(runs, tmp_path / "counted")
+    assert total > 200
+    kill_at_calls(runs, tmp_path, sorted({1, 2, 3, 5, total, *random.Random(3).sample(range(8, total), 7)}))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_kill_at_every_step_of_a_durable_write(runs: Runs, tmp_path: Path) -> None:
+    kill_at_calls(runs, tmp_path, list(range(1, count_calls(runs, tmp_path / "counted") + 1)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_checkpoints_every_job(runs: Runs, tmp_path: Path, number: signal.Signals) -> None:
+    """The signal comes in the middle of a global batch; a step later would be too late to lose nothing."""
+    out = tmp_path / "out"
+
+    def signalled() -> None:
+        compute, count = engine.Engine._compute, [0]
+
+        def counted(*args: Any) -> Any:
+            count[0] += 1
+            if count[0] == 9:
+                os.kill(os.getpid(), number)
+            return compute(*args)
+
+        engine.Engine._compute = counted  # type: ignore[method-assign]
+        results = train(runs.base, out, runs.jobs, deterministic=True)
+        (tmp_path / "said").write_text("\n".join(f"{r.name} {r.status} {r.steps} {r.reason}" for r in results.values()))
+        assert results.signal_number == number
+
+    assert os.waitpid(fork(signalled), 0)[1] == 0
+    said = (tmp_path / "said").read_text()
+    assert "often stopped" in said and "continues with resume" in said and (out / "report.html").exists()
+    for name in ("often", "rare"):  # also the one that would not have saved by itself
+        steps = rows(out / name / "metrics.jsonl")[-1]["step"] if (out / name / "metrics.jsonl").exists() else 0
+        newest, notes = durable.newest_verified(out / name)
+        assert newest is not None and not notes and int(newest.name.split("-")[1]) >= steps
+    until_done(runs, out)
+    runs.check(out, number)
+
+
+def test_two_interrupts_end_at_once(runs: Runs, tmp_path: Path) -> None:
+    def signalled() -> None:
+        compute = engine.Engine._compute
+
+        def interrupting(*args: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            return compute(*args)
+
+        engine.Engine._compute = interrupting  # type: ignore[method-assign]
+        try:
+            train(runs.base, tmp_path / "out", runs.jobs, deterministic=True)
+        except KeyboardInterrupt:
+            os._exit(7)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(fork(signalled), 0)[1]) == 7
+    assert not list((tmp_path / "out" / "often").glob("checkpoint-*"))
+    until_done(runs, tmp_path / "out")
+    runs.check(tmp_path / "out", "after two interrupts")
+
+
+def stopped_run(runs: Runs, out: Path, after_saves: int) -> None:
+    """A run killed after so many checkpoints have been acknowledged."""
+
+    def dying() -> None:
+        save, left = Recorder.save, [after_saves]
+
+        def counted(*args: Any) -> Path:
+            path = save(*args)
+            left[0] -= 1
+            if left[0] == 0:
+                die()
+            return path
+
+        Recorder.save = counted  # type: ignore[method-assign]
+
+    assert runs.child(out, dying) == signal.SIGKILL
+
+
+@pytest.mark.parametrize("how", ["flipped bit", "truncated", "removed", "swapped", "manifest"])
+def test_a_damaged_checkpoint_is_found_and_the_one_before_taken(runs: Runs, tmp_path: Path, how: str) -> None:
+    out = tmp_path / "out"
+    stopped_run(runs, out, 9)
+    newest, notes = durable.newest_verified(out / "often")
+    assert newest is not None and not notes and len(list((out / "often").glob("checkpoint-*"))) == 2
+    damage(newest, how, random.Random(how))
+    until_done(runs, out)
+    runs.check(out, how)
+    assert (out / "often" / f"bad-{newest.name}").is_dir()
+
+
+def damage(checkpoint: Path, how: str, rng: random.Random) -> None:
+    path = checkpoint / rng.choice(["adapter_model.safetensors", "optimizer.safetensors", "state.json", "adapter_config.json"])
+    content = bytearray(path.read_bytes())
+    if how == "flipped bit":
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        path.write_bytes(content)
+    elif how == "truncated":
+        path.write_bytes(content[: rng.randrange(len(content))])
+    elif how == "removed":
+        path.unlink()
+    elif how == "swapped":
+        (checkpoint / "optimizer.safetensors").write_bytes((checkpoint / "adapter_model.safetensors").read_bytes())
+    else:
+        (checkpoint / "MANIFEST.json").write_text("{}")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_two_hundred_damages_are_all_found(runs: Runs, tmp_path: Path) -> None:
+    stopped_run(runs, tmp_path / "out", 9)
+    newest, _ = durable.newest_verified(tmp_path / "out" / "often")
+    assert newest is not None
+    rng = random.Random(4)
+    for number in range(200):
+        copy = tmp_path / str(number)
+        shutil.copytree(newest.parent, copy)
+        damage(copy / newest.name, ["flipped bit", "truncated", "removed", "swapped", "manifest"][number % 5], rng)
+        found, notes = durable.newest_verified(copy)
+        assert found is not None and found.name != newest.name and len(notes) == 1, number
+        shutil.rmtree(copy)
+
+
+def test_a_torn_row_of_metrics_is_cut_off(runs: Runs, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    stopped_run(runs, out, 6)
+    with (out / "often" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "loss": 1.')
+    with (out / "run.jsonl").open("a") as file:
+        file.write('{"seconds": 3.1, "jobs": {"often": 4}')
+    until_done(runs, out)
+    runs.check(out, "torn rows")
+
+
+def test_each_sample_is_taken_once_a_step(runs: Runs, data: Path, tmp_path: Path) -> None:
+    """What goes into the micro-batches, over a run that is killed and resumed, is for each step that counted the same set of samples."""
+    log = tmp_path / "samples"
+
+    def recording() -> None:
+        collate = engine.collate
+
+        def recorded(rows: list[BatchRow], *args: Any) -> Any:
+            with log.open("a") as file:
+                file.writelines(f"{r.job_id} {r.dropout_key[1:]}\n" for r in rows if r.dropout_key)
+            return collate(rows, *args)
+
+        engine.collate = recorded  # type: ignore[assignment]
+
+    jobs = [
+        job("x", str(data / "a.jsonl"), lora_dropout=0.01, max_steps=11, batch_size=5, save_steps=1, logging_steps=1),
+        job("y", str(data / "b.jsonl"), lora_dropout=0.01, max_steps=9, batch_size=4, save_steps=1, logging_steps=1),
+    ]
+
+    def go(out: Path, before: Callable[[], object] = lambda: None) -> int:
+        run = lambda: (recording(), before(), train(runs.base, out, jobs, token_budget=90, resume=out.exists()))  # noqa: E731
+        return os.waitpid(fork(run), 0)[1]
+
+    assert go(tmp_path / "whole") == 0
+    whole = Counter(log.read_text().splitlines())
+    assert set(whole.values()) == {1} and len(whole) == 4 * 5 + 4 + 4 * 5 + 4 + 5 + (4 + 4 + 1) * 3
+    log.unlink()
+    for at in (40, 95, 150):
+        assert go(tmp_path / "cut", die_at_call(at)) == signal.SIGKILL
+    assert go(tmp_path / "cut") == 0
+    again = Counter(log.read_text().splitlines())
+    assert again.keys() == whole.keys()  # some twice: steps that were lost and taken again, never others
+    assert sum(again.values()) > sum(whole.values())
+    for name in ("x", "y"):
+        assert steps_taken(tmp_path / "cut" / name) == steps_taken(tmp_path / "whole" / name) == list(range(1, 12 if name == "x" else 10))
+        assert (
+            rows(tmp_path / "cut" / name / "metrics.jsonl")[-1]["num_tokens"]
+            == rows(tmp_path / "whole" / name / "metrics.jsonl")[-1]["num_tokens"]
+        )

@@ -1,0 +1,59 @@
+"""Short runs of `tlora.train` on a tiny base: orders, and what they leave on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import tlora
+from tlora.engine.train import Results
+
+WORDS = re.findall(
+    "[a-z]+", "red green blue small large round wooden boat house river stone bridge sings falls waits opens quickly never under over"
+)
+
+
+def sentence(rng: random.Random, low: int = 2, high: int = 8) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(rng.randint(low, high)))
+
+
+def write_rows(path: Path, count: int, seed: int = 0, low: int = 2, high: int = 8) -> Path:
+    """`count` rows of prompt and completion as JSON lines."""
+    rng = random.Random(seed)
+    rows = [{"prompt": sentence(rng, 1, 3), "completion": sentence(rng, low, high)} for _ in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def job(name: str, data: Any, **fields: Any) -> dict[str, Any]:
+    """An order that is done in a few steps."""
+    return {"name": name, "data": data, "r": 4, "learning_rate": 1e-2, "batch_size": 4, "max_steps": 6, **fields}
+
+
+def run_spec(base: Path, out: Path, jobs: list[dict[str, Any]], **settings: Any) -> tlora.RunSpec:
+    specs = [tlora.JobSpec.model_validate(fields) for fields in jobs]
+    return tlora.RunSpec(base_model=str(base), output_dir=str(out), jobs=specs, **settings)
+
+
+def train(base: Path, out: Path, jobs: list[dict[str, Any]], **settings: Any) -> Results:
+    """`tlora.train` on the CPU; `resume`, `overwrite` and `watcher` go to it, the rest to the RunSpec."""
+    options = {key: settings.pop(key) for key in ("resume", "overwrite", "watcher") if key in settings}
+    return tlora.train(run_spec(base, out, jobs, **settings), device="cpu", **options)
+
+
+def sha256(directory: Path) -> str:
+    """Of the adapter in a job's directory."""
+    return hashlib.sha256((directory / "adapter_model.safetensors").read_bytes()).hexdigest()
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def steps_taken(directory: Path) -> list[int]:
+    """The steps in a job's metrics, in the order of their rows."""
+    return [row["step"] for row in rows(directory / "metrics.jsonl") if "loss" in row]
