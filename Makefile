@@ -19,10 +19,10 @@ demo: $(READY)
 	$(BIN)/python demo/run.py
 
 test: $(READY)
-	$(BIN)/python -m pytest -m 'not gpu and not soak'
+	$(BIN)/python -m pytest -m 'not gpu and not soak' -n 2 --dist loadfile
 
 soak: $(READY)
-	$(BIN)/python -m pytest -m 'not gpu'
+	$(BIN)/python -m pytest -m 'not gpu' -n 2 --dist worksteal
 
 check: $(READY)
 	$(BIN)/ruff check .

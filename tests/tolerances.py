@@ -12,8 +12,8 @@ from torch import Tensor
 KERNEL = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 """One linear or one cross-entropy, forward and each gradient."""
 
-LOGITS = {torch.float64: 1e-9, torch.float32: 1e-5}
-"""A whole model's logits, two programs, the same weights."""
+LOGITS = {torch.float64: 1e-9, torch.float32: 3e-5}
+"""A whole model's logits, two programs, the same weights. Rounding of two layers: 1.1e-5 was seen on an Intel Xeon."""
 
 TRAINED = {torch.float64: 1e-9, torch.float32: 1e-3}
 """L3: weight change of a trained adapter, together against alone, and against PEFT."""

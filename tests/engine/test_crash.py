@@ -83,7 +83,8 @@ class Runs:
             assert numbers(out / name) == numbers(self.whole / name), (what, name)
             leftovers = [path.name for path in (out / name).iterdir() if path.name.startswith("tmp-") or path.name.endswith(".replaced")]
             assert not leftovers, (what, name, leftovers)
-        assert [row["seconds"] for row in rows(out / "run.jsonl")] == sorted(row["seconds"] for row in rows(out / "run.jsonl")), what
+        seconds = [row["seconds"] for row in rows(out / "run.jsonl")] if (out / "run.jsonl").exists() else []
+        assert seconds == sorted(seconds), what  # none at all where the kill came after the last step and before the first row
 
 
 def numbers(directory: Path) -> list[dict[str, Any]]:
@@ -191,7 +192,7 @@ def kill_at_calls(runs: Runs, directory: Path, calls: list[int]) -> None:
 
 
 def test_kill_at_random_moments(runs: Runs, tmp_path: Path) -> None:
-    kill_at_random(runs, tmp_path, 6, seed=1)
+    kill_at_random(runs, tmp_path, 5, seed=1)
 
 
 @pytest.mark.soak
@@ -203,7 +204,7 @@ def test_a_hundred_kills_at_random_moments(runs: Runs, tmp_path: Path) -> None:
 def test_kill_at_steps_of_a_durable_write(runs: Runs, tmp_path: Path) -> None:
     total = count_calls(runs, tmp_path / "counted")
     assert total > 200
-    kill_at_calls(runs, tmp_path, sorted({1, 2, 3, 5, total, *random.Random(3).sample(range(8, total), 7)}))
+    kill_at_calls(runs, tmp_path, sorted({1, 2, 3, 5, total, *random.Random(3).sample(range(8, total), 6)}))
 
 
 @pytest.mark.soak

@@ -124,7 +124,7 @@ def test_literal_targets_match_whole_names_or_their_ends() -> None:
             "'q_prj' is not in this base model. Did you mean q_proj\\? It has: down_proj, gate_proj, k_proj, o_proj, q_proj",
         ),
         ("query_key_value", "'query_key_value' is not .*It has: down_proj.*or write all-linear"),
-        ("lm_head", "'lm_head' is not"),
+        ("lm_head", "'lm_head' is no inner linear layer"),
         (".*_proj", "is not in this base model"),
     ],
 )
