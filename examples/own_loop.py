@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer
 
-from tlora import LoraConfig, SuperModel, TrainConfig
-from tlora.adapters.peft import save_adapter
-from tlora.supermodel.batch import BatchRow, collate
+from tlora import BatchRow, LoraConfig, SuperModel, TrainConfig, collate, save_adapter
 
 
 def main(base_model: str, out: str, *files: str, steps: int = 20, batch_size: int = 4) -> dict[str, float]:

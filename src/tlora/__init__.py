@@ -4,11 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tlora.adapters.peft import save_adapter
     from tlora.engine.train import JobResult, train
     from tlora.job import DataConfig, JobSpec, LoraConfig, RunSpec, TrainConfig
+    from tlora.supermodel.batch import BatchRow, collate
     from tlora.supermodel.supermodel import SuperModel
 
 _HOME = {
+    "BatchRow": "tlora.supermodel.batch",
     "DataConfig": "tlora.job",
     "JobResult": "tlora.engine.train",
     "JobSpec": "tlora.job",
@@ -16,9 +19,23 @@ _HOME = {
     "RunSpec": "tlora.job",
     "SuperModel": "tlora.supermodel.supermodel",
     "TrainConfig": "tlora.job",
+    "collate": "tlora.supermodel.batch",
+    "save_adapter": "tlora.adapters.peft",
     "train": "tlora.engine.train",
 }
-__all__ = ["DataConfig", "JobResult", "JobSpec", "LoraConfig", "RunSpec", "SuperModel", "TrainConfig", "train"]
+__all__ = [
+    "BatchRow",
+    "DataConfig",
+    "JobResult",
+    "JobSpec",
+    "LoraConfig",
+    "RunSpec",
+    "SuperModel",
+    "TrainConfig",
+    "collate",
+    "save_adapter",
+    "train",
+]
 __version__ = "0.1.0"
 
 

@@ -1,7 +1,7 @@
 """What a person orders: `JobSpec` (one adapter) and `RunSpec` (the file around several).
 
 The same classes are the YAML, the Python objects and the resolved config beside an adapter. Field names are PEFT's
-for the adapter and transformers'/TRL's for the run. Reading files, defaults and sweeps: `jobs_file.py`.
+for the adapter and transformers'/TRL's for the run. Reading files, defaults and sweeps: `jobs_file/`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Annotated, Literal, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+# A job's directory stands beside the run's own files and what `durable.py` makes there: half-written, set aside, being replaced.
+_RESERVED_NAME = re.compile(r"tmp-.*|bad-.*|.*\.replaced|run\.jsonl?|report\.html", re.IGNORECASE)
 DataFormat = Literal["auto", "chat", "prompt_completion", "text", "alpaca", "sharegpt", "tokenized"]
 SchedulerType = Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial"]
 Positive = Annotated[int, Field(ge=1)]
@@ -68,7 +70,7 @@ class TrainConfig(BaseModel):
     adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0  # 0: no clipping
     batch_size: Positive = 8  # samples per optimizer step
-    num_train_epochs: Annotated[float, Field(gt=0)] = 1.0
+    num_train_epochs: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     max_steps: Positive | None = None  # wins over num_train_epochs
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0  # this job's share of the tokens against its neighbours
@@ -102,6 +104,17 @@ class DataConfig(BaseModel):
     max_length: Annotated[int, Field(ge=2)] = 1024  # tokens; longer samples are cut at the end
     train_on: Literal["completions", "all"] = "completions"
     chat_template: str | None = None  # a file with a Jinja template, instead of the base model's own
+
+    @model_validator(mode="after")
+    def _check_evaluation(self) -> DataConfig:
+        if self.eval_size >= 1 and not self.eval_size.is_integer():
+            raise ValueError(f"eval_size {self.eval_size} is no whole number of rows; write {int(self.eval_size)}, or a share below 1")
+        if self.eval_size and self.eval_path:
+            raise ValueError(
+                f"eval_size {self.eval_size:g} and eval_path {self.eval_path!r} are both set, and evaluation has one source; "
+                "remove one (eval_size: 0 on the job undoes a default)"
+            )
+        return self
 
 
 _DATA_KEYS = ("max_length", "train_on", "eval_size", "eval_path", "chat_template", "format")
@@ -141,6 +154,11 @@ class JobSpec(LoraConfig, TrainConfig):
     def _check_name(cls, name: str) -> str:
         if not NAME_PATTERN.fullmatch(name) or name.endswith("."):
             raise ValueError(f"job name {name!r} must match {NAME_PATTERN.pattern}: letters, digits, '.', '_' and '-', no '/', 63 at most")
+        if _RESERVED_NAME.fullmatch(name):
+            raise ValueError(
+                f"job name {name!r} is kept for the run's own files: a name may not begin with 'tmp-' or 'bad-', "
+                "end with '.replaced', or be run.json, run.jsonl or report.html; choose another"
+            )
         return name
 
     @model_validator(mode="after")
@@ -148,6 +166,11 @@ class JobSpec(LoraConfig, TrainConfig):
         needs_eval = [key for key in ("early_stopping_patience", "load_best_model_at_end", "eval_steps") if getattr(self, key)]
         if needs_eval and not (self.data.eval_size or self.data.eval_path):
             raise ValueError(f"{needs_eval[0]} needs evaluation data: set eval_size (say 0.05) or eval_path on the job's data")
+        if self.early_stopping_patience and not self.eval_steps:
+            raise ValueError(
+                f"early_stopping_patience {self.early_stopping_patience} needs eval_steps: without it a job is evaluated before "
+                "its first step and after its last only; set eval_steps (say 50, or epoch)"
+            )
         return self
 
 

@@ -145,14 +145,30 @@ def test_config_of_another_kind(config: object, tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
+STARTS = ["pissa", "pissa_niter_16", "olora", "eva", "corda", "loftq", "lora_ga", "mica"]
+
+
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("use_dora", True, "use_dora is set"),
-        ("modules_to_save", ["lm_head"], "modules_to_save is set"),
-        ("lora_bias", True, "lora_bias is set"),
-        ("trainable_token_indices", [1], "trainable_token_indices is set"),
-        ("layer_replication", [[0, 1]], "layer_replication is set"),
+        ("use_dora", True, "use_dora=True: the adapter is DoRA, and only a plain LoRA adapter can be used. Train a plain"),
+        ("use_qalora", True, "use_qalora=True.*merge_and_unload"),
+        ("use_bdlora", {"nblocks": 2}, "use_bdlora=.*merge_and_unload"),
+        ("arrow_config", {"top_k": 3}, "arrow_config=.*merge_and_unload"),
+        ("monteclora_config", {"x": 1}, "monteclora_config=.*merge_and_unload"),
+        ("kasa_config", {"x": 1}, "kasa_config=.*merge_and_unload"),
+        ("modules_to_save", ["lm_head"], r"modules_to_save=\['lm_head'\].*merge_and_unload"),
+        ("lora_bias", True, "lora_bias=True.*merge_and_unload"),
+        ("trainable_token_indices", [1], r"trainable_token_indices=\[1\].*merge_and_unload"),
+        ("layer_replication", [[0, 1]], r"layer_replication=\[\[0, 1\]\].*merge_and_unload"),
+        ("alora_invocation_tokens", [5], r"alora_invocation_tokens=\[5\].*merge_and_unload"),
+        ("target_parameters", ["experts.w"], "target_parameters=.*merge_and_unload"),
+        ("fan_in_fan_out", True, "fan_in_fan_out=True.*made of nn.Linear"),
+        ("layers_to_transform", 0, "layers_to_transform=0: .*full names of its layers into target_modules"),
+        ("layers_to_transform", [1], r"layers_to_transform=\[1\]: .*full names of its layers into target_modules"),
+        ("layers_pattern", "h", "layers_pattern='h': .*full names of its layers into target_modules"),
+        ("exclude_modules", ["q_proj"], r"exclude_modules=\['q_proj'\]: .*full names of its layers into target_modules"),
+        *(("init_lora_weights", start, f"init_lora_weights='{start}': .*path_initial_model_for_weight_conversion") for start in STARTS),
         ("bias", "all", "bias='all' trains base weights"),
     ],
 )
@@ -161,6 +177,14 @@ def test_config_that_cannot_be_continued(key: str, value: object, words: str, sa
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     with pytest.raises(ModelError, match=words):
         read_config(saved[0])
+
+
+@pytest.mark.parametrize("start", [True, False, None, "gaussian", "Gaussian", "orthogonal"])
+def test_config_of_a_start_that_leaves_the_base_alone(start: object, saved: tuple[Path, AdapterLayout]) -> None:
+    path = saved[0] / CONFIG_FILE
+    defaults = {"layers_to_transform": None, "layers_pattern": "", "exclude_modules": [], "fan_in_fan_out": False, "use_dora": False}
+    path.write_text(json.dumps(json.loads(path.read_text()) | defaults | {"init_lora_weights": start}))
+    assert read_config(saved[0])["init_lora_weights"] == start
 
 
 Tensors = dict[str, torch.Tensor]

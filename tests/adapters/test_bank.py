@@ -82,6 +82,42 @@ def test_rows_are_used_again() -> None:
     assert len(bank.linear("layers.0.q_proj").a_RK) <= 64
 
 
+@pytest.mark.parametrize("ranks", [[3, 40, 17, 1], [256, 1], [16, 16, 16]])
+def test_the_tensors_hold_the_padded_rows_and_no_more(ranks: list[int]) -> None:
+    bank, padded = make_bank(), 0
+    for i, rank in enumerate(ranks):
+        bank.add(f"job{i}", layout_of(rank))
+        padded += -(-rank // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        rows = bank.linear("layers.1.q_proj")
+        assert {len(t) for t in (rows.a_RK, rows.b_RN, rows.da_RK, rows.db_RN)} == {padded}
+
+
+@pytest.mark.parametrize("at", range(12))
+def test_memory_that_runs_out_half_way_leaves_the_bank_as_it_was(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four tensors at each of three linears: whichever does not fit, no row is held and all goes on."""
+    bank, first, layout = make_bank(), layout_of(3), layout_of(20)
+    bank.add("first", first)
+    bank.write("first", numbered(first))
+    calls, real = [0], torch.Tensor.new_zeros
+
+    def new_zeros(self: torch.Tensor, *size: int) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == at + 1:
+            raise torch.OutOfMemoryError("no memory")
+        return real(self, *size)
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", new_zeros)
+    with pytest.raises(torch.OutOfMemoryError):
+        bank.add("second", layout)
+    monkeypatch.undo()
+    assert calls[0] == at + 1 and bank.jobs() == ["first"] and "second" not in bank
+    assert all(set(bank.linear(module).used) == {"first"} for module in TARGETS)
+    check_rows(bank, {"first": (first, numbered(first))})
+    bank.add("second", layout)
+    bank.write("second", numbered(layout, 500))
+    check_rows(bank, {"first": (first, numbered(first)), "second": (layout, numbered(layout, 500))})
+
+
 def test_growing_keeps_weights_and_half_summed_gradients() -> None:
     bank, layout = make_bank(), layout_of(3)
     bank.add("first", layout)

@@ -100,6 +100,14 @@ def test_whole_schedules_equal_transformers(schedule: SchedulerType, total: int,
     assert [learning_rate(config, step, total) for step in range(total)] == pytest.approx(rates, rel=1e-12, abs=1e-18)
 
 
+@pytest.mark.parametrize("peak", [0.0, 1e-9, 1e-7, 1e-3])
+def test_a_polynomial_schedule_never_ends_above_its_peak(peak: float) -> None:
+    config = TrainConfig(learning_rate=peak, lr_scheduler_type="polynomial", warmup_steps=2)
+    rates = [learning_rate(config, step, 10) for step in range(12)]
+    assert max(rates) == rates[2] == peak and rates[-1] == min(1e-7, peak)
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+
+
 def test_a_norm_at_the_limit_is_clipped_as_torch_clips_it() -> None:
     config = TrainConfig(max_grad_norm=1.0, adam_beta1=0, adam_beta2=0, lr_scheduler_type="constant", adam_epsilon=1.0)
     grad = gradient(0)

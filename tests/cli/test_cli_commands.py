@@ -68,7 +68,8 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def call(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    environment = {"COLUMNS": None}  # pytest-xdist sets it in its workers
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env=environment)
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr

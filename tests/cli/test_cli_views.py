@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from tlora.cli.progress import LINE_SECONDS, LiveView, PlainView, clock_text, progress_view
-from tlora.cli.result_view import best_first, exit_code, print_results
+from tlora.cli.result_view import best_first, exit_code, print_results, resume_line
 from tlora.cli.terminal import bytes_text, open_console, path_text, printable, shows_live
 from tlora.engine.progress import JobProgress, RunProgress
 from tlora.engine.recorder import JobResult
@@ -194,6 +195,32 @@ def test_a_sweep_without_evaluation_is_ordered_by_train_loss():
 )
 def test_exit_codes(statuses: list[Any], number: int | None, code: int):
     assert exit_code([result("a", status) for status in statuses], number) == code
+
+
+def interrupted(directory: Path, name: str, steps: int, *checkpoints: int, reason: str = "") -> JobResult:
+    for step in checkpoints:
+        (directory / name / f"checkpoint-{step}").mkdir(parents=True)
+    return result(name, "stopped", reason=reason, steps=steps, total_steps=9, path=str(directory / name))
+
+
+def test_an_interruption_tells_what_was_saved(tmp_path: Path):
+    saved, also = interrupted(tmp_path, "saved", 5, 3, 5), interrupted(tmp_path, "also", 0, 0)
+    lost = interrupted(tmp_path, "lost", 5, 3, reason="interrupted at step 5 and not saved: cannot write")
+    never, waiting = interrupted(tmp_path, "never", 4), result("waiting", "stopped", reason="interrupted before it began")
+    done, failed = result("done", path="out/done"), result("failed", "failed", path="out/failed")
+
+    def line(*results: JobResult) -> str:
+        return resume_line(results, ["jobs.yaml"], 2)
+
+    again = " To go on: tlora train jobs.yaml --resume"
+    assert line(saved, also, done) == f"stopped by SIGINT; 2 jobs to go on with: 2 saved as a checkpoint.{again}"
+    assert line(lost) == f"stopped by SIGINT; 1 job to go on with: 1 not saved.{again}"
+    everything = "5 jobs to go on with: 2 saved as a checkpoint, 2 not saved, 1 not begun"
+    assert line(saved, done, lost, failed, never, waiting, also) == f"stopped by SIGINT; {everything}.{again}"
+    assert line(done, failed) == "stopped by SIGINT, when all jobs had ended"
+    told = printed([saved, lost, waiting])
+    assert "lost stopped: interrupted at step 5 and not saved: cannot write" in told
+    assert "waiting stopped" not in told and "saved stopped" not in told
 
 
 def test_text_from_outside_cannot_steer_a_terminal():

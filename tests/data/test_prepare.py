@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 from chat_templates import LLAMA3
 
 from tlora.data import prepare as prepare_module
+from tlora.data import worker as worker_module
 from tlora.data.dataset import is_whole
 from tlora.data.order import split
 from tlora.data.prepare import Prepared, PrepareProgress, PrepareRequest, prepare
@@ -178,6 +180,43 @@ def test_worker_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(ModelError, match=r"the data worker ended with exit status 3 \(no such module\), before the first job"):
         prepare([request("job", tmp_path, tmp_path)])
+
+
+def test_worker_runs_no_module_of_the_current_directory(tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of the user's that is named as a module is data like any other; what PYTHONPATH names still counts."""
+    write(tmp_path / "x.jsonl", ROWS)
+    for name in ("queue", "json", "tokenizers", "tlora"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})\n")
+    (tmp_path / "named").mkdir()
+    (tmp_path / "named" / "sitecustomize.py").write_text(f"open({str(tmp_path / 'customized')!r}, 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "named"))
+    assert len(good(prepare([request("job", tmp_path, tokenizer_path)])["job"]).train) == 40
+    assert not (tmp_path / "ran").exists() and (tmp_path / "customized").exists()
+
+
+@pytest.mark.parametrize("depth", [".", "below", "far/below"])
+def test_a_cache_that_cannot_be_written_says_how_to_have_another(depth: str, tmp_path: Path, tokenizer_path: Path) -> None:
+    write(tmp_path / "x.jsonl", ROWS)
+    (tmp_path / "occupied").write_text("")
+    cache = tmp_path / "occupied" / depth
+    message = bad(prepare([request("job", tmp_path, tokenizer_path, cache_dir=cache)])["job"])
+    assert (
+        f"tokenized data is kept in {cache}: make it writable and free space there, or set the environment variable TLORA_CACHE" in message
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(28, "No space left on device"), "/c/tlora: No space left on device; tokenized data is kept in /c/tlora: .*TLORA_CACHE"),
+        (PermissionError(13, "Permission denied", "/c"), "/c: Permission denied; tokenized data is kept in /c/tlora: .*TLORA_CACHE"),
+        (OSError(5, "Input/output error", "/d/x.jsonl"), "/d/x.jsonl: Input/output error; the data cannot be read; check the file"),
+        (OSError("8 requested and 0 written"), "/c/tlora: 8 requested and 0 written; tokenized data is kept in /c/tlora: .*TLORA_CACHE"),
+    ],
+)
+def test_trouble_with_files_names_the_side_it_is_on(error: OSError, words: str) -> None:
+    assert re.fullmatch(words + ".*", worker_module._trouble(error, Path("/c/tlora")))
 
 
 def test_worker_leaves_with_its_parent_and_holds_no_torch(tmp_path: Path, tokenizer_path: Path) -> None:

@@ -50,7 +50,7 @@ def bad_files(directory: Path) -> dict[str, tuple[Any, list[str]]]:
         "no-target": (write("mute.jsonl", '{"input_ids": [5, 6, 7], "labels": [-100, -100, -100]}\n'), ["mute.jsonl"]),
         "extension": (write("rows.exe", b"MZ\x00\x01" * 50), ["rows.exe"]),
         "all-held-out": ({"path": write("two.jsonl", row * 2), "eval_size": 2}, ["two.jsonl", "eval_size 2"]),
-        "bad-evaluation": ({"path": write("fine.jsonl", row * 4), "eval_path": str(directory / "no-eval.jsonl")}, ["no-eval.jsonl"]),
+        "broken-evaluation": ({"path": write("fine.jsonl", row * 4), "eval_path": str(directory / "no-eval.jsonl")}, ["no-eval.jsonl"]),
         "template": ({"path": write("t.jsonl", row), "chat_template": str(directory / "no.jinja")}, ["no.jinja"]),
         "long-line": ({"path": write("long.jsonl", row + line), "max_length": 64}, []),  # no mistake: cut, and said so
     }

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import BaseModel, ValidationError
 
 from tlora.errors import ConfigError
-from tlora.job import DataConfig, JobSpec, RunSpec
-from tlora.jobs_file import located, read_jobs_file, suggest
+from tlora.job import DataConfig, JobSpec, LoraConfig, RunSpec, TrainConfig
+from tlora.jobs_file import explain, located, read_jobs_file, suggest
 
 
 def problems_of(directory: Path, text: str | bytes, *overrides: str) -> list[str]:
@@ -93,6 +94,19 @@ JOB = "base_model: b\njobs:\n  - {{name: a, data: d, {}}}\n"
             "early_stopping_patience: 2",
             "jobs.yaml:3: early_stopping_patience needs evaluation data: set eval_size (say 0.05) or eval_path on the job's data",
         ),
+        (
+            "eval_size: 0.1, early_stopping_patience: 2",
+            "jobs.yaml:3: early_stopping_patience 2 needs eval_steps: without it a job is evaluated before its first step and "
+            "after its last only; set eval_steps (say 50, or epoch)",
+        ),
+        (
+            "eval_size: 0.1, eval_path: e.jsonl",
+            "jobs.yaml:3: eval_size 0.1 and eval_path '{}/e.jsonl' are both set, and evaluation has one source; remove one "
+            "(eval_size: 0 on the job undoes a default)",
+        ),
+        ("eval_size: 2.5", "jobs.yaml:3: eval_size 2.5 is no whole number of rows; write 2, or a share below 1"),
+        ("eval_size: -1", "jobs.yaml:3: data.eval_size: -1 is not a number from 0 up; the default is 0"),
+        ("num_train_epochs: 1e308", "jobs.yaml:3: num_train_epochs: 1e+308 is not a number above 0, at most 1000000; the default is 1"),
         ("output_dir: x", "jobs.yaml:3: output_dir: unknown key; 'output_dir' belongs at the top of the file, not in a job"),
         ("model: x", "jobs.yaml:3: model: unknown key; did you mean 'base_model' at the top of the file?"),
         ("learning_rat: 1", "jobs.yaml:3: learning_rat: unknown key; did you mean 'learning_rate'?"),
@@ -109,7 +123,92 @@ JOB = "base_model: b\njobs:\n  - {{name: a, data: d, {}}}\n"
     ],
 )
 def test_one_wrong_key_of_a_job(tmp_path: Path, keys: str, expected: str):
-    assert one_problem(tmp_path, JOB.format(keys)) == expected
+    assert one_problem(tmp_path, JOB.format(keys)) == expected.replace("{}/", "")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tmp-x", "TMP-x", "tmp-0123456789abcdef0123456789abcdef", "bad-sql", "Bad-", "sql.replaced", "run.json", "Run.JSONL", "report.html"],
+)
+def test_names_that_the_run_itself_uses_are_refused(tmp_path: Path, name: str):
+    assert one_problem(tmp_path, f"base_model: b\njobs: [{{name: {name}, data: d}}]") == (
+        f"jobs.yaml:2: job name {name!r} is kept for the run's own files: a name may not begin with 'tmp-' or 'bad-', "
+        "end with '.replaced', or be run.json, run.jsonl or report.html; choose another"
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["tmp", "tmp.x", "a-tmp-x", "badger", "replaced", "a.replaced.b", "run", "run.jsonx", "report.htm", "xrun.json"]
+)
+def test_names_that_only_look_alike_are_free(name: str):
+    assert JobSpec(name=name, data=DataConfig(path="d")).name == name
+
+
+def test_a_defaults_eval_size_can_be_undone_beside_an_eval_path(tmp_path: Path):
+    text = "base_model: b\ndefaults: {eval_size: 50}\njobs:\n"
+    text += "- {name: a, data: d, eval_path: e}\n- {name: b, data: d, eval_path: e, eval_size: 0}"
+    assert one_problem(tmp_path, text).startswith("jobs.yaml:2: eval_size 50 and eval_path")
+
+
+def test_the_most_epochs_give_a_number_of_steps():
+    assert TrainConfig(num_train_epochs=1e6, batch_size=1).total_steps(10**9) == 10**15
+
+
+ONE = {"name": "a", "data": "d"}
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "expected"),
+    [
+        (RunSpec, {"base_model": "b", "jobs": [ONE], "lr": 3}, "lr: unknown key; did you mean 'learning_rate' of JobSpec?"),
+        (RunSpec, {"base_model": "b", "jobs": [ONE], "r": 3}, "r: unknown key; it belongs to JobSpec"),
+        (RunSpec, {"base_model": "b", "jobs": [ONE], "token_budgt": 99}, "token_budgt: unknown key; did you mean 'token_budget'?"),
+        (RunSpec, {"base_model": "b", "jobs": [ONE], "zzz": 1}, "zzz: unknown key; known here: base_model, deterministic"),
+        (RunSpec, {"base_model": "b", "jobs": [ONE], "token_budget": 3}, "token_budget: 3 is not 'auto' or a whole number from 16 up"),
+        (RunSpec, {"base_model": "b", "jobs": [ONE], "report_to": ["x"]}, "report_to: 'x' in it is wrong; it must be a list, each one of"),
+        (RunSpec, {"base_model": "b", "jobs": []}, "jobs: [] is not a list, each a mapping with name and data"),
+        (RunSpec, {"base_model": "b", "jobs": [3]}, "job 1: jobs: 3 is not a mapping such as {name: polite"),
+        (RunSpec, {"jobs": [ONE]}, "base_model: missing; it must be text; add `base_model: ...`"),
+        (RunSpec, {"base_model": "b", "jobs": [ONE, ONE]}, "two jobs are named 'a'"),
+        (RunSpec, {"base_model": "b", "jobs": [ONE, ONE | {"r": 0}]}, "job 2: r: 0 is not a whole number from 1 to 256; the default is 16"),
+        (
+            RunSpec,
+            {"base_model": "b", "jobs": [ONE | {"data": {"path": "d", "pth": 1}}]},
+            "job 1: data.pth: unknown key; did you mean 'path'?",
+        ),
+        (
+            RunSpec,
+            {"base_model": "b", "jobs": [ONE | {"eval_steps": "x"}]},
+            "job 1: eval_steps: 'x' is not a whole number from 1 up or 'epoch'",
+        ),
+        (
+            JobSpec,
+            ONE | {"rank_pattern": {"q": 0}},
+            "rank_pattern: 0 in it is wrong; it must be a mapping of module names, each to a whole",
+        ),
+        (JobSpec, ONE | {"max_lenght": 9}, "max_lenght: unknown key; did you mean 'max_length'?"),
+        (JobSpec, ONE | {"eval_size": 2.5}, "eval_size 2.5 is no whole number of rows"),
+        (JobSpec, {"name": "a"}, "data: missing; it must be a path, or a mapping of path"),
+        (LoraConfig, {"rank": 3}, "rank: unknown key; did you mean 'r'?"),
+        (TrainConfig, {"eval_size": 3}, "eval_size: unknown key; it belongs to DataConfig"),
+        (DataConfig, {"max_length": 1, "path": "d"}, "max_length: 1 is not a whole number from 2 up; the default is 1024"),
+    ],
+)
+def test_specs_made_in_python_are_explained_in_the_same_words(model: type[BaseModel], fields: dict[str, object], expected: str):
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(fields)
+    assert explain(caught.value).startswith(expected), explain(caught.value)
+
+
+def test_several_mistakes_in_python_are_a_list():
+    with pytest.raises(ValidationError) as caught:
+        RunSpec.model_validate({"base_model": "b", "lr": 1, "jobs": [ONE | {"r": 0, "target_modules": ["q", 3]}]})
+    assert explain(caught.value).splitlines() == [
+        "3 problems:",
+        "  job 1: r: 0 is not a whole number from 1 to 256; the default is 16",
+        "  job 1: target_modules: ['q', 3] is not 'all-linear' or a list of names; the default is all-linear",
+        "  lr: unknown key; did you mean 'learning_rate' of JobSpec?",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -257,3 +257,6 @@ def test_any_segments(drawn: list[tuple[int, int]], gaps: int, dropout: float) -
 def test_check_segments_names_the_wrong_one(segments: Segments, words: str) -> None:
     with pytest.raises(AssertionError, match=words):
         check_segments(segments, num_tokens=5, num_rows=8)
+    x, weight, a, b = torch.ones(5, 3), torch.ones(4, 3), torch.ones(8, 3), torch.ones(8, 4)
+    with pytest.raises(AssertionError, match=words):
+        multi_lora_linear(x, weight, None, LoraWeights(a, b, torch.zeros(8, 3), torch.zeros(8, 4)), segments)

@@ -23,7 +23,7 @@ CHARTS = {"Train loss", "Eval loss", "Gradient norm", "Learning rate", "Throughp
 
 def report(run_dir: Path) -> str:
     path = write_report(run_dir)
-    assert path == run_dir / "report.html" and not list(run_dir.glob("*.tmp*"))
+    assert path == run_dir / "report.html" and not list(run_dir.glob("tmp-*"))
     return path.read_text(encoding="utf-8")
 
 
@@ -268,14 +268,22 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
     make_run(tmp_path, 1, 10, 10)
     before = report(tmp_path)
 
-    def full(draft: Path, target: Path) -> Path:
+    def full(*_: Path) -> Path:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(ConfigError, match=r"report.html cannot be written \(No space left on device\).*free space"):
         write_report(tmp_path)
     monkeypatch.undo()
-    assert (tmp_path / "report.html").read_text(encoding="utf-8") == before and not list(tmp_path.glob("*.tmp*"))
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == before and not list(tmp_path.glob("*tmp*"))
+
+
+@pytest.mark.parametrize(("value", "shown"), [(2_012_345, True), (None, False), (True, False), ("many", False), (-1, False)])
+def test_the_size_of_the_base_is_shown_where_it_is_known(tmp_path: Path, value: object, shown: bool) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"started": "2026-01-02T03:04:05+00:00", "base_parameters": value}))
+    text = PageReader(report(tmp_path)).text
+    assert ("2.01 M" in text and "2,012,345 frozen parameters" in text) == ("frozen parameters" in text) == shown
+    assert "started 2026-01-02 03:04 UTC" in text
 
 
 @pytest.mark.parametrize(

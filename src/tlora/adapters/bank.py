@@ -27,23 +27,24 @@ class LinearRows:
     used: dict[str, range] = field(default_factory=dict)
 
     def reserve(self, job_id: str, rank: int) -> range:
-        """The first gap that holds `rank` rows; grows the tensors when there is none."""
+        """The first gap that holds `rank` rows; grows the tensors, by no row more than it takes, when there is none."""
         size, start = -(-rank // ROW_ALIGNMENT) * ROW_ALIGNMENT, 0
         for rows in sorted(self.used.values(), key=lambda r: r.start):
             if rows.start - start >= size:
                 break
             start = rows.stop
         if start + size > self.a_RK.shape[0]:
-            self._grow(max(start + size, 2 * self.a_RK.shape[0]))
+            self._grow(start + size)
         self.used[job_id] = range(start, start + size)
         return self.used[job_id]
 
     def _grow(self, rows: int) -> None:
-        for name in ("a_RK", "b_RN", "da_RK", "db_RN"):
-            old: Tensor = getattr(self, name)
+        grown: list[Tensor] = []
+        for old in (self.a_RK, self.b_RN, self.da_RK, self.db_RN):  # all or none: memory may run out at any of the four
             new = old.new_zeros(rows, old.shape[1])
             new[: old.shape[0]] = old
-            setattr(self, name, new)
+            grown.append(new)
+        self.a_RK, self.b_RN, self.da_RK, self.db_RN = grown
 
     def clear(self, job_id: str) -> None:
         """Give the rows back, zeroed: the next owner must find no trace, not even in the padding."""
@@ -81,15 +82,26 @@ class AdapterBank:
         return range(start, start + shape.rank), shape.scale
 
     def add(self, job_id: str, layout: AdapterLayout) -> None:
+        """Reserve zeroed rows for every module of `layout`. Where that raises (out of memory), the job holds no row anywhere."""
         assert job_id not in self._layouts, f"{job_id} has a slot already"
-        for s in layout.shapes:
-            if s.module not in self._linears:
-                k, n = self._targets[s.module]
-                a_RK, b_RN = (torch.zeros(0, width, dtype=self.dtype, device=self.device) for width in (k, n))
-                self._linears[s.module] = LinearRows(a_RK, b_RN, a_RK.to(self.sum_dtype), b_RN.to(self.sum_dtype))
-            self._linears[s.module].reserve(job_id, s.rank)
+        try:
+            for s in layout.shapes:
+                self._rows_at(s.module).reserve(job_id, s.rank)
+        except BaseException:
+            for linear in self._linears.values():
+                if job_id in linear.used:
+                    linear.clear(job_id)
+            raise
         self._layouts[job_id] = layout
         self._shapes[job_id] = {s.module: s for s in layout.shapes}
+
+    def _rows_at(self, module: str) -> LinearRows:
+        if module not in self._linears:
+            k, n = self._targets[module]
+            a_RK, b_RN = (torch.zeros(0, width, dtype=self.dtype, device=self.device) for width in (k, n))
+            da_RK, db_RN = (torch.zeros_like(rows, dtype=self.sum_dtype) for rows in (a_RK, b_RN))  # never the same tensor twice
+            self._linears[module] = LinearRows(a_RK, b_RN, da_RK, db_RN)
+        return self._linears[module]
 
     def remove(self, job_id: str) -> None:
         for s in self._layouts.pop(job_id).shapes:

@@ -38,8 +38,8 @@ def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
     progress = (step - warmup) / max(1, total_steps - warmup)
     if kind == "linear":
         return config.learning_rate * max(0.0, 1 - progress)
-    if kind == "polynomial":  # transformers' defaults: power 1, ending at 1e-7
-        end = 1e-7
+    if kind == "polynomial":  # transformers' defaults: power 1, ending at 1e-7; it refuses a peak below that, where we stay at the peak
+        end = min(1e-7, config.learning_rate)
         return end if step > total_steps else (config.learning_rate - end) * (1 - progress) + end
     factor = max(0.0, 0.5 * (1 + math.cos(math.pi * progress)))
     if kind == "cosine_with_min_lr":

@@ -18,6 +18,32 @@ from tlora.job import LoraConfig
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 
+_CONVERT = "Save it with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...), which makes a plain LoRA adapter of it"
+_PLAIN_INITS = (True, False, None, "gaussian", "orthogonal")  # the others change the base's weights, or lean on data that is not here
+_RETRAIN = "Train a plain LoRA adapter without it, or merge this one into its base (PEFT's merge_and_unload) and start from there"
+_LIST_LAYERS = "Write the full names of its layers into target_modules, and take the key out"
+_NOT_PLAIN = {  # what an adapter may not set -> (why, remedy)
+    "use_dora": ("is DoRA", _RETRAIN),
+    "use_qalora": ("is QALoRA", _RETRAIN),
+    "use_bdlora": ("is BD-LoRA", _RETRAIN),
+    "arrow_config": ("routes between adapters", _RETRAIN),
+    "monteclora_config": ("is MonteCLoRA", _RETRAIN),
+    "kasa_config": ("is KaSA", _RETRAIN),
+    "modules_to_save": ("holds weights of whole modules", _RETRAIN),
+    "lora_bias": ("has biases beside A and B", _RETRAIN),
+    "trainable_token_indices": ("holds embeddings of its own", _RETRAIN),
+    "layer_replication": ("is of a base with layers repeated", _RETRAIN),
+    "alora_invocation_tokens": ("works behind these tokens only", _RETRAIN),
+    "target_parameters": ("adapts parameters that are no linear layers", _RETRAIN),
+    "fan_in_fan_out": (
+        "is of a base with transposed weights, such as GPT-2's Conv1D",
+        "Use an adapter of a base that is made of nn.Linear",
+    ),
+    "layers_to_transform": ("adapts some of the layers only", _LIST_LAYERS),
+    "layers_pattern": ("adapts some of the layers only", _LIST_LAYERS),
+    "exclude_modules": ("leaves some of its targets out", _LIST_LAYERS),
+}
+
 
 def _names(module: str) -> tuple[str, str]:
     return f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
@@ -74,9 +100,16 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise ModelError(f"{path}: cannot be read ({error}). Save the adapter again with PEFT's save_pretrained") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ModelError(f"{path}: peft_type must be LORA, and is {config.get('peft_type') if isinstance(config, dict) else config!r}")
-    for key in ("use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "layer_replication"):
-        if config.get(key):
-            raise ModelError(f"{path}: {key} is set, which cannot be continued here. Use a plain LoRA adapter")
+    for key, (why, remedy) in _NOT_PLAIN.items():
+        value = config.get(key)
+        if value or (key == "layers_to_transform" and value == 0 and value is not None):  # the first layer
+            raise ModelError(f"{path}: {key}={value!r}: the adapter {why}, and only a plain LoRA adapter can be used. {remedy}")
+    init = config.get("init_lora_weights")
+    if init not in _PLAIN_INITS and str(init).lower() not in _PLAIN_INITS:
+        raise ModelError(
+            f"{path}: init_lora_weights={init!r}: such a start may change the base's weights, and the base here is as it was. {_CONVERT}; "
+            "where it left the base alone (eva), write true there"
+        )
     if config.get("bias", "none") != "none":
         raise ModelError(f"{path}: bias={config['bias']!r} trains base weights, but the base is shared and frozen. Use bias='none'")
     return config

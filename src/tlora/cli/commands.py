@@ -92,7 +92,7 @@ def train(
             again = [str(jobs_file), *(["--output-dir", str(output_dir)] if output_dir else [])]
             again += ["--device", device] if device else []
             again += [part for setting in settings or [] for part in ("--set", setting)]
-            console.print(f"\n{resume_line(again, results.signal_number)}", soft_wrap=True)
+            console.print(f"\n{resume_line(results.values(), again, results.signal_number)}", soft_wrap=True)
         raise typer.Exit(exit_code(results.values(), results.signal_number))
 
 

@@ -36,17 +36,34 @@ def print_results(console: Console, results: Mapping[str, JobResult]) -> None:
         for parent in dict.fromkeys(Path(result.path).parent for result in results.values() if result.path):
             console.print(Text(f"adapters: {printable(path_text(parent / 'JOB'))}"), soft_wrap=True)
     for result in results.values():
-        if result.status == "failed":
-            console.print(Text(f"{printable(result.name)} failed: {printable(result.reason)}", style="red"), soft_wrap=True)
+        if result.status == "failed" or _lost_steps(result):
+            console.print(Text(f"{printable(result.name)} {result.status}: {printable(result.reason)}", style="red"), soft_wrap=True)
     for sweep in dict.fromkeys(result.sweep_of for result in results.values() if result.sweep_of):
         console.print()
         console.print(_sweep_table(sweep, [result for result in results.values() if result.sweep_of == sweep]))
 
 
-def resume_line(arguments: list[str], signal_number: int) -> str:
-    """What to type after an interruption. `arguments` are those of the interrupted command."""
+def resume_line(results: Iterable[JobResult], arguments: list[str], signal_number: int) -> str:
+    """What was saved, and what to type after an interruption. `arguments` are those of the interrupted command."""
     name = signal.Signals(signal_number).name
-    return f"stopped by {name}; every job has its checkpoint. To go on: {shlex.join(['tlora', 'train', *arguments, '--resume'])}"
+    stopped = [result for result in results if result.status == "stopped"]
+    if not stopped:
+        return f"stopped by {name}, when all jobs had ended"
+    saved, lost = sum(map(_has_checkpoint, stopped)), sum(map(_lost_steps, stopped))
+    counts = ((saved, "saved as a checkpoint"), (lost, "not saved"), (len(stopped) - saved - lost, "not begun"))
+    told = ", ".join(f"{count} {what}" for count, what in counts if count)
+    jobs = "1 job" if len(stopped) == 1 else f"{len(stopped)} jobs"
+    return f"stopped by {name}; {jobs} to go on with: {told}. To go on: {shlex.join(['tlora', 'train', *arguments, '--resume'])}"
+
+
+def _has_checkpoint(result: JobResult) -> bool:
+    """Whether the step at which the job stopped is on the disk, as `train` names it."""
+    return bool(result.path) and (Path(result.path) / f"checkpoint-{result.steps}").is_dir()
+
+
+def _lost_steps(result: JobResult) -> bool:
+    """Stopped after it had begun, and what it had learned since its last checkpoint (if it has one) could not be written."""
+    return result.status == "stopped" and bool(result.path) and not _has_checkpoint(result)
 
 
 def best_first(results: list[JobResult]) -> list[JobResult]:

@@ -82,7 +82,8 @@ def prepare(requests: Sequence[PrepareRequest], on_progress: OnProgress | None =
 def _run_worker(requests: Sequence[PrepareRequest], on_progress: OnProgress) -> dict[str, Prepared | DataError]:
     """Results until all are done or the worker dies; then the job that it was on is failed too, so at least one result."""
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "true", "PYTHONUNBUFFERED": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    command = [sys.executable, "-m", "tlora.data.worker"]
+    # -P: without it the current directory comes first on the path, and a user's queue.py beside the jobs file would be run
+    command = [sys.executable, "-P", "-m", "tlora.data.worker"]
     lines: queue.Queue[bytes] = queue.Queue()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment)

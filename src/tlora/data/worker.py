@@ -55,11 +55,7 @@ class Worker:
         except (DataError, ModelError) as error:
             self.send("model_error" if isinstance(error, ModelError) else "data_error", key, message=str(error))
         except OSError as error:
-            self.send(
-                "data_error",
-                key,
-                message=f"{error.filename or request['cache_dir']}: {error.strerror or error}; the data cannot be prepared there",
-            )
+            self.send("data_error", key, message=_trouble(error, Path(str(request["cache_dir"]))))
         except MemoryError:
             self.send(
                 "data_error",
@@ -99,6 +95,17 @@ class Worker:
                 why = " ".join(str(error).split())
                 raise ModelError(f"{path}: the tokenizer cannot be loaded ({why}); give a directory with tokenizer.json") from error
         return self.tokenizers[path]
+
+
+def _trouble(error: OSError, cache_dir: Path) -> str:
+    """Without a file's name it came from writing: reading names its file in a DataError."""
+    reason, place = error.strerror or str(error), Path(str(error.filename or cache_dir))
+    if place == cache_dir or cache_dir in place.parents or place in cache_dir.parents:
+        return (
+            f"{place}: {reason}; tokenized data is kept in {cache_dir}: "
+            "make it writable and free space there, or set the environment variable TLORA_CACHE to another directory"
+        )
+    return f"{place}: {reason}; the data cannot be read; check the file and who may read it"
 
 
 def _read_template(file: Path) -> str:

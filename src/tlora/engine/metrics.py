@@ -67,7 +67,9 @@ def _open_client(name: str, project: str, job: str, directory: Path, config: dic
         writer = SummaryWriter(str(directory / "tensorboard"))
         return _Client(partial(_add_scalars, writer), writer.close)
     client = importlib.import_module(name)  # wandb and trackio share this interface
-    run = client.init(project=project, name=job, group="tlora", config=config)
+    # wandb's init ends the run that this process has going, which is another job's; trackio keeps them apart and lacks the option
+    apart = {"reinit": "create_new"} if name == "wandb" else {}
+    run = client.init(project=project, name=job, group="tlora", config=config, **apart)
     return _Client(lambda values, step: run.log(values, step=step), run.finish)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -43,6 +43,11 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.where}: {self.text}"
+
+
+def told(problems: Sequence[object]) -> str:
+    """One message of all problems: the only one itself, else a list under their number."""
+    return str(problems[0]) if len(problems) == 1 else f"{len(problems)} problems:\n" + "\n".join(f"  {item}" for item in problems)
 
 
 def problem_at(place: Located, text: str) -> Problem:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from tlora.errors import ConfigError
 from tlora.job import DataConfig, JobSpec, RunSpec
-from tlora.jobs_file.located import Located, Problem, plain, problem_at, read_yaml
+from tlora.jobs_file.located import Located, Problem, plain, problem_at, read_yaml, told
 from tlora.jobs_file.rules import find_booleans, shown, translate
 from tlora.jobs_file.spelling import suggest
 from tlora.jobs_file.sweep import expand
@@ -264,10 +264,10 @@ def _validate(run: Located, directory: Path, problems: list[Problem]) -> RunSpec
     try:
         spec = RunSpec.model_validate(plain(run))
     except ValidationError as error:
-        told = bool(problems)  # what concerns all jobs, none or equal names, has then been told with its lines
+        known = bool(problems)  # what concerns all jobs, none or equal names, has then been told with its lines
         errors = error.errors(include_url=False, include_context=False)
-        problems += translate([item for item in errors if not told or item["loc"] not in ((), ("jobs",))], run)
+        problems += translate([item for item in errors if not known or item["loc"] not in ((), ("jobs",))], run)
     unique = sorted(set(problems))
     if unique or spec is None:
-        raise ConfigError(str(unique[0]) if len(unique) == 1 else f"{len(unique)} problems:\n" + "\n".join(f"  {item}" for item in unique))
+        raise ConfigError(told(unique))
     return spec

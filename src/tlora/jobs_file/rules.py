@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from tlora.job import DataConfig, JobSpec, RunSpec
-from tlora.jobs_file.located import Located, Problem, plain, problem_at
+from tlora.job import DataConfig, JobSpec, LoraConfig, RunSpec, TrainConfig
+from tlora.jobs_file.located import Located, Problem, plain, problem_at, told
+from tlora.jobs_file.spelling import suggest
 
 
 def rule_of(field: FieldInfo) -> str:
@@ -35,6 +36,8 @@ def _rule(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         return "a list of names" if arguments[0] is str else f"a list, each {_rule(arguments[0])}"
     if origin is dict:
         return f"a mapping of module names, each to {_rule(arguments[1])}"
+    if annotation is JobSpec:
+        return "a mapping with name and data"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"a path, or a mapping of {', '.join(annotation.model_fields)}"
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[annotation]
@@ -85,6 +88,64 @@ def translate(errors: Iterable[ErrorDetails], run: Located) -> list[Problem]:
     return list(found.values())
 
 
+_MODELS: dict[str, type[BaseModel]] = {model.__name__: model for model in (RunSpec, JobSpec, LoraConfig, TrainConfig, DataConfig)}
+
+
+def explain(error: ValidationError) -> str:
+    """What is wrong with a spec made in Python rather than read from a file, in the words used for a file, one problem per key."""
+    found: dict[str, str] = {}
+    for item in error.errors(include_url=False, include_context=False):
+        job, keys, model, field, whole = _locate(item["loc"], _MODELS[error.title])
+        key = ".".join(keys)
+        if item["type"] == "extra_forbidden" and field is None:
+            text = f"{key}: unknown key; {_meant(keys[-1], model)}"
+        elif item["type"] == "missing":
+            text = _missing(key, field)
+        elif item["type"] == "value_error":
+            text = item["msg"].removeprefix("Value error, ")
+        elif whole or field is None:
+            text = _broken(key, item["input"], field)
+        else:
+            text = f"{key}: {shown(item['input'])} in it is wrong; it must be {rule_of(field)}"
+        found.setdefault(job + (key or text), job + text)
+    return told(list(found.values()))
+
+
+def _locate(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[str, list[str], type[BaseModel], FieldInfo | None, bool]:
+    """Where an error is: "job 2: ", the keys down to its field, the model that should have it, the field, and whether it is about
+    all of the field's value rather than an item inside it.
+    """
+    job, keys, field, inside = "", list[str](), None, list[int | str]()
+    for at, part in enumerate(loc):
+        if field is not None and field.annotation is DataConfig:
+            model, field = DataConfig, None
+        elif keys == ["jobs"] and isinstance(part, int):
+            job, keys, model, field = f"job {part + 1}: ", [], JobSpec, None
+            continue
+        if field is not None:
+            inside = [*loc[at:]]
+            break
+        keys.append(str(part))
+        field = model.model_fields.get(str(part))
+    within_list = any(isinstance(part, int) for part in inside)
+    within_mapping = field is not None and get_origin(field.annotation) is dict and bool(inside)
+    return job, keys, model, field, not (within_list or within_mapping)
+
+
+def _meant(key: str, model: type[BaseModel]) -> str:
+    """Which key of `model` it could have been, or whose else it is."""
+    beside = [name for name in DataConfig.model_fields if name != "path"] if model is JobSpec else []
+    homes = (RunSpec, JobSpec, DataConfig)
+    if exact := [home.__name__ for home in homes if key in home.model_fields]:
+        return f"it belongs to {exact[0]}"
+    sentence = suggest(key, [*model.model_fields, *beside])
+    if not sentence.startswith("did"):
+        for home in homes:
+            if (elsewhere := suggest(key, home.model_fields)).startswith("did"):
+                return f"{elsewhere[:-1]} of {home.__name__}?"
+    return sentence
+
+
 def find_booleans(fields: Mapping[str, Located], model: type[BaseModel], prefix: str = "") -> list[Problem]:
     """true and false where something else belongs: pydantic would take true for 1."""
     return [
@@ -130,7 +191,7 @@ def _together(message: str, place: Located) -> Problem:
 
 def _broken(key: str, value: object, field: FieldInfo | None) -> str:
     if field is None:
-        return f"{key}: {shown(value)} is not a mapping such as {{name: polite, data: polite.jsonl}}"
+        return f"{key or 'jobs'}: {shown(value)} is not a mapping such as {{name: polite, data: polite.jsonl}}"
     text = f"{key}: {shown(value)} is not {rule_of(field)}"
     if isinstance(value, str) and get_origin(field.annotation) is not Literal and "a list" in text:
         return f"{text}; write `{key}: [{value}]`"

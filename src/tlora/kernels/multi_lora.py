@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from tlora.kernels.gemm import linear
 from tlora.kernels.reference import lora_backward_, lora_forward_
-from tlora.kernels.segments import Segments
+from tlora.kernels.segments import Segments, check_segments
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ class _MultiLoraLinear(torch.autograd.Function):
         keys_T: Tensor | None,
         anchor: Tensor | None,
     ) -> Tensor:
+        if __debug__:  # torch cuts a slice that leaves its tensor short without a word
+            check_segments(segments, x_TK.shape[0], lora.a_RK.shape[0])
         y_TN = linear(x_TK, weight_NK, bias_N)
         shrunk = lora_forward_(y_TN, x_TK, lora.a_RK, lora.b_RN, segments, keys_T, lora.module_key)
         ctx.save_for_backward(x_TK, weight_NK, *shrunk)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import uuid
 from pathlib import Path
 
-from tlora.errors import ConfigError
+from tlora import durable
+from tlora.errors import CheckpointError, ConfigError
 from tlora.report.charts import job_curves, learning_charts, run_charts
 from tlora.report.page import LegendEntry, Section, render_page
 from tlora.report.run_view import RunView, read_run
@@ -20,14 +20,12 @@ def write_report(run_dir: Path) -> Path:
     """
     page = report_page(read_run(run_dir))
     target = run_dir / "report.html"
-    draft = run_dir / f"report.html.tmp-{uuid.uuid4().hex}"
     try:
-        draft.write_text(page, encoding="utf-8")
-        draft.replace(target)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
+        durable.write_file(target, page)
+    except CheckpointError as error:  # its remedies are those of a run that trains
+        reason = error.__cause__.strerror if isinstance(error.__cause__, OSError) else str(error)
         raise ConfigError(
-            f"{target} cannot be written ({error.strerror}): the report needs about 3 MB and write permission in the run's directory; "
+            f"{target} cannot be written ({reason}): the report needs about 3 MB and write permission in the run's directory; "
             "free space or change its mode, then run `tlora report` again"
         ) from error
     return target

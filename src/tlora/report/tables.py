@@ -12,6 +12,7 @@ from tlora.report.run_view import JobView, RunView
 from tlora.report.wording import DASH, MINUS, count_text, duration_text, loss_text
 
 _SPARK_POINTS = 60
+_SHOWN_ELSEWHERE = ("jobs", "versions", "status", "started", "base_parameters")
 _NUMBER = ' class="number"'
 
 
@@ -54,6 +55,7 @@ def run_facts(run: RunView) -> str:
         ("wall time", duration_text(run.seconds), ""),
         ("throughput", _rate_text(_mean_rate(run, rates)), f"tokens; peak {_rate_text(max(rates))}" if rates else "tokens"),
         ("padding", f"{100 * sum(paddings) / len(paddings):.1f} %" if paddings else DASH, "mean over time"),
+        *_base_tile(spec.get("base_parameters")),
         ("device", str(spec.get("device", DASH)), ""),
         ("status", str(spec.get("status", "unknown")), _started(spec.get("started"))),
     )
@@ -63,6 +65,12 @@ def run_facts(run: RunView) -> str:
         for label, value, extra in tiles
     )
     return f'<div class="tiles">{shown}</div>{_settings(run)}'
+
+
+def _base_tile(parameters: object) -> list[tuple[str, str, str]]:
+    if not isinstance(parameters, int) or isinstance(parameters, bool) or parameters < 0:
+        return []  # a run that was written before it was counted
+    return [("base", count_text(parameters), f"{parameters:,} frozen parameters")]
 
 
 def _rate_text(rate: float) -> str:
@@ -88,7 +96,7 @@ def _started(value: object) -> str:
 
 def _settings(run: RunView) -> str:
     versions = run.spec.get("versions")
-    facts = {key: value for key, value in run.spec.items() if key not in ("jobs", "versions", "status", "started")}
+    facts = {key: value for key, value in run.spec.items() if key not in _SHOWN_ELSEWHERE}
     named = versions.items() if isinstance(versions, dict) else ()
     line = " · ".join(escape(f"{name} {version}") for name, version in named)
     listed = "".join(f"<dt>{escape(str(key))}</dt><dd>{escape(_fact(value))}</dd>" for key, value in facts.items())
