@@ -73,7 +73,7 @@ def broken_promises(seconds: float, results: dict[str, JobResult], trials: dict[
 
 
 def results_table(results: dict[str, JobResult]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")  # fits 80 columns
     table.add_column("job", no_wrap=True)
     for name in ("rank", "steps", "train loss", "eval loss", "tokens", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -304,7 +304,7 @@ def test_worker_events(tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("error", "pattern"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), "cache: No space left on device; the data cannot be prepared there"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
         (MemoryError(), "x.jsonl: preparing takes more than 8 GiB"),
         (type("PanicException", (BaseException,), {})("index out of bounds"), "x.jsonl: PanicException: index out of bounds"),
     ],
