@@ -50,7 +50,8 @@ def check(jobs_file: JobsFile, settings: Settings = None, device: Device = None,
         console = open_console()
         with _open_view(open_console(stderr=True), quiet=False) as view:
             found = check_run(run, Watcher(view.progress, view.note), device)
-        print_check(console, found)
+        if found.base_parameters:  # without a base there are only problems to tell
+            print_check(console, found)
         if problems := problems_of(found):
             errors = open_console(stderr=True)
             for problem in problems:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from tlora.data.build import DataReport
+from tlora.data.rows import list_files
 from tlora.engine.memory import memory_limit
 from tlora.engine.metrics import check_trackers
 from tlora.engine.plan import PlannedJob, RunPlan, pick_device, plan_run
 from tlora.engine.progress import JobProgress, RunProgress, Watcher
-from tlora.errors import ConfigError
-from tlora.job import RunSpec
+from tlora.errors import ConfigError, DataError, ModelError
+from tlora.job import JobSpec, RunSpec
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 
@@ -48,7 +50,7 @@ class RunCheck:
 def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = None) -> RunCheck:
     """Tokenize the data (into the cache that training uses), resolve every target, and predict memory.
 
-    Raises ModelError when there is no base model to check against; all else is in `problems`.
+    Without a base model only its own problem and data files that are not there can be told.
     """
     watcher = watcher or Watcher()
     place = pick_device(device)
@@ -57,7 +59,10 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
         check_trackers(list(run.report_to))
     except ConfigError as error:
         problems.append(str(error))
-    base = outline(run.base_model, run.dtype)
+    try:
+        base = outline(run.base_model, run.dtype)
+    except ModelError as error:
+        return _without_base(run, (*problems, str(error)), str(place))
     sizes = [(p.numel(), p.element_size()) for p in base.model.parameters()]
     base_bytes = sum(count * size for count, size in sizes)
     jobs = tuple(JobProgress(job.name, "preparing", job.r) for job in run.jobs)
@@ -83,6 +88,21 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
         device=str(place),
         resident_jobs=resident,
     )
+
+
+def _without_base(run: RunSpec, problems: tuple[str, ...], device: str) -> RunCheck:
+    jobs = tuple(JobCheck(job.name, _missing_files(job), (), job.r, 0, 0, 0, None) for job in run.jobs)
+    return RunCheck(problems, (), jobs, 0, 0, 0, 0, 0, device, 0)
+
+
+def _missing_files(job: JobSpec) -> tuple[str, ...]:
+    found: list[str] = []
+    for path in filter(None, (job.data.path, job.data.eval_path)):
+        try:
+            list_files(Path(path))
+        except DataError as error:
+            found.append(str(error))
+    return tuple(found)
 
 
 def _resident(plan: RunPlan) -> int:
