@@ -14,32 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.durable_files import FILES, holds, names, writer
 from tlora import durable
 from tlora.durable import MANIFEST, clean, make_directory, newest_verified, prune, truncate_rows, verify, write_directory, write_file
 from tlora.errors import CheckpointError
-
-FILES = ("adapter_model.safetensors", "optimizer.safetensors", "state.json")
-
-
-def content(mark: str, name: str) -> bytes:
-    return random.Random(f"{mark} {name}").randbytes(900 + len(name))
-
-
-def writer(mark: str) -> Callable[[Path], None]:
-    def write(directory: Path) -> None:
-        for name in FILES:
-            (directory / name).write_bytes(content(mark, name))
-
-    return write
-
-
-def holds(directory: Path, mark: str) -> bool:
-    return all((directory / name).read_bytes() == content(mark, name) for name in FILES)
-
-
-def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
-
 
 # --- what it does when nothing goes wrong ---------------------------------------------------------------------------
 

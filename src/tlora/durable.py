@@ -190,12 +190,17 @@ def prune(parent: Path, keep: int | None, protect: set[str], *, prefix: str = "c
         raise _failure(parent, error) from error
 
 
+def is_leftover(path: Path) -> bool:
+    """Whether `path` has the name of a temporary file or directory that a killed process leaves behind."""
+    return _LEFTOVER.fullmatch(path.name) is not None
+
+
 def clean(parent: Path) -> None:
     """Remove what a killed process left behind in `parent`: temporary files and directories, unfinished replacements."""
     try:
         _settle_all(parent)
         for path in sorted(parent.iterdir()):
-            if _LEFTOVER.fullmatch(path.name):
+            if is_leftover(path):
                 _remove(path)
     except OSError as error:
         raise _failure(parent, error) from error

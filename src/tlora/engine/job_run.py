@@ -49,7 +49,6 @@ class JobRun:
         self.steps_per_epoch = math.ceil(len(train) / spec.batch_size)
         self.progress = Progress(data=self.data_key)
         self.flow = Flow(spec.name, spec.weight)
-        self.last_rate = 0.0
         self._sums = _Sums()
         self._normalizer = 1.0
         self._tokens = 0  # of the global batch in flight
@@ -132,7 +131,6 @@ class JobRun:
         p.loss_first = loss if p.loss_first is None else p.loss_first
         p.losses = [*p.losses, loss][-RECENT_STEPS:]
         p.unlogged.append(loss)
-        self.last_rate = stats.learning_rate
         return loss
 
     def evaluated(self) -> float:

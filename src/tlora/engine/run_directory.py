@@ -8,7 +8,6 @@ import fcntl
 import json
 import os
 import platform
-import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ from tlora.engine.checkpoint import read_progress
 from tlora.errors import ConfigError
 from tlora.job import JobSpec, RunSpec
 
-_LEFTOVER = re.compile(r"tmp-[0-9a-f]{32}")  # what a kill within the very first write leaves
 _FREE_TO_CHANGE = {"weight", "logging_steps", "save_steps", "save_total_limit", "sweep_of"}  # by --resume: no number depends on them
 
 
@@ -33,7 +31,7 @@ def check_run_directory(run: RunSpec, resume: bool, overwrite: bool) -> None:
         raise ConfigError(f"output_dir {directory}: {existing} is a file. Choose another output_dir")
     if not os.access(existing, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
         raise ConfigError(f"output_dir {directory} cannot be written ({existing} is read-only for you). Choose one where you may write")
-    if existing != directory or all(_LEFTOVER.fullmatch(path.name) for path in directory.iterdir()):
+    if existing != directory or all(durable.is_leftover(path) for path in directory.iterdir()):
         return
     earlier = directory / "run.json"
     if not earlier.is_file():
