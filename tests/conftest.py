@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.kernels import interpreter as interpreter  # before whatever imports triton
+
 _SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 settings.register_profile("sample", max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=_SLOW_IS_FINE)
 settings.load_profile("sample")

@@ -24,12 +24,19 @@ Failpoint = Callable[[str], None]  # called with a name between any two steps; t
 
 _LEFTOVER = re.compile(r"tmp-[0-9a-f]{32}")
 _REPLACED = ".replaced"  # the old directory while a new one takes its name
+_OS_ERROR = re.compile(r"os error ([0-9]{1,4})")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def _pass(name: str) -> None:
     """The failpoint of production: nothing happens."""
+
+
+def cache_dir() -> Path:
+    """Where what can be made again (tokenized data, tables of tiles) is kept: $TLORA_CACHE, or tlora in the user's cache directory."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("TLORA_CACHE") or Path(home) / "tlora").expanduser()
 
 
 def make_directory(path: Path) -> None:
@@ -67,8 +74,9 @@ def write_directory(final: Path, write: Callable[[Path], None], *, failpoint: Fa
         _give_up(temporary, final)
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
             raise _failure(final, error) from error
-        if "os error 28" in str(error):  # safetensors reports a full disk in an exception of its own
-            raise _failure(final, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) from error
+        code = _OS_ERROR.search(str(error))  # safetensors reports a full disk in an exception of its own
+        if code and int(code[1]) in _NO_SPACE:
+            raise _failure(final, OSError(int(code[1]), os.strerror(int(code[1])))) from error
         raise
 
 
@@ -162,6 +170,18 @@ def newest_verified(parent: Path, prefix: str = "checkpoint-") -> tuple[Path | N
     return None, notes
 
 
+def find_verified(parent: Path, prefix: str = "checkpoint-") -> Path | None:
+    """As `newest_verified`, but nothing is renamed, for a look at a directory that another run may hold.
+
+    A replacement that was cut short counts by its old directory, whose name then still ends with `.replaced`.
+    """
+    try:
+        found = _by_step(parent, prefix, suffix=f"(?:{re.escape(_REPLACED)})?")
+        return next((path for path in found if _verifies(path)), None)
+    except OSError:
+        return None
+
+
 def prune(parent: Path, keep: int | None, protect: set[str], *, prefix: str = "checkpoint-", failpoint: Failpoint = _pass) -> None:
     """Delete all but the newest `keep` checkpoints (None: all stay) and those named in `protect`.
 
@@ -188,6 +208,16 @@ def prune(parent: Path, keep: int | None, protect: set[str], *, prefix: str = "c
             failpoint("removed one")
     except OSError as error:
         raise _failure(parent, error) from error
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a CheckpointError of this module came from a full disk or an exhausted quota."""
+    return error.errno in _NO_SPACE
+
+
+def scratch_path(directory: Path) -> Path:
+    """A name in `directory` that `is_leftover` knows."""
+    return directory / f"tmp-{uuid.uuid4().hex}"
 
 
 def is_leftover(path: Path) -> bool:
@@ -275,7 +305,9 @@ def _failure(path: Path, error: OSError) -> CheckpointError:
         remedy = "make the directory writable for this user or choose another output_dir"
     else:
         remedy = "check the path and its file system, or choose another output_dir"
-    return CheckpointError(f"cannot write {path}: {reason}. Remedy: {remedy}")
+    failure = CheckpointError(f"cannot write {path}: {reason}. Remedy: {remedy}")
+    failure.errno = error.errno
+    return failure
 
 
 def _verifies(directory: Path) -> bool:
@@ -286,9 +318,9 @@ def _verifies(directory: Path) -> bool:
     return True
 
 
-def _by_step(parent: Path, prefix: str) -> list[Path]:
-    """Directories `<prefix><step>`, highest step first."""
-    pattern = re.compile(re.escape(prefix) + r"([0-9]{1,18})", re.ASCII)
+def _by_step(parent: Path, prefix: str, suffix: str = "") -> list[Path]:
+    """Directories `<prefix><step><suffix>` (a pattern), highest step first."""
+    pattern = re.compile(re.escape(prefix) + r"([0-9]{1,18})" + suffix, re.ASCII)
     found = [(int(match[1]), path) for path in _entries(parent) if (match := pattern.fullmatch(path.name)) and path.is_dir()]
     return [path for _, path in sorted(found, reverse=True)]
 
@@ -327,7 +359,7 @@ def _set_aside(path: Path) -> Path:
 
 
 def _beside(path: Path) -> Path:
-    return path.with_name(f"tmp-{uuid.uuid4().hex}")
+    return scratch_path(path.parent)
 
 
 def _write_synced(path: Path, content: bytes, failpoint: Failpoint) -> None:

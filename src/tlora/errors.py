@@ -26,7 +26,3 @@ class CheckpointError(TloraError, OSError):
 
 class CapacityError(TloraError, MemoryError):
     """A job cannot fit into the memory that there is."""
-
-
-class JobError(TloraError, RuntimeError):
-    """One job cannot go on; its neighbours can."""

@@ -17,7 +17,8 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _RESERVED_NAME = re.compile(r"tmp-.*|bad-.*|.*\.replaced|run\.jsonl?|report\.html", re.IGNORECASE)
 DataFormat = Literal["auto", "chat", "prompt_completion", "text", "alpaca", "sharegpt", "tokenized"]
 SchedulerType = Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial"]
-Positive = Annotated[int, Field(ge=1)]
+BasePrecision = Literal["fp8"]
+Positive = Annotated[int, Field(ge=1, le=10**9)]  # bounded, or ten to the four hundredth would overflow a float somewhere
 
 Number = TypeVar("Number", int, float)
 
@@ -101,7 +102,7 @@ class DataConfig(BaseModel):
     format: DataFormat = "auto"
     eval_path: str | None = None
     eval_size: Annotated[float, Field(ge=0)] = 0  # below 1: a share of the rows, else a number of rows; split off by seed
-    max_length: Annotated[int, Field(ge=2)] = 1024  # tokens; longer samples are cut at the end
+    max_length: Annotated[int, Field(ge=2, le=10**9)] = 1024  # tokens; longer samples are cut at the end
     train_on: Literal["completions", "all"] = "completions"
     chat_template: str | None = None  # a file with a Jinja template, instead of the base model's own
 
@@ -182,9 +183,11 @@ class RunSpec(BaseModel):
     base_model: str
     output_dir: str = "out"
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    base_precision: BasePrecision | None = None  # of the frozen linears; None: as dtype
     deterministic: bool = False  # each adapter's bytes as if trained alone (docs/numerics.md)
-    token_budget: Literal["auto"] | Annotated[int, Field(ge=16)] = "auto"  # tokens per micro-batch
-    memory_limit: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"  # bytes of device memory that the run may use
+    token_budget: Literal["auto"] | Annotated[int, Field(ge=16, le=10**9)] = "auto"  # tokens per micro-batch
+    recompute: Literal["auto", "none", "all"] | Annotated[int, Field(ge=0, le=10**9)] = "auto"  # decoder layers computed again in backward
+    memory_limit: Literal["auto"] | Annotated[int, Field(ge=1, le=10**18)] = "auto"  # bytes of device memory that the run may use
     report_to: list[Literal["tensorboard", "wandb", "trackio"]] = []
     jobs: Annotated[list[JobSpec], Field(min_length=1)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 
 import pytest
@@ -173,6 +174,61 @@ def test_a_job_has_no_slot_where_it_adapts_nothing() -> None:
     bank.add("a", layout_of(2, {"layers.0.q_proj": (8, 12)}))
     bank.add("b", layout_of(2))
     assert bank.slot("a", "layers.1.q_proj") is None and bank.slot("b", "layers.1.q_proj") is not None
+
+
+def read_rows(address: int, count: int) -> torch.Tensor:
+    """What lies at an address, as fp32."""
+    return torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32).clone()
+
+
+def check_addresses(bank: AdapterBank, layouts: Mapping[str, AdapterLayout]) -> None:
+    for job, layout in layouts.items():
+        assert list(bank.addresses(job)) == [s.module for s in layout.shapes]
+        for s, a, b in layout.views(numbered(layout, 1000 * ord(job))):
+            at, linear = bank.rows_at(job, s.module), bank.linear(s.module)
+            assert at is not None and (at.rank, at.scale) == (s.rank, s.scale)
+            assert torch.equal(read_rows(at.a, a.numel()), a.flatten()) and torch.equal(read_rows(at.b, b.numel()), b.flatten())
+            rows, _ = bank.slot(job, s.module) or (range(0), 0.0)
+            linear.da_RK[rows.start : rows.stop], linear.db_RN[rows.start : rows.stop] = ord(job), -ord(job)
+            assert bool((read_rows(at.da, a.numel()) == ord(job)).all()) and bool((read_rows(at.db, b.numel()) == -ord(job)).all())
+
+
+def test_addresses_are_those_of_the_rows_also_after_the_tensors_have_moved() -> None:
+    bank, layouts = make_bank(), dict[str, AdapterLayout]()
+    for job, rank in (("a", 3), ("b", 20), ("c", 90)):
+        layouts[job] = layout_of(rank, {m: TARGETS[m] for m in list(TARGETS)[: 1 + rank % 3]})
+        bank.add(job, layouts[job])
+        bank.write(job, numbered(layouts[job], 1000 * ord(job)))
+        check_addresses(bank, layouts)
+    assert bank.rows_at("a", "layers.0.v_proj") is None
+    same = bank.addresses("c")
+    assert bank.addresses("c") is same
+    bank.remove("b")
+    assert bank.addresses("c") is same, "nothing has moved"
+    bank.add("b", layouts["b"])
+    bank.write("b", numbered(layouts["b"], 1000 * ord("b")))
+    check_addresses(bank, layouts)
+
+
+def test_addresses_hold_after_memory_ran_out_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The linears before the one that did not fit have grown."""
+    bank, layout = make_bank(), layout_of(3)
+    bank.add("a", layout)
+    bank.write("a", numbered(layout, 1000 * ord("a")))
+    check_addresses(bank, {"a": layout})
+    calls, real = [0], torch.Tensor.new_zeros
+
+    def new_zeros(self: torch.Tensor, *size: int) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == 6:
+            raise torch.OutOfMemoryError("no memory")
+        return real(self, *size)
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", new_zeros)
+    with pytest.raises(torch.OutOfMemoryError):
+        bank.add("b", layout_of(60))
+    monkeypatch.undo()
+    check_addresses(bank, {"a": layout})
 
 
 def test_a_second_slot_for_one_job_is_a_bug() -> None:

@@ -147,6 +147,18 @@ def test_a_skipped_step_leaves_bias_correction_as_if_it_had_not_been() -> None:
     assert torch.equal(skipping.params, plain.params)
 
 
+@pytest.mark.parametrize(("weight", "applied"), [(60000.0, True), (65519.0, True), (65521.0, False), (-1e6, False)])
+def test_a_weight_must_be_finite_in_the_banks_dtype_too(weight: float, applied: bool) -> None:
+    """65,520 and above round to infinity in fp16. Many weights below it have a norm above it, which must not count."""
+    state, config = fresh(torch.float32), TrainConfig(learning_rate=0.0, lr_scheduler_type="constant")
+    state.params[:] = 50000.0
+    state.params[3] = weight
+    kept = state.params.clone()
+    assert adamw_step(state.clone(), gradient(0, dtype=torch.float32), config, 9, torch.float32).applied
+    assert adamw_step(state, gradient(0, dtype=torch.float32), config, 9, torch.float16).applied is applied
+    assert torch.equal(state.params, kept) and state.updates == applied
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [0.0, 1e-38, 1.0, 1e19, 3e38])
 @given(rate=st.sampled_from([1e9, 1e30, 1e300]), decay=st.sampled_from([0.0, 0.1, 1e9]), clip=st.sampled_from([0.0, 1.0]))

@@ -11,6 +11,7 @@ import tlora
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import write_rows
 from tests.tiny import make_model, make_samples
+from tlora.adapters.state import init_state
 from tlora.job import JobSpec, LoraConfig, TrainConfig
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.load import make_base
@@ -20,27 +21,37 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 RANKS = {"a": 4, "b": 16, "c": 64}
 
 
-def batch_of(job_ids: list[str], step: int) -> PackedBatch:
+def batch_of(job_ids: list[str], step: int, nan_loss: str = "") -> PackedBatch:
     rows: list[BatchRow] = []
     for job_id in job_ids:
         own = make_samples(3, seed=100 * step + ord(job_id), low=3, high=90)
         normalizer = float(sum(s.loss_weights[1:].sum() for s in own))
-        rows += [BatchRow(job_id, s.input_ids, s.loss_weights, normalizer, (7, step, i)) for i, s in enumerate(own)]
+        factor = float("nan") if job_id == nan_loss else 1.0
+        rows += [BatchRow(job_id, s.input_ids, s.loss_weights * factor, normalizer, (7, step, i)) for i, s in enumerate(own)]
     return collate(rows, "cuda", pad_to=1024)
 
 
 def train_adapters(job_ids: list[str], dtype: torch.dtype, deterministic: bool, poison: str = "") -> dict[str, torch.Tensor]:
+    """Adapters after five steps; `poison` is what is wrong with "b"."""
     model = make_model("llama", dtype, hidden_size=256, intermediate_size=512).to("cuda")
     shared = SuperModel(make_base(model, "llama"), deterministic)
     for job_id in job_ids:
         lora = LoraConfig(r=RANKS[job_id], lora_dropout=0.1 if job_id == "b" else 0.0)
-        shared.join(job_id, lora, TrainConfig(learning_rate=1e-3, max_steps=10, seed=ord(job_id)))
-    if poison:
-        shared.state(poison).params.fill_(float("nan"))
-        shared.bank.write(poison, shared.state(poison).params)
+        train = TrainConfig(learning_rate=1e-3, max_steps=10, seed=ord(job_id))
+        state = None
+        if job_id == "b" and poison == "weights of 3e38":  # finite, as the bank's weights always are; NaN in every layer
+            state = init_state(shared.layout(lora), 1, torch.float32, "cuda")
+            state.params.fill_(3e38)
+        if job_id == "b" and poison == "learning rate 1e30":
+            train = train.model_copy(update={"learning_rate": 1e30, "lr_scheduler_type": "constant"})
+        shared.join(job_id, lora, train, state=state)
+    applied: list[bool] = []
     for step in range(5):
-        shared.forward_backward(batch_of(job_ids, step))
-        shared.optim_step(job_ids)
+        shared.forward_backward(batch_of(job_ids, step, nan_loss="b" if poison == "NaN loss" else ""))
+        stats = shared.optim_step(job_ids)
+        applied += [stats[job_id].applied for job_id in job_ids if job_id != "b" or not poison]
+        assert all(bool(shared.state(job_id).params.isfinite().all()) for job_id in job_ids)
+    assert all(applied)
     return {job_id: shared.leave(job_id).params.cpu() for job_id in job_ids}
 
 
@@ -58,9 +69,10 @@ def test_together_is_alone_within_rounding() -> None:
         assert float((together[job_id] - alone).norm() / alone.norm()) <= 1e-3, job_id
 
 
-def test_a_poisoned_neighbour_changes_no_bit() -> None:
+@pytest.mark.parametrize("poison", ["weights of 3e38", "NaN loss", "learning rate 1e30"])
+def test_a_poisoned_neighbour_changes_no_bit(poison: str) -> None:
     healthy = train_adapters(["a", "b", "c"], torch.bfloat16, deterministic=True)
-    beside = train_adapters(["a", "b", "c"], torch.bfloat16, deterministic=True, poison="b")
+    beside = train_adapters(["a", "b", "c"], torch.bfloat16, deterministic=True, poison=poison)
     assert torch.equal(healthy["a"], beside["a"]) and torch.equal(healthy["c"], beside["c"])
 
 

@@ -77,6 +77,8 @@ def check_l2(model: SuperModel, jobs: Sequence[Job], poison: Poison) -> None:
         found = train(model, [bad, *jobs], packing_seed=5, deterministic=False)
         exact = train(model, [bad, *jobs], packing_seed=6)
     assert (found[bad.name].error is not None) == poison.raises, f"{poison.name}: {found[bad.name].error!r}"
+    if poison.starts_broken:
+        assert "NaN or Inf" in str(found[bad.name].error) and bad.name in str(found[bad.name].error)
     state = found[bad.name].state
     assert poison.starts_broken or bool(state.params.isfinite().all()), f"{poison.name}: its own weights became NaN or Inf"
     expected = train(model, [benign, *jobs], packing_seed=5, deterministic=False)

@@ -78,11 +78,11 @@ def shared_step_counter() -> AbstractContextManager[None]:
         steps = steps if self.bank.jobs() else 0
         join(self, *args)
 
-    def step(state: AdapterState, grad: Tensor, config: TrainConfig, total_steps: int) -> StepStats:
+    def step(state: AdapterState, grad: Tensor, config: TrainConfig, total_steps: int, weight_dtype: torch.dtype) -> StepStats:
         nonlocal steps
         state.step = state.updates = steps
         steps += 1
-        return adamw_step(state, grad, config, total_steps)
+        return adamw_step(state, grad, config, total_steps, weight_dtype)
 
     return _replaced((SuperModel, "join", joining), (supermodel, "adamw_step", step))
 

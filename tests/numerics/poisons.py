@@ -23,7 +23,9 @@ _END = 2  # the end-of-text id, which `make_samples` never draws: it marks the s
 
 @dataclass(frozen=True)
 class Poison:
-    """How a healthy neighbour becomes a bad one. `raises`: its samples make forward_backward raise, so that it is taken out."""
+    """How a healthy neighbour becomes a bad one. `raises`: it is refused when it joins (`starts_broken`), or its samples make
+    forward_backward raise, so that it is taken out.
+    """
 
     name: str
     spoil: Callable[[Job], Job]
@@ -84,8 +86,8 @@ def _loss_raises() -> Iterator[None]:
 
 
 POISONS = (
-    Poison("NaN adapter", _filled(math.nan), starts_broken=True),
-    Poison("Inf adapter", _filled(math.inf), starts_broken=True),
+    Poison("NaN adapter", _filled(math.nan), raises=True, starts_broken=True),
+    Poison("Inf adapter", _filled(math.inf), raises=True, starts_broken=True),
     Poison("NaN gradient", _weights(math.nan)),
     Poison("3e38 activations", _filled(3e38)),
     Poison("a loss that raises", _last_id(_END), raises=True, around=_loss_raises),

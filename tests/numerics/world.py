@@ -21,6 +21,7 @@ from tests.tolerances import relative_error
 from tlora.adapters.peft import WEIGHTS_FILE, save_adapter
 from tlora.adapters.state import AdapterState, init_state
 from tlora.data.dataset import Sample
+from tlora.errors import ConfigError
 from tlora.job import LoraConfig, TrainConfig
 from tlora.supermodel import batch as batches
 from tlora.supermodel.batch import BatchRow
@@ -127,7 +128,11 @@ def _present(model: SuperModel, run: Running, tick: int) -> bool:
         if job.spoil and run.state is None:
             run.state = init_state(model.layout(job.lora), job.train.seed, model.bank.sum_dtype)
             job.spoil(run.state)
-        model.join(job.name, job.lora, job.train, job.steps, run.state)
+        try:
+            model.join(job.name, job.lora, job.train, job.steps, run.state)
+        except ConfigError as error:  # weights that are not finite: it is out before it was in
+            run.error = error
+            return False
         run.resident = True
     if not run.left:
         run.left = job.batch(run.step)

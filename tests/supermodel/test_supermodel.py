@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.numerics.world import adapter_sha256
 from tests.tiny import make_batch, make_model, make_samples
-from tlora.adapters.state import init_state
+from tlora.adapters.optim import StepStats
+from tlora.adapters.state import AdapterState, init_state
 from tlora.errors import ConfigError, ModelError
 from tlora.job import LoraConfig, TrainConfig
+from tlora.supermodel import supermodel
 from tlora.supermodel.batch import collate
 from tlora.supermodel.load import hidden_states, make_base
-from tlora.supermodel.supermodel import JobLoss, SuperModel
+from tlora.supermodel.supermodel import JobLoss, StepError, SuperModel
 
 TRAIN = TrainConfig(lr_scheduler_type="constant", learning_rate=3e-3)
 
@@ -178,6 +181,48 @@ def test_joining_twice(model: SuperModel) -> None:
     model.join("a", LoraConfig(r=4), TRAIN)
     with pytest.raises(ConfigError, match=r"'a' has joined already\. Let it leave first"):
         model.join("a", LoraConfig(r=4), TRAIN)
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float32, float("nan")), (torch.float32, float("-inf")), (torch.float16, 65520.0)])
+def test_weights_that_are_not_finite(dtype: torch.dtype, value: float) -> None:
+    """The last is finite in the adapter's fp32, but not in the fp16 that the kernels would read."""
+    model, lora = SuperModel(make_base(make_model(dtype=dtype), "llama")), LoraConfig(r=4)
+    model.join("healthy", lora, TRAIN)
+    state = init_state(model.layout(lora), 0, torch.float32)
+    state.params[-1] = value
+    with pytest.raises(ConfigError, match="'broken': its adapter holds NaN or Inf"):
+        model.join("broken", lora, TRAIN, state=state)
+    assert model.bank.jobs() == ["healthy"]
+    state.params[-1] = 65000.0
+    model.join("broken", lora, TRAIN, state=state)
+
+
+def test_a_weight_that_would_not_be_finite_in_the_bank_is_not_written() -> None:
+    model, lora = SuperModel(make_base(make_model(dtype=torch.float16), "llama")), LoraConfig(r=4)
+    train = TrainConfig(lr_scheduler_type="constant", learning_rate=1e6, max_grad_norm=0)
+    model.join("wild", lora, train)
+    before = model.state("wild").clone()
+    model.forward_backward(make_batch({"wild": make_samples(2)}))
+    assert not model.optim_step(["wild"])["wild"].applied
+    assert torch.equal(model.state("wild").params, before.params) and model.state("wild").step == 1
+
+
+def test_a_step_that_raises_keeps_no_other_from_stepping(model: SuperModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    for job, rank in (("a", 4), ("b", 5), ("c", 6)):
+        model.join(job, LoraConfig(r=rank), TRAIN)
+    model.forward_backward(make_batch({job: make_samples(2) for job in "abc"}))
+    step = supermodel.adamw_step
+
+    def raising(state: AdapterState, *args: Any) -> StepStats:
+        if state is model.state("b"):
+            raise torch.OutOfMemoryError("no room for the step")
+        return step(state, *args)
+
+    monkeypatch.setattr(supermodel, "adamw_step", raising)
+    with pytest.raises(StepError, match="b: OutOfMemoryError: no room for the step") as caught:
+        model.optim_step(["a", "b", "c"])
+    assert set(caught.value.errors) == {"b"} and set(caught.value.stats) == {"a", "c"}
+    assert [model.state(job).step for job in "abc"] == [1, 0, 1]
 
 
 def test_a_schedule_without_a_length(model: SuperModel) -> None:

@@ -16,6 +16,21 @@ from tlora.adapters.state import AdapterLayout, AdapterShape
 ROW_ALIGNMENT = 16  # a slot's rows start at multiples of it: aligned loads, and bits that do not depend on who came before
 
 
+@dataclass(frozen=True, slots=True)
+class SlotAddress:
+    """Where a job lies at one linear: `rank` contiguous rows each of A [r, K], B transposed [r, N] and the sums of their gradients.
+
+    `a`, `b`, `da`, `db` are addresses of the first row in device memory, in bytes; they hold until a job joins (a tensor may grow).
+    """
+
+    rank: int
+    scale: float
+    a: int
+    b: int
+    da: int
+    db: int
+
+
 @dataclass
 class LinearRows:
     """The rows of all slots at one linear: `a_RK`, `b_RN` (B transposed) and the sums of their gradients."""
@@ -63,6 +78,7 @@ class AdapterBank:
         self._linears: dict[str, LinearRows] = {}
         self._layouts: dict[str, AdapterLayout] = {}
         self._shapes: dict[str, dict[str, AdapterShape]] = {}
+        self._addresses: dict[str, dict[str, SlotAddress]] = {}
 
     def __contains__(self, job_id: object) -> bool:
         return job_id in self._layouts
@@ -73,6 +89,11 @@ class AdapterBank:
     def linear(self, module: str) -> LinearRows:
         return self._linears[module]
 
+    def weights(self, module: str) -> tuple[Tensor, Tensor] | None:
+        """A [R, K] and B transposed [R, N] of all slots at `module`; None where nobody ever had one."""
+        linear = self._linears.get(module)
+        return None if linear is None else (linear.a_RK, linear.b_RN)
+
     def slot(self, job_id: str, module: str) -> tuple[range, float] | None:
         """The job's true rank rows and scale at `module`; None where it has no adapter."""
         shape = self._shapes[job_id].get(module)
@@ -81,12 +102,35 @@ class AdapterBank:
         start = self._linears[module].used[job_id].start
         return range(start, start + shape.rank), shape.scale
 
+    def rows_at(self, job_id: str, module: str) -> SlotAddress | None:
+        """Where the job's rows lie at `module`; None where it has no adapter."""
+        return self.addresses(job_id).get(module)
+
+    def addresses(self, job_id: str) -> Mapping[str, SlotAddress]:
+        """Module name -> where the job lies there, in layout order: the same object until a tensor may have moved, so that `is` tells
+        whether a table made of it still holds.
+        """
+        found = self._addresses.get(job_id)
+        if found is None:
+            found = {s.module: self._address(job_id, s) for s in self._layouts[job_id].shapes}
+            self._addresses[job_id] = found
+        return found
+
+    def _address(self, job_id: str, shape: AdapterShape) -> SlotAddress:
+        linear = self._linears[shape.module]
+        start = linear.used[job_id].start
+        a, b, da, db = (
+            t.data_ptr() + start * t.stride(0) * t.element_size() for t in (linear.a_RK, linear.b_RN, linear.da_RK, linear.db_RN)
+        )
+        return SlotAddress(shape.rank, shape.scale, a, b, da, db)
+
     def add(self, job_id: str, layout: AdapterLayout) -> None:
         """Reserve zeroed rows for every module of `layout`. Where that raises (out of memory), the job holds no row anywhere."""
         assert job_id not in self._layouts, f"{job_id} has a slot already"
+        self._addresses.clear()  # even where it raises: the linears before that one may have grown
         try:
             for s in layout.shapes:
-                self._rows_at(s.module).reserve(job_id, s.rank)
+                self._linear_at(s.module).reserve(job_id, s.rank)
         except BaseException:
             for linear in self._linears.values():
                 if job_id in linear.used:
@@ -95,7 +139,7 @@ class AdapterBank:
         self._layouts[job_id] = layout
         self._shapes[job_id] = {s.module: s for s in layout.shapes}
 
-    def _rows_at(self, module: str) -> LinearRows:
+    def _linear_at(self, module: str) -> LinearRows:
         if module not in self._linears:
             k, n = self._targets[module]
             a_RK, b_RN = (torch.zeros(0, width, dtype=self.dtype, device=self.device) for width in (k, n))
@@ -107,6 +151,7 @@ class AdapterBank:
         for s in self._layouts.pop(job_id).shapes:
             self._linears[s.module].clear(job_id)
         del self._shapes[job_id]
+        self._addresses.pop(job_id, None)
 
     def _rows(self, job_id: str, *names: str) -> list[Tensor]:
         """Views of the slot in layout order, A then B of each module."""

@@ -48,10 +48,13 @@ def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
 
 
 @torch.no_grad()
-def adamw_step(state: AdapterState, grad: Tensor, config: TrainConfig, total_steps: int) -> StepStats:
+def adamw_step(
+    state: AdapterState, grad: Tensor, config: TrainConfig, total_steps: int, weight_dtype: torch.dtype | None = None
+) -> StepStats:
     """Clips `grad` (flat, consumed) to `max_grad_norm` and applies AdamW to `state` in place.
 
-    A gradient that is not finite, or an update that would leave a weight or moment not finite, changes nothing but the counters.
+    A gradient that is not finite, or an update that would leave a moment not finite, or a weight not finite in `weight_dtype`
+    (default: the state's own), changes nothing but the counters.
     """
     rate = learning_rate(config, state.step, total_steps)
     norm = _norm(grad)
@@ -59,12 +62,22 @@ def adamw_step(state: AdapterState, grad: Tensor, config: TrainConfig, total_ste
     if applied:
         if config.max_grad_norm and norm + 1e-6 > config.max_grad_norm:  # torch's rule, its 1e-6 included
             grad.mul_(config.max_grad_norm / (norm + 1e-6))
-        applied = _adamw(state, grad, config, rate)
+        applied = _adamw(state, grad, config, rate, weight_dtype or grad.dtype)
+    return count_step(state, rate, norm, applied)
+
+
+def count_step(state: AdapterState, rate: float, norm: float, applied: bool) -> StepStats:
+    """Enter a step into the state's counters."""
     stats = StepStats(state.step, rate, norm, applied)
     state.step += 1
     state.updates += int(applied)
     state.skipped = 0 if applied else state.skipped + 1
     return stats
+
+
+def weights_fit(params: Tensor, dtype: torch.dtype) -> bool:
+    """Whether all of `params` are finite once rounded to `dtype`. Rounding keeps order: the largest decides."""
+    return bool(torch.linalg.vector_norm(params, math.inf).to(dtype).isfinite())
 
 
 def _norm(x: Tensor) -> float:
@@ -75,7 +88,7 @@ def _norm(x: Tensor) -> float:
     return norm if math.isfinite(norm) else float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
-def _adamw(state: AdapterState, grad: Tensor, config: TrainConfig, rate: float) -> bool:
+def _adamw(state: AdapterState, grad: Tensor, config: TrainConfig, rate: float, weight_dtype: torch.dtype) -> bool:
     beta1, beta2, t = config.adam_beta1, config.adam_beta2, state.updates + 1
     if rate * max(config.weight_decay, 1 / (1 - beta1**t)) > torch.finfo(grad.dtype).max:  # torch raises for such a factor
         return False
@@ -83,7 +96,10 @@ def _adamw(state: AdapterState, grad: Tensor, config: TrainConfig, rate: float) 
     exp_avg_sq = (state.exp_avg_sq * beta2).addcmul_(grad, grad, value=1 - beta2)
     denominator = (exp_avg_sq.sqrt() / math.sqrt(1 - beta2**t)).add_(config.adam_epsilon)
     params = (state.params * (1 - rate * config.weight_decay)).addcdiv_(exp_avg, denominator, value=-rate / (1 - beta1**t))
-    if not math.isfinite(_norm(params)) or not math.isfinite(_norm(exp_avg_sq)):
+    norm = _norm(params)
+    if not math.isfinite(norm) or not math.isfinite(_norm(exp_avg_sq)):
+        return False
+    if norm >= torch.finfo(weight_dtype).max and not weights_fit(params, weight_dtype):  # no weight is larger than the norm
         return False
     state.params, state.exp_avg, state.exp_avg_sq = params, exp_avg, exp_avg_sq
     return True

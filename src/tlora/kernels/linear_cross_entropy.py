@@ -12,7 +12,9 @@ from torch import Tensor
 
 from tlora.kernels.gemm import linear
 
-CHUNK_ELEMENTS = 1 << 22  # 16 MiB of fp32 logits a chunk: stays near the caches of a CPU, and fills a GPU
+CHUNK_ELEMENTS = 1 << 22  # 16 MiB of fp32 logits a chunk: stays near the caches of a CPU
+GPU_CHUNK_BYTES = 1 << 28  # of logits: 1,024 rows of Llama-3's vocabulary in bf16, 128 output tiles of the gradient's GEMM for 132 SMs
+_ROW_STEP, _MAX_ROWS = 128, 4096  # rows fill a GEMM's tile of 128; past 4,096 a small vocabulary would only pad
 
 
 @dataclass(frozen=True)
@@ -32,14 +34,37 @@ class Head:
         return torch.tanh(z_TV.div_(self.softcap)).mul_(self.softcap) if self.softcap else z_TV
 
 
+def gpu_chunk_rows(head: Head) -> int:
+    """Rows of one chunk on a GPU: a function of the head alone, never of how many rows there are."""
+    vocab, element_bytes = head.weight_VH.shape[0], head.weight_VH.element_size()
+    return max(_ROW_STEP, min(_MAX_ROWS, GPU_CHUNK_BYTES // (vocab * element_bytes) // _ROW_STEP * _ROW_STEP))
+
+
+def chunk_bytes(head: Head, device: torch.device) -> int:
+    """What `linear_cross_entropy` holds at its peak on `device`, beside what it is given and what it returns."""
+    (vocab, width), element_bytes = head.weight_VH.shape, head.weight_VH.element_size()
+    if _has_kernel(device, head.weight_VH.dtype):
+        return gpu_chunk_rows(head) * (vocab + 16 + 2 * width) * element_bytes  # logits, and the padding of the last chunk's rows
+    return 3 * CHUNK_ELEMENTS * max(element_bytes, 4)
+
+
+def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype != torch.float64
+
+
 @torch.no_grad()
 def linear_cross_entropy(
     hidden_TH: Tensor, head: Head, labels_T: Tensor, grad_weights_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Token losses [T] and, with `grad_weights_T`, d(sum of grad_weights * losses)/d hidden [T, H].
 
-    `labels_T` int64, each in 0..V-1. Losses come in fp32, or fp64 for an fp64 head.
+    `labels_T` int64, each in 0..V-1. Losses come in fp32, or fp64 for an fp64 head. On a GPU the same by `triton_cross_entropy`,
+    but for fp64. A row's bits do not depend on other rows' content; on a GPU nor on how many they are.
     """
+    if _has_kernel(hidden_TH.device, hidden_TH.dtype):
+        from tlora.kernels.triton_cross_entropy import fused_linear_cross_entropy  # a CPU needs no triton
+
+        return fused_linear_cross_entropy(hidden_TH, head, labels_T, grad_weights_T)
     num_tokens, vocab = hidden_TH.shape[0], head.weight_VH.shape[0]
     losses: list[Tensor] = []
     dh_TH = torch.empty_like(hidden_TH) if grad_weights_T is not None else None

@@ -113,13 +113,19 @@ def collate(rows: Sequence[BatchRow], device: torch.device | str = "cpu", pad_to
         lengths.append(total - used)
         positions[used:] = np.arange(total - used)
     return PackedBatch(
-        input_ids_T=torch.from_numpy(ids).to(device),
-        position_ids_T=torch.from_numpy(positions).to(device),
-        labels_T=torch.from_numpy(labels).to(device),
-        loss_weights_T=torch.from_numpy(weights).to(device),
-        grad_weights_T=torch.from_numpy(grad_weights).to(device),
-        labelled=torch.from_numpy(weights.nonzero()[0]).to(device),
+        input_ids_T=_moved(ids, device),
+        position_ids_T=_moved(positions, device),
+        labels_T=_moved(labels, device),
+        loss_weights_T=_moved(weights, device),
+        grad_weights_T=_moved(grad_weights, device),
+        labelled=_moved(weights.nonzero()[0], device),
         lengths=tuple(lengths),
         spans=tuple(spans),
-        keys_T=None if keys is None else torch.from_numpy(keys).to(device),
+        keys_T=None if keys is None else _moved(keys, device),
     )
+
+
+def _moved(array: np.ndarray, device: torch.device | str) -> Tensor:
+    """On a GPU through pinned memory: from pageable memory the copy would wait for all that the GPU still has to do."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else tensor.to(device)

@@ -9,15 +9,16 @@ from torch import nn
 
 from tlora.errors import ModelError
 from tlora.job import LoraConfig
+from tlora.supermodel.fp8_linear import Fp8Linear
 from tlora.supermodel.lora_linear import Context, LoraLinear
 
-Linears = dict[str, nn.Linear]
+Linears = dict[str, nn.Linear | Fp8Linear]
 
 
 def find_linears(model: nn.Module) -> Linears:
     """Every `nn.Linear` of the model but the output head, by dotted name, as PEFT's `all-linear` takes them."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-    found = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m is not head}
+    found = {name: m for name, m in model.named_modules() if (type(m) is nn.Linear or type(m) is Fp8Linear) and m is not head}
     if not found:
         raise ModelError(f"{type(model).__name__} has no nn.Linear layer to adapt. Use a base model that is made of linear layers")
     return found
@@ -29,7 +30,9 @@ def expert_modules(model: nn.Module) -> list[str]:
     return sorted(blocks)
 
 
-def resolve_targets(model: nn.Module, linears: Mapping[str, nn.Linear], lora: LoraConfig) -> dict[str, tuple[int, int]]:
+def resolve_targets(
+    model: nn.Module, linears: Mapping[str, nn.Linear | Fp8Linear | LoraLinear], lora: LoraConfig
+) -> dict[str, tuple[int, int]]:
     """Module name -> (in, out features) of the linears that `lora` adapts.
 
     A literal target matches a whole dotted name or its end, as in PEFT. Raises ModelError for a target that matches nothing
@@ -57,11 +60,18 @@ def resolve_targets(model: nn.Module, linears: Mapping[str, nn.Linear], lora: Lo
     for key in (*lora.rank_pattern, *lora.alpha_pattern):
         if not any(n == key or n.endswith("." + key) for n in names):
             raise ModelError(f"{key!r} in rank_pattern or alpha_pattern matches none of the adapted layers: {', '.join(exist)}")
-    return {name: (linears[name].in_features, linears[name].out_features) for name in names}
+    return sizes({name: linears[name] for name in names})
 
 
-def inject(model: nn.Module, linears: Mapping[str, nn.Linear], context: Context) -> None:
-    """Replace each linear by a `LoraLinear` that holds the same frozen weight."""
-    for name, linear in linears.items():
+def sizes(linears: Mapping[str, nn.Linear | Fp8Linear | LoraLinear]) -> dict[str, tuple[int, int]]:
+    """Dotted name -> (in features, out features)."""
+    return {name: (linear.in_features, linear.out_features) for name, linear in linears.items()}
+
+
+def inject(model: nn.Module, linears: Mapping[str, nn.Linear | Fp8Linear], context: Context) -> dict[str, LoraLinear]:
+    """Replace each linear by a `LoraLinear` that holds the same frozen weight; gives these by name."""
+    injected = {name: LoraLinear(linear, name, context) for name, linear in linears.items()}
+    for name, linear in injected.items():
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, LoraLinear(linear, name, context))
+        setattr(model.get_submodule(parent), child, linear)
+    return injected

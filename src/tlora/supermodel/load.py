@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tlora.errors import ModelError
+from tlora.job import BasePrecision
 from tlora.kernels.linear_cross_entropy import Head
 from tlora.supermodel import attention
+from tlora.supermodel.fp8_linear import check_fp8, hold_in_fp8
+from tlora.supermodel.inject import find_linears
 
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 
@@ -52,9 +55,15 @@ def load_config(base_model: str) -> Any:
     return config
 
 
-def load_base(base_model: str, dtype: str = "auto", device: torch.device | str = "cpu") -> Base:
-    """Load the weights of `base_model` (a directory or hub id) onto `device`, frozen. Raises ModelError."""
-    return make_base(load_weights(base_model, dtype).to(device), base_model)
+def load_base(
+    base_model: str, dtype: str = "auto", device: torch.device | str = "cpu", base_precision: BasePrecision | None = None
+) -> Base:
+    """Load the weights of `base_model` (a directory or hub id) onto `device`, frozen. Raises ModelError, ConfigError."""
+    model, place = load_weights(base_model, dtype), torch.device(device)
+    if base_precision == "fp8":
+        check_fp8(place, model.dtype)
+        hold_in_fp8(model, list(find_linears(model)), place)
+    return make_base(model.to(place), base_model)
 
 
 def load_weights(base_model: str, dtype: str = "auto") -> Any:
@@ -83,13 +92,15 @@ def make_base(model: Any, name: str) -> Base:
     return base
 
 
-def outline(base_model: str, dtype: str = "auto") -> Base:
+def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision | None = None) -> Base:
     """The base without its weights, on the meta device: for shapes and for counting memory."""
     config = load_config(base_model)
     wanted = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     attention.register()
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=wanted, attn_implementation=attention.NAME)
+    if base_precision == "fp8":
+        hold_in_fp8(model, list(find_linears(model)), torch.device("meta"))
     model.requires_grad_(False).eval()
     return Base(model, getattr(model, model.base_model_prefix), find_head(model, base_model), base_model)
 
@@ -123,8 +134,8 @@ def longest_safe_sequence(model: Any) -> int | None:
     return min(lengths, default=None)
 
 
-def hidden_states(base: Base, input_ids_T: Tensor, position_ids_T: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """Last hidden states [T, H] of packed samples.
+def hidden_states(base: Base, input_ids_T: Tensor, position_ids_T: Tensor, lengths: tuple[int, ...] | Tensor) -> Tensor:
+    """Last hidden states [T, H] of packed samples, whose lengths are given, or the number of their flight (`kernels/in_flight.py`).
 
     A mask of four dims is handed on as it is by transformers, where None would make it search `position_ids` for sequences and
     wait for the device. Packed attention does not look at it.
@@ -134,7 +145,7 @@ def hidden_states(base: Base, input_ids_T: Tensor, position_ids_T: Tensor, lengt
         position_ids=position_ids_T[None],
         attention_mask=input_ids_T.new_ones(1, 1, 1, 1),
         use_cache=False,
-        sequence_lengths=lengths,
+        **({"flight": lengths} if isinstance(lengths, Tensor) else {"sequence_lengths": lengths}),
     ).last_hidden_state[0]
 
 

@@ -14,6 +14,7 @@ from tlora.adapters.bank import AdapterBank
 from tlora.kernels.multi_lora import LoraWeights, multi_lora_linear
 from tlora.kernels.segments import Segment, Segments
 from tlora.supermodel.batch import PackedBatch
+from tlora.supermodel.fp8_linear import Fp8Linear, dequantize
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,14 @@ class ActiveBatch:
 
 
 class Context:
-    """Holds the batch in flight for all linears of one super-model. A forward outside `enter` sees the base alone."""
+    """Holds the batch in flight for all linears of one super-model. A forward outside `enter` sees the base alone.
+
+    `flight` is the batch's number where the kernels of a GPU know it (`kernels/in_flight.py`).
+    """
 
     def __init__(self) -> None:
         self.active: ActiveBatch | None = None
+        self.flight: Tensor | None = None
 
     @contextmanager
     def enter(self, active: ActiveBatch) -> Iterator[None]:
@@ -51,23 +56,52 @@ class Context:
             self.active = before
 
 
+class LinearsOfOneInput:
+    """Linears that read the same x, as one product: the first one called computes for all, the others take their part.
+
+    torch.compile sees one operation, and no part outlives the layer.
+    """
+
+    def __init__(self, weights: list[Tensor], biases: list[Tensor], number: int) -> None:
+        self.weights, self.biases, self.number = weights, biases, torch.tensor(number)
+        self._parts: tuple[Tensor, ...] | None = None
+
+    def part(self, x: Tensor, place: int, flight: Tensor) -> Tensor:
+        if place == 0:
+            x_TK = x.reshape(-1, x.shape[-1])
+            parts = torch.ops.tlora.multi_lora_linear(x_TK, self.weights, self.biases, self.number, flight)
+            self._parts = tuple(y_TN.view(*x.shape[:-1], -1) for y_TN in parts)
+        assert self._parts is not None, "the linears that share an input were called in another order than when they were found"
+        part = self._parts[place]
+        if place == len(self.weights) - 1:
+            self._parts = None
+        return part
+
+
 class LoraLinear(nn.Module):
     """A frozen linear plus the adapters of the batch in flight."""
 
-    def __init__(self, linear: nn.Linear, name: str, context: Context) -> None:
+    def __init__(self, linear: nn.Linear | Fp8Linear, name: str, context: Context) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
+        self.scale_N: Tensor | None  # of the weight's rows, where it is fp8
+        self.register_buffer("scale_N", linear.scale_N if isinstance(linear, Fp8Linear) else None, persistent=False)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.name, self.module_key, self._context = name, zlib.crc32(name.encode()) & 0x7FFFFFFF, context
+        self.shared: LinearsOfOneInput | None = None
+        self.place = 0
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._context.flight is not None and self.shared is not None:
+            return self.shared.part(x, self.place, self._context.flight)
+        weight = self.weight if self.scale_N is None else dequantize(self.weight, self.scale_N, x.dtype)
         active = self._context.active
         segments = active.segments(self.name) if active else ()
         if active is None or not segments:
-            return nn.functional.linear(x, self.weight, self.bias)
+            return nn.functional.linear(x, weight, self.bias)
         rows = active.bank.linear(self.name)
         lora = LoraWeights(rows.a_RK, rows.b_RN, rows.da_RK, rows.db_RN, self.module_key)
         x_TK = x.reshape(-1, self.in_features)
         anchor = active.anchor if torch.is_grad_enabled() else None
-        y_TN = multi_lora_linear(x_TK, self.weight, self.bias, lora, segments, active.batch.keys_T, anchor)
+        y_TN = multi_lora_linear(x_TK, weight, self.bias, lora, segments, active.batch.keys_T, anchor)
         return y_TN.view(*x.shape[:-1], self.out_features)

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tlora.adapters.bank import AdapterBank
-from tlora.adapters.optim import StepStats, adamw_step
+from tlora.adapters.optim import StepStats, adamw_step, weights_fit
 from tlora.adapters.state import AdapterLayout, AdapterState, init_state, make_layout
 from tlora.errors import ConfigError
-from tlora.job import LoraConfig, TrainConfig
+from tlora.job import BasePrecision, LoraConfig, TrainConfig
 from tlora.kernels.linear_cross_entropy import linear_cross_entropy
 from tlora.supermodel.batch import PackedBatch
-from tlora.supermodel.inject import find_linears, inject, resolve_targets
+from tlora.supermodel.fast_path import FastPath, can_take_fast_path
+from tlora.supermodel.inject import find_linears, inject, resolve_targets, sizes
 from tlora.supermodel.load import Base, hidden_states, load_base, longest_safe_sequence
 from tlora.supermodel.lora_linear import ActiveBatch, Context
 
@@ -38,6 +39,14 @@ class JobLoss:
     def mean(self) -> float:
         """Mean loss per trained token; NaN when there was none."""
         return float(self.loss_sum / self.weight_sum)
+
+
+class StepError(Exception):
+    """Steps of some jobs raised (`errors`), and those have not stepped; the others have (`stats`)."""
+
+    def __init__(self, stats: dict[str, StepStats], errors: dict[str, Exception]) -> None:
+        super().__init__("; ".join(f"{job_id}: {type(error).__name__}: {error}" for job_id, error in errors.items()))
+        self.stats, self.errors = stats, errors
 
 
 @dataclass
@@ -59,23 +68,59 @@ class SuperModel(nn.Module):
         super().__init__()
         self.base, self.deterministic = base, deterministic
         self.model = base.model
-        self._linears = find_linears(base.model)
+        found = find_linears(base.model)
         weight = base.head.weight_VH
-        self.bank = AdapterBank(self.targets(), weight.dtype, weight.device)
+        self.bank = AdapterBank(sizes(found), weight.dtype, weight.device)
         self._longest_safe = longest_safe_sequence(base.model)
         self.context = Context()
-        inject(base.model, self._linears, self.context)
+        self._linears = inject(base.model, found, self.context)
+        self._fast = None
+        if can_take_fast_path(base, self._linears):
+            self._fast = FastPath(base, self._linears, self.context, deterministic)
         self._residents: dict[str, _Resident] = {}
         self._anchor = torch.zeros((), device=weight.device, requires_grad=True)
+        self._optimizer = None
+        if weight.device.type == "cuda":
+            from tlora.supermodel.optimizer import DeviceOptimizer  # brings triton, which not every CPU install has
+
+            self._optimizer = DeviceOptimizer(self.bank)
 
     @classmethod
-    def from_pretrained(cls, base_model: str, dtype: str = "auto", device: str = "cpu", deterministic: bool = False) -> SuperModel:
-        """Load `base_model` (a directory or hub id). Raises ModelError."""
-        return cls(load_base(base_model, dtype, device), deterministic)
+    def from_pretrained(
+        cls,
+        base_model: str,
+        dtype: str = "auto",
+        device: str = "cpu",
+        deterministic: bool = False,
+        base_precision: BasePrecision | None = None,
+    ) -> SuperModel:
+        """Load `base_model` (a directory or hub id). Raises ModelError, and ConfigError for a precision that `device` lacks."""
+        return cls(load_base(base_model, dtype, device, base_precision), deterministic)
 
     @property
     def device(self) -> torch.device:
         return self.bank.device
+
+    @property
+    def tiles(self) -> str | None:
+        """Digest of the tile shapes of the GPU kernels for this base's linears: part of every job's bits. None without kernels."""
+        return self._fast.tiles if self._fast is not None else None
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers whose activations backward can compute again; 0 without a GPU's compiled layers."""
+        return self._fast.num_layers if self._fast is not None else 0
+
+    @property
+    def recomputed_layers(self) -> int:
+        """How many of them do so, from the first on. Bits do not change with it, memory and speed do."""
+        return self._fast.recomputed_layers if self._fast is not None else 0
+
+    @recomputed_layers.setter
+    def recomputed_layers(self, count: int) -> None:
+        assert 0 <= count <= self.num_layers, f"{count} of {self.num_layers} layers"
+        if self._fast is not None:
+            self._fast.recomputed_layers = count
 
     def layout(self, lora: LoraConfig) -> AdapterLayout:
         """Where the parameters of an adapter of this shape lie. Raises ModelError for targets that do not exist."""
@@ -83,7 +128,7 @@ class SuperModel(nn.Module):
 
     def targets(self) -> dict[str, tuple[int, int]]:
         """Every linear that can be adapted: dotted name -> (in features, out features)."""
-        return {name: (linear.in_features, linear.out_features) for name, linear in self._linears.items()}
+        return sizes(self._linears)
 
     # -- the four verbs ------------------------------------------------------------------------------------------------
 
@@ -93,6 +138,7 @@ class SuperModel(nn.Module):
         """Give `job_id` a slot: a fresh adapter seeded with `train.seed`, or `state` from `leave` or a checkpoint.
 
         `total_steps` is the length of the learning-rate schedule in optimizer steps (default `train.max_steps`).
+        Raises ConfigError, with nothing changed; among others for weights that are not finite: the bank never holds one.
         """
         if job_id in self._residents:
             raise ConfigError(f"job {job_id!r} has joined already. Let it leave first, or choose another name")
@@ -102,14 +148,25 @@ class SuperModel(nn.Module):
         layout = self.layout(lora) if state is None else state.layout
         if state is None:
             state = init_state(layout, train.seed, self.bank.sum_dtype, self.device)
+        elif not weights_fit(state.params, self.bank.dtype):
+            dtype = str(self.bank.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"job {job_id!r}: its adapter holds NaN or Inf (in {dtype}), and weights must be finite. Start from a healthy checkpoint"
+            )
         self.bank.add(job_id, layout)
-        self.bank.write(job_id, state.params)
+        try:
+            self.bank.write(job_id, state.params)
+            if self._optimizer is not None:
+                self._optimizer.add(job_id, state)
+        except BaseException:
+            self._give_slot_back(job_id)
+            raise
         self._residents[job_id] = _Resident(lora, train, total or 0, state)
 
     def leave(self, job_id: str) -> AdapterState:
         """Take `job_id` out and return its adapter and optimizer state; gradients not yet applied are dropped."""
         state = self._residents.pop(job_id).state
-        self.bank.remove(job_id)
+        self._give_slot_back(job_id)
         return state
 
     def forward_backward(self, batch: PackedBatch) -> dict[str, JobLoss]:
@@ -117,13 +174,30 @@ class SuperModel(nn.Module):
         return self._run(batch, train=True)
 
     def optim_step(self, job_ids: Iterable[str]) -> dict[str, StepStats]:
-        """Clip, schedule and apply AdamW for each of `job_ids` on its own summed gradient, then forget the gradient."""
+        """Clip, schedule and apply AdamW for each of `job_ids` on its own summed gradient, then forget the gradient.
+
+        Waits for the device once for all of them. Raises StepError when a job's step raised; the others have stepped.
+        """
+        residents = {job_id: self._residents[job_id] for job_id in job_ids}
         stats: dict[str, StepStats] = {}
-        for job_id in job_ids:
-            resident = self._residents[job_id]
-            stats[job_id] = adamw_step(resident.state, self.bank.take_grad(job_id), resident.train, resident.total_steps)
-            if stats[job_id].applied:
-                self.bank.write(job_id, resident.state.params)
+        errors: dict[str, Exception] = {}
+        if self._optimizer is not None:
+            stats, errors = self._optimizer.step(residents)
+        else:
+            for job_id, resident in residents.items():
+                try:
+                    stats[job_id] = self._step(job_id, resident)
+                except Exception as error:
+                    errors[job_id] = error
+        if errors:
+            raise StepError(stats, errors) from next(iter(errors.values()))
+        return stats
+
+    def _step(self, job_id: str, resident: _Resident) -> StepStats:
+        grad = self.bank.take_grad(job_id)
+        stats = adamw_step(resident.state, grad, resident.train, resident.total_steps, self.bank.dtype)
+        if stats.applied:
+            self.bank.write(job_id, resident.state.params)
         return stats
 
     # -- beside them ---------------------------------------------------------------------------------------------------
@@ -140,6 +214,11 @@ class SuperModel(nn.Module):
         """Forget the gradients that `job_id` has summed since its last step."""
         self.bank.zero_grad(job_id)
 
+    def _give_slot_back(self, job_id: str) -> None:
+        self.bank.remove(job_id)
+        if self._optimizer is not None:
+            self._optimizer.remove(job_id)
+
     def _run(self, batch: PackedBatch, train: bool) -> dict[str, JobLoss]:
         longest = max(batch.lengths, default=0)
         if self._longest_safe is not None and longest > self._longest_safe:
@@ -151,7 +230,7 @@ class SuperModel(nn.Module):
                 raise ConfigError(f"the batch holds samples of {span.job_id!r}, which has not joined. Call join first")
         if not batch.spans:
             return {}
-        parts = batch.rows() if self.deterministic else (batch,)
+        parts = batch.rows() if self.deterministic and self._fast is None else (batch,)  # the kernels are deterministic as they are
         total: dict[str, JobLoss] = {}
         for part in parts:
             for job_id, loss in self._run_part(part, train).items():
@@ -167,9 +246,15 @@ class SuperModel(nn.Module):
 
     def _run_part(self, part: PackedBatch, train: bool) -> dict[str, JobLoss]:
         dropout = {s.job_id: self._residents[s.job_id].lora.lora_dropout for s in part.spans if train and s.has_keys}
-        active = ActiveBatch(part, self.bank, dropout, self._anchor)
-        with torch.set_grad_enabled(train), self.context.enter(active), self._repeatable_attention():
-            hidden_TH = hidden_states(self.base, part.input_ids_T, part.position_ids_T, part.lengths)
+        if self._fast is not None:
+            with self._fast.fly(part, self.bank, dropout) as flight:
+                return self._losses(part, train, flight)
+        with self.context.enter(ActiveBatch(part, self.bank, dropout, self._anchor)), self._repeatable_attention():
+            return self._losses(part, train, part.lengths)
+
+    def _losses(self, part: PackedBatch, train: bool, lengths: tuple[int, ...] | Tensor) -> dict[str, JobLoss]:
+        with torch.set_grad_enabled(train):
+            hidden_TH = hidden_states(self.base, part.input_ids_T, part.position_ids_T, lengths)
         rows = part.labelled
         grad_weights = part.grad_weights_T[rows].to(self.bank.sum_dtype) if train else None
         losses, dh = linear_cross_entropy(hidden_TH.detach()[rows], self.base.head, part.labels_T[rows], grad_weights)

@@ -1,0 +1,144 @@
+"""What GPU kernels read of one micro-batch: whose tokens are where, and where each adapter's rows lie. One copy to the device.
+
+Rows are given by address, so that a kernel needs no tensor per adapter and no resident adapter constrains another's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+TILE = 64  # tokens; the kernels' row tiles are multiples of it
+ADDRESS_FIELDS = 5  # of a row of `rows_LS5`: addresses of the first row of A, B, dA, dB, and the rank
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tokens `t0:t1` of one job: its samples' lengths in order, and its dropout."""
+
+    t0: int
+    t1: int
+    lengths: tuple[int, ...]
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class LoraTables:
+    """One micro-batch on the device. S runs, P samples, X tiles of 64 tokens, L linears.
+
+    `weights` are the linears' banks, A [R, K] and B [R, N] (None where nobody has an adapter); `starts_LS` int32 a run's first row there,
+    and `rows_LS5` int64 its addresses and rank. `runs_S4` int32: t0, t1, first and last sample; `samples_P2` int32: t0, t1; `tiles_X2`
+    int32: a tile's first and last run. `scales_LS` and `dropouts_S` fp32; `module_keys_L` int32, of dropout.
+    """
+
+    runs_S4: Tensor
+    order_S: Tensor  # int32: runs by their work, the most first: a long one that starts last is waited for
+    samples_P2: Tensor
+    tiles_X2: Tensor
+    rows_LS5: Tensor
+    starts_LS: Tensor
+    scales_LS: Tensor
+    dropouts_S: Tensor
+    thresholds_S: Tensor  # int32: int(dropout * 2^31), as `dropout.keep_mask` draws the line
+    module_keys_L: Tensor
+    keys_T: Tensor | None
+    weights: Sequence[tuple[Tensor, Tensor] | None]
+    runs_in_a_tile: int  # at most, in 128 tokens from a multiple of 128
+    width: int  # of S for one linear: the largest rank, rounded up to 16, 32, 64 or a multiple of 64
+    has_dropout: bool
+
+    @property
+    def general(self) -> bool:
+        """Whether the GEMM must be ready for any number of runs in a tile, ranks above 64, or dropout."""
+        return self.runs_in_a_tile > 2 or self.width > 64 or self.has_dropout
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of `width` columns that S has for each linear: run j of a GEMM's row tile uses block j, unless `general`."""
+        return 1 if self.general else max(1, self.runs_in_a_tile)
+
+    @property
+    def num_runs(self) -> int:
+        return self.runs_S4.shape[0]
+
+
+def rank_width(rank: int) -> int:
+    """16, 32, 64, then multiples of 64: the ranks that kernels are compiled for."""
+    return next((w for w in (16, 32, 64) if rank <= w), -(-rank // 64) * 64)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where each of S runs' adapters lies at each of L linears: addresses and rank, first row, scale; and the linears' dropout keys."""
+
+    rows_LS5: np.ndarray
+    starts_LS: np.ndarray
+    scales_LS: np.ndarray
+    module_keys_L: np.ndarray
+    weights: Sequence[tuple[Tensor, Tensor] | None]
+
+
+def build_tables(runs: Sequence[Run], slots: Slots, num_tokens: int, keys_T: Tensor | None, device: torch.device) -> LoraTables:
+    """Runs are ordered and disjoint; tokens of no run, and runs of rank 0 at a linear, have no adapter there. Never synchronises."""
+    samples: list[tuple[int, int]] = []
+    table = np.zeros((len(runs), 4), np.int32)
+    for i, run in enumerate(runs):
+        first, start = len(samples), run.t0
+        for length in run.lengths:
+            samples.append((start, start + length))
+            start += length
+        assert start == run.t1, f"run {run.t0}:{run.t1} has samples of {sum(run.lengths)} tokens"
+        table[i] = run.t0, run.t1, first, len(samples)
+    edges = np.arange(-(-num_tokens // TILE)) * TILE
+    tiles = np.stack([np.searchsorted(table[:, 1], edges, "right"), np.searchsorted(table[:, 0], edges + TILE, "left")], 1)
+    dropouts = np.array([run.dropout for run in runs], np.float32)
+    wide = np.stack([tiles[::2, 0], np.append(tiles[1::2, 1], tiles[-1:, 1])[: len(tiles[::2])]])
+    ranks = slots.rows_LS5[:, :, 4].max(0, initial=0).clip(16)
+    parts = [
+        slots.rows_LS5.astype(np.int64, copy=False),
+        slots.starts_LS.astype(np.int32, copy=False),
+        table,
+        np.argsort(-(table[:, 1] - table[:, 0]) * ranks, kind="stable").astype(np.int32),
+        np.array(samples, np.int32).reshape(-1, 2),
+        tiles.astype(np.int32),
+        slots.scales_LS.astype(np.float32, copy=False),
+        dropouts,
+        np.array([int(run.dropout * 2**31) for run in runs], np.int32),
+        slots.module_keys_L.astype(np.int32, copy=False),
+    ]
+    rows_t, starts_t, table_t, order_t, samples_t, tiles_t, scales_t, dropouts_t, thresholds_t, module_keys_t = _to_device(parts, device)
+    return LoraTables(
+        runs_S4=table_t,
+        order_S=order_t,
+        samples_P2=samples_t,
+        tiles_X2=tiles_t,
+        rows_LS5=rows_t,
+        starts_LS=starts_t,
+        scales_LS=scales_t,
+        dropouts_S=dropouts_t,
+        thresholds_S=thresholds_t,
+        module_keys_L=module_keys_t,
+        keys_T=keys_T,
+        weights=slots.weights,
+        runs_in_a_tile=int((wide[1] - wide[0]).max(initial=0)),
+        width=rank_width(int(slots.rows_LS5[:, :, 4].max(initial=16))),
+        has_dropout=keys_T is not None and bool(dropouts.any()),
+    )
+
+
+def _to_device(parts: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """All arrays in one pinned buffer and one asynchronous copy; each starts at a multiple of 16 bytes."""
+    offsets = np.cumsum([0] + [-(-part.nbytes // 16) * 16 for part in parts])
+    buffer = torch.empty(int(offsets[-1]), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = buffer.numpy()
+    for part, start in zip(parts, offsets, strict=False):
+        host[start : start + part.nbytes] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+    moved = buffer.to(device, non_blocking=True)
+    kinds = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32, np.dtype(np.float32): torch.float32}
+    return [
+        moved[start : start + part.nbytes].view(kinds[part.dtype]).view(part.shape) for part, start in zip(parts, offsets, strict=False)
+    ]

@@ -1,0 +1,130 @@
+"""Tables of measured tiles as JSON files: one per GPU and place. Those of this package lie in `tile_tables`, those that `tlora tune`
+made in the user's cache directory, and an entry of the user's goes before one of the package's.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tlora import durable
+from tlora.errors import ConfigError
+from tlora.kernels.tiles import KERNELS, AnyTile, Key, SkinnyTile, Tile, TileTable
+
+SHIPPED = Path(__file__).with_name("tile_tables")
+_DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float8_e4m3fn")}
+_REMEDY = "Delete it, and make it again with `tlora tune`"
+
+
+def user_directory() -> Path:
+    return durable.cache_dir() / "tiles"
+
+
+def table_path(directory: Path, gpu: str) -> Path:
+    """NVIDIA H200 -> nvidia-h200.json."""
+    return directory / f"{re.sub('[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
+
+
+@functools.cache
+def table_of(device: torch.device) -> TileTable:
+    """The tiles of `device`, read once per process: a run keeps its tiles whatever becomes of the files. Raises ConfigError."""
+    if device.type != "cuda":
+        return TileTable()
+    gpu = torch.cuda.get_device_name(device)
+    return merged([table_path(SHIPPED, gpu), table_path(user_directory(), gpu)])
+
+
+def merged(paths: Iterable[Path]) -> TileTable:
+    """The entries of all files that are there; of two for one key, the later file's. Raises ConfigError."""
+    entries: dict[Key, AnyTile] = {}
+    for path in paths:
+        entries |= {key: _tile_of(key, row, path) for key, row in read_rows(path).items()}
+    return TileTable(entries)
+
+
+def read_rows(path: Path) -> dict[Key, dict[str, Any]]:
+    """The file's rows by key, with all that they say; none where there is no file. Raises ConfigError for one that is damaged."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["entries"]
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"table of tiles {path} cannot be read ({type(error).__name__}: {error}). {_REMEDY}") from None
+    if not isinstance(rows, list):
+        raise _bad(path, rows, "its entries must be a list")
+    found: dict[Key, dict[str, Any]] = {}
+    for row in rows:
+        key = _key_of(row, path)
+        _tile_of(key, row, path)
+        found[key] = row
+    return found
+
+
+def write_rows(path: Path, gpu: str, rows: Mapping[Key, Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
+    """Atomically; a row is `describe`'s with whatever was measured beside it. Raises CheckpointError where it cannot be written."""
+    durable.make_directory(path.parent)
+    head = json.dumps({"gpu": gpu, **facts}, indent=1).removesuffix("\n}")
+    lines = sorted((json.dumps(dict(row)) for row in rows.values()), key=_natural)  # a line each, for eyes and diffs
+    durable.write_file(path, head + ',\n "entries": [\n' + ",\n".join(f"  {line}" for line in lines) + "\n ]\n}\n")
+
+
+def _natural(line: str) -> list[Any]:
+    return [int(part) if part.isdigit() else part for part in re.split("([0-9]+)", line)]
+
+
+def _key_of(row: Any, path: Path) -> Key:
+    if not isinstance(row, dict):
+        raise _bad(path, row, "an entry must be a mapping")
+    numbers: list[Any] = [row.get(name) for name in ("columns", "inner", "together")]
+    if not all(type(n) is int and n >= 0 for n in numbers):
+        raise _bad(path, row, "columns, inner and together must be whole numbers")
+    if row.get("kernel") not in KERNELS or row.get("dtype") not in _DTYPES:
+        raise _bad(path, row, f"kernel must be one of {', '.join(KERNELS)}, and dtype of {', '.join(_DTYPES)}")
+    return Key(row["kernel"], _DTYPES[row["dtype"]], *numbers)
+
+
+def _tile_of(key: Key, row: Mapping[str, Any], path: Path) -> AnyTile:
+    kind = Tile if key.kernel in ("forward", "input_gradient") else SkinnyTile
+    given, known = row.get("tile"), {f.name: f for f in fields(kind)}
+    needed = {name for name, f in known.items() if f.default is MISSING}
+    if not isinstance(given, dict) or not needed <= given.keys() <= known.keys():
+        raise _bad(path, row, f"its tile must have {', '.join(sorted(needed))}")
+    wrong = [name for name, value in given.items() if type(value) is not (int if known[name].type == "int" else bool)]
+    if wrong:
+        raise _bad(path, row, f"{wrong[0]} cannot be {given[wrong[0]]!r}")
+    tile = kind(**given)
+    if problem := _problem(tile, key):
+        raise _bad(path, row, problem)
+    return tile
+
+
+def _problem(tile: AnyTile, key: Key) -> str | None:
+    """What the kernels do not take. Tables of a micro-batch count in 64 tokens and the blocks of S in 128 (`lora_tables.py`)."""
+    if isinstance(tile, Tile):
+        sizes, tokens = {"columns": tile.columns, "inner": tile.inner}, tile.rows
+        if tile.halves and tile.columns < 32:
+            return "halves need 32 columns or more"
+        if tile.band < 1:
+            return "band must be 1 or more"
+    else:
+        sizes, tokens = {"columns": tile.columns}, tile.tokens
+    allowed = (64, 128) if key.kernel != "sum" else (16, 32, 64, 128)
+    if tokens not in allowed:
+        return f"{'rows' if isinstance(tile, Tile) else 'tokens'} must be one of {allowed}, and is {tokens}"
+    for name, size in sizes.items():
+        if size not in (16, 32, 64, 128, 256):
+            return f"{name} must be a power of two from 16 to 256, and is {size}"
+    if tile.warps not in (4, 8) or not 1 <= tile.stages <= 8:
+        return f"warps must be 4 or 8 and stages 1 to 8, and are {tile.warps} and {tile.stages}"
+    return None
+
+
+def _bad(path: Path, row: Any, rule: str) -> ConfigError:
+    return ConfigError(f"table of tiles {path}: {rule}, in {json.dumps(row)[:200]}. {_REMEDY}")

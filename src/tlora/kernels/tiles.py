@@ -1,0 +1,153 @@
+"""Tile shapes of the GPU kernels: an exact entry of a measured table (`tile_files.py`), else a rule.
+
+Chosen by the shape of the base and its dtype alone, never by the number of tokens, the neighbours or what runs beside it: a tile shape is
+part of a job's bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+
+Kernel = Literal["forward", "input_gradient", "shrink", "sum"]
+KERNELS: tuple[Kernel, ...] = get_args(Kernel)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One program's output tile of a GEMM, and its pipeline. `halves` stores it in two, which leaves shared memory for a stage more."""
+
+    rows: int
+    columns: int
+    inner: int
+    stages: int
+    warps: int
+    halves: bool = False
+    promote: bool = False  # fp8 on Hopper: every `inner` products are added in fp32, not in the tensor core's 14 bits or so
+    band: int = 8  # row tiles that share a band of the weight in L2
+    first: bool = False  # start from the adapters' product instead of ending with it
+
+
+@dataclass(frozen=True)
+class SkinnyTile:
+    """One program's tokens and columns of x per iteration in the shrink and sum kernels."""
+
+    tokens: int
+    columns: int
+    stages: int
+    warps: int
+
+
+AnyTile = Tile | SkinnyTile
+
+
+class Key(NamedTuple):
+    """What a tile is chosen by. `dtype` is that of the larger operands, such as "bfloat16"; `together` the linears in one launch.
+
+    A GEMM gives `columns` and adds up over `inner`, that of all its linears. The shrink gives as many columns as there are ranks (0
+    here) of an x `inner` wide, the sum an adapter's rows of `columns` over the tokens (0).
+    """
+
+    kernel: Kernel
+    dtype: torch.dtype
+    columns: int
+    inner: int
+    together: int
+
+
+@dataclass(frozen=True)
+class TileTable:
+    """Measured tiles of one GPU; empty, all go by the rules."""
+
+    entries: Mapping[Key, AnyTile] = field(default_factory=dict)
+
+    def find(self, key: Key) -> AnyTile:
+        return self.entries.get(key) or tile_by_rule(key)
+
+    def gemm(self, is_forward: bool, dtype: torch.dtype, columns: int, inner: int, together: int) -> Tile:
+        tile = self.find(Key("forward" if is_forward else "input_gradient", dtype, columns, inner, together))
+        assert isinstance(tile, Tile), f"{tile} is no tile of a GEMM"
+        return tile
+
+    def shrink(self, dtype: torch.dtype, inner: int, together: int) -> SkinnyTile:
+        tile = self.find(Key("shrink", dtype, 0, inner, together))
+        assert isinstance(tile, SkinnyTile), f"{tile} is no tile of a shrink"
+        return tile
+
+    def sum(self, dtype: torch.dtype, columns: int, together: int) -> SkinnyTile:
+        tile = self.find(Key("sum", dtype, columns, 0, together))
+        assert isinstance(tile, SkinnyTile), f"{tile} is no tile of a sum"
+        return tile
+
+
+def keys_of(in_features: int, widths: Sequence[int], dtype: torch.dtype, weight_dtype: torch.dtype) -> list[Key]:
+    """Every key that a group of linears can ask for: x of `in_features` to `widths`, activations in `dtype`, weights in `weight_dtype`.
+
+    Dropout gives each linear an x of its own, so that shrink and sum may run for one linear though more share the input.
+    """
+    together = len(widths)
+    keys = [Key("forward", weight_dtype, width, in_features, 1) for width in widths]
+    keys.append(Key("input_gradient", weight_dtype, in_features, sum(widths), together))
+    for inner, members in ((in_features, together), (in_features, 1), *((width, 1) for width in widths)):
+        keys += [Key("shrink", dtype, 0, inner, members), Key("sum", dtype, inner, 0, members)]
+    return list(dict.fromkeys(keys))
+
+
+def describe(key: Key, tile: AnyTile) -> dict[str, Any]:
+    """Both as JSON holds them."""
+    return key._asdict() | {"dtype": str(key.dtype).removeprefix("torch."), "tile": asdict(tile)}
+
+
+def digest(table: TileTable, keys: Iterable[Key]) -> str:
+    """16 hex digits of the tiles that `keys` get: the same for whatever table or rule they come from, another when one differs."""
+    rows = sorted(json.dumps(describe(key, table.find(key)), sort_keys=True) for key in set(keys))
+    return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
+
+
+@functools.cache  # asked at every launch
+def tile_by_rule(key: Key) -> AnyTile:
+    """The tile of a key that no table has."""
+    if key.kernel == "shrink":
+        return shrink_tile(key.dtype, key.together)
+    if key.kernel == "sum":
+        return sum_tile(key.dtype, key.together)
+    return replace(gemm_tile(key.columns, key.dtype), first=expand_first(key.together, key.columns, key.kernel == "forward"))
+
+
+def shrink_tile(dtype: torch.dtype, together: int) -> SkinnyTile:
+    """For `together` linears that share x."""
+    if dtype.itemsize == 4:
+        return SkinnyTile(64, 32, 2, 4)
+    return SkinnyTile(64, 128 if together == 1 else 64, 4, 8)
+
+
+def sum_tile(dtype: torch.dtype, together: int) -> SkinnyTile:
+    """For `together` linears that share x."""
+    if dtype.itemsize == 4:
+        return SkinnyTile(32, 64, 2, 4)
+    return SkinnyTile(64, 128, 3, 4 if together <= 2 else 8)
+
+
+def expand_first(together: int, num_columns: int, is_forward: bool) -> bool:
+    """Whether a GEMM's tile starts from the adapters' product or ends with it, by measurement on an H200 (8,192 tokens, ms).
+
+    4096 -> 14336 twice 2.71 first, 2.89 last; the input gradient of both 2.60 and 3.59; 14336 -> 4096 1.36 and 1.31, its input gradient
+    1.46 and 1.37; 4096 -> 4096 0.39 and 0.38. The order of additions, and so the bits, follow.
+    """
+    return together == 2 or (is_forward and num_columns >= 8192)
+
+
+def gemm_tile(num_columns: int, dtype: torch.dtype) -> Tile:
+    """The tile for an output of `num_columns`."""
+    columns = next((c for c in (16, 32, 64, 128) if num_columns <= c), 256)
+    if dtype.itemsize == 4:
+        return Tile(128, min(columns, 64), 32, 2, 4)
+    if columns < 128:
+        return Tile(128, columns, 64, 3, 4)
+    return Tile(128, columns, 64 if dtype.itemsize == 2 else 128, 3, 8, halves=columns == 256)

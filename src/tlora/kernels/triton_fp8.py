@@ -1,0 +1,74 @@
+"""Row-wise quantisation to e4m3, and the transposition that gives the input gradient its operand, as Triton kernels.
+
+A row's bytes and scale are a function of that row alone. A row that is not finite gets the scale NaN, which makes NaN of its row of
+every product: saturation cannot turn it into a finite wrong one.
+"""
+
+# pyright: reportGeneralTypeIssues=false
+# (a jit function's call is typed NoReturn)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LARGEST = tl.constexpr(448.0)  # of e4m3 in its "fn" kind, which has no Inf
+SMALLEST_AMAX = tl.constexpr(2.0**-115)  # 448 / it and it / 448 are still normal numbers; rows below it lose bits, in the end all
+
+
+@triton.jit
+def _load_row(x_ptr, column_scale_ptr, row, stride, first, K, BLOCK: tl.constexpr):
+    k = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * stride + k, mask=k < K, other=0.0).to(tl.float32)
+    if column_scale_ptr is not None:
+        x = x * tl.load(column_scale_ptr + first + k, mask=k < K, other=0.0)
+    return x
+
+
+@triton.jit
+def _largest(x):
+    """Inf where a number is not finite. A maximum by itself may drop NaN; a comparison with NaN is false."""
+    return tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf")))
+
+
+@triton.jit
+def _store_row(q_ptr, x, inverse, at, K, BLOCK: tl.constexpr):
+    k = tl.arange(0, BLOCK)
+    tl.store(q_ptr + at + k, (x * inverse).to(q_ptr.dtype.element_ty), mask=k < K)
+
+
+@triton.jit
+def quantize_kernel(x0_ptr, x1_ptr, x2_ptr, column_scale_ptr, q_ptr, scale_ptr, K0, K1, K2, stride0, stride1, stride2,
+                    SOURCES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """One row of up to three x beside each other, read once: q = x * column_scale * (448 / amax) in e4m3, scale = amax / 448.
+
+    Grid (rows,); K0, K1, K2 <= BLOCK. The operations and their order are those of `fp8.quantize_rows_in_torch`, each rounded to
+    nearest: the same bits.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    x0 = _load_row(x0_ptr, column_scale_ptr, row, stride0, 0, K0, BLOCK)
+    amax, width = _largest(x0), K0
+    if SOURCES > 1:
+        x1 = _load_row(x1_ptr, column_scale_ptr, row, stride1, K0, K1, BLOCK)
+        amax, width = tl.maximum(amax, _largest(x1)), K0 + K1
+    if SOURCES > 2:
+        x2 = _load_row(x2_ptr, column_scale_ptr, row, stride2, K0 + K1, K2, BLOCK)
+        amax, width = tl.maximum(amax, _largest(x2)), K0 + K1 + K2
+    finite = amax < float("inf")
+    amax = tl.maximum(amax, SMALLEST_AMAX)
+    inverse = tl.div_rn(tl.full((), LARGEST, tl.float32), amax)
+    _store_row(q_ptr, x0, inverse, row * width, K0, BLOCK)
+    if SOURCES > 1:
+        _store_row(q_ptr, x1, inverse, row * width + K0, K1, BLOCK)
+    if SOURCES > 2:
+        _store_row(q_ptr, x2, inverse, row * width + K0 + K1, K2, BLOCK)
+    tl.store(scale_ptr + row, tl.where(finite, tl.div_rn(amax, tl.full((), LARGEST, tl.float32)), float("nan")))
+
+
+@triton.jit
+def transpose_kernel(w_ptr, t_ptr, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    """t [K, N] = w [N, K] transposed, bytes. Grid (tiles of N, tiles of K)."""
+    n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BK + tl.arange(0, BK)
+    mask = (n < N)[:, None] & (k < K)[None, :]
+    w = tl.load(w_ptr + n.to(tl.int64)[:, None] * K + k[None, :], mask=mask, other=0)
+    tl.store(t_ptr + k.to(tl.int64)[:, None] * N + n[None, :], tl.trans(w), mask=tl.trans(mask))

@@ -1,0 +1,244 @@
+"""Causal attention of packed samples on a GPU, each sample by itself, with bits that repeat: plan, tile shapes, launches.
+
+Reference and CPU path: `supermodel.attention`. The kernels are `triton_attention`'s; like them this module needs triton.
+"""
+
+# pyright: reportArgumentType=false
+# (a jit function's constants are typed `constexpr` and passed as numbers)
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tlora.kernels.triton_attention import dkv_kernel, dq_kernel, forward_kernel
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LARGEST_HEAD = 256
+TILE_ROWS = (32, 64, 128)
+"""Rows of a tile that a plan has a list for."""
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Where the tiles of one micro-batch lie; made once, read by all layers.
+
+    Per rows of a tile, int32 [tiles, 4] on the device: the sequence's first token, its length, the tile's first row within it, and a
+    zero, so that each list starts at a multiple of 16 bytes: Triton compiles a kernel of its own for one that does not.
+    The tiles with the most work come first, so that no long one starts when the others are done: of queries the late, of keys the early.
+    """
+
+    num_tokens: int
+    queries: Mapping[int, Tensor]
+    keys: Mapping[int, Tensor]
+
+
+def plan_attention(lengths: Sequence[int], device: torch.device) -> AttentionPlan:
+    """For samples of `lengths` one after another; a length may be zero. One copy to the device, which the host does not wait for."""
+    lengths_S = np.asarray(lengths, dtype=np.int32)
+    starts_S = np.cumsum(lengths_S, dtype=np.int32) - lengths_S
+    tables: list[np.ndarray] = []
+    for rows in TILE_ROWS:
+        counts_S = -(-lengths_S // rows)
+        owner = np.repeat(np.arange(len(lengths_S)), counts_S)
+        first = (np.arange(len(owner), dtype=np.int32) - np.repeat(np.cumsum(counts_S) - counts_S, counts_S)) * rows
+        table = np.stack([starts_S[owner], lengths_S[owner], first, np.zeros_like(first)], 1).astype(np.int32)
+        tables += [table[np.argsort(-first, kind="stable")], table[np.argsort(first - lengths_S[owner], kind="stable")]]
+    flat = torch.from_numpy(np.concatenate(tables))
+    if device.type == "cuda":
+        flat = flat.pin_memory().to(device, non_blocking=True)
+    parts = flat.split([len(table) for table in tables])
+    queries, keys = (dict(zip(TILE_ROWS, parts[k::2], strict=True)) for k in (0, 1))
+    return AttentionPlan(int(lengths_S.sum()), queries, keys)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of q·k: times `scale`, capped by `cap * tanh(s / cap)`, seen where 0 <= i - j < `window`; 0 is no cap, no window."""
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert self.scale > 0 and self.window >= 0 and self.softcap >= 0, f"{self} makes no sense"
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """`inner` and `factor` of `triton_attention`."""
+        if self.softcap:
+            return self.scale / self.softcap, self.softcap * math.log2(math.e)
+        return 0.0, self.scale * math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A program's own rows (queries; of dk and dv keys), the rows per block of its loop, and how it runs."""
+
+    rows: int
+    block: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of the three kernels."""
+
+    forward: Tile
+    dq: Tile
+    dkv: Tile
+
+
+_TILES = {
+    2: {
+        64: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
+        128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
+        256: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),
+    },
+    4: {
+        64: Tiles(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+        128: Tiles(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), Tile(32, 32, 8, 1)),
+        256: Tiles(Tile(32, 16, 16, 1), Tile(32, 16, 16, 1), Tile(32, 16, 8, 1)),
+    },
+}
+"""By bytes per element and the head's size, rounded up. Never by lengths or their number: tile shapes are part of a sample's bits.
+
+Chosen for sm_90: what keeps the loop over full blocks in registers (in 16 bits no more than 4 reloads per block, by its SASS) and two
+tiles or one in an SM's 227 KiB. `bench/attention.py` times these and others.
+"""
+
+
+def tiles_of(head_size: int, dtype: torch.dtype) -> Tiles:
+    """Of q, k and v with `head_size` in `dtype`."""
+    assert dtype in DTYPES and head_size <= LARGEST_HEAD, f"no kernel for heads of {head_size} in {dtype}"
+    return _TILES[dtype.itemsize][max(64, padded(head_size))]
+
+
+def padded(head_size: int) -> int:
+    """The power of two that a head is filled up to with zeros: what `tl.dot` takes."""
+    return max(16, 1 << (head_size - 1).bit_length())
+
+
+def varlen_attention_forward(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, plan: AttentionPlan, scale: float, window: int | None = None, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """softmax(cap(q k^T scale)) v of each sample by itself: out [T, H, D], and log-sum-exp of its scores, fp32 [H, T], for backward.
+
+    H is a multiple of G; query head h reads kv head h // (H / G). Query i of a sample sees its keys j with 0 <= i - j < `window`.
+    Any strides of T and of heads. bf16 and fp16 are multiplied as they are and summed in fp32; fp32 is fp32 throughout.
+    Raises AssertionError for other dtypes, heads over 256, and tokens that the plan does not cover.
+    """
+    rule = Rule(scale, window or 0, softcap or 0.0)
+    return launch_forward(_rows(q_THD), _rows(k_TGD), _rows(v_TGD), plan, rule, tiles_of(q_THD.shape[2], q_THD.dtype).forward)
+
+
+def varlen_attention_backward(
+    dout_THD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_THD: Tensor, lse_HT: Tensor, plan: AttentionPlan,
+    scale: float, window: int | None = None, softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq [T, H, D], dk and dv [T, G, D], given what forward took and gave. With p = exp(s - lse) and delta = sum of out * dout:
+
+    dv = p^T dout,  ds = p (dout v^T - delta) (1 - (s / cap)²),  dq = scale ds k,  dk = scale ds^T q  (FlashAttention-2, section 3.1).
+    """
+    rule, tiles = Rule(scale, window or 0, softcap or 0.0), tiles_of(q_THD.shape[2], q_THD.dtype)
+    saved = Saved(_rows(dout_THD), _rows(q_THD), _rows(k_TGD), _rows(v_TGD), out_THD.contiguous(), lse_HT)
+    dq_THD, delta_HT = launch_dq(saved, plan, rule, tiles.dq)
+    return dq_THD, *launch_dkv(saved, delta_HT, plan, rule, tiles.dkv)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What backward reads; all but `out` and `lse` with any strides of T and of heads."""
+
+    dout_THD: Tensor
+    q_THD: Tensor
+    k_TGD: Tensor
+    v_TGD: Tensor
+    out_THD: Tensor
+    lse_HT: Tensor
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return tuple(t.stride(axis) for t in (self.dout_THD, self.q_THD, self.k_TGD, self.v_TGD) for axis in (0, 1))
+
+
+def launch_forward(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, plan: AttentionPlan, rule: Rule, tile: Tile
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out [T, H, D] and lse [H, T] with the tiles given."""
+    _check(q_THD, k_TGD, v_TGD, plan)
+    num_tokens, heads = q_THD.shape[:2]
+    out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    lse_HT = torch.empty(heads, num_tokens, dtype=torch.float32, device=q_THD.device)
+    table = plan.queries[tile.rows]
+    if len(table):  # a grid may not be empty
+        forward_kernel[(len(table) * heads,)](
+            q_THD, k_TGD, v_TGD, out_THD, lse_HT, table, num_tokens, *rule.factors,
+            *(t.stride(axis) for t in (q_THD, k_TGD, v_TGD) for axis in (0, 1)),
+            BM=tile.rows, BN=tile.block, **_constants(q_THD, k_TGD, rule, tile),
+        )  # fmt: skip
+    return out_THD, lse_HT
+
+
+def launch_dq(saved: Saved, plan: AttentionPlan, rule: Rule, tile: Tile) -> tuple[Tensor, Tensor]:
+    """dq [T, H, D] and delta, fp32 [H, T]."""
+    q_THD = saved.q_THD
+    _check(q_THD, saved.k_TGD, saved.v_TGD, plan)
+    assert saved.dout_THD.shape == saved.out_THD.shape == q_THD.shape and saved.dout_THD.dtype == q_THD.dtype
+    dq_THD, delta_HT = torch.empty_like(saved.out_THD), torch.empty_like(saved.lse_HT)
+    table = plan.queries[tile.rows]
+    if len(table):
+        dq_kernel[(len(table) * q_THD.shape[1],)](
+            saved.dout_THD, q_THD, saved.k_TGD, saved.v_TGD, saved.out_THD, saved.lse_HT, delta_HT, dq_THD, table,
+            q_THD.shape[0], rule.scale, *rule.factors, *saved.strides,
+            BM=tile.rows, BN=tile.block, **_constants(q_THD, saved.k_TGD, rule, tile),
+        )  # fmt: skip
+    return dq_THD, delta_HT
+
+
+def launch_dkv(saved: Saved, delta_HT: Tensor, plan: AttentionPlan, rule: Rule, tile: Tile) -> tuple[Tensor, Tensor]:
+    """dk and dv [T, G, D]."""
+    q_THD, k_TGD, v_TGD = saved.q_THD, saved.k_TGD, saved.v_TGD
+    dk_TGD, dv_TGD = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (k_TGD, v_TGD))
+    table = plan.keys[tile.rows]
+    if len(table):
+        dkv_kernel[(len(table) * k_TGD.shape[1],)](
+            saved.dout_THD, q_THD, k_TGD, v_TGD, saved.lse_HT, delta_HT, dk_TGD, dv_TGD, table,
+            q_THD.shape[0], rule.scale, *rule.factors, *saved.strides,
+            BM=tile.block, BN=tile.rows, **_constants(q_THD, k_TGD, rule, tile),
+        )  # fmt: skip
+    return dk_TGD, dv_TGD
+
+
+def _constants(q_THD: Tensor, k_TGD: Tensor, rule: Rule, tile: Tile) -> dict[str, int | bool]:
+    heads, head_size = q_THD.shape[1:]
+    return {
+        "H": heads,
+        "GROUP": heads // k_TGD.shape[1],
+        "D": head_size,
+        "BD": padded(head_size),
+        "WINDOW": rule.window,
+        "SOFTCAP": rule.softcap > 0,
+        "EXACT": q_THD.dtype == torch.float32,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+
+
+def _check(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, plan: AttentionPlan) -> None:
+    num_tokens, heads, head_size = q_THD.shape
+    assert q_THD.dtype == k_TGD.dtype == v_TGD.dtype, f"{q_THD.dtype}, {k_TGD.dtype}, {v_TGD.dtype}"
+    assert k_TGD.shape == v_TGD.shape == (num_tokens, k_TGD.shape[1], head_size), f"q {q_THD.shape}, k {k_TGD.shape}, v {v_TGD.shape}"
+    assert heads % k_TGD.shape[1] == 0, f"{heads} heads for {k_TGD.shape[1]}"
+    assert num_tokens == plan.num_tokens, f"{num_tokens} tokens, planned {plan.num_tokens}"
+
+
+def _rows(t: Tensor) -> Tensor:
+    """With adjacent elements in a head; a sum's gradient, for one, is a single number seen from everywhere."""
+    return t if t.stride(2) == 1 else t.contiguous()

@@ -1,0 +1,188 @@
+"""What a GPU adds to a base: linears that read the same x run as one, each decoder layer is compiled once, batches go as flights.
+
+Any family: which linears share an input is seen by running the model, and layers are found as the decoder's one list of modules.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+from torch.utils.checkpoint import checkpoint
+
+from tlora.adapters.bank import AdapterBank
+from tlora.kernels.lora_tables import ADDRESS_FIELDS, Run, Slots, build_tables
+from tlora.supermodel.batch import PackedBatch
+from tlora.supermodel.fp8_linear import Fp8Linear
+from tlora.supermodel.load import Base, hidden_states
+from tlora.supermodel.lora_linear import Context, LinearsOfOneInput, LoraLinear
+
+if TYPE_CHECKING:
+    from tlora.kernels.fused_linear import LinearGroup  # brings triton, which not every CPU install has
+
+
+def can_take_fast_path(base: Base, linears: Mapping[str, LoraLinear]) -> bool:
+    """On a GPU (or in Triton's interpreter) in fp32 or 16 bits, with every width a multiple of 16."""
+    weight = base.head.weight_VH
+    kernels_run = weight.device.type == "cuda" or (weight.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+    widths = [width for linear in linears.values() for width in (linear.in_features, linear.out_features)]
+    return kernels_run and weight.dtype != torch.float64 and all(width % 16 == 0 for width in widths)
+
+
+class FastPath:
+    """The groups of linears of one base, and the flights of its batches. `tiles` is a digest of the kernels' tile shapes."""
+
+    def __init__(self, base: Base, linears: Mapping[str, LoraLinear], context: Context, deterministic: bool) -> None:
+        from tlora.kernels.fused_linear import make_group
+
+        self._context, self._deterministic = context, deterministic
+        self.recomputed_layers = 0  # from the first on: backward runs them again instead of keeping what they made
+        self._names: list[str] = []  # of all linears, group by group: the order of the tables
+        self.groups: list[LinearGroup] = []
+        device = base.head.weight_VH.device
+        for members in find_groups(base, linears):
+            widths = tuple(linears[name].out_features for name in members)
+            together = [linears[name] for name in members]
+            scales = [m.scale_N for m in together if m.scale_N is not None]
+            weight_scale_N = torch.cat(scales) if scales else None
+            self.groups.append(make_group(len(self._names), widths, together[0].in_features, device, weight_scale_N))
+            shared = LinearsOfOneInput([m.weight for m in together], [m.bias for m in together if m.bias is not None], len(self.groups) - 1)
+            for place, member in enumerate(together):
+                member.shared, member.place = shared, place
+            self._names += members
+        self.tiles = _digest_of(self.groups, list(linears.values()), base.head.weight_VH.dtype)
+        self._module_keys = np.array([zlib.crc32(name.encode()) & 0x7FFFFFFF for name in self._names], np.int32)
+        base.model.get_input_embeddings().register_forward_hook(self._begin_graph)
+        self._known: dict[str, tuple[object, tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
+        layers = [layer for found in _layer_lists(base.decoder) for layer in found]
+        self.num_layers = len(layers)
+        for number, layer in enumerate(layers):
+            layer.forward = self._compiled(layer.forward, number, device)
+
+    def _begin_graph(self, _module: nn.Module, _args: object, embedded: Tensor) -> Tensor:
+        """The first layer's x needs a gradient like the others': a layer without one would be compiled twice."""
+        return embedded.requires_grad_() if self._context.flight is not None and torch.is_grad_enabled() else embedded
+
+    def _compiled(self, forward: Callable[..., Any], number: int, device: torch.device) -> Callable[..., Any]:
+        """A layer's `forward`, compiled for batches in flight, with the number of tokens left open: one compilation serves all of them."""
+        fast: Any = torch.compile(forward, backend="inductor" if device.type == "cuda" else "aot_eager")
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._context.flight is None:
+                return forward(*args, **kwargs)
+            _leave_token_count_open(*args, *kwargs.values())
+            # A SwiGLU's product is cheap to make again from what is saved anyway, though backward then writes it out: 11 GiB less at 8B.
+            with functorch_config.patch(ban_recompute_materialized_backward=False):
+                if number < self.recomputed_layers and torch.is_grad_enabled():
+                    return checkpoint(fast, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+                return fast(*args, **kwargs)
+
+        return run
+
+    @contextmanager
+    def fly(self, batch: PackedBatch, bank: AdapterBank, dropout: Mapping[str, float]) -> Iterator[Tensor]:
+        """Within it, the base's forward and backward run on the kernels, with the adapters of `batch`. Gives the flight's number."""
+        from tlora.kernels.in_flight import Flight, in_flight
+        from tlora.kernels.packed_attention import plan_attention
+
+        device = batch.input_ids_T.device
+        runs = list(_runs(batch, dropout))
+        tables = build_tables(runs, self._slots(batch, bank), len(batch.input_ids_T), batch.keys_T, device)
+        flight = Flight(self.groups, tables, plan_attention(batch.lengths, device, self._deterministic))
+        with in_flight(flight) as number:
+            self._context.flight = number
+            try:
+                yield number
+            finally:
+                self._context.flight = None
+
+    def _slots(self, batch: PackedBatch, bank: AdapterBank) -> Slots:
+        """Where each run's adapter lies at each linear."""
+        jobs = [self._slots_of(span.job_id, bank) for span in batch.spans]
+        rows, starts, scales = (np.stack(parts, 1) for parts in zip(*jobs, strict=True)) if jobs else self._nobody()
+        return Slots(rows, starts, scales, self._module_keys, [bank.weights(name) for name in self._names])
+
+    def _nobody(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        count = len(self._names)
+        return np.zeros((count, 0, ADDRESS_FIELDS), np.int64), np.zeros((count, 0), np.int32), np.zeros((count, 0), np.float32)
+
+    def _slots_of(self, job_id: str, bank: AdapterBank) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Addresses and rank [L, 5], first rows [L], scales [L]; made anew when a tensor may have moved."""
+        found = bank.addresses(job_id)
+        known = self._known.get(job_id)
+        if known is None or known[0] is not found:
+            slots = [found.get(name) for name in self._names]
+            rows = np.array([(s.a, s.b, s.da, s.db, s.rank) if s else (0,) * ADDRESS_FIELDS for s in slots], np.int64)
+            starts = [bank.linear(name).used[job_id].start if s else 0 for name, s in zip(self._names, slots, strict=True)]
+            scales = np.array([s.scale if s else 0.0 for s in slots], np.float32)
+            known = self._known[job_id] = (found, (rows, np.array(starts, np.int32), scales))
+        return known[1]
+
+
+def _runs(batch: PackedBatch, dropout: Mapping[str, float]) -> Iterator[Run]:
+    lengths, start = iter(batch.lengths), 0
+    for span in batch.spans:
+        own: list[int] = []
+        while start < span.t1:
+            own.append(next(lengths))
+            start += own[-1]
+        yield Run(span.t0, span.t1, tuple(own), dropout.get(span.job_id, 0.0))
+
+
+def find_groups(base: Base, linears: Mapping[str, nn.Linear | Fp8Linear | LoraLinear]) -> list[list[str]]:
+    """Names of linears that read the very same tensor one after another, in the order in which the model calls them."""
+    calls: list[tuple[str, Tensor]] = []  # holds the inputs: a freed one's identity would come again
+    names = {linear: name for name, linear in linears.items()}
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        calls.append((names[module], args[0]))  # type: ignore[index]
+
+    hooks = [linear.register_forward_pre_hook(note) for linear in linears.values()]
+    device = base.head.weight_VH.device
+    try:
+        with torch.no_grad():
+            hidden_states(base, torch.zeros(2, dtype=torch.long, device=device), torch.arange(2, device=device), (2,))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    from tlora.kernels.fused_linear import LARGEST_GROUP
+
+    groups: list[list[str]] = []
+    last: Tensor | None = None
+    for name, x in calls:
+        mine = linears[name]
+        alike = groups and x is last and (linears[groups[-1][0]].bias is None) == (mine.bias is None)
+        if alike and groups[-1][0].rpartition(".")[0] == name.rpartition(".")[0] and len(groups[-1]) < LARGEST_GROUP:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+        last = x
+    return groups
+
+
+def _digest_of(groups: Sequence[LinearGroup], linears: Sequence[LoraLinear], dtype: torch.dtype) -> str:
+    from tlora.kernels.tiles import digest, keys_of
+
+    weight_dtypes = {linear.weight.dtype for linear in linears}
+    keys = [key for group in groups for w in weight_dtypes for key in keys_of(group.in_features, group.widths, dtype, w)]
+    return digest(groups[0].tiles, keys)
+
+
+def _layer_lists(decoder: nn.Module) -> list[nn.ModuleList]:
+    """The decoder's own lists of layers."""
+    return [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
+
+
+def _leave_token_count_open(*values: Any) -> None:
+    """Tell torch.compile that dim 1 of tensors [1, T, ...] varies."""
+    for value in values:
+        for tensor in value if isinstance(value, tuple) else (value,):
+            if isinstance(tensor, Tensor) and tensor.ndim > 1 and tensor.shape[1] > 1:
+                torch._dynamo.maybe_mark_dynamic(tensor, 1)

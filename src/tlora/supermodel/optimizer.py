@@ -1,0 +1,129 @@
+"""The optimizer steps of all jobs that are due together, on a GPU: everything is queued, then one wait reads what came of it.
+
+Tables and buffers are made when a job joins, so that a step takes no memory. The CPU's path is `adapters/optim.adamw_step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tlora.adapters.bank import AdapterBank, SlotAddress
+from tlora.adapters.optim import StepStats, count_step, learning_rate
+from tlora.adapters.state import AdapterState
+from tlora.job import TrainConfig
+from tlora.kernels import fused_adamw
+from tlora.kernels.fused_adamw import BankRun, FlatState, StepBuffers, StepRule
+
+
+class Stepping(Protocol):
+    """What a step needs of a resident job."""
+
+    @property
+    def state(self) -> AdapterState: ...
+    @property
+    def train(self) -> TrainConfig: ...
+    @property
+    def total_steps(self) -> int: ...
+
+
+def _rate(job: Stepping) -> float:
+    return learning_rate(job.train, job.state.step, job.total_steps)
+
+
+def _rule(job: Stepping) -> StepRule:
+    t = job.train
+    return StepRule(_rate(job), t.adam_beta1, t.adam_beta2, t.adam_epsilon, t.weight_decay, t.max_grad_norm, job.state.updates)
+
+
+@dataclass
+class _Bound:
+    """A resident's buffers, and of what they were made: the bank's addresses, and the state's tensors with their versions."""
+
+    buffers: StepBuffers
+    aligned: bool = False
+    addresses: Mapping[str, SlotAddress] | None = None
+    tensors: tuple[tuple[Tensor, int], ...] = ()
+
+
+class DeviceOptimizer:
+    """AdamW of the adapters in `bank`, each by itself, with one wait for all that step together."""
+
+    def __init__(self, bank: AdapterBank) -> None:
+        self._bank = bank
+        self._bound: dict[str, _Bound] = {}
+        self._weights_like = torch.empty(0, dtype=bank.dtype, device=bank.device)
+        self._make_rows(8)
+
+    def _make_rows(self, count: int) -> None:
+        """A row of scalars and of outcomes for each of `count` jobs; pinned on the host, or the copies would wait."""
+        pinned = self._bank.device.type == "cuda"
+        host = [torch.zeros(count, n, dtype=torch.float64, pin_memory=pinned) for n in (fused_adamw.NUM_SCALARS, fused_adamw.NUM_OUTCOMES)]
+        device = [torch.zeros_like(rows, device=self._bank.device) for rows in host]
+        (self._host_scalars, self._host_outcomes), (self._scalars, self._outcomes) = host, device
+
+    def add(self, job_id: str, state: AdapterState) -> None:
+        """Make the buffers of a job that has its slot. May run out of memory; nothing is kept then."""
+        counts = [n for s in state.layout.shapes for n in (s.rank * s.in_features, s.rank * s.out_features)]
+        buffers = StepBuffers.empty(fused_adamw.num_chunks(counts), self._bank.sum_dtype, self._bank.device)
+        if len(self._bound) >= len(self._scalars):
+            self._make_rows(2 * len(self._scalars))
+        self._bound[job_id] = _Bound(buffers)
+        self._refresh(job_id, state)
+
+    def remove(self, job_id: str) -> None:
+        self._bound.pop(job_id, None)
+
+    @torch.no_grad()
+    def step(self, due: Mapping[str, Stepping]) -> tuple[dict[str, StepStats], dict[str, Exception]]:
+        """Step each job of `due`: clip its summed gradient, apply AdamW, write its weights into the bank, zero its sums.
+
+        Returns what the steps did, and for jobs whose step could not be queued, why: those have not stepped.
+        """
+        if not due:
+            return {}, {}
+        rows = [fused_adamw.scalars_of(_rule(job), self._bank.sum_dtype, self._bank.dtype) for job in due.values()]
+        num_due, errors = len(rows), dict[str, Exception]()
+        self._host_scalars[:num_due] = torch.tensor(rows, dtype=torch.float64)
+        self._scalars[:num_due].copy_(self._host_scalars[:num_due], non_blocking=True)
+        for i, (job_id, job) in enumerate(due.items()):
+            try:
+                self._queue(job_id, job.state, i)
+            except Exception as error:
+                errors[job_id] = error
+        self._host_outcomes[:num_due].copy_(self._outcomes[:num_due], non_blocking=True)
+        if self._bank.device.type == "cuda":
+            torch.cuda.current_stream(self._bank.device).synchronize()  # the only wait
+        stats: dict[str, StepStats] = {}
+        for (job_id, job), outcome in zip(due.items(), self._host_outcomes[:num_due].tolist(), strict=True):
+            if job_id not in errors:
+                stats[job_id] = count_step(job.state, _rate(job), fused_adamw.norm_of(outcome), fused_adamw.applied(outcome))
+        return stats, errors
+
+    def _queue(self, job_id: str, state: AdapterState, row: int) -> None:
+        self._refresh(job_id, state)
+        bound, flat = self._bound[job_id], FlatState(state.params, state.exp_avg, state.exp_avg_sq)
+        fused_adamw.launch_step(flat, bound.buffers, bound.aligned, self._weights_like, self._scalars[row], self._outcomes[row])
+
+    def _refresh(self, job_id: str, state: AdapterState) -> None:
+        """Make anew what no longer holds: addresses when the bank grew, magnitudes when someone else wrote the state."""
+        bound, addresses = self._bound[job_id], self._bank.addresses(job_id)
+        if bound.addresses is not addresses:
+            runs: list[BankRun] = []
+            for s in state.layout.shapes:
+                at = addresses[s.module]
+                runs += [BankRun(at.a, at.da, s.rank * s.in_features), BankRun(at.b, at.db, s.rank * s.out_features)]
+            table, bound.aligned = fused_adamw.chunk_table(runs, self._bank.dtype.itemsize, self._bank.sum_dtype.itemsize)
+            bound.buffers.chunks_C4.copy_(torch.from_numpy(table))
+            bound.addresses = addresses
+        # The kernels' own writes do not count as versions; any other in-place operation does.
+        tensors = tuple((t, t._version) for t in (state.params, state.exp_avg, state.exp_avg_sq))
+        if len(bound.tensors) != 3 or any(a is not b or v != w for (a, v), (b, w) in zip(bound.tensors, tensors, strict=True)):
+            for t, _ in tensors:
+                assert t.dtype == self._bank.sum_dtype and t.device == self._outcomes.device and t.is_contiguous(), (t.dtype, t.device)
+            fused_adamw.note_largest(FlatState(*(t for t, _ in tensors)), bound.buffers.largest_3C)
+            bound.tensors = tensors

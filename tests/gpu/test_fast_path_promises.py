@@ -1,0 +1,128 @@
+"""All families on a GPU: together is alone bitwise, NaN stays with its owner, nothing compiles again, nothing waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from tests.tiny import FAMILIES, make_model, make_samples
+from tlora.job import LoraConfig, TrainConfig
+from tlora.supermodel.batch import BatchRow, PackedBatch, collate
+from tlora.supermodel.load import make_base
+from tlora.supermodel.supermodel import SuperModel
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+SIZE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
+RANKS = {"a": 4, "b": 16, "c": 64, "d": 100}
+DROPOUT = {"b": 0.1}
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def make_shared(family: str, dtype: torch.dtype, deterministic: bool = True) -> SuperModel:
+    head = {"head_dim": 64} if hasattr(FAMILIES[family], "head_dim") else {}
+    shared = SuperModel(make_base(make_model(family, dtype, **SIZE, **head).to("cuda"), family), deterministic)
+    assert shared._fast is not None
+    return shared
+
+
+def join(shared: SuperModel, job_id: str) -> None:
+    lora = LoraConfig(r=RANKS[job_id], lora_dropout=DROPOUT.get(job_id, 0.0))
+    shared.join(job_id, lora, TrainConfig(learning_rate=1e-3, lr_scheduler_type="constant", seed=ord(job_id)))
+
+
+def batch_of(job_ids: str, step: int, poisoned: str = "", pad_to: int = 1024, high: int = 90) -> PackedBatch:
+    rows: list[BatchRow] = []
+    for job_id in job_ids:
+        own = make_samples(3, seed=100 * step + ord(job_id), low=3, high=high)
+        normalizer = float(sum(s.loss_weights[1:].sum() for s in own))
+        factor = float("nan") if job_id in poisoned else 1.0
+        rows += [BatchRow(job_id, s.input_ids, s.loss_weights * factor, normalizer, (7, step, i)) for i, s in enumerate(own)]
+    return collate(rows, "cuda", pad_to)
+
+
+def train(shared: SuperModel, job_ids: str, poisoned: str = "", pad_to: int = 1024, steps: int = 3) -> dict[str, Tensor]:
+    for job_id in job_ids:
+        join(shared, job_id)
+    for step in range(steps):
+        shared.forward_backward(batch_of(job_ids, step, poisoned, pad_to))
+        stats = shared.optim_step(job_ids)
+        assert all(stats[job_id].applied != (job_id in poisoned) for job_id in job_ids)
+    return {job_id: shared.leave(job_id).params.cpu() for job_id in job_ids}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_together_is_alone_bitwise(family: str, dtype: torch.dtype) -> None:
+    """With a job that drops out beside those that do not, and of a rank above 64; each alone also behind less padding."""
+    shared = make_shared(family, dtype)
+    together = train(shared, "abcd")
+    assert all(torch.equal(params, again) for params, again in zip(together.values(), train(shared, "abcd").values(), strict=True))
+    for job_id in "abcd":
+        assert torch.equal(train(shared, job_id)[job_id], together[job_id]), job_id
+    assert torch.equal(train(shared, "a", pad_to=0)["a"], together["a"])
+    assert torch.equal(train(shared, "cab")["a"], together["a"])
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_neighbour_of_nan_changes_no_bit(family: str, deterministic: bool) -> None:
+    """In deterministic mode; otherwise the others stay finite and step."""
+    shared = make_shared(family, torch.bfloat16, deterministic)
+    healthy, beside = train(shared, "abc"), train(shared, "abc", poisoned="b")
+    for job_id in "ac":
+        assert bool(beside[job_id].isfinite().all())
+        assert not deterministic or torch.equal(healthy[job_id], beside[job_id]), job_id
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_compiles_again_as_jobs_come_and_go(family: str, deterministic: bool) -> None:
+    shared = make_shared(family, torch.bfloat16, deterministic)
+    graphs: list[int] = []
+    for step, (present, pad_to, high) in enumerate([("a", 1024, 90), ("ab", 512, 30), ("cba", 1500, 200), ("ca", 0, 64), ("d", 2048, 90)]):
+        for job_id in shared.bank.jobs():
+            if job_id not in present:
+                shared.leave(job_id)
+        for job_id in present:
+            if job_id not in shared.bank:
+                join(shared, job_id)
+        shared.forward_backward(batch_of(present, step, pad_to=pad_to, high=high))
+        shared.optim_step(present)
+        shared.evaluate(batch_of(present, step, pad_to=pad_to // 2, high=high))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0 and graphs == [graphs[0]] * len(graphs), f"compiled again: {graphs}"
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_micro_batch_does_not_wait_for_the_device(family: str, deterministic: bool) -> None:
+    """Warm, with batches already made: neither training nor evaluation synchronises."""
+    shared = make_shared(family, torch.bfloat16, deterministic)
+    for job_id in "abc":
+        join(shared, job_id)
+    batches = [batch_of("abc", step, pad_to=1024 + 128 * (step % 2)) for step in range(4)]
+    for batch in batches[:2]:
+        shared.forward_backward(batch)
+        shared.evaluate(batch)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches[2:]:
+            shared.forward_backward(batch)
+            shared.evaluate(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(s.applied for s in shared.optim_step("abc").values())

@@ -1,0 +1,156 @@
+"""Tiles: which one a shape gets, from which file, and what a damaged file says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tlora.errors import ConfigError
+from tlora.kernels import tile_files
+from tlora.kernels.tiles import Key, SkinnyTile, Tile, TileTable, describe, digest, keys_of, tile_by_rule
+
+BF16 = torch.bfloat16
+FORWARD = Key("forward", BF16, 4096, 1024, 1)
+SHRINK = Key("shrink", BF16, 0, 1024, 2)
+TILE = Tile(64, 128, 32, 5, 4, first=True)
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text(json.dumps({"gpu": "any", "entries": list(rows)}))
+    return path
+
+
+def test_an_exact_entry_goes_before_the_rule_and_no_other_does() -> None:
+    table = TileTable({FORWARD: TILE, SHRINK: SkinnyTile(128, 32, 2, 4)})
+    assert table.gemm(True, BF16, 4096, 1024, 1) == TILE
+    assert table.shrink(BF16, 1024, 2) == SkinnyTile(128, 32, 2, 4)
+    for other in (
+        FORWARD._replace(columns=4112),
+        FORWARD._replace(inner=1040),
+        FORWARD._replace(dtype=torch.float16),
+        FORWARD._replace(kernel="input_gradient"),
+        FORWARD._replace(together=2),
+    ):
+        assert table.find(other) == tile_by_rule(other) != TILE
+    assert table.shrink(BF16, 1024, 1) == tile_by_rule(SHRINK._replace(together=1))
+    assert table.sum(BF16, 1024, 2) == tile_by_rule(Key("sum", BF16, 1024, 0, 2))
+
+
+def test_rules_as_they_were_measured() -> None:
+    """What an H200 ran fastest before there were tables; a change of these changes the bits of everyone without one."""
+    wide = Tile(128, 256, 64, 3, 8, halves=True)
+    assert tile_by_rule(FORWARD) == wide
+    assert tile_by_rule(FORWARD._replace(columns=14336)) == replace(wide, first=True)
+    assert tile_by_rule(Key("input_gradient", BF16, 14336, 4096, 1)) == wide
+    assert tile_by_rule(Key("input_gradient", BF16, 4096, 28672, 2)) == replace(wide, first=True)
+    assert tile_by_rule(Key("forward", torch.float8_e4m3fn, 4096, 64, 1)) == replace(wide, inner=128)
+    assert tile_by_rule(SHRINK) == SkinnyTile(64, 64, 4, 8)
+    assert tile_by_rule(Key("sum", BF16, 1024, 0, 3)) == SkinnyTile(64, 128, 3, 8)
+
+
+def test_a_written_table_is_read_back_and_the_later_file_wins(tmp_path: Path) -> None:
+    shipped, own, absent = (tmp_path / name for name in ("shipped.json", "deep/own.json", "absent.json"))
+    other = SHRINK._replace(inner=2048)
+    first = {FORWARD: Tile(128, 128, 64, 4, 4), SHRINK: SkinnyTile(64, 128, 3, 4)}
+    second = {FORWARD: TILE, other: SkinnyTile(64, 64, 4, 8)}
+    for path, entries in ((shipped, first), (own, second)):
+        tile_files.write_rows(
+            path, "a GPU", {key: describe(key, tile) | {"microseconds": 1.5} for key, tile in entries.items()}, {"tokens": 8}
+        )
+    assert tile_files.merged([shipped]).entries == first
+    assert tile_files.merged([shipped, own, absent]).entries == first | second
+    assert tile_files.merged([own, shipped]).find(FORWARD) == first[FORWARD]
+    content = json.loads(own.read_text())
+    assert (content["gpu"], content["tokens"], content["entries"][0]["microseconds"]) == ("a GPU", 8, 1.5)
+    assert own.read_text().count("\n") == 8, "head, an entry a line, and brackets"
+
+
+def test_a_table_without_entries_is_written_as_json(tmp_path: Path) -> None:
+    tile_files.write_rows(tmp_path / "t.json", "a GPU", {}, {})
+    assert tile_files.merged([tmp_path / "t.json"]) == TileTable()
+
+
+def test_the_users_table_lies_in_the_cache_and_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TLORA_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 (made up)")
+    shipped = tile_files.table_path(tile_files.SHIPPED, "NVIDIA H200 (made up)")
+    assert shipped.name == "nvidia-h200-made-up.json" and not shipped.exists()
+    monkeypatch.setattr(tile_files, "SHIPPED", tmp_path)
+    (tmp_path / "tiles").mkdir()
+    write(tmp_path / shipped.name, describe(FORWARD, Tile(128, 128, 64, 4, 4)), describe(SHRINK, SkinnyTile(64, 128, 3, 4)))
+    write(tmp_path / "tiles" / shipped.name, describe(FORWARD, TILE))
+    table = tile_files.table_of.__wrapped__(torch.device("cuda"))
+    assert table.entries == {FORWARD: TILE, SHRINK: SkinnyTile(64, 128, 3, 4)}
+
+
+def test_without_a_gpu_there_is_no_table() -> None:
+    assert tile_files.table_of(torch.device("cpu")) == TileTable()
+
+
+def test_every_shipped_table_can_be_read_and_says_no_more_than_the_rules_do_not() -> None:
+    for path in tile_files.SHIPPED.glob("*.json"):
+        entries = tile_files.merged([path]).entries
+        assert entries and path == tile_files.table_path(tile_files.SHIPPED, json.loads(path.read_text())["gpu"])
+        for key, row in tile_files.read_rows(path).items():
+            assert entries[key] != tile_by_rule(key)
+            assert row["microseconds"] < 0.98 * row["rule_microseconds"], f"{key} wins by less than 2 %"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"gpu": "x"}', '{"entries": 7}', '{"entries": ["x"]}', "\udcff"], ids=repr)
+def test_a_broken_file_is_one_clear_error(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match=r"table of tiles .*t\.json.*Delete it, and make it again") as told:
+        tile_files.merged([path])
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "rule"),
+    [
+        (FORWARD, {"kernel": "backward"}, "kernel must be one of forward, input_gradient"),
+        (FORWARD, {"kernel": ["forward"]}, "kernel must be one of"),
+        (FORWARD, {"dtype": "int8"}, "and dtype of bfloat16"),
+        (FORWARD, {"columns": 4096.0}, "must be whole numbers"),
+        (FORWARD, {"together": True}, "must be whole numbers"),
+        (FORWARD, {"tile": None}, "its tile must have columns, inner, rows, stages, warps"),
+        (FORWARD, {"tile": asdict(SkinnyTile(64, 64, 4, 8))}, "its tile must have"),
+        (SHRINK, {"tile": asdict(TILE)}, "its tile must have columns, stages, tokens, warps"),
+        (FORWARD, {"tile": asdict(TILE) | {"colour": 1}}, "its tile must have"),
+        (FORWARD, {"tile": asdict(TILE) | {"rows": 256}}, "rows must be one of"),
+        (FORWARD, {"tile": asdict(TILE) | {"rows": 32}}, "rows must be one of"),
+        (SHRINK, {"tile": asdict(SkinnyTile(32, 64, 2, 4))}, "tokens must be one of"),
+        (FORWARD, {"tile": asdict(TILE) | {"columns": 48}}, "columns must be a power of two"),
+        (FORWARD, {"tile": asdict(TILE) | {"inner": 512}}, "inner must be a power of two"),
+        (FORWARD, {"tile": asdict(TILE) | {"warps": 3}}, "warps must be 4 or 8"),
+        (FORWARD, {"tile": asdict(TILE) | {"stages": 0}}, "stages 1 to 8"),
+        (FORWARD, {"tile": asdict(TILE) | {"band": 0}}, "band must be 1"),
+        (FORWARD, {"tile": asdict(TILE) | {"columns": 16, "halves": True}}, "halves need 32"),
+        (FORWARD, {"tile": asdict(TILE) | {"first": 1}}, "first cannot be 1"),
+        (FORWARD, {"tile": asdict(TILE) | {"stages": True}}, "stages cannot be True"),
+    ],
+    ids=str,
+)
+def test_what_the_kernels_do_not_take_is_refused(key: Key, change: dict[str, Any], rule: str, tmp_path: Path) -> None:
+    good = describe(key, TILE if key == FORWARD else SkinnyTile(64, 64, 4, 8))
+    assert tile_files.merged([write(tmp_path / "good.json", good)]).entries
+    with pytest.raises(ConfigError, match=rule):
+        tile_files.merged([write(tmp_path / "bad.json", good | change)])
+
+
+def test_the_digest_is_of_what_the_keys_get_wherever_it_comes_from() -> None:
+    keys = keys_of(1024, (4096, 512), BF16, BF16)
+    assert FORWARD in keys and SHRINK in keys
+    by_rule = digest(TileTable(), keys)
+    assert len(by_rule) == 16 and by_rule == digest(TileTable(), [*reversed(keys), *keys])
+    assert by_rule == digest(TileTable({FORWARD: tile_by_rule(FORWARD)}), keys), "a table that says what the rule says"
+    assert by_rule == digest(TileTable({FORWARD._replace(columns=99): TILE}), keys), "an entry for another base"
+    for key in keys:
+        tile = tile_by_rule(key)
+        assert digest(TileTable({key: replace(tile, stages=tile.stages + 1)}), keys) != by_rule
+    assert digest(TileTable(), keys_of(1024, (4096, 512), BF16, torch.float8_e4m3fn)) != by_rule

@@ -1,0 +1,298 @@
+"""The GPU path on tiny bases, through Triton's interpreter where there is no GPU: equal to the reference path, alone as together.
+
+The path is switched on by `fast` for the super-models that a test makes, and by nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from tests.kernels.interpreter import DEVICE, MARKS, interpreted
+from tests.tiny import FAMILIES, make_model, make_samples
+from tests.tolerances import TRAINED, assert_close, relative_error
+from tlora.adapters.state import AdapterState, init_state
+from tlora.job import LoraConfig, TrainConfig
+from tlora.supermodel import supermodel
+from tlora.supermodel.batch import BatchRow, PackedBatch, collate
+from tlora.supermodel.load import hidden_states, make_base
+from tlora.supermodel.supermodel import SuperModel
+
+with interpreted():  # the path imports them late, when the variable may not be set any more
+    from tlora.kernels import in_flight
+
+pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")]  # dynamo looks
+CLOSE = 1e-4
+"""Gradients and losses of two layers in fp32, kernels against the reference path."""
+
+PART = ["q_proj", "v_proj", "down_proj"]
+LORA = {
+    "a": LoraConfig(r=4),
+    "b": LoraConfig(r=20, target_modules=PART),
+    "c": LoraConfig(r=70, target_modules=["o_proj", "up_proj"]),
+    "d": LoraConfig(r=4, lora_dropout=0.2, target_modules=PART),
+}
+ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1}
+QUICK: dict[str, dict[str, Any]] = {
+    "llama-tied": ONE_LAYER,  # biases
+    "gemma2": {},  # windows in every other layer, soft caps, scaled embeddings
+    "phi3": ONE_LAYER,  # linears that are joined already
+}
+"""The other families are made of the same parts."""
+
+QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """No graph of another test; what is allocated is NaN before it is written."""
+    torch._dynamo.reset()
+    counters.clear()
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if DEVICE.type == "cpu":
+        torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch._dynamo.reset()
+    counters.clear()
+
+
+@pytest.fixture
+def eager() -> Iterator[None]:
+    """Layers run as they are: compiling takes longer than all the rest, and is looked at by the tests without this."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def num_graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def make_shared(family: str, fast: bool = True, **changes: Any) -> SuperModel:
+    """A super-model with or without the path, whatever this machine has."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not fast:
+            patch.setattr(supermodel, "can_take_fast_path", lambda *_: False)
+        elif DEVICE.type == "cpu":
+            patch.setenv("TRITON_INTERPRET", "1")
+        shared = SuperModel(make_base(make_model(family, **changes).to(DEVICE), family), deterministic=True)
+    assert (shared._fast is not None) == fast
+    return shared
+
+
+def lora_of(family: str, job_id: str) -> LoraConfig:
+    lora = LORA[job_id]
+    if family == "phi3" and lora.target_modules != "all-linear":
+        return lora.model_copy(update={"target_modules": ["qkv_proj", "down_proj"]})
+    return lora
+
+
+def grown(shared: SuperModel, family: str, job_id: str) -> AdapterState:
+    """A state in which B is not zero, so that all gradients are there from the first step on."""
+    state = init_state(shared.layout(lora_of(family, job_id)), ord(job_id), torch.float32, DEVICE)
+    noise = torch.randn(state.params.shape, generator=torch.Generator().manual_seed(ord(job_id)))
+    return replace(state, params=state.params + 0.05 * noise.to(DEVICE))
+
+
+def join(shared: SuperModel, family: str, job_id: str) -> None:
+    """With an epsilon at which a step follows its gradient: of the usual one, rounding turns those of the smallest gradients around."""
+    train = TrainConfig(learning_rate=1e-2, lr_scheduler_type="constant", adam_epsilon=1e-3, seed=ord(job_id))
+    shared.join(job_id, lora_of(family, job_id), train, state=grown(shared, family, job_id))
+
+
+def batch_of(job_ids: str, step: int = 0, pad_to: int = 0, keys: bool = True, count: int = 2) -> PackedBatch:
+    rows: list[BatchRow] = []
+    for job_id in job_ids:
+        own = make_samples(count, seed=100 * step + ord(job_id), low=5, high=20)
+        normalizer = float(sum(s.loss_weights[1:].sum() for s in own))
+        key = (ord(job_id), step)
+        rows += [BatchRow(job_id, s.input_ids, s.loss_weights, normalizer, (*key, i) if keys else None) for i, s in enumerate(own)]
+    return collate(rows, DEVICE, pad_to)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Each job's mean loss, and its gradient."""
+
+    losses: Mapping[str, float]
+    grads: Mapping[str, Tensor]
+
+
+def gradients(shared: SuperModel, family: str, job_ids: str, pad_to: int = 0) -> Found:
+    for job_id in job_ids:
+        join(shared, family, job_id)
+    losses = shared.forward_backward(batch_of(job_ids, pad_to=pad_to))
+    found = Found({job_id: loss.mean for job_id, loss in losses.items()}, {job_id: shared.bank.take_grad(job_id) for job_id in job_ids})
+    for job_id in job_ids:
+        shared.leave(job_id)
+    return found
+
+
+def check_family(family: str, job_ids: str, **changes: Any) -> None:
+    """Losses and gradients as by the reference path; of the last job alone, elsewhere and behind other padding, bitwise.
+
+    Alone it comes first, when nobody has ever had an adapter at the linears that it leaves out.
+    """
+    shared, last = make_shared(family, **changes), job_ids[-1]
+    alone = gradients(shared, family, last, pad_to=70)
+    found = gradients(shared, family, job_ids)
+    expected = gradients(make_shared(family, fast=False, **changes), family, job_ids)
+    for job_id in job_ids:
+        assert found.losses[job_id] == pytest.approx(expected.losses[job_id], rel=CLOSE)
+        assert_close(found.grads[job_id], expected.grads[job_id], CLOSE, f"gradient of {job_id}")
+    assert alone.losses[last] == found.losses[last] and torch.equal(alone.grads[last], found.grads[last])
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("family", QUICK)
+def test_a_family_equals_the_reference_path_and_itself_alone(family: str) -> None:
+    check_family(family, "ab", **QUICK[family])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_compiled_with_dropout(family: str) -> None:
+    check_family(family, "abd")
+
+
+@pytest.mark.parametrize(
+    ("family", "groups"),
+    [
+        ("llama", [QKV, ("o_proj",), GATE_UP, ("down_proj",)]),
+        ("llama-tied", [QKV, ("o_proj",), GATE_UP, ("down_proj",)]),
+        ("qwen2", [QKV, ("o_proj",), GATE_UP, ("down_proj",)]),
+        ("qwen3", [QKV, ("o_proj",), GATE_UP, ("down_proj",)]),
+        ("gemma2", [QKV, ("o_proj",), GATE_UP, ("down_proj",)]),
+        ("phi3", [("qkv_proj",), ("o_proj",), ("gate_up_proj",), ("down_proj",)]),
+    ],
+)
+def test_linears_of_one_input_are_one_group(family: str, groups: list[tuple[str, ...]]) -> None:
+    fast = make_shared(family)._fast
+    assert fast is not None
+    names = iter(fast._names)
+    found = [[next(names) for _ in group.widths] for group in fast.groups]
+    assert next(names, None) is None
+    assert [tuple(name.rpartition(".")[2] for name in group) for group in found] == groups * 2
+    for group in found:
+        assert len({name.rpartition(".")[0] for name in group}) == 1, f"{group} spans blocks"
+
+
+def test_a_base_whose_widths_are_off_16_takes_the_reference_path() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        odd = SuperModel(make_base(make_model(intermediate_size=88).to(DEVICE), "odd"))
+        double = SuperModel(make_base(make_model(dtype=torch.float64).to(DEVICE), "fp64"))
+    assert odd._fast is None and double._fast is None
+
+
+def test_without_a_gpu_and_the_interpreter_there_is_no_such_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert SuperModel(make_base(make_model(), "llama"))._fast is None
+
+
+def _storage_bytes(model: torch.nn.Module) -> int:
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in (*model.parameters(), *model.buffers())}
+    return sum(storages.values())
+
+
+def test_the_base_keeps_its_weights_names_and_memory() -> None:
+    plain, shared = make_model("llama-tied").to(DEVICE), make_shared("llama-tied")
+    assert _storage_bytes(shared.model) == _storage_bytes(plain)
+    mine, its = plain.state_dict(), shared.model.state_dict()
+    assert mine.keys() == its.keys() and all(torch.equal(mine[name], its[name]) for name in mine)
+
+
+@pytest.mark.usefixtures("eager")
+def test_outside_a_batch_the_model_is_the_base() -> None:
+    shared, reference = (make_shared("llama", fast, **ONE_LAYER) for fast in (True, False))
+    join(shared, "llama", "a")
+    shared.forward_backward(batch_of("a"))
+    ids = torch.arange(3, 20, device=DEVICE)
+    with torch.no_grad():
+        found, expected = (hidden_states(m.base, ids, torch.arange(17, device=DEVICE), (17,)) for m in (shared, reference))
+    assert not found.requires_grad and torch.equal(found, expected)
+
+
+@pytest.mark.usefixtures("eager")
+def test_evaluation_has_no_dropout_and_leaves_no_trace() -> None:
+    losses: list[float] = []
+    grads: list[Tensor] = []
+    for fast in (True, False):
+        model = make_shared("llama", fast, **ONE_LAYER)
+        join(model, "llama", "d")
+        model.forward_backward(batch_of("d"))
+        losses.append(model.evaluate(batch_of("d", step=3))["d"].mean)
+        losses.append(model.evaluate(batch_of("d", step=3, keys=False))["d"].mean)
+        grads.append(model.bank.take_grad("d"))
+    assert losses[0] == losses[1] and losses[0] == pytest.approx(losses[2], rel=CLOSE)
+    assert_close(grads[0], grads[1], CLOSE)
+    assert not in_flight._flights, "a batch is still in flight"
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_batch_that_raises_does_not_stay_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = make_shared("llama", **ONE_LAYER)
+    join(shared, "llama", "a")
+    expected = shared.evaluate(batch_of("a"))["a"].mean
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no loss today"):
+
+        def refuse(*_: object) -> None:
+            raise RuntimeError("no loss today")
+
+        patch.setattr(supermodel, "linear_cross_entropy", refuse)
+        shared.forward_backward(batch_of("a"))
+    assert not in_flight._flights and shared.context.flight is None
+    assert shared.evaluate(batch_of("a"))["a"].mean == expected
+
+
+def life(shared: SuperModel) -> tuple[list[float], dict[str, Tensor], list[int]]:
+    """Jobs that join, pause and leave over three steps, of other lengths and numbers of tokens: losses of "a", adapters, graphs so far."""
+    losses: list[float] = []
+    gone: dict[str, Tensor] = {}
+    graphs: list[int] = []
+    for step, (present, count) in enumerate([("a", 2), ("dacb", 1), ("ca", 1)]):
+        for job_id in present:
+            if job_id not in shared.bank:
+                join(shared, "llama", job_id)
+        if step == 2:
+            gone["d"] = shared.leave("d").params.clone()
+        losses.append(shared.forward_backward(batch_of(present, step, count=count, pad_to=40 * step))["a"].mean)
+        assert all(s.applied for s in shared.optim_step(present).values())
+        losses.append(shared.evaluate(batch_of("a", 9, count=1 + step % 2, keys=False))["a"].mean)
+        graphs.append(num_graphs())
+    return losses, gone | {job_id: shared.leave(job_id).params for job_id in "cab"}, graphs
+
+
+@pytest.mark.parametrize("num_layers", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_jobs_join_and_leave_without_another_compilation_and_train_as_by_the_reference(num_layers: int) -> None:
+    shared = make_shared("llama", num_hidden_layers=num_layers)
+    starts = {job_id: grown(shared, "llama", job_id).params for job_id in "abcd"}
+    losses, adapters, graphs = life(shared)
+    assert graphs == [2] * 3, f"one for training and one for evaluation serve all layers: {graphs}"
+    expected_losses, expected, _ = life(make_shared("llama", fast=False, num_hidden_layers=num_layers))
+    assert losses == pytest.approx(expected_losses, rel=CLOSE)
+    for job_id, params in adapters.items():
+        error = relative_error(params - starts[job_id], expected[job_id] - starts[job_id])
+        assert error <= TRAINED[torch.float32], f"weight change of {job_id}: {error:.1e}"
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_returning_name_is_another_adapter() -> None:
+    """What the path remembers of "a" must not outlive it, nor the tensors that grow as a larger job joins."""
+    shared = make_shared("llama", **ONE_LAYER)
+    first = gradients(shared, "llama", "a")
+    gradients(shared, "llama", "c")
+    join(shared, "llama", "b")
+    again = gradients(shared, "llama", "a")
+    assert again.losses == first.losses and torch.equal(again.grads["a"], first.grads["a"])
+
+
+def test_kernels_of_this_module_are_those_of_the_interpreter() -> None:
+    """Else the tests above would have run nothing, or something else."""
+    assert type(in_flight.forward.__globals__["gemm_kernel"]).__name__ == ("InterpretedFunction" if DEVICE.type == "cpu" else "JITFunction")

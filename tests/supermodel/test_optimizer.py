@@ -1,0 +1,236 @@
+"""Steps of all due jobs on a GPU (through the interpreter on a CPU) against `adamw_step` and the bank's own `take_grad` and `write`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.interpreter import DEVICE, MARKS, interpreted
+from tests.tolerances import assert_close
+from tlora.adapters.bank import AdapterBank
+from tlora.adapters.optim import StepStats, adamw_step
+from tlora.adapters.state import AdapterState, init_state, make_layout
+from tlora.job import LoraConfig, TrainConfig
+
+pytest.importorskip("triton")
+with interpreted():
+    from tlora.supermodel import optimizer
+    from tlora.supermodel.optimizer import DeviceOptimizer
+
+pytestmark = MARKS
+TARGETS = {"layers.0.q_proj": (32, 48), "layers.0.v_proj": (32, 7), "layers.1.q_proj": (32, 48), "layers.1.down_proj": (300, 32)}
+CLOSE = 1e-6
+
+
+@dataclass
+class Job:
+    """A resident on the optimizer, and its twin: the same adapter by itself in a bank of its own, stepped by `adamw_step`."""
+
+    state: AdapterState
+    train: TrainConfig
+    total_steps: int
+    twin: AdapterState
+    twin_bank: AdapterBank
+    stats: list[StepStats] = field(default_factory=list)
+
+
+class Shared:
+    """One bank with many jobs."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.bank = AdapterBank(TARGETS, dtype, DEVICE)
+        self.optimizer = DeviceOptimizer(self.bank)
+        self.jobs: dict[str, Job] = {}
+
+    def join(self, name: str, lora: LoraConfig, **train: Any) -> None:
+        wanted = lora.target_modules
+        layout = make_layout(lora, {m: sizes for m, sizes in TARGETS.items() if wanted == "all-linear" or m.split(".")[-1] in wanted})
+        state = init_state(layout, len(self.jobs), self.bank.sum_dtype, DEVICE)
+        state.params += 0.01
+        twin_bank = AdapterBank(TARGETS, self.bank.dtype, DEVICE)
+        config = TrainConfig(**{"learning_rate": 1e-2, **train})
+        self.jobs[name] = Job(state, config, 10, state.clone(), twin_bank)
+        for bank in (self.bank, twin_bank):
+            bank.add(name, layout)
+            bank.write(name, state.params)
+        self.optimizer.add(name, state)
+
+    def leave(self, name: str) -> None:
+        del self.jobs[name]
+        self.bank.remove(name)
+        self.optimizer.remove(name)
+
+    def add_gradient(self, name: str, seed: int, size: float = 1.0) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        for s in self.jobs[name].state.layout.shapes:
+            da, db = (torch.randn(s.rank, n, generator=draw).mul_(size) for n in (s.in_features, s.out_features))
+            for bank in (self.bank, self.jobs[name].twin_bank):
+                slot = bank.slot(name, s.module)
+                assert slot is not None
+                rows, _ = slot
+                bank.linear(s.module).da_RK[rows.start : rows.stop] += da.to(DEVICE)
+                bank.linear(s.module).db_RN[rows.start : rows.stop] += db.to(DEVICE)
+
+    def step(self, *names: str) -> None:
+        stats, errors = self.optimizer.step({name: self.jobs[name] for name in names})
+        assert not errors and list(stats) == list(names)
+        for name in names:
+            self.check(name, stats[name])
+
+    def check(self, name: str, stats: StepStats) -> None:
+        """Step the twin too; all that the two have must agree."""
+        job = self.jobs[name]
+        expected = adamw_step(job.twin, job.twin_bank.take_grad(name), job.train, job.total_steps, self.bank.dtype)
+        job.stats.append(stats)
+        assert (stats.step, stats.learning_rate, stats.applied) == (expected.step, expected.learning_rate, expected.applied)
+        assert stats.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6, nan_ok=True)
+        assert (job.state.step, job.state.updates, job.state.skipped) == (job.twin.step, job.twin.updates, job.twin.skipped)
+        for part in ("params", "exp_avg", "exp_avg_sq"):
+            assert_close(getattr(job.state, part), getattr(job.twin, part), CLOSE, f"{name}: {part} after step {stats.step}")
+        self.bank_holds(name)
+        assert not self.bank.take_grad(name).any()
+
+    def bank_holds(self, name: str) -> None:
+        """The weights in the bank are the state's."""
+        for s, a, b in self.jobs[name].state.layout.views(self.jobs[name].state.params):
+            slot = self.bank.slot(name, s.module)
+            assert slot is not None
+            rows, _ = slot
+            linear = self.bank.linear(s.module)
+            assert torch.equal(linear.a_RK[rows.start : rows.stop], a.to(self.bank.dtype)), f"{name}: A at {s.module}"
+            assert torch.equal(linear.b_RN[rows.start : rows.stop], b.to(self.bank.dtype)), f"{name}: B at {s.module}"
+
+
+@pytest.fixture
+def shared() -> Shared:
+    made = Shared()
+    made.join("plain", LoraConfig(r=3))
+    made.join("ranks", LoraConfig(r=4, rank_pattern={"layers.1.q_proj": 19, "down_proj": 1}), weight_decay=0.3, max_grad_norm=0.05)
+    made.join("few", LoraConfig(r=8, target_modules=["v_proj"]), warmup_steps=2, adam_beta1=0.4, lr_scheduler_type="cosine")
+    return made
+
+
+def test_jobs_step_together_and_apart_each_by_its_own_rule(shared: Shared) -> None:
+    for step in range(3):
+        due = ("few", "plain", "ranks") if step != 1 else ("ranks",)
+        for name in shared.jobs:
+            shared.add_gradient(name, 10 * step + len(name), size=0.1 * (step + 1))
+        shared.step(*due)
+    assert [job.state.step for job in shared.jobs.values()] == [2, 3, 2]
+    assert shared.jobs["few"].stats[0].learning_rate == 0.0
+
+
+def test_a_step_of_one_changes_no_bit_of_the_others(shared: Shared) -> None:
+    for name in shared.jobs:
+        shared.add_gradient(name, 1)
+    before = {m: {n: getattr(shared.bank.linear(m), n).clone() for n in ("a_RK", "b_RN", "da_RK", "db_RN")} for m in TARGETS}
+    states = {name: job.state.clone() for name, job in shared.jobs.items()}
+    shared.optimizer.step({"plain": shared.jobs["plain"]})
+    for module, tensors in before.items():
+        slot = shared.bank.slot("plain", module)
+        assert slot is not None
+        rows, _ = slot
+        others = torch.ones(len(tensors["a_RK"]), dtype=torch.bool)
+        others[rows.start : rows.stop] = False
+        for name, old in tensors.items():
+            assert torch.equal(getattr(shared.bank.linear(module), name)[others], old[others]), f"{name} at {module}"
+    for name in ("ranks", "few"):
+        assert torch.equal(shared.jobs[name].state.params, states[name].params)
+    assert not torch.equal(shared.jobs["plain"].state.params, states["plain"].params)
+
+
+def test_the_bytes_of_a_step_do_not_depend_on_the_neighbours(shared: Shared) -> None:
+    alone = Shared()
+    alone.join("plain", LoraConfig(r=3))
+    for step in range(3):
+        for world in (shared, alone):
+            world.add_gradient("plain", step)
+        for name in ("ranks", "few"):
+            shared.add_gradient(name, step, size=math.nan if step == 1 else 1e4)
+        found, _ = shared.optimizer.step(shared.jobs)
+        expected, _ = alone.optimizer.step(alone.jobs)
+        assert found["plain"] == expected["plain"] and found["few"].applied == (step != 1)
+        for part in ("params", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(getattr(shared.jobs["plain"].state, part), getattr(alone.jobs["plain"].state, part))
+
+
+def test_rows_that_move_between_two_steps_are_found_again(shared: Shared) -> None:
+    shared.add_gradient("plain", 1)
+    shared.step("plain")
+    address = shared.bank.rows_at("plain", "layers.0.q_proj")
+    shared.add_gradient("plain", 2)
+    shared.join("large", LoraConfig(r=100))
+    assert shared.bank.rows_at("plain", "layers.0.q_proj") != address, "the bank did not grow"
+    shared.add_gradient("large", 3)
+    shared.step("plain", "large")
+    shared.leave("large")
+    shared.join("next", LoraConfig(r=5))
+    for name in ("plain", "next"):
+        shared.add_gradient(name, 4)
+    shared.step("next", "plain")
+
+
+def test_more_jobs_than_there_were_rows_for() -> None:
+    shared = Shared()
+    for i in range(11):
+        shared.join(f"job{i}", LoraConfig(r=1 + i % 3, target_modules=["v_proj"]), learning_rate=1e-3 * (i + 1))
+        shared.add_gradient(f"job{i}", i)
+    shared.step(*shared.jobs)
+
+
+def test_a_gradient_that_is_not_finite_is_its_own_jobs_alone(shared: Shared) -> None:
+    shared.add_gradient("plain", 1)
+    shared.step("plain")
+    for name, size in (("plain", 1.0), ("ranks", math.nan), ("few", math.inf)):
+        shared.add_gradient(name, 2, size)
+    shared.step("ranks", "plain", "few")
+    assert [shared.jobs[name].stats[-1].applied for name in ("ranks", "plain", "few")] == [False, True, False]
+    assert shared.jobs["ranks"].state.skipped == 1
+
+
+def test_a_state_that_someone_else_wrote_is_looked_at_again(shared: Shared) -> None:
+    """The kernels keep the largest magnitudes from step to step; those of a state written since then would let an overflow pass."""
+    shared.add_gradient("plain", 1)
+    shared.step("plain")
+    for replaced in (False, True):
+        job = shared.jobs["plain"]
+        for state in (job.state, job.twin):
+            before = state.params
+            state.params = before.clone() if replaced else before
+            state.params[5] = 3.4e38
+            while replaced and state.params._version < before._version:  # another tensor that was written as often
+                state.params[5] = 3.4e38
+        job.train = job.train.model_copy(update={"learning_rate": 1.0, "weight_decay": 3.0, "lr_scheduler_type": "constant"})
+        kept = job.state.params.clone()
+        shared.add_gradient("plain", 2)
+        stats, _ = shared.optimizer.step({"plain": job})
+        assert not stats["plain"].applied and torch.equal(job.state.params, kept)
+        job.state.params[5] = 0.0  # a healthy state again, for the second round
+        shared.add_gradient("plain", 3, size=0.0)
+        assert shared.optimizer.step({"plain": job})[0]["plain"].applied
+
+
+def test_a_step_that_cannot_be_queued_is_its_own_jobs_alone(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = optimizer.fused_adamw.launch_step
+
+    def failing(flat: Any, *rest: Any) -> None:
+        if flat.params is shared.jobs["ranks"].state.params:
+            raise RuntimeError("no such kernel")
+        launch(flat, *rest)
+
+    monkeypatch.setattr(optimizer.fused_adamw, "launch_step", failing)
+    for name in shared.jobs:
+        shared.add_gradient(name, 1)
+    stats, errors = shared.optimizer.step(shared.jobs)
+    assert list(stats) == ["plain", "few"] and str(errors["ranks"]) == "no such kernel"
+    assert shared.jobs["ranks"].state.step == 0
+    for name in stats:
+        shared.check(name, stats[name])
+
+
+def test_no_job_is_due(shared: Shared) -> None:
+    assert shared.optimizer.step({}) == ({}, {})
