@@ -20,6 +20,7 @@ from tlora.cli.terminal import open_console, path_text, printable, shows_live
 from tlora.engine.generate import Sampling, answer, open_adapter
 from tlora.engine.progress import Watcher
 from tlora.engine.train import JobResult, train
+from tlora.errors import TloraError
 from tlora.jobs_file import read_jobs_file
 
 HERE = Path(__file__).parent
@@ -115,10 +116,14 @@ def main() -> int:
     console = open_console()
     run = read_jobs_file(HERE / "jobs.yaml").model_copy(update={"output_dir": str(HERE / "out")})
     console.print(f"{len(run.jobs)} jobs over one frozen base ({path_text(run.base_model)}), on one core")
-    with LiveView(console) if shows_live(console) else PlainView(console) as view:
-        started = time.monotonic()
-        results = train(run, overwrite=True, device="cpu", watcher=Watcher(view.progress, view.note))
-        seconds = time.monotonic() - started
+    try:
+        with LiveView(console) if shows_live(console) else PlainView(console) as view:
+            started = time.monotonic()
+            results = train(run, overwrite=True, device="cpu", watcher=Watcher(view.progress, view.note))
+            seconds = time.monotonic() - started
+    except TloraError as error:  # demo/out is in use or cannot be written: nothing that a traceback explains
+        open_console(stderr=True).print(f"error: {printable(str(error))}", style="red", soft_wrap=True)
+        return 2
     if results.signal_number is not None:
         return 128 + results.signal_number
     done = [name for name, result in results.items() if result.status == "done"]

@@ -16,7 +16,19 @@ import pytest
 
 from tests.durable_files import FILES, holds, names, writer
 from tlora import durable
-from tlora.durable import MANIFEST, clean, make_directory, newest_verified, prune, truncate_rows, verify, write_directory, write_file
+from tlora.durable import (
+    MANIFEST,
+    clean,
+    find_verified,
+    is_full,
+    make_directory,
+    newest_verified,
+    prune,
+    truncate_rows,
+    verify,
+    write_directory,
+    write_file,
+)
 from tlora.errors import CheckpointError
 
 # --- what it does when nothing goes wrong ---------------------------------------------------------------------------
@@ -190,6 +202,39 @@ def test_an_error_of_the_writer_becomes_one_message_and_leaves_nothing(tmp_path:
     with pytest.raises(CheckpointError, match=match):
         write_directory(tmp_path / "checkpoint-1", write)
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), True),
+        (OddError("I/O error: No space left on device (os error 28)"), True),
+        (OddError("I/O error: Disk quota exceeded (os error 122)"), True),
+        (OSError(errno.EFBIG, "File too large"), False),
+        (OSError(errno.EIO, "Input/output error"), False),
+    ],
+)
+def test_a_full_disk_is_known_from_other_trouble(tmp_path: Path, error: Exception, full: bool) -> None:
+    def write(_: Path) -> None:
+        raise error
+
+    with pytest.raises(CheckpointError) as caught:
+        write_directory(tmp_path / "checkpoint-1", write)
+    assert is_full(caught.value) == full and not str(caught.value).startswith("[Errno")
+
+
+def test_a_look_from_outside_changes_nothing(tmp_path: Path) -> None:
+    """The damaged one keeps its name, and an old one whose replacement was cut short is found under the name that it has."""
+    assert find_verified(tmp_path / "absent") is None and find_verified(tmp_path) is None
+    for step in (2, 10, 30):
+        write_directory(tmp_path / f"checkpoint-{step}", writer(str(step)))
+    (tmp_path / "checkpoint-30" / FILES[1]).unlink()
+    (tmp_path / "checkpoint-10").rename(tmp_path / "checkpoint-10.replaced")
+    before = names(tmp_path)
+    found = find_verified(tmp_path)
+    assert found == tmp_path / "checkpoint-10.replaced" and holds(found, "10") and names(tmp_path) == before
+    assert newest_verified(tmp_path)[0] == tmp_path / "checkpoint-10"
 
 
 @pytest.mark.parametrize("error", [OddError("no NaN please"), KeyboardInterrupt(), CheckpointError("its own")])

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from tlora.engine.train import JobResult, train
     from tlora.job import DataConfig, JobSpec, LoraConfig, RunSpec, TrainConfig
     from tlora.supermodel.batch import BatchRow, collate
+    from tlora.supermodel.peft_plugin import accelerate_peft
     from tlora.supermodel.supermodel import SuperModel
 
 _HOME = {
@@ -19,6 +20,7 @@ _HOME = {
     "RunSpec": "tlora.job",
     "SuperModel": "tlora.supermodel.supermodel",
     "TrainConfig": "tlora.job",
+    "accelerate_peft": "tlora.supermodel.peft_plugin",
     "collate": "tlora.supermodel.batch",
     "save_adapter": "tlora.adapters.peft",
     "train": "tlora.engine.train",
@@ -32,6 +34,7 @@ __all__ = [
     "RunSpec",
     "SuperModel",
     "TrainConfig",
+    "accelerate_peft",
     "collate",
     "save_adapter",
     "train",

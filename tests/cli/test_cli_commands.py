@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from tlora.cli.commands import app
 from tlora.engine.progress import JobProgress, RunProgress, Watcher
 from tlora.engine.recorder import JobResult
-from tlora.errors import CapacityError, CheckpointError, ConfigError, DataError, JobError, ModelError
+from tlora.errors import CapacityError, CheckpointError, ConfigError, DataError, ModelError
 from tlora.job import RunSpec
 
 JOBS = "base_model: some/base\njobs:\n  - {name: polite, data: p.jsonl}\n  - {name: sql, data: s.jsonl}\n"
@@ -84,7 +84,7 @@ def test_help_loads_no_model_library():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert all(command in done.stdout for command in ("check", "train", "generate", "report"))
+    assert all(command in done.stdout for command in ("check", "train", "generate", "report", "tune"))
 
 
 def test_a_wrong_jobs_file_is_told_before_a_model_library_is_loaded(tmp_path: Path):
@@ -149,7 +149,7 @@ def test_an_interruption_tells_how_to_go_on(jobs_file: Path, use: Callable[..., 
     assert "tlora train jobs.yaml --output-dir 'a b' --device cpu --set jobs.sql.r=3 --resume" in out
 
 
-@pytest.mark.parametrize("kind", [ConfigError, DataError, ModelError, CheckpointError, CapacityError, JobError])
+@pytest.mark.parametrize("kind", [ConfigError, DataError, ModelError, CheckpointError, CapacityError])
 def test_what_a_user_can_mend_is_one_message_and_2(jobs_file: Path, use: Callable[..., None], kind: type[Exception]):
     use("tlora.engine.train", train=FakeEngine({}, error=kind("value, rule, [bold]remedy[/bold]")).train)
     code, out, err = call("train", jobs_file)
@@ -214,12 +214,13 @@ def job_check(name: str, **changes: Any) -> SimpleNamespace:
         rendered=[("User: hi [b]\n", 0.0), ("Hello\x1b[31m!", 1.0), (" tail", 0.5)],
     )
     fields = {"problems": (), "warnings": (), "rank": 16, "trainable_parameters": 65536, "memory_bytes": 3 << 20, "total_steps": 42}
-    return SimpleNamespace(**({"name": name, "data": data} | fields | changes))
+    return SimpleNamespace(**({"name": name, "data": data, "eval_data": None} | fields | changes))
 
 
 def run_check(*jobs: SimpleNamespace, **changes: Any) -> SimpleNamespace:
     fields = {"problems": (), "warnings": (), "base_parameters": 681_000, "base_bytes": 2_700_000, "token_budget": 2048}
     fields |= {"predicted_bytes": 5 << 30, "limit_bytes": 16 << 30, "device": "cpu", "resident_jobs": len(jobs)}
+    fields |= {"adapter_bytes": 6 << 20, "activation_bytes": 4 << 30, "recomputed_layers": 0, "num_layers": 0, "measured": False}
     return SimpleNamespace(jobs=jobs, **(fields | changes))
 
 
@@ -250,11 +251,42 @@ def test_check_prints_what_it_found_and_ends_with_0(jobs_file: Path, use: Callab
     ]
     assert "polite, sql: first sample, trained part in [[ ]]" in out, "one sample of both is printed once"
     assert "User: hi [b]\n[[Hello\ufffd[31m!]][[ tail]] (weight 0.5)" in out
-    assert "5 GiB predicted of 16 GiB" in out and "1 of 2 jobs at a time, 2,048 tokens per micro-batch" in out
+    assert (
+        "5 GiB predicted (live tensors; the process may take up to 1.9 times as much) of 16 GiB" in out
+        and "1 of 2 jobs at a time, 2,048 tokens per micro-batch" in out
+    )
     assert all(
         f"warning: {text}" in out for text in ("tight", "sql: rank is large", "polite: 7 of 1,230 samples are cut to max_length, 99")
     )
     assert "4 rows without a trained token are skipped" in out
+
+
+@pytest.mark.parametrize("width", ["200", "80"])
+def test_check_shows_the_file_of_the_evaluation(jobs_file: Path, use: Callable[..., None], monkeypatch: pytest.MonkeyPatch, width: str):
+    """In a narrow terminal there are two tables; the evaluation stands in that of the data alone."""
+    monkeypatch.setenv("COLUMNS", width)
+    plain = job_check("polite")
+    held_out = SimpleNamespace(**vars(plain.data) | {"format": "alpaca", "rows": 321, "samples": 320})
+    use("tlora.engine.check", check=lambda run, watcher, device: run_check(job_check("sql", eval_data=held_out), plain))
+    _, out, _ = call("check", jobs_file)
+    lines = out.splitlines()
+    (at,) = [number for number, line in enumerate(lines) if "its evaluation" in line]
+    assert lines[at].split() == ["its", "evaluation", "alpaca", "321", "320", "56.8", "k", "23.5", "k", "777", "7", "4"]
+    assert lines[at - 1].startswith("sql") and lines[at + 1].startswith("polite")
+
+
+def test_check_says_no_more_than_it_knows_of_a_gpu(jobs_file: Path, use: Callable[..., None]):
+    use("tlora.engine.check", check=lambda run, watcher, device: run_check(job_check("sql"), device="cuda"))
+    _, out, _ = call("check", jobs_file)
+    assert "cuda: 5 GiB predicted of 16 GiB" in out and "live tensors" not in out
+
+
+@pytest.mark.parametrize(("measured", "how"), [(True, "as measured by an earlier run"), (False, "estimated; a run measures first")])
+def test_check_tells_what_of_a_gpu_is_for_what(jobs_file: Path, use: Callable[..., None], measured: bool, how: str):
+    found = run_check(job_check("sql"), device="cuda", recomputed_layers=3, num_layers=32, measured=measured)
+    use("tlora.engine.check", check=lambda run, watcher, device: found)
+    _, out, _ = call("check", jobs_file)
+    assert f"the adapters 6 MiB, activations 4 GiB with 3 of 32 layers recomputed, {how}" in out
 
 
 def test_check_tells_every_problem_once_and_ends_with_2(jobs_file: Path, use: Callable[..., None]):

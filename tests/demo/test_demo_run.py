@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tlora.engine.train import JobResult
+from tlora.errors import ConfigError
 
 DEMO = Path(__file__).parents[2] / "demo"
 GOOD: dict[str, Any] = {"status": "done", "eval_loss_first": 4.0, "eval_loss": 2.8}
@@ -36,6 +37,19 @@ def broken(run: ModuleType, seconds: float = 90.0, right_before: int = 5, right_
 
 def test_promises_hold_at_their_limits(run: ModuleType) -> None:
     assert broken(run) == []
+
+
+def test_an_error_that_a_user_can_mend_is_one_line(
+    run: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConfigError("output_dir demo/out is in use by another run. Wait for it, or choose another")
+
+    monkeypatch.setattr(run, "train", refuse)
+    monkeypatch.setattr(run.torch, "set_num_threads", lambda _: None)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run.main() == 2
+    assert capsys.readouterr().err == "error: output_dir demo/out is in use by another run. Wait for it, or choose another\n"
 
 
 @pytest.mark.parametrize(

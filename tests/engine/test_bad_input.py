@@ -229,19 +229,22 @@ def resize(directory: Path, size: str) -> None:
 
 @pytest.mark.parametrize("size", ["300k", "700k", "1400k", "2600k"])
 def test_a_full_disk_corrupts_nothing_and_resume_ends_it(base: Path, data: Path, tmp_path: Path, alone: str, size: str) -> None:
-    """The small job may or may not fit; the large one does not. With room, resume ends with the adapters of an undisturbed run."""
+    """The small job may or may not fit; of the large one at most what is kept for its end does. With room, resume ends with the adapters
+    of an undisturbed run.
+    """
     large = job("large", str(data / "a.jsonl"), r=64, save_steps=1)
     jobs = [large, job("good", str(data / "a.jsonl"))]
     train(base, tmp_path / "whole", jobs, deterministic=True)
     with mounted(tmp_path / "disk", f"size={size}") as disk:
         out, notes = disk / "out", list[str]()
         results = train(base, out, jobs, deterministic=True, watcher=Watcher(note=notes.append))
-        assert results["large"].status == "failed" and "No space left on device" in results["large"].reason + "".join(notes)
+        assert results["large"].status == ("done" if size == "2600k" else "failed"), results["large"]
+        assert "No space left on device" in results["large"].reason + "".join(notes)
         for name, result in results.items():
             for kept in (out / name).glob("checkpoint-*"):
                 durable.verify(kept)
             assert not [path for path in (out / name).iterdir() if path.name.startswith("tmp-")]
-            assert result.status == "failed" or sha256(out / name) == alone
+            assert result.status == "failed" or sha256(out / name) == (alone if name == "good" else sha256(tmp_path / "whole" / name))
         resize(disk, "64m")
         again = train(base, out, jobs, deterministic=True, resume=True)
         assert [r.status for r in again.values()] == ["done", "done"], again

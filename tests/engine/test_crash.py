@@ -270,8 +270,8 @@ def stopped_run(runs: Runs, out: Path, after_saves: int) -> None:
     def dying() -> None:
         save, left = Recorder.save, [after_saves]
 
-        def counted(*args: Any) -> Path:
-            path = save(*args)
+        def counted(*args: Any, **options: Any) -> Path:
+            path = save(*args, **options)
             left[0] -= 1
             if left[0] == 0:
                 die()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +134,8 @@ def check_run_files(out: Path, jobs: list[dict[str, Any]]) -> None:
     assert run["status"] == "done" and [j["name"] for j in run["jobs"]] == [fields["name"] for fields in jobs]
     assert {"versions", "device", "token_budget"} <= set(run)
     written = rows(out / "run.jsonl")
-    assert all({"seconds", "tokens_per_second", "padding", "fill", "micro_batches", "jobs"} == set(row) for row in written)
+    packing = {"padding", "fill", "micro_batches", "tokens", "computed", "offered"}
+    assert all({"seconds", "tokens_per_second", "jobs"} | packing | {f"tail_{key}" for key in packing} == set(row) for row in written)
     assert sum(row["jobs"].get("text", 0) for row in written) == rows(out / "text" / "metrics.jsonl")[-1]["num_tokens"]
     page = (out / "report.html").read_text()
     assert all(fields["name"] in page for fields in jobs)
@@ -153,12 +156,14 @@ def test_a_jobs_file_with_a_sweep(base: Path, data: Path, tmp_path: Path) -> Non
     assert [(r.status, r.sweep_of) for r in results.values()] == [("done", "s")] * 4
     assert [r.settings for r in results.values()] == [{"r": r, "max_length": n} for r in (2, 6) for n in (8, 64)]
     assert json.loads((tmp_path / "out" / "run.json").read_text())["token_budget"] == 64
+    for name, result in results.items():  # written once, by whoever ends the job
+        assert json.loads((tmp_path / "out" / name / "result.json").read_text()) == asdict(result)
 
 
 def test_settings_that_break_a_rule_are_one_message(base: Path, data: Path, tmp_path: Path) -> None:
     run = run_spec(base, tmp_path / "out", [job("a", str(data / "a.jsonl"))])
     for orders in (run, list(run.jobs)):
-        with pytest.raises(ConfigError, match="token_budget"):
+        with pytest.raises(ConfigError, match=r"^token_budget: 3 is not 'auto' or a whole number from 16 to"):
             tlora.train(orders, base_model=str(base), token_budget=3)
     with pytest.raises(ConfigError, match="without a base model"):
         tlora.train(list(run.jobs))
@@ -217,6 +222,29 @@ def test_an_adapter_of_peft_or_of_our_own_as_a_start(base: Path, data: Path, mad
     assert_close(peft_logits(base, tmp_path / "two" / "on", ids), our_logits_of(base, tmp_path / "two" / "on", ids), LOGITS[torch.float32])
 
 
+def test_resume_needs_no_adapter_that_a_checkpoint_stands_for(base: Path, data: Path, made_by_peft: Path, tmp_path: Path) -> None:
+    """The adapter that a job started from is gone. One with a checkpoint ends as it would have; one without says what it lacks, and
+    begins as soon as the adapter is back, though the first run wrote down an order without the adapter's shape.
+    """
+    start, out = tmp_path / "start", tmp_path / "out"
+    own = {"data": str(data / "a.jsonl"), "adapter_path": str(start), "max_steps": 4, "save_steps": 2, "batch_size": 4}
+    begun, new = {"name": "begun", **own}, {"name": "new", **own}
+    shutil.copytree(made_by_peft, start)
+    whole = train(base, tmp_path / "whole", [begun])
+    train(base, out, [begun])
+    shutil.rmtree(out / "begun" / "checkpoint-4")
+    (out / "begun" / "checkpoint-2").rename(out / "begun" / "checkpoint-2.replaced")  # as a kill between two renames leaves it
+    start.rename(tmp_path / "away")
+    results = train(base, out, [begun, new], resume=True)
+    assert (results["begun"].status, results["begun"].rank) == ("done", whole["begun"].rank) == ("done", 3), results["begun"].reason
+    assert sha256(out / "begun") == sha256(tmp_path / "whole" / "begun")
+    assert results["new"].status == "failed" and "adapter_config.json: not found" in results["new"].reason
+    (tmp_path / "away").rename(start)
+    results = train(base, out, [begun, new], resume=True)
+    assert [(r.status, r.rank) for r in results.values()] == [("done", 3)] * 2, results
+    assert sha256(out / "new") == sha256(out / "begun")
+
+
 def our_logits_of(base: Path, directory: Path, ids: torch.Tensor) -> torch.Tensor:
     """As `our_logits`, where job.json must already say what the adapter's shape is."""
     spec = json.loads((directory / "job.json").read_text())
@@ -243,7 +271,7 @@ def test_a_start_that_does_not_fit_fails_alone(base: Path, wide_base: Path, data
         "nan": (broken("nan"), "NaN or Inf"),
         "torn": (str(torn), "no whole safetensors file"),
         "rank": (broken("rank", r=4), "another rank"),
-        "zero": (broken("zero", r=0), "r: "),
+        "zero": (broken("zero", r=0, lora_alpha=-1), "r: 0 is not a whole number from 1 to 256; the default is 16; lora_alpha: -1 is not"),
         "words": (broken("words", r="three", lora_alpha=None), "r: "),
         "pattern": (broken("pattern", target_modules=".*proj"), "is the pattern"),
         "no-targets": (broken("no-targets", target_modules=None), "target_modules"),
@@ -315,6 +343,36 @@ def test_a_tracker_gets_the_numbers_and_cannot_end_a_job(
     assert sum("no network" in note and "wandb" in note for note in notes) == 1, notes
     expected = {"init": [], "log": [1], "finish": [1, 2, 3, 4, 5, 6]}[raises]
     assert [step for step, _ in logged] == expected and all({"loss", "learning_rate"} <= set(values) for _, values in logged)
+
+
+def test_a_tracker_is_closed_where_a_finished_job_cannot_be_handed_over(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job is done, but its best checkpoint is gone when the run is taken up again: its tracker was opened for nothing."""
+    calls: list[str] = []
+
+    class Client:
+        def init(self, **_: Any) -> Client:
+            calls.append("init")
+            return self
+
+        def log(self, *_: Any, **__: Any) -> None: ...
+
+        def finish(self) -> None:
+            calls.append("finish")
+
+    monkeypatch.setitem(__import__("sys").modules, "wandb", Client())
+    monkeypatch.setattr("tlora.engine.train.check_trackers", lambda names: None)
+    own = {"path": str(data / "a.jsonl"), "eval_path": str(data / "held-out.jsonl")}
+    harmful = {"learning_rate": 0.3, "lr_scheduler_type": "constant", "eval_steps": 1, "max_steps": 40}
+    harmful |= {"load_best_model_at_end": True, "early_stopping_patience": 2}
+    first = train(base, tmp_path / "out", [job("a", own, **harmful)])["a"]
+    assert first.best_step is not None and first.best_step < first.steps
+    shutil.rmtree(tmp_path / "out" / "a" / f"checkpoint-{first.best_step}")
+    results = train(base, tmp_path / "out", [job("a", own, **harmful)], report_to=["wandb"], resume=True)
+    assert results["a"].status == "failed" and "the best evaluation is gone" in results["a"].reason
+    assert results["a"].steps == first.steps and calls == ["init", "finish"]
+    assert json.loads((tmp_path / "out" / "a" / "result.json").read_text())["status"] == "failed"
 
 
 def test_a_device_that_is_not_there(base: Path, data: Path, tmp_path: Path) -> None:

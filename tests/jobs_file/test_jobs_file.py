@@ -62,8 +62,10 @@ OTHER_VALUES: dict[str, Any] = {  # a value of each key that is not its default
     "base_model": "other/base",
     "output_dir": "elsewhere",
     "dtype": "float64",
+    "base_precision": "fp8",
     "deterministic": True,
     "token_budget": 4096,
+    "recompute": "all",
     "memory_limit": 123456789,
     "report_to": ["wandb", "trackio"],
 }

@@ -54,8 +54,8 @@ jobs:
         "jobs.yaml:6: job name '../x' must match [A-Za-z0-9][A-Za-z0-9._-]{0,62}: letters, digits, '.', '_' and '-', no '/', 63 at most",
         "jobs.yaml:6: r: 0 is not a whole number from 1 to 256; the default is 16",
         "jobs.yaml:8: data.epochs: unknown key; known here: chat_template, eval_path, eval_size, format, max_length, path, train_on",
-        "jobs.yaml:8: data.max_length: 1 is not a whole number from 2 up; the default is 1024",
-        "jobs.yaml:9: eval_steps: 'never' is not a whole number from 1 up or 'epoch' or null; the default is null",
+        "jobs.yaml:8: data.max_length: 1 is not a whole number from 2 to 1000000000; the default is 1024",
+        "jobs.yaml:9: eval_steps: 'never' is not a whole number from 1 to 1000000000 or 'epoch' or null; the default is null",
         "jobs.yaml:10: learning_rate: 'fast' is not a number from 0 up; the default is 0.0002",
     ]
 
@@ -70,8 +70,8 @@ JOB = "base_model: b\njobs:\n  - {{name: a, data: d, {}}}\n"
         ("r: 2.5", "jobs.yaml:3: r: 2.5 is not a whole number from 1 to 256; the default is 16"),
         ("r: true", "jobs.yaml:3: r: true is not a whole number from 1 to 256; the default is 16"),
         ("r: null", "jobs.yaml:3: r: null is not a whole number from 1 to 256; the default is 16"),
-        ("save_steps: true", "jobs.yaml:3: save_steps: true is not a whole number from 1 up or 'epoch'; the default is 500"),
-        ("max_length: true", "jobs.yaml:3: data.max_length: true is not a whole number from 2 up; the default is 1024"),
+        ("save_steps: true", "jobs.yaml:3: save_steps: true is not a whole number from 1 to 1000000000 or 'epoch'; the default is 500"),
+        ("max_length: true", "jobs.yaml:3: data.max_length: true is not a whole number from 2 to 1000000000; the default is 1024"),
         ("lora_alpha: 0", "jobs.yaml:3: lora_alpha: 0 is not a number above 0; the default is 32"),
         ("lora_dropout: 1", "jobs.yaml:3: lora_dropout: 1 is not a number from 0 to below 1; the default is 0"),
         ("weight: .inf", "jobs.yaml:3: weight: inf is not a number above 0, at most 1000000; the default is 1"),
@@ -163,8 +163,12 @@ ONE = {"name": "a", "data": "d"}
         (RunSpec, {"base_model": "b", "jobs": [ONE], "lr": 3}, "lr: unknown key; did you mean 'learning_rate' of JobSpec?"),
         (RunSpec, {"base_model": "b", "jobs": [ONE], "r": 3}, "r: unknown key; it belongs to JobSpec"),
         (RunSpec, {"base_model": "b", "jobs": [ONE], "token_budgt": 99}, "token_budgt: unknown key; did you mean 'token_budget'?"),
-        (RunSpec, {"base_model": "b", "jobs": [ONE], "zzz": 1}, "zzz: unknown key; known here: base_model, deterministic"),
-        (RunSpec, {"base_model": "b", "jobs": [ONE], "token_budget": 3}, "token_budget: 3 is not 'auto' or a whole number from 16 up"),
+        (RunSpec, {"base_model": "b", "jobs": [ONE], "zzz": 1}, "zzz: unknown key; known here: base_model, base_precision, deterministic"),
+        (
+            RunSpec,
+            {"base_model": "b", "jobs": [ONE], "token_budget": 3},
+            "token_budget: 3 is not 'auto' or a whole number from 16 to 1000000000",
+        ),
         (RunSpec, {"base_model": "b", "jobs": [ONE], "report_to": ["x"]}, "report_to: 'x' in it is wrong; it must be a list, each one of"),
         (RunSpec, {"base_model": "b", "jobs": []}, "jobs: [] is not a list, each a mapping with name and data"),
         (RunSpec, {"base_model": "b", "jobs": [3]}, "job 1: jobs: 3 is not a mapping such as {name: polite"),
@@ -179,7 +183,7 @@ ONE = {"name": "a", "data": "d"}
         (
             RunSpec,
             {"base_model": "b", "jobs": [ONE | {"eval_steps": "x"}]},
-            "job 1: eval_steps: 'x' is not a whole number from 1 up or 'epoch'",
+            "job 1: eval_steps: 'x' is not a whole number from 1 to 1000000000 or 'epoch'",
         ),
         (
             JobSpec,
@@ -191,7 +195,7 @@ ONE = {"name": "a", "data": "d"}
         (JobSpec, {"name": "a"}, "data: missing; it must be a path, or a mapping of path"),
         (LoraConfig, {"rank": 3}, "rank: unknown key; did you mean 'r'?"),
         (TrainConfig, {"eval_size": 3}, "eval_size: unknown key; it belongs to DataConfig"),
-        (DataConfig, {"max_length": 1, "path": "d"}, "max_length: 1 is not a whole number from 2 up; the default is 1024"),
+        (DataConfig, {"max_length": 1, "path": "d"}, "max_length: 1 is not a whole number from 2 to 1000000000; the default is 1024"),
     ],
 )
 def test_specs_made_in_python_are_explained_in_the_same_words(model: type[BaseModel], fields: dict[str, object], expected: str):
@@ -237,7 +241,10 @@ def test_several_mistakes_in_python_are_a_list():
             "base_model: b\nreport_to: [x]\njobs: [{name: a, data: d}]",
             "jobs.yaml:2: report_to: ['x'] is not a list, each one of 'tensorboard'",
         ),
-        ("base_model: b\ntoken_budget: 3\njobs: [{name: a, data: d}]", "token_budget: 3 is not 'auto' or a whole number from 16 up"),
+        (
+            "base_model: b\ntoken_budget: 3\njobs: [{name: a, data: d}]",
+            "token_budget: 3 is not 'auto' or a whole number from 16 to 1000000000",
+        ),
         ("base_model: b\n? [x, y]\n: 1\njobs: [{name: a, data: d}]", "jobs.yaml:2: a key must be a word"),
         ("base_model: !!binary aGk=\njobs: [{name: a, data: d}]", "jobs.yaml:1: tag:yaml.org,2002:binary: tags are not used"),
         ("base_model: b\njobs: [{name: a, data: !x {path: d}}]", "jobs.yaml:2: !x: tags are not used"),

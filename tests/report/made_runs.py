@@ -107,9 +107,19 @@ def write_run(run_dir: Path, names: Sequence[str], seconds: int, **spec: Any) ->
     rows: list[Row] = []
     for second in range(1, seconds + 1):
         tokens = {name: rng.randrange(200, 900) for at, name in enumerate(names) if at * seconds / (2 * len(names)) <= second <= seconds}
-        row = {"seconds": second + 0.5, "tokens_per_second": sum(tokens.values()), "padding": rng.uniform(0, 0.03)}
-        rows.append(row | {"fill": rng.uniform(0.95, 1), "micro_batches": 4, "jobs": tokens})
+        row = {"seconds": second + 0.5, "tokens_per_second": sum(tokens.values()), "jobs": tokens}
+        rows.append(row | packing_row(rng, sum(tokens.values()), tail=second > 0.9 * seconds))
     write_rows(run_dir / "run.jsonl", rows)
+
+
+def packing_row(rng: random.Random, tokens: int, tail: bool) -> Row:
+    """What was packed in a second, all of it in the tail or nothing: a tail fills about half of its budget."""
+    computed, offered = int(tokens * rng.uniform(1.2, 1.4) if tail else tokens * rng.uniform(1, 1.03)), int(tokens * (2 if tail else 1.04))
+    made = {"padding": 1 - tokens / computed, "fill": tokens / offered, "micro_batches": 4}
+    made |= {"tokens": tokens, "computed": computed, "offered": offered}
+    none = {"padding": None, "fill": None, "micro_batches": 0, "tokens": 0, "computed": 0, "offered": 0}
+    full, end = (none, made) if tail else (made, none)
+    return full | {f"tail_{key}": value for key, value in end.items()}
 
 
 def make_run(run_dir: Path, count: int, steps: int = 300, seconds: int = 240) -> list[str]:
@@ -131,7 +141,7 @@ def make_run(run_dir: Path, count: int, steps: int = 300, seconds: int = 240) ->
         for row in evals:
             row["eval_loss"] += 0.1 * at / count
         if at == 7:
-            reason = "JobError: row 17 of <b>support.jsonl</b> has ids ≥ 32000 <script>alert('x')</script> & is refused"
+            reason = "DataError: row 17 of <b>support.jsonl</b> has ids ≥ 32000 <script>alert('x')</script> & is refused"
             more |= {"status": "failed", "reason": reason, "total_steps": steps}
             train[-1]["loss"] = math.nan
         write_job(run_dir, name, [*train, *evals], **more)

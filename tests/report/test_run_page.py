@@ -43,7 +43,7 @@ def test_page_of_one_and_of_a_hundred_jobs(tmp_path: Path, count: int, steps: in
     names = make_run(tmp_path, count, steps, seconds=60)
     page = report(tmp_path)
     reader = PageReader(page)
-    assert [row[0] for row in reader.tables[0][1:] if "JobError" not in row[0]] == [name for at, name in enumerate(names) if at != 7]
+    assert [row[0] for row in reader.tables[0][1:] if "DataError" not in row[0]] == [name for at, name in enumerate(names) if at != 7]
     assert reader.attributes("data-group") == names
     charts = read_charts(page)
     assert set(charts) >= CHARTS - ({"Share per job"} if count == 1 else set())
@@ -83,6 +83,23 @@ def test_header_names_the_run(eight: tuple[Path, list[str], str]) -> None:
         assert part in text
     rates = [row["tokens_per_second"] for row in read_rows(run_dir / "run.jsonl")]
     assert f"{sum(rates) / len(rates):,.0f}/s" in text and f"peak {max(rates):,.0f}/s" in text
+
+
+def test_tails_are_told_apart(eight: tuple[Path, list[str], str]) -> None:
+    """The tile of the packing knows nothing of the tail's gaps, and the tail has its own; the chart keeps them apart as well."""
+    run_dir, _, page = eight
+    rows, text = read_rows(run_dir / "run.jsonl"), PageReader(page).text
+    for prefix, when in (("", "with a whole token budget on offer"), ("tail_", "less than a token budget on offer")):
+        tokens, computed, offered, count = (
+            sum(row[prefix + key] for row in rows) for key in ("tokens", "computed", "offered", "micro_batches")
+        )
+        assert f"fill {100 * tokens / offered:.1f} %, padding {100 * (1 - tokens / computed):.1f} %" in text
+        assert f"{count:,} micro-batches {when}" in text and count
+    figure = read_charts(page)["Fill and padding"]
+    fill, padding, tail_fill, tail_padding = figure["data"][::2]
+    for trace, key in ((fill, "fill"), (padding, "padding"), (tail_fill, "tail_fill"), (tail_padding, "tail_padding")):
+        expected = [None if row[key] is None else pytest.approx(100 * row[key], rel=1e-3, abs=1e-3) for row in rows]
+        assert trace["y"] == expected and trace["y"].count(None) not in (0, len(rows)), key
 
 
 def test_train_loss_is_the_rows(eight: tuple[Path, list[str], str]) -> None:

@@ -13,11 +13,13 @@ from tlora.cli.terminal import bytes_text, printable
 from tlora.report.wording import count_text
 
 if TYPE_CHECKING:
+    from tlora.data.build import DataReport
     from tlora.engine.check import JobCheck, RunCheck
 
 _PIECE_CHARS = 600  # of a sample's run of text; more is cut out of its middle
 _TRAINED = "bold green"
 _DATA_COLUMNS = {
+    "format": "format",
     "rows": "rows",
     "samples": "samples",
     "tokens": "tokens",
@@ -53,7 +55,7 @@ def print_check(console: Console, check: RunCheck) -> None:
 
 def _print_tables(console: Console, check: RunCheck) -> None:
     """One table, or in a narrow terminal two: the data, then the adapters."""
-    data = {"format": _format, **{name: _count_of(field) for name, field in _DATA_COLUMNS.items()}}
+    data: Columns = {name: _about_data(field) for name, field in _DATA_COLUMNS.items()}
     sizes: Columns = {
         "steps": lambda job: str(job.total_steps or ""),
         "rank": lambda job: str(job.rank),
@@ -68,15 +70,19 @@ def _print_tables(console: Console, check: RunCheck) -> None:
         for job in check.jobs:
             style = "red" if job.problems else ""
             table.add_row(Text(printable(job.name), style=style), *(cell(job) for cell in columns.values()))
+            if job.eval_data and columns is not sizes:
+                shown = [_field(job.eval_data, field) for field in _DATA_COLUMNS.values()]
+                table.add_row("  its evaluation", *shown, *[""] * (len(columns) - len(shown)), style="dim")
         console.print(table)
 
 
-def _format(job: JobCheck) -> str:
-    return job.data.format if job.data else ""
+def _about_data(field: str) -> Callable[[JobCheck], str]:
+    return lambda job: _field(job.data, field) if job.data else ""
 
 
-def _count_of(field: str) -> Callable[[JobCheck], str]:
-    return lambda job: count_text(getattr(job.data, field)) if job.data else ""
+def _field(report: DataReport, field: str) -> str:
+    value = getattr(report, field)
+    return value if isinstance(value, str) else count_text(value)
 
 
 def _lost(job: JobCheck) -> list[str]:
@@ -127,8 +133,12 @@ def _cropped(text: str) -> str:
 
 def _memory(check: RunCheck) -> str:
     share = f"{check.resident_jobs} of {len(check.jobs)} jobs at a time" if check.resident_jobs < len(check.jobs) else "all jobs at a time"
+    resident = " (live tensors; the process may take up to 1.9 times as much)" if check.device == "cpu" else ""
+    how = "as measured by an earlier run" if check.measured else "estimated; a run measures first"
+    layers = f" with {check.recomputed_layers} of {check.num_layers} layers recomputed, {how}" if check.num_layers else ""
     return (
-        f"{check.device}: {bytes_text(check.predicted_bytes)} predicted of {bytes_text(check.limit_bytes)}: the base with "
-        f"{count_text(check.base_parameters)} parameters takes {bytes_text(check.base_bytes)}; "
-        f"{share}, {check.token_budget:,} tokens per micro-batch"
+        f"{check.device}: {bytes_text(check.predicted_bytes)} predicted{resident} of {bytes_text(check.limit_bytes)}: the base with "
+        f"{count_text(check.base_parameters)} parameters takes {bytes_text(check.base_bytes)}, the adapters "
+        f"{bytes_text(check.adapter_bytes)}, activations {bytes_text(check.activation_bytes)}{layers}; {share}, "
+        f"{check.token_budget:,} tokens per micro-batch"
     )

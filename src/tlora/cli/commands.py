@@ -139,6 +139,31 @@ def report(
         open_console().print(str(write_report(directory)), soft_wrap=True)
 
 
+@app.command()
+def tune(
+    base_model: Annotated[
+        str, typer.Argument(metavar="BASE_MODEL", help="A directory, of which config.json is enough, or a hub id.", show_default=False)
+    ],
+    device: Device = None,
+    dtype: Annotated[str, typer.Option(metavar="auto|bfloat16|float16", help="As in the jobs file.")] = "auto",
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Instead of the user's table of this GPU.", show_default=False)] = None,
+    debug: Debug = False,
+) -> None:
+    """Time the GPU kernels' tiles at a base's shapes; training takes the fastest from then on."""
+    from tlora.cli.terminal import errors_told, open_console, printable
+
+    with errors_told(debug):
+        if dtype not in ("auto", "bfloat16", "float16"):
+            raise typer.BadParameter(f"--dtype must be auto, bfloat16 or float16, and is {dtype}")
+        _quiet_libraries()
+        from tlora.cli.tune_view import print_tuned
+        from tlora.engine.tune import tune as tune_tiles
+
+        console, lines = open_console(), open_console(stderr=True)
+        tuned = tune_tiles(base_model, dtype, device, out, lambda line: lines.print(printable(line), style="dim", soft_wrap=True))
+        print_tuned(console, tuned)
+
+
 def _read(jobs_file: Path, settings: list[str] | None, output_dir: Path | None) -> RunSpec:
     from tlora.jobs_file import read_jobs_file
 

@@ -6,6 +6,7 @@ is the parent's to handle (`prepare.py`).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -130,8 +131,9 @@ def _leave_with_parent() -> None:
 
 def _remove_stale(cache_dir: Path) -> None:
     for scratch in cache_dir.glob(f"{SCRATCH_PREFIX}*"):
-        if time.time() - scratch.stat().st_mtime > STALE_SECONDS:
-            shutil.rmtree(scratch, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another run ends, or removes it as well
+            if time.time() - scratch.stat().st_mtime > STALE_SECONDS:
+                shutil.rmtree(scratch, ignore_errors=True)
 
 
 def main() -> None:

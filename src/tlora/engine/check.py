@@ -7,19 +7,22 @@ from pathlib import Path
 
 from tlora.data.build import DataReport
 from tlora.data.rows import list_files
-from tlora.engine.memory import memory_limit
+from tlora.engine.memory_probe import probe_key, recall
 from tlora.engine.metrics import check_trackers
-from tlora.engine.plan import PlannedJob, RunPlan, pick_device, plan_run
+from tlora.engine.plan import PlannedJob, RunPlan, pick_device, plan_run, settle
 from tlora.engine.progress import JobProgress, RunProgress, Watcher
 from tlora.errors import ConfigError, DataError, ModelError
 from tlora.job import JobSpec, RunSpec
+from tlora.supermodel.fp8_linear import check_fp8
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 
 
 @dataclass(frozen=True)
 class JobCheck:
-    """What is known of one job. `memory_bytes` is what it adds to a run; `data` is None when its data is bad."""
+    """What is known of one job. `memory_bytes` is what it adds to a run; `data` is None when its data is bad, `eval_data` also where the
+    evaluation has no file of its own.
+    """
 
     name: str
     problems: tuple[str, ...]
@@ -29,6 +32,7 @@ class JobCheck:
     memory_bytes: int
     total_steps: int
     data: DataReport | None
+    eval_data: DataReport | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,11 @@ class RunCheck:
     limit_bytes: int
     device: str
     resident_jobs: int
+    adapter_bytes: int = 0  # of the resident jobs
+    activation_bytes: int = 0
+    recomputed_layers: int = 0
+    num_layers: int = 0  # that can be recomputed
+    measured: bool = False  # by an earlier run on this device, or else counted
 
 
 def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = None) -> RunCheck:
@@ -60,33 +69,45 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
     except ConfigError as error:
         problems.append(str(error))
     try:
-        base = outline(run.base_model, run.dtype)
-    except ModelError as error:
+        base = outline(run.base_model, run.dtype, run.base_precision)
+        if run.base_precision == "fp8":
+            check_fp8(place, base.head.weight_VH.dtype)
+    except (ModelError, ConfigError) as error:
         return _without_base(run, (*problems, str(error)), str(place))
     sizes = [(p.numel(), p.element_size()) for p in base.model.parameters()]
     base_bytes = sum(count * size for count, size in sizes)
     jobs = tuple(JobProgress(job.name, "preparing", job.r) for job in run.jobs)
+    model = SuperModel(base)
     plan = plan_run(
         run,
-        SuperModel(base),
+        model,
         base_bytes,
         place,
-        memory_limit(place),
         lambda p: watcher.progress(RunProgress(0.0, jobs, stage=f"tokenizing {p.key}: {p.rows:,} rows, {p.share:.0%}")),
     )
+    known = recall(probe_key(model, plan.can_run, run.deterministic, place)) if place.type == "cuda" else None
+    if known is not None:
+        plan = settle(run, plan, known, place)
     resident = _resident(plan)
+    late = len(plan.jobs) - resident
+    waiting = [f"{late} jobs wait until others have left: memory is full"] if late else []
     layouts = [job.layout for job in plan.jobs[:resident] if job.layout is not None]
     return RunCheck(
         problems=tuple(problems),
-        warnings=() if resident == len(plan.jobs) else (f"{len(plan.jobs) - resident} jobs wait until others have left: memory is full",),
+        warnings=(*plan.warnings, *waiting),
         jobs=tuple(_job_check(job, plan) for job in plan.jobs),
         base_parameters=sum(count for count, _ in sizes),
         base_bytes=base_bytes,
         token_budget=plan.token_budget,
-        predicted_bytes=plan.memory.total_bytes(layouts, plan.token_budget),
+        predicted_bytes=plan.total_bytes(layouts),
         limit_bytes=plan.limit_bytes,
         device=str(place),
         resident_jobs=resident,
+        adapter_bytes=sum(plan.memory.job_bytes(layout) for layout in layouts),
+        activation_bytes=plan.activation_bytes,
+        recomputed_layers=plan.recomputed_layers,
+        num_layers=plan.memory.num_layers,
+        measured=plan.memory.measured,
     )
 
 
@@ -123,4 +144,5 @@ def _job_check(job: PlannedJob, plan: RunPlan) -> JobCheck:
         memory_bytes=plan.memory.job_bytes(job.layout) if job.layout else 0,
         total_steps=job.spec.total_steps(len(job.data.train)) if job.data else 0,
         data=job.data.report if job.data else None,
+        eval_data=job.data.eval_report if job.data else None,
     )

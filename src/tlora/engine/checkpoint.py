@@ -20,15 +20,17 @@ from tlora.errors import CheckpointError
 from tlora.job import LoraConfig
 
 OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"
+_COUNTERS = ("updates", "skipped")  # of AdapterState, in STATE_FILE
+_SMALL_FILES_BYTES = 64 << 10  # config, manifest, state, and what file systems round up: together far below
 
 
 @dataclass
 class Progress:
-    """How far a job is, as a checkpoint keeps it. Order and dropout follow from `step` and the spec's seed alone."""
+    """How far a job is, as a checkpoint keeps it. Order and dropout follow from `step` and the spec's seed alone; what the optimizer
+    counts beside it (updates, skipped steps) is the `AdapterState`'s, and stands in the same file.
+    """
 
     step: int = 0
-    updates: int = 0
-    skipped: int = 0
     num_tokens: int = 0
     seconds: float = 0.0  # of training, over all runs of this job
     evaluated_step: int = -1
@@ -44,6 +46,16 @@ class Progress:
     data: str = ""  # which tokenized set the steps were taken on
 
 
+def adapter_bytes(layout: AdapterLayout, element_bytes: int) -> int:
+    """What the files of an adapter take on a disk."""
+    return layout.numel * element_bytes + _SMALL_FILES_BYTES
+
+
+def checkpoint_bytes(layout: AdapterLayout, element_bytes: int) -> int:
+    """What a checkpoint takes: the adapter and its two moments."""
+    return adapter_bytes(layout, element_bytes) + 2 * layout.numel * element_bytes
+
+
 def save(directory: Path, state: AdapterState, progress: Progress, lora: LoraConfig, base_model: str) -> None:
     """Write `directory` durably. Raises CheckpointError (disk full, no permission) with nothing half-written."""
 
@@ -51,7 +63,7 @@ def save(directory: Path, state: AdapterState, progress: Progress, lora: LoraCon
         save_adapter(scratch, state.layout, state.params, lora, base_model)
         moments = {"exp_avg": state.exp_avg.cpu(), "exp_avg_sq": state.exp_avg_sq.cpu()}
         save_file(moments, scratch / OPTIMIZER_FILE)
-        (scratch / STATE_FILE).write_text(json.dumps(asdict(progress)) + "\n")
+        (scratch / STATE_FILE).write_text(json.dumps(asdict(progress) | {key: getattr(state, key) for key in _COUNTERS}) + "\n")
 
     try:
         durable.write_directory(directory, write)
@@ -62,7 +74,7 @@ def save(directory: Path, state: AdapterState, progress: Progress, lora: LoraCon
 def load(directory: Path, layout: AdapterLayout, dtype: torch.dtype, device: torch.device) -> tuple[AdapterState, Progress]:
     """What `save` wrote. Raises CheckpointError or ModelError when it does not belong to `layout`."""
     durable.verify(directory)
-    progress = read_progress(directory)
+    progress, counters = _read_state(directory / STATE_FILE)
     moments = load_file(directory / OPTIMIZER_FILE)
     for name, tensor in moments.items():
         if tensor.numel() != layout.numel:
@@ -72,16 +84,27 @@ def load(directory: Path, layout: AdapterLayout, dtype: torch.dtype, device: tor
             )
     params = load_params(directory, layout, dtype).to(device)
     exp_avg, exp_avg_sq = (moments[name].to(device=device, dtype=dtype) for name in ("exp_avg", "exp_avg_sq"))
-    return AdapterState(layout, params, exp_avg, exp_avg_sq, progress.step, progress.updates, progress.skipped), progress
+    return AdapterState(layout, params, exp_avg, exp_avg_sq, progress.step, **counters), progress
 
 
 def read_progress(directory: Path) -> Progress:
     """The progress in a verified checkpoint. Raises CheckpointError when another version of this program wrote it."""
-    path = directory / STATE_FILE
+    return _read_state(directory / STATE_FILE)[0]
+
+
+def _read_state(path: Path) -> tuple[Progress, dict[str, int]]:
     try:
-        return Progress(**json.loads(path.read_text(encoding="utf-8")))
-    except (TypeError, ValueError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        counters = {key: int(content.pop(key)) for key in _COUNTERS}
+        return Progress(**content), counters
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path}: is not of this version ({error}). Resume with the version that wrote it, or start anew") from None
+
+
+def export_bytes(checkpoint: Path) -> int:
+    """What `export` writes at most."""
+    weights = checkpoint / WEIGHTS_FILE
+    return (weights.stat().st_size if weights.is_file() else 0) + _SMALL_FILES_BYTES
 
 
 def export(checkpoint: Path, directory: Path) -> None:

@@ -6,30 +6,20 @@ A job joins and leaves between two micro-batches. Who is admitted, signals and t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 
 from tlora.adapters.state import AdapterState
 from tlora.batching.pack import MicroBatch, Row, pack, prepared_budget
-from tlora.engine.job_run import JobRun
+from tlora.engine.job_run import QUARANTINE_AFTER, JobRun
 from tlora.engine.recorder import JobResult, Recorder
+from tlora.engine.traffic import Traffic
 from tlora.errors import TloraError
 from tlora.supermodel.batch import PackedBatch, collate
-from tlora.supermodel.supermodel import JobLoss, SuperModel
+from tlora.supermodel.supermodel import JobLoss, StepError, SuperModel
 
 _FORGIVEN = 3
-
-
-@dataclass
-class Traffic:
-    """Tokens since the start: real ones by job, computed ones (with padding), and the budgets they were packed into."""
-
-    tokens: dict[str, int]
-    computed: int = 0
-    offered: int = 0
-    micro_batches: int = 0
 
 
 class Engine:
@@ -41,7 +31,7 @@ class Engine:
         self._smallest_budget, self._unexplained = smallest_budget, 0
         self.runs: dict[str, JobRun] = {}
         self.results: dict[str, JobResult] = {}
-        self.traffic = Traffic({})
+        self.traffic = Traffic()
         self._recorders: dict[str, Recorder] = {}
 
     def join(self, run: JobRun, recorder: Recorder, state: AdapterState | None = None) -> None:
@@ -86,22 +76,26 @@ class Engine:
             for run in through:
                 self._recorders[run.spec.name].evaluated(run.evaluated())
         else:
-            through = [run for run in through if self._step(run)]
+            through = self._step(through)
         for run in through:
             self._advance(run)
         return packed
 
-    def _step(self, run: JobRun) -> bool:
-        """The optimizer step of one job, whose trouble (no memory for it) is its own. False when it failed."""
-        name = run.spec.name
+    def _step(self, through: list[JobRun]) -> list[JobRun]:
+        """The optimizer steps of all jobs that are through, together; one whose step raises fails alone. Returns those that stepped."""
+        errors: dict[str, Exception] = {}
         try:
-            stats = self.model.optim_step([name])[name]
-        except (Exception, torch.OutOfMemoryError) as error:
-            self._fail(run, f"{type(error).__name__}: {error}")
-            return False
-        run.stepped(stats)
-        self._recorders[name].stepped(stats)
-        return True
+            stats = self.model.optim_step([run.spec.name for run in through])
+        except StepError as some:
+            stats, errors = some.stats, some.errors
+        for run in through:
+            name = run.spec.name
+            if name in errors:
+                self._fail(run, f"{type(errors[name]).__name__}: {errors[name]}")
+            else:
+                run.stepped(stats[name])
+                self._recorders[name].stepped(stats[name])
+        return [run for run in through if run.spec.name not in errors]
 
     def _compute(self, kind: str, rows: tuple[Row, ...], tokens: int) -> dict[str, JobLoss]:
         pad_to = prepared_budget(tokens, self.token_budget) if self.model.device.type == "cuda" else 0
@@ -109,19 +103,16 @@ class Engine:
         return self.model.evaluate(batch) if kind == "eval" else self.model.forward_backward(batch)
 
     def _count(self, packed: MicroBatch) -> None:
-        t = self.traffic
         padded = self.model.device.type == "cuda" and not self.model.deterministic
-        t.computed += prepared_budget(packed.tokens, packed.budget) if padded else packed.tokens
-        t.offered += packed.budget
-        t.micro_batches += 1
-        for row in packed.rows:
-            t.tokens[row.job_id] = t.tokens.get(row.job_id, 0) + row.tokens
+        computed = prepared_budget(packed.tokens, packed.budget) if padded else packed.tokens
+        self.traffic.count(packed, computed, left_tokens=sum(run.flow.pending_tokens for run in self.runs.values()))
 
     def _advance(self, run: JobRun) -> None:
         """What follows when a job has joined, or a batch or evaluation of its own is through."""
         name, recorder = run.spec.name, self._recorders[run.spec.name]
-        if run.quarantined:
-            self._fail(run, f"no finite gradient in {run.progress.skipped} steps in a row, up to step {run.progress.step}")
+        skipped = self.model.state(name).skipped
+        if skipped >= QUARANTINE_AFTER:
+            self._fail(run, f"no finite gradient in {skipped} steps in a row, up to step {run.progress.step}")
             return
         try:
             if not run.needs_evaluation:

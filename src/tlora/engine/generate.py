@@ -74,7 +74,7 @@ def open_adapter(directory: Path, *, base_model: str | None = None, device: str 
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"base model {base}: its tokenizer cannot be loaded: {str(error).strip().splitlines()[0]}") from None
     try:
-        shape, _ = adopt_adapter_config(JobSpec(name="adapter", data=DataConfig(path="-"), adapter_path=str(directory)))
+        shape, _ = adopt_adapter_config(JobSpec(name="adapter", data=DataConfig(path="-")), directory)
     except ValueError as error:
         if isinstance(error, ModelError):
             raise

@@ -125,8 +125,7 @@ class JobRun:
     def stepped(self, stats: StepStats) -> float:
         """The global batch is through and the optimizer has stepped; returns its loss per trained token."""
         loss, p = self._sums.mean(), self.progress
-        p.step, p.updates = stats.step + 1, p.updates + int(stats.applied)
-        p.skipped = 0 if stats.applied else p.skipped + 1
+        p.step = stats.step + 1
         p.num_tokens += self._tokens
         p.loss_first = loss if p.loss_first is None else p.loss_first
         p.losses = [*p.losses, loss][-RECENT_STEPS:]
@@ -143,7 +142,3 @@ class JobRun:
         else:
             p.evals_without_gain += 1
         return loss
-
-    @property
-    def quarantined(self) -> bool:
-        return self.progress.skipped >= QUARANTINE_AFTER

@@ -1,6 +1,7 @@
-"""How many bytes a run takes: counted from the real layers on torch's meta device, not guessed from a formula per family.
+"""How many bytes a run takes: counted from the base's own layers before it is loaded, measured on a GPU after that (`memory_probe.py`).
 
-A forward over meta tensors saves for backward exactly what a real one saves; the bytes per token follow.
+A CPU keeps what a forward over torch's meta device saves for backward. A GPU's compiled layers keep less: that is a formula here, an
+estimate (`_estimate`), which the run replaces by what it measures.
 """
 
 from __future__ import annotations
@@ -10,31 +11,55 @@ from dataclasses import dataclass
 import numpy as np
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tlora.adapters.bank import ROW_ALIGNMENT
 from tlora.adapters.state import AdapterLayout
 from tlora.job import LoraConfig, TrainConfig
-from tlora.kernels.linear_cross_entropy import CHUNK_ELEMENTS
+from tlora.kernels.linear_cross_entropy import chunk_bytes
 from tlora.supermodel.batch import BatchRow, collate
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import hidden_states
-from tlora.supermodel.lora_linear import ActiveBatch
+from tlora.supermodel.lora_linear import ActiveBatch, LoraLinear
 from tlora.supermodel.supermodel import SuperModel
 
 _PROBE_TOKENS = 64
-_CPU_SHARE, _GPU_SHARE = 0.8, 0.95  # of what is free: the rest is for the allocator, the caches and others
+# Of what is free. The rest is for the allocator, the caches and others: on a CPU, glibc keeps freed blocks, and a process has been seen to
+# take 1.9 times its live tensors (docs/design.md).
+_CPU_SHARE, _GPU_SHARE = 0.5, 0.95
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is alive at the peak of one stage of a micro-batch of T tokens with k layers recomputed, beside base and adapters:
+    fixed_bytes + T * (bytes_per_token - k * saved_per_layer) bytes.
+    """
+
+    fixed_bytes: float
+    bytes_per_token: float
+    saved_per_layer: float = 0.0
+
+    def at(self, num_tokens: int, recomputed_layers: int) -> float:
+        return self.fixed_bytes + num_tokens * (self.bytes_per_token - recomputed_layers * self.saved_per_layer)
 
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Bytes of the frozen base, of one token in flight, and what is alive beside them at the peak of a micro-batch."""
+    """Bytes of the frozen base, of a micro-batch by its stages, and of adapters. The peak of a micro-batch is its highest stage's."""
 
     base_bytes: int
-    bytes_per_token: float
-    fixed_bytes: int
+    stages: tuple[Stage, ...]
+    num_layers: int  # that can be recomputed; 0 where none can
     element_bytes: int  # of the compute dtype
     sum_bytes: int  # of the optimizer's
+    step_copies: int = 5  # gradient, new weights and moments, denominator; on a GPU a step takes nothing
+    layer_weights: int = 0  # of the linears of one layer
+    measured: bool = False
+
+    @property
+    def most_recomputed(self) -> int:
+        """Past so many layers recomputation saves nothing: backward needs the activations of one layer in any case."""
+        return max(0, self.num_layers - 1)
 
     def job_bytes(self, layout: AdapterLayout) -> int:
         """One resident adapter: weights and two moments, and in the bank weights and gradient sums by padded rows."""
@@ -42,31 +67,101 @@ class MemoryModel:
         return 3 * self.sum_bytes * layout.numel + (self.element_bytes + self.sum_bytes) * padded
 
     def step_bytes(self, layout: AdapterLayout) -> int:
-        """What one optimizer step takes for a moment: gradient, new weights and moments, denominator."""
-        return 5 * self.sum_bytes * layout.numel
+        """What one optimizer step takes for a moment."""
+        return self.step_copies * self.sum_bytes * layout.numel
 
-    def activation_bytes(self, token_budget: int) -> int:
-        return int(self.bytes_per_token * token_budget) + self.fixed_bytes
+    def activation_bytes(self, token_budget: int, recomputed_layers: int = 0) -> int:
+        recomputed = min(recomputed_layers, self.most_recomputed)
+        return int(max(stage.at(token_budget, recomputed) for stage in self.stages))
 
-    def total_bytes(self, layouts: list[AdapterLayout], token_budget: int) -> int:
+    def total_bytes(self, layouts: list[AdapterLayout], token_budget: int, recomputed_layers: int = 0) -> int:
         """Peak with these adapters resident: activations and an optimizer step are never alive together."""
         jobs = sum(self.job_bytes(layout) for layout in layouts)
         step = max((self.step_bytes(layout) for layout in layouts), default=0)
-        return self.base_bytes + jobs + max(self.activation_bytes(token_budget), step)
+        return self.base_bytes + jobs + max(self.activation_bytes(token_budget, recomputed_layers), step)
+
+    def most_tokens(self, layout: AdapterLayout, recomputed_layers: int, limit_bytes: int) -> int:
+        """The largest token budget with which an adapter of `layout` fits by itself; 0 where none does."""
+        room = limit_bytes - self.base_bytes - self.job_bytes(layout)
+        recomputed = min(recomputed_layers, self.most_recomputed)
+        slopes = [(stage.at(0, 0), stage.at(1, recomputed) - stage.at(0, 0)) for stage in self.stages]
+        tokens = min((int((room - fixed) // slope) for fixed, slope in slopes if slope > 0), default=0)
+        return max(0, tokens) if self.step_bytes(layout) <= room else 0
 
 
-def measure(model: SuperModel, base_bytes: int) -> MemoryModel:
-    """Count on `model`, which must lie on the meta device. Uses a slot of its own, with all linears adapted."""
+def measure(model: SuperModel, base_bytes: int, device: torch.device, rank: int = ROW_ALIGNMENT) -> MemoryModel:
+    """Count on `model`, which must lie on the meta device, for a run on `device` with adapters of at most `rank`.
+
+    On a GPU an estimate, within 4 % of the peaks measured on Llama-3-8B (bench/results/h200_memory.json). On a CPU a slot of its own
+    is used, with all linears adapted.
+    """
+    element, sums = model.base.head.weight_VH.element_size(), model.bank.sum_dtype.itemsize
+    step_copies = 0 if device.type == "cuda" else 5
+    if device.type == "cuda" and takes_fast_path(model):
+        layers = len(decoder_layers(model))
+        weights = sum(k * n for k, n in model.targets().values()) // layers
+        return MemoryModel(base_bytes, _estimate(model, device, rank), layers, element, sums, step_copies, weights)
     head = model.base.head.weight_VH
     name = "memory probe"
     model.join(name, _probe_lora(model), TrainConfig(max_steps=1))
     few, many = (_saved_bytes(model, name, n) for n in (_PROBE_TOKENS, 2 * _PROBE_TOKENS))
     model.leave(name)
     widest = max((s for shape in model.targets().values() for s in shape), default=0)
-    hidden, element = head.shape[1], head.element_size()
-    moving = 3 * widest * element + 4 * hidden * element  # gradients in flight around the widest linear, and at the head
-    chunk = 3 * CHUNK_ELEMENTS * max(element, 4)
-    return MemoryModel(base_bytes, (many - few) / _PROBE_TOKENS + moving, chunk, element, model.bank.sum_dtype.itemsize)
+    moving = 3 * widest * element + 4 * head.shape[1] * element  # gradients in flight around the widest linear, and at the head
+    stage = Stage(chunk_bytes(model.base.head, device) + _fp8_bytes(model), (many - few) / _PROBE_TOKENS + moving)
+    return MemoryModel(base_bytes, (stage,), 0, element, sums, step_copies)
+
+
+def takes_fast_path(model: SuperModel) -> bool:
+    """Whether a base on the meta device would take a GPU's compiled layers there (`fast_path.can_take_fast_path`)."""
+    widths = [width for shape in model.targets().values() for width in shape]
+    return bool(decoder_layers(model)) and model.base.head.weight_VH.dtype != torch.float64 and all(width % 16 == 0 for width in widths)
+
+
+def decoder_layers(model: SuperModel) -> list[nn.Module]:
+    return [layer for child in model.base.decoder.children() if isinstance(child, nn.ModuleList) for layer in child]
+
+
+def _estimate(model: SuperModel, device: torch.device, rank: int) -> tuple[Stage, ...]:
+    """Bytes of a micro-batch on compiled layers, from the linears' widths.
+
+    A layer keeps the output of each linear (of those that end a block, the residual that they are added to), attention's output and
+    log-sum-exp, and each linear's x @ A. Norms and activations are made again in backward. Two stages: head and loss hold a chunk of
+    logits, the hidden states and their gradient; a layer's backward four times its widest x (the activation's product, and the
+    gradients of that and of its factors), and five of its hidden states.
+    """
+    head, config = model.base.head, model.model.config.get_text_config()
+    element, hidden, layers = head.weight_VH.element_size(), head.weight_VH.shape[1], len(decoder_layers(model))
+    shapes = list(model.targets().values())
+    attention = config.num_attention_heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    layer = element * sum(n for _, n in shapes) / layers + element * attention + 4 * config.num_attention_heads
+    shrunk = element * len(shapes) * 2 * rank  # two adapters to a tile: two blocks of x @ A
+    kept = layers * layer + shrunk
+    saved = layer - element * hidden  # a recomputed layer keeps its input
+    backward = element * (4 * max(k for k, _ in shapes) + 5 * hidden)
+    return (
+        Stage(chunk_bytes(head, device) + _fp8_scales(model), kept + 2 * element * hidden, saved),
+        Stage(_fp8_bytes(model), kept + backward, saved),
+    )
+
+
+def _fp8_scales(model: SuperModel) -> int:
+    return sum(4 * m.out_features for m in model.model.modules() if isinstance(m, LoraLinear) and m.scale_N is not None)
+
+
+def _fp8_bytes(model: SuperModel) -> int:
+    """Of linears held in fp8: the scales of their rows, and the transposed weights of one group (gate and up are the widest, two)."""
+    held = [m for m in model.model.modules() if isinstance(m, LoraLinear) and m.scale_N is not None]
+    return _fp8_scales(model) + 2 * max((m.weight.numel() for m in held), default=0)
+
+
+def bytes_in_fp8(model: SuperModel, base_bytes: int) -> int:
+    """What `base_bytes` would be with `base_precision: fp8`: a byte for each weight of a linear, a scale for each row, and the scratch
+    of one group's transposed weights.
+    """
+    plain = [m for m in model.model.modules() if isinstance(m, LoraLinear) and m.scale_N is None]
+    saved = sum(m.weight.numel() * (m.weight.element_size() - 1) - 4 * m.out_features for m in plain)
+    return base_bytes - saved + 2 * max((m.weight.numel() for m in plain), default=0)
 
 
 def _probe_lora(model: SuperModel) -> LoraConfig:

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 
 import torch
 from pydantic import ValidationError
 
+from tlora import durable
 from tlora.adapters.peft import load_params, read_config
 from tlora.adapters.state import AdapterLayout, AdapterState
 from tlora.batching.pack import auto_token_budget
 from tlora.data.prepare import Prepared, PrepareProgress, PrepareRequest, prepare
-from tlora.engine.memory import MemoryModel, measure
+from tlora.engine.memory import MemoryModel, bytes_in_fp8, measure, memory_limit
 from tlora.errors import CapacityError, DataError, ModelError, TloraError
 from tlora.job import JobSpec, RunSpec
+from tlora.jobs_file import explain
+from tlora.supermodel.fp8_linear import has_fp8
 from tlora.supermodel.load import longest_safe_sequence
 from tlora.supermodel.supermodel import SuperModel
 
 _CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is flat (docs/design.md)
+# Llama-3-8B on one H200 (bench/results/h200_memory.json): recomputing all layers takes 43 % longer; a micro-batch costs each layer as much
+# again as 216 tokens (2,048 tokens against 8,192), which in a smaller layer are more.
+_RECOMPUTE_SHARE, _FIXED_WORK = 0.43, 216 * 218e6  # the latter in tokens times weights of a layer
+_MOST_SLOWED = 1.5  # rather than that, jobs take turns
 
 
 @dataclass
@@ -32,20 +39,44 @@ class PlannedJob:
     layout: AdapterLayout | None = None
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    too_large: str | None = None  # that one of the problems which depends on the memory model
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """All jobs, the budget of a micro-batch, and the memory that the run will take."""
+    """All jobs, the budget of a micro-batch, how many layers are recomputed, and the memory that the run will take."""
 
     jobs: tuple[PlannedJob, ...]
     token_budget: int
+    recomputed_layers: int
     memory: MemoryModel
     limit_bytes: int
     longest: int  # tokens of the longest sample of any job
+    fp8_base_bytes: int | None  # of the base, where `base_precision: fp8` is another choice that the device has
+    warnings: tuple[str, ...] = ()  # about what the jobs share
+
+    def total_bytes(self, layouts: list[AdapterLayout]) -> int:
+        return self.memory.total_bytes(layouts, self.token_budget, self.recomputed_layers)
 
     def fits(self, layouts: list[AdapterLayout]) -> bool:
-        return self.memory.total_bytes(layouts, self.token_budget) <= self.limit_bytes
+        return self.total_bytes(layouts) <= self.limit_bytes
+
+    @property
+    def activation_bytes(self) -> int:
+        return self.memory.activation_bytes(self.token_budget, self.recomputed_layers)
+
+    @property
+    def can_run(self) -> list[JobSpec]:
+        """Jobs that nothing but memory keeps from running."""
+        return [job.spec for job in self.jobs if all(problem == job.too_large for problem in job.problems)]
+
+    @property
+    def resident(self) -> list[AdapterLayout]:
+        """Adapters of the first jobs that fit at once: at least one."""
+        layouts = [job.layout for job in self.jobs if job.layout is not None and not job.problems]
+        while len(layouts) > 1 and not self.fits(layouts):
+            layouts.pop()
+        return layouts
 
 
 def pick_device(device: str | None) -> torch.device:
@@ -58,16 +89,19 @@ def pick_device(device: str | None) -> torch.device:
     return torch.device(wanted)
 
 
-def cache_dir() -> Path:
-    """Where tokenized data is kept between runs: $TLORA_CACHE, or tlora under the user's cache directory."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("TLORA_CACHE") or Path(home) / "tlora").expanduser()
-
-
 def plan_run(
-    run: RunSpec, model: SuperModel, base_bytes: int, device: torch.device, limit_bytes: int, on_progress: Callable[[PrepareProgress], None]
+    run: RunSpec,
+    model: SuperModel,
+    base_bytes: int,
+    device: torch.device,
+    on_progress: Callable[[PrepareProgress], None],
+    resume: bool = False,
 ) -> RunPlan:
-    """Tokenize all data and plan every job on `model` (meta device). What is wrong with a job is in its `problems`."""
+    """Tokenize all data and plan every job on `model` (meta device). What is wrong with a job is in its `problems`.
+
+    Call it before the base is loaded: the memory that is free then is the limit. With `resume`, a job that has a checkpoint in the
+    run's directory goes on from that, and the adapter that it once started from may be gone.
+    """
     jobs = tuple(PlannedJob(spec) for spec in run.jobs)
     data = _prepare(run, model.base.vocab_size, on_progress)
     for job in jobs:
@@ -78,55 +112,77 @@ def plan_run(
             job.data = found
             job.warnings += _data_warnings(found)
         try:
-            job.spec, warnings = adopt_adapter_config(job.spec)
-            job.warnings += warnings
+            start = _start_of(job.spec, Path(run.output_dir) if resume else None)
+            if start is not None:
+                job.spec, warnings = adopt_adapter_config(job.spec, start)
+                job.warnings += warnings
             job.layout = model.layout(job.spec)
             job.warnings += _rank_warnings(job.layout)
-            if job.spec.adapter_path:
-                load_params(Path(job.spec.adapter_path), job.layout, torch.float32)
+            if start is not None:
+                load_params(start, job.layout, torch.float32)
         except TloraError as error:
             job.problems.append(str(error))
     for job in jobs:
         job.problems += _length_problems(job, longest_safe_sequence(model.model))
-    memory = measure(model, base_bytes)
-    limit = limit_bytes if run.memory_limit == "auto" else run.memory_limit
+    rank = max((s.rank for job in jobs if job.layout for s in job.layout.shapes), default=1)
+    memory = measure(model, base_bytes, device, rank)
+    limit = memory_limit(device) if run.memory_limit == "auto" else run.memory_limit
     sound = [j for j in jobs if not j.problems]
-    longest = max((int(d.lengths.max()) for j in sound if j.data for d in (j.data.train, j.data.eval) if d is not None), default=1)
-    budget = _token_budget(run, sound, longest, memory, limit, device)
-    plan = RunPlan(jobs, budget, memory, limit, longest)
-    for job in jobs:
+    longest = max((_longest(job.data) for job in sound if job.data), default=1)
+    warnings = _budget_warnings(run, sound, longest) + _recompute_warnings(run, memory)
+    fp8 = bytes_in_fp8(model, base_bytes) if run.base_precision is None and has_fp8(device, model.base.head.weight_VH.dtype) else None
+    return settle(run, RunPlan(jobs, longest, 0, memory, limit, longest, fp8, warnings), memory, device)
+
+
+def settle(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.device) -> RunPlan:
+    """`plan` with budget, recomputed layers and refusals as `memory` has it: what was counted before the load, or measured after it."""
+    for job in plan.jobs:
+        if job.too_large in job.problems:
+            job.problems.remove(job.too_large)
+        job.too_large = None
+    sound = [j for j in plan.jobs if not j.problems]
+    budget, recomputed = _fit(run, sound, plan, memory, device)
+    plan = replace(plan, memory=memory, token_budget=budget, recomputed_layers=recomputed)
+    for job in plan.jobs:
         _check_capacity(job, plan)
     return plan
 
 
 def _prepare(run: RunSpec, vocab_size: int, on_progress: Callable[[PrepareProgress], None]) -> Mapping[str, Prepared | DataError]:
-    requests = [PrepareRequest(job.name, job.data, job.seed, run.base_model, vocab_size, cache_dir(), Path.cwd()) for job in run.jobs]
+    requests = [
+        PrepareRequest(job.name, job.data, job.seed, run.base_model, vocab_size, durable.cache_dir(), Path.cwd()) for job in run.jobs
+    ]
     return prepare(requests, on_progress)
 
 
-def adopt_adapter_config(spec: JobSpec) -> tuple[JobSpec, list[str]]:
-    """A job that starts from an adapter has that adapter's shape, with a warning where the jobs file says otherwise. Raises ModelError."""
+def _start_of(spec: JobSpec, resumed: Path | None) -> Path | None:
+    """The adapter whose shape a job with `adapter_path` has: its own newest checkpoint in the `resumed` run, or else that adapter."""
     if not spec.adapter_path:
-        return spec, []
-    config = read_config(Path(spec.adapter_path))
+        return None
+    return (durable.find_verified(resumed / spec.name) if resumed else None) or Path(spec.adapter_path)
+
+
+def adopt_adapter_config(spec: JobSpec, start: Path) -> tuple[JobSpec, list[str]]:
+    """A job that starts from an adapter has that adapter's shape, with a warning where the jobs file says otherwise. Raises ModelError."""
+    config = read_config(start)
     if isinstance(config.get("target_modules"), str):
-        raise ModelError(f"{spec.adapter_path}: target_modules is the pattern {config['target_modules']!r}. List the layers' names there")
+        raise ModelError(f"{start}: target_modules is the pattern {config['target_modules']!r}. List the layers' names there")
     shape = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
     adopted = {key: config[key] for key in shape if config.get(key) is not None}
     if not isinstance(config.get("target_modules"), list):
-        raise ModelError(f"{spec.adapter_path}: target_modules must be a list of names, and is {config.get('target_modules')!r}")
+        raise ModelError(f"{start}: target_modules must be a list of names, and is {config.get('target_modules')!r}")
     adopted["target_modules"] = sorted(config["target_modules"])
     differ = [key for key in shape if key in spec.model_fields_set and key in adopted and getattr(spec, key) != adopted[key]]
-    warnings = [f"{key} is {adopted[key]}, as in {spec.adapter_path} (the job says {getattr(spec, key)})" for key in differ]
+    warnings = [f"{key} is {adopted[key]}, as in {start} (the job says {getattr(spec, key)})" for key in differ]
     try:
         return JobSpec.model_validate(spec.model_dump() | adopted), warnings
     except ValidationError as error:
-        raise ModelError(f"{spec.adapter_path}: its adapter_config.json cannot be continued: {validation_problems(error)}") from None
+        raise ModelError(f"{start}: its adapter_config.json cannot be continued: {_one_line(explain(error))}") from None
 
 
-def validation_problems(error: ValidationError) -> str:
-    """What pydantic found, on one line."""
-    return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}, and is {str(e['input'])[:80]!r}" for e in error.errors())
+def _one_line(problems: str) -> str:
+    """A job's reason stands in a table: several problems follow each other instead of standing in a list."""
+    return "; ".join(line.strip() for line in problems.splitlines() if not line.endswith("problems:"))
 
 
 def start_state(spec: JobSpec, model: SuperModel, layout: AdapterLayout) -> AdapterState | None:
@@ -152,8 +208,7 @@ def _data_warnings(data: Prepared) -> list[str]:
 
 def _length_problems(job: PlannedJob, longest_allowed: int | None) -> list[str]:
     """Some rotary embeddings stretch with the longest sequence in the batch: past this length a job would change its neighbours."""
-    sets = [d for d in (job.data.train, job.data.eval) if d is not None] if job.data else []
-    longest = max((int(d.lengths.max()) for d in sets), default=0)
+    longest = _longest(job.data) if job.data else 0
     if longest_allowed is None or longest <= longest_allowed:
         return []
     return [
@@ -171,30 +226,133 @@ def _rank_warnings(layout: AdapterLayout) -> list[str]:
     ]
 
 
-def _token_budget(run: RunSpec, jobs: list[PlannedJob], longest: int, memory: MemoryModel, limit: int, device: torch.device) -> int:
-    """What the user set (but the longest sample must fit), or the largest that the jobs can fill, the device gains from and the
-    memory holds.
+def _fit(run: RunSpec, jobs: list[PlannedJob], plan: RunPlan, memory: MemoryModel, device: torch.device) -> tuple[int, int]:
+    """Token budget and recomputed layers: the fastest that hold all jobs at once, if that does not slow them down too much; or else
+    the fastest that hold the largest of the jobs that can be held at all.
+    """
+    budgets, depths = _budgets(run, jobs, plan.longest, device), _depths(run, memory)
+    choices = sorted(product(budgets, depths), key=lambda choice: _token_cost(*choice, memory))
+    layouts = [job.layout for job in jobs if job.layout is not None]
+
+    def fits(which: list[AdapterLayout], choice: tuple[int, int]) -> bool:
+        return memory.total_bytes(which, *choice) <= plan.limit_bytes
+
+    worst = _MOST_SLOWED * _token_cost(*choices[0], memory)
+    together = (choice for choice in choices if _token_cost(*choice, memory) <= worst and fits(layouts, choice))
+    leanest = budgets[-1], depths[-1]
+    largest = max((layout for layout in layouts if fits([layout], leanest)), key=memory.job_bytes, default=None)
+    alone = (choice for choice in choices if largest is not None and fits([largest], choice))
+    return next(together, None) or next(alone, leanest)
+
+
+def _token_cost(budget: int, depth: int, memory: MemoryModel) -> float:
+    """Time per token in micro-batches of `budget` tokens with `depth` layers recomputed; 1 where both are ideal."""
+    fixed = 1 + _FIXED_WORK / max(memory.layer_weights, 1) / budget
+    return fixed * (1 + _RECOMPUTE_SHARE * depth / max(memory.num_layers, 1))
+
+
+def _budgets(run: RunSpec, jobs: list[PlannedJob], longest: int, device: torch.device) -> list[int]:
+    """What the user set (but the longest sample must fit), or the largest that the jobs can fill and the device gains from, and
+    halves of it.
     """
     if run.token_budget != "auto":
-        return max(run.token_budget, longest)
+        return [max(run.token_budget, longest)]
     offered = [float(j.data.train.lengths.mean()) * min(j.spec.batch_size, len(j.data.train)) for j in jobs if j.data]
-    budget = auto_token_budget(longest, offered, _GPU_BUDGET_CAP if device.type == "cuda" else _CPU_BUDGET_CAP)
-    smallest = min((memory.job_bytes(j.layout) for j in jobs if j.layout), default=0)
-    while budget // 2 >= longest and memory.base_bytes + smallest + memory.activation_bytes(budget) > limit:
-        budget //= 2
-    return budget
+    budgets = [auto_token_budget(longest, offered, _GPU_BUDGET_CAP if device.type == "cuda" else _CPU_BUDGET_CAP)]
+    while budgets[-1] // 2 >= longest:
+        budgets.append(budgets[-1] // 2)
+    return budgets
+
+
+def _depths(run: RunSpec, memory: MemoryModel) -> Sequence[int]:
+    """Numbers of recomputed layers to choose from, the fewest first."""
+    if run.recompute == "auto":
+        return range(memory.most_recomputed + 1)
+    wanted = {"none": 0, "all": memory.num_layers}.get(run.recompute, run.recompute) if isinstance(run.recompute, str) else run.recompute
+    return [min(int(wanted), memory.num_layers)]
+
+
+def _recompute_warnings(run: RunSpec, memory: MemoryModel) -> tuple[str, ...]:
+    if run.recompute in ("auto", "none", 0) or (run.recompute == "all" and memory.num_layers):
+        return ()
+    if not memory.num_layers:
+        return (f"recompute {run.recompute} has no effect here: only a GPU's compiled layers can be recomputed",)
+    if isinstance(run.recompute, int) and run.recompute > memory.num_layers:
+        return (f"recompute {run.recompute} is {memory.num_layers}: the base has no more layers",)
+    return ()
+
+
+def _budget_warnings(run: RunSpec, jobs: list[PlannedJob], longest: int) -> tuple[str, ...]:
+    if run.token_budget == "auto" or run.token_budget >= longest:
+        return ()
+    who = next(job.spec.name for job in jobs if job.data and _longest(job.data) == longest)
+    return (
+        f"token_budget {run.token_budget} is raised to {longest}: {who} has a sample of so many tokens, and a sample is never split. "
+        "Lower its max_length to keep the budget",
+    )
+
+
+def _longest(data: Prepared) -> int:
+    """Tokens of the longest sample that is trained or evaluated on."""
+    return max(int(found.lengths.max()) for found in (data.train, data.eval) if found is not None)
 
 
 def _check_capacity(job: PlannedJob, plan: RunPlan) -> None:
     if job.layout is None or plan.fits([job.layout]):
         return
-    need = plan.memory.total_bytes([job.layout], plan.token_budget)
+    others = _what_would_fit(job.layout, plan)
+    instead = f"Would fit: {'; '.join(others)}. Or lower r" if others else "Lower max_length, token_budget or r"
+    recomputed = f" with {plan.recomputed_layers} of {plan.memory.num_layers} layers recomputed" if plan.memory.num_layers else ""
     error = CapacityError(
-        f"job {job.spec.name!r} needs {gib(need)} (base {gib(plan.memory.base_bytes)}, adapter {gib(plan.memory.job_bytes(job.layout))}, "
-        f"activations of {plan.token_budget} tokens {gib(plan.memory.activation_bytes(plan.token_budget))}), and the limit is "
-        f"{gib(plan.limit_bytes)}. Lower max_length, token_budget or r, or raise memory_limit"
+        f"job {job.spec.name!r} needs {gib(plan.total_bytes([job.layout]))} (base {gib(plan.memory.base_bytes)}, "
+        f"adapter {gib(plan.memory.job_bytes(job.layout))}, activations of {plan.token_budget} tokens{recomputed} "
+        f"{gib(plan.activation_bytes)}), and the limit is {gib(plan.limit_bytes)}. {instead}, or raise memory_limit"
     )
-    job.problems.append(str(error))
+    job.too_large = str(error)
+    job.problems.append(job.too_large)
+
+
+def _what_would_fit(layout: AdapterLayout, plan: RunPlan) -> list[str]:
+    """Settings under which a job of `layout` fits by itself, each with what it would need then: the mildest of each kind."""
+    memory, found = plan.memory, list[str]()
+
+    def offer(settings: str, choice: MemoryModel, budget: int, depth: int) -> bool:
+        need = choice.total_bytes([layout], budget, depth)
+        if need <= plan.limit_bytes:
+            found.append(f"{settings} (needs {gib(need)})")
+        return need <= plan.limit_bytes
+
+    def smaller(settings: str, choice: MemoryModel, depth: int) -> bool:
+        tokens = choice.most_tokens(layout, depth, plan.limit_bytes) // 64 * 64
+        lengths = f"max_length: {tokens}, " if tokens < plan.longest else ""
+        return 0 < tokens < plan.token_budget and offer(f"{settings}{lengths}token_budget: {tokens}", choice, tokens, depth)
+
+    all_layers = memory.num_layers if plan.recomputed_layers < memory.most_recomputed else plan.recomputed_layers
+    deeper = all_layers > plan.recomputed_layers
+    if deeper and not offer("recompute: all", memory, plan.token_budget, all_layers):
+        smaller("recompute: all, ", memory, all_layers)
+    smaller("", memory, plan.recomputed_layers)
+    if plan.fp8_base_bytes is not None:
+        in_fp8 = replace(memory, base_bytes=plan.fp8_base_bytes)
+        fp8 = "base_precision: fp8"
+        if not offer(fp8, in_fp8, plan.token_budget, plan.recomputed_layers) and not (
+            deeper and offer(f"{fp8}, recompute: all", in_fp8, plan.token_budget, all_layers)
+        ):
+            smaller(f"{fp8}, ", in_fp8, all_layers)
+    return found
+
+
+def check_base_fits(plan: RunPlan) -> None:
+    """Raises CapacityError for a base that cannot even be loaded."""
+    memory = plan.memory
+    if memory.base_bytes <= plan.limit_bytes:
+        return
+    fp8 = plan.fp8_base_bytes
+    instead = f"With base_precision: fp8 it has {gib(fp8)}. " if fp8 is not None and fp8 < plan.limit_bytes else ""
+    raise CapacityError(
+        f"the base model has {gib(memory.base_bytes)}, and the limit is {gib(plan.limit_bytes)}. {instead}"
+        "Take a smaller base, or raise memory_limit"
+    )
 
 
 def gib(count: float) -> str:
@@ -202,5 +360,12 @@ def gib(count: float) -> str:
 
 
 def describe_plan(plan: RunPlan) -> str:
-    budget = f"token budget {plan.token_budget} (the longest sample has {plan.longest})"
-    return f"{budget}, memory limit {gib(plan.limit_bytes)}, base {gib(plan.memory.base_bytes)}"
+    """What the run takes, in a line."""
+    memory, resident = plan.memory, plan.resident
+    layers = f", {plan.recomputed_layers} of {memory.num_layers} layers recomputed" if memory.num_layers else ""
+    adapters = sum(memory.job_bytes(layout) for layout in resident)
+    return (
+        f"token budget {plan.token_budget} (the longest sample has {plan.longest}){layers}; memory limit {gib(plan.limit_bytes)}, "
+        f"predicted peak {gib(plan.total_bytes(resident))}: base {gib(memory.base_bytes)}, {len(resident)} adapters at once "
+        f"{gib(adapters)}, activations {gib(plan.activation_bytes)} ({'measured' if memory.measured else 'counted'})"
+    )

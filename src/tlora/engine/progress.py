@@ -29,7 +29,9 @@ class JobProgress:
 
 @dataclass(frozen=True)
 class RunProgress:
-    """The whole run. `padding` is padded over computed tokens since the start; `stage` says what happens before training."""
+    """The whole run. `padding` is padded over computed tokens since the start, tails (`traffic.py`) left out; `stage` says what happens
+    before training.
+    """
 
     seconds: float
     jobs: tuple[JobProgress, ...]

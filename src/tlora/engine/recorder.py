@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,9 +14,8 @@ from tlora.adapters.state import AdapterState
 from tlora.engine import checkpoint
 from tlora.engine.job_run import JobRun
 from tlora.engine.metrics import RowWriter, Tracker, finite
+from tlora.engine.reserve import Reserve
 from tlora.errors import CheckpointError
-
-Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -44,13 +43,23 @@ class JobResult:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-class Recorder:
-    """Writes for one job. `clock` gives seconds since the start of the run; `note` is told what a person should know."""
+@dataclass(frozen=True)
+class RunContext:
+    """What the recorders of a run share. `clock` gives seconds since its start; `note` is told what a person should know."""
 
-    def __init__(self, run: JobRun, base_model: str, tracker: Tracker, clock: Clock, note: Callable[[str], None]) -> None:
-        self._run, self._base_model, self._tracker, self._clock, self._note = run, base_model, tracker, clock, note
-        self._rows = RowWriter(run.directory / "metrics.jsonl", note)
-        self._started = self._row_time = clock()
+    base_model: str
+    clock: Callable[[], float]
+    note: Callable[[str], None]
+    reserve: Reserve
+
+
+class Recorder:
+    """Writes for one job. `settings`: its values of the fields that a sweep varies, for its result."""
+
+    def __init__(self, run: JobRun, context: RunContext, tracker: Tracker, settings: Mapping[str, Any]) -> None:
+        self._run, self._context, self._tracker, self._settings = run, context, tracker, settings
+        self._rows = RowWriter(run.directory / "metrics.jsonl", context.note)
+        self._started = self._row_time = context.clock()
         self._row_tokens = run.progress.num_tokens
         self._seconds_before = run.progress.seconds
         self._saved_step = run.progress.step if run.progress.step else -1
@@ -60,7 +69,7 @@ class Recorder:
 
     @property
     def seconds(self) -> float:
-        return self._seconds_before + self._clock() - self._started
+        return self._seconds_before + self._context.clock() - self._started
 
     def stepped(self, stats: StepStats) -> None:
         """A row for every `logging_steps` optimizer steps; its loss is the mean over them."""
@@ -71,7 +80,7 @@ class Recorder:
 
     def _log_steps(self, stats: StepStats) -> None:
         run, p = self._run, self._run.progress
-        now, tokens = self._clock(), p.num_tokens - self._row_tokens
+        now, tokens = self._context.clock(), p.num_tokens - self._row_tokens
         self._write(
             {
                 "step": p.step,
@@ -91,32 +100,52 @@ class Recorder:
         run = self._run
         tokens = int(run.evaluation.lengths.sum()) if run.evaluation is not None else 0
         row = {"step": run.progress.step, "epoch": round(run.epoch, 6), "eval_loss": loss, "eval_num_tokens": tokens}
-        self._write({**row, "seconds": self._clock()})
+        self._write({**row, "seconds": self._context.clock()})
 
     def _write(self, row: dict[str, Any]) -> None:
         self._rows.write(row)
         self._tracker.log(row)
 
     def save_if_due(self, state: AdapterState) -> None:
-        """At `save_steps`, and where `load_best_model_at_end` must be able to come back to. A failure costs a note, not the job."""
+        """At `save_steps`, and where `load_best_model_at_end` must be able to come back to. A failure costs a note, not the job: the next
+        one that is due makes up for it, except for the best, which never comes again.
+        """
         run, p = self._run, self._run.progress
         best_here = run.spec.load_best_model_at_end and p.best_step == p.step
         if (best_here or (p.step > 0 and run.due(run.spec.save_steps))) and self._saved_step != p.step:
             try:
-                self.save(state)
+                self.save(state, last=best_here)
             except CheckpointError as error:
-                self._note(f"{run.spec.name}: checkpoint at step {p.step} failed, the job goes on without it: {error}")
+                if durable.is_full(error):
+                    self._context.reserve.full(error)
+                else:
+                    self._context.note(f"{run.spec.name}: checkpoint at step {p.step} failed, the job goes on without it: {error}")
 
-    def save(self, state: AdapterState) -> Path:
-        """`checkpoint-<step>` of the present state, durable before older ones go. Raises CheckpointError."""
+    def save(self, state: AdapterState, *, last: bool = True) -> Path:
+        """`checkpoint-<step>` of the present state, durable before older ones go. Raises CheckpointError.
+
+        `last`: no later save makes up for this one, so on a full disk it gets the room that is kept for it.
+        """
         run, p = self._run, self._run.progress
         p.seconds = self.seconds
         directory = run.directory / f"checkpoint-{p.step}"
-        checkpoint.save(directory, state, p, run.spec, self._base_model)
+        needed = checkpoint.checkpoint_bytes(state.layout, state.params.element_size()) if last else 0
+        self._write_durably(lambda: checkpoint.save(directory, state, p, run.spec, self._context.base_model), needed)
+        self._context.reserve.saved()
         self._saved_step = p.step
         protect = {f"checkpoint-{p.best_step}"} if run.spec.load_best_model_at_end else set[str]()
         durable.prune(run.directory, run.spec.save_total_limit, protect)
         return directory
+
+    def _write_durably(self, write: Callable[[], None], needed_bytes: int) -> None:
+        """`write`, on a full disk once more with `needed_bytes` of the reserve. Raises CheckpointError."""
+        try:
+            write()
+        except CheckpointError as error:
+            if not (durable.is_full(error) and needed_bytes and self._context.reserve.release(self._run.spec.name, needed_bytes)):
+                raise
+            self._context.note(f"{self._run.spec.name}: the disk is full; what it must keep goes where room was kept for it")
+            write()
 
     def finish(self, state: AdapterState) -> JobResult:
         """Last checkpoint, then the adapter of the last (or best) one as the result. Raises CheckpointError."""
@@ -136,11 +165,11 @@ class Recorder:
                 f"{chosen}: the checkpoint of the best evaluation is gone, or could not be written. "
                 f"checkpoint-{p.step} holds the last step; take it, or train again"
             )
-        checkpoint.export(chosen, run.directory)
+        self._write_durably(lambda: checkpoint.export(chosen, run.directory), checkpoint.export_bytes(chosen))
         return self.result("done")
 
     def result(self, status: Literal["done", "failed", "stopped"], reason: str = "") -> JobResult:
-        """Write `result.json` and close the trackers."""
+        """Write `result.json`, close the trackers and give back what was kept for this job on the disk."""
         run, p = self._run, self._run.progress
         best = run.spec.load_best_model_at_end
         result = JobResult(
@@ -160,8 +189,10 @@ class Recorder:
             seconds=self.seconds,
             path=str(run.directory),
             sweep_of=run.spec.sweep_of,
+            settings=dict(self._settings),
         )
-        write_result(run.directory, result, self._note)
+        self._context.reserve.ended(run.spec.name)
+        write_result(run.directory, result, self._context.note)
         self._tracker.close()
         return result
 

@@ -39,10 +39,10 @@ def check_run_directory(run: RunSpec, resume: bool, overwrite: bool) -> None:
     if not resume and not overwrite:
         remedy = "Continue it with --resume, replace it with --overwrite, or choose another"
         raise ConfigError(f"output_dir {directory} holds an earlier run. {remedy}")
-    before = _read_run_file(earlier)
-    shared = [key for key in ("base_model", "dtype", "deterministic") if before[key] != json.loads(run.model_dump_json())[key]]
+    before, now = _read_run_file(earlier), json.loads(run.model_dump_json())
+    shared = [key for key in ("base_model", "dtype", "base_precision", "deterministic") if before.get(key) != now[key]]
     if resume and shared:
-        _refuse_other_run([f"{key} was {before[key]!r} and is {getattr(run, key)!r}" for key in shared])
+        _refuse_other_run([f"{key} was {before.get(key)!r} and is {getattr(run, key)!r}" for key in shared])
     for job in run.jobs if overwrite and not resume else ():
         if job.adapter_path and directory.resolve() in Path(job.adapter_path).resolve().parents:
             raise ConfigError(f"job {job.name!r} starts from {job.adapter_path}, which --overwrite would delete. Choose another output_dir")
@@ -95,6 +95,24 @@ def _take_up(directory: Path, run: RunSpec, resume: bool) -> None:
         write_job_file(directory / job.name, job)
 
 
+def check_tiles(run: RunSpec, tiles: str | None) -> str | None:
+    """What to say of a resume whose GPU kernels have other tiles (digest `tiles`) than before: roundings, and no more, follow from them.
+
+    None where they are the same, or one of the two ran without the kernels. Raises ConfigError where bits are promised (`deterministic`).
+    """
+    before = _tiles_before(Path(run.output_dir) / "run.json")
+    if None in (before, tiles) or before == tiles:
+        return None
+    if run.deterministic:
+        what = f"tiles {before} of the GPU kernels, which are {tiles} by now (`tlora tune`, another version, another GPU)"
+        raise ConfigError(f"resume: this deterministic run began with {what}. Put the earlier table back, or use a new output_dir")
+    return f"the GPU kernels' tiles were {before} and are {tiles} by now: from here on results differ by rounding"
+
+
+def _tiles_before(path: Path) -> str | None:
+    return json.loads(path.read_text(encoding="utf-8")).get("tiles") if path.is_file() else None
+
+
 def _read_run_file(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -105,11 +123,14 @@ def _read_run_file(path: Path) -> dict[str, Any]:
 
 
 def _check_same_jobs(directory: Path, jobs: Sequence[JobSpec]) -> None:
-    """A resumed job must be the same order, or its adapter would be nobody's. New jobs may be added, others left out for now."""
+    """A resumed job must be the same order, or its adapter would be nobody's. New jobs may be added, others left out for now.
+
+    A job without a checkpoint starts anew: what an earlier run wrote of its order binds nobody (its start may have been missing then).
+    """
     changed: list[str] = []
     for job in jobs:
         path = directory / job.name / "job.json"
-        if path.is_file():
+        if path.is_file() and any(path.parent.glob("checkpoint-*")):
             old, now = json.loads(path.read_text(encoding="utf-8")), json.loads(job.model_dump_json())
             differ = [key for key in now if key not in _FREE_TO_CHANGE and old.get(key) != now[key]]
             changed += [f"{job.name}: {key} was {old.get(key)!r} and is {now[key]!r}" for key in differ]
@@ -135,6 +156,8 @@ def write_run_file(directory: Path, run: RunSpec, facts: dict[str, Any], forget:
     content = json.loads(run.model_dump_json()) | {"versions": versions} | facts
     if not forget and path.is_file():
         names = {job.name for job in run.jobs}
+        if tiles := _tiles_before(path):
+            content.setdefault("tiles", tiles)  # a kill before they are known again must not forget them
         content["jobs"] += [job for job in _read_run_file(path)["jobs"] if job["name"] not in names]
     durable.write_file(path, json.dumps(content, indent=1) + "\n")
 

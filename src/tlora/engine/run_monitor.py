@@ -5,17 +5,32 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tlora.batching.pack import MicroBatch
 from tlora.data.prepare import PrepareProgress
-from tlora.engine.engine import Engine, Traffic
+from tlora.engine.engine import Engine
 from tlora.engine.job_run import JobRun
 from tlora.engine.metrics import RowWriter
 from tlora.engine.progress import JobProgress, JobStatus, RunProgress, Watcher
+from tlora.engine.traffic import Packing, Traffic
 
 _SHOW_SECONDS, _ROW_SECONDS, _WINDOW_SECONDS = 0.25, 1.0, 10.0
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """When somebody looks, and tokens per second of each job over the window before."""
+
+    seconds: float
+    rates: Mapping[str, float]
+
+    @property
+    def rate(self) -> float:
+        return sum(self.rates.values())
 
 
 class RunMonitor:
@@ -28,7 +43,7 @@ class RunMonitor:
         self._runs: dict[str, JobRun] = {}
         self._first_step: dict[str, tuple[int, float]] = {}
         self._history: deque[tuple[float, dict[str, int]]] = deque([(self.seconds(), {})])
-        self._row_before: tuple[float, Traffic] = (self.seconds(), Traffic({}))
+        self._row_before: tuple[float, Traffic] = (self.seconds(), Traffic())
         self._shown = 0.0
 
     def seconds(self) -> float:
@@ -61,45 +76,38 @@ class RunMonitor:
             self._watcher.progress(self._progress(engine, waiting, now))
 
     def close(self, engine: Engine) -> None:
-        """The last row, and the last look."""
-        self._write_row(engine.traffic, self.seconds())
+        """The last row, the last look, and how well the budget was used."""
+        traffic = engine.traffic
+        self._write_row(traffic, self.seconds())
         self._watcher.progress(self._progress(engine, [], self.seconds()))
+        if traffic.computed:
+            self.note(f"packing: {traffic.full}; tail, with less than a token budget on offer: {traffic.tail}")
 
     def _write_row(self, traffic: Traffic, now: float) -> None:
         then, before = self._row_before
         jobs = {name: tokens - before.tokens.get(name, 0) for name, tokens in traffic.tokens.items()}
         jobs = {name: tokens for name, tokens in jobs.items() if tokens}
-        tokens, computed, offered = sum(jobs.values()), traffic.computed - before.computed, traffic.offered - before.offered
-        if computed:
-            row = {
-                "seconds": now,
-                "tokens_per_second": tokens / max(now - then, 1e-9),
-                "padding": 1 - tokens / computed,
-                "fill": tokens / offered,
-                "micro_batches": traffic.micro_batches - before.micro_batches,
-                "jobs": jobs,
-            }
-            self._rows.write(row)
-        self._row_before = (now, Traffic(dict(traffic.tokens), traffic.computed, traffic.offered, traffic.micro_batches))
+        if traffic.computed > before.computed:
+            row = {"seconds": now, "tokens_per_second": sum(jobs.values()) / max(now - then, 1e-9)}
+            row |= _packing_row(traffic.full - before.full) | _packing_row(traffic.tail - before.tail, "tail_")
+            self._rows.write(row | {"jobs": jobs})
+        self._row_before = (now, traffic.copy())
 
     def _progress(self, engine: Engine, waiting: Sequence[str], now: float) -> RunProgress:
         then, before = self._history[0]
-        rates = {n: (t - before.get(n, 0)) / max(now - then, 1e-9) for n, t in engine.traffic.tokens.items()}
-        total = sum(rates.values())
-        jobs = tuple(self._job(name, engine, waiting, rates.get(name, 0.0), total, now) for name in self._names)
-        computed = engine.traffic.computed
-        padding = 1 - sum(engine.traffic.tokens.values()) / computed if computed else 0.0
-        return RunProgress(now, jobs, total, padding)
+        moment = _Moment(now, {n: (t - before.get(n, 0)) / max(now - then, 1e-9) for n, t in engine.traffic.tokens.items()})
+        jobs = tuple(self._job(name, engine, waiting, moment) for name in self._names)
+        return RunProgress(now, jobs, moment.rate, engine.traffic.full.padding or 0.0)
 
-    def _job(self, name: str, engine: Engine, waiting: Sequence[str], rate: float, total: float, now: float) -> JobProgress:
+    def _job(self, name: str, engine: Engine, waiting: Sequence[str], moment: _Moment) -> JobProgress:
         result, run = engine.results.get(name), self._runs.get(name)
         if run is None:
             status: JobStatus = "queued" if name in waiting else result.status if result else "preparing"
             return JobProgress(name, status, self._ranks[name], reason=result.reason if result else "")
         p = run.progress
         step0, then = self._first_step[name]
-        pace = (now - then) / (p.step - step0) if p.step > step0 else None
-        running = name in engine.runs
+        pace = (moment.seconds - then) / (p.step - step0) if p.step > step0 else None
+        running, rate = name in engine.runs, moment.rates.get(name, 0.0)
         return JobProgress(
             name=name,
             status=result.status if result else "evaluating" if run.evaluating else "training",
@@ -110,10 +118,17 @@ class RunMonitor:
             eval_loss=p.eval_last,
             num_tokens=p.num_tokens,
             tokens_per_second=rate if running else 0.0,
-            share=rate / total if running and total else 0.0,
+            share=rate / moment.rate if running and moment.rate else 0.0,
             eta_seconds=pace * (run.total_steps - p.step) if running and pace else None,
             reason=result.reason if result else "",
         )
+
+
+def _packing_row(packing: Packing, prefix: str = "") -> dict[str, Any]:
+    tokens, computed, offered, micro_batches = packing.counts
+    row = {"padding": packing.padding, "fill": packing.fill, "micro_batches": micro_batches}
+    row |= {"tokens": tokens, "computed": computed, "offered": offered}
+    return {prefix + key: value for key, value in row.items()}
 
 
 def _last_second(path: Path) -> float:

@@ -6,9 +6,8 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,19 @@ from tlora.adapters.state import AdapterLayout
 from tlora.engine import checkpoint
 from tlora.engine.engine import Engine
 from tlora.engine.job_run import JobRun
-from tlora.engine.memory import memory_limit
+from tlora.engine.memory_probe import DeviceMeter, probe, probe_key, remember
 from tlora.engine.metrics import Tracker, check_trackers
-from tlora.engine.plan import PlannedJob, RunPlan, describe_plan, pick_device, plan_run, start_state, validation_problems
+from tlora.engine.plan import PlannedJob, RunPlan, check_base_fits, describe_plan, pick_device, plan_run, settle, start_state
 from tlora.engine.progress import Watcher
-from tlora.engine.recorder import JobResult, Recorder, write_result
-from tlora.engine.run_directory import check_run_directory, find_checkpoint, hold_run_directory, write_run_file
+from tlora.engine.recorder import JobResult, Recorder, RunContext, write_result
+from tlora.engine.reserve import Reserve
+from tlora.engine.run_directory import check_run_directory, check_tiles, find_checkpoint, hold_run_directory, write_run_file
 from tlora.engine.run_monitor import RunMonitor
 from tlora.errors import CheckpointError, ConfigError, DataError, TloraError
 from tlora.job import JobSpec, RunSpec
-from tlora.jobs_file import read_jobs_file
+from tlora.jobs_file import explain, read_jobs_file
 from tlora.report.run_page import write_report
+from tlora.supermodel.fp8_linear import check_fp8
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 
@@ -70,30 +71,41 @@ def train(
     check_trackers(list(run.report_to))
     check_run_directory(run, resume, overwrite)
     place = pick_device(device)
-    limit = memory_limit(place)
-    base = outline(run.base_model, run.dtype)
+    base = outline(run.base_model, run.dtype, run.base_precision)
+    if run.base_precision == "fp8":
+        check_fp8(place, base.head.weight_VH.dtype)
     sizes = [(p.numel(), p.element_size()) for p in base.model.parameters()]
     monitor = RunMonitor(Path(run.output_dir), {job.name: job.r for job in run.jobs}, watcher, resume)
-    plan = plan_run(run, SuperModel(base), sum(n * size for n, size in sizes), place, limit, monitor.preparing)
+    plan = plan_run(run, SuperModel(base), sum(n * size for n, size in sizes), place, monitor.preparing, resume)
+    check_base_fits(plan)
     monitor.stage(f"loading {run.base_model}")
-    model = SuperModel.from_pretrained(run.base_model, run.dtype, str(place), run.deterministic)
-    watcher.note(describe_plan(plan))
+    model = SuperModel.from_pretrained(run.base_model, run.dtype, str(place), run.deterministic, run.base_precision)
+    if resume and (changed := check_tiles(run, model.tiles)):
+        watcher.note(changed)
+    monitor.stage("measuring memory")
+    plan = _measure_memory(run, plan, model, watcher.note)
+    model.recomputed_layers = min(plan.recomputed_layers, model.num_layers)
+    for line in (*plan.warnings, describe_plan(plan)):
+        watcher.note(line)
     engine = Engine(model, plan.token_budget, watcher.note, plan.longest)
     facts = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": _device_name(place),
         "token_budget": plan.token_budget,
+        "recomputed_layers": plan.recomputed_layers,
         "base_parameters": sum(n for n, _ in sizes),
-    }
+    } | ({"tiles": model.tiles} if model.tiles else {})
     run = run.model_copy(update={"jobs": [job.spec for job in plan.jobs]})  # those that start from an adapter have its shape by now
     with hold_run_directory(run, resume, overwrite) as directory, _signals() as received:
         write_run_file(directory, run, facts | {"status": "running"})
-        session = _Session(run, plan, engine, directory, monitor, resume)
+        session = _Session(run, plan, engine, monitor, resume)
         try:
             session.go_on(received)
         except BaseException:
             write_run_file(directory, run, facts | {"status": "failed"})
             raise
+        finally:
+            session.close()
         results = session.results(received)
         try:
             write_run_file(directory, run, facts | {"status": results.status})
@@ -101,6 +113,20 @@ def train(
         except (OSError, TloraError) as error:  # a full disk: the results are worth more than their page
             watcher.note(str(error))
     return results
+
+
+def _measure_memory(run: RunSpec, plan: RunPlan, model: SuperModel, note: Callable[[str], None]) -> RunPlan:
+    """On a GPU, the plan by what this device takes for this base; elsewhere, and where that cannot be measured, `plan` itself."""
+    if model.device.type != "cuda" or not model.num_layers or not plan.can_run:
+        return plan
+    found = probe(model, plan.can_run, plan.memory, DeviceMeter(model.device))
+    if found is None:
+        note("memory could not be measured, there is too little of it: the plan goes by the estimate")
+        return plan
+    torch.cuda.empty_cache()  # blocks of the probe's sizes are of no use to the run
+    remember(probe_key(model, plan.can_run, run.deterministic, model.device), found.memory)
+    note(f"memory measured and layers compiled in {found.seconds:.0f} s; peaks lie within {found.error_share:.1%} of the model")
+    return settle(run, plan, found.memory, model.device)
 
 
 def resolve_run(jobs: Jobs, settings: dict[str, Any]) -> RunSpec:
@@ -113,17 +139,20 @@ def resolve_run(jobs: Jobs, settings: dict[str, Any]) -> RunSpec:
     try:
         return RunSpec.model_validate(given | settings)
     except ValidationError as error:
-        raise ConfigError(validation_problems(error)) from None
+        raise ConfigError(explain(error)) from None
 
 
 class _Session:
     """One run of `train`: the jobs that wait, the engine, and what is reported while it goes on."""
 
-    def __init__(self, run: RunSpec, plan: RunPlan, engine: Engine, directory: Path, monitor: RunMonitor, resume: bool) -> None:
-        self._run, self._plan, self._engine, self._directory = run, plan, engine, directory
+    def __init__(self, run: RunSpec, plan: RunPlan, engine: Engine, monitor: RunMonitor, resume: bool) -> None:
+        self._run, self._plan, self._engine, self._directory = run, plan, engine, Path(run.output_dir)
         self._monitor, self._resume = monitor, resume
         self._waiting = list(plan.jobs)
         self._layouts: dict[str, AdapterLayout] = {}
+        self._settings = {spec.name: _swept(spec, run.jobs) for spec in run.jobs}
+        self._reserve = Reserve(self._directory, _last_saves(plan), monitor.note)
+        self._context = RunContext(run.base_model, monitor.seconds, monitor.note, self._reserve)
 
     def go_on(self, received: list[int]) -> None:
         """Until all jobs have ended or a signal has come."""
@@ -160,10 +189,11 @@ class _Session:
         directory = self._directory / name
         run = JobRun(job.spec, directory, job.data.train, job.data.eval)
         try:
-            state = start_state(job.spec, self._engine.model, job.layout)
+            model = self._engine.model
             found = find_checkpoint(directory, self._monitor.note) if self._resume else None
-            if found is not None:
-                model = self._engine.model
+            if found is None:
+                state = start_state(job.spec, model, job.layout)
+            else:
                 state, run.progress = checkpoint.load(found, job.layout, model.bank.sum_dtype, model.device)
                 _check_same_data(run, found)
                 self._monitor.note(f"{name}: goes on from {found}")
@@ -171,7 +201,7 @@ class _Session:
             self._refuse(job, str(error))
             return
         tracker = Tracker(self._run, job.spec, directory, self._monitor.note)
-        recorder = Recorder(run, self._run.base_model, tracker, self._monitor.seconds, self._monitor.note)
+        recorder = Recorder(run, self._context, tracker, self._settings[name])
         self._layouts[name] = job.layout
         self._monitor.track(run)
         if not run.progress.finished:
@@ -180,30 +210,51 @@ class _Session:
         try:
             self._engine.results[name] = recorder.hand_over()
         except CheckpointError as error:
-            self._refuse(job, str(error))
+            self._engine.results[name] = recorder.result("failed", str(error))
+            self._monitor.note(f"{name} failed: {error}")
 
     def _refuse(self, job: PlannedJob, reason: str) -> None:
-        result = JobResult(job.spec.name, "failed", reason, job.spec.r, path=str(self._directory / job.spec.name))
-        self._engine.results[job.spec.name] = result
-        write_result(self._directory / job.spec.name, result, self._monitor.note)
-        self._monitor.note(f"{job.spec.name} failed: {reason}")
+        spec = job.spec
+        path, settings = str(self._directory / spec.name), self._settings[spec.name]
+        result = JobResult(spec.name, "failed", reason, spec.r, path=path, sweep_of=spec.sweep_of, settings=settings)
+        self._reserve.ended(spec.name)
+        self._engine.results[spec.name] = result
+        write_result(self._directory / spec.name, result, self._monitor.note)
+        self._monitor.note(f"{spec.name} failed: {reason}")
+
+    def close(self) -> None:
+        """Nothing more will be saved: what was kept for that on the disk is free."""
+        self._reserve.close()
 
     def results(self, received: list[int]) -> Results:
         """In the order of the file; what never started is "stopped"."""
         results = Results()
         for spec in self._run.jobs:
-            ended = self._engine.results.get(spec.name) or self._untouched(spec)
-            results[spec.name] = replace(ended, settings=_swept(spec, self._run.jobs))
-            write_result(self._directory / spec.name, results[spec.name], self._monitor.note)
+            results[spec.name] = self._engine.results.get(spec.name) or self._untouched(spec)
         results.signal_number = received[0] if received else None
         return results
 
     def _untouched(self, spec: JobSpec) -> JobResult:
         """A job whose turn did not come: as an earlier run left it, or interrupted before it began."""
+        directory = self._directory / spec.name
         try:
-            return JobResult(**json.loads((self._directory / spec.name / "result.json").read_text(encoding="utf-8")))
+            return JobResult(**json.loads((directory / "result.json").read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
-            return JobResult(spec.name, "stopped", "interrupted before it began", spec.r)
+            settings = self._settings[spec.name]
+            result = JobResult(spec.name, "stopped", "interrupted before it began", spec.r, sweep_of=spec.sweep_of, settings=settings)
+            write_result(directory, result, self._monitor.note)
+            return result
+
+
+def _last_saves(plan: RunPlan) -> dict[str, int]:
+    """What each job writes at its end, in bytes: its last checkpoint (and its best, where that is what it hands over) and its adapter."""
+    element = plan.memory.sum_bytes
+    return {
+        job.spec.name: checkpoint.adapter_bytes(job.layout, element)
+        + (2 if job.spec.load_best_model_at_end else 1) * checkpoint.checkpoint_bytes(job.layout, element)
+        for job in plan.jobs
+        if job.layout is not None and not job.problems
+    }
 
 
 def _check_same_data(run: JobRun, found: Path) -> None:

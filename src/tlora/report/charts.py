@@ -20,6 +20,7 @@ from tlora.report.wording import job_colours, shorten, time_unit
 _POINTS_PER_SERIES = 2000
 _POINTS_PER_CHART = 48_000  # over all jobs: what a browser still draws without a pause
 _SHARE_COLUMNS = 120  # rows of a second are noise in a stacked area; a column is at least a few micro-batches
+_TAIL_COLOUR = "#8a929c"
 _MARKERS_UP_TO = 40  # points: short series get markers, and a single point is invisible without one
 
 Trace = dict[str, Any]
@@ -223,13 +224,18 @@ def _tokens_in(rows: Sequence[Row], span: range, name: str) -> float:
 def _packing(run: RunView) -> Chart:
     fill = _over_time(run, "fill", 100.0, {"line": {"color": "#10a37f"}, "yaxis": "y"})
     padding = _over_time(run, "padding", 100.0, {"line": {"color": "#ef6c3e"}, "yaxis": "y2"})
+    tails = [("tail_fill", "y"), ("tail_padding", "y2")]
+    tail = [trace for key, axis in tails for trace in _over_time(run, key, 100.0, {"line": {"color": _TAIL_COLOUR}, "yaxis": axis})]
     layout = {
         "xaxis": _time_axis(run) | {"anchor": "y2"},
         "yaxis": {"title": {"text": "fill (%)"}, "domain": [0.56, 1]},
         "yaxis2": {"title": {"text": "padding (%)"}, "domain": [0, 0.44], "rangemode": "tozero"},
     }
-    note = "Fill: tokens over the micro-batch budget. Padding: padded over computed tokens."
-    return Chart("Fill and padding", {"data": [*fill, *padding], "layout": layout}, note, wide=len(run.jobs) == 1)
+    note = (
+        "Fill: tokens over the micro-batch budget. Padding: padded over computed tokens. "
+        f'<span style="color:{_TAIL_COLOUR}">Grey: the tail</span>, when less than one budget of tokens was on offer.'
+    )
+    return Chart("Fill and padding", {"data": [*fill, *padding, *tail], "layout": layout}, note, wide=len(run.jobs) == 1)
 
 
 def _timeline(run: RunView, curves: Sequence[JobCurve]) -> Chart:

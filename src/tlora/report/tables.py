@@ -48,13 +48,13 @@ def run_facts(run: RunView) -> str:
     for job in run.jobs:
         counts[job.status] = counts.get(job.status, 0) + 1
     rates = [rate for rate in column(run.rows, "tokens_per_second") if math.isfinite(rate)]
-    paddings = [padding for padding in column(run.rows, "padding") if math.isfinite(padding)]
     tiles = (
         ("jobs", str(len(run.jobs)), ", ".join(f"{count} {status}" for status, count in counts.items())),
         ("tokens", count_text(run.num_tokens), f"{run.num_tokens:,}"),
         ("wall time", duration_text(run.seconds), ""),
         ("throughput", _rate_text(_mean_rate(run, rates)), f"tokens; peak {_rate_text(max(rates))}" if rates else "tokens"),
-        ("padding", f"{100 * sum(paddings) / len(paddings):.1f} %" if paddings else DASH, "mean over time"),
+        _packing_tile(run, "packing", "with a whole token budget on offer"),
+        _packing_tile(run, "tail", "less than a token budget on offer", "tail_"),
         *_base_tile(spec.get("base_parameters")),
         ("device", str(spec.get("device", DASH)), ""),
         ("status", str(spec.get("status", "unknown")), _started(spec.get("started"))),
@@ -65,6 +65,18 @@ def run_facts(run: RunView) -> str:
         for label, value, extra in tiles
     )
     return f'<div class="tiles">{shown}</div>{_settings(run)}'
+
+
+def _packing_tile(run: RunView, label: str, when: str, prefix: str = "") -> tuple[str, str, str]:
+    """Padding and fill over the whole run, from the rows' counts: a mean of the rows would weigh a nearly idle second like a busy one."""
+    sums = (
+        sum(n for n in column(run.rows, prefix + key) if math.isfinite(n)) for key in ("tokens", "computed", "offered", "micro_batches")
+    )
+    tokens, computed, offered, micro_batches = sums
+    if not computed or not offered:
+        return label, DASH, f"no micro-batch {when}"
+    shares = f"fill {100 * tokens / offered:.1f} %, padding {100 * (1 - tokens / computed):.1f} %"
+    return label, shares, f"{micro_batches:,.0f} micro-batches {when}"
 
 
 def _base_tile(parameters: object) -> list[tuple[str, str, str]]:

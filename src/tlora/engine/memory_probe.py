@@ -1,0 +1,226 @@
+"""Measures, on a GPU with the base loaded and before any job runs, what a micro-batch takes; compiles the layers on the way.
+
+A micro-batch has two stages, each with a peak of its own: head and loss (a chunk of logits, of fixed size) and the layers' backward
+(which grows with the tokens). Both are straight lines in the tokens and in the recomputed layers, the higher of them is not: each is
+measured by itself, at two numbers of tokens without and with recomputation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tlora import __version__, durable
+from tlora.engine.memory import MemoryModel, Stage
+from tlora.job import JobSpec, TrainConfig
+from tlora.kernels.linear_cross_entropy import gpu_chunk_rows
+from tlora.supermodel.batch import BatchRow, PackedBatch, collate
+from tlora.supermodel.supermodel import SuperModel
+
+PROBE_TOKENS = ((256, 1024), (64, 256))  # the second where the first runs out of memory
+_SAMPLE_TOKENS = 256  # at most: rotary embeddings that change with the longest sample begin later
+
+
+class Meter(Protocol):
+    """What the device's allocator has given out, in bytes."""
+
+    def allocated(self) -> int: ...
+    def peak(self) -> int: ...
+    def reset_peak(self) -> None: ...
+
+
+class DeviceMeter:
+    """torch's own counters. They follow the queue of the host, so that nothing has to be waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """One micro-batch: bytes at the peak of head and loss, and of everything else (forward, and the layers' backward)."""
+
+    num_tokens: int
+    recomputed_layers: int
+    head: int
+    layers: int
+
+
+@dataclass(frozen=True)
+class Probe:
+    """`error_share`: the largest distance of a measured peak from the straight lines, as a share of the peak."""
+
+    memory: MemoryModel
+    peaks: tuple[Peaks, ...]
+    error_share: float
+    seconds: float
+
+
+def probe(model: SuperModel, specs: Sequence[JobSpec], counted: MemoryModel, meter: Meter) -> Probe | None:
+    """Measure with adapters like the largest two of `specs`, which join for this and leave again; None where memory does not do for it.
+
+    `counted` gives what is not measured: the bytes of adapters. `model` must have no resident; its adapters' bits are not touched.
+    """
+    start, before = time.perf_counter(), model.recomputed_layers
+    for sizes in PROBE_TOKENS:
+        try:
+            memory, peaks, error = _measure(model, specs, counted, meter, sizes)
+        except torch.OutOfMemoryError:
+            continue
+        finally:
+            model.recomputed_layers = before
+        return Probe(memory, peaks, error, time.perf_counter() - start)
+    return None
+
+
+def _measure(
+    model: SuperModel, specs: Sequence[JobSpec], counted: MemoryModel, meter: Meter, sizes: Sequence[int]
+) -> tuple[MemoryModel, tuple[Peaks, ...], float]:
+    depths = sorted({0, max(0, model.num_layers - 1)})
+    before = meter.allocated()
+    with _residents(model, specs) as names:
+        adapters = meter.allocated() - before
+        for depth in depths:  # compiles, and leaves the libraries' workspaces behind
+            _run(model, names, sizes[0], depth, meter)
+        workspaces = meter.allocated() - before - adapters
+        peaks = tuple(_run(model, names, tokens, depth, meter) for tokens in sizes for depth in depths)
+    rows = gpu_chunk_rows(model.base.head)
+    width = model.base.head.weight_VH.shape[1] * counted.element_bytes
+    unpadded = [_padding(peak.num_tokens, rows) * width for peak in peaks]
+    fitted = [_fit(peaks, [getattr(peak, part) - pad for peak, pad in zip(peaks, unpadded, strict=True)]) for part in ("head", "layers")]
+    stages = [replace(stage, fixed_bytes=stage.fixed_bytes + 2 * rows * width) for stage, _ in fitted]
+    base_bytes = _storage_bytes(model) + workspaces
+    memory = replace(counted, base_bytes=base_bytes, stages=tuple(stages), num_layers=model.num_layers, measured=True)
+    return memory, peaks, max(error for _, error in fitted)
+
+
+@contextmanager
+def _residents(model: SuperModel, specs: Sequence[JobSpec]) -> Iterator[list[str]]:
+    """Adapters like the largest two of `specs`: two in one tile are the most that the kernels hold side by side."""
+    largest = sorted(specs, key=_largest_rank, reverse=True)[:2]
+    names: list[str] = []
+    try:
+        for i, spec in enumerate(largest):
+            name = f"memory probe {i}"
+            model.join(name, spec.model_copy(update={"adapter_path": None}), TrainConfig(max_steps=1))
+            names.append(name)
+        yield names
+    finally:
+        for name in names:
+            model.leave(name)
+
+
+def _run(model: SuperModel, names: Sequence[str], num_tokens: int, depth: int, meter: Meter) -> Peaks:
+    """A real micro-batch. The decoder's output is the border between forward and head, its gradient that between head and backward."""
+    start, marks = meter.allocated(), list[int]()
+    model.recomputed_layers = depth
+
+    def mark(_gradient: Tensor) -> None:
+        marks.append(meter.peak() - start)
+        meter.reset_peak()
+
+    def after_forward(_module: object, _inputs: object, output: Any) -> None:
+        marks.append(meter.peak() - start)
+        meter.reset_peak()
+        output.last_hidden_state.register_hook(mark)
+
+    meter.reset_peak()
+    hook = model.base.decoder.register_forward_hook(after_forward)
+    try:
+        model.forward_backward(_batch(names, num_tokens, model))
+    finally:
+        hook.remove()
+        for name in names:
+            model.zero_grad_of(name)
+    forward, head = marks
+    return Peaks(num_tokens, depth, head, max(forward, meter.peak() - start))
+
+
+def _batch(names: Sequence[str], num_tokens: int, model: SuperModel) -> PackedBatch:
+    """The tokens in turn 0, 1, ..., in samples of at most `_SAMPLE_TOKENS`, an equal share for each job; all trained, as the largest."""
+    ids = np.arange(num_tokens, dtype=np.int32) % model.base.vocab_size
+    rows: list[BatchRow] = []
+    for name, own in zip(names, np.array_split(ids, len(names)), strict=True):
+        samples = np.array_split(own, -(-len(own) // _SAMPLE_TOKENS))
+        rows += [BatchRow(name, sample, np.ones(len(sample), np.float32), float(len(own)), (0, 0, i)) for i, sample in enumerate(samples)]
+    return collate(rows, model.device)
+
+
+def _padding(num_tokens: int, rows: int) -> int:
+    """Rows that the head's last chunk of `rows` is filled up with, in the gradient, and its copy of the hidden states."""
+    return -num_tokens % rows + (rows if num_tokens % rows else 0)
+
+
+def _fit(peaks: Sequence[Peaks], found: Sequence[float]) -> tuple[Stage, float]:
+    """The plane through `found` bytes, by least squares, and its largest error as a share."""
+    deep = max(peak.recomputed_layers for peak in peaks)
+    columns = [[1.0, peak.num_tokens, -peak.num_tokens * peak.recomputed_layers] for peak in peaks]
+    matrix = np.array(columns)[:, : 3 if deep else 2]
+    solved, *_ = np.linalg.lstsq(matrix, np.array(found, np.float64), rcond=None)
+    error = float(np.max(np.abs(matrix @ solved - found) / np.maximum(found, 1)))
+    return Stage(*(float(x) for x in solved)), error
+
+
+def _storage_bytes(model: SuperModel) -> int:
+    """Parameters and buffers of the base, each storage once: tied weights are one."""
+    tensors = [*model.model.parameters(), *model.model.buffers()]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+# -- what was measured, for `tlora check` ------------------------------------------------------------------------------
+
+
+def remember(key: str, memory: MemoryModel) -> None:
+    """Keep what was measured. A directory that cannot be written costs `tlora check` its precision, and the run nothing."""
+    path = _file_of(key)
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = durable.scratch_path(path.parent)
+        temporary.write_text(json.dumps(asdict(memory)))
+        temporary.replace(path)
+
+
+def recall(key: str) -> MemoryModel | None:
+    """What an earlier run measured for `key`, if that can be read."""
+    try:
+        found = json.loads(_file_of(key).read_text())
+        stages = tuple(Stage(**stage) for stage in found.pop("stages"))
+        return MemoryModel(**found, stages=stages)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _file_of(key: str) -> Path:
+    return durable.cache_dir() / "memory" / f"{key}.json"
+
+
+def probe_key(model: SuperModel, specs: Sequence[JobSpec], deterministic: bool, device: torch.device) -> str:
+    """Of all that the measured bytes depend on: the base's shape, device, versions, and the ranks of the largest two adapters."""
+    sizes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.model.named_parameters()]
+    ranks = sorted((_largest_rank(spec) for spec in specs), reverse=True)[:2]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    facts = (sizes, ranks, deterministic, name, torch.__version__, __version__)
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def _largest_rank(spec: JobSpec) -> int:
+    return max(spec.r, *spec.rank_pattern.values(), 1)

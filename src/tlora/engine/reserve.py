@@ -1,0 +1,85 @@
+"""Room on the disk that is kept for the last save of each job: when the disk is full by then, its adapter still has a place.
+
+The room is a file beside the jobs' directories, as large as what they will write at their ends, and it shrinks as they end. Its name is
+that of a leftover, so that a killed run's is removed by the next one. What a save writes is not known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tlora import durable
+
+# Kept at most, unless a single job needs more: where a file system cannot allocate without writing, a block at a time is written.
+_MOST_BYTES = 1 << 30
+
+
+class Reserve:
+    """Bytes kept back for the jobs that have not ended. `needs`: what the last save of each takes, by name.
+
+    Invariant: the file is never larger than what the jobs that have not ended will need.
+    """
+
+    def __init__(self, directory: Path, needs: Mapping[str, int], note: Callable[[str], None]) -> None:
+        self._path, self._needs, self._note = durable.scratch_path(directory), dict(needs), note
+        self._told = False
+        self._bytes = self._allocate(min(sum(needs.values()), max(_MOST_BYTES, *needs.values(), 0))) if needs else 0
+
+    def _allocate(self, wanted: int) -> int:
+        """Half of what is free at most: a reserve must not be what fills the disk. Without room for it there is none."""
+        try:
+            wanted = min(wanted, shutil.disk_usage(self._path.parent).free // 2)
+            with self._path.open("xb") as file:
+                if wanted:
+                    os.posix_fallocate(file.fileno(), 0, wanted)
+        except (OSError, AttributeError):  # macOS has no such call
+            self._remove()
+            return 0
+        return wanted
+
+    def full(self, error: OSError) -> None:
+        """A save that can be made up for found no space: said once, until one succeeds again."""
+        if not self._told:
+            kept = f"{self._bytes / 2**20:,.0f} MiB are kept back for the jobs' last ones. " if self._bytes else ""
+            self._note(f"{error}. The jobs go on without checkpoints; each is tried again when the next is due. {kept}")
+        self._told = True
+
+    def saved(self) -> None:
+        """There is space again."""
+        self._told = False
+
+    def release(self, name: str, size: int) -> bool:
+        """Give the disk `size` bytes for a save of the job's that nothing will make up for, or all that is left. False when nothing is."""
+        if not self._bytes:
+            return False
+        self._needs[name] = max(0, self._needs.get(name, 0) - size)
+        self._shrink(self._bytes - size)
+        return True
+
+    def ended(self, name: str) -> None:
+        """The job will write no more."""
+        self._needs.pop(name, None)
+        self._shrink(min(self._bytes, sum(self._needs.values())))
+
+    def close(self) -> None:
+        self._shrink(0)
+        self._remove()
+
+    def _shrink(self, size: int) -> None:
+        """Cutting a file off takes no space; where even that fails, all of it is given up."""
+        self._bytes = max(0, size)
+        try:
+            if self._bytes:
+                os.truncate(self._path, self._bytes)
+                return
+        except OSError:
+            self._bytes = 0
+        self._remove()
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):  # the next run removes it
+            self._path.unlink(missing_ok=True)

@@ -1,0 +1,116 @@
+"""The baseline trains on the same targets in every setting, and the best of what ran is what counts."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bench import peft_baseline
+from bench.peft_baseline import IGNORED, Setting, Target, measure, middle_rank, settings_for
+from bench.shapes import make_model
+from bench.workload import Job, Order, make_jobs
+from tlora.data.dataset import Sample
+
+CPU = torch.device("cpu")
+
+
+def _samples(lengths: tuple[int, ...]) -> list[Sample]:
+    rng, found = np.random.default_rng(0), []
+    for length in lengths:
+        weights = np.ones(length, np.float32)
+        weights[: length // 3] = 0
+        found.append(Sample(rng.integers(3, 512, length).astype(np.int32), weights))
+    return found
+
+
+def _loss(batch: dict[str, torch.Tensor]) -> float:
+    with torch.no_grad():
+        return float(make_model("tiny", CPU, torch.float32)(**batch, use_cache=False).loss)
+
+
+def test_packed_and_padded_batches_have_the_loss_of_the_samples_alone():
+    samples = _samples((13, 5, 21, 2))
+    padded, useful = peft_baseline._collate(samples, Setting(), CPU)
+    packed, same = peft_baseline._collate(samples, Setting(packed=True), CPU)
+    assert useful == same == 13 + 5 + 21 + 2
+    assert padded["input_ids"].shape == (4, 24) and packed["input_ids"].shape == (1, useful)
+    alone, targets = 0.0, 0
+    for sample in samples:
+        one, _ = peft_baseline._collate([sample], Setting(), CPU)
+        count = int((one["labels"][:, 1:] != IGNORED).sum())
+        alone, targets = alone + _loss(one) * count, targets + count
+    assert _loss(padded) == pytest.approx(alone / targets, rel=1e-5)
+    assert _loss(packed) == pytest.approx(alone / targets, rel=1e-5)
+
+
+def test_equal_samples_need_no_mask():
+    batch, useful = peft_baseline._collate(_samples((16, 16)), Setting(), CPU)
+    assert set(batch) == {"input_ids", "labels"} and useful == 32
+
+
+def test_settings(tmp_path: Path):
+    small = make_jobs(Order(2, (4,), 2, 16), 512, None, tmp_path / "small")
+    large = make_jobs(Order(1, (4,), 2, 2048), 512, None, tmp_path / "large")
+    assert any(s.graphs for s in settings_for(small)) and not any(s.graphs for s in settings_for(large))
+    for settings in (settings_for(small), settings_for(large), settings_for([*small, *large])):
+        ligers = [s.liger for s in settings]
+        assert ligers == sorted(ligers), "Liger patches classes for good: a setting without it would run with it"
+        assert len({s.name for s in settings}) == len(settings)
+    assert any(s.packed for s in settings_for([*small, *large])), "lengths differ, and nobody tries without padding"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_liger_leaves_to_inductor_what_it_fuses_itself(compiled: bool, monkeypatch: pytest.MonkeyPatch):
+    given: dict[str, bool] = {}
+    liger = SimpleNamespace(apply_liger_kernel_to_llama=given.update)
+    monkeypatch.setattr(peft_baseline.importlib, "import_module", lambda _name: liger)
+    peft_baseline._apply_liger("llama", Setting(compiled, liger=True))
+    assert given == {"rope": not compiled, "rms_norm": not compiled, "swiglu": not compiled}  # by default head and loss are replaced too
+
+
+def test_middle_rank_is_not_above_the_mean(tmp_path: Path):
+    assert middle_rank(make_jobs(Order(8, (8, 16, 32, 64), 1, 8), 512, None, tmp_path)) == 16
+
+
+def _target(seconds: float = 100.0) -> Target:
+    return Target("tiny", CPU, torch.float32, 2, time.perf_counter() + seconds)
+
+
+def _made(setting: Setting, *_: Any) -> dict[str, Any]:
+    if setting.graphs:
+        raise RuntimeError("capture failed\nmore of it")
+    return {"tokens_per_second": 3.0 if setting.compiled else 2.0, "activations_gib": None}
+
+
+def test_the_best_is_marked_and_a_setting_that_breaks_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peft_baseline, "_train", _made)
+    monkeypatch.setattr(peft_baseline.importlib.util, "find_spec", lambda _name: None)
+    rows = measure(make_jobs(Order(1, (4,), 2, 16), 512, None, tmp_path), _target(), {"job0": 1})
+    assert [row["setting"] for row in rows if row.get("best")] == ["compiled"]
+    assert [row["error"] for row in rows if "error" in row] == ["RuntimeError: capture failed"]
+    assert all("not installed" in row["skipped"] for row in rows if row["liger"])
+
+
+def test_no_setting_is_begun_after_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peft_baseline, "_train", _made)
+    rows = measure(make_jobs(Order(1, (4,), 2, 16), 512, None, tmp_path), _target(-1.0), {"job0": 1})
+    assert rows and all("skipped" in row for row in rows) and not any(row.get("best") for row in rows)
+
+
+def test_different_jobs_are_each_measured_and_weighed_by_their_tokens(tmp_path: Path):
+    jobs = [*_job(tmp_path, "long", 32), *_job(tmp_path, "short", 8)]
+    found = peft_baseline._measure_setting(Setting(), jobs, _target(), {"long": 900, "short": 100})
+    speeds = found["tokens_per_second_of_jobs"]
+    assert set(speeds) == {"long", "short"}
+    assert found["tokens_per_second"] == pytest.approx(1000 / (900 / speeds["long"] + 100 / speeds["short"]))
+
+
+def _job(tmp_path: Path, name: str, length: int) -> list[Job]:
+    (job,) = make_jobs(Order(1, (4,), 2, length), 512, None, tmp_path / name)
+    return [Job(job.spec.model_copy(update={"name": name}), job.data)]

@@ -1,0 +1,54 @@
+"""What a checkpoint keeps beside tensors: progress, and the counters of the optimizer, each from its one owner."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tlora.adapters.state import AdapterState, init_state, make_layout
+from tlora.engine import checkpoint
+from tlora.engine.checkpoint import Progress
+from tlora.errors import CheckpointError
+from tlora.job import LoraConfig
+
+LORA = LoraConfig(r=3)
+LAYOUT = make_layout(LORA, {"model.layers.0.q_proj": (8, 12)})
+
+
+def saved(directory: Path) -> AdapterState:
+    state = init_state(LAYOUT, 1, torch.float32)
+    state.exp_avg.normal_()
+    state.exp_avg_sq.uniform_()
+    state.step, state.updates, state.skipped = 9, 6, 2
+    checkpoint.save(directory, state, Progress(step=9, losses=[1.5]), LORA, "base")
+    return state
+
+
+def test_counters_come_back_with_the_state(tmp_path: Path) -> None:
+    """Two steps in a row were skipped: one more after a resume must be the third, or a broken job would go on for ever."""
+    state = saved(tmp_path / "checkpoint-9")
+    again, progress = checkpoint.load(tmp_path / "checkpoint-9", LAYOUT, torch.float32, torch.device("cpu"))
+    assert (again.step, again.updates, again.skipped) == (9, 6, 2) and (progress.step, progress.losses) == (9, [1.5])
+    for name in ("params", "exp_avg", "exp_avg_sq"):
+        assert torch.equal(getattr(again, name), getattr(state, name)), name
+
+
+@pytest.mark.parametrize("change", [{"updates": None}, {"skipped": "x"}, {"unknown": 1}])
+def test_a_state_of_another_version_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    saved(tmp_path / "checkpoint-9")
+    path = tmp_path / "checkpoint-9" / checkpoint.STATE_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(CheckpointError, match=r"state.json: is not of this version"):
+        checkpoint.read_progress(tmp_path / "checkpoint-9")
+
+
+def test_sizes_are_those_of_the_files(tmp_path: Path) -> None:
+    """What a reserve is made of: never less than what is written, and not much more."""
+    saved(tmp_path / "checkpoint-9")
+    taken = sum(path.stat().st_blocks * 512 for path in (tmp_path / "checkpoint-9").iterdir())
+    assert 0 <= checkpoint.checkpoint_bytes(LAYOUT, 4) - taken < 64 << 10
+    weights = (tmp_path / "checkpoint-9" / "adapter_model.safetensors").stat().st_size
+    assert weights < checkpoint.adapter_bytes(LAYOUT, 4) < checkpoint.export_bytes(tmp_path / "checkpoint-9") < weights + (66 << 10)

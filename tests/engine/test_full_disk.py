@@ -1,0 +1,182 @@
+"""A disk that fills up while a run goes on: what it still must write has a place, nothing of value goes, and it is said once."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.test_bad_input import mounted
+from tests.engine.tiny_runs import job, sha256, train
+from tlora import durable
+from tlora.engine import reserve
+from tlora.engine.progress import RunProgress, Watcher
+from tlora.engine.reserve import Reserve
+from tlora.errors import CheckpointError
+
+FULL = CheckpointError("cannot write there: No space left on device. Remedy: free some")
+
+
+def reserved(directory: Path) -> list[int]:
+    return [path.stat().st_size for path in directory.iterdir() if durable.is_leftover(path)]
+
+
+def test_the_reserve_is_what_the_jobs_left_will_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Reserve(tmp_path, {"a": 30_000, "b": 50_000, "c": 20_000}, print)
+    (path,) = tmp_path.iterdir()
+    assert reserved(tmp_path) == [100_000] and path.stat().st_blocks * 512 >= 100_000  # not a hole
+    kept.ended("a")
+    assert reserved(tmp_path) == [70_000]
+    assert kept.release("b", 45_000) and reserved(tmp_path) == [25_000]
+    kept.ended("b")
+    assert reserved(tmp_path) == [20_000]
+    assert kept.release("c", 45_000) and reserved(tmp_path) == []
+    assert not kept.release("c", 1)
+    kept.close()
+    monkeypatch.setattr(reserve, "_MOST_BYTES", 60_000)
+    for needs, size in (({"a": 50_000, "b": 50_000}, 60_000), ({"a": 90_000, "b": 50_000}, 90_000)):  # the cap, or the largest job's
+        kept = Reserve(tmp_path, needs, print)
+        assert reserved(tmp_path) == [size]
+        kept.close()
+        assert reserved(tmp_path) == []
+
+
+def test_a_disk_without_room_has_no_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with mounted(tmp_path / "disk", "size=200k") as disk:
+        kept = Reserve(disk, {"a": 1_000_000}, print)
+        assert reserved(disk) == [100 << 10]  # half of what is free
+        kept.close()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not here")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    kept = Reserve(tmp_path, {"a": 1000}, print)
+    assert reserved(tmp_path) == [] and not kept.release("a", 10)
+    kept.ended("a")
+
+
+def test_a_full_disk_is_said_once_until_it_is_not_full(tmp_path: Path) -> None:
+    notes: list[str] = []
+    kept = Reserve(tmp_path, {"a": 3 << 20}, notes.append)
+    kept.full(FULL)
+    kept.full(FULL)
+    assert len(notes) == 1 and "No space left on device" in notes[0] and "3 MiB are kept back" in notes[0]
+    kept.saved()
+    kept.full(FULL)
+    assert len(notes) == 2
+    kept.close()
+
+
+class Ballast:
+    """Somebody else's file, which takes all the space that there is."""
+
+    def __init__(self, disk: Path) -> None:
+        self._path = disk / "ballast"
+
+    def grow(self) -> None:
+        with self._path.open("ab", buffering=0) as file:
+            for size in (1 << 16, 1):
+                try:
+                    while True:
+                        file.write(bytes(size))
+                except OSError as error:
+                    assert error.errno == errno.ENOSPC
+
+    def remove(self) -> None:
+        self._path.unlink()
+
+
+def full_from(step: int, then: Callable[[], None]) -> Callable[[RunProgress], None]:
+    """Calls `then` once, when a job has taken `step` steps."""
+    left = [then]
+
+    def look(state: RunProgress) -> None:
+        if left and any(seen.step >= step for seen in state.jobs):
+            left.pop()()
+
+    return look
+
+
+def look_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlora.engine.run_monitor._SHOW_SECONDS", 0.0)
+
+
+@pytest.fixture
+def orders(data: Path) -> list[dict[str, Any]]:
+    """Saves at every step; one hands over its last step, one its best."""
+    own = {"path": str(data / "a.jsonl"), "eval_path": str(data / "held-out.jsonl")}
+    best = {"eval_steps": 1, "load_best_model_at_end": True}
+    return [
+        job("last", str(data / "a.jsonl"), r=64, save_steps=1, max_steps=8),
+        job("best", own, r=16, save_steps=1, max_steps=8, learning_rate=1e-3, **best),
+    ]
+
+
+def test_the_last_save_has_a_place_on_a_full_disk(
+    base: Path, orders: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(base, tmp_path / "whole", orders, deterministic=True)
+    look_always(monkeypatch)
+    with mounted(tmp_path / "disk", "size=40m") as disk:
+        ballast, notes, out = Ballast(disk), list[str](), disk / "out"
+        watcher = Watcher(full_from(3, ballast.grow), notes.append)
+        results = train(base, out, orders, deterministic=True, watcher=watcher)
+        assert [(r.status, r.reason) for r in results.values()] == [("done", "")] * 2, results
+        for name in results:
+            assert sha256(out / name) == sha256(tmp_path / "whole" / name)
+            assert all(durable.verify(kept) is None for kept in (out / name).glob("checkpoint-*"))
+        assert sorted(path.name for path in (out / "last").glob("checkpoint-*"))[-1] == "checkpoint-8"
+        assert sum("are kept back for the jobs' last ones" in note for note in notes) >= 1
+        assert sum("goes where room was kept for it" in note for note in notes) >= 2
+        assert not reserved(out)
+
+
+def test_without_a_reserve_the_last_save_is_lost(
+    base: Path, orders: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same disk: what the test above sees is the reserve's doing. What was saved before it was full stays."""
+    look_always(monkeypatch)
+    monkeypatch.setattr(Reserve, "_allocate", lambda self, wanted: 0)
+    with mounted(tmp_path / "disk", "size=40m") as disk:
+        results = train(base, disk / "out", orders[:1], watcher=Watcher(full_from(3, Ballast(disk).grow)))
+        assert results["last"].status == "failed" and "No space left on device" in results["last"].reason
+        kept = sorted((disk / "out" / "last").glob("checkpoint-*"))
+        assert len(kept) == 2 and all(durable.verify(path) is None for path in kept)
+
+
+def test_a_checkpoint_is_tried_again_when_the_next_is_due(
+    base: Path, orders: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full at step 2, free again at step 5: the steps between go without, said once, and resume would go on from the last."""
+    look_always(monkeypatch)
+    with mounted(tmp_path / "disk", "size=40m") as disk:
+        ballast, notes, saved = Ballast(disk), list[str](), dict[int, list[str]]()
+        fill, free = full_from(2, ballast.grow), full_from(5, ballast.remove)
+
+        def look(state: RunProgress) -> None:
+            fill(state)
+            free(state)
+            saved[state.jobs[0].step] = sorted(path.name for path in (disk / "out" / "last").glob("checkpoint-*"))
+
+        patient = {**orders[0], "save_total_limit": None}
+        results = train(base, disk / "out", [patient], watcher=Watcher(look, notes.append))
+        assert results["last"].status == "done"
+        assert saved[5] == ["checkpoint-1", "checkpoint-2"] and saved[8] == [f"checkpoint-{step}" for step in (1, 2, 6, 7, 8)]
+        assert sum("No space left on device" in note and "checkpoint-3" in note for note in notes) == 1
+        assert not any("checkpoint-4" in note or "room was kept" in note for note in notes)
+
+
+def test_a_killed_run_leaves_no_reserve_behind(base: Path, data: Path, tmp_path: Path) -> None:
+    """The next run takes it away, also where it is the only thing there."""
+    (tmp_path / "out").mkdir()
+    left = durable.scratch_path(tmp_path / "out")
+    left.write_bytes(bytes(1000))
+    results = train(base, tmp_path / "out", [job("a", str(data / "b.jsonl"))])
+    assert results["a"].status == "done" and not reserved(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["status"] == "done"

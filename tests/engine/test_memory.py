@@ -1,0 +1,189 @@
+"""What a run takes: the lines of the memory model, the plan that follows from them, and what is said to a job that does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from tests.engine.tiny_runs import job, run_spec, train
+from tlora.adapters.state import AdapterLayout, AdapterShape
+from tlora.engine import train as training
+from tlora.engine.check import check
+from tlora.engine.memory import MemoryModel, Stage, measure
+from tlora.engine.memory_probe import Probe
+from tlora.engine.plan import PlannedJob, RunPlan, describe_plan, settle
+from tlora.engine.progress import Watcher
+from tlora.errors import CapacityError
+from tlora.job import JobSpec, RunSpec
+from tlora.supermodel.load import outline
+from tlora.supermodel.supermodel import SuperModel
+
+GPU = torch.device("cuda")
+MIB = 1 << 20
+# Head and loss are the higher stage below 1,000 tokens, a layer's backward above. 9 of 10 layers can be done without.
+MODEL = MemoryModel(
+    base_bytes=1000 * MIB,
+    stages=(Stage(200 * MIB, 1.1 * MIB, 0.1 * MIB), Stage(0, 1.3 * MIB, 0.1 * MIB)),
+    num_layers=10,
+    element_bytes=2,
+    sum_bytes=4,
+    step_copies=0,
+)
+LAYOUT = AdapterLayout((AdapterShape("q", 16, 1024, 1024, 1.0),))
+
+
+def plan_of(memory: MemoryModel, limit_mib: float, count: int = 1, fp8_mib: int | None = None, **settings: Any) -> RunPlan:
+    """Of `count` equal jobs, whose longest sample has 512 tokens."""
+    specs = [JobSpec.model_validate({"name": f"job{i}", "data": "d"}) for i in range(count)]
+    run = RunSpec.model_validate({"base_model": "b", "jobs": specs, "token_budget": 2048} | settings)
+    fp8 = None if fp8_mib is None else fp8_mib * MIB
+    jobs = tuple(PlannedJob(spec, layout=LAYOUT) for spec in specs)
+    return settle(run, RunPlan(jobs, 512, 0, memory, int(limit_mib * MIB), 512, fp8), memory, GPU)
+
+
+def test_the_higher_stage_is_the_peak() -> None:
+    assert MODEL.activation_bytes(500) == int((200 + 550) * MIB) and MODEL.activation_bytes(2000) == int(2600 * MIB)
+
+
+def test_the_last_layer_saves_nothing() -> None:
+    """While it is computed again, it is all there, as with every other layer."""
+    assert MODEL.activation_bytes(2000, 9) == int(MODEL.stages[1].at(2000, 9)) == MODEL.activation_bytes(2000, 10)
+
+
+def test_the_most_tokens_fit_and_no_more() -> None:
+    for limit, depth in ((2000 * MIB, 0), (2000 * MIB, 10), (1400 * MIB, 3)):
+        tokens = MODEL.most_tokens(LAYOUT, depth, limit)
+        assert MODEL.total_bytes([LAYOUT], tokens, depth) <= limit < MODEL.total_bytes([LAYOUT], tokens + 1, depth)
+    assert MODEL.most_tokens(LAYOUT, 0, 1100 * MIB) == 0
+
+
+@pytest.mark.parametrize(("room_mib", "depth"), [(2663, 0), (2662, 1), (2253, 2), (1500, 6), (820, 9)])
+def test_as_few_layers_are_recomputed_as_fit(room_mib: float, depth: int) -> None:
+    """2,048 tokens take 1.3 - depth / 10 MiB each."""
+    plan = plan_of(MODEL, 1000 + room_mib + MODEL.job_bytes(LAYOUT) / MIB)
+    assert (plan.token_budget, plan.recomputed_layers) == (2048, depth) and not plan.jobs[0].problems
+
+
+def test_all_jobs_at_once_are_worth_recomputing() -> None:
+    heavy = AdapterLayout((AdapterShape("q", 64, 65536, 65536, 1.0),))  # 160 MiB
+    assert MODEL.job_bytes(heavy) > 2048 * 0.05 * MIB
+    run = RunSpec(base_model="b", token_budget=2048, jobs=[JobSpec.model_validate({"name": n, "data": "d"}) for n in "ab"])
+    jobs = tuple(PlannedJob(spec, layout=heavy) for spec in run.jobs)
+    limit = MODEL.total_bytes([heavy], 2048) + 10 * MIB
+    plan = settle(run, RunPlan(jobs, 512, 0, MODEL, limit, 512, None), MODEL, GPU)
+    assert plan.recomputed_layers > 0 and len(plan.resident) == 2
+
+
+@pytest.mark.parametrize(("layer_weights", "chosen"), [(218_000_000, (1024, 0)), (2_000_000, (2048, 6))])
+def test_the_faster_of_a_smaller_budget_and_recomputation_is_chosen(
+    layer_weights: int, chosen: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,500 MiB of room: 1,024 tokens as they are, or 2,048 with 6 layers recomputed. Small layers need many tokens."""
+    monkeypatch.setattr("tlora.engine.plan._budgets", lambda *_: [2048, 1024, 512])
+    memory = replace(MODEL, layer_weights=layer_weights)
+    plan = plan_of(memory, 1000 + 1500 + MODEL.job_bytes(LAYOUT) / MIB)
+    assert (plan.token_budget, plan.recomputed_layers) == chosen
+
+
+@pytest.mark.parametrize(("recompute", "depth"), [("none", 0), ("all", 10), (0, 0), (4, 4), (99, 10), ("auto", 0)])
+def test_recompute_is_what_the_file_says(recompute: str | int, depth: int) -> None:
+    assert plan_of(MODEL, 10**6, recompute=recompute).recomputed_layers == depth
+
+
+def test_a_job_that_does_not_fit_hears_what_would() -> None:
+    """Each with its need: recomputation, a smaller budget, shorter samples, an fp8 base."""
+    plan = plan_of(MODEL, 2400, fp8_mib=500, recompute="none")
+    (problem,) = plan.jobs[0].problems
+    need = MODEL.total_bytes([LAYOUT], 2048)
+    assert f"needs {need / 2**30:.2f} GiB (base 1000.0 MiB" in problem.replace("0.98 GiB", "1000.0 MiB")
+    assert "activations of 2048 tokens with 0 of 10 layers recomputed" in problem and "the limit is 2.34 GiB" in problem
+    assert f"recompute: all (needs {MODEL.total_bytes([LAYOUT], 2048, 10) / 2**30:.2f} GiB)" in problem
+    tokens = MODEL.most_tokens(LAYOUT, 0, 2400 * MIB) // 64 * 64
+    assert f"; token_budget: {tokens} (needs " in problem and "max_length" not in problem
+    assert "base_precision: fp8, recompute: all (needs" in problem, "fp8 alone does not do here"
+    assert plan.can_run == [plan.jobs[0].spec], "a better measure may still let it run"
+
+
+def test_shorter_samples_are_named_where_the_longest_does_not_fit() -> None:
+    problem = plan_of(MODEL, 1400, recompute="none", token_budget=512).jobs[0].problems[0]
+    assert f"max_length: {MODEL.most_tokens(LAYOUT, 0, 1400 * MIB) // 64 * 64}, token_budget: " in problem
+
+
+def test_nothing_is_offered_that_does_not_fit() -> None:
+    problem = plan_of(MODEL, 1100, fp8_mib=1050).jobs[0].problems[0]
+    assert "Would fit" not in problem and problem.endswith("Lower max_length, token_budget or r, or raise memory_limit")
+
+
+def test_what_is_measured_takes_a_refusal_back() -> None:
+    """And makes one: the estimate before the load is not the last word."""
+    plan = plan_of(MODEL, 1700)
+    run = RunSpec(base_model="b", token_budget=2048, jobs=[job.spec for job in plan.jobs])
+    assert plan.jobs[0].problems
+    lean = replace(MODEL, stages=(Stage(0, 0.5 * MIB, 0.04 * MIB),), measured=True)
+    assert settle(run, plan, lean, GPU).memory is lean and not plan.jobs[0].problems
+    settle(run, plan, MODEL, GPU)
+    assert len(plan.jobs[0].problems) == 1
+
+
+def test_the_plan_is_told_in_a_line() -> None:
+    line = describe_plan(plan_of(replace(MODEL, measured=True), 3000))
+    for part in (
+        "token budget 2048",
+        "of 10 layers recomputed",
+        "memory limit 2.93 GiB",
+        "predicted peak",
+        "base 0.98 GiB",
+        "1 adapters",
+        "(measured)",
+    ):
+        assert part in line, line
+
+
+def test_the_estimate_for_a_gpu_is_near_what_was_measured(tmp_path: Path) -> None:
+    """One H200, Llama-3-8B's shape in bf16, 8 adapters up to rank 64, 8,192 tokens: 24.2 GiB beside base and adapters."""
+    LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        tie_word_embeddings=False,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    memory = measure(SuperModel(outline(str(tmp_path), "bfloat16")), 0, GPU, rank=64)
+    assert memory.num_layers == 32 and memory.step_copies == 0
+    assert memory.activation_bytes(8192) / 2**30 == pytest.approx(24.2, rel=0.05)
+
+
+def test_a_cpu_recomputes_nothing_and_says_so(base: Path, data: Path, tmp_path: Path) -> None:
+    found = check(run_spec(base, tmp_path, [job("a", str(data / "b.jsonl"))], recompute="all"), device="cpu")
+    assert found.num_layers == found.recomputed_layers == 0 and not found.measured
+    assert any("recompute all has no effect here" in warning for warning in found.warnings)
+    assert found.predicted_bytes == found.base_bytes + found.adapter_bytes + found.activation_bytes
+    assert not check(run_spec(base, tmp_path, [job("a", str(data / "b.jsonl"))]), device="cpu").warnings
+
+
+def test_a_base_that_does_not_fit_is_not_loaded(base: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(CapacityError, match="the base model has .* and the limit is .* raise memory_limit"):
+        train(base, tmp_path / "out", [job("a", str(data / "b.jsonl"))], memory_limit=1000)
+
+
+def test_the_plan_is_told_when_a_run_begins(base: Path, data: Path, tmp_path: Path) -> None:
+    notes: list[str] = []
+    train(base, tmp_path / "out", [job("a", str(data / "b.jsonl"), max_steps=1)], watcher=Watcher(note=notes.append))
+    assert sum("predicted peak" in note and "(counted)" in note for note in notes) == 1
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_a_run_on_a_gpu_goes_by_what_it_measures(enough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the measurement itself runs out of memory, by the estimate; both are said, and only what was measured is kept."""
+    plan, notes, kept = plan_of(MODEL, 1700), list[str](), list[MemoryModel]()
+    run = RunSpec(base_model="b", token_budget=2048, jobs=[job.spec for job in plan.jobs])
+    lean = replace(MODEL, stages=(Stage(0, 0.5 * MIB, 0.04 * MIB),), measured=True)
+    monkeypatch.setattr(training, "probe", lambda *_: Probe(lean, (), 0.001, 34.2) if enough else None)
+    monkeypatch.setattr(training, "probe_key", lambda *_: "key")
+    monkeypatch.setattr(training, "remember", lambda _key, memory: kept.append(memory))
+    found = training._measure_memory(run, plan, SimpleNamespace(device=GPU, num_layers=10), notes.append)  # type: ignore[arg-type]
+    assert found.memory is (lean if enough else MODEL) and bool(found.jobs[0].problems) != enough
+    assert kept == ([lean] if enough else []) and len(notes) == 1 and ("in 34 s" if enough else "could not be measured") in notes[0]
