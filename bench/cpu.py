@@ -30,7 +30,8 @@ from tlora.data.dataset import Dataset, Sample, Writer
 from tlora.engine.engine import Engine
 from tlora.engine.job_run import JobRun
 from tlora.engine.metrics import Tracker
-from tlora.engine.recorder import Recorder
+from tlora.engine.recorder import Recorder, RunContext
+from tlora.engine.reserve import Reserve
 from tlora.job import JobSpec, RunSpec
 from tlora.kernels.multi_lora import LoraWeights, multi_lora_linear
 from tlora.kernels.segments import Segment
@@ -79,11 +80,12 @@ def run_tlora(model: SuperModel, jobs: list[tuple[JobSpec, Dataset]], directory:
     """Seconds to train `jobs` together, from joining to the last adapter on disk."""
     start = time.perf_counter()
     engine = Engine(model, TOKEN_BUDGET, print)
+    context = RunContext("-", time.perf_counter, print, Reserve(directory, {}, print))
     for spec, data in jobs:
         (directory / spec.name).mkdir(parents=True, exist_ok=True)
         run = JobRun(spec, directory / spec.name, data, None)
         tracker = Tracker(RunSpec(base_model="-", jobs=[spec]), spec, directory, print)
-        engine.join(run, Recorder(run, "-", tracker, time.perf_counter, print))
+        engine.join(run, Recorder(run, context, tracker, {}))
     while engine.run_micro_batch():
         pass
     assert all(result.status == "done" for result in engine.results.values()), engine.results

@@ -1,0 +1,67 @@
+"""Where and when a figure was measured, and the file that it is kept in."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "triton", "transformers", "peft", "liger-kernel")
+
+
+def device_name(device: torch.device) -> str:
+    """As its maker calls it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor() or "CPU")
+
+
+def facts(device: torch.device, commit: str | None) -> dict[str, Any]:
+    """What every result names: device, versions, commit (`commit` where there is no git) and the command."""
+    return {
+        "device": device_name(device),
+        "versions": {name: _version(name) for name in PACKAGES} | {"cuda": torch.version.cuda, "python": platform.python_version()},
+        "commit": commit or _commit(),
+        "command": f"python {_program()} {shlex.join(sys.argv[1:])}".rstrip(),
+    }
+
+
+def _program() -> str:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return f"-m {spec.name}" if spec else sys.argv[0]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    try:
+        found = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        raise SystemExit("this copy has no git: say which commit it is with --commit") from None
+    return found
+
+
+def write(path: Path | None, found: dict[str, Any]) -> None:
+    """Keep what has been measured so far: a run that is cut off leaves what it had."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def wait(device: torch.device) -> None:
+    """Until all queued work is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,67 @@
+"""The bases that the benchmarks run on: shapes of well-known models with random weights, made on the device. No hub, no files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+
+SHAPES: dict[str, PretrainedConfig] = {
+    "llama-3-8b": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        tie_word_embeddings=False,
+        pad_token_id=0,
+    ),
+    "qwen3-0.6b": Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        tie_word_embeddings=True,
+        pad_token_id=0,
+    ),
+    "tiny": LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+    ),
+}
+
+
+def make_model(shape: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """A causal LM of `shape` with random weights, drawn on `device` itself: 8 billion of them in seconds, where a CPU takes minutes."""
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(SHAPES[shape], dtype=dtype, attn_implementation="sdpa")
+    odd = sorted(name for name, p in model.named_parameters() if p.device.type != device.type or p.dtype != dtype)
+    assert not odd, f"{odd[0]} is not {dtype} on {device}"
+    return model.eval()
+
+
+def matmul_parameters(model: Any) -> int:
+    """Weights that a token is multiplied with: all linears and the head, tied or not, but no embedding.
+
+    A token's useful work is 4 of them in FLOP: 2 in the forward, 2 for the input gradients; a frozen weight needs no gradient.
+    """
+    head = model.get_output_embeddings()
+    inner = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head)
+    return inner + head.weight.numel()
