@@ -80,10 +80,10 @@ def test_by_itself_the_model_computes_with_what_its_weights_stand_for() -> None:
 @pytest.mark.parametrize(
     ("device", "capability", "dtype", "message"),
     [
-        (torch.device("cpu"), None, torch.bfloat16, "needs a GPU of compute capability 8.9 or above, and this run's device is cpu"),
-        (H200, (8, 6), torch.bfloat16, "needs a GPU of compute capability 8.9 or above, and RTX has 8.6"),
+        (torch.device("cpu"), None, torch.bfloat16, "needs a GPU of compute capability 9.0 or above, and this run's device is cpu"),
+        (H200, (8, 9), torch.bfloat16, "needs a GPU of compute capability 9.0 or above, and RTX has 8.9"),
         (H200, (9, 0), torch.float32, "needs a base in 16 bits, and this one is float32. Set dtype: bfloat16"),
-        (H200, (8, 9), torch.float16, None),
+        (H200, (9, 0), torch.float16, None),
         (H200, (10, 0), torch.bfloat16, None),
     ],
 )

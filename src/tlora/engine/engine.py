@@ -103,7 +103,7 @@ class Engine:
         return self.model.evaluate(batch) if kind == "eval" else self.model.forward_backward(batch)
 
     def _count(self, packed: MicroBatch) -> None:
-        padded = self.model.device.type == "cuda" and not self.model.deterministic
+        padded = self.model.device.type == "cuda" and (not self.model.deterministic or self.model.num_layers > 0)
         computed = prepared_budget(packed.tokens, packed.budget) if padded else packed.tokens
         self.traffic.count(packed, computed, left_tokens=sum(run.flow.pending_tokens for run in self.runs.values()))
 

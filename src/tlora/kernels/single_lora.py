@@ -6,7 +6,6 @@ The multi-adapter kernels where there is a GPU, `reference.py` elsewhere. To tor
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tlora.kernels.device import runs_kernels
 from tlora.kernels.lora_tables import ADDRESS_FIELDS, LoraTables, Run, Slots, build_tables, rank_width
 from tlora.kernels.reference import lora_backward_, lora_forward_
 from tlora.kernels.segments import Segment
@@ -29,7 +29,7 @@ _ROW_TILE = 128  # tokens; runs begin at multiples of it, so that each tile of t
 
 def takes_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether linears of `dtype` on `device` go to the Triton kernels: fp32 and 16 bits, on a GPU or in Triton's interpreter."""
-    runs = device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+    runs = runs_kernels(device)
     return runs and dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -45,6 +45,8 @@ def packed_attention(
 
     `sequence_lengths` add up to T. Equal neighbours in length run as one batch. A `flight` knows its own lengths, and has kernels.
     """
+    if unused.get("s_aux") is not None:
+        raise ModelError(f"{type(module).__name__} uses attention sinks, which packed attention does not have yet")
     if flight is not None:
         q_THD, k_TGD, v_TGD = (t_1HTD[0].transpose(0, 1) for t_1HTD in (query, key, value))
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -52,8 +54,6 @@ def packed_attention(
         return out_THD[None], None
     if sequence_lengths is None:
         raise ModelError(f"{type(module).__name__} does not hand keyword arguments to its attention, so samples cannot be packed for it")
-    if unused.get("s_aux") is not None:
-        raise ModelError(f"{type(module).__name__} uses attention sinks, which packed attention does not have yet")
     repeat = query.shape[1] // key.shape[1]
     if repeat > 1:
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)

@@ -5,7 +5,6 @@ Any family: which linears share an input is seen by running the model, and layer
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
 from tlora.adapters.bank import AdapterBank
+from tlora.kernels.device import runs_kernels
 from tlora.kernels.lora_tables import ADDRESS_FIELDS, Run, Slots, build_tables
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.fp8_linear import Fp8Linear
@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 
 
 def can_take_fast_path(base: Base, linears: Mapping[str, LoraLinear]) -> bool:
-    """On a GPU (or in Triton's interpreter) in fp32 or 16 bits, with every width a multiple of 16."""
+    """On a device that runs the kernels, in fp32 or 16 bits, with every width a multiple of 16."""
     weight = base.head.weight_VH
-    kernels_run = weight.device.type == "cuda" or (weight.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
     widths = [width for linear in linears.values() for width in (linear.in_features, linear.out_features)]
-    return kernels_run and weight.dtype != torch.float64 and all(width % 16 == 0 for width in widths)
+    return runs_kernels(weight.device) and weight.dtype != torch.float64 and all(width % 16 == 0 for width in widths)
 
 
 class FastPath:
