@@ -117,8 +117,8 @@ def test_on_a_cpu_check_tells_and_train_raises(tmp_path: Path, monkeypatch: pyte
         }
     )
     found = check(run, device="cpu")
-    assert len(found.problems) == 1 and "compute capability 8.9" in found.problems[0]
-    with pytest.raises(ConfigError, match=r"compute capability 8\.9"):
+    assert len(found.problems) == 1 and "compute capability 9.0" in found.problems[0]
+    with pytest.raises(ConfigError, match=r"compute capability 9\.0"):
         tlora.train(run, device="cpu")
     assert not (tmp_path / "out").exists()
 

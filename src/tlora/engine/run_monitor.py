@@ -6,6 +6,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,8 +133,13 @@ def _packing_row(packing: Packing, prefix: str = "") -> dict[str, Any]:
 
 
 def _last_second(path: Path) -> float:
-    """Where the clock of an earlier run stopped: a resumed run's time goes on from there."""
+    """Where the clock of an earlier run stopped: a resumed run's time goes on from there. A row that a kill tore is passed over."""
+    last = 0.0
     try:
-        return max((float(json.loads(line)["seconds"]) for line in path.read_text(encoding="utf-8").splitlines()), default=0.0)
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0.0
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return last
+    for line in lines:
+        with suppress(ValueError, KeyError, TypeError):
+            last = max(last, float(json.loads(line)["seconds"]))
+    return last
