@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tlora.adapters.bank import ROW_ALIGNMENT
 from tlora.adapters.state import AdapterLayout
 from tlora.job import LoraConfig, TrainConfig
 from tlora.kernels.linear_cross_entropy import chunk_bytes
 from tlora.supermodel.batch import BatchRow, collate
+from tlora.supermodel.fast_path import decoder_layers, fit_kernels
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import hidden_states
 from tlora.supermodel.lora_linear import ActiveBatch, LoraLinear
@@ -98,7 +99,7 @@ def measure(model: SuperModel, base_bytes: int, device: torch.device, rank: int 
     element, sums = model.base.head.weight_VH.element_size(), model.bank.sum_dtype.itemsize
     step_copies = 0 if device.type == "cuda" else 5
     if device.type == "cuda" and takes_fast_path(model):
-        layers = len(decoder_layers(model))
+        layers = len(decoder_layers(model.base))
         weights = sum(k * n for k, n in model.targets().values()) // layers
         return MemoryModel(base_bytes, _estimate(model, device, rank), layers, element, sums, step_copies, weights)
     head = model.base.head.weight_VH
@@ -115,11 +116,7 @@ def measure(model: SuperModel, base_bytes: int, device: torch.device, rank: int 
 def takes_fast_path(model: SuperModel) -> bool:
     """Whether a base on the meta device would take a GPU's compiled layers there (`fast_path.can_take_fast_path`)."""
     widths = [width for shape in model.targets().values() for width in shape]
-    return bool(decoder_layers(model)) and model.base.head.weight_VH.dtype != torch.float64 and all(width % 16 == 0 for width in widths)
-
-
-def decoder_layers(model: SuperModel) -> list[nn.Module]:
-    return [layer for child in model.base.decoder.children() if isinstance(child, nn.ModuleList) for layer in child]
+    return bool(decoder_layers(model.base)) and fit_kernels(model.base.head.weight_VH.dtype, widths)
 
 
 def _estimate(model: SuperModel, device: torch.device, rank: int) -> tuple[Stage, ...]:
@@ -131,7 +128,7 @@ def _estimate(model: SuperModel, device: torch.device, rank: int) -> tuple[Stage
     gradients of that and of its factors), and five of its hidden states.
     """
     head, config = model.base.head, model.model.config.get_text_config()
-    element, hidden, layers = head.weight_VH.element_size(), head.weight_VH.shape[1], len(decoder_layers(model))
+    element, hidden, layers = head.weight_VH.element_size(), head.weight_VH.shape[1], len(decoder_layers(model.base))
     shapes = list(model.targets().values())
     attention = config.num_attention_heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     layer = element * sum(n for _, n in shapes) / layers + element * attention + 4 * config.num_attention_heads

@@ -5,7 +5,6 @@ Any family: which linears share an input is seen by running the model, and layer
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,17 @@ def can_take_fast_path(base: Base, linears: Mapping[str, LoraLinear]) -> bool:
     """On a device that runs the kernels, in fp32 or 16 bits, with every width a multiple of 16."""
     weight = base.head.weight_VH
     widths = [width for linear in linears.values() for width in (linear.in_features, linear.out_features)]
-    return runs_kernels(weight.device) and weight.dtype != torch.float64 and all(width % 16 == 0 for width in widths)
+    return runs_kernels(weight.device) and fit_kernels(weight.dtype, widths)
+
+
+def fit_kernels(dtype: torch.dtype, widths: Sequence[int]) -> bool:
+    """Whether linears of `widths` (in and out features) in `dtype` are what the kernels take."""
+    return dtype != torch.float64 and all(width % 16 == 0 for width in widths)
+
+
+def decoder_layers(base: Base) -> list[nn.Module]:
+    """The layers in the decoder's own lists of modules."""
+    return [layer for child in base.decoder.children() if isinstance(child, nn.ModuleList) for layer in child]
 
 
 class FastPath:
@@ -57,10 +66,10 @@ class FastPath:
                 member.shared, member.place = shared, place
             self._names += members
         self.tiles = _digest_of(self.groups, list(linears.values()), base.head.weight_VH.dtype)
-        self._module_keys = np.array([zlib.crc32(name.encode()) & 0x7FFFFFFF for name in self._names], np.int32)
+        self._module_keys = np.array([linears[name].module_key for name in self._names], np.int32)
         base.model.get_input_embeddings().register_forward_hook(self._begin_graph)
         self._known: dict[str, tuple[object, tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
-        layers = [layer for found in _layer_lists(base.decoder) for layer in found]
+        layers = decoder_layers(base)
         self.num_layers = len(layers)
         for number, layer in enumerate(layers):
             layer.forward = self._compiled(layer.forward, number, device)
@@ -172,11 +181,6 @@ def _digest_of(groups: Sequence[LinearGroup], linears: Sequence[LoraLinear], dty
     weight_dtypes = {linear.weight.dtype for linear in linears}
     keys = [key for group in groups for w in weight_dtypes for key in keys_of(group.in_features, group.widths, dtype, w)]
     return digest(groups[0].tiles, keys)
-
-
-def _layer_lists(decoder: nn.Module) -> list[nn.ModuleList]:
-    """The decoder's own lists of layers."""
-    return [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
 
 
 def _leave_token_count_open(*values: Any) -> None:
