@@ -88,13 +88,7 @@ def train(
     for line in (*plan.warnings, describe_plan(plan)):
         watcher.note(line)
     engine = Engine(model, plan.token_budget, watcher.note, plan.longest)
-    facts = {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": _device_name(place),
-        "token_budget": plan.token_budget,
-        "recomputed_layers": plan.recomputed_layers,
-        "base_parameters": sum(n for n, _ in sizes),
-    } | ({"tiles": model.tiles} if model.tiles else {})
+    facts = _facts(plan, model, place) | {"base_parameters": sum(n for n, _ in sizes)}
     run = run.model_copy(update={"jobs": [job.spec for job in plan.jobs]})  # those that start from an adapter have its shape by now
     with hold_run_directory(run, resume, overwrite) as directory, _signals() as received:
         write_run_file(directory, run, facts | {"status": "running"})
@@ -113,6 +107,16 @@ def train(
         except (OSError, TloraError) as error:  # a full disk: the results are worth more than their page
             watcher.note(str(error))
     return results
+
+
+def _facts(plan: RunPlan, model: SuperModel, device: torch.device) -> dict[str, Any]:
+    """What `run.json` tells of a run beside its order."""
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": _device_name(device),
+        "token_budget": plan.token_budget,
+        "recomputed_layers": plan.recomputed_layers,
+    } | ({"tiles": model.tiles} if model.tiles else {})
 
 
 def _measure_memory(run: RunSpec, plan: RunPlan, model: SuperModel, note: Callable[[str], None]) -> RunPlan:
