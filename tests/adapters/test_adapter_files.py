@@ -63,6 +63,7 @@ def test_our_files_load_in_peft_with_equal_logits(lora: LoraConfig, tmp_path: Pa
 
 @pytest.mark.parametrize("lora", CONFIGS.values(), ids=CONFIGS)
 def test_pefts_files_load_here(lora: LoraConfig, tmp_path: Path) -> None:
+    torch.manual_seed(0)  # PEFT draws A and B: now and then so large that fp32 rounds above the bound
     config = peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.lora_alpha,  # type: ignore[arg-type]

@@ -109,20 +109,57 @@ def test_nothing_compiles_again_as_jobs_come_and_go(family: str, deterministic: 
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_micro_batch_does_not_wait_for_the_device(family: str, deterministic: bool) -> None:
-    """Warm, with batches already made: neither training nor evaluation synchronises."""
+    """Warm (each shape compiled, then captured), with batches already made: neither training nor evaluation synchronises."""
     shared = make_shared(family, torch.bfloat16, deterministic)
     for job_id in "abc":
         join(shared, job_id)
-    batches = [batch_of("abc", step, pad_to=1024 + 128 * (step % 2)) for step in range(4)]
-    for batch in batches[:2]:
+    batches = [batch_of("abc", step, pad_to=1024 + 128 * (step % 2)) for step in range(6)]
+    for batch in batches[:4]:
         shared.forward_backward(batch)
         shared.evaluate(batch)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for batch in batches[2:]:
+        for batch in batches[4:]:
             shared.forward_backward(batch)
             shared.evaluate(batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(s.applied for s in shared.optim_step("abc").values())
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_replayed_pass_has_the_bits_of_one_that_was_not(family: str, depth: int) -> None:
+    """Batches of one shape, with other samples, jobs in other places, and other weights at each step."""
+    shared, found = make_shared(family, torch.bfloat16), list[dict[str, Tensor]]()
+    shared.recomputed_layers = depth
+    for watched in (False, True):
+        hook = shared.base.decoder.register_forward_hook(lambda *_: None) if watched else None
+        for job_id in "abc":
+            join(shared, job_id)
+        for step, order in enumerate(("abc", "bca", "cab", "abc", "bca")):
+            shared.forward_backward(batch_of(order, step))
+            assert all(stats.applied for stats in shared.optim_step("abc").values())
+        if hook is not None:
+            hook.remove()
+        found.append({job_id: shared.leave(job_id).params.cpu() for job_id in "abc"})
+    assert shared._fast is not None and shared._fast._replays is not None and shared._fast._replays.num_captured == 1
+    assert all(torch.equal(found[0][job_id], found[1][job_id]) for job_id in "abc")
+
+
+def test_a_join_that_moves_the_bank_drops_what_was_captured() -> None:
+    shared = make_shared("llama", torch.bfloat16)
+    replays = shared._fast._replays  # type: ignore[union-attr]
+    join(shared, "a")
+    for step in range(3):
+        shared.forward_backward(batch_of("a", step))
+    assert replays is not None and replays.num_captured == 1
+    join(shared, "c")
+    shared.forward_backward(batch_of("a", 3))
+    assert replays.num_captured == 0
+    shared.leave("c")
+    join(shared, "b")  # into the gap that "c" left
+    for step in range(4, 6):
+        shared.forward_backward(batch_of("a", step))
+    assert replays.num_captured == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -109,6 +109,24 @@ def test_width_holds_every_rank_and_general_says_what_the_simple_gemm_cannot(dra
     assert not drawn.build(None).has_dropout
     assert tables.general == (tables.has_dropout or tables.width > 64 or tables.runs_in_a_tile > 2)
     assert tables.blocks == 1 if tables.general else tables.blocks >= max(1, tables.runs_in_a_tile)
+
+
+@given(batches())
+def test_empty_runs_behind_the_tokens_belong_to_no_tile(drawn: Drawn) -> None:
+    """As batches are filled up with: they change the tables' shape and nothing of the others' rows."""
+    behind, slots = 2**31 - 1, drawn.slots
+    empty = [Run(behind, behind, ()), Run(behind, behind, (0, 0))]
+    rows, starts, scales = (
+        np.concatenate([a, np.zeros_like(a, shape=(a.shape[0], 2, *a.shape[2:]))], 1)
+        for a in (slots.rows_LS5, slots.starts_LS, slots.scales_LS)
+    )
+    found = build_tables(
+        [*drawn.runs, *empty], replace(slots, rows_LS5=rows, starts_LS=starts, scales_LS=scales), drawn.num_tokens, None, CPU
+    )
+    plain = drawn.build()
+    assert torch.equal(found.tiles_X2, plain.tiles_X2) and found.runs_in_a_tile == plain.runs_in_a_tile
+    assert torch.equal(found.runs_S4[:-2], plain.runs_S4) and torch.equal(found.samples_P2[:-2], plain.samples_P2)
+    assert found.order_S[:-2].tolist() == plain.order_S.tolist() or not all(run.t1 - run.t0 for run in drawn.runs)
 
 
 @pytest.mark.parametrize(

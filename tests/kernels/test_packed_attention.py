@@ -14,7 +14,7 @@ from tests.tolerances import KERNEL, assert_close
 
 with interpreted():
     from tlora.kernels import packed_attention, varlen_attention
-    from tlora.kernels.packed_attention import AttentionPlan, attend, attend_backward, plan_attention
+    from tlora.kernels.packed_attention import AttentionPlan, attend, attend_backward, padded, plan_attention
 
 pytestmark = MARKS
 ON_GPU = DEVICE.type == "cuda"
@@ -85,7 +85,24 @@ def made(kind: str) -> AttentionPlan:
 
 def test_a_plan_knows_its_samples() -> None:
     plan = plan_attention(LENGTHS, DEVICE, False)
-    assert (plan.count, plan.longest, plan.starts_S.tolist()) == (4, 33, [0, 5, 6, 39, 59])
+    assert (plan.count, plan.longest, plan.starts_S.tolist()) == (4, 64, [0, 5, 6, 39, 59])
+    assert plan.shape == plan_attention((40, 1, 1, 1), DEVICE, False).shape != plan_attention((70, 1, 1, 1), DEVICE, False).shape
+
+
+def test_samples_are_filled_up_with_empty_ones_where_they_differ() -> None:
+    assert padded((64, 64)) == (64, 64)  # what cuDNN takes
+    assert padded((5, 1)) == (5, 1, *[0] * 14) and padded((5,)) == (5, *[0] * 15) and padded((5, 1) * 8) == (5, 1) * 8
+
+
+def test_empty_samples_change_no_bit() -> None:
+    """Forward and backward, with more empty tiles than real ones."""
+    q, k, v, dout = operands(sum(LENGTHS), 4, 2, 16, torch.float32)
+    found: list[list[Tensor]] = []
+    for lengths in (LENGTHS, padded(LENGTHS)):
+        plan = plan_attention(lengths, DEVICE, True)
+        out, lse = attend(q, k, v, plan, 0.25, 0, 0.0)
+        found.append([out, lse, *attend_backward(dout, q, k, v, out, lse, plan, 0.25, 0, 0.0)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["cudnn", "flash", "own"])
@@ -93,8 +110,8 @@ def test_a_plan_knows_its_samples() -> None:
     ("change", "others_take_it"),
     [
         ({}, True),
-        ({"window": 33}, True),  # as long as the longest sample: no window at all
-        ({"window": 32}, False),
+        ({"window": 64}, True),  # as long as the longest sample, rounded up: no window at all
+        ({"window": 63}, False),
         ({"softcap": 30.0}, False),
         ({"dtype": torch.float32}, False),
         ({"dtype": torch.float16}, True),

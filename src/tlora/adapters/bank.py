@@ -79,6 +79,7 @@ class AdapterBank:
         self._layouts: dict[str, AdapterLayout] = {}
         self._shapes: dict[str, dict[str, AdapterShape]] = {}
         self._addresses: dict[str, dict[str, SlotAddress]] = {}
+        self.version = 0  # changes when a linear's tensors may have moved
 
     def __contains__(self, job_id: object) -> bool:
         return job_id in self._layouts
@@ -128,6 +129,7 @@ class AdapterBank:
         """Reserve zeroed rows for every module of `layout`. Where that raises (out of memory), the job holds no row anywhere."""
         assert job_id not in self._layouts, f"{job_id} has a slot already"
         self._addresses.clear()  # even where it raises: the linears before that one may have grown
+        rows_before = self._total_rows()
         try:
             for s in layout.shapes:
                 self._linear_at(s.module).reserve(job_id, s.rank)
@@ -136,8 +138,13 @@ class AdapterBank:
                 if job_id in linear.used:
                     linear.clear(job_id)
             raise
+        finally:
+            self.version += self._total_rows() != rows_before
         self._layouts[job_id] = layout
         self._shapes[job_id] = {s.module: s for s in layout.shapes}
+
+    def _total_rows(self) -> int:
+        return sum(linear.a_RK.shape[0] for linear in self._linears.values())
 
     def _linear_at(self, module: str) -> LinearRows:
         if module not in self._linears:

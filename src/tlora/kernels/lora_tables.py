@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tlora.kernels.device import to_device
+
 TILE = 64  # tokens; the kernels' row tiles are multiples of it
 ADDRESS_FIELDS = 5  # of a row of `rows_LS5`: addresses of the first row of A, B, dA, dB, and the rank
 
@@ -46,6 +48,7 @@ class LoraTables:
     thresholds_S: Tensor  # int32: int(dropout * 2^31), as `dropout.keep_mask` draws the line
     module_keys_L: Tensor
     keys_T: Tensor | None
+    buffer: Tensor  # uint8: all of the above but `keys_T` are views of it
     weights: Sequence[tuple[Tensor, Tensor] | None]
     runs_in_a_tile: int  # at most, in 128 tokens from a multiple of 128
     width: int  # of S for one linear: the largest rank, rounded up to 16, 32, 64 or a multiple of 64
@@ -64,6 +67,11 @@ class LoraTables:
     @property
     def num_runs(self) -> int:
         return self.runs_S4.shape[0]
+
+    @property
+    def shape(self) -> tuple[int | bool, ...]:
+        """All that launches depend on, beside the number of tokens and where the banks lie."""
+        return self.num_runs, len(self.samples_P2), self.width, self.blocks, self.general, self.has_dropout, self.keys_T is None
 
 
 def rank_width(rank: int) -> int:
@@ -110,7 +118,8 @@ def build_tables(runs: Sequence[Run], slots: Slots, num_tokens: int, keys_T: Ten
         np.array([int(run.dropout * 2**31) for run in runs], np.int32),
         slots.module_keys_L.astype(np.int32, copy=False),
     ]
-    rows_t, starts_t, table_t, order_t, samples_t, tiles_t, scales_t, dropouts_t, thresholds_t, module_keys_t = _to_device(parts, device)
+    buffer, moved = _to_device(parts, device)
+    rows_t, starts_t, table_t, order_t, samples_t, tiles_t, scales_t, dropouts_t, thresholds_t, module_keys_t = moved
     return LoraTables(
         runs_S4=table_t,
         order_S=order_t,
@@ -123,6 +132,7 @@ def build_tables(runs: Sequence[Run], slots: Slots, num_tokens: int, keys_T: Ten
         thresholds_S=thresholds_t,
         module_keys_L=module_keys_t,
         keys_T=keys_T,
+        buffer=buffer,
         weights=slots.weights,
         runs_in_a_tile=int((wide[1] - wide[0]).max(initial=0)),
         width=rank_width(int(slots.rows_LS5[:, :, 4].max(initial=16))),
@@ -130,15 +140,14 @@ def build_tables(runs: Sequence[Run], slots: Slots, num_tokens: int, keys_T: Ten
     )
 
 
-def _to_device(parts: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """All arrays in one pinned buffer and one asynchronous copy; each starts at a multiple of 16 bytes."""
+def _to_device(parts: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """All arrays in one buffer and one asynchronous copy: the buffer, and the arrays in it, each at a multiple of 16 bytes."""
     offsets = np.cumsum([0] + [-(-part.nbytes // 16) * 16 for part in parts])
-    buffer = torch.empty(int(offsets[-1]), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    host = buffer.numpy()
+    host = np.zeros(int(offsets[-1]), np.uint8)
     for part, start in zip(parts, offsets, strict=False):
         host[start : start + part.nbytes] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-    moved = buffer.to(device, non_blocking=True)
+    buffer = to_device(host, device)
     kinds = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32, np.dtype(np.float32): torch.float32}
-    return [
-        moved[start : start + part.nbytes].view(kinds[part.dtype]).view(part.shape) for part, start in zip(parts, offsets, strict=False)
+    return buffer, [
+        buffer[start : start + part.nbytes].view(kinds[part.dtype]).view(part.shape) for part, start in zip(parts, offsets, strict=False)
     ]

@@ -16,27 +16,44 @@ import torch
 from torch import Tensor
 
 from tlora.kernels import varlen_attention
+from tlora.kernels.device import to_device
+
+_SAMPLES = 16
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The samples of one micro-batch, as each of the kernels wants to know them."""
+    """The samples of one micro-batch, as each of the kernels wants to know them.
+
+    Micro-batches with the same `shape` launch the same kernels with the same arguments, but for what the tensors hold.
+    """
 
     kind: Literal["cudnn", "flash", "own"]  # for plain causal attention in 16 bits; everything else is our own kernel's
     count: int
-    longest: int
+    longest: int  # tokens; where they differ, rounded up to a power of two
     starts_S: Tensor  # int32 [S + 1]
     own: varlen_attention.AttentionPlan
+
+    @property
+    def shape(self) -> tuple[str, int, int]:
+        return self.kind, self.count, self.longest
+
+
+def _alike(lengths: Sequence[int]) -> bool:
+    return len(set(lengths)) == 1 and lengths[0] % 64 == 0
+
+
+def padded(lengths: Sequence[int]) -> tuple[int, ...]:
+    """`lengths`, with empty samples up to a multiple of `_SAMPLES` where they differ: fewer shapes."""
+    return (*lengths, *[0] * (0 if _alike(lengths) else -len(lengths) % _SAMPLES))
 
 
 def plan_attention(lengths: Sequence[int], device: torch.device, deterministic: bool) -> AttentionPlan:
     """For samples of `lengths` one after another."""
-    starts = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
-    if device.type == "cuda":
-        starts = starts.pin_memory().to(device, non_blocking=True)
-    equal = len(set(lengths)) == 1 and lengths[0] % 64 == 0
-    kind = "own" if deterministic or device.type != "cuda" else "cudnn" if equal else "flash"
-    return AttentionPlan(kind, len(lengths), max(lengths), starts, varlen_attention.plan_attention(lengths, device))
+    kind = "own" if deterministic or device.type != "cuda" else "cudnn" if _alike(lengths) else "flash"
+    longest = max(lengths) if kind == "cudnn" else 1 << (max(lengths) - 1).bit_length()
+    starts = to_device(np.cumsum([0, *lengths], dtype=np.int32), device)
+    return AttentionPlan(kind, len(lengths), longest, starts, varlen_attention.plan_attention(lengths, device))
 
 
 def attend(

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tlora.kernels.device import to_device
 from tlora.kernels.triton_attention import dkv_kernel, dq_kernel, forward_kernel
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -31,9 +32,11 @@ class AttentionPlan:
     Per rows of a tile, int32 [tiles, 4] on the device: the sequence's first token, its length, the tile's first row within it, and a
     zero, so that each list starts at a multiple of 16 bytes: Triton compiles a kernel of its own for one that does not.
     The tiles with the most work come first, so that no long one starts when the others are done: of queries the late, of keys the early.
+    Empty tiles fill each list up to the most that so many sequences of so many tokens can have: its length then depends on these alone.
     """
 
     num_tokens: int
+    buffer: Tensor  # all of the lists are views of it
     queries: Mapping[int, Tensor]
     keys: Mapping[int, Tensor]
 
@@ -48,13 +51,13 @@ def plan_attention(lengths: Sequence[int], device: torch.device) -> AttentionPla
         owner = np.repeat(np.arange(len(lengths_S)), counts_S)
         first = (np.arange(len(owner), dtype=np.int32) - np.repeat(np.cumsum(counts_S) - counts_S, counts_S)) * rows
         table = np.stack([starts_S[owner], lengths_S[owner], first, np.zeros_like(first)], 1).astype(np.int32)
-        tables += [table[np.argsort(-first, kind="stable")], table[np.argsort(first - lengths_S[owner], kind="stable")]]
-    flat = torch.from_numpy(np.concatenate(tables))
-    if device.type == "cuda":
-        flat = flat.pin_memory().to(device, non_blocking=True)
+        empty = np.zeros((int(lengths_S.sum()) // rows + len(lengths_S) - len(table), 4), np.int32)
+        for order in (np.argsort(-first, kind="stable"), np.argsort(first - lengths_S[owner], kind="stable")):
+            tables.append(np.concatenate([table[order], empty]))
+    flat = to_device(np.concatenate(tables), device)
     parts = flat.split([len(table) for table in tables])
     queries, keys = (dict(zip(TILE_ROWS, parts[k::2], strict=True)) for k in (0, 1))
-    return AttentionPlan(int(lengths_S.sum()), queries, keys)
+    return AttentionPlan(int(lengths_S.sum()), flat, queries, keys)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tlora.kernels.device import to_device
 from tlora.kernels.dropout import token_keys
 
 
@@ -88,6 +89,7 @@ def collate(rows: Sequence[BatchRow], device: torch.device | str = "cpu", pad_to
     lengths = [len(row.input_ids) for row in rows]
     used = sum(lengths)
     total = max(used, pad_to)
+    place = torch.device(device)
     ids, positions, labels = (np.zeros(total, np.int64) for _ in range(3))
     weights, grad_weights = np.zeros(total), np.zeros(total)
     keys = np.zeros(total, np.int32) if any(row.dropout_key for row in rows) else None
@@ -113,19 +115,13 @@ def collate(rows: Sequence[BatchRow], device: torch.device | str = "cpu", pad_to
         lengths.append(total - used)
         positions[used:] = np.arange(total - used)
     return PackedBatch(
-        input_ids_T=_moved(ids, device),
-        position_ids_T=_moved(positions, device),
-        labels_T=_moved(labels, device),
-        loss_weights_T=_moved(weights, device),
-        grad_weights_T=_moved(grad_weights, device),
-        labelled=_moved(weights.nonzero()[0], device),
+        input_ids_T=to_device(ids, place),
+        position_ids_T=to_device(positions, place),
+        labels_T=to_device(labels, place),
+        loss_weights_T=to_device(weights, place),
+        grad_weights_T=to_device(grad_weights, place),
+        labelled=to_device(weights.nonzero()[0], place),
         lengths=tuple(lengths),
         spans=tuple(spans),
-        keys_T=None if keys is None else _moved(keys, device),
+        keys_T=None if keys is None else to_device(keys, place),
     )
-
-
-def _moved(array: np.ndarray, device: torch.device | str) -> Tensor:
-    """On a GPU through pinned memory: from pageable memory the copy would wait for all that the GPU still has to do."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else tensor.to(device)

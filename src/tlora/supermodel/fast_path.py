@@ -22,9 +22,14 @@ from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.fp8_linear import Fp8Linear
 from tlora.supermodel.load import Base, hidden_states
 from tlora.supermodel.lora_linear import Context, LinearsOfOneInput, LoraLinear
+from tlora.supermodel.replay import Replays
 
 if TYPE_CHECKING:
-    from tlora.kernels.fused_linear import LinearGroup  # brings triton, which not every CPU install has
+    from tlora.kernels.fused_linear import LinearGroup  # these bring triton, which not every CPU install has
+    from tlora.kernels.in_flight import Flight
+
+_RUNS = 4  # a batch's runs are filled up, by one at least, to a multiple of it with empty ones: fewer shapes of batches
+_BEHIND = 2**31 - 1  # where those lie: behind all tokens
 
 
 def can_take_fast_path(base: Base, linears: Mapping[str, LoraLinear]) -> bool:
@@ -50,7 +55,7 @@ class FastPath:
     def __init__(self, base: Base, linears: Mapping[str, LoraLinear], context: Context, deterministic: bool) -> None:
         from tlora.kernels.fused_linear import make_group
 
-        self._context, self._deterministic = context, deterministic
+        self._base, self._context, self._deterministic = base, context, deterministic
         self.recomputed_layers = 0  # from the first on: backward runs them again instead of keeping what they made
         self._names: list[str] = []  # of all linears, group by group: the order of the tables
         self.groups: list[LinearGroup] = []
@@ -73,6 +78,7 @@ class FastPath:
         self.num_layers = len(layers)
         for number, layer in enumerate(layers):
             layer.forward = self._compiled(layer.forward, number, device)
+        self._replays = Replays(self._decode, self._launch, base.head.weight_VH) if device.type == "cuda" else None
 
     def _begin_graph(self, _module: nn.Module, _args: object, embedded: Tensor) -> Tensor:
         """The first layer's x needs a gradient like the others': a layer without one would be compiled twice."""
@@ -95,31 +101,56 @@ class FastPath:
         return run
 
     @contextmanager
-    def fly(self, batch: PackedBatch, bank: AdapterBank, dropout: Mapping[str, float]) -> Iterator[Tensor]:
-        """Within it, the base's forward and backward run on the kernels, with the adapters of `batch`. Gives the flight's number."""
-        from tlora.kernels.in_flight import Flight, in_flight
-        from tlora.kernels.packed_attention import plan_attention
+    def fly(self, batch: PackedBatch, bank: AdapterBank, dropout: Mapping[str, float]) -> Iterator[Flight]:
+        """Within it, the base's forward and backward run on the kernels, with the adapters of `batch`."""
+        from tlora.kernels.in_flight import Flight
+        from tlora.kernels.packed_attention import padded, plan_attention
 
-        device = batch.input_ids_T.device
+        device, lengths = batch.input_ids_T.device, padded(batch.lengths)
         runs = list(_runs(batch, dropout))
-        tables = build_tables(runs, self._slots(batch, bank), len(batch.input_ids_T), batch.keys_T, device)
-        flight = Flight(self.groups, tables, plan_attention(batch.lengths, device, self._deterministic))
-        with in_flight(flight) as number:
-            self._context.flight = number
+        empty = [Run(_BEHIND, _BEHIND, ())] * (_RUNS - len(runs) % _RUNS)
+        empty[-1] = Run(_BEHIND, _BEHIND, (0,) * (len(lengths) - sum(len(run.lengths) for run in runs)))
+        tables = build_tables([*runs, *empty], self._slots(batch, bank, len(empty)), len(batch.input_ids_T), batch.keys_T, device)
+        flight = Flight(self.groups, tables, plan_attention(lengths, device, self._deterministic))
+        with self._launch(flight):
+            yield flight
+
+    @contextmanager
+    def _launch(self, flight: Flight) -> Iterator[None]:
+        from tlora.kernels.in_flight import in_flight
+
+        before = self._context.flight
+        with in_flight(flight) as self._context.flight:
             try:
-                yield number
+                yield
             finally:
-                self._context.flight = None
+                self._context.flight = before
 
-    def _slots(self, batch: PackedBatch, bank: AdapterBank) -> Slots:
-        """Where each run's adapter lies at each linear."""
-        jobs = [self._slots_of(span.job_id, bank) for span in batch.spans]
-        rows, starts, scales = (np.stack(parts, 1) for parts in zip(*jobs, strict=True)) if jobs else self._nobody()
-        return Slots(rows, starts, scales, self._module_keys, [bank.weights(name) for name in self._names])
+    def evaluate(self, batch: PackedBatch) -> Tensor:
+        """Hidden states [T, H] of `batch`, which flies."""
+        with torch.no_grad():
+            return self._decode(batch)
 
-    def _nobody(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def train(self, batch: PackedBatch, flight: Flight, bank: AdapterBank) -> tuple[Tensor, Callable[[Tensor], object]]:
+        """Hidden states [T, H] of `batch`, which flies, and what takes their gradient back."""
+        if self._replays is None:
+            hidden_TH = self._decode(batch)
+            return hidden_TH.detach(), hidden_TH.backward
+        if self._base.decoder._forward_hooks:  # somebody measures: replayed passes call no hooks
+            return self._replays.run_uncaptured(batch)
+        return self._replays.run(batch, flight, bank.version, self.recomputed_layers)
+
+    def _decode(self, batch: PackedBatch) -> Tensor:
+        assert self._context.flight is not None
+        return hidden_states(self._base, batch.input_ids_T, batch.position_ids_T, self._context.flight)
+
+    def _slots(self, batch: PackedBatch, bank: AdapterBank, num_empty: int) -> Slots:
+        """Where each run's adapter lies at each linear; then come empty runs, which have none."""
         count = len(self._names)
-        return np.zeros((count, 0, ADDRESS_FIELDS), np.int64), np.zeros((count, 0), np.int32), np.zeros((count, 0), np.float32)
+        nobody = np.zeros((count, ADDRESS_FIELDS), np.int64), np.zeros(count, np.int32), np.zeros(count, np.float32)
+        runs = [self._slots_of(span.job_id, bank) for span in batch.spans] + [nobody] * num_empty
+        rows, starts, scales = (np.stack(parts, 1) for parts in zip(*runs, strict=True))
+        return Slots(rows, starts, scales, self._module_keys, [bank.weights(name) for name in self._names])
 
     def _slots_of(self, job_id: str, bank: AdapterBank) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Addresses and rank [L, 5], first rows [L], scales [L]; made anew when a tensor may have moved."""

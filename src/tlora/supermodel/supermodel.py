@@ -5,7 +5,7 @@ It owns weights, gradients and optimizer state. Data, order, evaluation, files a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -248,20 +248,23 @@ class SuperModel(nn.Module):
         dropout = {s.job_id: self._residents[s.job_id].lora.lora_dropout for s in part.spans if train and s.has_keys}
         if self._fast is not None:
             with self._fast.fly(part, self.bank, dropout) as flight:
-                return self._losses(part, train, flight)
+                if train:
+                    return self._losses(part, *self._fast.train(part, flight, self.bank))
+                return self._losses(part, self._fast.evaluate(part), None)
         with self.context.enter(ActiveBatch(part, self.bank, dropout, self._anchor)), self._repeatable_attention():
-            return self._losses(part, train, part.lengths)
+            with torch.set_grad_enabled(train):
+                hidden_TH = hidden_states(self.base, part.input_ids_T, part.position_ids_T, part.lengths)
+            return self._losses(part, hidden_TH.detach(), hidden_TH.backward if hidden_TH.requires_grad else None)
 
-    def _losses(self, part: PackedBatch, train: bool, lengths: tuple[int, ...] | Tensor) -> dict[str, JobLoss]:
-        with torch.set_grad_enabled(train):
-            hidden_TH = hidden_states(self.base, part.input_ids_T, part.position_ids_T, lengths)
+    def _losses(self, part: PackedBatch, hidden_TH: Tensor, backward: Callable[[Tensor], object] | None) -> dict[str, JobLoss]:
+        """`backward` takes the gradient of the hidden states, where somebody trains."""
         rows = part.labelled
-        grad_weights = part.grad_weights_T[rows].to(self.bank.sum_dtype) if train else None
-        losses, dh = linear_cross_entropy(hidden_TH.detach()[rows], self.base.head, part.labels_T[rows], grad_weights)
-        if dh is not None and len(rows) and hidden_TH.requires_grad:
+        grad_weights = part.grad_weights_T[rows].to(self.bank.sum_dtype) if backward is not None else None
+        losses, dh = linear_cross_entropy(hidden_TH[rows], self.base.head, part.labels_T[rows], grad_weights)
+        if backward is not None and dh is not None and len(rows):
             dhidden_TH = torch.zeros_like(hidden_TH)
             dhidden_TH[rows] = dh
-            hidden_TH.backward(dhidden_TH)
+            backward(dhidden_TH)
         weighted_T = torch.zeros_like(part.loss_weights_T)
         weighted_T[rows] = (losses.double() * part.loss_weights_T[rows]).mul_(_LOSS_STEPS).round_().div_(_LOSS_STEPS)
         return {s.job_id: JobLoss(weighted_T[s.t0 : s.t1].sum(), part.loss_weights_T[s.t0 : s.t1].sum()) for s in part.spans}

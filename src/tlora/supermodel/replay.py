@@ -1,0 +1,140 @@
+"""Training passes through the decoder as CUDA graphs: a micro-batch of a shape that came before is launched at once, without Python.
+
+A shape is all that the host decides by: tokens, runs, samples, the largest rank, whether anybody drops out, which attention. What the
+device reads, which tokens, whose they are and where the rows of their adapters lie, is copied over what the graph was captured with.
+The first micro-batch of a shape runs as it is and compiles what is missing; the second is captured.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tlora.supermodel.batch import PackedBatch
+
+if TYPE_CHECKING:
+    from tlora.kernels.in_flight import Flight  # brings triton, which not every CPU install has
+
+_MOST_SHAPES = 32  # remembered at a time
+
+Decode = Callable[[PackedBatch], Tensor]
+"""Hidden states [T, H] of the batch in flight, with autograd's graph behind them."""
+Backward = Callable[[Tensor], object]
+"""Takes the gradient of the hidden states [T, H] back through the decoder."""
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """Where the graphs of T tokens leave their hidden states and find the gradient of these, [T, H]."""
+
+    hidden_TH: Tensor
+    dhidden_TH: Tensor
+
+
+@dataclass(frozen=True)
+class _Captured:
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    ends: _Ends
+
+    def run(self, inputs: list[Tensor]) -> tuple[Tensor, Backward]:
+        torch._foreach_copy_(self.inputs, inputs)
+        self.forward.replay()
+        return self.ends.hidden_TH, self._run_backward
+
+    def _run_backward(self, dhidden_TH: Tensor) -> None:
+        self.ends.dhidden_TH.copy_(dhidden_TH)
+        self.backward.replay()
+
+
+class Replays:
+    """Passes of one decoder, whose batches are in flight through `fly`.
+
+    All of them, captured or not, run on one stream with memory of one pool: since they never overlap, their activations take no more
+    room together than those of the largest.
+    """
+
+    def __init__(self, decode: Decode, fly: Callable[[Flight], AbstractContextManager[object]], like: Tensor) -> None:
+        """`like` has the last dim, dtype and device of the hidden states."""
+        self._decode, self._fly, self._like = decode, fly, like
+        self._pool, self._stream = torch.cuda.MemPool(), torch.cuda.Stream(like.device)
+        self._seen: OrderedDict[Hashable, _Captured | None] = OrderedDict()
+        self._ends: dict[int, _Ends] = {}
+        self._bank_version = -1
+
+    @property
+    def num_captured(self) -> int:
+        """Shapes that have a graph."""
+        return sum(captured is not None for captured in self._seen.values())
+
+    def run(self, batch: PackedBatch, flight: Flight, bank_version: int, recomputed_layers: int) -> tuple[Tensor, Backward]:
+        """Hidden states of `batch`, which is in flight, and the way back. Graphs hold addresses of the bank's rows: those of an earlier
+        `bank_version` are dropped.
+        """
+        if bank_version != self._bank_version:
+            self._seen.clear()
+            self._bank_version = bank_version
+        shape = (len(batch.input_ids_T), recomputed_layers, flight.shape)
+        known, captured = shape in self._seen, self._seen.pop(shape, None)
+        if known and captured is None:
+            captured = self._capture(batch, flight)
+        self._seen[shape] = captured
+        if len(self._seen) > _MOST_SHAPES:
+            self._seen.popitem(last=False)
+        return captured.run(_inputs(batch, flight)) if captured else self.run_uncaptured(batch)
+
+    def run_uncaptured(self, batch: PackedBatch) -> tuple[Tensor, Backward]:
+        """The same, never captured nor replayed: hooks in the decoder are called."""
+        with self._aside():
+            hidden_TH = self._decode(batch)
+
+        def backward(dhidden_TH: Tensor) -> None:
+            with self._aside():
+                hidden_TH.backward(dhidden_TH)
+
+        return hidden_TH.detach(), backward
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """On the graphs' stream, with memory of their pool. Pools are a thread's own: backward stays in this one."""
+        outside = torch.cuda.current_stream()
+        self._stream.wait_stream(outside)
+        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool), torch.autograd.set_multithreading_enabled(False):
+            yield
+        outside.wait_stream(self._stream)
+
+    def _capture(self, batch: PackedBatch, flight: Flight) -> _Captured:
+        """Keeps the tables of this very flight, and copies of the batch's own tensors, for later ones to be copied over them."""
+        keys_T = flight.tables.keys_T
+        own = replace(batch, input_ids_T=batch.input_ids_T.clone(), position_ids_T=batch.position_ids_T.clone())
+        tables = replace(flight.tables, keys_T=None if keys_T is None else keys_T.clone())
+        mine = replace(flight, tables=tables, shrunk={})
+        captured = _Captured(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), _inputs(own, mine), self._ends_of(len(own.input_ids_T)))
+        with self._fly(mine), torch.autograd.set_multithreading_enabled(False):
+            with self._into(captured.forward):
+                hidden_TH = self._decode(own)
+                captured.ends.hidden_TH.copy_(hidden_TH.detach())
+            with self._into(captured.backward):
+                hidden_TH.backward(captured.ends.dhidden_TH)
+        return captured
+
+    def _ends_of(self, num_tokens: int) -> _Ends:
+        if num_tokens not in self._ends:
+            self._ends[num_tokens] = _Ends(*(self._like.new_empty(num_tokens, self._like.shape[-1]) for _ in range(2)))
+        return self._ends[num_tokens]
+
+    def _into(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
+        return torch.cuda.graph(graph, self._pool.id, self._stream, "thread_local")  # type: ignore[arg-type]
+
+
+def _inputs(batch: PackedBatch, flight: Flight) -> list[Tensor]:
+    """All that a pass reads on the device and that changes from one micro-batch of a shape to the next."""
+    keys = [] if flight.tables.keys_T is None else [flight.tables.keys_T]
+    return [batch.input_ids_T, batch.position_ids_T, *keys, flight.tables.buffer, flight.attention.starts_S, flight.attention.own.buffer]
