@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-KERNEL = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2}
+KERNEL = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """One linear or one cross-entropy, forward and each gradient."""
 
 LOGITS = {torch.float64: 1e-9, torch.float32: 3e-5}

@@ -216,7 +216,8 @@ def check_case(base: Base, jobs: Sequence[Job], tail: int = 0) -> None:
     batch = make_batch(base, jobs, bank.slots, tail)
     true_y, true_dx, true_sums = reference(base, jobs, bank.slots, batch)
     y, dx = run_kernels(base, batch)
-    bound = KERNEL[base.dtype]
+    terms = max(base.weight.shape)  # of the longest sum: in fp32 one after another on a GPU, 4e-6 for 28,672 of them
+    bound = max(KERNEL[base.dtype], 2.0**-24 * terms**0.5 / 2)
     assert_close(y, true_y, bound, "y")
     assert_close(dx, true_dx, bound, "dx")
     for i, (slot, true) in enumerate(zip(bank.slots, true_sums, strict=True)):

@@ -52,7 +52,7 @@ def test_the_harder_batches_are_what_they_should_be() -> None:
 @pytest.mark.parametrize(("key", "name"), [(FORWARD, "multiply"), (SHRINK, "shrink")], ids=str)
 def test_a_tile_with_wrong_results_is_found(key: Key, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launch of the candidate, and of it alone, gives one element that is off, or one that it never wrote."""
-    right, tile = getattr(fused_linear, name), replace(tile_by_rule(key), stages=3)
+    right, tile = getattr(fused_linear, name), replace(tile_by_rule(key), stages=2 if tile_by_rule(key).stages != 2 else 3)
     for wrong in (1e3, torch.nan):
 
         def spoilt(*args: object, wrong: float = wrong) -> object:

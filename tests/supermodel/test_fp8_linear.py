@@ -68,7 +68,7 @@ def test_every_linear_but_the_head_is_held_in_8_bits_and_nothing_else_changes() 
         assert held.weight.dtype == DTYPE and held.weight.shape == was.weight.shape and not held.weight.requires_grad
         assert held.scale_N.shape == (len(was.weight),) and torch.equal(held.bias, was.bias)
         error = (dequantize(held.weight, held.scale_N, torch.float32) - was.weight.float()).abs().amax(1)
-        assert bool((error <= was.weight.float().abs().amax(1) / 28).all()), "half a step at the row's largest is 1/28 of it"
+        assert bool((error <= was.weight.float().abs().amax(1) * (1 + 1e-5) / 28).all()), "half a step at the row's largest is 1/28 of it"
     others = {key: t for key, t in before.state_dict().items() if key.rpartition(".")[0] not in names}
     assert others and all(torch.equal(t, model.state_dict()[key]) for key, t in others.items())
 

@@ -70,7 +70,7 @@ def accelerate_peft(model: nn.Module) -> Acceleration:
         raise ModelError(
             f"this {type(model).__name__} has no LoRA layer to accelerate. Give it one first: peft.get_peft_model(model, config)"
         )
-    left = {name: reason for name, layer in layers.items() if (reason := _obstacle(layer))}
+    left = {name: reason for name, layer in layers.items() if (reason := _foreign_forward(layer) or _obstacle(layer))}
     fit: dict[str, Linear] = {name: layer for name, layer in layers.items() if name not in left}
     for name, layer in layers.items():
         if name in fit:
@@ -130,12 +130,17 @@ def _takes(weights: tuple[Tensor, Tensor, Tensor], x: Tensor, dtype: torch.dtype
     return all(weight.dtype == dtype for weight in weights)
 
 
+def _foreign_forward(layer: Any) -> str | None:
+    return "its forward was replaced by someone else" if "forward" in layer.__dict__ and not _is_accelerated(layer) else None
+
+
 def _obstacle(layer: Any) -> str | None:
-    """Why PEFT keeps this layer whatever its input, and whether or not its adapters are merged or disabled just now; else None."""
+    """Why PEFT keeps this layer whatever its input, and whether or not its adapters are merged or disabled just now; else None.
+
+    Asked at each call, and so traced by torch.compile.
+    """
     if type(layer) is not Linear:
         return f"it is a {type(layer).__module__.removeprefix('peft.tuners.')}.{type(layer).__qualname__}, not a plain LoRA linear"
-    if "forward" in layer.__dict__ and not _is_accelerated(layer):
-        return "its forward was replaced by someone else"
     active, base = _active(layer), layer.base_layer
     if len(active) != 1:
         return f"{len(active)} adapters are active, and the kernel is for one"

@@ -2,11 +2,13 @@
 
 A shape is all that the host decides by: tokens, runs, samples, the largest rank, whether anybody drops out, which attention. What the
 device reads, which tokens, whose they are and where the rows of their adapters lie, is copied over what the graph was captured with.
-The first micro-batch of a shape runs as it is and compiles what is missing; the second is captured.
+The first micro-batches of a shape run as they are and compile what is missing; the third is captured, which takes about as long as
+one of them does.
 """
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,7 +23,8 @@ from tlora.supermodel.batch import PackedBatch
 if TYPE_CHECKING:
     from tlora.kernels.in_flight import Flight  # brings triton, which not every CPU install has
 
-_MOST_SHAPES = 32  # remembered at a time
+_MOST_SHAPES = 64  # remembered at a time
+_UNCAPTURED = 2  # micro-batches of a shape that run as they are
 
 Decode = Callable[[PackedBatch], Tensor]
 """Hidden states [T, H] of the batch in flight, with autograd's graph behind them."""
@@ -54,6 +57,27 @@ class _Captured:
         self.backward.replay()
 
 
+@dataclass(frozen=True)
+class _Pool:
+    """Of memory. A `torch.cuda.MemPool` would abort the process if it were collected before a graph that holds memory of it; this is
+    a name for what graphs keep, the first of them made for nothing else.
+    """
+
+    id: tuple[int, int]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python collects no garbage within: a graph that dies while another is captured would spoil it."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
 class Replays:
     """Passes of one decoder, whose batches are in flight through `fly`.
 
@@ -64,15 +88,18 @@ class Replays:
     def __init__(self, decode: Decode, fly: Callable[[Flight], AbstractContextManager[object]], like: Tensor) -> None:
         """`like` has the last dim, dtype and device of the hidden states."""
         self._decode, self._fly, self._like = decode, fly, like
-        self._pool, self._stream = torch.cuda.MemPool(), torch.cuda.Stream(like.device)
-        self._seen: OrderedDict[Hashable, _Captured | None] = OrderedDict()
+        self._pool, self._stream = _Pool(torch.cuda.graph_pool_handle()), torch.cuda.Stream(like.device)
+        self._keeper = torch.cuda.CUDAGraph()
+        with self._into(self._keeper):
+            torch.zeros(1, device=like.device)  # a graph of nothing would be warned of
+        self._seen: OrderedDict[Hashable, _Captured | int] = OrderedDict()  # or how many times it was seen
         self._ends: dict[int, _Ends] = {}
         self._bank_version = -1
 
     @property
     def num_captured(self) -> int:
         """Shapes that have a graph."""
-        return sum(captured is not None for captured in self._seen.values())
+        return sum(isinstance(found, _Captured) for found in self._seen.values())
 
     def run(self, batch: PackedBatch, flight: Flight, bank_version: int, recomputed_layers: int) -> tuple[Tensor, Backward]:
         """Hidden states of `batch`, which is in flight, and the way back. Graphs hold addresses of the bank's rows: those of an earlier
@@ -82,13 +109,13 @@ class Replays:
             self._seen.clear()
             self._bank_version = bank_version
         shape = (len(batch.input_ids_T), recomputed_layers, flight.shape)
-        known, captured = shape in self._seen, self._seen.pop(shape, None)
-        if known and captured is None:
-            captured = self._capture(batch, flight)
-        self._seen[shape] = captured
+        found = self._seen.pop(shape, 0)
+        if isinstance(found, int):
+            found = found + 1 if found < _UNCAPTURED else self._capture(batch, flight)
+        self._seen[shape] = found
         if len(self._seen) > _MOST_SHAPES:
             self._seen.popitem(last=False)
-        return captured.run(_inputs(batch, flight)) if captured else self.run_uncaptured(batch)
+        return self.run_uncaptured(batch) if isinstance(found, int) else found.run(_inputs(batch, flight))
 
     def run_uncaptured(self, batch: PackedBatch) -> tuple[Tensor, Backward]:
         """The same, never captured nor replayed: hooks in the decoder are called."""
@@ -106,7 +133,8 @@ class Replays:
         """On the graphs' stream, with memory of their pool. Pools are a thread's own: backward stays in this one."""
         outside = torch.cuda.current_stream()
         self._stream.wait_stream(outside)
-        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool), torch.autograd.set_multithreading_enabled(False):
+        pool = torch.cuda.use_mem_pool(self._pool)  # type: ignore[arg-type]
+        with torch.cuda.stream(self._stream), pool, torch.autograd.set_multithreading_enabled(False):
             yield
         outside.wait_stream(self._stream)
 
@@ -117,7 +145,7 @@ class Replays:
         tables = replace(flight.tables, keys_T=None if keys_T is None else keys_T.clone())
         mine = replace(flight, tables=tables, shrunk={})
         captured = _Captured(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), _inputs(own, mine), self._ends_of(len(own.input_ids_T)))
-        with self._fly(mine), torch.autograd.set_multithreading_enabled(False):
+        with self._fly(mine), torch.autograd.set_multithreading_enabled(False), _no_collection():
             with self._into(captured.forward):
                 hidden_TH = self._decode(own)
                 captured.ends.hidden_TH.copy_(hidden_TH.detach())
