@@ -99,6 +99,8 @@ def train_together(model: SuperModel, jobs: Sequence[Job], plan: Plan) -> Run:
     """Train `jobs` for as long as `plan` says, then let them leave."""
     device, run = model.device, Run()
     before, graphs = _allocated(device), _graphs()
+    if device.type == "cuda":  # the warm-up counts: a replayed pass allocates nothing, but holds what it held when it was captured
+        torch.cuda.reset_peak_memory_stats(device)
     start = time.perf_counter()
     engine = open_engine(model, jobs, plan.token_budget)
     run.adapter_bytes = _allocated(device) - before
@@ -111,8 +113,6 @@ def train_together(model: SuperModel, jobs: Sequence[Job], plan: Plan) -> Run:
         _run_window(engine, window)
     warm_graphs, warm = _graphs(), dict(engine.traffic.tokens)
     computed, steps = engine.traffic.computed, _steps(engine)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     while len(run.windows) < FEWEST_WINDOWS or sum(seconds for _, seconds in run.windows) < plan.seconds:
         run.windows.append(_run_window(engine, window))
     run.tokens = {name: tokens - warm.get(name, 0) for name, tokens in engine.traffic.tokens.items()}
