@@ -9,6 +9,7 @@ one of them does.
 from __future__ import annotations
 
 import gc
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -93,7 +94,7 @@ class Replays:
         with self._into(self._keeper):
             torch.zeros(1, device=like.device)  # a graph of nothing would be warned of
         self._seen: OrderedDict[Hashable, _Captured | int] = OrderedDict()  # or how many times it was seen
-        self._ends: dict[int, _Ends] = {}
+        self._ends = _Ends(like[:0], like[:0])
         self._bank_version = -1
 
     @property
@@ -111,7 +112,7 @@ class Replays:
         shape = (len(batch.input_ids_T), recomputed_layers, flight.shape)
         found = self._seen.pop(shape, 0)
         if isinstance(found, int):
-            found = found + 1 if found < _UNCAPTURED else self._capture(batch, flight)
+            found = found + 1 if found != _UNCAPTURED else self._try_to_capture(batch, flight)
         self._seen[shape] = found
         if len(self._seen) > _MOST_SHAPES:
             self._seen.popitem(last=False)
@@ -138,6 +139,14 @@ class Replays:
             yield
         outside.wait_stream(self._stream)
 
+    def _try_to_capture(self, batch: PackedBatch, flight: Flight) -> _Captured | int:
+        """A shape that cannot be captured, for want of memory say, runs as it is from then on."""
+        try:
+            return self._capture(batch, flight)
+        except RuntimeError as error:
+            warnings.warn(f"a micro-batch was not captured as a CUDA graph and runs slower: {error}", RuntimeWarning, stacklevel=2)
+            return _UNCAPTURED + 1
+
     def _capture(self, batch: PackedBatch, flight: Flight) -> _Captured:
         """Keeps the tables of this very flight, and copies of the batch's own tensors, for later ones to be copied over them."""
         keys_T = flight.tables.keys_T
@@ -154,9 +163,10 @@ class Replays:
         return captured
 
     def _ends_of(self, num_tokens: int) -> _Ends:
-        if num_tokens not in self._ends:
-            self._ends[num_tokens] = _Ends(*(self._like.new_empty(num_tokens, self._like.shape[-1]) for _ in range(2)))
-        return self._ends[num_tokens]
+        """All graphs share the largest that there was: they never overlap."""
+        if num_tokens > len(self._ends.hidden_TH):
+            self._ends = _Ends(*(self._like.new_empty(num_tokens, self._like.shape[-1]) for _ in range(2)))
+        return _Ends(self._ends.hidden_TH[:num_tokens], self._ends.dhidden_TH[:num_tokens])
 
     def _into(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
         return torch.cuda.graph(graph, self._pool.id, self._stream, "thread_local")  # type: ignore[arg-type]
