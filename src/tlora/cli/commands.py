@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tlora.cli.simulate_command import simulate
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -162,6 +164,9 @@ def tune(
         console, lines = open_console(), open_console(stderr=True)
         tuned = tune_tiles(base_model, dtype, device, out, lambda line: lines.print(printable(line), style="dim", soft_wrap=True))
         print_tuned(console, tuned)
+
+
+app.command()(simulate)
 
 
 def _read(jobs_file: Path, settings: list[str] | None, output_dir: Path | None) -> RunSpec:

@@ -142,7 +142,7 @@ def _follow(
         elif kind == "model_error":
             raise ModelError(str(event["message"]))
         else:
-            results[key] = DataError(str(event["message"])) if kind == "data_error" else _open(by_key[key], event)
+            results[key] = DataError(str(event["message"])) if kind == "data_error" else _open_made(by_key[key], event)
             current = ""
     return results
 
@@ -167,12 +167,19 @@ def _as_json(request: PrepareRequest) -> dict[str, object]:
     }
 
 
-def _open(request: PrepareRequest, event: dict[str, object]) -> Prepared | DataError:
+def _open_made(request: PrepareRequest, event: dict[str, object]) -> Prepared | DataError:
+    evaluation = event["eval"]
+    return open_sets(request, Path(str(event["train"])), Path(str(evaluation)) if evaluation is not None else None)
+
+
+def open_sets(request: PrepareRequest, train_set: Path, eval_set: Path | None) -> Prepared | DataError:
+    """What `prepare` gives, from the sets that it made for this request before. `eval_set`: of `data.eval_path`, if there is one."""
     data = request.data
-    whole = Dataset(Path(str(event["train"])))
+    whole = Dataset(train_set)
     report = _report(request, data.path, whole)
     if data.eval_path:
-        evaluation = Dataset(Path(str(event["eval"])))
+        assert eval_set is not None, f"{data.eval_path} was not tokenized"
+        evaluation = Dataset(eval_set)
         return Prepared(whole, evaluation, report, _report(request, data.eval_path, evaluation))
     if not data.eval_size:
         return Prepared(whole, None, report)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import groupby
+from pathlib import Path
 
 import torch
 
@@ -35,10 +36,15 @@ class Engine:
         self._recorders: dict[str, Recorder] = {}
 
     def join(self, run: JobRun, recorder: Recorder, state: AdapterState | None = None) -> None:
-        """Let a job in; it offers its first batch at once. A job that cannot join fails alone."""
+        """Let a job in; it offers its first batch at once. One that was finished before hands its adapter over once more. A job that
+        cannot join fails alone.
+        """
         name = run.spec.name
         self._recorders[name] = recorder
         try:
+            if run.progress.finished:
+                self.results[name] = recorder.hand_over()
+                return
             self.model.join(name, run.spec, run.spec, run.total_steps, state)
         except (TloraError, torch.OutOfMemoryError) as error:
             self.results[name] = recorder.result("failed", str(error))
@@ -50,13 +56,23 @@ class Engine:
     def stop(self) -> None:
         """Checkpoint every resident job at its last optimizer step and let it go."""
         for name in list(self.runs):
-            state = self.model.leave(name)
-            run, recorder = self.runs.pop(name), self._recorders[name]
-            try:
-                where = recorder.save(state)
-                self.results[name] = recorder.result("stopped", f"interrupted at step {run.progress.step}; {where} continues with resume")
-            except OSError as error:
-                self.results[name] = recorder.result("stopped", f"interrupted at step {run.progress.step} and not saved: {error}")
+            self.leave(name)
+
+    def leave(self, name: str) -> Path | None:
+        """Checkpoint a resident job at its last optimizer step and let it go: what it did of the next is dropped. None if that failed."""
+        state = self.model.leave(name)
+        run, recorder = self.runs.pop(name), self._recorders[name]
+        try:
+            where = recorder.save(state)
+        except OSError as error:
+            self.results[name] = recorder.result("stopped", f"interrupted at step {run.progress.step} and not saved: {error}")
+            return None
+        self.results[name] = recorder.result("stopped", f"interrupted at step {run.progress.step}; {where} continues with resume")
+        return where
+
+    def set_token_budget(self, tokens: int) -> None:
+        """From the next micro-batch on; not less than the longest sample of a resident, which is never split."""
+        self.token_budget = max(tokens, self._longest())
 
     def run_micro_batch(self) -> MicroBatch | None:
         """One forward-backward (or evaluation) over what the flows offer, and the optimizer steps that it completes."""
@@ -166,7 +182,8 @@ class Engine:
         self._note(f"{type(error).__name__}: {error}; no job repeats it alone, so the batch starts over")
 
     def _longest(self) -> int:
-        return max(int(data.lengths.max()) for run in self.runs.values() for data in (run.train, run.evaluation) if data is not None)
+        sets = (data for run in self.runs.values() for data in (run.train, run.evaluation) if data is not None)
+        return max((int(data.lengths.max()) for data in sets), default=1)
 
     def _try_alone(self, name: str, packed: MicroBatch) -> BaseException | None:
         rows = tuple(row for row in packed.rows if row.job_id == name)

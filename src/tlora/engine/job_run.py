@@ -115,6 +115,12 @@ class JobRun:
         key = (self.spec.seed, self.progress.step, row.sample) if self.spec.lora_dropout else None
         return BatchRow(self.spec.name, sample.input_ids, sample.loss_weights, self._normalizer, key)
 
+    def set_weight(self, weight: float) -> None:
+        """This job's share of the tokens from now on. No number depends on it."""
+        assert weight > 0, f"{self.spec.name}: weight {weight} must be positive"
+        self.spec = self.spec.model_copy(update={"weight": weight})
+        self.flow.weight = weight
+
     # -- what follows --------------------------------------------------------------------------------------------------
 
     def absorb(self, loss: JobLoss, tokens: int) -> None:

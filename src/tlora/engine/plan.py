@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -102,33 +102,12 @@ def plan_run(
     Call it before the base is loaded: the memory that is free then is the limit. With `resume`, a job that has a checkpoint in the
     run's directory goes on from that, and the adapter that it once started from may be gone.
     """
-    jobs = tuple(PlannedJob(spec) for spec in run.jobs)
-    data = _prepare(run, model.base.vocab_size, on_progress)
-    for job in jobs:
-        found = data[job.spec.name]
-        if isinstance(found, DataError):
-            job.problems.append(str(found))
-        else:
-            job.data = found
-            job.warnings += _data_warnings(found)
-        try:
-            start = _start_of(job.spec, Path(run.output_dir) if resume else None)
-            if start is not None:
-                job.spec, warnings = adopt_adapter_config(job.spec, start)
-                job.warnings += warnings
-            job.layout = model.layout(job.spec)
-            job.warnings += _rank_warnings(job.layout)
-            if start is not None:
-                load_params(start, job.layout, torch.float32)
-        except TloraError as error:
-            job.problems.append(str(error))
-    for job in jobs:
-        job.problems += _length_problems(job, longest_safe_sequence(model.model))
+    jobs = plan_jobs(run, model, on_progress, Path(run.output_dir) if resume else None)
     rank = max((s.rank for job in jobs if job.layout for s in job.layout.shapes), default=1)
     memory = measure(model, base_bytes, device, rank)
     limit = memory_limit(device) if run.memory_limit == "auto" else run.memory_limit
     sound = [j for j in jobs if not j.problems]
-    longest = max((_longest(job.data) for job in sound if job.data), default=1)
+    longest = max((longest_sample(job.data) for job in sound if job.data), default=1)
     warnings = _budget_warnings(run, sound, longest) + _recompute_warnings(run, memory)
     fp8 = bytes_in_fp8(model, base_bytes) if run.base_precision is None and has_fp8(device, model.base.head.weight_VH.dtype) else None
     return settle(run, RunPlan(jobs, longest, 0, memory, limit, longest, fp8, warnings), memory, device)
@@ -148,11 +127,40 @@ def settle(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.devic
     return plan
 
 
-def _prepare(run: RunSpec, vocab_size: int, on_progress: Callable[[PrepareProgress], None]) -> Mapping[str, Prepared | DataError]:
-    requests = [
-        PrepareRequest(job.name, job.data, job.seed, run.base_model, vocab_size, durable.cache_dir(), Path.cwd()) for job in run.jobs
-    ]
-    return prepare(requests, on_progress)
+def plan_jobs(
+    run: RunSpec, model: SuperModel, on_progress: Callable[[PrepareProgress], None], resumed: Path | None
+) -> tuple[PlannedJob, ...]:
+    """Tokenize all data and plan each job by itself (`plan_job`). Raises ModelError for a tokenizer that cannot be loaded."""
+    data = prepare(prepare_requests(run, model.base.vocab_size), on_progress)
+    return tuple(plan_job(spec, data[spec.name], model, resumed) for spec in run.jobs)
+
+
+def plan_job(spec: JobSpec, data: Prepared | DataError, model: SuperModel, resumed: Path | None) -> PlannedJob:
+    """What is known of a job by itself: all but whether it fits into memory. `resumed`: the run's directory, with a checkpoint perhaps."""
+    job = PlannedJob(spec)
+    if isinstance(data, DataError):
+        job.problems.append(str(data))
+    else:
+        job.data = data
+        job.warnings += _data_warnings(data)
+    try:
+        start = _start_of(spec, resumed)
+        if start is not None:
+            job.spec, warnings = adopt_adapter_config(spec, start)
+            job.warnings += warnings
+        job.layout = model.layout(job.spec)
+        job.warnings += _rank_warnings(job.layout)
+        if start is not None:
+            load_params(start, job.layout, torch.float32)
+    except TloraError as error:
+        job.problems.append(str(error))
+    job.problems += _length_problems(job, longest_safe_sequence(model.model))
+    return job
+
+
+def prepare_requests(run: RunSpec, vocab_size: int) -> list[PrepareRequest]:
+    """The data of all jobs of a run, keyed by their names."""
+    return [PrepareRequest(job.name, job.data, job.seed, run.base_model, vocab_size, durable.cache_dir(), Path.cwd()) for job in run.jobs]
 
 
 def _start_of(spec: JobSpec, resumed: Path | None) -> Path | None:
@@ -208,7 +216,7 @@ def _data_warnings(data: Prepared) -> list[str]:
 
 def _length_problems(job: PlannedJob, longest_allowed: int | None) -> list[str]:
     """Some rotary embeddings stretch with the longest sequence in the batch: past this length a job would change its neighbours."""
-    longest = _longest(job.data) if job.data else 0
+    longest = longest_sample(job.data) if job.data else 0
     if longest_allowed is None or longest <= longest_allowed:
         return []
     return [
@@ -285,14 +293,14 @@ def _recompute_warnings(run: RunSpec, memory: MemoryModel) -> tuple[str, ...]:
 def _budget_warnings(run: RunSpec, jobs: list[PlannedJob], longest: int) -> tuple[str, ...]:
     if run.token_budget == "auto" or run.token_budget >= longest:
         return ()
-    who = next(job.spec.name for job in jobs if job.data and _longest(job.data) == longest)
+    who = next(job.spec.name for job in jobs if job.data and longest_sample(job.data) == longest)
     return (
         f"token_budget {run.token_budget} is raised to {longest}: {who} has a sample of so many tokens, and a sample is never split. "
         "Lower its max_length to keep the budget",
     )
 
 
-def _longest(data: Prepared) -> int:
+def longest_sample(data: Prepared) -> int:
     """Tokens of the longest sample that is trained or evaluated on."""
     return max(int(found.lengths.max()) for found in (data.train, data.eval) if found is not None)
 

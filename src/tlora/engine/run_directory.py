@@ -82,7 +82,7 @@ def _cannot_write(directory: Path, error: OSError) -> ConfigError:
 def _take_up(directory: Path, run: RunSpec, resume: bool) -> None:
     durable.clean(directory)
     if resume:
-        _check_same_jobs(directory, run.jobs)
+        check_same_jobs(directory, run.jobs)
         durable.truncate_rows(directory / "run.jsonl", lambda _: True)  # a kill may have torn its last line
     elif (directory / "run.json").is_file():
         for name in {job["name"] for job in _read_run_file(directory / "run.json")["jobs"]} | {job.name for job in run.jobs}:
@@ -122,10 +122,11 @@ def _read_run_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is damaged ({str(error).splitlines()[0]}). Use a new output_dir; the adapters there stay") from None
 
 
-def _check_same_jobs(directory: Path, jobs: Sequence[JobSpec]) -> None:
+def check_same_jobs(directory: Path, jobs: Sequence[JobSpec]) -> None:
     """A resumed job must be the same order, or its adapter would be nobody's. New jobs may be added, others left out for now.
 
     A job without a checkpoint starts anew: what an earlier run wrote of its order binds nobody (its start may have been missing then).
+    Raises ConfigError.
     """
     changed: list[str] = []
     for job in jobs:

@@ -17,17 +17,17 @@ from pydantic import ValidationError
 
 from tlora.adapters.state import AdapterLayout
 from tlora.engine import checkpoint
+from tlora.engine.admission import open_run, refuse
 from tlora.engine.engine import Engine
-from tlora.engine.job_run import JobRun
 from tlora.engine.memory_probe import DeviceMeter, probe, probe_key, remember
 from tlora.engine.metrics import Tracker, check_trackers
-from tlora.engine.plan import PlannedJob, RunPlan, check_base_fits, describe_plan, pick_device, plan_run, settle, start_state
+from tlora.engine.plan import PlannedJob, RunPlan, check_base_fits, describe_plan, pick_device, plan_run, settle
 from tlora.engine.progress import Watcher
 from tlora.engine.recorder import JobResult, Recorder, RunContext, write_result
 from tlora.engine.reserve import Reserve
-from tlora.engine.run_directory import check_run_directory, check_tiles, find_checkpoint, hold_run_directory, write_run_file
+from tlora.engine.run_directory import check_run_directory, check_tiles, hold_run_directory, write_run_file
 from tlora.engine.run_monitor import RunMonitor
-from tlora.errors import CheckpointError, ConfigError, DataError, TloraError
+from tlora.errors import ConfigError, TloraError
 from tlora.job import JobSpec, RunSpec
 from tlora.jobs_file import explain, read_jobs_file
 from tlora.report.run_page import write_report
@@ -185,46 +185,19 @@ class _Session:
 
     def _start(self, job: PlannedJob) -> None:
         name = job.spec.name
-        for warning in job.warnings:
-            self._monitor.note(f"{name}: {warning}")
-        if job.problems or job.data is None or job.layout is None:
-            self._refuse(job, "; ".join(job.problems))
-            return
         directory = self._directory / name
-        run = JobRun(job.spec, directory, job.data.train, job.data.eval)
         try:
-            model = self._engine.model
-            found = find_checkpoint(directory, self._monitor.note) if self._resume else None
-            if found is None:
-                state = start_state(job.spec, model, job.layout)
-            else:
-                state, run.progress = checkpoint.load(found, job.layout, model.bank.sum_dtype, model.device)
-                _check_same_data(run, found)
-                self._monitor.note(f"{name}: goes on from {found}")
+            run, state = open_run(job, self._engine.model, directory, self._resume, self._monitor.note)
         except (TloraError, OSError) as error:
-            self._refuse(job, str(error))
+            self._reserve.ended(name)
+            self._engine.results[name] = refuse(job.spec, directory, str(error), self._settings[name], self._monitor.note)
             return
         tracker = Tracker(self._run, job.spec, directory, self._monitor.note)
         recorder = Recorder(run, self._context, tracker, self._settings[name])
+        assert job.layout is not None, f"{name} was opened without a layout"
         self._layouts[name] = job.layout
         self._monitor.track(run)
-        if not run.progress.finished:
-            self._engine.join(run, recorder, state)
-            return
-        try:
-            self._engine.results[name] = recorder.hand_over()
-        except CheckpointError as error:
-            self._engine.results[name] = recorder.result("failed", str(error))
-            self._monitor.note(f"{name} failed: {error}")
-
-    def _refuse(self, job: PlannedJob, reason: str) -> None:
-        spec = job.spec
-        path, settings = str(self._directory / spec.name), self._settings[spec.name]
-        result = JobResult(spec.name, "failed", reason, spec.r, path=path, sweep_of=spec.sweep_of, settings=settings)
-        self._reserve.ended(spec.name)
-        self._engine.results[spec.name] = result
-        write_result(self._directory / spec.name, result, self._monitor.note)
-        self._monitor.note(f"{spec.name} failed: {reason}")
+        self._engine.join(run, recorder, state)
 
     def close(self) -> None:
         """Nothing more will be saved: what was kept for that on the disk is free."""
@@ -259,11 +232,6 @@ def _last_saves(plan: RunPlan) -> dict[str, int]:
         for job in plan.jobs
         if job.layout is not None and not job.problems
     }
-
-
-def _check_same_data(run: JobRun, found: Path) -> None:
-    if run.progress.data != run.data_key:
-        raise DataError(f"{run.spec.data.path}: is not the data that {found} was trained on. Put it back, or use a new output_dir")
 
 
 def _swept(spec: JobSpec, jobs: Sequence[JobSpec]) -> dict[str, Any]:

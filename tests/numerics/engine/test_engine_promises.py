@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tests.engine.tiny_runs import job, rows, sha256, train
 from tlora.adapters.state import AdapterLayout, AdapterState, init_state
-from tlora.engine import train as front_door
+from tlora.engine import admission
 from tlora.job import JobSpec
 from tlora.supermodel import supermodel
 from tlora.supermodel.supermodel import SuperModel
@@ -124,7 +124,7 @@ def test_l1_of_drawn_runs(
 
 @contextmanager
 def _start_at(value: float) -> Iterator[None]:
-    healthy = front_door.start_state
+    healthy = admission.start_state
 
     def start(spec: JobSpec, model: SuperModel, layout: AdapterLayout) -> AdapterState | None:
         if spec.name != "bad":
@@ -133,7 +133,7 @@ def _start_at(value: float) -> Iterator[None]:
         state.params.fill_(value)
         return state
 
-    with patch.object(front_door, "start_state", start):
+    with patch.object(admission, "start_state", start):
         yield
 
 

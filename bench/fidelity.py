@@ -1,0 +1,203 @@
+"""The simulator against the real thing: the same small jobs, with the same arrivals, through the same scheduler and controller.
+
+    python -m bench.fidelity [--jobs 24] [--repeats 3] [--policies fifo,sjf,memory] [--device cuda --base DIR] [--json FILE]
+
+Real: two workers (one-thread processes on a CPU, or one GPU each), a base, jobs that are trained to their adapters. Simulated: constants
+from a calibration with other jobs, before. Policies take turns within each repeat, so that a change of the machine's speed meets all.
+Where the repeats of one policy differ by more than 3 %, this machine cannot decide about the 5 % that are asked for, and it says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.fidelity_work import BASE, Calibration, Work, calibrate, draw_arrivals, draw_orders, make_work
+from bench.machine import facts, write
+from tlora.cluster.controller import run
+from tlora.cluster.event_log import EventLog
+from tlora.cluster.local import LocalBackend, LocalMachine
+from tlora.protocol import JobFinished, JobSubmitted
+from tlora.scheduler.policies import POLICIES
+from tlora.scheduler.scheduler import Scheduler
+from tlora.sim.event_log import read_event_log
+from tlora.sim.machines import ClusterShape
+from tlora.sim.mapping import MappedJob
+from tlora.sim.metrics import metrics
+from tlora.sim.simulate import simulate
+from tlora.sim.truth import MoveCosts, Truth
+
+DEMO_BASE = Path(__file__).parent.parent / "demo" / "base"
+MOST_ERROR, MOST_SPREAD = 0.05, 0.03  # what is asked for, and beyond which repeats decide nothing
+FEWEST_REPEATS = 3
+Arrivals = Sequence[tuple[float, JobSubmitted]]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one run: mean job completion time, and first submission to last end, in seconds."""
+
+    mean_jct_seconds: float
+    makespan_seconds: float
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One figure of one policy. `spread`: (most - least) / mean of the repeats; `error`: simulated / mean real - 1."""
+
+    real: tuple[float, ...]
+    simulated: float
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.real)
+
+    @property
+    def spread(self) -> float:
+        return (max(self.real) - min(self.real)) / self.mean
+
+    @property
+    def error(self) -> float:
+        return self.simulated / self.mean - 1
+
+
+def run_really(machine: LocalMachine, work: Work, arrivals: Arrivals, policy: str, calibration: Calibration) -> Times:
+    """Train all jobs to their ends."""
+    machine.output_dir.mkdir(parents=True)
+    path = machine.output_dir / "events.jsonl"
+    log = EventLog(path)
+    with LocalBackend(machine, work.jobs, arrivals) as backend:
+        run(Scheduler(POLICIES[policy](), calibration.cost), backend, log.write)
+    log.close()
+    submitted = {event.job_id: at for at, event in arrivals}
+    ended = {item.job_id: seconds for seconds, item in read_event_log(path) if isinstance(item, JobFinished)}
+    if ended.keys() != submitted.keys():
+        raise SystemExit(f"{policy}: {sorted(submitted.keys() - ended.keys())} did not finish; see {path}")
+    jct = [ended[name] - at for name, at in submitted.items()]
+    return Times(statistics.mean(jct), max(ended.values()) - min(submitted.values()))
+
+
+def run_simulated(machine: LocalMachine, arrivals: Arrivals, policy: str, calibration: Calibration) -> Times:
+    """The same in the simulator. Each GPU is a node of its own, as each has a worker of its own to start; what a job takes beside its
+    steps counts at its start.
+    """
+    cost = calibration.cost
+    mapped: list[MappedJob] = []
+    for at, event in arrivals:
+        step_seconds = cost.alone_step_seconds(BASE, event.profile.tokens_per_step, 1)
+        mapped.append(MappedJob(at, step_seconds * event.profile.steps, step_seconds, event))
+    beside = calibration.job_seconds
+    moves = MoveCosts(calibration.start_seconds + beside, beside, beside, 0.0, 0.0, 0.0)
+    shape = ClusterShape(len(machine.gpus), 1, tick_seconds=machine.tick_seconds)
+    result = simulate(mapped, shape, POLICIES[policy](), cost, Truth(moves=moves))
+    assert not any(job.regroupings for job in result.jobs), f"{policy} moves jobs, and what a move costs was not measured"
+    found = metrics(result)
+    return Times(found["mean_jct_seconds"], found["makespan_seconds"])
+
+
+def compare(real: dict[str, list[Times]], simulated: dict[str, Times]) -> dict[str, dict[str, Compared]]:
+    """Policy -> figure -> both sides."""
+    return {
+        policy: {
+            figure: Compared(tuple(getattr(times, figure) for times in found), getattr(simulated[policy], figure))
+            for figure in ("mean_jct_seconds", "makespan_seconds")
+        }
+        for policy, found in real.items()
+    }
+
+
+def ranking(values: dict[str, float]) -> list[str]:
+    """Policies, the best first."""
+    return sorted(values, key=lambda policy: values[policy])
+
+
+def verdict(compared: dict[str, dict[str, Compared]]) -> list[str]:
+    """What follows from it, a sentence each."""
+    figures = [found for own in compared.values() for found in own.values()]
+    spread, error = max(found.spread for found in figures), max(abs(found.error) for found in figures)
+    ranks = [
+        ranking({policy: own["mean_jct_seconds"].mean for policy, own in compared.items()}),
+        ranking({policy: own["mean_jct_seconds"].simulated for policy, own in compared.items()}),
+    ]
+    lines = [f"largest error {error:.1%} (asked for: {MOST_ERROR:.0%}); largest spread of the repeats {spread:.1%}"]
+    kept = "kept" if ranks[0] == ranks[1] else f"NOT kept: really {', '.join(ranks[0])}; simulated {', '.join(ranks[1])}"
+    lines.append(f"ranking by mean JCT {kept}")
+    if min(len(found.real) for found in figures) < FEWEST_REPEATS:
+        lines.append(f"fewer than {FEWEST_REPEATS} repeats decide nothing")
+    elif spread > MOST_SPREAD:
+        lines.append(f"repeats differ by more than {MOST_SPREAD:.0%}: this machine, as busy as it was, cannot decide; run it on GPUs")
+    else:
+        lines.append("the simulator holds" if error <= MOST_ERROR and ranks[0] == ranks[1] else "the simulator does NOT hold")
+    return lines
+
+
+def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """The whole of it; prints as it goes."""
+    base = args.base or DEMO_BASE
+    machine = LocalMachine(tuple(range(args.gpus)), args.device, {BASE: str(base)}, directory / "real")
+    calibration = calibrate(machine, base, directory)
+    constants = calibration.constants
+    print(
+        f"calibrated: {constants.tokens_per_second:,.0f} tokens/s, {constants.launch_seconds * 1e3:.1f} ms a micro-batch, "
+        f"{constants.member_seconds * 1e3:.1f} ms a further member, fill {calibration.fill_share:.1%}, "
+        f"start {calibration.start_seconds:.1f} s, {calibration.job_seconds * 1e3:.0f} ms a job beside its steps; "
+        f"worst residual {calibration.worst_residual:.1%}",
+        flush=True,
+    )
+    work = make_work(draw_orders(args.jobs, args.mean_seconds, calibration.cost, args.seed), base, directory / "data", args.seed)
+    arrivals = draw_arrivals(work, args.load, args.gpus, calibration.cost, args.seed + 1)
+    policies: list[str] = args.policies.split(",")
+    simulated = {policy: run_simulated(machine, arrivals, policy, calibration) for policy in policies}
+    real: dict[str, list[Times]] = {policy: [] for policy in policies}
+    for repeat in range(args.repeats):
+        for policy in policies:
+            own = LocalMachine(machine.gpus, machine.device, machine.base_models, directory / f"{policy}-{repeat}")
+            times = run_really(own, work, arrivals, policy, calibration)
+            real[policy].append(times)
+            print(f"repeat {repeat}, {policy}: mean JCT {times.mean_jct_seconds:.2f} s, makespan {times.makespan_seconds:.2f} s")
+    compared = compare(real, simulated)
+    for policy, own in compared.items():
+        for figure, found in own.items():
+            real_side = f"real {found.mean:8.2f} (spread {found.spread:5.1%})"
+            print(f"{policy:20} {figure:18} {real_side}  simulated {found.simulated:8.2f} ({found.error:+.1%})")
+    lines = verdict(compared)
+    print("\n".join(lines))
+    return {
+        "calibration": asdict(calibration),
+        "real": {policy: [asdict(times) for times in found] for policy, found in real.items()},
+        "simulated": {policy: asdict(times) for policy, times in simulated.items()},
+        "verdict": lines,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=24)
+    parser.add_argument("--mean-seconds", type=float, default=5.0, help="of a job by itself")
+    parser.add_argument("--load", type=float, default=1.2, help="of the GPUs, while jobs arrive")
+    parser.add_argument("--policies", default="fifo,sjf,memory")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--base", type=Path, help="a model directory; the demo's base without it")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        os.environ["TLORA_CACHE"] = str(Path(name) / "cache")
+        found = measure(args, Path(name))
+    settings = {key: str(value) for key, value in vars(args).items()}
+    write(args.json, facts(torch.device(args.device), args.commit) | {"settings": settings} | found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""`tlora simulate`: its options, what follows from them, and who is called. Heavy imports are made when it is called."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from errno import EACCES, EISDIR
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tlora.report.rows import Row as PageRow
+    from tlora.sim.run import Outcome
+    from tlora.sim.scenario import Scenario
+
+POLICIES = "fifo/peft,fifo,backfill,sjf,residual_capacity"
+_SEEDS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+_CLUSTER, _TRUTH, _RESULTS = "Cluster", "What the scheduler does not know (by default only what moves cost)", "Results"
+_TRACES = "A CSV file, an event log, or ee9e8c, 6c71a0+b436b2, window_15k, synth_sft."
+_POLICIES = (
+    "Of fifo, backfill, sjf, srtf, las, memory, tlora, residual_capacity; NAME/peft without our kernels' gain. Gains are over fifo/peft, "
+    "or else over the first."
+)
+_SWEEP = (
+    "Simulate every combination, such as load=0.5..1.1/7,delta=1.2:2:inf; also gpus, seed, policy, kappa, scale.CONSTANT "
+    "(docs/simulation.md)."
+)
+
+
+def simulate(  # one parameter for each option, as typer has it
+    trace: Annotated[str, typer.Option(metavar="FILE|NAME", help=_TRACES)] = "ee9e8c",
+    policy: Annotated[str, typer.Option(metavar="NAME,...", help=_POLICIES)] = POLICIES,
+    load: Annotated[float | None, typer.Option(help="Compress or stretch arrivals to it.", show_default="as recorded")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N jobs.", show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of what a trace does not tell of its jobs.", show_default="0")] = None,
+    seeds: Annotated[str | None, typer.Option(metavar="0-2|0,5", help="Several: their means are printed.", show_default=False)] = None,
+    paper: Annotated[bool, typer.Option("--paper", help="Draw ranks and batches as tLoRA's paper does.")] = False,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Of the whole cluster.", show_default="128", rich_help_panel=_CLUSTER)] = None,
+    nodes: Annotated[
+        str | None, typer.Option(metavar="16x8", help="Nodes, and GPUs of each.", show_default="of 8", rich_help_panel=_CLUSTER)
+    ] = None,
+    gpu: Annotated[str, typer.Option(metavar="TYPE", help="A type that was measured.", rich_help_panel=_CLUSTER)] = "h200",
+    kernels: Annotated[str, typer.Option(metavar="tlora|peft", help="Of policies without a slash.", rich_help_panel=_CLUSTER)] = "tlora",
+    truth_error: Annotated[float, typer.Option(help="Each job's speed is off by up to this share.", rich_help_panel=_TRUTH)] = 0.0,
+    length_error: Annotated[float, typer.Option(help="Tokens of a job's steps are off by up to it.", rich_help_panel=_TRUTH)] = 0.0,
+    drift: Annotated[float, typer.Option(help="All speeds swing by this share over a day.", rich_help_panel=_TRUTH)] = 0.0,
+    delay: Annotated[float, typer.Option(help="Starts and joins take on average this share longer.", rich_help_panel=_TRUTH)] = 0.0,
+    mtbf_hours: Annotated[
+        float | None, typer.Option(help="Mean time between a node's failures.", show_default="none fails", rich_help_panel=_TRUTH)
+    ] = None,
+    csv_dir: Annotated[
+        Path | None,
+        typer.Option("--csv", metavar="DIR", help="Write metrics.csv and jobs.csv.", show_default=False, rich_help_panel=_RESULTS),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with charts.", show_default=False, rich_help_panel=_RESULTS)
+    ] = None,
+    sweep: Annotated[str | None, typer.Option(metavar="KEY=A:B,...", help=_SWEEP, show_default=False, rich_help_panel=_RESULTS)] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The sweep's rows, .csv or .parquet; those that it has are kept.",
+            show_default=False,
+            rich_help_panel=_RESULTS,
+        ),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print the results only.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Replay a cluster trace under scheduling policies: the real scheduler, a simulated cluster."""
+    from tlora.cli.terminal import errors_told, open_console
+
+    with errors_told(debug):
+        if (sweep is None) != (out is None):
+            raise typer.BadParameter("--sweep tells what to simulate, --out where its rows go; give both or neither")
+        if seed is not None and seeds is not None:
+            raise typer.BadParameter("--seed is one and --seeds are several; give one of the two")
+        from tlora.sim.scenario import Scenario, check_names
+        from tlora.sim.truth import Truth
+
+        num_nodes, gpus_per_node = _cluster(gpus, nodes)
+        truth = Truth(speed_error=truth_error, length_error=length_error, drift=drift, delay=delay, mtbf_hours=mtbf_hours)
+        plain = Scenario(trace, "", kernels, num_nodes, gpus_per_node, gpu, load, jobs, paper=paper, truth=truth)
+        check_names(plain)
+        contest = Contest(plain, _policies(policy, kernels), _seeds(seed, seeds))
+        for path in (csv_dir and csv_dir / "metrics.csv", html, out):
+            _check_writable(path)
+        errors = None if quiet else open_console(stderr=True)
+        swept = _sweep(contest, sweep, out, errors) if sweep is not None and out is not None else None
+        if swept is None or csv_dir or html:
+            _replay(contest, swept or [], Outputs(csv_dir, html), errors)
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """Policies, as one writes them, over one scenario with several seeds."""
+
+    plain: Scenario
+    policies: list[str]
+    seeds: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Where tables and the page go."""
+
+    csv_dir: Path | None
+    html: Path | None
+
+
+def _sweep(contest: Contest, text: str, out: Path, errors: Console | None) -> list[PageRow]:
+    """Simulate what `out` has not yet, and print the table. Returns what the page shows of it."""
+    from tlora.cli.simulate_view import point_name, print_sweep, progress_shown
+    from tlora.cli.terminal import open_console, path_text
+    from tlora.sim.grid import read_grid, scenarios_of
+    from tlora.sim.run import gain_rows, sweep_numbers
+    from tlora.sim.sweep import run_sweep
+
+    axes = read_grid(text)
+    scenarios = scenarios_of(axes, contest.plain, contest.seeds, contest.policies)
+    names = [point_name(scenario, [axis for axis in axes if axis != "policy"]) for scenario in scenarios]
+    console = open_console()
+    try:
+        with progress_shown(errors, names) as watch:
+            rows = run_sweep(scenarios, out, sweep_numbers, watch)
+    except KeyboardInterrupt:
+        open_console(stderr=True).print(f"stopped; what was simulated is in {path_text(out)}, and the same command goes on", soft_wrap=True)
+        raise
+    among = [axis for axis in axes if axis not in ("seed", "policy")]
+    print_sweep(console, rows, among)
+    console.print(f"{len(rows):,} rows: {path_text(out)}", soft_wrap=True)
+    return gain_rows(rows, [axis for axis in among if axis != "load"])
+
+
+def _replay(contest: Contest, swept: list[PageRow], outputs: Outputs, errors: Console | None) -> None:
+    """Simulate each policy with each seed; print, and write what was asked for."""
+    from tlora.cli.simulate_view import point_name, print_origin, print_policies, progress_shown, title
+    from tlora.cli.terminal import open_console, path_text
+    from tlora.sim.grid import scenarios_of
+    from tlora.sim.run import constants_in, run_scenarios, summary
+
+    scenarios = scenarios_of({}, contest.plain, contest.seeds, contest.policies)
+    with progress_shown(errors, [point_name(scenario, ["seed"]) for scenario in scenarios]) as watch:
+        outcomes = run_scenarios(scenarios, watch)
+    written = _written(outcomes, swept, outputs)  # before the tables, whose reader may close the pipe
+    console, first = open_console(), outcomes[0].result
+    console.print(title(contest.plain, len(first.jobs), first.load, contest.seeds), style="bold", soft_wrap=True)
+    print_policies(console, summary(outcomes), contest.seeds)
+    print_origin(console, constants_in(outcomes))
+    for path in written:
+        console.print(f"written: {path_text(path)}", soft_wrap=True)
+
+
+def _written(outcomes: list[Outcome], swept: list[PageRow], outputs: Outputs) -> list[Path]:
+    """The files that were asked for. The page is of the first seed, and its gains of the sweep or else of all seeds."""
+    from tlora.sim.outputs import metric_rows, write_job_csv, write_metrics_csv, write_page
+    from tlora.sim.run import WALL_TIMES
+
+    paths: list[Path] = []
+    if outputs.csv_dir:
+        paths += [outputs.csv_dir / "metrics.csv", outputs.csv_dir / "jobs.csv"]
+        rows = metric_rows([outcome.result for outcome in outcomes], [outcome.bounds for outcome in outcomes])
+        write_metrics_csv(paths[0], [{key: value for key, value in row.items() if key not in WALL_TIMES} for row in rows])
+        write_job_csv(paths[1], (outcome.result for outcome in outcomes))
+    if outputs.html:
+        from tlora.report.simulation_page import simulation_page
+        from tlora.sim.run import page_view
+
+        paths.append(outputs.html)
+        write_page(outputs.html, simulation_page(page_view(outcomes, swept)))
+    return paths
+
+
+def _check_writable(path: Path | None) -> None:
+    """Before anything is simulated. Makes the directory."""
+    from tlora.errors import ConfigError
+
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(EISDIR, "it is a directory")
+        if not os.access(path.parent, os.W_OK):
+            raise PermissionError(EACCES, "this user may not write there")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}). Give another path") from None
+
+
+def _cluster(gpus: int | None, nodes: str | None) -> tuple[int, int]:
+    """Nodes, and GPUs of each."""
+    from tlora.errors import ConfigError
+    from tlora.sim.scenario import num_nodes, read_nodes
+
+    if nodes is None:
+        asked = 128 if gpus is None else gpus
+        per_node = min(asked, 8)
+        return num_nodes(asked, per_node), per_node
+    count, per_node = read_nodes(nodes)
+    if gpus not in (None, count * per_node):
+        raise ConfigError(f"--gpus {gpus} and --nodes {nodes} disagree: {nodes} are {count * per_node} GPUs. Give one of the two")
+    return count, per_node
+
+
+def _policies(text: str, kernels: str) -> list[str]:
+    """With their kernels, each once."""
+    from tlora.sim.scenario import contender
+
+    return list(dict.fromkeys("/".join(contender(name.strip(), kernels)) for name in text.split(",")))
+
+
+def _seeds(seed: int | None, seeds: str | None) -> list[int]:
+    from tlora.errors import ConfigError
+
+    if seeds is None:
+        return [seed or 0]
+    text = seeds.replace(" ", "")
+    if not _SEEDS.fullmatch(text):
+        raise ConfigError(f"--seeds {seeds}: write a range or a list of whole numbers, such as 0-2 or 0,5")
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if int(last or first) < int(first):
+            raise ConfigError(f"--seeds {part}: a range goes up, such as 0-2")
+        found += range(int(first), int(last or first) + 1)
+    return list(dict.fromkeys(found))

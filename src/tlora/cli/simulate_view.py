@@ -1,0 +1,202 @@
+"""What `tlora simulate` shows: how far it is, a table of the policies, a table of a sweep, and which constants nobody measured."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from tlora.cli.terminal import printable, shows_live
+from tlora.planner.hardware import extrapolated_fields
+from tlora.report.simulation_tables import GROUPS, TIMES, metric_text
+from tlora.report.wording import DASH, duration_text
+from tlora.sim.run import reference_of
+from tlora.sim.sweep import setting_cells
+
+if TYPE_CHECKING:
+    from tlora.planner.cost import BaseConstants
+    from tlora.sim.outputs import MetricRow
+    from tlora.sim.processes import Standing
+    from tlora.sim.scenario import Scenario
+    from tlora.sim.sweep import Row
+
+LINE_SECONDS = 10.0  # between two plain lines
+SWEEP_LINES = 60  # of a sweep's table; the file has all
+_ROOMY = 120  # columns of a terminal that shows all metrics
+_NARROW = ("mean_jct_seconds", "p99_jct_seconds", "mean_jct_over_bound", "windows_beyond_share", "useful_utilisation")
+_WIDE = (
+    *("mean_jct_seconds", "median_jct_seconds", "p90_jct_seconds", "p99_jct_seconds", "mean_jct_over_bound", "queueing_share"),
+    *("slowdown_p99", "windows_beyond_share", "regroupings_per_job", "useful_utilisation", "allocated_utilisation", "tokens_per_second"),
+)
+_HEADS = {"p90_jct_seconds": "p90", "allocated_utilisation": "allocated", "windows_beyond_share": "beyond"}
+
+
+def label(policy: str, kernels: str) -> str:
+    """As one writes it behind --policy."""
+    return policy if kernels == "tlora" else f"{policy}/{kernels}"
+
+
+def point_name(scenario: Scenario, axes: Sequence[str]) -> str:
+    """A simulation while it runs: its policy, and where it stands on the axes."""
+    cells = setting_cells(scenario, "")
+    return " ".join([label(scenario.policy, scenario.kernels), *(f"{axis} {_value_text(cells[axis])}" for axis in axes)])
+
+
+@contextmanager
+def progress_shown(console: Console | None, names: Sequence[str]) -> Iterator[Callable[[Standing], None]]:
+    """A bar in a terminal, a line now and then elsewhere, nothing without a console. `names` are those of the tasks."""
+    if console is None:
+        yield lambda _: None
+    elif not shows_live(console):
+        yield _plain_lines(console, names, time.monotonic)
+    else:
+        text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
+        with Progress(BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), text, console=console, transient=True) as progress:
+            task, began, kept = progress.add_task("", total=len(names)), time.monotonic(), -1
+
+            def tell(standing: Standing) -> None:
+                nonlocal kept
+                kept = standing.done if kept < 0 else kept
+                left = ""
+                if simulated := standing.done - kept:
+                    seconds = (time.monotonic() - began) / simulated * (standing.total - standing.done)
+                    left = f"about {duration_text(seconds)} left: " if seconds else ""
+                running = ", ".join(names[number] for number in standing.running)
+                progress.update(task, completed=standing.done, description=left + running, refresh=True)
+
+            yield tell
+
+
+def _plain_lines(console: Console, names: Sequence[str], clock: Callable[[], float]) -> Callable[[Standing], None]:
+    began = last = clock()
+
+    def tell(standing: Standing) -> None:
+        nonlocal last
+        now = clock()
+        if now - last >= LINE_SECONDS and standing.running:
+            last = now
+            running = ", ".join(names[number] for number in standing.running)
+            console.print(f"[{duration_text(now - began)}] {standing.done} of {standing.total} simulated; now {running}", soft_wrap=True)
+
+    return tell
+
+
+def print_policies(console: Console, rows: Sequence[MetricRow], seeds: Sequence[int]) -> None:
+    """A line for each policy; then in words what its columns mean, and which jobs it does not count."""
+    metrics = {metric.key: metric for group in GROUPS.values() for metric in group}
+    shown = [metrics[key] for key in (_WIDE if console.width >= _ROOMY else _NARROW)]
+    heads = [_HEADS.get(metric.key) or metric.short or metric.label for metric in shown]
+    table = _table(["policy", heads[0], "gain", *heads[1:]])
+    for row in rows:
+        first, *others = (metric_text(metric.kind, _number(row[metric.key])) for metric in shown)
+        table.add_row(_name(row), first, _gain_text(row), *others)
+    console.print(table)
+    reference = _reference(rows)
+    spread = f", mean of the seeds {', '.join(map(str, seeds))} (lowest to highest)" if len(seeds) > 1 else ""
+    console.print(f"gain: mean JCT of {reference} over that of the policy{spread}", style="dim", soft_wrap=True)
+    for metric in shown:
+        if metric.key in ("mean_jct_over_bound", "windows_beyond_share", "useful_utilisation"):
+            head = heads[shown.index(metric)]
+            console.print(f"{head}: {metric.meaning}", style="dim", soft_wrap=True)
+    for kernels, row in {str(row["kernels"]): row for row in rows}.items():
+        mean_jct, makespan = (duration_text(_number(row[f"{name}_bound_seconds"])) for name in ("mean_jct", "makespan"))
+        console.print(f"lower bounds with the kernels {kernels}: mean JCT {mean_jct}, makespan {makespan}", style="dim", soft_wrap=True)
+    ended = [f"{_number(rows[0][f'jobs_{state}']):,.0f} {state}" for state in ("cancelled", "failed") if _number(rows[0][f"jobs_{state}"])]
+    if ended:
+        counted = f"completion times are of the {_number(rows[0]['jobs_done']):,.0f} that are done"
+        console.print(f"as in the trace, jobs are {' and '.join(ended)}; {counted}", style="dim", soft_wrap=True)
+    for row in rows:
+        left = [f"{_number(row[f'jobs_{state}']):,.0f} {state}" for state in ("rejected", "unfinished") if _number(row[f"jobs_{state}"])]
+        if left:
+            console.print(f"{_name(row)}: without {' and '.join(left)} jobs", style="yellow", soft_wrap=True)
+
+
+def print_sweep(console: Console, rows: Sequence[Row], axes: Sequence[str]) -> None:
+    """A line for each point: what every policy gains over the reference, the mean over the seeds."""
+    reference = _reference(rows)
+    others = [name for name in dict.fromkeys(_name(row) for row in rows) if name != reference]
+    seconds: defaultdict[tuple[str, ...], dict[tuple[str, object], float]] = defaultdict(dict)
+    for row in rows:
+        point = tuple(_value_text(row[axis]) for axis in axes)
+        seconds[point][_name(row), row["seed"]] = _number(row["mean_jct_seconds"])
+    table = _table([*axes, f"{reference}: mean JCT", *others])
+    for point, found in list(seconds.items())[:SWEEP_LINES]:
+        seeds = list(dict.fromkeys(seed for _, seed in found))
+        before = [found[reference, seed] for seed in seeds]
+        gains = ([first / found[name, seed] for first, seed in zip(before, seeds, strict=True)] for name in others)
+        table.add_row(*point, duration_text(_mean(before)), *(_times(_mean(gain)) for gain in gains))
+    console.print(table)
+    if len(seconds) > SWEEP_LINES:
+        console.print(f"... and {len(seconds) - SWEEP_LINES:,} points more", style="dim")
+    if others:
+        seeds_text = ", ".join(dict.fromkeys(_value_text(row["seed"]) for row in rows))
+        told = f"{printable(str(rows[0]['trace']))}: mean JCT of {reference} over that of each policy, mean of the seeds {seeds_text}"
+        console.print(told, style="dim", soft_wrap=True)
+
+
+def print_origin(console: Console, constants: Mapping[str, Mapping[str, BaseConstants]]) -> None:
+    """Which constants are extrapolated, and how to see what depends on them."""
+    kernels_of: defaultdict[str, list[str]] = defaultdict(list)
+    for kernels, bases in constants.items():
+        for name in dict.fromkeys(name for found in bases.values() for name in extrapolated_fields(found)):
+            kernels_of[name].append(kernels)
+    if kernels_of:
+        told = ", ".join(f"{name} ({', '.join(kernels)})" for name, kernels in kernels_of.items())
+        console.print(f"extrapolated, not measured: {told}", style="yellow", soft_wrap=True)
+        first = next(iter(kernels_of))
+        console.print(f"how much depends on one: --sweep scale.{first}=0.7:1:1.3 --out FILE.csv", style="dim", soft_wrap=True)
+
+
+def title(scenario: Scenario, count: int, load: float, seeds: Sequence[int]) -> str:
+    """What was simulated, in one line."""
+    which = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {', '.join(map(str, seeds))}"
+    nodes = f"{scenario.nodes:,} {'node' if scenario.nodes == 1 else 'nodes'} of {scenario.gpus_per_node}"
+    cluster = f"{scenario.num_gpus:,} GPUs ({nodes}, {scenario.gpu})"
+    arrivals = "as recorded" if scenario.load is None else "by compressed arrivals"
+    return printable(f"{count:,} jobs of {scenario.trace} on {cluster}, load {load:.3g} {arrivals}, {which}")
+
+
+def _table(heads: Sequence[str]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column(heads[0], no_wrap=True)
+    for head in heads[1:]:
+        table.add_column(Text(head), justify="right", no_wrap=True)
+    return table
+
+
+def _name(row: Mapping[str, object]) -> str:
+    return label(str(row["policy"]), str(row["kernels"]))
+
+
+def _reference(rows: Sequence[Mapping[str, object]]) -> str:
+    return label(*reference_of([(str(row["policy"]), str(row["kernels"])) for row in rows]))
+
+
+def _gain_text(row: MetricRow) -> str:
+    least, most = _number(row["least_gain"]), _number(row["most_gain"])
+    text = _times(_number(row["gain"]))
+    return text if least == most or math.isnan(least) else f"{text} ({least:.2f}-{most:.2f})"
+
+
+def _times(value: float) -> str:
+    return f"{value:.2f}{TIMES}" if math.isfinite(value) else DASH
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _value_text(value: object) -> str:
+    return DASH if value is None else f"{value:g}" if isinstance(value, int | float) else printable(str(value))

@@ -1,0 +1,269 @@
+"""A group's process: `python -m tlora.engine.worker` loads a base once and trains the jobs that come and go, as it is told.
+
+Commands on stdin, reports on stdout (`worker_protocol.py`); who trains with whom is decided elsewhere. A job joins and leaves between
+two micro-batches; its data is prepared beside, while the others train. SIGTERM and the end of stdin mean Stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from transformers.utils import logging
+
+from tlora import durable
+from tlora.data.dataset import is_whole
+from tlora.data.prepare import Prepared, open_sets, prepare
+from tlora.engine.admission import open_run, refuse
+from tlora.engine.engine import Engine
+from tlora.engine.metrics import Tracker
+from tlora.engine.pace import Pace
+from tlora.engine.plan import plan_job, prepare_requests
+from tlora.engine.recorder import JobResult, Recorder, RunContext
+from tlora.engine.reserve import Reserve
+from tlora.engine.run_directory import check_same_jobs, write_job_file
+from tlora.errors import DataError, TloraError
+from tlora.job import JobSpec, RunSpec
+from tlora.supermodel.supermodel import SuperModel
+from tlora.worker_protocol import (
+    Command,
+    Failed,
+    Finished,
+    Join,
+    Joined,
+    Leave,
+    Left,
+    Load,
+    Loaded,
+    Report,
+    Share,
+    Stepped,
+    Stop,
+    parse_command,
+    report_line,
+)
+
+REPORT_SECONDS = 1.0  # between two reports of a job's steps
+STARTING_BUDGET = 1024  # tokens, until a Share says otherwise
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """The data of a job that wants to join is there, or cannot be had."""
+
+    join: Join
+    data: Prepared | DataError
+
+
+class Worker:
+    """What is resident, what is on its way in, and the two ends of the line."""
+
+    def __init__(self, load: Load, inbox: queue.SimpleQueue[Command | _Opened], send: Callable[[Report], None]) -> None:
+        self._load, self._inbox, self._send = load, inbox, send
+        self._directory = Path(load.output_dir)
+        model = SuperModel.from_pretrained(load.base_model, load.dtype, load.device, load.deterministic, load.base_precision)
+        self._engine = Engine(model, STARTING_BUDGET, note)
+        clock: Callable[[], float] = lambda: time.time() - load.started_unix_seconds  # noqa: E731
+        self._context = RunContext(load.base_model, clock, note, Reserve(self._directory, {}, note))
+        self._preparing: dict[str, Join] = {}
+        self._paces: dict[str, Pace] = {}
+        self._weights: dict[str, float] = {}
+        self._reported = 0.0
+        send(Loaded())
+
+    def go_on(self) -> None:
+        """Until told to stop; then all jobs have been checkpointed."""
+        try:
+            while self._obey_all():
+                self._engine.run_micro_batch()
+                self._tell_steps()
+                self._tell_ended()
+        finally:  # also of an error that is nobody's fault: what was learned is kept
+            for name in list(self._engine.runs):
+                self._leave(name)
+
+    def _obey_all(self) -> bool:
+        """What has arrived since the last micro-batch; with nobody resident, wait for something. False: stop."""
+        while not self._inbox.empty() or not self._engine.runs:
+            match self._inbox.get():
+                case Stop():
+                    return False
+                case Join() as join:
+                    assert join.job.name not in {*self._preparing, *self._engine.runs}, f"{join.job.name} is here already"
+                    self._preparing[join.job.name] = join
+                    threading.Thread(target=self._open, args=(join,), daemon=True).start()
+                case _Opened() as opened:
+                    self._let_in(opened)
+                case Leave(name):
+                    self._let_go(name)
+                case Share() as share:
+                    self._share(share)
+                case Load() as load:
+                    raise AssertionError(f"{load} for a worker that has a base already")
+            self._tell_ended()
+        return True
+
+    # -- coming --------------------------------------------------------------------------------------------------------
+
+    def _open(self, join: Join) -> None:
+        """In a thread of its own: the sets that were made before, or, where there are none, a process that makes them."""
+        try:
+            self._inbox.put(_Opened(join, self._data_of(join)))
+        except Exception as error:  # whatever it is, it is this job's, and the thread has nobody else to tell
+            self._inbox.put(_Opened(join, DataError(f"{join.job.data.path}: {type(error).__name__}: {error}")))
+
+    def _data_of(self, join: Join) -> Prepared | DataError:
+        (request,) = prepare_requests(self._run_of(join.job), self._engine.model.base.vocab_size)
+        train_set, eval_set = (Path(path) if path else None for path in (join.train_set, join.eval_set))
+        if train_set and is_whole(train_set) and (eval_set is None or is_whole(eval_set)):
+            return open_sets(request, train_set, eval_set)
+        try:
+            return prepare([request])[request.key]
+        except TloraError as error:
+            return DataError(str(error))
+
+    def _run_of(self, spec: JobSpec) -> RunSpec:
+        """The job's order as a file of its own would have it."""
+        load = self._load
+        shared = {"base_model": load.base_model, "output_dir": load.output_dir, "deterministic": load.deterministic}
+        return RunSpec.model_validate({**shared, "dtype": load.dtype, "base_precision": load.base_precision, "jobs": [spec]})
+
+    def _let_in(self, opened: _Opened) -> None:
+        spec = opened.join.job
+        if self._preparing.get(spec.name) is not opened.join:  # it has left meanwhile
+            return
+        del self._preparing[spec.name]
+        model, directory = self._engine.model, self._directory / spec.name
+        try:
+            durable.make_directory(directory)
+            planned = plan_job(spec, opened.data, model, self._directory)
+            check_same_jobs(self._directory, [planned.spec])
+            run, state = open_run(planned, model, directory, True, note)
+            write_job_file(directory, planned.spec)
+        except (TloraError, OSError) as error:
+            refuse(spec, directory, str(error), {}, note)
+            self._send(Failed(spec.name, str(error)))
+            return
+        run.set_weight(self._weights.get(spec.name, spec.weight))
+        tracker = Tracker(self._run_of(run.spec), run.spec, directory, note)
+        self._engine.join(run, Recorder(run, self._context, tracker, {}), state)
+        self._engine.set_token_budget(self._engine.token_budget)
+        if spec.name in self._engine.runs:
+            self._paces[spec.name] = Pace(run.progress.step, time.monotonic())
+            self._send(Joined(spec.name, run.progress.step))
+
+    # -- staying -------------------------------------------------------------------------------------------------------
+
+    def _share(self, share: Share) -> None:
+        model = self._engine.model
+        self._weights = dict(share.weights)
+        for name, run in self._engine.runs.items():
+            run.set_weight(self._weights.get(name, run.spec.weight))
+        model.recomputed_layers = min(share.recomputed_layers, model.num_layers)
+        self._engine.set_token_budget(share.token_budget)
+
+    def _tell_steps(self) -> None:
+        now = time.monotonic()
+        for name, run in self._engine.runs.items():
+            self._paces[name].see(run.progress.step, now)
+        if now - self._reported >= REPORT_SECONDS:
+            self._reported = now
+            for name in self._engine.runs:
+                self._tell_pace(name)
+
+    def _tell_pace(self, name: str) -> None:
+        told = self._paces[name].take()
+        if told is not None:
+            self._send(Stepped(name, *told))
+
+    # -- going ---------------------------------------------------------------------------------------------------------
+
+    def _tell_ended(self) -> None:
+        """Jobs that the engine has let go by itself: done or failed."""
+        for name in list(self._engine.results):
+            result: JobResult = self._engine.results.pop(name)
+            pace = self._paces.pop(name, None)
+            if pace is not None:
+                pace.see(result.steps, time.monotonic())
+                told = pace.take()
+                if told is not None:
+                    self._send(Stepped(name, *told))
+            self._send(Finished(name, asdict(result)) if result.status == "done" else Failed(name, result.reason))
+
+    def _let_go(self, name: str) -> None:
+        if self._preparing.pop(name, None) is not None:
+            self._send(Left(name, 0, None))
+        elif name in self._engine.runs:
+            self._leave(name)
+
+    def _leave(self, name: str) -> None:
+        self._tell_pace(name)
+        steps = self._engine.runs[name].progress.step
+        checkpoint = self._engine.leave(name)
+        del self._engine.results[name], self._paces[name]  # it has not ended
+        self._send(Left(name, steps, str(checkpoint) if checkpoint else None))
+
+
+def note(line: str) -> None:
+    """To the log of this process."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _read_commands(stream: BinaryIO, inbox: queue.SimpleQueue[Command | _Opened]) -> None:
+    try:
+        for line in stream:
+            inbox.put(parse_command(line))
+    finally:
+        inbox.put(Stop())
+
+
+def _serve() -> int:
+    """Obey until told to stop. The exit status: 143 after SIGTERM, as a shell expects."""
+    line = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints must not look like a report
+    logging.disable_progress_bar()  # the last line of the log is what is told of a worker that has died
+    logging.set_verbosity_error()
+    inbox: queue.SimpleQueue[Command | _Opened] = queue.SimpleQueue()
+    load = parse_command(sys.stdin.buffer.readline())
+    assert isinstance(load, Load), f"the first command is {load}, and must be Load"
+    threading.Thread(target=_read_commands, args=(sys.stdin.buffer, inbox), daemon=True).start()
+
+    def send(report: Report) -> None:
+        with contextlib.suppress(BrokenPipeError):  # whoever listened is gone; the end of stdin says so, and checkpoints come first
+            line.write(report_line(report))
+            line.flush()
+
+    worker = Worker(load, inbox, send)
+    received: list[int] = []
+
+    def on_signal(number: int, _: object) -> None:
+        received.append(number)
+        inbox.put(Stop())  # a SimpleQueue may be entered again by a handler
+
+    signal.signal(signal.SIGTERM, on_signal)
+    worker.go_on()
+    return 128 + received[0] if received else 0
+
+
+def main() -> None:
+    """Serve and exit."""
+    status = 1
+    try:
+        status = _serve()
+    except BaseException:
+        traceback.print_exc()
+    os._exit(status)  # the reader waits on stdin: a normal exit would wait for its lock
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""How the members of a group share its micro-batches: flows on a link, each with a weight, none faster than its batches allow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tlora.planner.cost import CostModel
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A job as a group's arithmetic sees it: tokens of its optimizer step, and its weight in the shares."""
+
+    tokens_per_step: float
+    weight: float
+
+
+def group_step_seconds(cost: CostModel, base: str, token_budget: int, gpus: int, nodes: int, members: Sequence[Member]) -> list[float]:
+    """Seconds between optimizer steps of each member, in their order, when all share by weight. `token_budget` is over all GPUs.
+
+    Of a micro-batch of B tokens a member takes at most c_j = min(n_j, B), as it steps at most once in each. Those offers fill it up to
+    E = min(fill_share * B, sum of c_j). Shares x_j are the weighted max-min of E under the caps c_j; a step takes n_j * t(E) / x_j.
+    A member by itself has no neighbours to be packed with: k * t(n / k), k = ceil(n / B), which is `alone_step_seconds` where n <= B.
+    """
+    if len(members) == 1:
+        tokens = members[0].tokens_per_step
+        count = math.ceil(tokens / token_budget)
+        return [count * cost.micro_batch_seconds(base, tokens / count, gpus, nodes, 1)]
+    offers = [member.tokens_per_step for member in members]
+    caps = [tokens if tokens < token_budget else token_budget for tokens in offers]
+    offered = sum(caps)
+    filled = min(cost.fill_share * token_budget, offered)
+    seconds = cost.micro_batch_seconds(base, filled, gpus, nodes, len(members))
+    if filled == offered:  # a micro-batch has room for a whole batch of each
+        return [seconds] * len(members)
+    shares = share_tokens(filled, caps, [member.weight for member in members])
+    return [tokens * seconds / share for tokens, share in zip(offers, shares, strict=True)]
+
+
+def share_tokens(filled: float, caps: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """Tokens of each member in a micro-batch that holds `filled` of them: x_j = min(c_j, level * w_j), all together `filled`.
+
+    That is less than the sum of the caps. The level is found by raising it: who has reached its cap at one level has at all higher
+    ones, and what it leaves is for the others. Each pass caps another member, or is the last.
+    """
+    level = 0.0
+    while True:
+        left, weight = filled, 0.0
+        for cap, own in zip(caps, weights, strict=True):
+            if cap <= level * own:
+                left -= cap
+            else:
+                weight += own
+        raised = left / weight if weight else level
+        if raised <= level:
+            return [cap if cap <= level * own else level * own for cap, own in zip(caps, weights, strict=True)]
+        level = raised

@@ -1,0 +1,224 @@
+"""What happens in a cluster and what is to be done about it: two unions of frozen dataclasses, JSON both ways, and the nouns in them.
+
+A scheduler folds events into its state and answers with actions; back ends (local, Ray, simulated) do the reverse. Times are seconds on
+the back end's own clock and come beside an event, never in it. No behaviour here.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, cast
+
+DEFAULT_MAX_SLOWDOWN = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class JobProfile:
+    """What a scheduler must know of a job's data and adapter before it runs; computed once by the data wing.
+
+    `tokens_per_step` is the mean over the job's optimizer steps, `steps` their number. `length_histogram[k]` counts samples of
+    2^k to 2^(k+1) - 1 tokens. `adapter_parameters` are those that are trained.
+    """
+
+    tokens_per_step: float
+    steps: int
+    longest_sample_tokens: int
+    adapter_parameters: int
+    length_histogram: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelPlan:
+    """How a group runs: `data_parallel` replicas (one per GPU), and the tokens of one micro-batch over all of them together."""
+
+    data_parallel: int
+    token_budget: int
+    recomputed_layers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class JobGroup:
+    """Jobs that share one super-model on `gpus` under `plan`. `weights` are the jobs' shares of its capacity, in their order.
+
+    A group without jobs is one that shall end.
+    """
+
+    group_id: str
+    base_model: str
+    gpus: tuple[int, ...]
+    plan: ParallelPlan
+    job_ids: tuple[str, ...]
+    weights: tuple[float, ...]
+
+
+# -- events ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAdded:
+    """A node with its GPUs has come. GPU numbers are unique in the cluster."""
+
+    node: str
+    gpus: tuple[int, ...]
+    rack: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GpusLost:
+    """GPUs, or with them whole nodes, are gone; groups on them are lost and their jobs wait again, from their last checkpoint."""
+
+    gpus: tuple[int, ...]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JobSubmitted:
+    """`gpus` is what the job would get by itself: its alone speed, and so its slowdown, is counted on these.
+
+    `max_slowdown` bounds the time between its optimizer steps, as a multiple of that alone. `priority` orders those that wait, the
+    highest first; `deadline` is a time on the back end's clock by which it wishes to be done.
+    """
+
+    job_id: str
+    base_model: str
+    gpus: int
+    profile: JobProfile
+    tenant: str = ""
+    priority: float = 0.0
+    deadline: float | None = None
+    max_slowdown: float = DEFAULT_MAX_SLOWDOWN
+
+
+@dataclass(frozen=True, slots=True)
+class JobCancelled:
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepsDone:
+    """`steps` optimizer steps of a job are through since its submission; the latest took `step_seconds` each, waiting included."""
+
+    job_id: str
+    group_id: str
+    steps: float
+    step_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobFinished:
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobFailed:
+    job_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReady:
+    """A group that was started, or whose GPUs or members were changed, runs as wanted."""
+
+    group_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLost:
+    """A group ended by itself; its jobs wait again."""
+
+    group_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed: what depends on it may be decided anew."""
+
+
+Event = NodeAdded | GpusLost | JobSubmitted | JobCancelled | StepsDone | JobFinished | JobFailed | GroupReady | GroupLost | Tick
+
+
+# -- actions -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StartGroup:
+    """Load the base on the group's GPUs and let its jobs join, each from its checkpoint if it has one."""
+
+    group: JobGroup
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeGroup:
+    """Make a running group what is given: members that are new join, those that are missing checkpoint and leave, GPUs and plan change."""
+
+    group: JobGroup
+
+
+@dataclass(frozen=True, slots=True)
+class StopGroup:
+    """Checkpoint and let go the jobs that are left; free the GPUs."""
+
+    group_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RejectJob:
+    """The job can never run here, for `reason`."""
+
+    job_id: str
+    reason: str
+
+
+Action = StartGroup | ChangeGroup | StopGroup | RejectJob
+
+_KINDS: dict[str, type] = {kind.__name__: kind for kind in (*typing.get_args(Event), *typing.get_args(Action))}
+
+
+def to_json(item: Event | Action) -> dict[str, Any]:
+    """As JSON's types, with the name of its type under "type"."""
+    return {"type": type(item).__name__, **_plain(item)}
+
+
+def from_json(found: Mapping[str, Any]) -> Event | Action:
+    """What `to_json` gave. Raises ValueError for anything else, with what is wrong."""
+    kind = _KINDS.get(str(found.get("type")))
+    if kind is None:
+        raise ValueError(f"there is no event or action {found.get('type')!r}; there are {', '.join(_KINDS)}")
+    return cast("Event | Action", _made(kind, {key: value for key, value in found.items() if key != "type"}))
+
+
+def _plain(item: Any) -> Any:
+    if is_dataclass(item):
+        return {f.name: _plain(getattr(item, f.name)) for f in fields(item)}
+    return [_plain(part) for part in cast("tuple[Any, ...]", item)] if isinstance(item, tuple) else item
+
+
+def _made(kind: type, values: Mapping[str, Any]) -> Any:
+    hints = typing.get_type_hints(kind)
+    unknown = sorted(set(values) - set(hints))
+    if unknown:
+        raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}")
+    try:
+        return kind(**{name: _restored(hints[name], value, f"{kind.__name__}.{name}") for name, value in values.items()})
+    except TypeError as error:  # a field without a default is missing
+        raise ValueError(str(error).replace("__init__()", "")) from None
+
+
+def _restored(hint: Any, value: Any, where: str) -> Any:
+    """`value` as `hint` wants it."""
+    if is_dataclass(hint) and isinstance(value, Mapping):
+        return _made(cast("type", hint), cast("Mapping[str, Any]", value))
+    if typing.get_origin(hint) is tuple and isinstance(value, list):
+        (inner, _) = typing.get_args(hint)
+        return tuple(_restored(inner, part, where) for part in cast("list[Any]", value))
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    wanted = tuple(cast("type", typing.get_origin(kind) or kind) for kind in kinds)
+    if float in wanted and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not any(isinstance(value, kind) and not (kind is int and isinstance(value, bool)) for kind in wanted):
+        raise ValueError(f"{where} is {value!r}, and must be {hint}")
+    return value

@@ -1,0 +1,33 @@
+"""The page of a simulation: settings, metrics with their bounds, ratios, charts, the view of the groups, and where constants are from.
+
+Takes plain numbers and rows (`simulation_view.py`) and gives HTML in one piece. Simulates nothing and writes no file.
+"""
+
+from __future__ import annotations
+
+from tlora.report.page import LegendEntry, Section, render_page
+from tlora.report.simulation_charts import simulation_charts
+from tlora.report.simulation_gantt import gantt_html
+from tlora.report.simulation_tables import constants_html, metrics_html, ratios_html, settings_html
+from tlora.report.simulation_view import SimulationView, looks
+
+
+def simulation_page(view: SimulationView) -> str:
+    """The whole page, with everything inside it: it is read without a network, and its tables without any script."""
+    drawn = looks(view)
+    charts = simulation_charts(view, drawn)
+    groups = gantt_html(view)
+    shown = {trace["legendgroup"] for chart in charts for trace in chart.figure["data"]}
+    legend = [LegendEntry(name, look.colour) for name, look in drawn.items() if name in shown]
+    sections = [
+        Section("", settings_html(view)),
+        Section("Metrics", metrics_html(view, drawn)),
+        Section("Curves", "" if charts else '<p class="faint">No job was done and nothing was sampled.</p>', charts, legend),
+    ]
+    if ratios := ratios_html(view, drawn):
+        sections.insert(2, Section("How many times better", ratios))
+    if groups:
+        sections.append(Section("Groups", groups))
+    if view.constants:
+        sections.append(Section("Constants", constants_html(view.constants)))
+    return render_page(view.title, sections)

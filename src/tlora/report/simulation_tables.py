@@ -1,0 +1,248 @@
+"""The metrics of a simulation in words and tables, as HTML and as text for a terminal: names, units, which way is better, meanings.
+
+Every text that came from outside is escaped here. The numbers are computed elsewhere and come by their keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+from tlora.report.rows import Row, number
+from tlora.report.simulation_view import Look, SimulationView
+from tlora.report.tables import cell, dot, table
+from tlora.report.wording import DASH, count_text, duration_text
+
+Kind = Literal["duration", "share", "ratio", "rate", "count", "milliseconds"]
+
+_RATIOS = ("mean_jct_seconds", "median_jct_seconds", "p90_jct_seconds", "p99_jct_seconds", "makespan_seconds", "tokens_per_second")
+_RATIOS_OF_USE = ("useful_utilisation", "allocated_utilisation")
+TIMES = "\u00d7"
+_SETTINGS_PER_TABLE = 8
+_EVEN = 0.005  # a ratio this near to 1 is neither better nor worse: it reads as 1.00
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number of a policy: its key, its name on the page and in a terminal, unit, whether less or more is better, its meaning."""
+
+    key: str
+    label: str
+    short: str
+    kind: Kind
+    better: Literal["less", "more", ""]
+    meaning: str
+
+
+_COMPLETION = (
+    Metric("mean_jct_seconds", "mean JCT", "mean JCT", "duration", "less", "Submission to end of the jobs that are done, mean."),
+    Metric("mean_jct_bound_seconds", "its bound", "", "duration", "", "No schedule can have a lower mean JCT (speeds as believed)."),
+    Metric("mean_jct_over_bound", f"{TIMES} bound", f"{TIMES}bound", "ratio", "less", "Mean JCT over its bound."),
+    Metric("median_jct_seconds", "median JCT", "median", "duration", "less", "Half of the jobs are done in less."),
+    Metric("p90_jct_seconds", "p90 JCT", "", "duration", "less", "Nine of ten jobs are done in less."),
+    Metric("p99_jct_seconds", "p99 JCT", "p99", "duration", "less", "99 of 100 jobs are done in less."),
+    Metric("queueing_share", "queueing", "queued", "share", "less", "Time in no group over JCT, summed over the jobs that are done."),
+    Metric("makespan_seconds", "makespan", "makespan", "duration", "less", "First submission to the last end."),
+    Metric("makespan_bound_seconds", "its bound", "", "duration", "", "No schedule can have a lower makespan (speeds as believed)."),
+    Metric("makespan_over_bound", f"{TIMES} bound", "", "ratio", "less", "Makespan over its bound."),
+)
+_PROMISES = (
+    Metric(
+        "slowdown_p50", "slowdown p50", "", "ratio", "less", "Time between a job's steps over that alone, its mean; median of the jobs."
+    ),
+    Metric("slowdown_p99", "slowdown p99", "", "ratio", "less", "The same, 99th percentile of the jobs."),
+    Metric("worst_slowdown_p99", "worst window p99", "", "ratio", "less", "Each job's slowest window of 10 steps, p99 of the jobs."),
+    Metric("windows_beyond_share", "beyond bound", "beyond", "share", "less", "Windows of 10 steps slower than their job's bound allows."),
+    Metric("fairness_mean", "fairness mean", "", "ratio", "less", "JCT over the time alone on the job's own GPUs with the same kernels."),
+    Metric("fairness_p99", "fairness p99", "", "ratio", "less", "The same, 99th percentile."),
+    Metric("tenant_fairness", "tenants (Jain)", "", "ratio", "more", "Jain's index of time alone / JCT between tenants; 1 is even."),
+    Metric("regroupings_per_job", "moves per job", "moves", "ratio", "", "How often a job was moved to another group."),
+)
+_MACHINES = (
+    Metric("useful_utilisation", "useful utilisation", "useful", "share", "more", "Useful tokens over what all GPUs could do saturated."),
+    Metric("allocated_utilisation", "allocated", "alloc", "share", "", "GPUs that belong to a group, whatever they do there."),
+    Metric("tokens_per_second", "tokens/s", "", "rate", "more", "Useful tokens of all jobs per second, first submission to last end."),
+    Metric("decision_milliseconds", "per decision", "decision", "milliseconds", "less", "Wall time of one decision of the scheduler."),
+)
+_COUNTS = tuple(
+    Metric(f"jobs_{state}", state, "", "count", "", meaning)
+    for state, meaning in (
+        ("done", "Jobs that ran to their end."),
+        ("cancelled", "Cancelled, as in the trace."),
+        ("failed", "Failed, as in the trace."),
+        ("rejected", "Refused at submission: they can never run here."),
+        ("unfinished", "Still waiting or running when the simulation ended."),
+    )
+)
+GROUPS: Mapping[str, tuple[Metric, ...]] = {
+    "Completion": _COMPLETION,
+    "Promises and fairness": _PROMISES,
+    "Machines": _MACHINES,
+    "Jobs by state": _COUNTS,
+}
+
+
+def metric_text(kind: Kind, value: float) -> str:
+    """A value with its unit; a dash where there is none."""
+    if not math.isfinite(value):
+        return DASH
+    if kind == "duration":
+        return duration_text(value)
+    if kind == "share":
+        return f"{100 * value:.3g} %" if 0 < abs(value) < 0.01 else f"{100 * value:.1f} %"
+    if kind == "rate":
+        return count_text(value)
+    if kind == "count":
+        return f"{value:,.0f}"
+    if kind == "milliseconds":
+        return f"{value:.3g} ms"
+    return f"{value:.2f}" if value < 100 else f"{value:,.0f}"
+
+
+def metrics_html(view: SimulationView, drawn: Mapping[str, Look]) -> str:
+    """A table per kind of metric, a row per policy, the best of each column in green; then what each metric means."""
+    parts: list[str] = []
+    for title, metrics in GROUPS.items():
+        best = {metric.key: _best(metric, [policy.metrics for policy in view.policies]) for metric in metrics}
+        rows = []
+        for policy in view.policies:
+            cells = [_metric_cell(metric, number(policy.metrics.get(metric.key)), best[metric.key]) for metric in metrics]
+            rows.append(f"<tr>{_name_cell(policy.name, drawn)}{''.join(cells)}</tr>")
+        parts.append(f"{_heading(title)}{table(('policy', *(f'#{metric.label}' for metric in metrics)), rows)}")
+    meanings = "".join(
+        f"<dt>{escape(metric.label)}</dt><dd>{escape(metric.meaning)}</dd>" for metrics in GROUPS.values() for metric in metrics
+    )
+    return f"{''.join(parts)}<details><summary>What each column means</summary><dl>{meanings}</dl></details>"
+
+
+def _heading(title: str) -> str:
+    return f'<h3 style="margin:1.1rem 0 .5rem">{escape(title)}</h3>'
+
+
+def _best(metric: Metric, policies: Sequence[Mapping[str, float]]) -> str:
+    """The best value of several policies as it reads; nothing where none reads better than another."""
+    values = [value for found in policies if math.isfinite(value := number(found.get(metric.key)))]
+    if not metric.better or len({metric_text(metric.kind, value) for value in values}) < 2:
+        return ""
+    return metric_text(metric.kind, min(values) if metric.better == "less" else max(values))
+
+
+def _metric_cell(metric: Metric, value: float, best: str) -> str:
+    text = metric_text(metric.kind, value)
+    return cell(f'<b class="good">{text}</b>' if text == best else text, value)
+
+
+def _name_cell(name: str, drawn: Mapping[str, Look]) -> str:
+    return f'<th scope="row">{dot(drawn[name].colour)}{escape(name)}</th>'
+
+
+def ratios_html(view: SimulationView, drawn: Mapping[str, Look]) -> str:
+    """How many times better each policy is: in everything than the reference, then in mean and p99 JCT than each other one."""
+    parts: list[str] = []
+    against = [row for row in view.ratios if row["against"] == view.reference]
+    if against:
+        parts.append(f"{_heading(f'Against {view.reference}')}{_reference_table(against, drawn)}")
+    names = [policy.name for policy in view.policies]
+    if len(names) > 1 and view.ratios:
+        for key, label in (("mean_jct_seconds", "Mean JCT"), ("p99_jct_seconds", "p99 JCT")):
+            found = {(row["name"], row["against"]): number(row[key]) for row in view.ratios}
+            heads = ("policy", *(f"#vs {name}" for name in names))
+            rows = [
+                f"<tr>{_name_cell(name, drawn)}{''.join(_ratio_cell(found.get((name, other), math.nan)) for other in names)}</tr>"
+                for name in names
+            ]
+            parts.append(f"{_heading(f'{label}: the row against the column')}{table(heads, rows)}")
+    note = (
+        '<p class="faint">Times better: above 1 the row is the better one. Completion times are compared over the jobs that are done '
+        "under both, throughput and utilisation as each has them.</p>"
+    )
+    return note + "".join(parts) if parts else ""
+
+
+def _reference_table(against: Sequence[Row], drawn: Mapping[str, Look]) -> str:
+    labels = {metric.key: metric.label for metrics in GROUPS.values() for metric in metrics}
+    keys = (*_RATIOS, *_RATIOS_OF_USE)
+    rows = [
+        f"<tr>{_name_cell(str(row['name']), drawn)}{''.join(_ratio_cell(number(row[key])) for key in keys)}"
+        f"{cell(metric_text('count', number(row['jobs_compared'])), number(row['jobs_compared']))}</tr>"
+        for row in against
+    ]
+    return table(("policy", *(f"#{labels[key]}" for key in keys), "#jobs compared"), rows)
+
+
+def _ratio_cell(ratio: float) -> str:
+    kind = "" if not math.isfinite(ratio) or abs(ratio - 1) < _EVEN else "good" if ratio > 1 else "bad"
+    text = DASH if not math.isfinite(ratio) else f"{ratio:.2f}{TIMES}"
+    return cell(f'<span class="{kind}">{text}</span>' if kind else text, ratio)
+
+
+def settings_html(view: SimulationView) -> str:
+    """A warning for each way in which the numbers are less than they seem, and what was simulated, as tables side by side."""
+    rows = [f'<tr><th scope="row">{escape(str(key))}</th><td>{escape(_setting(value))}</td></tr>' for key, value in view.settings.items()]
+    warnings = [f'<p><span class="status stopped">{label}</span> {text}</p>' for label, text in _warnings(view)]
+    tables = [table(("setting", "value"), rows[at : at + _SETTINGS_PER_TABLE]) for at in range(0, len(rows), _SETTINGS_PER_TABLE)]
+    beside = "display:grid;grid-template-columns:repeat(auto-fit,minmax(20rem,1fr));gap:.75rem;align-items:start"
+    return f'{"".join(warnings)}<div style="{beside}">{"".join(tables)}</div>'
+
+
+def _setting(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10_000 else str(value)
+
+
+def _warnings(view: SimulationView) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    guessed = [row for row in view.constants if is_extrapolated(row)]
+    if guessed:
+        names = ", ".join(dict.fromkeys(escape(str(row["field"])) for row in guessed))
+        found.append(("extrapolated", f"{len(guessed)} of {len(view.constants)} constants were not measured: {names}. See Constants."))
+    for policy in view.policies:
+        if left := number(policy.metrics.get("jobs_unfinished")):
+            found.append(("unfinished", f"{escape(policy.name)}: {left:,.0f} jobs had not ended; its completion times are without them."))
+    return found
+
+
+def is_extrapolated(constant: Row) -> bool:
+    """Whether a constant's source says that it was not measured."""
+    return str(constant["source"]).lower().startswith("extrapolated")
+
+
+def constants_html(constants: Sequence[Row]) -> str:
+    """Each constant with where it was measured, or the label that it was not."""
+    rows: list[str] = []
+    for row in constants:
+        label, kind = ("extrapolated", "stopped") if is_extrapolated(row) else ("measured", "done")
+        texts = "".join(f"<td>{escape(str(row[key]))}</td>" for key in ("kernels", "field"))
+        value = number(row["value"])
+        source = str(row["source"]).removeprefix("extrapolated:").strip()
+        rows.append(
+            f'<tr><th scope="row">{escape(str(row["base"]))}</th>{texts}{cell(f"{value:.5g}", value)}'
+            f'<td><span class="status {kind}">{label}</span></td><td style="white-space:normal">{escape(source)}</td></tr>'
+        )
+    return table(("base", "kernels", "constant", "#value", "origin", "source"), rows)
+
+
+def format_metrics(rows: Sequence[Mapping[str, float | str]]) -> str:
+    """The most telling metrics as a text table for a terminal, a line per policy; `rows` hold `name` and metrics by their keys."""
+    shown = [metric for metrics in GROUPS.values() for metric in metrics if metric.short]
+    lines = [["policy", *(metric.short for metric in shown)]]
+    for row in rows:
+        lines.append([str(row["name"]), *(_narrow(metric.kind, number(row.get(metric.key))) for metric in shown)])
+    widths = [max(len(line[at]) for line in lines) for at in range(len(lines[0]))]
+    texts = [
+        "  ".join([line[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(line[1:], widths[1:], strict=True))]).rstrip()
+        for line in lines
+    ]
+    return "\n".join([texts[0], "-" * max(len(text) for text in texts), *texts[1:]])
+
+
+def _narrow(kind: Kind, value: float) -> str:
+    """A duration in one unit and three digits, so that a terminal of 120 columns holds the table; the rest as everywhere."""
+    if kind != "duration" or not math.isfinite(value):
+        return metric_text(kind, value)
+    per_unit, unit = next((size, unit) for size, unit in ((86_400, "d"), (3600, "h"), (60, "min"), (0, "s")) if value >= 3 * size)
+    return f"{value / (per_unit or 1):.3g} {unit}"

@@ -1,0 +1,72 @@
+"""A simulation as its page sees it: plain numbers and rows by name, whoever computed them. The metrics' words: `simulation_tables.py`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tlora.report.rows import Row
+from tlora.report.wording import job_colours
+
+
+@dataclass(frozen=True)
+class PolicyView:
+    """One policy under one set of kernels, `name` telling both.
+
+    `samples` has equally long columns: seconds, waiting_jobs, allocated_share, useful_share (each holds until the next second), and
+    `end_seconds` is where the last one ends. `spans` has rows of group_id, base_model, gpus, start_seconds, end_seconds, job_ids.
+    """
+
+    name: str
+    policy: str
+    kernels: str
+    metrics: Mapping[str, float]
+    jct_seconds: Sequence[float]
+    samples: Mapping[str, Sequence[float]]
+    end_seconds: float
+    spans: Sequence[Row]
+
+
+@dataclass(frozen=True)
+class SimulationView:
+    """Policies over one trace. `ratios` has a row for each pair, `name` against `against`; those against `reference` stand first.
+
+    `sweep` has rows of name, load, seed, mean_jct_seconds, and of the name that they are held against where that is not `reference`.
+    `constants` has rows of kernels, base, field, value, source.
+    """
+
+    title: str
+    num_gpus: int
+    settings: Mapping[str, object]
+    policies: Sequence[PolicyView]
+    ratios: Sequence[Row] = ()
+    reference: str = ""
+    sweep: Sequence[Row] = ()
+    constants: Sequence[Row] = field(default_factory=list[Row])
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a policy is drawn everywhere: its policy's colour, dashed unless its kernels are the usual ones."""
+
+    colour: str
+    dash: str
+
+
+def usual_kernels(view: SimulationView) -> str:
+    """The kernels of most policies, or of the first among equals; empty without policies."""
+    counts = Counter(policy.kernels for policy in view.policies)
+    return max(counts, key=counts.__getitem__, default="")
+
+
+def looks(view: SimulationView) -> dict[str, Look]:
+    """A look for each policy's name, and for names that only the sweep has."""
+    policies = list(dict.fromkeys(policy.policy for policy in view.policies))
+    swept = [
+        name for name in dict.fromkeys(str(row["name"]) for row in view.sweep) if name not in {policy.name for policy in view.policies}
+    ]
+    colours = dict(zip([*policies, *swept], job_colours(len(policies) + len(swept)), strict=True))
+    solid = usual_kernels(view)
+    found = {policy.name: Look(colours[policy.policy], "solid" if policy.kernels == solid else "dash") for policy in view.policies}
+    return found | {name: Look(colours[name], "solid") for name in swept}

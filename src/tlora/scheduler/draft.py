@@ -1,0 +1,164 @@
+"""A decision in the making: groups as they shall become, over a `ClusterState` that stays as it is until the decision is made.
+
+Owns which GPUs a group gets (fewest nodes, best fit, one rack if possible), not which group gets some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from tlora.protocol import JobGroup, ParallelPlan
+from tlora.scheduler.state import ClusterState, Job
+
+
+class Draft:
+    """What a policy wants changed. `placed` are the jobs that it has given a group; `freed` those that it has taken out of one."""
+
+    def __init__(self, state: ClusterState) -> None:
+        self.state = state
+        self.changed: dict[str, JobGroup] = {}
+        self.placed: dict[str, str] = {}
+        self._free: dict[str, list[int]] = {}  # of nodes that the draft has touched
+        self._opened = 0
+
+    def wanted(self) -> list[JobGroup]:
+        """The groups that change; those without jobs end."""
+        return list(self.changed.values())
+
+    # -- GPUs ----------------------------------------------------------------------------------------------------------
+
+    def free_of(self, node: str) -> list[int]:
+        return self._free.get(node, self.state.nodes[node].free)
+
+    @property
+    def num_free(self) -> int:
+        touched = sum(len(free) - len(self.state.nodes[name].free) for name, free in self._free.items())
+        return self.state.num_free + touched
+
+    def allocate(self, count: int) -> tuple[int, ...] | None:
+        """`count` free GPUs on the fewest nodes that can hold so many, or None where there are none. They are then taken.
+
+        Within a node's size that is one node, the one with the fewest GPUs free; above, whole nodes of one rack if possible.
+        """
+        if count > self.num_free:
+            return None
+        size = self.state.node_size
+        if count <= size:
+            node = self._best_fit(count)
+            return None if node is None else self._take(node, count)
+        names = self._whole_nodes(count, size)
+        if names is None:
+            return None
+        taken: list[int] = []
+        for name in names:
+            taken += self._take(name, min(count - len(taken), len(self.free_of(name))))
+        return tuple(taken)
+
+    def give_back(self, gpus: Iterable[int]) -> None:
+        for gpu in gpus:
+            name = self.state.node_of[gpu]
+            self._free[name] = sorted((*self.free_of(name), gpu))
+
+    def take(self, gpus: Sequence[int]) -> None:
+        """These very GPUs, which are free."""
+        for gpu in gpus:
+            name = self.state.node_of[gpu]
+            free = list(self.free_of(name))
+            free.remove(gpu)
+            self._free[name] = free
+
+    def _take(self, node: str, count: int) -> tuple[int, ...]:
+        free = self.free_of(node)
+        self._free[node] = free[count:]
+        return tuple(free[:count])
+
+    def _best_fit(self, count: int) -> str | None:
+        best: tuple[int, str] | None = None
+        for free in range(count, self.state.node_size + 1):
+            name = next((name for name in self.state.nodes_by_free.get(free, ()) if name not in self._free), None)
+            if name is not None:
+                best = (free, name)
+                break
+        for name, own in self._free.items():
+            if len(own) >= count and (best is None or len(own) < best[0]):
+                best = (len(own), name)
+        return None if best is None else best[1]
+
+    def _whole_nodes(self, count: int, size: int) -> list[str] | None:
+        """As many nodes as `count` GPUs take at least, in one rack if there are such; the last one by best fit."""
+        whole, rest = divmod(count, size)
+        empty = [name for name in self.state.nodes_by_free.get(size, ()) if name not in self._free]
+        empty += [name for name, free in self._free.items() if len(free) == size]
+        racks: dict[str, list[str]] = {}
+        for name in empty:
+            racks.setdefault(self.state.nodes[name].rack, []).append(name)
+        enough = [names for names in racks.values() if len(names) >= whole + (rest > 0)]
+        enough = enough or [names for names in racks.values() if len(names) >= whole]  # the rest then lies elsewhere
+        chosen = min(enough, key=len) if enough else empty
+        if len(chosen) < whole:
+            return None
+        names = chosen[:whole]
+        if rest:
+            before = {name: self._free.get(name) for name in names}
+            for name in names:
+                self._free[name] = []
+            last = self._best_fit(rest)
+            for name, free in before.items():
+                if free is None:
+                    del self._free[name]
+                else:
+                    self._free[name] = free
+            if last is None:
+                return None
+            names.append(last)
+        return names
+
+    # -- groups --------------------------------------------------------------------------------------------------------
+
+    def group(self, group_id: str) -> JobGroup:
+        """As it shall be."""
+        return self.changed.get(group_id) or self.state.groups[group_id].group
+
+    def members(self, group_id: str) -> list[Job]:
+        return [self.state.jobs[name] for name in self.group(group_id).job_ids]
+
+    def open(self, jobs: Sequence[Job], gpus: tuple[int, ...], plan: ParallelPlan) -> JobGroup:
+        """A new group on GPUs that were taken by `allocate` or `take`."""
+        group_id = f"g{self.state.groups_opened + self._opened}"
+        self._opened += 1
+        return self._set(JobGroup(group_id, jobs[0].spec.base_model, gpus, plan, *_members(jobs)))
+
+    def change(self, group_id: str, jobs: Sequence[Job], gpus: tuple[int, ...], plan: ParallelPlan) -> JobGroup:
+        """Other members, GPUs (the caller takes and gives back the difference) or plan."""
+        before = self.group(group_id)
+        for name in before.job_ids:
+            self.placed.pop(name, None)
+        return self._set(JobGroup(group_id, before.base_model, gpus, plan, *_members(jobs)))
+
+    def stop(self, group_id: str) -> None:
+        """Its GPUs are free, its members without a group until the draft gives them one."""
+        group = self.group(group_id)
+        self.give_back(group.gpus)
+        for name in group.job_ids:
+            self.placed.pop(name, None)
+        self.changed[group_id] = JobGroup(group_id, group.base_model, group.gpus, group.plan, (), ())
+
+    def _set(self, group: JobGroup) -> JobGroup:
+        self.changed[group.group_id] = group
+        for name in group.job_ids:
+            self.placed[name] = group.group_id
+        return group
+
+
+def has_room(free: Collection[int], count: int, size: int) -> bool:
+    """Whether `allocate` finds `count` GPUs on nodes of which each has so many free, where the largest node has `size`."""
+    if count <= size:
+        return max(free, default=0) >= count
+    whole, rest = divmod(count, size)
+    empty = sum(own == size for own in free)
+    return empty > whole or (empty == whole and (not rest or any(rest <= own < size for own in free)))
+
+
+def _members(jobs: Sequence[Job]) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    """Names and weights: a flow's weight is what it needs."""
+    return tuple(job.spec.job_id for job in jobs), tuple(job.weight for job in jobs)

@@ -1,0 +1,172 @@
+"""Policies that give each job its own GPUs, as many as it asks for: the baselines that everybody knows. None shares a base.
+
+All order by priority first, place by `Draft.allocate` and run a job under `exclusive_plan`; nobody gets GPUs ahead of time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+
+from tlora.protocol import JobGroup
+from tlora.scheduler.draft import Draft, has_room
+from tlora.scheduler.plans import exclusive_plan
+from tlora.scheduler.scheduler import Policy
+from tlora.scheduler.state import ClusterState, Job
+from tlora.scheduler.waiting import Key, Waiting, arrival
+
+LAS_LIMITS = (3250.0, 18000.0)
+"""GPU-seconds at which a job sinks a queue: Tiresias' simulator (SymbioticLab/Tiresias, jobs.py) has 3,250, and 18,000 as its last."""
+
+_Rank = tuple[float, float]  # minus the priority, and the policy's own measure: whoever has the greater gives way
+
+
+def fifo() -> Policy:
+    """Strict first in, first out: whoever came first starts first, and those behind it wait for it."""
+    waiting = Waiting(arrival, lanes=False)
+
+    def decide(state: ClusterState) -> list[JobGroup]:
+        if not state.num_free or not state.pending:
+            return []
+        waiting.follow(state)
+        draft = Draft(state)
+        while (job := waiting.first()) is not None and start_alone(draft, job):
+            waiting.take(job)
+        return draft.wanted()
+
+    return decide
+
+
+def backfill() -> Policy:
+    """First in, first out, but whoever fits starts, also before one who came earlier and does not fit."""
+    return _each_that_fits(arrival)
+
+
+def sjf() -> Policy:
+    """The job of the least remaining time that fits starts; none is stopped. Knows each job's time, as an oracle would."""
+    return _each_that_fits(lambda job: (-job.spec.priority, job.remaining_seconds(job.seen_at), job.number))
+
+
+def srtf() -> Policy:
+    """Shortest remaining time first: as `sjf`, and jobs that have longer to go give way."""
+    return _preemptive(lambda job, now: (-job.spec.priority, job.remaining_seconds(now)))
+
+
+def las(limits: tuple[float, ...] = LAS_LIMITS) -> Policy:
+    """Tiresias' discretized two-dimensional LAS: queues by GPU-seconds attained, first in, first out in each; lower queues give way.
+
+    `limits` ascend and part the queues. As in the paper (Gu et al., NSDI 2019, section 3.1) without promotion of the starved, which is
+    an option there. A running job sinks when the next event or tick looks at it.
+    """
+    return _preemptive(lambda job, now: (-job.spec.priority, float(bisect_right(limits, job.service_at(now)))))
+
+
+def start_alone(draft: Draft, job: Job) -> bool:
+    """Open a group of `job` on as many GPUs as it asks for, if there are."""
+    gpus = draft.allocate(job.spec.gpus)
+    if gpus is None:
+        return False
+    draft.open([job], gpus, exclusive_plan(draft.state.cost, job, len(gpus)))
+    return True
+
+
+def _each_that_fits(key: Callable[[Job], Key]) -> Policy:
+    waiting = Waiting(key)
+
+    def decide(state: ClusterState) -> list[JobGroup]:
+        if not state.num_free or not state.pending:
+            return []
+        waiting.follow(state)
+        draft = Draft(state)
+        too_many: set[int] = set()  # GPUs only get fewer within a decision: who does not fit now, and who asks for as many, will not
+        while (job := waiting.first(too_many)) is not None:
+            if start_alone(draft, job):
+                waiting.take(job)
+            else:
+                too_many.add(job.spec.gpus)
+        return draft.wanted()
+
+    return decide
+
+
+def _preemptive(rank: Callable[[Job, float], _Rank]) -> Policy:
+    """Who waits takes the GPUs of those of a greater rank, the greatest first; of equal ranks whoever runs goes on.
+
+    The rank of one that waits does not change with time. Who gave way is again one of those that wait, in the same decision.
+    """
+    waiting = Waiting(lambda job: (*rank(job, job.seen_at), job.number))
+
+    def decide(state: ClusterState) -> list[JobGroup]:
+        if not state.pending:
+            return []
+        waiting.follow(state)
+        draft = Draft(state)
+        running: list[Job] | None = None
+        stopped: list[Job] = []
+        too_many: set[int] = set()
+        while True:
+            candidates = [job for job in stopped if job.spec.gpus not in too_many]
+            first = waiting.first(too_many)
+            if first is not None:
+                candidates.append(first)
+            if not candidates:
+                return draft.wanted()
+            job = min(candidates, key=lambda job: (rank(job, state.now), job.number))
+            if not start_alone(draft, job):
+                if running is None:
+                    running = _running(state, rank)
+                own = rank(job, state.now)
+                victims = _who_gives_way(draft, job.spec.gpus, (other for other in running if rank(other, state.now) > own))
+                if victims is None:
+                    too_many.add(job.spec.gpus)  # who comes later in order finds fewer that give way
+                    continue
+                for victim in victims:
+                    draft.stop(_group_of(victim))
+                running = [other for other in running if other.number not in {victim.number for victim in victims}]
+                stopped += victims
+                started = start_alone(draft, job)
+                assert started, f"{job.spec.job_id} has no room on the GPUs of {len(victims)} jobs that gave way"
+            if job is first:
+                waiting.take(job)
+            else:
+                stopped = [other for other in stopped if other is not job]
+
+    return decide
+
+
+def _running(state: ClusterState, rank: Callable[[Job, float], _Rank]) -> list[Job]:
+    """Whoever has a group, the greatest rank first."""
+    jobs = [state.jobs[name] for known in state.groups.values() for name in known.group.job_ids]
+    return sorted(jobs, key=lambda job: (rank(job, state.now), job.number), reverse=True)
+
+
+def _who_gives_way(draft: Draft, count: int, others: Iterable[Job]) -> list[Job] | None:
+    """The first of `others` whose GPUs make room for `count` with those that are free, but for any who need not; None if none do."""
+    state = draft.state
+    size = state.node_size
+    free = {name: len(draft.free_of(name)) for name in state.nodes}
+    chosen: list[Job] = []
+    for other in others:
+        chosen.append(other)
+        _add(free, state, other, 1)
+        if has_room(free.values(), count, size):
+            break
+    else:
+        return None
+    needed = [chosen[-1]]
+    for other in chosen[-2::-1]:
+        _add(free, state, other, -1)
+        if not has_room(free.values(), count, size):
+            _add(free, state, other, 1)
+            needed.append(other)
+    return needed
+
+
+def _add(free: dict[str, int], state: ClusterState, job: Job, sign: int) -> None:
+    for gpu in state.groups[_group_of(job)].group.gpus:
+        free[state.node_of[gpu]] += sign
+
+
+def _group_of(job: Job) -> str:
+    assert job.group_id is not None, f"{job.spec.job_id} has no group"
+    return job.group_id

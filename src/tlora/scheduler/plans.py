@@ -1,0 +1,69 @@
+"""The plan of a group: how many tokens a micro-batch holds on GPUs that are given. Not here: which jobs and which GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tlora.planner.cost import CostModel
+from tlora.planner.sharing import Member, group_step_seconds
+from tlora.protocol import ParallelPlan
+from tlora.scheduler.state import Job
+
+ROUNDING = 1e-9  # relative: a bound that is met exactly is met
+
+
+def exclusive_plan(cost: CostModel, job: Job, gpus: int) -> ParallelPlan:
+    """The plan of `job` by itself: the smallest prepared budget that holds one step, else the largest that fits into memory.
+
+    A budget that does not hold the job's longest sample is none; `why_never` refuses a job that has no budget at all.
+    """
+    base, profile = job.spec.base_model, job.spec.profile
+    chosen = 0
+    for tokens in cost.budgets:
+        if tokens < profile.longest_sample_tokens:
+            continue
+        if not cost.fits(base, profile.adapter_parameters, tokens):
+            break
+        chosen = tokens
+        if tokens * gpus >= profile.tokens_per_step:
+            break
+    assert chosen, f"{job.spec.job_id}: no prepared budget holds a sample of {profile.longest_sample_tokens} tokens and fits"
+    return ParallelPlan(gpus, chosen * gpus)
+
+
+def shared_plan(cost: CostModel, base: str, gpus: int, nodes: int, jobs: Sequence[Job], check_bounds: bool = True) -> ParallelPlan | None:
+    """The plan under which `jobs`, with their needs as weights, are on average slowed down least; None if there is none.
+
+    Of the prepared budgets that hold every member's longest sample and fit into memory, and under which with `check_bounds` nobody's
+    step takes more than max slowdown * T0, the one with the least mean of step / T0; of equals the largest.
+    """
+    if check_bounds and len(jobs) > 1:
+        needed = sum(job.need for job in jobs)
+        if needed > most_capacity(cost, base, gpus, nodes, len(jobs)) * (1 + ROUNDING):
+            return None  # most attempts end here, after a thirtieth of the time of the rest
+    parameters = sum(job.spec.profile.adapter_parameters for job in jobs)
+    longest = max(job.spec.profile.longest_sample_tokens for job in jobs)
+    members = [Member(job.spec.profile.tokens_per_step, job.weight) for job in jobs]
+    offered = sum(member.tokens_per_step for member in members)
+    best, best_mean = 0, 0.0
+    for tokens in reversed(cost.budgets):
+        budget = tokens * gpus
+        if tokens < longest:
+            break
+        if best and cost.fill_share * budget >= offered:  # the larger ones were not full either: nothing differs
+            continue
+        if not cost.fits(base, parameters, tokens):
+            continue
+        seconds = group_step_seconds(cost, base, budget, gpus, nodes, members)
+        slowdowns = [own / job.alone_step_seconds for own, job in zip(seconds, jobs, strict=True)]
+        if check_bounds and any(own > job.spec.max_slowdown * (1 + ROUNDING) for own, job in zip(slowdowns, jobs, strict=True)):
+            continue
+        mean = sum(slowdowns)
+        if not best or mean < best_mean:
+            best, best_mean = budget, mean
+    return ParallelPlan(gpus, best) if best else None
+
+
+def most_capacity(cost: CostModel, base: str, gpus: int, nodes: int, members: int) -> float:
+    """Tokens per second that a group of several can serve at most: under the largest budget, filled as far as such are."""
+    return cost.capacity(base, cost.fill_share * cost.budgets[-1] * gpus, gpus, nodes, members)

@@ -1,0 +1,19 @@
+"""The policies by the names under which users choose them. Each is made anew for each scheduler: it may remember what it has worked out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from tlora.scheduler.exclusive import backfill, fifo, las, sjf, srtf
+from tlora.scheduler.grouping import memory_only, tlora_published
+from tlora.scheduler.scheduler import Policy
+
+POLICIES: Mapping[str, Callable[[], Policy]] = {
+    "fifo": fifo,
+    "backfill": backfill,
+    "sjf": sjf,
+    "srtf": srtf,
+    "las": las,
+    "memory": memory_only,
+    "tlora": tlora_published,
+}

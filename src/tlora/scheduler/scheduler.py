@@ -1,0 +1,185 @@
+"""Folds events into the state, asks the policy where we want to be, and answers with the actions that close the gap.
+
+The same scheduler runs a real cluster and a simulated one: `now` is an argument. Events may come late, twice and out of order; what
+speaks of a job or group that is not there is ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from tlora.planner.cost import CostModel
+from tlora.protocol import (
+    Action,
+    ChangeGroup,
+    Event,
+    GpusLost,
+    GroupLost,
+    GroupReady,
+    JobCancelled,
+    JobFailed,
+    JobFinished,
+    JobGroup,
+    JobSubmitted,
+    NodeAdded,
+    RejectJob,
+    StartGroup,
+    StepsDone,
+    StopGroup,
+    Tick,
+)
+from tlora.scheduler.draft import has_room
+from tlora.scheduler.state import ClusterState
+
+Policy = Callable[[ClusterState], list[JobGroup]]
+"""Where we want to be: the groups that change, those without jobs being ones that end. Changes nothing itself."""
+
+
+class Scheduler:
+    """One cluster's. `seen` are the jobs that were ever submitted: an order that comes twice is one."""
+
+    def __init__(self, policy: Policy, cost: CostModel) -> None:
+        self.state, self._policy = ClusterState(cost), policy
+        self._seen: set[str] = set()
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """What is to be done now that `event` has happened. Time does not go back: an earlier `now` counts as the latest."""
+        self.state.now = max(now, self.state.now)
+        actions, decide = self._fold(event)
+        if decide:
+            actions += self._end_empty_groups()
+            actions += reconcile(self.state, self._policy(self.state))
+        return actions
+
+    def _fold(self, event: Event) -> tuple[list[Action], bool]:
+        """What follows at once, and whether there is something to decide."""
+        state = self.state
+        match event:
+            case NodeAdded():
+                state.add_node(event.node, event.rack, event.gpus)
+                return [], True
+            case GpusLost():
+                return [StopGroup(group_id) for group_id in state.lose_gpus(event.gpus)], True
+            case JobSubmitted():
+                return self._submit(event)
+            case JobFinished() | JobFailed() | JobCancelled():
+                known = event.job_id in state.jobs
+                if known:
+                    state.end_job(event.job_id)
+                return [], known
+            case GroupLost():
+                known = event.group_id in state.groups
+                if known:
+                    state.end_group(event.group_id)
+                return [], known
+            case GroupReady():
+                if event.group_id in state.groups:
+                    state.groups[event.group_id].ready = True
+                return [], False
+            case StepsDone():
+                if event.job_id in state.jobs:
+                    state.see_steps(event)
+                return [], False
+            case Tick():
+                return [], True
+
+    def _submit(self, spec: JobSubmitted) -> tuple[list[Action], bool]:
+        if spec.job_id in self._seen:
+            return [], False
+        self._seen.add(spec.job_id)
+        reason = why_never(self.state, spec)
+        if reason is not None:
+            return [RejectJob(spec.job_id, reason)], False
+        self.state.submit(spec)
+        return [], True
+
+    def _end_empty_groups(self) -> list[Action]:
+        empty = [name for name in self.state.emptied if name in self.state.groups and not self.state.groups[name].group.job_ids]
+        self.state.emptied.clear()
+        for group_id in empty:
+            self.state.end_group(group_id)
+        return [StopGroup(group_id) for group_id in empty]
+
+
+def why_never(state: ClusterState, spec: JobSubmitted) -> str | None:
+    """Why the job can never run on this cluster, if so."""
+    cost, profile = state.cost, spec.profile
+    if spec.base_model not in cost.constants:
+        return f"its base model {spec.base_model!r} is not served here. There are {', '.join(sorted(cost.constants))}"
+    if not (spec.gpus >= 1 and spec.max_slowdown >= 1 and profile.steps >= 1 and 0 < profile.tokens_per_step < math.inf):  # nor a NaN
+        return (
+            f"it asks for {spec.gpus} GPUs, a slowdown of {spec.max_slowdown} and {profile.steps} steps of {profile.tokens_per_step} "
+            "tokens. GPUs, steps and tokens must be positive, a slowdown at least 1"
+        )
+    if spec.gpus > state.most_gpus:
+        return f"it asks for {spec.gpus} GPUs and the cluster has {state.most_gpus}. Ask for fewer"
+    complete = state.num_gpus == state.most_gpus  # else those that are lost may come back
+    if (
+        spec.gpus > state.node_size
+        and complete
+        and not has_room([len(node.gpus) for node in state.nodes.values()], spec.gpus, state.node_size)
+    ):
+        return f"it asks for {spec.gpus} GPUs, and the nodes of {state.node_size} are too few to hold so many. Ask for fewer"
+    if not math.isfinite(spec.priority):
+        return f"its priority is {spec.priority}. Give it a finite number"
+    longest = profile.longest_sample_tokens
+    budget = next((tokens for tokens in cost.budgets if tokens >= longest), None)
+    if budget is None:
+        return f"its longest sample has {longest} tokens, and a micro-batch on a GPU holds at most {cost.budgets[-1]}. Cut its samples"
+    if not cost.fits(spec.base_model, profile.adapter_parameters, budget):
+        needed = cost.memory_bytes(spec.base_model, profile.adapter_parameters, budget) / 2**30
+        return (
+            f"its base, adapter and a micro-batch of {budget} tokens, the smallest that holds its longest sample of {longest}, take "
+            f"{needed:.1f} GiB, more than may be used of a GPU. Cut its samples or its rank"
+        )
+    return None
+
+
+def reconcile(state: ClusterState, wanted: list[JobGroup]) -> list[Action]:
+    """Enters `wanted` into the state and gives the actions that lead there: whatever frees GPUs or jobs comes before what takes them.
+
+    A group that is already as wanted gives none, so that asking twice is asking once.
+    """
+    ending = [group for group in wanted if not group.job_ids and group.group_id in state.groups]
+    changing = [group for group in wanted if group.job_ids and group.group_id in state.groups]
+    opening = [group for group in wanted if group.job_ids and group.group_id not in state.groups]
+    changing = [group for group in changing if group != state.groups[group.group_id].group]
+    actions: list[Action] = []
+    for group in ending:
+        state.place(group)
+        actions.append(StopGroup(group.group_id))
+    for group in changing:
+        smaller = _what_stays(state.groups[group.group_id].group, group)
+        if smaller is not None and smaller != group:
+            state.place(smaller)
+            actions.append(ChangeGroup(smaller))
+    # Groups that take a job or a GPU from one that only gives them up come after it.
+    for group in sorted(changing, key=lambda group: _gains(state.groups[group.group_id].group, group)):
+        state.place(group)
+        actions.append(ChangeGroup(group))
+    for group in opening:
+        state.place(group)
+        actions.append(StartGroup(group))
+    return actions
+
+
+def _what_stays(now: JobGroup, wanted: JobGroup) -> JobGroup | None:
+    """`now` without the members and GPUs that `wanted` lacks, where it has to give up some before it can gain others.
+
+    A group of which nothing would stay keeps what it has: it cannot run on no GPU or without a job.
+    """
+    weight_of = dict(zip(now.job_ids, now.weights, strict=True))
+    jobs = tuple(name for name in now.job_ids if name in wanted.job_ids)
+    gpus = tuple(gpu for gpu in now.gpus if gpu in wanted.gpus)
+    if len(jobs) == len(now.job_ids) and len(gpus) == len(now.gpus):
+        return None
+    if not jobs or not gpus:
+        return None
+    plan = replace(wanted.plan, data_parallel=len(gpus), token_budget=wanted.plan.token_budget * len(gpus) // len(wanted.gpus))
+    return JobGroup(now.group_id, now.base_model, gpus, plan, jobs, tuple(weight_of[name] for name in jobs))
+
+
+def _gains(now: JobGroup, wanted: JobGroup) -> bool:
+    return bool(set(wanted.job_ids) - set(now.job_ids) or set(wanted.gpus) - set(now.gpus))

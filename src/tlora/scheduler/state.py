@@ -1,0 +1,294 @@
+"""What the scheduler believes of a cluster: nodes with their free GPUs, jobs, groups. All changes go through the methods here.
+
+A group here is what was last asked for: asking and having differ until `GroupReady`. `check` holds the invariants.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tlora.planner.cost import CostModel
+from tlora.planner.sharing import Member, group_step_seconds
+from tlora.protocol import JobGroup, JobSubmitted, StepsDone
+
+Status = Literal["pending", "placed", "ended"]
+
+
+@dataclass(slots=True)
+class Node:
+    """`free` holds the GPUs of nobody, in rising order."""
+
+    name: str
+    rack: str
+    gpus: tuple[int, ...]
+    free: list[int]
+
+
+@dataclass(slots=True)
+class Job:
+    """`need` are the tokens per second that honour its bound: n / (max slowdown * T0). `steps_done` is as of `seen_at`."""
+
+    spec: JobSubmitted
+    submitted_at: float
+    alone_step_seconds: float
+    need: float
+    status: Status = "pending"
+    group_id: str | None = None
+    steps_done: float = 0.0
+    seen_at: float = 0.0
+    step_seconds: float = 0.0  # in its group, as predicted; 0 while it waits
+    service_gpu_seconds: float = 0.0  # its share of GPU time so far, as of `seen_at`
+    gpu_share: float = 0.0  # GPUs that are its own part of its group's
+    pending_since: float = 0.0
+    times_placed: int = 0
+    number: int = 0  # of its submission: whoever came first has the lowest
+
+    @property
+    def weight(self) -> float:
+        """Its share of a group: what it needs; without a bound, which needs nothing, a thousandth of its speed alone."""
+        return self.need or self.spec.profile.tokens_per_step / (1000 * self.alone_step_seconds)
+
+    def steps_at(self, now: float) -> float:
+        """Optimizer steps through by `now`, as predicted since they were last reported."""
+        grown = (now - self.seen_at) / self.step_seconds if self.step_seconds else 0.0
+        return min(self.steps_done + grown, float(self.spec.profile.steps))
+
+    def remaining_seconds(self, now: float) -> float:
+        """What is left of it, alone on its own GPUs."""
+        return (self.spec.profile.steps - self.steps_at(now)) * self.alone_step_seconds
+
+    def service_at(self, now: float) -> float:
+        return self.service_gpu_seconds + (now - self.seen_at) * self.gpu_share
+
+    def settle(self, now: float) -> None:
+        """Count what was done until `now`."""
+        self.steps_done, self.service_gpu_seconds, self.seen_at = self.steps_at(now), self.service_at(now), now
+
+
+@dataclass(slots=True)
+class Group:
+    """`need` is the sum over its members; `step_seconds` the time between their optimizer steps, in their order."""
+
+    group: JobGroup
+    num_nodes: int
+    need: float
+    step_seconds: list[float]
+    changed_at: float
+    opened_at: float
+    ready: bool = False
+
+
+@dataclass(slots=True)
+class ClusterState:
+    """See the module. `now` is the time of the event in hand."""
+
+    cost: CostModel
+    now: float = 0.0
+    nodes: dict[str, Node] = field(default_factory=dict[str, Node])
+    node_of: dict[int, str] = field(default_factory=dict[int, str])
+    jobs: dict[str, Job] = field(default_factory=dict[str, Job])  # that have not ended
+    pending: dict[str, None] = field(default_factory=dict[str, None])  # in order of arrival; those that lost their group, behind
+    groups: dict[str, Group] = field(default_factory=dict[str, Group])
+    groups_of_base: defaultdict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
+    nodes_by_free: dict[int, dict[str, None]] = field(default_factory=dict[int, dict[str, None]])  # number of free GPUs -> nodes
+    node_size: int = 0  # GPUs of the largest node
+    num_gpus: int = 0
+    most_gpus: int = 0  # that there ever were: those that are lost may come back
+    num_free: int = 0
+    groups_opened: int = 0  # the next group's number: names are g0, g1, ...
+    jobs_submitted: int = 0
+    emptied: list[str] = field(default_factory=list[str])  # groups that may have lost their last member
+
+    # -- nodes ---------------------------------------------------------------------------------------------------------
+
+    def add_node(self, name: str, rack: str, gpus: tuple[int, ...]) -> None:
+        """GPUs that are there already are left as they are: the event may come twice."""
+        new = [gpu for gpu in gpus if gpu not in self.node_of]
+        node = self.nodes.setdefault(name, Node(name, rack, (), []))
+        node.gpus = tuple(sorted((*node.gpus, *new)))
+        for gpu in new:
+            self.node_of[gpu] = name
+        self.num_gpus += len(new)
+        self.most_gpus = max(self.most_gpus, self.num_gpus)
+        self.node_size = max(self.node_size, len(node.gpus))
+        self._set_free(node, sorted((*node.free, *new)))
+
+    def lose_gpus(self, gpus: Iterable[int]) -> list[str]:
+        """Take GPUs out; the groups on them end, and their jobs wait again. Returns these groups' names."""
+        lost = {gpu for gpu in gpus if gpu in self.node_of}
+        ended = [name for name, g in self.groups.items() if lost.intersection(g.group.gpus)]
+        for name in ended:
+            self.end_group(name)
+        for name in dict.fromkeys(self.node_of[gpu] for gpu in lost):
+            node = self.nodes[name]
+            node.gpus = tuple(gpu for gpu in node.gpus if gpu not in lost)
+            self._set_free(node, [gpu for gpu in node.free if gpu not in lost])
+        for gpu in lost:
+            del self.node_of[gpu]
+        self.num_gpus -= len(lost)
+        self.node_size = max((len(node.gpus) for node in self.nodes.values()), default=0)
+        return ended
+
+    def _set_free(self, node: Node, free: list[int]) -> None:
+        before = self.nodes_by_free.get(len(node.free))
+        if before is not None:
+            before.pop(node.name, None)
+        self.num_free += len(free) - len(node.free)
+        node.free = free
+        self.nodes_by_free.setdefault(len(free), {})[node.name] = None
+
+    def _take(self, gpus: Iterable[int]) -> None:
+        for name, own in self._by_node(gpus).items():
+            node = self.nodes[name]
+            assert own <= set(node.free), f"GPUs {sorted(own - set(node.free))} of {name} are not free"
+            self._set_free(node, [gpu for gpu in node.free if gpu not in own])
+
+    def _give_back(self, gpus: Iterable[int]) -> None:
+        for name, own in self._by_node(gpus).items():
+            node = self.nodes[name]
+            self._set_free(node, sorted((*node.free, *own)))
+
+    def _by_node(self, gpus: Iterable[int]) -> dict[str, set[int]]:
+        found: dict[str, set[int]] = {}
+        for gpu in gpus:
+            found.setdefault(self.node_of[gpu], set()).add(gpu)
+        return found
+
+    def num_nodes(self, gpus: Iterable[int]) -> int:
+        """Nodes that `gpus` lie on."""
+        return len({self.node_of[gpu] for gpu in gpus})
+
+    # -- jobs ----------------------------------------------------------------------------------------------------------
+
+    def submit(self, spec: JobSubmitted) -> None:
+        nodes = -(-spec.gpus // max(1, self.node_size))
+        alone = self.cost.alone_step_seconds(spec.base_model, spec.profile.tokens_per_step, spec.gpus, nodes)
+        need = spec.profile.tokens_per_step / (spec.max_slowdown * alone)
+        self.jobs[spec.job_id] = Job(spec, self.now, alone, need, seen_at=self.now, pending_since=self.now, number=self.jobs_submitted)
+        self.jobs_submitted += 1
+        self.pending[spec.job_id] = None
+
+    def end_job(self, job_id: str) -> None:
+        """It is finished, failed or cancelled. Its group goes on without it; the caller looks after an empty one."""
+        job = self.jobs.pop(job_id)
+        self.pending.pop(job_id, None)
+        if job.group_id is not None:
+            group = self.groups[job.group_id]
+            self._set_members(group, tuple(name for name in group.group.job_ids if name != job_id))
+            self.emptied.append(job.group_id)
+        job.status = "ended"
+
+    def see_steps(self, event: StepsDone) -> None:
+        """What a back end reports of a job. Reports of a group that it has left are late, and steps never go back."""
+        job = self.jobs[event.job_id]
+        if job.group_id != event.group_id:
+            return
+        job.settle(self.now)
+        job.steps_done = min(event.steps, float(job.spec.profile.steps))
+
+    # -- groups --------------------------------------------------------------------------------------------------------
+
+    def place(self, wanted: JobGroup) -> None:
+        """Make `wanted` what is asked for: open the group, or change its GPUs, plan and members. Without jobs it ends."""
+        if not wanted.job_ids:
+            self.end_group(wanted.group_id)
+            return
+        known = self.groups.get(wanted.group_id)
+        held = set(known.group.gpus) if known else set[int]()
+        self._give_back(gpu for gpu in held if gpu not in wanted.gpus)
+        self._take(gpu for gpu in wanted.gpus if gpu not in held)
+        if known is None:
+            self.groups_opened = max(self.groups_opened, int(wanted.group_id[1:]) + 1)
+            empty = JobGroup(wanted.group_id, wanted.base_model, wanted.gpus, wanted.plan, (), ())
+            known = self.groups[wanted.group_id] = Group(empty, 0, 0.0, [], self.now, self.now)
+            self.groups_of_base[wanted.base_model][wanted.group_id] = None
+        before = known.group.job_ids
+        known.num_nodes = self.num_nodes(wanted.gpus)
+        for name in before:
+            if name not in wanted.job_ids:
+                self._wait(name)
+        for name in wanted.job_ids:
+            if name not in before:
+                self._admit(name, wanted.group_id)
+        known.group, known.ready, known.changed_at = wanted, False, self.now
+        self._set_members(known, wanted.job_ids, wanted.weights)
+
+    def end_group(self, group_id: str) -> None:
+        """Free its GPUs; members that are left wait again."""
+        known = self.groups.pop(group_id)
+        for name in known.group.job_ids:
+            self._wait(name)
+        self._give_back(known.group.gpus)
+        del self.groups_of_base[known.group.base_model][group_id]
+
+    def _admit(self, job_id: str, group_id: str) -> None:
+        job = self.jobs[job_id]
+        assert job.group_id is None, f"{job_id} is in {job.group_id} and cannot join {group_id}"
+        job.settle(self.now)
+        job.status, job.group_id = "placed", group_id
+        job.times_placed += 1
+        del self.pending[job_id]
+
+    def _wait(self, job_id: str) -> None:
+        job = self.jobs.get(job_id)
+        if job is None:
+            return
+        job.settle(self.now)
+        job.status, job.group_id, job.step_seconds, job.gpu_share = "pending", None, 0.0, 0.0
+        job.pending_since = self.now
+        self.pending[job_id] = None
+
+    def _set_members(self, known: Group, job_ids: tuple[str, ...], weights: tuple[float, ...] | None = None) -> None:
+        """Who shares the group from now on, and what each then takes for a step."""
+        group = known.group
+        if weights is None:
+            of = dict(zip(group.job_ids, group.weights, strict=True))
+            weights = tuple(of[name] for name in job_ids)
+        known.group = JobGroup(group.group_id, group.base_model, group.gpus, group.plan, job_ids, weights)
+        known.need = sum(self.jobs[name].need for name in job_ids)
+        known.step_seconds = self.step_seconds_of(known.group, known.num_nodes)
+        for name, seconds in zip(job_ids, known.step_seconds, strict=True):
+            job = self.jobs[name]
+            job.settle(self.now)
+            job.step_seconds, job.gpu_share = seconds, len(group.gpus) / len(job_ids)
+
+    def step_seconds_of(self, group: JobGroup, num_nodes: int) -> list[float]:
+        """Seconds between the optimizer steps of each member."""
+        members = [
+            Member(self.jobs[name].spec.profile.tokens_per_step, weight) for name, weight in zip(group.job_ids, group.weights, strict=True)
+        ]
+        if not members:
+            return []
+        return group_step_seconds(self.cost, group.base_model, group.plan.token_budget, len(group.gpus), num_nodes, members)
+
+    # -- what must always hold -----------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises AssertionError: no GPU in two groups or both free and in one, no job in two groups or lost, memory sound."""
+        owners: dict[int, str] = {}
+        for name, node in self.nodes.items():
+            assert node.free == sorted(set(node.free)) and set(node.free) <= set(node.gpus), f"{name}: free {node.free}"
+            assert name in self.nodes_by_free[len(node.free)], f"{name} is not among the nodes of {len(node.free)} free GPUs"
+            owners |= dict.fromkeys(node.free, "nobody")
+        assert self.num_free == len(owners), f"{self.num_free} free GPUs counted, {len(owners)} there"
+        seen: dict[str, str] = {}
+        for name, known in self.groups.items():
+            group = known.group
+            assert group.group_id == name and group.gpus and name in self.groups_of_base[group.base_model]
+            for gpu in group.gpus:
+                assert gpu not in owners, f"GPU {gpu} is {name}'s and {owners[gpu]}'s"
+                owners[gpu] = name
+            for job_id in group.job_ids:
+                assert job_id not in seen, f"{job_id} is in {seen[job_id]} and {name}"
+                assert self.jobs[job_id].group_id == name and self.jobs[job_id].status == "placed"
+                assert self.jobs[job_id].spec.base_model == group.base_model
+                seen[job_id] = name
+            parameters = sum(self.jobs[job_id].spec.profile.adapter_parameters for job_id in group.job_ids)
+            tokens = group.plan.token_budget / len(group.gpus)
+            assert self.cost.fits(group.base_model, parameters, tokens), f"{name} does not fit into a GPU's memory"
+        assert set(owners) == set(self.node_of) and len(owners) == self.num_gpus
+        waiting = {job_id for job_id, job in self.jobs.items() if job.status == "pending"}
+        assert waiting == set(self.pending) and waiting | set(seen) == set(self.jobs), "a job is neither waiting nor in a group"

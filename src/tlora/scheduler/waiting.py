@@ -1,0 +1,87 @@
+"""Jobs that wait, in the order in which a policy wants them, without looking at all of them at each event.
+
+Owns no truth: `ClusterState.pending` is, and this follows it. What is read from it is the same as if it were built anew each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from heapq import heappop, heappush
+
+from tlora.scheduler.state import ClusterState, Job
+
+Key = tuple[float, ...]
+
+_Entry = tuple[Key, int, Job]  # between is the job's `times_placed` when it came: one that has left and come back is another entry
+
+
+def arrival(job: Job) -> Key:
+    """The highest priority first, and of equals who was submitted first."""
+    return (-job.spec.priority, job.number)
+
+
+class Waiting:
+    """Heaps of the jobs that wait, one for each number of GPUs that they ask for, by `key`, or a single one (`lanes=False`).
+
+    A key must not change while its job waits, and ends with the job's number. Rests on two facts about `ClusterState.pending`: a job
+    that begins to wait is appended at its end, and one that was placed in between has another `times_placed`.
+    """
+
+    def __init__(self, key: Callable[[Job], Key], lanes: bool = True) -> None:
+        self._key, self._by_gpus = key, lanes
+        self._state: ClusterState | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._lanes: dict[int, list[_Entry]] = {}
+        self._known: dict[str, int] = {}  # job -> `times_placed`, of all entries
+        self._taken: list[_Entry] = []
+
+    def follow(self, state: ClusterState) -> None:
+        """Take in who has begun to wait since the last time. Who was taken and yet still waits is back."""
+        if state is not self._state:
+            self._state = state
+            self._forget()
+        for entry in self._taken:
+            if _is_waiting(entry):
+                heappush(self._lane(entry[2]), entry)
+            else:
+                self._drop(entry)
+        self._taken.clear()
+        for name in reversed(state.pending):
+            job = state.jobs[name]
+            if self._known.get(name) == job.times_placed:
+                break
+            self._known[name] = job.times_placed
+            heappush(self._lane(job), (self._key(job), job.times_placed, job))
+
+    def first(self, without: Collection[int] = ()) -> Job | None:
+        """The first in order of those who ask for a number of GPUs that is not in `without`."""
+        best: _Entry | None = None
+        for gpus, lane in self._lanes.items():
+            if gpus in without:
+                continue
+            while lane and not _is_waiting(lane[0]):
+                self._drop(heappop(lane))
+            if lane and (best is None or lane[0][0] < best[0]):
+                best = lane[0]
+        return None if best is None else best[2]
+
+    def take(self, job: Job) -> None:
+        """The one that `first` gave is no longer among them."""
+        entry = heappop(self._lane(job))
+        assert entry[2] is job, f"{job.spec.job_id} is not the first of its lane"
+        self._taken.append(entry)
+
+    def _lane(self, job: Job) -> list[_Entry]:
+        return self._lanes.setdefault(job.spec.gpus if self._by_gpus else 0, [])
+
+    def _drop(self, entry: _Entry) -> None:
+        name = entry[2].spec.job_id
+        if self._known.get(name) == entry[1]:
+            del self._known[name]
+
+
+def _is_waiting(entry: _Entry) -> bool:
+    _, times_placed, job = entry
+    return job.status == "pending" and job.times_placed == times_placed

@@ -1,0 +1,357 @@
+"""A cluster that is computed: one more back end of the controller, with a clock that jumps from event to event.
+
+Owns the clock, the GPUs and what becomes of actions; speeds are `flow.py`'s, windows `progress.py`'s, what differs from the scheduler's
+belief `truth.py`'s. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from tlora.planner.cost import CostModel
+from tlora.planner.sharing import Member
+from tlora.protocol import (
+    Action,
+    ChangeGroup,
+    Event,
+    GpusLost,
+    GroupReady,
+    JobCancelled,
+    JobFailed,
+    JobFinished,
+    JobGroup,
+    RejectJob,
+    StartGroup,
+    StepsDone,
+    StopGroup,
+    Tick,
+)
+from tlora.sim.flow import GroupFlow, enter, leave, plan_ahead, settle, switch
+from tlora.sim.machines import ClusterShape, Machines
+from tlora.sim.mapping import MappedJob
+from tlora.sim.progress import Progress
+from tlora.sim.records import GroupSpan, Sample
+from tlora.sim.truth import Truth
+
+SETTLED_SECONDS = 900.0  # so long after the last change ticks go on where nobody waits
+MOST_TICKS = 16  # the most that the time between ticks grows to while they change nothing, in times of its own
+CHECK_SECONDS = 1800.0  # between a group's reports of its own accord, where its speed is not as believed
+_WHOLE = 1e-6  # steps; so near to a whole number they are one
+
+
+class SimulatedCluster:
+    """Of `arrivals` in order of submission. `jobs` are those that have come, `spans` and `samples` what there was to see until now."""
+
+    def __init__(self, arrivals: Sequence[MappedJob], shape: ClusterShape, cost: CostModel, truth: Truth) -> None:
+        """`cost` is what the cluster follows, without the errors of `truth`."""
+        self.jobs: dict[str, Progress] = {}
+        self.spans: list[GroupSpan] = []
+        self.samples: list[Sample] = []
+        self._arrivals, self._shape, self._cost, self._truth = arrivals, shape, cost, truth
+        self._exact = truth.exact
+        self._saturated = truth.saturated or {base: found.tokens_per_second for base, found in cost.constants.items()}
+        self._now = 0.0
+        self._arrived = self._alive = self._waiting = 0
+        self._arrival_at = arrivals[0].submit_seconds if arrivals else math.inf
+        self._groups: dict[str, GroupFlow] = {}
+        self._touched: dict[str, GroupFlow] = {}  # whose next event is to be worked out anew
+        self._upcoming: list[tuple[float, int, GroupFlow, int]] = []  # a heap: seconds, serial, group, its version
+        self._serial = 0
+        self._changed_at, self._ticked_at, self._tick_gap = 0.0, 0.0, shape.tick_seconds
+        self._machines = Machines(shape, truth)
+        self._outbox: list[Event] = [*self._machines.added()]
+        # sums for the next sample
+        self._unsampled = False
+        self._tokens_per_second = self._useful_gpus = 0.0
+
+    # -- the three verbs of a back end ---------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        return self._now
+
+    def poll(self) -> list[Event]:
+        while True:
+            if self._touched:
+                self._plan_touched()
+            if self._outbox:
+                events, self._outbox = self._outbox, []
+                return events
+            if not self._step():
+                self._sample()
+                return []
+
+    def execute(self, action: Action) -> None:
+        """Takes actions on groups and jobs that are no longer there: the scheduler may know it late."""
+        self._changes()
+        match action:
+            case StartGroup():
+                self._start(action.group)
+            case ChangeGroup():
+                flow = self._groups.get(action.group.group_id)
+                if flow is not None:
+                    self._change(flow, action.group)
+            case StopGroup():
+                flow = self._groups.get(action.group_id)
+                if flow is not None:
+                    self._end(flow, lost=False)
+            case RejectJob():
+                job = self.jobs[action.job_id]
+                job.state, job.finished_seconds = "rejected", self._now
+                self._alive -= 1
+                self._waiting -= 1
+                self._unsampled = True
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    def _step(self) -> bool:
+        """Go on to the next thing that happens. False if nothing ever will."""
+        heap = self._upcoming
+        while heap and heap[0][2].version != heap[0][3]:
+            heapq.heappop(heap)
+        group_at, arrival_at, failure_at = heap[0][0] if heap else math.inf, self._arrival_at, self._machines.next_at
+        if not self._alive and arrival_at == math.inf:
+            return False
+        at = min(group_at, arrival_at)
+        coming = at < math.inf or self._machines.repairs
+        tick_at = self._next_tick(coming)
+        if not coming and tick_at == math.inf:
+            return False
+        at = min(at, failure_at, tick_at)
+        if at > self._now:
+            self._sample()
+            self._now = at
+        if at == group_at:
+            self._advance(heapq.heappop(heap)[2])
+        elif at == failure_at:
+            self._fail_or_repair()
+        elif at == arrival_at:
+            self._arrive()
+        else:
+            self._tick()
+        return True
+
+    def _next_tick(self, coming: bool) -> float:
+        """While somebody waits, and a while after each change, as policies have times of rest; the rest changes nothing to decide on.
+
+        The first comes so long after the last change or action; each that is answered by no action doubles the time to the next.
+        """
+        if self._tick_gap == math.inf or (not (self._waiting and coming) and self._now - self._changed_at >= SETTLED_SECONDS):
+            return math.inf
+        return max(self._changed_at, self._ticked_at) + self._tick_gap
+
+    def _tick(self) -> None:
+        self._ticked_at = self._now
+        self._tick_gap = min(2 * self._tick_gap, MOST_TICKS * self._shape.tick_seconds)
+        self._outbox.append(Tick())
+
+    def _changes(self) -> None:
+        self._changed_at, self._tick_gap = self._now, self._shape.tick_seconds
+
+    def _arrive(self) -> None:
+        arrival = self._arrivals[self._arrived]
+        self._arrived += 1
+        self._arrival_at = self._arrivals[self._arrived].submit_seconds if self._arrived < len(self._arrivals) else math.inf
+        spec = arrival.job
+        tokens, speed, alone = spec.profile.tokens_per_step, 1.0, math.nan
+        if not self._exact:
+            tokens *= self._truth.length_of(spec.job_id)
+            speed = self._truth.speed_of(spec.job_id)
+        if spec.base_model in self._cost.constants and spec.gpus > 0 and tokens > 0:
+            nodes = math.ceil(spec.gpus / self._shape.gpus_per_node)
+            alone = self._cost.alone_step_seconds(spec.base_model, tokens, spec.gpus, nodes)
+            alone *= speed * self._truth.drift_at(self._now, spec.base_model)
+        assert spec.job_id not in self.jobs, f"{spec.job_id} comes twice"
+        self.jobs[spec.job_id] = Progress(spec, arrival.ends, self._now, Member(tokens, 1.0), alone, speed)
+        self._alive += 1
+        self._waiting += 1
+        self._happened(spec)
+
+    def _happened(self, event: Event) -> None:
+        self._outbox.append(event)
+        self._unsampled = True
+        self._changes()
+
+    def _advance(self, flow: GroupFlow) -> None:
+        """What was planned in a group happens now."""
+        settle(flow, self._now)
+        flow.version += 1
+        self._touched[flow.wanted.group_id] = flow
+        if flow.finishing is not None:
+            self._finish(flow, flow.finishing)
+        elif self._now >= flow.switch_at:
+            pause = self._truth.moves.resize_seconds if flow.gpus else 0.0
+            flow.switch_at = math.inf
+            switch(flow, flow.wanted.gpus, self._machines.num_nodes(flow.wanted.gpus), self._now + pause)
+        elif not self._exact:
+            flow.stale = True
+            self._report(flow.members.values())
+
+    def _finish(self, flow: GroupFlow, job: Progress) -> None:
+        self._close_span(flow)
+        leave(flow, job, self._now, job.total_steps)
+        job.state, job.finished_seconds = job.ends, self._now
+        self._alive -= 1
+        name = job.spec.job_id
+        if job.ends == "done":
+            self._happened(JobFinished(name))
+        else:
+            self._happened(JobCancelled(name) if job.ends == "cancelled" else JobFailed(name, "it failed in the trace"))
+
+    def _fail_or_repair(self) -> None:
+        event = self._machines.fail_or_repair()
+        if isinstance(event, GpusLost):
+            owner = self._machines.owner
+            for name in dict.fromkeys(owner[gpu] for gpu in event.gpus if gpu in owner):
+                self._end(self._groups[name], lost=True)
+        self._happened(event)
+
+    def _plan_touched(self) -> None:
+        """The next event of each group in which something has changed."""
+        now = self._now
+        for name, flow in self._touched.items():
+            if self._groups.get(name) is not flow:
+                continue
+            before = flow.tokens_per_second
+            at = plan_ahead(flow, now, self._cost, self._truth)
+            if flow.tokens_per_second != before:
+                self._count_tokens(flow.wanted.base_model, flow.tokens_per_second - before)
+            if not self._exact and flow.members and at > now + CHECK_SECONDS:
+                at, flow.finishing = now + CHECK_SECONDS, None
+            flow.version += 1
+            if at < math.inf:
+                self._serial += 1
+                heapq.heappush(self._upcoming, (at, self._serial, flow, flow.version))
+            if flow.announce and not flow.stands:
+                flow.announce = False
+                self._report(job for job in flow.came if job.group is flow and job.joined_steps)
+                flow.came.clear()
+                self._outbox.append(GroupReady(name))
+        self._touched.clear()
+
+    def _report(self, jobs: Iterable[Progress]) -> None:
+        for job in jobs:
+            if job.runs and job.group is not None:
+                self._outbox.append(StepsDone(job.spec.job_id, job.group.wanted.group_id, job.steps, job.step_seconds))
+
+    # -- groups --------------------------------------------------------------------------------------------------------
+
+    def _start(self, group: JobGroup) -> None:
+        name = group.group_id
+        if not self._machines.take(name, group.gpus):
+            return
+        assert name not in self._groups, f"{name} is started twice"
+        loaded_at = self._now + self._machines.start_seconds(group.base_model, group.gpus, name)
+        flow = self._groups[name] = GroupFlow(group, loaded_at, self._now, self._now)
+        self._enter_new(flow, group)
+        self._touched[name] = flow
+        self._unsampled = True
+
+    def _change(self, flow: GroupFlow, group: JobGroup) -> None:
+        settle(flow, self._now)
+        self._close_span(flow)
+        before = flow.wanted
+        for name in [name for name in flow.members if name not in group.job_ids]:
+            self._let_go(flow, flow.members[name])
+        self._report(flow.members.values())
+        weights = dict(zip(group.job_ids, group.weights, strict=True))
+        for name, job in flow.members.items():
+            if job.member.weight != weights[name]:
+                job.member = replace(job.member, weight=weights[name])
+        flow.wanted, flow.stale, flow.announce = group, True, True
+        self._touched[group.group_id] = flow
+        if set(group.gpus) != set(before.gpus) and not self._regroup_gpus(flow, before.gpus):
+            return
+        if self._enter_new(flow, group):
+            flow.pauses = self._truth.moves.join_micro_batches
+
+    def _regroup_gpus(self, flow: GroupFlow, before: tuple[int, ...]) -> bool:
+        """Give up GPUs at once, and load the base on those that come while the others go on. False if that loses the group."""
+        name, wanted, machines = flow.wanted.group_id, flow.wanted.gpus, self._machines
+        kept = tuple(gpu for gpu in flow.gpus if gpu in wanted)
+        machines.release(gpu for gpu in before if gpu not in wanted)
+        new = [gpu for gpu in wanted if gpu not in before]
+        self._unsampled = True
+        if not machines.take(name, new):
+            self._end(flow, lost=True)
+            return False
+        for job in flow.members.values():
+            job.regroupings += job.runs
+        if new:
+            loaded_at = self._now + machines.start_seconds(flow.wanted.base_model, new, f"{name}|{self._now}")
+            flow.switch_at = loaded_at if flow.switch_at == math.inf else max(loaded_at, flow.switch_at)
+        elif len(kept) == len(wanted):
+            flow.switch_at = math.inf
+        if len(kept) < len(flow.gpus):
+            switch(flow, kept, machines.num_nodes(kept), self._now + self._truth.moves.resize_seconds)
+        return True
+
+    def _enter_new(self, flow: GroupFlow, group: JobGroup) -> bool:
+        """The members that it shall have and has not. Whether there are any."""
+        moves, any_new = self._truth.moves, False
+        for name, weight in zip(group.job_ids, group.weights, strict=True):
+            job = self.jobs[name]
+            if name in flow.members or job.state != "unfinished":
+                continue
+            moved = job.left_at == self._now and not math.isnan(job.started_seconds)
+            seconds = 0.0 if not flow.gpus else moves.join_seconds * self._truth.delay_of(f"{name}|{self._now}")
+            enter(flow, job, weight, self._now, seconds + moved * moves.checkpoint_seconds)
+            self._waiting -= 1
+            any_new = True
+        return any_new
+
+    def _let_go(self, flow: GroupFlow, job: Progress) -> None:
+        """It checkpoints and leaves; of an optimizer step that is under way nothing is kept."""
+        job.regroupings += not math.isnan(job.started_seconds)
+        leave(flow, job, self._now, math.floor(job.steps + _WHOLE))
+        self._waiting += 1
+
+    def _end(self, flow: GroupFlow, lost: bool) -> None:
+        """Without `lost` its members checkpoint first; with it they go back to their last checkpoint."""
+        settle(flow, self._now)
+        self._close_span(flow)
+        for job in list(flow.members.values()):
+            if lost:
+                leave(flow, job, self._now, self._checkpointed_steps(job))
+                self._waiting += 1
+            else:
+                self._let_go(flow, job)
+        del self._groups[flow.wanted.group_id]
+        self._machines.release(flow.wanted.gpus)
+        flow.version += 1
+        self._count_tokens(flow.wanted.base_model, -flow.tokens_per_second)
+        self._unsampled = True
+
+    def _checkpointed_steps(self, job: Progress) -> float:
+        """As of its last checkpoint: one is made every so often from its joining on, at its present speed."""
+        since = (self._now - job.joined_at) % self._truth.moves.checkpoint_interval_seconds
+        done = job.steps - since / job.step_seconds if job.runs else job.steps
+        return max(job.joined_steps, float(math.floor(done)))
+
+    def _close_span(self, flow: GroupFlow) -> None:
+        """Its members or GPUs are about to change."""
+        if flow.members and self._now > flow.changed_at:
+            wanted = flow.wanted
+            self.spans.append(GroupSpan(wanted.group_id, wanted.base_model, wanted.gpus, flow.changed_at, self._now, tuple(flow.members)))
+        flow.changed_at = self._now
+
+    # -- what there is to see ------------------------------------------------------------------------------------------
+
+    def _count_tokens(self, base: str, more_per_second: float) -> None:
+        self._tokens_per_second += more_per_second
+        self._useful_gpus += more_per_second / self._saturated[base]
+        self._unsampled = True
+
+    def _sample(self) -> None:
+        """How things stand from the last change until now; called before the clock goes on."""
+        if not self._unsampled:
+            return
+        self._unsampled = False
+        running, gpus = self._alive - self._waiting, self._machines.num_gpus
+        if not running:
+            self._tokens_per_second = self._useful_gpus = 0.0  # rid of what rounding has left
+        share = max(0.0, self._useful_gpus / gpus) if gpus else 0.0
+        allocated, tokens = len(self._machines.owner), max(0.0, self._tokens_per_second)
+        self.samples.append(Sample(self._now, self._waiting, running, allocated, share, tokens, gpus))

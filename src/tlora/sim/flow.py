@@ -1,0 +1,141 @@
+"""A simulated group as a link with flows: who runs in it at which speed, until when. What the flows' speeds are is the cost model's.
+
+Starts and ends no group, and tells nobody: `backend.py` does.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from tlora.planner.cost import CostModel
+from tlora.planner.sharing import group_step_seconds
+from tlora.protocol import JobGroup
+from tlora.sim.progress import Progress
+from tlora.sim.truth import Truth
+
+
+@dataclass(slots=True)
+class GroupFlow:
+    """`wanted` is what the scheduler asked for last, `gpus` those of it that run: none while it starts, the old ones while others load."""
+
+    wanted: JobGroup
+    switch_at: float  # when `gpus` become those that are wanted; inf if they are
+    settled_at: float
+    changed_at: float  # since when it has had these members and GPUs
+    gpus: tuple[int, ...] = ()
+    num_nodes: int = 0
+    members: dict[str, Progress] = field(default_factory=dict[str, Progress])
+    version: int = 0  # of what was last planned with it
+    stale: bool = True  # speeds are to be worked out anew
+    pauses: float = 0.0  # micro-batches for which those that run stand still, as others join
+    stands: bool = True  # somebody in it, or it as a whole, waits for what was asked
+    announce: bool = True  # that it runs as wanted, once it does
+    came: list[Progress] = field(default_factory=list[Progress])  # since the last announcement
+    micro_batch_seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    finishing: Progress | None = None  # who ends first, if that is the next thing that happens
+
+
+def settle(flow: GroupFlow, now: float) -> None:
+    """Count what its members did until `now`."""
+    seconds = now - flow.settled_at
+    if seconds <= 0:
+        return
+    flow.settled_at = now
+    if not flow.members:
+        return
+    gpu_seconds = seconds * len(flow.wanted.gpus) / len(flow.members)
+    for job in flow.members.values():
+        job.gpu_seconds += gpu_seconds
+        if job.runs:
+            job.run(seconds, flow.micro_batch_seconds)
+        else:
+            job.stand(seconds)
+
+
+def plan_ahead(flow: GroupFlow, now: float, cost: CostModel, truth: Truth) -> float:
+    """When something happens in the group by itself: a member ends or goes on, GPUs are ready; inf if never. It is settled at `now`."""
+    if flow.stale and flow.members and flow.gpus:
+        _share(flow, now, cost, truth)
+    if flow.pauses:
+        _pause(flow, now)
+    upcoming, finishing, tokens = flow.switch_at, None, 0.0
+    stands = upcoming < math.inf
+    for job in flow.members.values() if flow.gpus else ():
+        if job.resume_at <= now:
+            if not job.runs:
+                job.go_on(now)
+            tokens += job.member.tokens_per_step / job.step_seconds
+            end = now + max(0.0, job.total_steps - job.steps) * job.step_seconds
+            if end < upcoming:
+                upcoming, finishing = end, job
+        else:
+            job.runs, stands = False, True
+            if job.resume_at < upcoming:
+                upcoming, finishing = job.resume_at, None
+    flow.tokens_per_second, flow.finishing, flow.stands = tokens, finishing, stands
+    return upcoming
+
+
+def switch(flow: GroupFlow, gpus: tuple[int, ...], num_nodes: int, pause_until: float) -> None:
+    """From now on it runs on `gpus`, on none until they are loaded; nobody in it goes on before `pause_until`."""
+    flow.gpus, flow.num_nodes, flow.stale, flow.announce = gpus, num_nodes, True, True
+    for job in flow.members.values():
+        job.runs = job.runs and bool(gpus)
+        job.resume_at = max(job.resume_at, pause_until)
+
+
+def enter(flow: GroupFlow, job: Progress, weight: float, now: float, join_seconds: float) -> None:
+    """A member more, which runs when the group does and it has joined."""
+    assert job.group is None, f"{job.spec.job_id} is in {job.group.wanted.group_id} and cannot enter {flow.wanted.group_id}"
+    job.group, job.joined_at, job.joined_steps = flow, now, job.steps
+    job.counts = job.counts and job.left_at == now  # a move counts, a wait does not
+    job.resume_at = now + join_seconds
+    if job.member.weight != weight:
+        job.member = replace(job.member, weight=weight)
+    flow.members[job.spec.job_id] = job
+    flow.came.append(job)
+    flow.stale = flow.announce = True
+
+
+def leave(flow: GroupFlow, job: Progress, now: float, back_to_steps: float) -> None:
+    """A member less, which has `back_to_steps` of its steps to go on from."""
+    del flow.members[job.spec.job_id]
+    job.undo(back_to_steps)
+    job.group, job.runs, job.left_at = None, False, now
+    flow.stale = True
+
+
+def _share(flow: GroupFlow, now: float, cost: CostModel, truth: Truth) -> None:
+    """Work out everybody's speed."""
+    wanted, count, jobs = flow.wanted, len(flow.gpus), list(flow.members.values())
+    base, budget = wanted.base_model, wanted.plan.token_budget
+    if count != len(wanted.gpus):
+        budget = budget * count // len(wanted.gpus)
+    members = [job.member for job in jobs]
+    seconds = group_step_seconds(cost, base, budget, count, flow.num_nodes, members)
+    if len(members) == 1:
+        flow.micro_batch_seconds = seconds[0] / math.ceil(members[0].tokens_per_step / budget)
+    else:
+        offered = sum(min(member.tokens_per_step, budget) for member in members)
+        filled = min(cost.fill_share * budget, offered)
+        flow.micro_batch_seconds = cost.micro_batch_seconds(base, filled, count, flow.num_nodes, len(members))
+    if not truth.exact:
+        rates = [member.tokens_per_step / own for member, own in zip(members, seconds, strict=True)]
+        slower = sum(job.speed * rate for job, rate in zip(jobs, rates, strict=True)) / sum(rates) * truth.drift_at(now, base)
+        flow.micro_batch_seconds *= slower
+        seconds = [own * slower for own in seconds]
+    for job, own in zip(jobs, seconds, strict=True):
+        job.step_seconds = own
+    flow.stale = False
+
+
+def _pause(flow: GroupFlow, now: float) -> None:
+    """Those that run stand still for the micro-batches that the joins of others take."""
+    seconds = flow.pauses * flow.micro_batch_seconds
+    flow.pauses = 0.0
+    for job in flow.members.values():
+        if job.runs:
+            job.resume_at = max(job.resume_at, now + seconds)
+            job.window_slack = max(job.window_slack, seconds)

@@ -1,0 +1,102 @@
+"""The grid of a sweep as one writes it, `load=0.5..1.1/7,delta=1.2:2:inf`, and the scenarios that it stands for. Runs none of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from tlora.errors import ConfigError
+from tlora.jobs_file.spelling import suggest
+from tlora.sim.scenario import CONSTANTS, Scenario, contender, num_nodes
+
+Value = float | int | str
+Axes = Mapping[str, tuple[Value, ...]]
+
+SCALE = "scale."
+KEYS = ("load", "delta", "gpus", "seed", "policy", "kappa", *(SCALE + name for name in CONSTANTS))
+RANGE_POINTS = 5  # of `a..b` without a number
+_RANGE = re.compile(r"(?P<first>.+?)\.\.(?P<last>[^/]+)(?:/(?P<count>\d+))?")
+_WHOLE = ("gpus", "seed")
+
+
+def read_grid(text: str) -> dict[str, tuple[Value, ...]]:
+    """The values of each axis. `key=a:b:c` are these three, `key=a..b/n` are n from a to b in equal steps (5 without /n; every whole number
+    for seed). Raises ConfigError for a key or value that there is not.
+    """
+    axes: dict[str, tuple[Value, ...]] = {}
+    for part in text.split(","):
+        key, equals, values = (piece.strip() for piece in part.partition("="))
+        if not equals or not values:
+            raise ConfigError(
+                f"sweep {part.strip()!r}: an axis is written key=value:value:... or key=first..last/points, such as load=0.5..1.1/7"
+            )
+        if key not in KEYS:
+            raise ConfigError(f"sweep {key!r}: there is no such axis; {suggest(key, KEYS)}")
+        if key in axes:
+            raise ConfigError(f"sweep {key!r}: the axis is there twice; write all of its values behind one {key}=")
+        axes[key] = tuple(dict.fromkeys(value for piece in values.split(":") for value in _values(key, piece.strip())))
+    return axes
+
+
+def scenarios_of(axes: Axes, plain: Scenario, seeds: Sequence[int], policies: Sequence[str]) -> list[Scenario]:
+    """One scenario for each combination of the axes, in the order of the axes, then seeds, then policies, where these are no axes.
+
+    `policies` are as one writes them, "fifo/peft". What no axis names is as in `plain`.
+    """
+    grid: dict[str, Iterable[Value]] = {**axes}
+    grid.setdefault("seed", seeds)
+    grid["policy"] = grid.pop("policy", policies)  # last: those of one scene stand together
+    points = (dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()))
+    return list(dict.fromkeys(_scenario(plain, point) for point in points))
+
+
+def _scenario(plain: Scenario, point: Mapping[str, Value]) -> Scenario:
+    found = plain
+    for key, value in point.items():
+        if key == "policy":
+            name, kernels = contender(str(value), plain.kernels)
+            found = replace(found, policy=name, kernels=kernels)
+        elif key == "gpus":
+            found = replace(found, nodes=num_nodes(int(value), plain.gpus_per_node))
+        elif key.startswith(SCALE):
+            others = tuple(pair for pair in found.scale if pair[0] != key.removeprefix(SCALE))
+            found = replace(found, scale=(*others, (key.removeprefix(SCALE), float(value))))
+        else:
+            found = replace(found, **{key: value})
+    return found
+
+
+def _values(key: str, text: str) -> list[Value]:
+    if key == "policy":
+        name, kernels = contender(text, "")
+        return [f"{name}/{kernels}" if kernels else name]
+    matched = _RANGE.fullmatch(text)
+    if matched is None:
+        return [_checked(key, _number(key, text), text)]
+    first, last = _number(key, matched["first"]), _number(key, matched["last"])
+    count = int(matched["count"]) if matched["count"] else int(last - first) + 1 if key == "seed" else RANGE_POINTS
+    if not (first < last < math.inf) or count < 2:
+        raise ConfigError(f"sweep {key}={text}: a range goes from a number up to a larger one in 2 points or more, such as 0.5..1.1/7")
+    points = (round(first + (last - first) * at / (count - 1), 10) for at in range(count))
+    return [_checked(key, point, text) for point in points]
+
+
+def _number(key: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"sweep {key}={text}: {text!r} is no number") from None
+
+
+def _checked(key: str, value: float, text: str) -> Value:
+    least = {"seed": 0, "gpus": 1, "delta": 1}.get(key)
+    if math.isnan(value) or (value < least if least is not None else value <= 0):
+        raise ConfigError(f"sweep {key}={text}: {value:g} must be {f'{least} or more' if least is not None else 'above 0'}")
+    if math.isinf(value) and key != "delta":
+        raise ConfigError(f"sweep {key}={text}: {value:g} must be finite; only delta may be inf, which is no bound")
+    if key in _WHOLE and value != int(value):
+        raise ConfigError(f"sweep {key}={text}: {value:g} must be a whole number; choose other points")
+    return int(value) if key in _WHOLE else value

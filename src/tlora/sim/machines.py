@@ -1,0 +1,111 @@
+"""The nodes of a simulated cluster: which GPUs are whose, which are lost, which nodes have run a base before, and when they fail."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tlora.errors import ConfigError
+from tlora.protocol import GpusLost, NodeAdded
+from tlora.sim.truth import Truth
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterShape:
+    """`nodes` of `gpus_per_node` each, in racks. After `tick_seconds` without a change its clock ticks (inf: never). Raises ConfigError."""
+
+    nodes: int
+    gpus_per_node: int = 8
+    nodes_per_rack: int = 8
+    tick_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "gpus_per_node", "nodes_per_rack", "tick_seconds"):
+            value: float = getattr(self, name)
+            if not value > 0:
+                raise ConfigError(f"{name} is {value}: it must be above 0")
+
+    @property
+    def num_gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+class Machines:
+    """`owner` tells of each GPU that is in use whose it is. Failures and repairs come in the order of `next_at`."""
+
+    def __init__(self, shape: ClusterShape, truth: Truth) -> None:
+        self.owner: dict[int, str] = {}
+        self._shape, self._truth = shape, truth
+        self._lost: set[int] = set()
+        self._warm: set[tuple[int, str]] = set()  # node and base that it has run
+        self._failures: list[tuple[float, int, int, tuple[int, ...]]] = []  # a heap: seconds, node, its failures, GPUs that come back
+        if truth.mtbf_hours is not None:
+            self._failures = sorted((truth.failure(str(node), 0)[0], node, 0, ()) for node in range(shape.nodes))
+
+    @property
+    def num_gpus(self) -> int:
+        """Those that are not lost."""
+        return self._shape.num_gpus - len(self._lost)
+
+    @property
+    def next_at(self) -> float:
+        """When the next failure or repair is due."""
+        return self._failures[0][0] if self._failures else math.inf
+
+    @property
+    def repairs(self) -> bool:
+        """Whether lost GPUs come back."""
+        return bool(self._lost)
+
+    def added(self) -> list[NodeAdded]:
+        return [self._added(node, self._gpus_of(node)) for node in range(self._shape.nodes)]
+
+    def take(self, group_id: str, gpus: Sequence[int]) -> bool:
+        """False if one of them is lost: the scheduler does not know it yet, but will be told."""
+        for gpu in gpus:
+            assert gpu not in self.owner, f"GPU {gpu} is {self.owner[gpu]}'s, and {group_id} shall have it"
+        if self._lost and not self._lost.isdisjoint(gpus):
+            return False
+        for gpu in gpus:
+            self.owner[gpu] = group_id
+        return True
+
+    def release(self, gpus: Iterable[int]) -> None:
+        for gpu in gpus:
+            self.owner.pop(gpu, None)
+
+    def num_nodes(self, gpus: Sequence[int]) -> int:
+        """Nodes that these lie on."""
+        return 1 if len(gpus) == 1 else len({gpu // self._shape.gpus_per_node for gpu in gpus})
+
+    def start_seconds(self, base: str, gpus: Sequence[int], what: str) -> float:
+        """Until the base is loaded on these; longer where one of their nodes has never run it, as it compiles. `what` names the start."""
+        runs = {(gpu // self._shape.gpus_per_node, base) for gpu in gpus}
+        moves = self._truth.moves
+        seconds = moves.warm_start_seconds if runs <= self._warm else moves.cold_start_seconds
+        self._warm |= runs
+        return seconds * self._truth.delay_of(what)
+
+    def fail_or_repair(self) -> NodeAdded | GpusLost:
+        """What is due. Whose the lost GPUs are is left as it is."""
+        seconds, node, count, back = heapq.heappop(self._failures)
+        truth = self._truth
+        if back:
+            self._lost.difference_update(back)
+            heapq.heappush(self._failures, (seconds + truth.failure(str(node), count)[0], node, count, ()))
+            return self._added(node, back)
+        gpus, what = self._gpus_of(node), truth.failure(str(node), count)[1]
+        if what < 0.5:
+            gpus = (gpus[int(2 * what * len(gpus))],)
+        self._lost.update(gpus)
+        heapq.heappush(self._failures, (seconds + 3600 * truth.repair_hours, node, count + 1, gpus))
+        return GpusLost(gpus, "node lost" if len(gpus) == self._shape.gpus_per_node else "GPU lost")
+
+    def _gpus_of(self, node: int) -> tuple[int, ...]:
+        size = self._shape.gpus_per_node
+        return tuple(range(node * size, (node + 1) * size))
+
+    def _added(self, node: int, gpus: tuple[int, ...]) -> NodeAdded:
+        return NodeAdded(f"n{node}", gpus, f"r{node // self._shape.nodes_per_rack}")

@@ -1,0 +1,224 @@
+"""From a row of a trace to a LoRA job, by anchored replay: what the trace does not tell is drawn, and the steps are as many as take
+the recorded run time on the recorded GPUs (scheduling.md, "From a trace row to a LoRA job").
+
+Reads no file, and knows nothing of who trains with whom.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from statistics import NormalDist
+from typing import Literal, TypeVar
+
+from tlora.planner.cost import CostModel
+from tlora.protocol import Action, Event, JobProfile, JobSubmitted
+from tlora.sim.records import JobState
+from tlora.sim.trace import Trace, TraceJob
+
+Targets = Literal["all-linear", "attention"]
+_T = TypeVar("_T")
+
+# The words of ACMETrace, Helios and the shipped traces, Philly's own among them; whatever else a row says, it is replayed as done.
+_ENDS: dict[str, JobState] = {
+    "CANCELLED": "cancelled",
+    "KILLED": "cancelled",
+    "FAILED": "failed",
+    "TIMEOUT": "failed",
+    "NODE_FAIL": "failed",
+}
+
+# Two bases of one shape, as in the reference (tLoRA); the base whose constants each has, for `planner.hardware.cost_model`.
+BASES = {"llama-3-8b": "llama-3-8b", "llama-3-8b-instruct": "llama-3-8b"}
+
+# Llama 3 8B (its config.json): features in and out of the linears of one layer.
+_HIDDEN, _KEY_VALUE, _INTERMEDIATE, _LAYERS = 4096, 1024, 14336, 32
+_ATTENTION = ((_HIDDEN, _HIDDEN), (_HIDDEN, _KEY_VALUE), (_HIDDEN, _KEY_VALUE), (_HIDDEN, _HIDDEN))
+_MLP = ((_HIDDEN, _INTERMEDIATE), (_HIDDEN, _INTERMEDIATE), (_INTERMEDIATE, _HIDDEN))
+
+# Mean length of a job's samples, in tokens: lognormal, and clipped.
+_MEDIAN_TOKENS, _TOKENS_SIGMA, _LEAST_TOKENS, MOST_TOKENS = 512, 0.8, 64, 4096
+_ALL_LINEAR_SHARE = 0.7
+# Lengths within a job are in no trace. Assumed: lognormal, and the longest of 128 samples four times the mean, but never above the most.
+_SAMPLES, _LONGEST_BY_MEAN = 128, 4
+
+
+@dataclass(frozen=True, slots=True)
+class DrawRules:
+    """The distributions that vary between modes: values and their shares, which sum to 1. Batches are samples per GPU and step."""
+
+    ranks: tuple[tuple[int, float], ...]
+    batches: tuple[tuple[int, float], ...]
+    slowdowns: tuple[tuple[float, float], ...] = ((1.2, 0.25), (1.5, 0.5), (2.0, 0.25))
+
+
+_UNIFORM_BATCHES = ((1, 0.25), (2, 0.25), (4, 0.25), (8, 0.25))
+RULES = {
+    "default": DrawRules(((4, 0.10), (8, 0.25), (16, 0.30), (32, 0.20), (64, 0.15)), _UNIFORM_BATCHES),
+    "paper": DrawRules(((2, 0.25), (4, 0.25), (8, 0.25), (16, 0.25)), _UNIFORM_BATCHES),  # arXiv 2602.07263: uniform
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoraDraw:
+    """What a trace does not tell of a job. `mean_tokens` is of its samples."""
+
+    base_model: str
+    rank: int
+    batch_per_gpu: int
+    mean_tokens: int
+    targets: Targets
+    max_slowdown: float
+
+
+@dataclass(frozen=True, slots=True)
+class MappedJob:
+    """A job as it is submitted, and its anchor: `recorded_seconds` in all, `alone_step_seconds` for a step without our kernels.
+
+    `ends` is the state in which it ends when its steps are through: rows that were cancelled or failed are replayed by theirs.
+    """
+
+    submit_seconds: float
+    recorded_seconds: float
+    alone_step_seconds: float
+    job: JobSubmitted
+    ends: JobState = "done"
+
+    @property
+    def replayed_seconds(self) -> float:
+        """What its steps take by themselves: the recorded run time, up to half a step."""
+        return self.job.profile.steps * self.alone_step_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayError:
+    """What whole steps cost in truth. `shorter_than_a_step` jobs ran for less than one step, and are given one: they replay too long.
+
+    `largest_steps` is the largest error of the others, in their own steps. `gpu_seconds` is the sum of all errors' sizes times GPUs,
+    `share` that sum as a share of all recorded GPU-seconds.
+    """
+
+    jobs: int
+    shorter_than_a_step: int
+    largest_steps: float
+    gpu_seconds: float
+    share: float
+
+
+def mapped_jobs(trace: Trace, anchor: CostModel, seed: int, gpus_per_node: int = 8, rules: DrawRules = RULES["default"]) -> list[MappedJob]:
+    """The LoRA job of each row: steps = max(1, round(duration / T0)), T0 its step alone on its recorded GPUs by `anchor`.
+
+    `anchor` is the cost model without the kernels' gain ("peft"), for both of `BASES`; a job lies on as few nodes as can hold it.
+    """
+    return [_mapped(row, draw_lora(trace.name, row, seed, rules), anchor, gpus_per_node) for row in trace.jobs]
+
+
+def logged_jobs(log: Iterable[tuple[float, Event | Action]], anchor: CostModel, gpus_per_node: int = 8) -> list[MappedJob]:
+    """The jobs that an event log tells of, as they were submitted and when; one that was submitted twice is one.
+
+    Their recorded time is that of their steps by `anchor`, which raises ConfigError for a base it does not know.
+    """
+    found: dict[str, MappedJob] = {}
+    for seconds, entry in log:
+        if isinstance(entry, JobSubmitted) and entry.job_id not in found:
+            step_seconds = _alone_step_seconds(anchor, entry.base_model, entry.profile.tokens_per_step, entry.gpus, gpus_per_node)
+            found[entry.job_id] = MappedJob(seconds, entry.profile.steps * step_seconds, step_seconds, entry)
+    return list(found.values())
+
+
+def replay_error(jobs: Sequence[MappedJob]) -> ReplayError:
+    """How far exclusive replay is from the recorded run times."""
+    whole = [job for job in jobs if job.recorded_seconds >= job.alone_step_seconds]
+    largest = max((_error_seconds(job) / job.alone_step_seconds for job in whole), default=0.0)
+    wrong = math.fsum(job.job.gpus * _error_seconds(job) for job in jobs)
+    recorded = math.fsum(job.job.gpus * job.recorded_seconds for job in jobs)
+    return ReplayError(len(jobs), len(jobs) - len(whole), largest, wrong, wrong / recorded if recorded else 0.0)
+
+
+def draw_lora(trace_name: str, row: TraceJob, seed: int, rules: DrawRules) -> LoraDraw:
+    """What is drawn for a row: each field from a hash of seed, trace, job and field, so that neither order nor company matters.
+
+    A user stays with one base; where a trace names no users (Philly), each job draws its own.
+    """
+
+    def uniform(name: str, who: str = row.job_id) -> float:
+        return _uniform(f"{seed}|{trace_name}|{who}|{name}")
+
+    tokens = _MEDIAN_TOKENS * math.exp(_TOKENS_SIGMA * NormalDist().inv_cdf(uniform("mean_tokens")))
+    return LoraDraw(
+        base_model=_pick([(base, 1 / len(BASES)) for base in BASES], uniform("base_model", row.user or row.job_id)),
+        rank=_pick(rules.ranks, uniform("rank")),
+        batch_per_gpu=_pick(rules.batches, uniform("batch_per_gpu")),
+        mean_tokens=round(min(max(tokens, _LEAST_TOKENS), MOST_TOKENS)),
+        targets="all-linear" if uniform("targets") < _ALL_LINEAR_SHARE else "attention",
+        max_slowdown=_pick(rules.slowdowns, uniform("max_slowdown")),
+    )
+
+
+def adapter_parameters(rank: int, targets: Targets) -> int:
+    """Trained parameters of a LoRA on Llama 3 8B: rank * (in + out) of each linear, 2.62 M per rank on all of them, 0.85 M on attention."""
+    linears = _ATTENTION + _MLP if targets == "all-linear" else _ATTENTION
+    return rank * _LAYERS * sum(features_in + features_out for features_in, features_out in linears)
+
+
+@functools.cache
+def sample_lengths(mean_tokens: int) -> tuple[int, ...]:
+    """Lengths of 128 samples of a job, ascending: the middles of as many equal shares of a lognormal with this mean.
+
+    The last is min(4 * mean, 4096). With r that over the mean and z its normal quantile: spread = z - sqrt(z^2 - 2 ln r).
+    """
+    quantiles = [NormalDist().inv_cdf((k + 0.5) / _SAMPLES) for k in range(_SAMPLES)]
+    longest = min(_LONGEST_BY_MEAN * mean_tokens, MOST_TOKENS)
+    spread = quantiles[-1] - math.sqrt(quantiles[-1] ** 2 - 2 * math.log(longest / mean_tokens))
+    median = mean_tokens * math.exp(-(spread**2) / 2)
+    return tuple(round(median * math.exp(spread * quantile)) for quantile in quantiles)
+
+
+@functools.cache
+def _length_histogram(mean_tokens: int) -> tuple[int, ...]:
+    """As `JobProfile` has it: samples of 2^k to 2^(k+1) - 1 tokens."""
+    lengths = sample_lengths(mean_tokens)
+    counts = [0] * lengths[-1].bit_length()
+    for length in lengths:
+        counts[length.bit_length() - 1] += 1
+    return tuple(counts)
+
+
+def _mapped(row: TraceJob, draw: LoraDraw, anchor: CostModel, gpus_per_node: int) -> MappedJob:
+    tokens_per_step = float(draw.batch_per_gpu * row.gpus * draw.mean_tokens)
+    step_seconds = _alone_step_seconds(anchor, draw.base_model, tokens_per_step, row.gpus, gpus_per_node)
+    profile = JobProfile(
+        tokens_per_step=tokens_per_step,
+        steps=max(1, round(row.duration_seconds / step_seconds)),
+        longest_sample_tokens=sample_lengths(draw.mean_tokens)[-1],
+        adapter_parameters=adapter_parameters(draw.rank, draw.targets),
+        length_histogram=_length_histogram(draw.mean_tokens),
+    )
+    job = JobSubmitted(row.job_id, draw.base_model, row.gpus, profile, tenant=row.user or row.vc, max_slowdown=draw.max_slowdown)
+    return MappedJob(row.submit_seconds, row.duration_seconds, step_seconds, job, _ENDS.get(row.state.upper(), "done"))
+
+
+def _alone_step_seconds(anchor: CostModel, base: str, tokens_per_step: float, gpus: int, gpus_per_node: int) -> float:
+    return anchor.alone_step_seconds(base, tokens_per_step, gpus, math.ceil(gpus / gpus_per_node))
+
+
+def _error_seconds(job: MappedJob) -> float:
+    return abs(job.replayed_seconds - job.recorded_seconds)
+
+
+def _uniform(key: str) -> float:
+    """A number in (0, 1), neither end included: 52 bits of the hash, and the middle between it and the next."""
+    bits = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big") >> 12
+    return (bits + 0.5) / 2**52
+
+
+def _pick(shares: Sequence[tuple[_T, float]], uniform: float) -> _T:
+    """The value in whose share of (0, 1) `uniform` lies."""
+    for value, share in shares:
+        uniform -= share
+        if uniform < 0:
+            return value
+    return shares[-1][0]

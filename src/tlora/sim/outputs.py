@@ -1,0 +1,164 @@
+"""Simulations for people: rows of metrics with their bounds, CSV files, and the numbers of the page in the report's own words.
+
+How a page or a table looks is the report's; what a metric is, `metrics.py`'s.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from tlora.errors import ConfigError
+from tlora.planner.cost import BaseConstants
+from tlora.report.rows import Row
+from tlora.report.simulation_view import PolicyView, SimulationView
+from tlora.sim.bounds import Bounds
+from tlora.sim.metrics import compare_all, metrics
+from tlora.sim.records import GroupSpan, JobRecord, SimulationResult
+
+REFERENCE = ("fifo", "peft")  # exclusive, without the kernels' gain: what the reference compares itself with
+
+_SPAN_FIELDS = tuple(each.name for each in fields(GroupSpan))
+
+MetricRow = dict[str, float | str]
+
+
+def policy_name(policy: str, kernels: str) -> str:
+    """What a policy under one set of kernels is called wherever people read it."""
+    return f"{policy} ({kernels})"
+
+
+def metric_rows(results: Sequence[SimulationResult], bounds: Sequence[Bounds]) -> list[MetricRow]:
+    """A row for each result: what it is, all its metrics, its bounds, and mean JCT and makespan as multiples of them."""
+    rows: list[MetricRow] = []
+    for result, bound in zip(results, bounds, strict=True):
+        found = metrics(result)
+        row: MetricRow = {"name": policy_name(result.policy, result.kernels), **_scene(result), **found}
+        row["mean_jct_bound_seconds"] = bound.mean_jct_seconds
+        row["mean_jct_over_bound"] = found["mean_jct_seconds"] / bound.mean_jct_seconds
+        row["makespan_bound_seconds"] = bound.makespan_seconds
+        row["makespan_over_bound"] = found["makespan_seconds"] / bound.makespan_seconds
+        rows.append(row | {"decisions": float(result.decisions), "wall_seconds": result.wall_seconds})
+    return rows
+
+
+def write_metrics_csv(path: Path, rows: Sequence[Mapping[str, float | str]]) -> None:
+    """A line per row of `metric_rows`; empty where there is no value. Decision and wall times differ from run to run, nothing else."""
+    _write_csv(path, list(rows[0]) if rows else [], rows)
+
+
+def write_job_csv(path: Path, results: Iterable[SimulationResult]) -> None:
+    """A line per job of each result: what was simulated, then the fields of its record, then `jct_seconds` (empty unless done)."""
+    scene, names = ["policy", "kernels", "trace", "seed", "num_gpus", "load"], [each.name for each in fields(JobRecord)]
+    rows = [
+        _scene(result) | {name: getattr(job, name) for name in names} | {"jct_seconds": _jct(job)}
+        for result in results
+        for job in result.jobs
+    ]
+    _write_csv(path, [*scene, *names, "jct_seconds"], rows)
+
+
+def constant_rows(constants: Mapping[str, Mapping[str, BaseConstants]]) -> list[Row]:
+    """Each constant of each base under each set of kernels, with where it was measured or that it was not."""
+    return [
+        {"kernels": kernels, "base": base, "field": name, "value": float(getattr(found, name)), "source": source}
+        for kernels, bases in constants.items()
+        for base, found in bases.items()
+        for name, source in found.source.items()
+        if hasattr(found, name)
+    ]
+
+
+def simulation_view(
+    results: Sequence[SimulationResult],
+    rows: Sequence[MetricRow],
+    constants: Sequence[Row] = (),
+    sweep: Sequence[Mapping[str, float | str]] = (),
+) -> SimulationView:
+    """The numbers of a page over `results` of one trace, load, seed and cluster; `rows` are their `metric_rows`.
+
+    `sweep` has rows of policy, kernels, load, seed, mean_jct_seconds, one for each of these, or is empty.
+    """
+    assert results, "a page needs a simulation"
+    names = [policy_name(result.policy, result.kernels) for result in results]
+    assert len(set(names)) == len(names), f"two results of one policy and kernels: {names}"
+    first = results[0]
+    reference = policy_name(*REFERENCE) if any((result.policy, result.kernels) == REFERENCE for result in results) else names[0]
+    ratios: list[Row] = []
+    for against, found in sorted(zip(names, compare_all(results), strict=True), key=lambda pair: pair[0] != reference):
+        ratios += [dict(row) | {"name": name, "against": against} for name, row in zip(names, found, strict=True)]
+    settings = {"trace": first.trace, "GPUs": first.num_gpus, "load": first.load, "seed": first.seed, "jobs": len(first.jobs)}
+    return SimulationView(
+        title=f"{len(first.jobs):,} {'job' if len(first.jobs) == 1 else 'jobs'} of {first.trace} on {first.num_gpus:,} GPUs",
+        num_gpus=first.num_gpus,
+        settings=settings | first.settings,
+        policies=[_policy_view(result, row) for result, row in zip(results, rows, strict=True)],
+        ratios=ratios,
+        reference=reference,
+        sweep=[dict(row) | {"name": policy_name(str(row["policy"]), str(row["kernels"]))} for row in sweep],
+        constants=constants,
+    )
+
+
+def write_page(path: Path, page: str) -> None:
+    """Write a page, of about 2 MB. ConfigError when that cannot be."""
+    _write(path, page)
+
+
+def _policy_view(result: SimulationResult, row: MetricRow) -> PolicyView:
+    samples = result.samples
+    columns = {
+        "seconds": [sample.seconds for sample in samples],
+        "waiting_jobs": [float(sample.waiting_jobs) for sample in samples],
+        "allocated_share": [sample.allocated_gpus / max(1, sample.max_gpus) for sample in samples],
+        "useful_share": [sample.useful_share for sample in samples],
+    }
+    ends = [job.finished_seconds for job in result.jobs if math.isfinite(job.finished_seconds)]
+    return PolicyView(
+        name=policy_name(result.policy, result.kernels),
+        policy=result.policy,
+        kernels=result.kernels,
+        metrics={key: value for key, value in row.items() if not isinstance(value, str)},
+        jct_seconds=[_jct(job) for job in result.jobs if job.state == "done"],
+        samples=columns,
+        end_seconds=max([*ends, *columns["seconds"][-1:]], default=0.0),
+        spans=[{name: getattr(span, name) for name in _SPAN_FIELDS} for span in result.spans],
+    )
+
+
+def _jct(job: JobRecord) -> float:
+    return job.finished_seconds - job.submitted_seconds if job.state == "done" else math.nan
+
+
+def _scene(result: SimulationResult) -> dict[str, float | str]:
+    return {
+        "policy": result.policy,
+        "kernels": result.kernels,
+        "trace": result.trace,
+        "seed": result.seed,
+        "num_gpus": result.num_gpus,
+        "load": result.load,
+    }
+
+
+def _write_csv(path: Path, heads: Sequence[str], rows: Sequence[Mapping[str, object]]) -> None:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, heads, lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({key: "" if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()})
+    _write(path, text.getvalue())
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror}): results go to a file in a directory where this user may write; give another path"
+        ) from None

@@ -1,0 +1,135 @@
+"""How far a simulated job is, and how its windows of 10 optimizer steps went: arithmetic over stretches of constant speed.
+
+Knows neither groups nor events; whoever drives it says how long the job ran, stood still or waited.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tlora.planner.sharing import Member
+from tlora.protocol import JobSubmitted
+from tlora.sim.records import JobRecord, JobState
+
+if TYPE_CHECKING:
+    from tlora.sim.flow import GroupFlow
+
+WINDOW_STEPS = 10
+_WHOLE = 1e-6  # steps; so near to a whole number they are one, as they are sums of quotients
+
+
+@dataclass(slots=True)
+class Progress:
+    """One job. `alone_step_seconds` is T0, its step in truth alone on its own GPUs with the same kernels, at its submission.
+
+    Windows follow each other; none is counted before its tenth step. In its time counts: all of it while the job is in a group and has
+    begun to run there, be it that it stands still because another joins or its GPUs change; and a move from group to group at one
+    moment, with checkpoint, start and join. Not in it counts waiting for a group, and the start of the group that it then gets: that
+    is queueing. A window is beyond its bound if it took more than 10 * max_slowdown * T0 and the tolerance of one micro-batch.
+    Steps that a failure has undone are counted again when they are run again.
+    """
+
+    spec: JobSubmitted
+    ends: JobState
+    submitted_seconds: float
+    member: Member  # tokens of a step in truth, weight as in its group
+    alone_step_seconds: float
+    speed: float  # its micro-batches' time in truth over that predicted
+    state: JobState = "unfinished"
+    started_seconds: float = math.nan
+    finished_seconds: float = math.nan
+    # in its group
+    group: GroupFlow | None = None
+    runs: bool = False
+    step_seconds: float = 0.0  # between its steps while it runs
+    resume_at: float = 0.0  # until then it stands still
+    counts: bool = False  # whether standing still counts in its windows
+    joined_at: float = 0.0
+    joined_steps: float = 0.0
+    left_at: float = -math.inf
+    # sums
+    steps: float = 0.0
+    gpu_seconds: float = 0.0
+    regroupings: int = 0
+    window_steps: float = 0.0
+    window_seconds: float = 0.0
+    window_slack: float = 0.0  # the longest micro-batch for which it stood still
+    windows: int = 0
+    windows_beyond: int = 0
+    slowdown_sum: float = 0.0
+    worst_slowdown: float = math.nan
+    total_steps: float = field(init=False)
+    bound_seconds: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.total_steps = float(self.spec.profile.steps)
+        self.bound_seconds = WINDOW_STEPS * self.spec.max_slowdown * self.alone_step_seconds * (1 + 1e-9)
+
+    def go_on(self, now: float) -> None:
+        """It runs from now on."""
+        self.runs = self.counts = True
+        if math.isnan(self.started_seconds):
+            self.started_seconds = now
+
+    def run(self, seconds: float, micro_batch_seconds: float) -> None:
+        """`seconds` at `step_seconds`, in a group of these micro-batches."""
+        each = self.step_seconds
+        steps = seconds / each
+        self.steps += steps
+        missing = WINDOW_STEPS - self.window_steps
+        if steps < missing - _WHOLE:
+            self.window_steps += steps
+            self.window_seconds += seconds
+            return
+        self._close(1, self.window_seconds + missing * each, micro_batch_seconds)
+        full, rest = divmod(max(0.0, steps - missing) + _WHOLE, WINDOW_STEPS)
+        if full:
+            self._close(int(full), WINDOW_STEPS * each, micro_batch_seconds)
+        self.window_steps = max(0.0, rest - _WHOLE)
+        self.window_seconds = self.window_steps * each
+
+    def stand(self, seconds: float) -> None:
+        """`seconds` in a group without a step."""
+        if self.counts:
+            self.window_seconds += seconds
+
+    def undo(self, to_steps: float) -> None:
+        """What is done beyond `to_steps` is lost: what is left of a window's steps takes the longer."""
+        self.window_steps = max(0.0, self.window_steps - (self.steps - to_steps))
+        self.steps = to_steps
+
+    def _close(self, count: int, seconds: float, micro_batch_seconds: float) -> None:
+        """`count` windows of `seconds` each."""
+        slowdown = seconds / (WINDOW_STEPS * self.alone_step_seconds)
+        self.windows += count
+        self.slowdown_sum += count * slowdown
+        if not slowdown <= self.worst_slowdown:  # or nan
+            self.worst_slowdown = slowdown
+        if seconds > self.bound_seconds and seconds > self.bound_seconds + max(micro_batch_seconds, self.window_slack):
+            self.windows_beyond += count
+        self.window_slack = 0.0
+
+    def record(self) -> JobRecord:
+        spec = self.spec
+        return JobRecord(
+            job_id=spec.job_id,
+            tenant=spec.tenant,
+            base_model=spec.base_model,
+            gpus=spec.gpus,
+            submitted_seconds=self.submitted_seconds,
+            started_seconds=self.started_seconds,
+            finished_seconds=self.finished_seconds,
+            state=self.state,
+            tokens_per_step=self.member.tokens_per_step,
+            steps=self.steps,
+            alone_seconds=self.steps * self.alone_step_seconds,
+            max_slowdown=spec.max_slowdown,
+            windows=self.windows,
+            windows_beyond=self.windows_beyond,
+            regroupings=self.regroupings,
+            gpu_seconds=self.gpu_seconds,
+            worst_slowdown=self.worst_slowdown,
+            mean_slowdown=self.slowdown_sum / self.windows if self.windows else math.nan,
+        )

@@ -1,0 +1,145 @@
+"""From a scenario to what came of it: the scene, the simulation, its bounds, and its numbers for a sweep. Writes nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+from tlora.planner.cost import BaseConstants
+from tlora.report.rows import Row
+from tlora.report.simulation_view import SimulationView
+from tlora.scheduler.policies import POLICIES
+from tlora.sim.bounds import Bounds, lower_bounds, work_of
+from tlora.sim.machines import ClusterShape
+from tlora.sim.metrics import compare
+from tlora.sim.outputs import REFERENCE, MetricRow, constant_rows, metric_rows, policy_name, simulation_view
+from tlora.sim.processes import Standing, map_in_processes
+from tlora.sim.records import SimulationResult
+from tlora.sim.scenario import KERNELS, Scenario, cost_of, scene_of
+from tlora.sim.simulate import Labels, simulate
+from tlora.sim.sweep import Row as SweepRow
+
+WALL_TIMES = ("decision_milliseconds", "wall_seconds")  # the only metrics that differ between equal runs
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A simulation and what it is held against."""
+
+    scenario: Scenario
+    result: SimulationResult
+    bounds: Bounds
+
+
+def run_scenario(scenario: Scenario) -> Outcome:
+    """Read the trace and simulate it. Useful work is counted in our kernels' saturated tokens/s, whichever kernels the policy has."""
+    scene, cost = scene_of(scenario), cost_of(scenario, scenario.kernels)
+    saturated = {base: found.tokens_per_second for base, found in cost_of(scenario, "tlora").constants.items()}
+    truth = replace(scenario.truth, seed=scenario.seed, saturated=saturated)
+    labels = Labels(scenario.policy, scenario.kernels, scene.trace, scenario.seed, scene.load)
+    shape = ClusterShape(scenario.nodes, scenario.gpus_per_node)
+    result = simulate(scene.jobs, shape, POLICIES[scenario.policy](), cost, truth, labels)
+    result.settings = {**scene.notes, **_settings(scenario), **result.settings}
+    believed = cost_of(scenario, scenario.kernels)  # `cost` may have been corrected
+    return Outcome(scenario, result, lower_bounds(work_of(result.jobs, believed, shape.num_gpus, shape.gpus_per_node), shape.num_gpus))
+
+
+def sweep_numbers(scenario: Scenario) -> dict[str, float]:
+    """The metrics and bounds of a scenario, without any wall time. `offered_load` is the load that it came to."""
+    outcome = run_scenario(scenario)
+    (row,) = metric_rows([outcome.result], [outcome.bounds])
+    numbers = {key: value for key, value in row.items() if isinstance(value, float) and key not in (*WALL_TIMES, "load")}
+    return {"offered_load": outcome.result.load, **numbers}
+
+
+def run_scenarios(scenarios: Sequence[Scenario], watch: Callable[[Standing], None]) -> list[Outcome]:
+    """All of them, on all cores, in their order."""
+    with closing(map_in_processes(run_scenario, scenarios, watch)) as results:
+        found = dict(results)
+    return [found[number] for number in range(len(scenarios))]
+
+
+def reference_of(contenders: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """The policy and kernels that gains are held against: exclusive FIFO without our kernels' gain if it is there, else the first."""
+    return REFERENCE if REFERENCE in contenders else contenders[0]
+
+
+def summary(outcomes: Sequence[Outcome]) -> list[MetricRow]:
+    """A row for each policy and its kernels: the mean over the seeds of each metric, and what it gains over the reference.
+
+    `gain` is the mean over the seeds of (mean JCT of the reference / its own), over the jobs that are done under both; `least_gain` and
+    `most_gain` are the extremes of the seeds.
+    """
+    by_seed: dict[int, list[Outcome]] = {}
+    for outcome in outcomes:
+        by_seed.setdefault(outcome.scenario.seed, []).append(outcome)
+    columns: list[list[MetricRow]] = []
+    for found in by_seed.values():
+        results = [outcome.result for outcome in found]
+        names = [(result.policy, result.kernels) for result in results]
+        gains = compare(results, results[names.index(reference_of(names))])
+        rows = metric_rows(results, [outcome.bounds for outcome in found])
+        columns.append([row | {"gain": gain["mean_jct_seconds"]} for row, gain in zip(rows, gains, strict=True)])
+    return [_mean_row(rows) for rows in zip(*columns, strict=True)]
+
+
+def constants_in(outcomes: Sequence[Outcome]) -> dict[str, dict[str, BaseConstants]]:
+    """By set of kernels, the constants of the bases that jobs have."""
+    bases = {job.base_model for outcome in outcomes for job in outcome.result.jobs}
+    scenarios = {outcome.scenario.kernels: outcome.scenario for outcome in outcomes}
+    return {
+        kernels: {base: found for base, found in cost_of(scenarios[kernels], kernels).constants.items() if base in bases}
+        for kernels in KERNELS
+        if kernels in scenarios
+    }
+
+
+def page_view(outcomes: Sequence[Outcome], swept: Sequence[Row]) -> SimulationView:
+    """The page of the first seed's simulations. Its gains over load are those of a sweep, or else of all seeds."""
+    scenario = outcomes[0].scenario
+    shown = [outcome for outcome in outcomes if outcome.scenario.seed == scenario.seed]
+    results = [outcome.result for outcome in shown]
+    rows = metric_rows(results, [outcome.bounds for outcome in shown])
+    all_rows = metric_rows([outcome.result for outcome in outcomes], [outcome.bounds for outcome in outcomes])
+    view = simulation_view(results, rows, constant_rows(constants_in(outcomes)), all_rows)
+    return replace(view, sweep=swept) if swept else view
+
+
+def gain_rows(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Row]:
+    """As the page's curves of gain over load have them: a curve for each policy and point on `axes`, which `load` is not among.
+
+    Each is held against the reference at the same point.
+    """
+    contenders = [(str(row["policy"]), str(row["kernels"])) for row in rows]
+    reference = policy_name(*reference_of(contenders))
+    where = ["".join(f", {axis} {row[axis]:g}" for axis in axes) for row in rows]
+    return [
+        {
+            "name": policy_name(*contender) + point,
+            "reference": reference + point,
+            "load": row["offered_load"],
+            "seed": row["seed"],
+            "mean_jct_seconds": row["mean_jct_seconds"],
+        }
+        for row, contender, point in zip(rows, contenders, where, strict=True)
+    ]
+
+
+def _mean_row(rows: Sequence[MetricRow]) -> MetricRow:
+    mean: MetricRow = {
+        key: math.fsum(float(row[key]) for row in rows) / len(rows) if isinstance(value, float) else value for key, value in rows[0].items()
+    }
+    gains = [float(row["gain"]) for row in rows]
+    return mean | {"least_gain": min(gains), "most_gain": max(gains)}
+
+
+def _settings(scenario: Scenario) -> dict[str, object]:
+    """What the command set, where it is not as usual."""
+    told: dict[str, object] = {"GPU": scenario.gpu, "draws": "as the reference" if scenario.paper else "default"}
+    if scenario.delta is not None:
+        told["delta"] = scenario.delta
+    if scenario.kappa is not None:
+        told["kappa"] = scenario.kappa
+    return told | {f"scale.{name}": factor for name, factor in scenario.scale}

@@ -1,0 +1,178 @@
+"""What a simulation is given: trace, cluster, policy, load, seed, constants, truth; and the jobs and cost models that follow from it."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field, fields, replace
+from hashlib import blake2b
+from pathlib import Path
+
+from tlora.errors import ConfigError
+from tlora.jobs_file.spelling import suggest
+from tlora.planner.cost import BaseConstants, CostModel
+from tlora.planner.hardware import cost_model, load_constants
+from tlora.scheduler.policies import POLICIES
+from tlora.sim.event_log import is_event_log, read_event_log
+from tlora.sim.mapping import BASES, RULES, MappedJob, logged_jobs, mapped_jobs
+from tlora.sim.trace import SHIPPED, find_trace, read_trace
+from tlora.sim.truth import Truth
+from tlora.sim.workload import at_load, first, natural_load, span_seconds
+
+KERNELS = ("tlora", "peft")  # ours, and without the kernels' gain
+NO_BOUND = 1e6  # a slowdown that no job ever has, for delta = inf: needs are divided by it, and infinity would make them 0
+CONSTANTS = tuple(f.name for f in fields(BaseConstants) if f.name != "source")
+_NODES = re.compile(r"(\d+)x(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Equal ones give equal simulations, wall time apart.
+
+    `load` None: arrivals as recorded. `jobs`: only so many, the first. `delta`: every job's bound on its slowdown, instead of its own.
+    `kappa`: saturated tokens/s of our kernels over PEFT's, instead of the measured. `scale`: factors on constants of all kernels.
+    `paper`: ranks and batches drawn as the reference draws them.
+    """
+
+    trace: str = "ee9e8c"
+    policy: str = "residual_capacity"
+    kernels: str = "tlora"
+    nodes: int = 16
+    gpus_per_node: int = 8
+    gpu: str = "h200"
+    load: float | None = None
+    jobs: int | None = None
+    seed: int = 0
+    delta: float | None = None
+    kappa: float | None = None
+    scale: tuple[tuple[str, float], ...] = ()
+    paper: bool = False
+    truth: Truth = field(default_factory=Truth)
+
+    @property
+    def num_gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The jobs to replay, the share of the GPUs that they ask for by their recorded times, and what was done to get them."""
+
+    trace: str
+    jobs: list[MappedJob]
+    load: float
+    notes: dict[str, object]
+
+
+def contender(text: str, kernels: str) -> tuple[str, str]:
+    """The policy and its kernels: those behind a slash, or else `kernels`. Raises ConfigError for what there is not."""
+    name, slash, behind = text.partition("/")
+    if name not in POLICIES:
+        raise ConfigError(f"policy {name!r}: there is no such policy; {suggest(name, POLICIES)}")
+    if slash and behind not in KERNELS:
+        raise ConfigError(f"policy {text!r}: there are no kernels {behind!r}; {suggest(behind, KERNELS)}")
+    return name, behind or kernels
+
+
+def check_names(scenario: Scenario) -> None:
+    """Raises ConfigError for a trace, type of GPU or kernels that there are not, with the one that was probably meant."""
+    if scenario.trace not in SHIPPED and not Path(scenario.trace).expanduser().is_file():
+        raise ConfigError(
+            f"trace {scenario.trace!r}: there is neither such a file nor such a shipped trace; {suggest(scenario.trace, SHIPPED)}"
+        )
+    for what, name, known in (("gpu", scenario.gpu, load_constants()), ("kernels", scenario.kernels, KERNELS)):
+        if name not in known:
+            raise ConfigError(f"{what} {name!r}: there are no constants of it; {suggest(name, known)}")
+
+
+def read_nodes(text: str) -> tuple[int, int]:
+    """Nodes, and GPUs of each, from "16x8"."""
+    matched = _NODES.fullmatch(text.strip().lower())
+    if matched is None or not int(matched[1]) or not int(matched[2]):
+        raise ConfigError(f"nodes {text!r}: write their number, an x, and the GPUs of each, such as 16x8")
+    return int(matched[1]), int(matched[2])
+
+
+def num_nodes(gpus: int, gpus_per_node: int) -> int:
+    """How many nodes have `gpus` GPUs between them. Raises ConfigError where that is no whole number."""
+    if gpus < 1 or gpus % gpus_per_node:
+        raise ConfigError(
+            f"{gpus} GPUs are no whole number of nodes of {gpus_per_node}. Give a multiple of {gpus_per_node}, or other nodes (16x8)"
+        )
+    return gpus // gpus_per_node
+
+
+def cost_of(scenario: Scenario, kernels: str) -> CostModel:
+    """What the cluster's bases cost under `kernels`, with the scenario's changes to the constants."""
+    measured = load_constants().get(scenario.gpu, {}).get(kernels, {})
+    bases = {name: name for name in measured} | BASES
+    found = cost_model(scenario.gpu, kernels, bases, dict(scenario.scale))
+    if scenario.kappa is None or kernels == "peft":
+        return found
+    plain = cost_of(scenario, "peft").constants
+    return CostModel(
+        {
+            name: replace(
+                constants,
+                tokens_per_second=scenario.kappa * plain[name].tokens_per_second,
+                source={**constants.source, "tokens_per_second": f"assumed: {scenario.kappa:g} times that of PEFT"},
+            )
+            for name, constants in found.constants.items()
+            if name in plain
+        }
+    )
+
+
+def scene_of(scenario: Scenario) -> Scene:
+    """Reads the trace and makes its rows jobs. Raises DataError and ConfigError."""
+    anchor = cost_of(scenario, "peft")
+    if scenario.trace not in SHIPPED and is_event_log(scenario.trace):
+        return _logged_scene(scenario, anchor)
+    trace = read_trace(scenario.trace)
+    if scenario.jobs is not None:
+        trace = first(trace, scenario.jobs)
+    if scenario.load is not None:
+        trace = at_load(trace, scenario.num_gpus, scenario.load)
+    rules = RULES["paper" if scenario.paper else "default"]
+    jobs = mapped_jobs(trace, anchor, scenario.seed, scenario.gpus_per_node, rules)
+    notes: dict[str, object] = {"arrivals": _arrivals(trace.compression)}
+    if trace.filters:
+        notes["filters"] = "; ".join(trace.filters)
+    for reason, count in trace.skipped.items():
+        notes[f"rows left out: {reason}"] = count
+    load = natural_load(trace, scenario.num_gpus) if span_seconds(trace) else math.inf
+    return Scene(trace.name, _with_delta(jobs, scenario.delta), load, notes)
+
+
+def inputs_digest(scenario: Scenario) -> str:
+    """A short name of what the scenario reads from files: the trace and the constants of its GPU. Other contents, another name."""
+    digest = blake2b(find_trace(scenario.trace)[1].read_bytes(), digest_size=6)
+    for kernels in KERNELS:
+        for base, found in sorted(load_constants().get(scenario.gpu, {}).get(kernels, {}).items()):
+            digest.update(repr((kernels, base, [getattr(found, name) for name in CONSTANTS])).encode())
+    return digest.hexdigest()
+
+
+def _logged_scene(scenario: Scenario, anchor: CostModel) -> Scene:
+    if scenario.load is not None:
+        raise ConfigError(f"load {scenario.load:g}: {scenario.trace} is an event log, which is replayed as it happened. Leave the load out")
+    name, path = find_trace(scenario.trace)
+    jobs = logged_jobs(read_event_log(path), anchor, scenario.gpus_per_node)[: scenario.jobs]
+    if not jobs:
+        raise ConfigError(f"{path}: no job was submitted in this event log. Give one with jobs")
+    span = jobs[-1].submit_seconds - jobs[0].submit_seconds
+    asked = math.fsum(job.job.gpus * job.replayed_seconds for job in jobs)
+    load = asked / span / scenario.num_gpus if span else math.inf
+    return Scene(name, _with_delta(jobs, scenario.delta), load, {"arrivals": "as in the event log"})
+
+
+def _arrivals(compression: float) -> str:
+    if compression == 1:
+        return "as recorded"
+    return f"compressed {compression:.4g} times" if compression > 1 else f"stretched {1 / compression:.4g} times"
+
+
+def _with_delta(jobs: list[MappedJob], delta: float | None) -> list[MappedJob]:
+    if delta is None:
+        return jobs
+    return [replace(job, job=replace(job.job, max_slowdown=min(delta, NO_BOUND))) for job in jobs]

@@ -1,0 +1,118 @@
+"""What really happens in a simulated cluster, apart from what its scheduler believes: speeds, lengths, drift, delays, failures.
+
+Everything is drawn from a hash of the seed and a name, so that no draw depends on the order of events or on the policy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from hashlib import blake2b
+
+from tlora.errors import ConfigError
+from tlora.planner.cost import CostModel
+
+_DAY_SECONDS = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCosts:
+    """What starting, joining, leaving and growing cost, in seconds.
+
+    Measured: a start from launch to the first optimizer step, 35.4 s where nothing was compiled before on that machine and 8-11 s where
+    it was (one H200, Llama-3-8B shape). Bound, kept by the engine: the others lose at most one micro-batch when a job joins.
+    Extrapolated, never measured: a join (0.5 GB of rank 16's state from disk, twice over, and first batches), a checkpoint (the same
+    bytes out), a change of GPUs (new communicators, adapters sent to the new replicas) and the interval between checkpoints (chosen).
+    """
+
+    cold_start_seconds: float = 35.4
+    warm_start_seconds: float = 10.0
+    join_seconds: float = 2.0
+    join_micro_batches: float = 1.0
+    checkpoint_seconds: float = 1.0
+    resize_seconds: float = 5.0
+    checkpoint_interval_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            cost: float = getattr(self, each.name)
+            if not 0 <= cost < math.inf:
+                raise ConfigError(f"{each.name} is {cost}: what a move costs is a number, 0 or more")
+
+
+FREE_MOVES = MoveCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """By default exactly what the scheduler believes, but for `moves`, of which it knows nothing.
+
+    `speed_error` e: a job's micro-batches take u times as long as predicted, u uniform in 1 +- e, alone and in a group (there the mean
+    of its members' by tokens). `length_error`: its steps have u times the tokens of its profile. `drift` d: everything takes
+    1 + d sin(2 pi (t / day + phase of the base)) times as long. `delay` d: starts and joins take 1 + d x times as long, x exponential
+    with mean 1. `mtbf_hours` is of one node (None: it never fails): half of the failures take one GPU, half the node, back after
+    `repair_hours`. `cost` is what the cluster follows (None: the scheduler's, as it is at the start), `saturated` the tokens/s of one
+    GPU by base in which useful work is counted (None: those of `cost`). Raises ConfigError.
+    """
+
+    seed: int = 0
+    speed_error: float = 0.0
+    length_error: float = 0.0
+    drift: float = 0.0
+    delay: float = 0.0
+    mtbf_hours: float | None = None
+    repair_hours: float = 2.0
+    moves: MoveCosts = field(default_factory=MoveCosts)
+    cost: CostModel | None = None
+    saturated: dict[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("speed_error", "length_error", "drift"):
+            share: float = getattr(self, name)
+            if not 0 <= share < 1:
+                raise ConfigError(f"{name} is {share}: it is a share of what was predicted, from 0 to less than 1. Give 0.15 for +-15 %")
+        if not 0 <= self.delay < math.inf:
+            raise ConfigError(f"delay is {self.delay}: it is a multiple of the time of a start, 0 or more")
+        for name, hours in (("mtbf_hours", self.mtbf_hours), ("repair_hours", self.repair_hours)):
+            if hours is not None and not 0 < hours < math.inf:
+                raise ConfigError(f"{name} is {hours}: it must be a number of hours above 0")
+
+    @property
+    def exact(self) -> bool:
+        """Whether speeds are as the cost model says."""
+        return not (self.speed_error or self.length_error or self.drift)
+
+    def speed_of(self, job_id: str) -> float:
+        """How many times as long as predicted the job's micro-batches take."""
+        return self._around_one(self.speed_error, f"speed|{job_id}")
+
+    def length_of(self, job_id: str) -> float:
+        """How many times as many tokens as its profile says its steps have."""
+        return self._around_one(self.length_error, f"length|{job_id}")
+
+    def drift_at(self, seconds: float, base: str) -> float:
+        """How many times as long as predicted everything of this base takes at that time."""
+        if not self.drift:
+            return 1.0
+        return 1 + self.drift * math.sin(2 * math.pi * (seconds / _DAY_SECONDS + self._uniform(f"drift|{base}")))
+
+    def delay_of(self, what: str) -> float:
+        """How many times as long as usual a start or join takes."""
+        return 1 + self.delay * self._exponential(f"delay|{what}") if self.delay else 1.0
+
+    def failure(self, node: str, count: int) -> tuple[float, float]:
+        """Seconds from a node's coming (back) to its failure number `count`, and a number in (0, 1) that tells what fails."""
+        assert self.mtbf_hours is not None, "nodes do not fail"
+        key = f"failure|{node}|{count}"
+        return 3600 * self.mtbf_hours * self._exponential(key), self._uniform(f"{key}|what")
+
+    def _around_one(self, error: float, name: str) -> float:
+        return 1 + error * (2 * self._uniform(name) - 1) if error else 1.0
+
+    def _exponential(self, name: str) -> float:
+        return -math.log(self._uniform(name))
+
+    def _uniform(self, name: str) -> float:
+        """In (0, 1), without the ends."""
+        bits = int.from_bytes(blake2b(f"{self.seed}|{name}".encode(), digest_size=8).digest(), "big") >> 12
+        return (bits + 0.5) / 2**52

@@ -1,0 +1,93 @@
+"""Which jobs of a trace are replayed, and how densely they arrive: filters, the load of a trace, compression of its arrivals.
+
+Each function gives a new `Trace` that says what was done to it; names, and so what is drawn for a job, stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tlora.errors import ConfigError
+from tlora.sim.trace import Trace, TraceJob, rebased
+
+
+def of_vc(trace: Trace, *vcs: str) -> Trace:
+    """The jobs of these virtual clusters. Raises ConfigError if there are none."""
+    _check_known("vc", vcs, {job.vc for job in trace.jobs}, trace)
+    return _kept(trace, [job for job in trace.jobs if job.vc in vcs], f"vc {', '.join(vcs)}")
+
+
+def of_type(trace: Trace, *types: str) -> Trace:
+    """The jobs of these types, such as SFT. Raises ConfigError if there are none."""
+    _check_known("type", types, {job.type for job in trace.jobs}, trace)
+    return _kept(trace, [job for job in trace.jobs if job.type in types], f"type {', '.join(types)}")
+
+
+def first(trace: Trace, count: int) -> Trace:
+    """The `count` jobs that were submitted first."""
+    if count < 1:
+        raise ConfigError(f"the first {count} jobs of a trace are none. Ask for 1 or more")
+    return _kept(trace, trace.jobs[:count], f"first {count:,} jobs")
+
+
+def window(trace: Trace, start_seconds: float, end_seconds: float) -> Trace:
+    """The jobs submitted in [start, end), seconds after the first one. Raises ConfigError if there are none."""
+    kept = [job for job in trace.jobs if start_seconds <= job.submit_seconds < end_seconds]
+    if not kept:
+        raise ConfigError(
+            f"no job of {trace.name} was submitted from second {start_seconds:g} to {end_seconds:g}; "
+            f"the last one was at {span_seconds(trace):g}. Choose another window"
+        )
+    return _kept(trace, kept, f"submitted from second {start_seconds:g} to {end_seconds:g}")
+
+
+def span_seconds(trace: Trace) -> float:
+    """From the first submission to the last."""
+    return trace.jobs[-1].submit_seconds - trace.jobs[0].submit_seconds
+
+
+def demand_gpus(trace: Trace) -> float:
+    """Mean number of GPUs that the jobs keep busy: sum(gpus * duration) / span. Raises ConfigError where all came at one moment."""
+    span = span_seconds(trace)
+    if span == 0:
+        raise ConfigError(
+            f"{trace.name}: all of its jobs ({len(trace.jobs)}) were submitted at one moment, so that it has no load. Take more of its jobs"
+        )
+    return math.fsum(job.gpus * job.duration_seconds for job in trace.jobs) / span
+
+
+def natural_load(trace: Trace, gpus: int) -> float:
+    """`demand_gpus` as a share of a cluster of `gpus`: above 1 the queue grows without end."""
+    if gpus < 1:
+        raise ConfigError(f"a cluster of {gpus} GPUs runs nothing. Give it 1 or more")
+    return demand_gpus(trace) / gpus
+
+
+def compressed(trace: Trace, factor: float) -> Trace:
+    """All times of submission divided by `factor`; run times stay. Below 1 the arrivals are stretched."""
+    if not (0 < factor < math.inf):
+        raise ConfigError(f"arrivals cannot be compressed by {factor}. Give a number above 0")
+    jobs = tuple(replace(job, submit_seconds=job.submit_seconds / factor) for job in trace.jobs)
+    return replace(trace, jobs=jobs, compression=trace.compression * factor)
+
+
+def at_load(trace: Trace, gpus: int, load: float) -> Trace:
+    """The trace compressed, or stretched, so that its load on `gpus` GPUs is `load`; by how much stands in `compression`."""
+    if not (0 < load < math.inf):
+        raise ConfigError(f"a load of {load} cannot be had. Give a number above 0, such as 0.9")
+    return compressed(trace, load / natural_load(trace, gpus))
+
+
+def _kept(trace: Trace, jobs: Sequence[TraceJob], words: str) -> Trace:
+    return replace(trace, jobs=rebased(jobs), filters=(*trace.filters, words))
+
+
+def _check_known(what: str, wanted: Sequence[str], known: set[str], trace: Trace) -> None:
+    for name in wanted:
+        if name not in known:
+            there = ", ".join(sorted(name or "(none)" for name in known))
+            raise ConfigError(f"{trace.name} has no job of {what} {name!r}. There are {there}")
+    if not wanted:
+        raise ConfigError(f"no {what} to keep is given. Name one or more")

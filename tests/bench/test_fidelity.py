@@ -1,0 +1,83 @@
+"""The arithmetic of the comparison: constants are found again from the times that they make, and the verdict says what the numbers say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench.fidelity import Compared, Times, compare, run_simulated, verdict
+from bench.fidelity_work import BASE, SATURATED, Calibration, Work, _fitted, _Point, draw_arrivals, draw_orders
+from tlora.cluster.local import LocalMachine
+from tlora.planner.cost import BaseConstants, CostModel
+from tlora.planner.sharing import Member, group_step_seconds
+from tlora.protocol import JobProfile, JobSubmitted
+
+CONSTANTS = BaseConstants(5000.0, 0.02, 0.003, 0.0, 0.0, 1e6, 0.0, 1e9, {})
+
+
+def points(cost: CostModel) -> list[_Point]:
+    groups = [(1, 64, 1024), (1, 256, 1024), (1, 1024, 1024), (2, 128, 1024), (4, 128, 1024), SATURATED]
+    return [
+        _Point(m, float(n), budget, group_step_seconds(cost, BASE, budget, 1, 1, [Member(float(n), 1.0)] * m)[0]) for m, n, budget in groups
+    ]
+
+
+def test_calibration_finds_the_constants_again(tmp_path: Path) -> None:
+    found = _fitted(points(CostModel({BASE: CONSTANTS}, 0.9)), tmp_path, 4.0, 0.1)
+    for name in ("tokens_per_second", "launch_seconds", "member_seconds"):
+        assert getattr(found.constants, name) == pytest.approx(getattr(CONSTANTS, name), rel=1e-6)
+        assert "calibration" in found.constants.source[name]
+    assert found.fill_share == pytest.approx(0.9, rel=1e-6) and found.worst_residual < 1e-9
+    assert (found.start_seconds, found.job_seconds) == (4.0, 0.1)
+
+
+def arrivals(count: int) -> list[tuple[float, JobSubmitted]]:
+    return [(10.0 * k, JobSubmitted(f"j{k}", BASE, 1, JobProfile(500.0, 50, 100, 1000))) for k in range(count)]
+
+
+def test_the_simulated_side_counts_starts_and_what_a_job_takes_beside_its_steps(tmp_path: Path) -> None:
+    calibration = Calibration(CONSTANTS, 0.95, 3.0, 0.5, 0.0)
+    machine = LocalMachine((0, 1), "cpu", {BASE: "b"}, tmp_path)
+    own = 50 * (0.02 + 500 / 5000)
+    times = run_simulated(machine, arrivals(1), "fifo", calibration)
+    assert times.makespan_seconds == pytest.approx(own + 3.5) and times.mean_jct_seconds == pytest.approx(own + 3.5)
+    later = run_simulated(machine, arrivals(4), "fifo", calibration)  # the first on a GPU, and those that find one with a worker
+    assert later.makespan_seconds == pytest.approx(30 + own + 0.5)
+
+
+def test_arrivals_make_the_load() -> None:
+    cost = CostModel({BASE: CONSTANTS})
+    orders = draw_orders(12, 4.0, cost, 0)
+    submitted = {o.name: JobSubmitted(o.name, BASE, 1, JobProfile(float(o.mean_tokens * o.batch_size), o.steps, 99, 9)) for o in orders}
+    drawn = draw_arrivals(Work({}, submitted), 0.8, 2, cost, 1)
+    alone = sum(cost.alone_step_seconds(BASE, s.profile.tokens_per_step, 1) * s.profile.steps for s in submitted.values())
+    assert (
+        drawn[0][0] == 0.0 and drawn[-1][0] == pytest.approx(alone / (0.8 * 2)) and [at for at, _ in drawn] == sorted(at for at, _ in drawn)
+    )
+    assert draw_orders(12, 4.0, cost, 0) == orders != draw_orders(12, 4.0, cost, 1)
+
+
+def judged(real: dict[str, list[float]], simulated: dict[str, float]) -> str:
+    times = {policy: [Times(value, 2 * value) for value in values] for policy, values in real.items()}
+    return "\n".join(verdict(compare(times, {policy: Times(value, 2 * value) for policy, value in simulated.items()})))
+
+
+def test_the_verdict_says_what_the_numbers_say() -> None:
+    calm = {"a": [10.0, 10.1, 10.2], "b": [20.0, 20.1, 20.2]}
+    assert "the simulator holds" in judged(calm, {"a": 10.3, "b": 20.0}) and "ranking by mean JCT kept" in judged(
+        calm, {"a": 10.3, "b": 20.0}
+    )
+    assert "does NOT hold" in judged(calm, {"a": 11.0, "b": 20.0}) and "error 8.9%" in judged(calm, {"a": 11.0, "b": 20.0})
+    close = {"a": [10.0, 10.1, 10.2], "b": [10.2, 10.3, 10.4]}
+    assert "NOT kept: really a, b; simulated b, a" in judged(close, {"a": 10.4, "b": 10.1})
+    assert "does NOT hold" in judged(close, {"a": 10.4, "b": 10.1})
+    assert "cannot decide" in judged({"a": [10.0, 10.2, 11.0]}, {"a": 10.4})
+    assert "decide nothing" in judged({"a": [10.0, 10.1]}, {"a": 10.0})
+
+
+def test_spread_and_error_are_shares() -> None:
+    found = Compared((9.0, 10.0, 11.0), 10.5)
+    assert found.spread == pytest.approx(0.2) and found.error == pytest.approx(0.05)
+    assert replace(found, simulated=9.5).error == pytest.approx(-0.05)

@@ -1,0 +1,338 @@
+"""`tlora simulate`: options in, tables and files out, one message per error, a sweep that survives a kill."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tests.sim.small_traces import write_trace
+from tlora.cli.commands import app
+from tlora.cli.simulate_command import POLICIES as DEFAULT_POLICIES
+from tlora.cli.simulate_view import SWEEP_LINES, print_sweep, progress_shown
+from tlora.errors import ConfigError
+from tlora.report.simulation_tables import TIMES
+from tlora.report.wording import DASH
+from tlora.scheduler.policies import POLICIES
+from tlora.sim import processes, run
+from tlora.sim.processes import Standing
+from tlora.sim.scenario import Scenario, contender
+from tlora.sim.sweep import Row
+from tlora.sim.trace import SHIPPED
+from tlora.sim.truth import Truth
+
+
+def call(*arguments: object, columns: int | None = None) -> tuple[int, str, str]:
+    environment = {"COLUMNS": columns and str(columns), "TERM": "dumb"}
+    result = CliRunner().invoke(app, ["simulate", *(str(argument) for argument in arguments)], env=environment)
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture
+def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(processes, "num_cores", lambda: 1)
+    return write_trace(tmp_path).name
+
+
+class AskedError(Exception):
+    """Ends a command when it has said what it wants simulated."""
+
+
+def asked_of(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> list[Scenario]:
+    asked: list[Scenario] = []
+
+    def fake(scenarios: list[Scenario], watch: object) -> None:
+        asked.extend(scenarios)
+        raise AskedError
+
+    monkeypatch.setattr(run, "run_scenarios", fake)
+    with pytest.raises(AskedError):
+        call(*arguments)
+    return asked
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(path.read_text())))
+
+
+def test_help_is_fast_and_names_every_option() -> None:
+    code = (
+        "import sys\nfrom tlora.cli import main\nsys.argv = ['tlora', 'simulate', '--help']\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "heavy = {'torch', 'numpy', 'plotly', 'pyarrow', 'tlora.sim', 'tlora.scheduler', 'multiprocessing'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    environment = os.environ | {"COLUMNS": "160"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    options = (
+        "trace",
+        "policy",
+        "load",
+        "jobs",
+        "seed",
+        "seeds",
+        "paper",
+        "gpus",
+        "nodes",
+        "gpu",
+        "kernels",
+        "truth-error",
+        "length-error",
+    )
+    options += ("drift", "delay", "mtbf-hours", "csv", "html", "sweep", "out", "quiet", "debug")
+    assert all(f"--{option}" in done.stdout for option in options)
+    words = set(re.findall(r"[\w+]+", done.stdout))
+    assert {*POLICIES, *SHIPPED} <= words and "128" in words
+
+
+def test_a_simulation_loads_no_model_library(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom tlora.cli import main\n"
+        f"sys.argv = ['tlora', 'simulate', '--trace', {str(write_trace(tmp_path))!r}, '--policy', 'fifo']\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        "heavy = {'torch', 'transformers', 'pyarrow', 'plotly'} & set(sys.modules)\nassert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlora.sim.scenario.POLICIES", dict.fromkeys(name.partition("/")[0] for name in DEFAULT_POLICIES.split(",")))
+    asked = asked_of(monkeypatch)
+    assert asked == [Scenario("ee9e8c", *contender(name, "tlora"), 16, 8, "h200") for name in DEFAULT_POLICIES.split(",")]
+    assert [(each.policy, each.kernels) for each in asked[:2]] == [("fifo", "peft"), ("fifo", "tlora")] and asked[
+        -1
+    ].policy == "residual_capacity"
+
+
+def test_every_option_is_handed_on(monkeypatch: pytest.MonkeyPatch, trace: str) -> None:
+    options = (
+        "--trace",
+        trace,
+        "--policy",
+        "sjf,fifo/tlora, sjf/peft",
+        "--kernels",
+        "peft",
+        "--seeds",
+        "0-1,5",
+        "--nodes",
+        "4x4",
+        "--gpus",
+        "16",
+    )
+    options += (
+        "--load",
+        "0.5",
+        "--jobs",
+        "3",
+        "--paper",
+        "--gpu",
+        "h200",
+        "--truth-error",
+        "0.15",
+        "--length-error",
+        "0.1",
+        "--drift",
+        "0.2",
+    )
+    asked = asked_of(monkeypatch, *options, "--delay", "0.5", "--mtbf-hours", "300")
+    truth = Truth(speed_error=0.15, length_error=0.1, drift=0.2, delay=0.5, mtbf_hours=300.0)
+    policies = (("sjf", "peft"), ("fifo", "tlora"))  # the third is the first
+    assert asked == [
+        Scenario(trace, *policy, 4, 4, "h200", 0.5, 3, seed, paper=True, truth=truth) for seed in (0, 1, 5) for policy in policies
+    ]
+    assert {(each.nodes, each.gpus_per_node) for each in asked_of(monkeypatch, "--trace", trace, "--policy", "fifo", "--gpus", "4")} == {
+        (1, 4)
+    }
+    assert {each.num_gpus for each in asked_of(monkeypatch, "--trace", trace, "--policy", "fifo", "--nodes", "3x8")} == {24}
+    assert [each.seed for each in asked_of(monkeypatch, "--trace", trace, "--policy", "fifo", "--seed", "7")] == [7]
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        (("--policy", "fifo,bakfill"), "error: policy 'bakfill': there is no such policy; did you mean 'backfill'?"),
+        (("--policy", "fifo/pef"), "did you mean 'peft'?"),
+        (("--policy", ""), "error: policy '': there is no such policy"),
+        (("--trace", "ee9e8d"), "error: trace 'ee9e8d': there is neither such a file nor such a shipped trace; did you mean 'ee9e8c'?"),
+        (("--gpu", "h20"), "did you mean 'h200'?"),
+        (("--kernels", "plain"), "error: kernels 'plain': there are no constants of it; known here: peft, tlora"),
+        (("--gpus", "100"), "error: 100 GPUs are no whole number of nodes of 8"),
+        (("--gpus", "64", "--nodes", "16x8"), "error: --gpus 64 and --nodes 16x8 disagree: 16x8 are 128 GPUs"),
+        (("--nodes", "16"), "error: nodes '16': write their number, an x"),
+        (("--seeds", "2-0"), "error: --seeds 2-0: a range goes up"),
+        (("--seeds", "a"), "error: --seeds a: write a range or a list"),
+        (("--load", "0"), "error: a load of 0.0 cannot be had"),
+        (("--truth-error", "2"), "error: speed_error is 2.0"),
+        (("--html", "."), "error: . cannot be written (it is a directory)"),
+        (("--csv", "small.csv"), "error: small.csv/metrics.csv cannot be written"),
+        (("--sweep", "laod=1", "--out", "rows.csv"), "error: sweep 'laod': there is no such axis; did you mean 'load'?"),
+        (("--sweep", "load=1", "--out", "rows.txt"), "error: out rows.txt: a sweep is written as .csv or .parquet"),
+        (("--sweep", "load=1", "--out", "small.csv"), "error: small.csv is not the table of a sweep"),
+        (("--sweep", "load=1"), "--out where its rows go; give both or neither"),
+        (("--out", "rows.csv"), "--out where its rows go; give both or neither"),
+        (("--seed", "1", "--seeds", "0-1"), "give one of the two"),
+        (("--polcy", "fifo"), "--policy"),
+        (("--jobs", "0"), "greater than or equal to 1"),
+    ],
+)
+def test_errors_are_one_message_and_code_2(trace: str, options: tuple[str, ...], told: str) -> None:
+    arguments = [*options, *(() if "--trace" in options else ("--trace", trace)), *(() if "--policy" in options else ("--policy", "fifo"))]
+    code, out, err = call(*arguments, columns=200)
+    assert code == 2 and told in err and not out
+    assert not err.startswith("error: ") or err.count("\n") == 1
+
+
+def test_debug_keeps_the_traceback() -> None:
+    with pytest.raises(ConfigError, match="no such policy"):
+        call("--policy", "x", "--debug")
+
+
+def test_what_is_printed(trace: str) -> None:
+    code, out, err = call("--trace", trace, "--nodes", "1x8", "--policy", "fifo/peft,fifo,backfill", "--seeds", "0-1")
+    lines = out.splitlines()
+    assert code == 0 and not err
+    assert lines[0].startswith("4 jobs of small.csv on 8 GPUs (1 node of 8, h200), load ") and lines[0].endswith("as recorded, seeds 0, 1")
+    heads = [text.strip() for text in lines[1].split("  ") if text.strip()]
+    assert heads[:8] == ["policy", "mean JCT", "gain", "median", "p90", "p99", f"{TIMES}bound", "queued"] and "useful" in heads
+    assert [line.split()[0] for line in lines[2:5]] == ["fifo/peft", "fifo", "backfill"]
+    assert f"1.00{TIMES}" in lines[2] and "(" in lines[4]
+    assert "gain: mean JCT of fifo/peft over that of the policy, mean of the seeds 0, 1 (lowest to highest)" in lines
+    assert sum(line.startswith("lower bounds with the kernels ") for line in lines) == 2
+    (extrapolated,) = (line for line in lines if line.startswith("extrapolated, not measured: "))
+    assert "exchange_between_nodes_seconds (tlora, peft)" in extrapolated and "--sweep scale." in lines[-1]
+    narrow = call("--trace", trace, "--nodes", "1x8", "--policy", "fifo/peft", columns=80)[1].splitlines()
+    assert (
+        len(narrow[1]) <= 80
+        and "p90" not in narrow[1]
+        and all(head in narrow[1] for head in ("gain", "p99", f"{TIMES}bound", "beyond", "useful"))
+    )
+
+
+def test_jobs_that_can_never_run_are_told(trace: str) -> None:
+    code, out, _ = call("--trace", trace, "--nodes", "1x4", "--policy", "fifo", "--quiet")
+    assert code == 0 and "fifo: without 1 rejected jobs" in out
+
+
+def test_files_are_the_same_bytes_for_the_same_seed(trace: str, tmp_path: Path) -> None:
+    options = ("--trace", trace, "--nodes", "1x8", "--policy", "fifo/peft,backfill", "--truth-error", "0.15")
+    for name in ("one", "two"):
+        code, out, _ = call(*options, "--csv", name, "--html", f"{name}/page.html")
+        assert code == 0 and f"written: {name}/metrics.csv\nwritten: {name}/jobs.csv\nwritten: {name}/page.html\n" in out
+    for name in ("metrics.csv", "jobs.csv"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    metrics, jobs = rows_of(tmp_path / "one" / "metrics.csv"), rows_of(tmp_path / "one" / "jobs.csv")
+    assert [(row["policy"], row["kernels"]) for row in metrics] == [("fifo", "peft"), ("backfill", "tlora")]
+    assert not {"wall_seconds", "decision_milliseconds"} & set(metrics[0])
+    assert [row["job_id"] for row in jobs] == ["a", "b", "c", "d"] * 2
+    page = (tmp_path / "one" / "page.html").read_text()
+    assert "small" in page and "residual" not in page and "extrapolated" in page
+    call(*options, "--csv", "three", "--seed", "1")
+    assert (tmp_path / "three" / "jobs.csv").read_bytes() != (tmp_path / "one" / "jobs.csv").read_bytes()
+
+
+def test_a_sweep_and_its_page(trace: str, tmp_path: Path) -> None:
+    options = (
+        "--trace",
+        trace,
+        "--nodes",
+        "1x8",
+        "--policy",
+        "fifo/peft,backfill",
+        "--sweep",
+        "load=0.5:0.9,delta=2:inf",
+        "--out",
+        "s/rows.csv",
+    )
+    code, out, _ = call(*options)
+    lines = out.splitlines()
+    assert code == 0 and [text.strip() for text in lines[0].split("  ") if text.strip()] == [
+        "load",
+        "delta",
+        "fifo/peft: mean JCT",
+        "backfill",
+    ]
+    assert [line.split()[:2] for line in lines[1:5]] == [["0.5", "2"], ["0.5", "inf"], ["0.9", "2"], ["0.9", "inf"]]
+    assert (
+        lines[-2] == "small.csv: mean JCT of fifo/peft over that of each policy, mean of the seeds 0" and lines[-1] == "8 rows: s/rows.csv"
+    )
+    rows = rows_of(tmp_path / "s" / "rows.csv")
+    assert len(rows) == 8 and {row["load"] for row in rows} == {"0.5", "0.9"}
+    code, again, _ = call(*options, "--html", "page.html")
+    assert code == 0 and again.startswith(out) and "4 jobs of small.csv" in again  # the page needs the replay as well
+    assert "Gain against load" in (tmp_path / "page.html").read_text()
+
+
+def test_a_sweep_goes_on_after_a_kill(tmp_path: Path) -> None:
+    def command(out: str) -> list[str]:
+        trace = ["--trace", "ee9e8c", "--jobs", "60", "--policy", "fifo/peft,sjf"]
+        return [sys.executable, "-m", "tlora", "simulate", *trace, "--sweep", "load=0.5..1.1/10", "--out", out, "--quiet"]
+
+    process = subprocess.Popen(command("rows.csv"), cwd=tmp_path, start_new_session=True, stdout=subprocess.PIPE)
+    path, deadline = tmp_path / "rows.csv", time.monotonic() + 60
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    there = rows_of(path)
+    assert 1 <= len(there) < 20 and all(row["mean_jct_seconds"] for row in there)
+    for out in ("rows.csv", "whole.csv"):
+        done = subprocess.run(command(out), cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert done.stdout.endswith(f"20 rows: {out}\n") and not done.stderr
+    assert path.read_bytes() == (tmp_path / "whole.csv").read_bytes()
+
+
+def test_ctrl_c_tells_how_to_go_on(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tlora.sim.sweep.write_table", interrupt)
+    code, _, err = call("--trace", trace, "--policy", "fifo", "--sweep", "load=0.5", "--out", "rows.csv")
+    assert code == 130 and "stopped; what was simulated is in rows.csv, and the same command goes on" in err
+
+
+def test_a_bar_in_a_terminal_and_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    standings = [Standing(4, 2, (2, 3)), Standing(4, 3, (3,)), Standing(4, 4, ())]
+    names = ["fifo seed 0", "sjf seed 0", "fifo seed 1", "sjf seed 1"]
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=120, legacy_windows=False, _environ={"TERM": "xterm"})
+    with progress_shown(terminal, names) as watch:
+        for standing in standings:
+            watch(standing)
+    shown = terminal.file.getvalue()  # type: ignore[attr-defined]
+    assert all(text in shown for text in ("0/4", "2/4", "fifo seed 1, sjf seed 1", "3/4", "left: sjf seed 1", "4/4"))
+    seconds = iter((0.0, 5.0, 12.0, 30.0))
+    monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
+    plain = Console(file=io.StringIO(), width=120)
+    with progress_shown(plain, names) as watch:
+        for standing in standings:
+            watch(standing)
+    assert plain.file.getvalue() == "[12.0 s] 3 of 4 simulated; now sjf seed 1\n"  # type: ignore[attr-defined]
+    with progress_shown(None, names) as watch:
+        watch(standings[0])
+
+
+def test_a_long_sweep_is_cut_and_a_row_without_a_number_is_a_dash() -> None:
+    rows: list[Row] = [
+        {"trace": "t", "policy": policy, "kernels": "tlora", "seed": 0.0, "load": float(load), "mean_jct_seconds": None if load else 5.0}
+        for load in range(SWEEP_LINES + 5)
+        for policy in ("fifo", "sjf")
+    ]
+    console = Console(file=io.StringIO(), width=120)
+    print_sweep(console, rows, ["load"])
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[1].split() == ["0", "5.0", "s", f"1.00{TIMES}"] and lines[2].split() == ["1", DASH, DASH]
+    assert lines[SWEEP_LINES + 1] == "... and 5 points more"

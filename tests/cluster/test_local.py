@@ -1,0 +1,245 @@
+"""What the local back end tells its workers, and what it makes of their answers: with workers that do nothing by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.fake_workers import STARTED, FakeWorker
+from tlora.cluster import local
+from tlora.cluster.local import LocalBackend, LocalJob, LocalMachine
+from tlora.errors import ConfigError
+from tlora.job import JobSpec
+from tlora.protocol import (
+    ChangeGroup,
+    Event,
+    GroupLost,
+    GroupReady,
+    JobCancelled,
+    JobFailed,
+    JobFinished,
+    JobGroup,
+    JobProfile,
+    JobSubmitted,
+    NodeAdded,
+    ParallelPlan,
+    RejectJob,
+    StartGroup,
+    StepsDone,
+    StopGroup,
+    Tick,
+)
+from tlora.worker_protocol import Failed, Finished, Left, Share, Stepped
+
+PROFILE = JobProfile(100.0, 10, 30, 1000)
+
+
+def job(name: str) -> LocalJob:
+    return LocalJob(JobSpec.model_validate({"name": name, "data": "d.jsonl"}))
+
+
+def submitted(name: str, base: str = "base", gpus: int = 1) -> JobSubmitted:
+    return JobSubmitted(name, base, gpus, PROFILE)
+
+
+def group(name: str, gpu: int, *jobs: str, base: str = "base", budget: int = 1024) -> JobGroup:
+    return JobGroup(name, base, (gpu,), ParallelPlan(1, budget), jobs, tuple(1.0 for _ in jobs))
+
+
+def machine(directory: Path, **changes: Any) -> LocalMachine:
+    return replace(LocalMachine((0, 1), "cpu", {"base": "models/base", "other": "models/other"}, directory), **changes)
+
+
+@pytest.fixture(autouse=True)
+def fake_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(local, "WorkerProcess", FakeWorker)
+    yield
+    STARTED.clear()
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Iterator[LocalBackend]:
+    """With a, b and c just submitted."""
+    names = ("a", "b", "c")
+    with LocalBackend(machine(tmp_path), {name: job(name) for name in names}, [(0.0, submitted(name)) for name in names]) as made:
+        assert made.poll() == [NodeAdded("local", (0, 1))]
+        assert made.poll() == [submitted(name) for name in names]
+        yield made
+
+
+def running(backend: LocalBackend, *groups: JobGroup) -> list[FakeWorker]:
+    """These groups on fresh workers, ready."""
+    for one in groups:
+        backend.execute(StartGroup(one))
+    for worker in STARTED:
+        worker.obey()
+    ready: list[Event] = []
+    while len(ready) < len(groups):
+        ready += backend.poll()
+    assert sorted(ready, key=str) == [GroupReady(one.group_id) for one in sorted(groups, key=str)]
+    return list(STARTED)
+
+
+def test_a_group_is_ready_when_its_base_is_loaded_and_all_are_in(backend: LocalBackend) -> None:
+    backend.execute(StartGroup(group("g0", 1, "a", "b", budget=512)))
+    (worker,) = STARTED
+    assert worker.gpu == 1 and worker.load.base_model == "models/base" and worker.load.output_dir.endswith("/jobs")
+    assert worker.commands[0] == Share(512, 0, {"a": 1.0, "b": 1.0}) and worker.asked == ["+a", "+b"]
+    worker.obey()
+    assert backend.poll() == [GroupReady("g0")]
+
+
+def test_a_job_joins_its_next_group_when_the_last_has_let_it_go(backend: LocalBackend) -> None:
+    first, second = running(backend, group("g0", 0, "a", "b"), group("g1", 1, "c"))
+    backend.execute(ChangeGroup(group("g1", 1, "c", "b")))  # the gain first: the order of actions must not matter
+    assert second.asked == []
+    backend.execute(ChangeGroup(group("g0", 0, "a")))
+    assert first.asked == ["-b"] and second.asked == []
+    first.say(Stepped("b", 4, 0.5))  # still there, and no longer of g0
+    first.obey()
+    assert backend.poll() == [GroupReady("g0")]
+    assert second.asked == ["+b"]
+    second.obey()
+    assert backend.poll() == [GroupReady("g1")]
+    second.say(Stepped("b", 7, 0.25))
+    assert backend.poll() == [StepsDone("b", "g1", 7, 0.25)]
+
+
+def test_a_worker_outlives_its_group_and_keeps_who_stays(backend: LocalBackend) -> None:
+    (worker,) = running(backend, group("g0", 0, "a", "b"))
+    backend.execute(StopGroup("g0"))
+    assert worker.asked == ["-a", "-b"]
+    backend.execute(StartGroup(group("g1", 0, "b", "c")))
+    assert worker.asked == ["-a", "-b", "+c"]
+    worker.obey()
+    worker.say()
+    backend._listen()
+    backend._settle()
+    assert worker.asked == ["+b"]
+    worker.obey()
+    assert backend.poll() == [GroupReady("g1")] and [worker] == STARTED
+
+
+def test_another_base_takes_another_worker(backend: LocalBackend) -> None:
+    (worker,) = running(backend, group("g0", 0, "a"))
+    backend.execute(StopGroup("g0"))
+    backend.execute(StartGroup(group("g1", 0, "b", base="other")))
+    assert worker.stopping and [worker] == STARTED
+    worker.say(Left("a", 3, None), None)
+    backend._listen()
+    backend._settle()
+    (_, second) = STARTED
+    assert second.load.base_model == "models/other" and second.asked == ["+b"]
+
+
+def test_a_job_follows_its_group_to_another_gpu(backend: LocalBackend) -> None:
+    (worker,) = running(backend, group("g0", 0, "a"))
+    backend.execute(ChangeGroup(group("g0", 1, "a")))
+    (_, second) = STARTED
+    assert worker.asked == ["-a"] and second.asked == []
+    worker.obey()
+    backend._listen()
+    backend._settle()
+    assert second.asked == ["+a"]
+
+
+def test_a_plan_is_told_once(backend: LocalBackend) -> None:
+    (worker,) = running(backend, group("g0", 0, "a"))
+    backend.execute(ChangeGroup(group("g0", 0, "a")))
+    assert worker.commands == [] and backend.poll() == [GroupReady("g0")]
+    backend.execute(ChangeGroup(group("g0", 0, "a", budget=2048)))
+    assert worker.commands == [Share(2048, 0, {"a": 1.0})]
+
+
+def test_ended_jobs_are_told_once_and_never_join_again(backend: LocalBackend) -> None:
+    (worker,) = running(backend, group("g0", 0, "a", "b"))
+    worker.say(Finished("a", {}), Failed("b", "its data"), Failed("b", "its data"))
+    assert backend.poll() == [JobFinished("a"), JobFailed("b", "its data")]
+    backend.execute(ChangeGroup(group("g0", 0, "a", "c")))
+    assert worker.asked == ["+c"]
+    worker.obey()
+    assert backend.poll() == [GroupReady("g0")]
+    worker.say(Finished("c", {}))
+    assert backend.poll() == [JobFinished("c")]
+    assert backend.poll() == [] and worker.stopping
+
+
+def test_a_killed_worker_loses_its_group_and_its_jobs_wait(backend: LocalBackend) -> None:
+    first, _ = running(backend, group("g0", 0, "a", "b"), group("g1", 1, "c"))
+    first.say(None)
+    assert backend.poll() == [GroupLost("g0", "the worker of GPU 0 was killed by signal 9")]
+    backend.execute(ChangeGroup(group("g0", 0, "a")))  # decided before the loss was heard: void
+    backend.execute(StopGroup("g0"))
+    assert len(STARTED) == 2
+    backend.execute(StartGroup(group("g2", 0, "b", "a")))
+    assert STARTED[2].asked == ["+b", "+a"]
+
+
+def test_a_worker_that_others_end_lets_its_jobs_go_first(backend: LocalBackend) -> None:
+    """SIGTERM from outside: nobody joins it any more, and no job is blamed."""
+    (worker,) = running(backend, group("g0", 0, "a"))
+    worker.say(Left("a", 5, "checkpoint-5"), None)
+    assert isinstance(backend.poll()[0], GroupLost) and worker.asked == [] and not backend._deaths
+
+
+def test_a_job_that_kills_its_workers_fails(backend: LocalBackend) -> None:
+    for number in range(local.MOST_DEATHS):
+        worker = running(backend, group(f"g{number}", 0, "a", "b"))[-1]
+        worker.say(Stepped("b", number + 1, 0.1), None)
+        STARTED.clear()
+        events = backend.poll()
+    assert [type(event) for event in events] == [StepsDone, JobFailed, GroupLost]
+    assert isinstance(events[1], JobFailed) and events[1].job_id == "a" and "3 workers in a row" in events[1].reason
+
+
+def test_cancelled_and_rejected_jobs_end_the_day(tmp_path: Path) -> None:
+    arrivals = [(0.02, JobCancelled("a")), (0.0, submitted("a")), (0.0, submitted("b"))]
+    with LocalBackend(machine(tmp_path), {name: job(name) for name in "ab"}, arrivals) as backend:
+        assert backend.poll() + backend.poll() == [NodeAdded("local", (0, 1)), submitted("a"), submitted("b")]
+        backend.execute(RejectJob("b", "too large"))
+        assert backend.poll() == [JobCancelled("a")] and backend.now() >= 0.02
+        assert backend.poll() == [] and backend.poll() == []
+
+
+def test_time_passes_by_ticks(tmp_path: Path) -> None:
+    with LocalBackend(machine(tmp_path, tick_seconds=0.01), {"a": job("a")}, [(0.035, submitted("a"))]) as backend:
+        backend.poll()
+        found: list[Event] = []
+        while submitted("a") not in found:
+            found += backend.poll()
+        assert 1 <= found.count(Tick()) <= 4
+
+
+@pytest.mark.parametrize(
+    ("arrival", "why"),
+    [
+        (submitted("nobody"), "no order of that name"),
+        (submitted("b"), "whose spec has the same name"),
+        (submitted("a", gpus=2), "no data parallelism yet. Ask for 1"),
+        (submitted("a", base="gpt"), "there are base, other"),
+    ],
+)
+def test_orders_that_cannot_run_here_are_refused(tmp_path: Path, arrival: JobSubmitted, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        LocalBackend(machine(tmp_path), {"a": job("a"), "b": job("a")}, [(0.0, arrival)])
+
+
+def test_names_that_are_one_directory_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="differ in more than case"):
+        LocalBackend(machine(tmp_path), {"a": job("a"), "A": job("A")}, [])
+
+
+def test_a_group_on_two_gpus_is_refused(backend: LocalBackend) -> None:
+    with pytest.raises(ConfigError, match="no data parallelism yet. Take a policy without growth"):
+        backend.execute(StartGroup(replace(group("g0", 0, "a"), gpus=(0, 1))))
+
+
+def test_an_output_directory_has_one_back_end(backend: LocalBackend, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="in use by another back end"):
+        LocalBackend(machine(tmp_path), {}, [])
+    backend.close()
+    LocalBackend(machine(tmp_path), {}, []).close()

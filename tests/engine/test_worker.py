@@ -1,0 +1,257 @@
+"""A worker obeys between micro-batches: jobs join, leave and go on elsewhere as if they had never moved; one job's trouble is its own."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.tiny_runs import job, rows, run_spec, sha256, steps_taken, train
+from tlora.cluster.worker_process import Message, WorkerProcess
+from tlora.engine import worker as worker_room
+from tlora.engine.checkpoint import read_progress
+from tlora.engine.pace import Pace
+from tlora.engine.profile import ProfiledJob, profile_jobs
+from tlora.engine.worker import Worker
+from tlora.worker_protocol import (
+    Command,
+    Failed,
+    Finished,
+    Join,
+    Joined,
+    Leave,
+    Left,
+    Load,
+    Loaded,
+    Report,
+    Share,
+    Stepped,
+    Stop,
+)
+
+Answer = Callable[[Report], list[Command]]
+
+
+def orders(data: Path) -> list[dict[str, Any]]:
+    """One with dropout and evaluation, of several micro-batches a step; one whose checkpoints are rare; a short one."""
+    evaluated = {"path": str(data / "c.jsonl"), "eval_path": str(data / "held-out.jsonl")}
+    return [
+        job("mover", evaluated, lora_dropout=0.1, eval_steps=5, max_steps=14, batch_size=6, logging_steps=3, save_steps=4),
+        job("stays", str(data / "d.jsonl"), batch_size=9, max_steps=12, r=9),
+        job("short", str(data / "b.jsonl"), max_steps=3),
+    ]
+
+
+class Orders:
+    """The orders of this file, their tokenized data, and what `tlora.train` makes of them."""
+
+    def __init__(self, base: Path, data: Path, out: Path) -> None:
+        self.base, self.whole = base, out
+        self.run = run_spec(base, out, orders(data), deterministic=True)
+        self.shas = {name: sha256(Path(result.path)) for name, result in train(base, out, orders(data), deterministic=True).items()}
+        self.sets = profile_jobs(self.run)
+
+    def join(self, name: str) -> Join:
+        spec = next(spec for spec in self.run.jobs if spec.name == name)
+        made = self.sets[name]
+        assert isinstance(made, ProfiledJob)
+        return Join(spec, made.train_set, made.eval_set)
+
+    def load(self, out: Path) -> Load:
+        return Load(str(self.base), str(out), "cpu", time.time(), deterministic=True)
+
+
+@pytest.fixture(scope="module")
+def made(wide_base: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Orders:
+    return Orders(wide_base, data, tmp_path_factory.mktemp("whole") / "out")
+
+
+@pytest.fixture(autouse=True)
+def report_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_room, "REPORT_SECONDS", 0.0)
+
+
+def work(load: Load, first: list[Command], answer: Answer = lambda _: []) -> list[Report]:
+    """A worker in this process: it gets `first`, and after each report what `answer` says to it; with all jobs gone, Stop."""
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    told: list[Report] = []
+    inside = {command.job.name for command in first if isinstance(command, Join)}
+
+    def send(report: Report) -> None:
+        told.append(report)
+        for command in answer(report):
+            if isinstance(command, Join):
+                inside.add(command.job.name)
+            inbox.put(command)
+        if isinstance(report, Finished | Failed | Left):
+            inside.discard(report.job_id)
+            if not inside:
+                inbox.put(Stop())
+
+    for command in first:
+        inbox.put(command)
+    Worker(load, inbox, send).go_on()
+    return told
+
+
+def when(kind: type[Report], job_id: str, steps: int, *commands: Command) -> Answer:
+    """Say `commands` at the first report of that kind of the job at `steps` or later."""
+    left = [list(commands)]
+
+    def answer(report: Report) -> list[Command]:
+        if isinstance(report, kind) and getattr(report, "job_id", "") == job_id and getattr(report, "steps", 0) >= steps and left:
+            return left.pop()
+        return []
+
+    return answer
+
+
+def of(told: list[Report], kind: type[Report], job_id: str) -> list[Any]:
+    return [report for report in told if isinstance(report, kind) and getattr(report, "job_id", None) == job_id]
+
+
+def test_a_job_that_moves_ends_as_if_it_had_stayed(made: Orders, tmp_path: Path) -> None:
+    first: list[Command] = [Share(90), made.join("mover"), made.join("stays")]
+    told = work(made.load(tmp_path), first, when(Stepped, "mover", 6, Leave("mover")))
+    assert told[0] == Loaded()
+    (left,) = of(told, Left, "mover")
+    assert left.steps >= 6 and read_progress(Path(left.checkpoint)).step == left.steps
+    assert [report.steps for report in of(told, Joined, "mover")] == [0]
+    assert sha256(tmp_path / "stays") == made.shas["stays"] and of(told, Finished, "stays")[0].result["status"] == "done"
+
+    told = work(made.load(tmp_path), [Share(300, weights={"mover": 3.0}), made.join("short"), made.join("mover")])
+    assert [report.steps for report in of(told, Joined, "mover")] == [left.steps]
+    assert [report.steps for report in of(told, Stepped, "mover")] == list(range(left.steps + 1, 15))
+    assert sha256(tmp_path / "mover") == made.shas["mover"] and sha256(tmp_path / "short") == made.shas["short"]
+    for name in ("mover", "stays", "short"):
+        assert steps_taken(tmp_path / name) == steps_taken(made.whole / name)
+        assert {path.name for path in (tmp_path / name).iterdir()} == {path.name for path in (made.whole / name).iterdir()}
+
+
+def test_a_job_may_come_back_where_it_was(made: Orders, tmp_path: Path) -> None:
+    leave, back = when(Stepped, "stays", 3, Leave("stays")), when(Left, "stays", 3, made.join("stays"))
+    told = work(made.load(tmp_path), [made.join("stays"), made.join("mover")], lambda report: leave(report) + back(report))
+    assert len(of(told, Joined, "stays")) == 2
+    assert {name: sha256(tmp_path / name) for name in ("stays", "mover")} == {name: made.shas[name] for name in ("stays", "mover")}
+
+
+def test_a_job_may_leave_before_it_is_in(made: Orders, tmp_path: Path) -> None:
+    told = work(made.load(tmp_path), [made.join("short"), Leave("short"), Leave("nobody"), made.join("stays")])
+    assert of(told, Left, "short") == [Left("short", 0, None)] and not of(told, Joined, "short")
+    assert not of(told, Left, "nobody") and of(told, Finished, "stays")
+
+
+def test_a_finished_job_hands_over_again(made: Orders, tmp_path: Path) -> None:
+    work(made.load(tmp_path), [made.join("short")])
+    (tmp_path / "short" / "adapter_model.safetensors").unlink()
+    told = work(made.load(tmp_path), [made.join("short")])
+    assert of(told, Finished, "short") and not of(told, Joined, "short") and sha256(tmp_path / "short") == made.shas["short"]
+
+
+def test_stop_checkpoints_all(made: Orders, tmp_path: Path) -> None:
+    told = work(made.load(tmp_path), [made.join("mover"), made.join("stays")], when(Stepped, "stays", 5, Stop()))
+    for name in ("mover", "stays"):
+        (left,) = of(told, Left, name)
+        assert left.steps == of(told, Stepped, name)[-1].steps and read_progress(Path(left.checkpoint)).step == left.steps
+        assert rows(tmp_path / name / "metrics.jsonl")[-1]["seconds"] < 60
+    work(made.load(tmp_path), [made.join("mover"), made.join("stays")])
+    assert {name: sha256(tmp_path / name) for name in ("stays", "mover")} == {name: made.shas[name] for name in ("stays", "mover")}
+
+
+def test_the_budget_follows_the_plan_and_holds_the_longest_sample(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
+    count = worker_room.Engine._count
+    monkeypatch.setattr(worker_room.Engine, "_count", lambda self, packed: (used.append(packed.budget), count(self, packed))[1])
+    work(made.load(tmp_path), [Share(1), made.join("mover")], when(Stepped, "mover", 5, Share(300)))
+    profile = made.sets["mover"]
+    assert isinstance(profile, ProfiledJob)
+    assert used[0] == profile.profile.longest_sample_tokens and used[-1] == 300 and set(used) == {used[0], 300}
+
+
+def test_a_bad_job_fails_alone(made: Orders, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": 7}\n')
+    bad = run_spec(
+        made.base, tmp_path, [job("bad", str(tmp_path / "bad.jsonl")), job("wrong", str(data / "a.jsonl"), target_modules=["no"])]
+    )
+    told = work(made.load(tmp_path / "out"), [made.join("stays"), *(Join(spec) for spec in bad.jobs)])
+    assert "line 2" in of(told, Failed, "bad")[0].reason and "no" in of(told, Failed, "wrong")[0].reason
+    assert sha256(tmp_path / "out" / "stays") == made.shas["stays"]
+    assert '"failed"' in (tmp_path / "out" / "bad" / "result.json").read_text()
+
+
+def test_another_order_of_the_same_name_does_not_go_on_from_its_checkpoints(made: Orders, tmp_path: Path) -> None:
+    work(made.load(tmp_path), [made.join("stays")], when(Stepped, "stays", 2, Leave("stays")))
+    join = made.join("stays")
+    other = Join(join.job.model_copy(update={"learning_rate": 0.5}), join.train_set)
+    assert "learning_rate" in of(work(made.load(tmp_path), [other]), Failed, "stays")[0].reason
+
+
+def test_data_is_prepared_where_it_was_not_before(made: Orders, tmp_path: Path) -> None:
+    join = made.join("short")
+    told = work(made.load(tmp_path), [Join(join.job, train_set=str(tmp_path / "gone"))])
+    assert of(told, Finished, "short") and sha256(tmp_path / "short") == made.shas["short"]
+
+
+def test_steps_are_paced_by_the_moment_that_they_were_through() -> None:
+    pace = Pace(4, 10.0)
+    pace.see(4, 11.0)
+    assert pace.take() is None
+    pace.see(5, 12.0)
+    pace.see(6, 13.0)
+    pace.see(6, 20.0)
+    assert pace.take() == (6, 1.5)
+    assert pace.take() is None
+    pace.see(7, 21.0)
+    assert pace.take() == (7, 8.0)
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+
+def hear(inbox: queue.SimpleQueue[Message], kind: type[Report] | None, job_id: str = "") -> Any:
+    """The next report of that kind (None: the end)."""
+    while True:
+        _, report = inbox.get(timeout=60)
+        if kind is None and report is None:
+            return None
+        if kind is not None and isinstance(report, kind) and (not job_id or getattr(report, "job_id", "") == job_id):
+            return report
+        assert report is not None, "the worker has ended"
+
+
+@pytest.mark.parametrize("how", ["sigterm", "end of stdin"])
+def test_a_worker_that_is_ended_has_checkpointed_all(made: Orders, data: Path, tmp_path: Path, how: str) -> None:
+    """The process and its two lines; a job that runs long is cut short, and goes on in another worker."""
+    spec = run_spec(made.base, tmp_path, [job("long", str(data / "c.jsonl"), max_steps=100_000, batch_size=6)]).jobs[0]
+    inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    process = WorkerProcess(0, made.load(tmp_path / "out"), tmp_path / "log", inbox)
+    process.send(Share(90))
+    process.send(Join(spec, train_set=made.join("mover").train_set))
+    hear(inbox, Joined, "long")
+    hear(inbox, Stepped, "long")
+    if how == "sigterm":
+        os.kill(process.process.pid, signal.SIGTERM)
+    else:
+        process._stdin.close()
+    left = hear(inbox, Left, "long")
+    hear(inbox, None)
+    process.reap(25.0)
+    assert process.process.returncode == (143 if how == "sigterm" else 0)
+    assert left.steps > 0 and read_progress(Path(left.checkpoint)).step == left.steps
+    told = work(made.load(tmp_path / "out"), [Join(spec, made.join("mover").train_set)], when(Joined, "long", 0, Stop()))
+    assert of(told, Joined, "long")[0].steps == left.steps
+
+
+def test_a_worker_without_a_base_says_why(made: Orders, tmp_path: Path) -> None:
+    inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    process = WorkerProcess(3, Load(str(tmp_path / "none"), str(tmp_path), "cpu", 0.0), tmp_path / "log", inbox)
+    hear(inbox, None)
+    process.reap(25.0)
+    ended = process.how_it_ended()
+    assert "worker of GPU 3 ended with exit status 1" in ended and "no such directory" in ended and str(tmp_path / "log") in ended

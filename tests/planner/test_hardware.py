@@ -1,0 +1,192 @@
+"""The constants that are shipped: each with its source, true to the points that they were fitted to; and files that break the rules."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tlora.errors import ConfigError
+from tlora.planner.cost import BaseConstants, CostModel
+from tlora.planner.hardware import cost_model, extrapolated_fields, load_constants
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = json.loads((ROOT / "src/tlora/planner/constants/h200.json").read_text())
+ALL = [(gpu, kernels, base) for gpu, sets in SHIPPED.items() for kernels, bases in sets.items() for base in bases]
+EACH = pytest.mark.parametrize(("gpu", "kernels", "base"), ALL)
+NUMBERS = [f.name for f in fields(BaseConstants) if f.name != "source"]
+
+
+def points(gpu: str, kernels: str, base: str) -> list[dict[str, Any]]:
+    return SHIPPED[gpu][kernels][base]["points"]
+
+
+def test_both_kernels_know_both_bases() -> None:
+    assert {(kernels, base) for _, kernels, base in ALL} == {(k, b) for k in ("tlora", "peft") for b in ("llama-3-8b", "qwen3-0.6b")}
+    assert [(g, k, b) for g, sets in load_constants().items() for k, bases in sets.items() for b in bases] == ALL
+
+
+@EACH
+def test_every_field_has_a_source_and_the_files_named_in_it_exist(gpu: str, kernels: str, base: str) -> None:
+    constants = load_constants()[gpu][kernels][base]
+    assert list(constants.source) == NUMBERS
+    texts = [*constants.source.values(), *(point["source"] for point in points(gpu, kernels, base))]
+    for text in texts:
+        assert text.strip()
+        for word in text.replace(",", " ").replace(")", " ").replace("(", " ").replace(";", " ").replace(":", " ").split():
+            assert not word.startswith("bench/results/") or (ROOT / word).is_file(), word
+
+
+@EACH
+def test_the_points_are_in_the_files_that_they_name(gpu: str, kernels: str, base: str) -> None:
+    for point in points(gpu, kernels, base):
+        name = point["source"].split(",")[0]
+        if not name.startswith("bench/results/") or "recomputed layers" in point["source"]:
+            continue
+        rows = json.loads((ROOT / name).read_text())["rows"]
+        assert any(row.get("tokens_per_second") == pytest.approx(point["tokens_per_second"], abs=0.06) for row in rows), point
+
+
+def test_the_point_that_is_carried_on_from_recomputed_layers_is_so() -> None:
+    rows = json.loads((ROOT / "bench/results/h200_memory.json").read_text())["rows"]
+    seconds = {
+        (row["token_budget"], row["recomputed_layers"]): row["token_budget"] / row["tokens_per_second"]
+        for row in rows
+        if row["tokens_per_second"] is not None
+    }
+    carried_on = {budget: 2 * seconds[budget, 16] - seconds[budget, 32] for budget in (2048, 8192, 16384)}
+    (point,) = [point for point in points("h200", "tlora", "llama-3-8b") if point["tokens"] == 2048]
+    assert 2048 / carried_on[2048] == pytest.approx(point["tokens_per_second"], abs=0.06)
+    assert carried_on[8192] == pytest.approx(seconds[8192, 0], rel=1e-4)
+    assert carried_on[16384] == pytest.approx(seconds[16384, 0], rel=4e-3)
+
+
+@EACH
+def test_the_points_are_met_within_two_percent(gpu: str, kernels: str, base: str) -> None:
+    cost = cost_model(gpu, kernels)
+    for point in points(gpu, kernels, base):
+        assert cost.capacity(base, point["tokens"], 1, 1, point["members"]) == pytest.approx(point["tokens_per_second"], rel=0.02)
+
+
+@pytest.mark.parametrize("kernels", ["tlora", "peft"])
+def test_speed_and_launch_are_the_least_squares_fit_of_the_points(kernels: str) -> None:
+    constants = load_constants()["h200"][kernels]["llama-3-8b"]
+    measured = points("h200", kernels, "llama-3-8b")
+    tokens, members, speed = (np.array([float(p[key]) for p in measured]) for key in ("tokens", "members", "tokens_per_second"))
+    seconds = tokens / speed
+    known = 1 - constants.member_seconds * (members - 1) / seconds
+    (launch, per_token), *_ = np.linalg.lstsq(np.stack([1 / seconds, tokens / seconds], axis=1), known, rcond=None)
+    assert constants.launch_seconds == pytest.approx(launch, rel=1e-3)
+    assert constants.tokens_per_second == pytest.approx(1 / per_token, rel=1e-3)
+
+
+def test_measured_peaks_of_memory_are_met_within_two_percent() -> None:
+    found = json.loads((ROOT / "bench/results/h200_memory.json").read_text())
+    parameters = 2 * (8 + 16 + 32 + 64) * 32 * (2 * 8192 + 2 * 5120 + 3 * 18432)  # eight all-linear adapters of Llama-3-8B's shape
+    cost = cost_model()
+    rows = [row for row in found["rows"] if not row["recomputed_layers"]]
+    assert len(rows) == 3
+    for row in rows:
+        assert cost.memory_bytes("llama-3-8b", parameters, row["token_budget"]) == pytest.approx(row["peak_bytes"], rel=0.02)
+
+
+def test_fused_kernels_are_faster_at_every_budget_of_the_8b_shape() -> None:
+    ours, peft = cost_model(), cost_model(kernels="peft")
+    for tokens in CostModel.budgets:
+        assert ours.capacity("llama-3-8b", tokens, 1, 1, 1) > peft.capacity("llama-3-8b", tokens, 1, 1, 1)
+
+
+@EACH
+def test_what_nobody_measured_is_told(gpu: str, kernels: str, base: str) -> None:
+    constants = load_constants()[gpu][kernels][base]
+    found = extrapolated_fields(constants)
+    assert {"member_seconds", "exchange_seconds", "exchange_between_nodes_seconds"} <= set(found)
+    assert not {"base_bytes", "gpu_bytes", "activation_bytes_per_token"} & set(found)
+    assert all(text and constants.source[name].endswith(text) for name, text in found.items())
+
+
+def test_two_names_can_have_the_constants_of_one_base() -> None:
+    cost = cost_model(bases={"llama-3-8b": "llama-3-8b", "llama-3-8b-instruct": "llama-3-8b"})
+    assert cost.constants["llama-3-8b-instruct"] == cost.constants["llama-3-8b"] == load_constants()["h200"]["tlora"]["llama-3-8b"]
+    cost.observe("llama-3-8b", 1, 1, 1.0, 2.0)
+    assert cost.capacity("llama-3-8b", 4096, 1, 1, 1) < cost.capacity("llama-3-8b-instruct", 4096, 1, 1, 1)
+
+
+def test_constants_can_be_scaled_and_say_so() -> None:
+    plain, scaled = cost_model().constants, cost_model(scale={"launch_seconds": 1.3, "member_seconds": 0.7}).constants
+    for base, constants in plain.items():
+        found = scaled[base]
+        assert found.launch_seconds == pytest.approx(1.3 * constants.launch_seconds)
+        assert found.member_seconds == pytest.approx(0.7 * constants.member_seconds)
+        assert found.tokens_per_second == constants.tokens_per_second
+        assert found.source["launch_seconds"] == f"{constants.source['launch_seconds']}; scaled by 1.3"
+        assert set(extrapolated_fields(found)) == set(extrapolated_fields(constants))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gpu": "abacus"}, "'abacus': there is no such type of GPU; name one of h200"),
+        ({"kernels": "fast"}, "'fast': there is no such set of kernels on h200; name one of peft, tlora"),
+        ({"bases": {"mine": "llama"}}, "'llama': there is no such base with .* tlora on h200; name one of llama-3-8b, qwen3-0.6b"),
+        ({"scale": {"speed": 1.0}}, "'speed': there is no such constant; scale one of tokens_per_second, "),
+        ({"scale": {"launch_seconds": 0.0}}, "launch_seconds: 0.0 must be a number above 0"),
+        ({"scale": {"launch_seconds": float("nan")}}, "launch_seconds: nan must be a number above 0"),
+    ],
+)
+def test_what_there_is_not_is_refused_with_what_there_is(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cost_model(**arguments)
+
+
+def entry() -> dict[str, Any]:
+    return {"mine": {"tlora": {"tiny": {"fields": {name: {"value": 2, "source": "by hand"} for name in NUMBERS}}}}}
+
+
+def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text(json.dumps(entry()))
+    found = load_constants(tmp_path / "mine.json")
+    assert found == {"mine": {"tlora": {"tiny": BaseConstants(*[2.0] * len(NUMBERS), source=dict.fromkeys(NUMBERS, "by hand"))}}}
+
+
+BREAKS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (lambda given: given.pop("gpu_bytes"), "mine: tlora: tiny: gpu_bytes is missing; give each of tokens_per_second, "),
+    (lambda given: given.update(speed=1), "tiny: speed is no field of it"),
+    (lambda given: given.update(gpu_bytes=3), "gpu_bytes: 3 must be a JSON object"),
+    (lambda given: given["gpu_bytes"].pop("source"), 'gpu_bytes: "source" is None, and must say where it was measured'),
+    (lambda given: given["gpu_bytes"].update(source=" "), "\"source\" is ' ', and must say"),
+    (lambda given: given["gpu_bytes"].update(value=0), 'gpu_bytes: "value" is 0, and must be a number above 0'),
+    (lambda given: given["member_seconds"].update(value=-1), 'member_seconds: "value" is -1, and must be a number from 0'),
+    (lambda given: given["member_seconds"].update(value="1"), "\"value\" is '1', and must be a number"),
+    (lambda given: given["member_seconds"].update(value=True), '"value" is True, and must be a number'),
+    (lambda given: given["member_seconds"].update(value=float("inf")), '"value" is inf, and must be a number'),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), BREAKS)
+def test_a_wrong_field_is_refused_with_its_place(tmp_path: Path, damage: Callable[[dict[str, Any]], Any], message: str) -> None:
+    content = entry()
+    damage(content["mine"]["tlora"]["tiny"]["fields"])
+    (tmp_path / "mine.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=message):
+        load_constants(tmp_path / "mine.json")
+
+
+def test_no_member_and_no_exchange_may_cost_nothing(tmp_path: Path) -> None:
+    content = entry()
+    content["mine"]["tlora"]["tiny"]["fields"]["member_seconds"]["value"] = 0
+    (tmp_path / "mine.json").write_text(json.dumps(content))
+    assert load_constants(tmp_path / "mine.json")["mine"]["tlora"]["tiny"].member_seconds == 0.0
+
+
+@pytest.mark.parametrize("text", ["{", None])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "mine.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"mine\.json: constants must be a JSON file that can be read"):
+        load_constants(tmp_path / "mine.json")

@@ -1,0 +1,243 @@
+"""The page of a simulation: whole for no job, one and two thousand, its numbers those that it was given, nothing loaded or run."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from dataclasses import replace
+from html import unescape
+from typing import Any
+
+import plotly.graph_objects as go
+import pytest
+from pages import PageReader, read_charts, unpack
+
+from tlora.report.simulation_charts import column_means
+from tlora.report.simulation_page import simulation_page
+from tlora.report.simulation_tables import GROUPS, TIMES, format_metrics, metric_text
+from tlora.report.simulation_view import PolicyView, SimulationView
+from tlora.report.wording import DASH
+
+NAMES = [("residual_capacity", "tlora"), ("fifo", "tlora"), ("fifo", "peft")]
+CONSTANTS = [
+    {"kernels": "tlora", "base": "llama", "field": "tokens_per_second", "value": 16_000.0, "source": "bench/results/h200.json"},
+    {"kernels": "tlora", "base": "llama", "field": "exchange_seconds", "value": 0.02, "source": "extrapolated: one GPU was at hand"},
+]
+
+
+def make_policy(at: int, jobs: int, gpus: int) -> PolicyView:
+    dice = random.Random(at)
+    policy, kernels = NAMES[at]
+    jct = [dice.lognormvariate(8, 1.5) * (at + 1) for _ in range(jobs)]
+    metrics = {metric.key: 1000.0 * (at + 1) for metrics in GROUPS.values() for metric in metrics if jobs}
+    metrics |= {"jobs_unfinished": 0.0, "jobs_done": float(jobs)}
+    spans: list[dict[str, Any]] = []
+    for index in range(jobs):
+        first, start = dice.randrange(gpus), dice.uniform(0, 1e6)
+        row = {"group_id": f"g{index // 3}", "base_model": ("llama", "qwen")[index % 2], "gpus": tuple({first, (first + 1) % gpus})}
+        spans.append(row | {"start_seconds": start, "end_seconds": start + dice.uniform(1, 1e4), "job_ids": (f"job-{index}", "job-0")})
+    seconds = [at * 500.0 for at in range(jobs)]
+    samples = {key: [dice.random() for _ in seconds] for key in ("waiting_jobs", "allocated_share", "useful_share")} | {"seconds": seconds}
+    return PolicyView(f"{policy} ({kernels})", policy, kernels, metrics, jct, samples, 500.0 * jobs, spans)
+
+
+def make_view(jobs: int, gpus: int = 128, policies: int = 3) -> SimulationView:
+    made = [make_policy(at, jobs, gpus) for at in range(policies)]
+    ratios: list[dict[str, Any]] = []
+    keys = [metric.key for metrics in GROUPS.values() for metric in metrics]
+    for against in reversed(range(policies)):
+        for at in range(policies):
+            row = dict.fromkeys(keys, (against + 1) / (at + 1) if jobs else math.nan)
+            ratios.append({"name": made[at].name, "against": made[against].name, "jobs_compared": jobs} | row)
+    settings = {"trace": "made-up", "GPUs": gpus, "load": 0.9, "seed": 0, "filters": "none"}
+    return SimulationView(f"{jobs} jobs", gpus, settings, made, ratios, made[-1].name, constants=CONSTANTS)
+
+
+@pytest.mark.parametrize("jobs", [0, 1, 2000])
+def test_page_of_none_one_and_two_thousand_jobs(jobs: int) -> None:
+    page = simulation_page(make_view(jobs))
+    reader = PageReader(page)
+    settings, *metrics_tables, reference, mean, p99, constants = reader.tables
+    assert dict(settings[1:]) == {"trace": "made-up", "GPUs": "128", "load": "0.9", "seed": "0", "filters": "none"}
+    for table, metrics in zip(metrics_tables, GROUPS.values(), strict=True):
+        assert table[0] == ["policy", *(metric.label for metric in metrics)]
+        assert [row[0] for row in table[1:]] == [f"{policy} ({kernels})" for policy, kernels in NAMES]
+    assert "extrapolated" in reader.text and "exchange_seconds. See Constants." in reader.text
+    assert [row[4] for row in constants[1:]] == ["measured", "extrapolated"] and constants[2][5] == "one GPU was at hand"
+    expected = {"Completion times", "Jobs that wait", "Useful utilisation", "Allocated GPUs"} if jobs else set()
+    assert set(read_charts(page)) == expected
+    assert ("gantt-canvas" in reader.attributes("id")) == bool(jobs)
+    if jobs:
+        assert [row[1] for row in reference[1:]] == [f"{ratio}{TIMES}" for ratio in ("3.00", "1.50", "1.00")]
+        assert reference[1][-1] == f"{jobs:,}"
+        expected_mean = (("1.00", "2.00", "3.00"), ("0.50", "1.00", "1.50"), ("0.33", "0.67", "1.00"))
+        assert [row[1:] for row in mean[1:]] == [[f"{ratio}{TIMES}" for ratio in row] for row in expected_mean]
+        assert p99[1:] == mean[1:] and metrics_tables[0][1][1] == metric_text("duration", 1000.0)
+    assert len(page) < 3e6
+
+
+@pytest.fixture(scope="module")
+def many() -> tuple[SimulationView, str]:
+    view = make_view(2000)
+    return view, simulation_page(view)
+
+
+def test_plotly_takes_every_figure(many: tuple[SimulationView, str]) -> None:
+    for figure in read_charts(many[1]).values():
+        go.Figure(data=figure["data"], layout=figure["layout"])
+        assert {trace["legendgroup"] for trace in figure["data"]} == {policy.name for policy in many[0].policies}
+
+
+def test_completion_times_are_the_jobs(many: tuple[SimulationView, str]) -> None:
+    view, page = many
+    for trace, policy in zip(read_charts(page)["Completion times"]["data"], view.policies, strict=True):
+        jct = sorted(policy.jct_seconds)
+        assert (
+            len(trace["x"]) <= 400
+            and trace["x"][0] == pytest.approx(jct[0], rel=1e-4)
+            and trace["x"][-1] == pytest.approx(jct[-1], rel=1e-4)
+        )
+        assert trace["y"][-1] == 100 and trace["y"] == sorted(trace["y"])
+        middle = min(range(len(trace["y"])), key=lambda at: abs(trace["y"][at] - 50))
+        assert trace["x"][middle] == pytest.approx(jct[len(jct) // 2], rel=0.05)
+    axis = read_charts(page)["Completion times"]["layout"]["xaxis"]
+    assert axis["type"] == "log" and axis["range"][0] < math.log10(1e3) < axis["range"][1]
+
+
+def test_kernels_differ_by_dashes_and_policies_by_colour(many: tuple[SimulationView, str]) -> None:
+    lines = {trace["legendgroup"]: trace["line"] for trace in read_charts(many[1])["Completion times"]["data"]}
+    ours, fifo, plain = (lines[f"{policy} ({kernels})"] for policy, kernels in NAMES)
+    assert ours["color"] != fifo["color"] == plain["color"]
+    assert (ours["dash"], fifo["dash"], plain["dash"]) == ("solid", "solid", "dash")
+    assert "Dashed: with other kernels than tlora." in PageReader(many[1]).text
+
+
+def test_means_over_time_are_those_of_the_steps() -> None:
+    edges = [0.0, 10.0, 20.0, 30.0, 40.0]
+    means = column_means([5.0, 12.0, 14.0], [1.0, 3.0, 5.0], 25.0, edges)
+    assert means[:3] == [pytest.approx(1.0), pytest.approx((2 * 1 + 2 * 3 + 6 * 5) / 10), pytest.approx(5.0)]
+    assert math.isnan(means[3])
+    assert all(math.isnan(mean) for mean in column_means([], [], 25.0, edges))
+    assert math.isnan(column_means([0.0], [1.0], 10.0 * (1 + 1e-12), edges)[1])
+
+
+def test_gain_against_load_is_the_ratio_at_the_same_load_and_seed() -> None:
+    seconds = {
+        ("ours", 0.5): (10.0, 20.0),
+        ("ours", 1.0): (50.0, 40.0),
+        ("fifo (peft)", 0.5): (20.0, 60.0),
+        ("fifo (peft)", 1.0): (200.0, 240.0),
+    }
+    rows = [
+        {"name": name, "load": load, "seed": seed, "mean_jct_seconds": value}
+        for (name, load), values in seconds.items()
+        for seed, value in enumerate(values)
+    ]
+    page = simulation_page(replace(make_view(1), sweep=rows))
+    (trace,) = read_charts(page)["Gain against load"]["data"]
+    assert trace["legendgroup"] == "ours" and trace["x"] == [0.5, 1] and trace["y"] == [2.5, 5]
+    assert trace["error_y"]["array"] == [0.5, 1] and trace["error_y"]["arrayminus"] == [0.5, 1]
+    assert "ours" in PageReader(page).attributes("data-group")
+    assert "Mean JCT of fifo (peft) over that of each policy" in PageReader(page).text
+    assert "Gain against load" not in read_charts(simulation_page(replace(make_view(1), sweep=[row for row in rows if row["load"] == 1.0])))
+    others = [row | {"name": f"{row['name']}, gpus 64", "reference": "ours, gpus 64"} for row in rows]
+    charts = read_charts(simulation_page(replace(make_view(1), sweep=[*rows, *others])))
+    curves = {trace["legendgroup"]: trace["y"] for trace in charts["Gain against load"]["data"]}
+    assert set(curves) == {"ours", "fifo (peft), gpus 64"} and curves["fifo (peft), gpus 64"] == pytest.approx([5 / 12, 5 / 24], rel=1e-4)
+    with pytest.raises(AssertionError, match="two rows of the sweep"):
+        simulation_page(replace(make_view(1), sweep=[*rows, rows[0]]))
+
+
+def test_groups_hold_every_stretch(many: tuple[SimulationView, str]) -> None:
+    view, page = many
+    data = json.loads(unpack(page, "gantt-data"))
+    first = min(span["start_seconds"] for policy in view.policies for span in policy.spans)
+    assert data["gpus"] == 128 and len(data["colours"]) == len(data["bases"]) == 2
+    for packed, policy in zip(data["policies"], view.policies, strict=True):
+        spans = packed["spans"]
+        assert packed["name"] == policy.name and len(spans["start"]) == len(policy.spans)
+        for at, span in enumerate(policy.spans):
+            assert spans["start"][at] == pytest.approx(span["start_seconds"] - first, abs=1e-3)
+            assert spans["end"][at] == pytest.approx(span["end_seconds"] - first, abs=1e-3)
+            runs = spans["rows"][at]
+            assert [gpu for low, high in zip(runs[::2], runs[1::2], strict=True) for gpu in range(low, high + 1)] == sorted(span["gpus"])
+            assert tuple(data["jobs"][job] for job in spans["jobs"][at]) == span["job_ids"]
+            assert spans["names"][spans["group"][at]] == span["group_id"] and data["bases"][spans["base"][at]] == span["base_model"]
+
+
+def test_the_shortest_stretches_go_first_and_the_page_says_so() -> None:
+    view = make_view(1, policies=1)
+    row = view.policies[0].spans[0]
+    spans = [row | {"start_seconds": float(at), "end_seconds": at + (1.0 if at % 5 else 0.5)} for at in range(25_000)]
+    page = simulation_page(replace(view, policies=[replace(view.policies[0], spans=spans)]))
+    (packed,) = json.loads(unpack(page, "gantt-data"))["policies"]
+    assert len(packed["spans"]["start"]) == 20_000 and packed["spans"]["start"] == sorted(packed["spans"]["start"])
+    assert min(end - start for start, end in zip(packed["spans"]["start"], packed["spans"]["end"], strict=True)) == 1.0
+    assert "Left out, the shortest stretches: 5,000 of residual_capacity (tlora)." in PageReader(page).text
+
+
+def test_names_from_outside_are_text_and_nothing_is_loaded() -> None:
+    evil = '</script><img src=x onerror="alert(1)">'
+    view = make_view(3)
+    policies = [replace(policy, name=policy.name + evil, policy=evil, kernels=evil) for policy in view.policies]
+    spans = [row | {"group_id": evil, "base_model": evil, "job_ids": (evil,)} for row in policies[0].spans]
+    ratios = [row | {"name": row["name"] + evil, "against": row["against"] + evil} for row in view.ratios]
+    constants = [{key: evil if isinstance(value, str) else value for key, value in row.items()} for row in view.constants]
+    settings = {evil: evil}
+    view = SimulationView(
+        evil, 128, settings, [replace(policies[0], spans=spans), *policies[1:]], ratios, view.reference + evil, (), constants
+    )
+    page = simulation_page(view)
+    reader = PageReader(page)
+    assert not [tag for tag, _ in reader.elements if tag in ("img", "a", "iframe")] and evil in reader.text
+    assert [value for key in ("src", "srcset", "action", "data", "poster", "onerror") for value in reader.attributes(key)] == []
+    assert reader.attributes("href") == ["data:,"] and not re.search(r"https?://|@import|url\(", page)
+    labels = [trace["name"] for figure in read_charts(page).values() for trace in figure["data"]]
+    assert labels and all("<" not in label and evil in unescape(label) for label in labels)
+
+
+def test_unfinished_jobs_are_said() -> None:
+    view = make_view(2)
+    metrics = dict(view.policies[1].metrics) | {"jobs_unfinished": 7.0}
+    page = simulation_page(replace(view, policies=[view.policies[0], replace(view.policies[1], metrics=metrics), view.policies[2]]))
+    assert "fifo (tlora): 7 jobs had not ended; its completion times are without them." in PageReader(page).text
+
+
+def test_the_best_reads_better_than_the_others() -> None:
+    view = make_view(2)
+    cells = re.findall(r'<td class="number"[^>]*><b class="good">(.*?)</b>', simulation_page(view))
+    assert cells.count(metric_text("duration", 1000.0)) == 5  # four of JCT and makespan, in the first row
+    same = [replace(policy, metrics=view.policies[0].metrics) for policy in view.policies]
+    assert '<b class="good">' not in simulation_page(replace(view, policies=same))
+
+
+def test_text_table_lines_up() -> None:
+    rows: list[dict[str, float | str]] = [
+        {"name": "residual_capacity (tlora)", "mean_jct_seconds": 17_000.0, "p99_jct_seconds": 400_000.0, "queueing_share": 0.25},
+        {"name": "fifo (peft)", "mean_jct_seconds": 200.0, "median_jct_seconds": 9.0, "decision_milliseconds": 0.5},
+    ]
+    head, line, ours, fifo = format_metrics(rows).splitlines()
+    assert head.split()[:3] == ["policy", "mean", "JCT"] and set(line) == {"-"} and len(line) <= 120
+    assert "4.72 h" in ours and "4.63 d" in ours and "25.0 %" in ours and "3.33 min" in fifo and "9 s" in fifo and "0.5 ms" in fifo
+    assert head.index("mean JCT") + len("mean JCT") == ours.index("4.72 h") + len("4.72 h") == fifo.index("3.33 min") + len("3.33 min")
+    assert format_metrics([]).startswith("policy")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "text"),
+    [
+        ("duration", 7200.0, "2 h 0 min"),
+        ("share", 0.001234, "0.123 %"),
+        ("share", 0.5, "50.0 %"),
+        ("ratio", 1.234, "1.23"),
+        ("ratio", 1234.5, "1,234"),
+        ("rate", 123_456.0, "123 k"),
+        ("count", 1500.0, "1,500"),
+        ("milliseconds", 0.1234, "0.123 ms"),
+        ("ratio", math.nan, DASH),
+    ],
+)
+def test_numbers_have_their_units(kind: Any, value: float, text: str) -> None:
+    assert metric_text(kind, value) == text

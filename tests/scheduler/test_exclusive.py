@@ -1,0 +1,219 @@
+"""Policies that give each job GPUs of its own: who starts, who waits, who gives way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+
+from tests.scheduler.mirror import MOVES, Mirror, Move, Story, made_cost, made_scheduler, made_spec, tell
+from tlora.protocol import Action, Event, GpusLost, JobFinished, NodeAdded, StartGroup, StopGroup, Tick
+from tlora.scheduler.draft import Draft, has_room
+from tlora.scheduler.exclusive import backfill, fifo, las, sjf, srtf
+from tlora.scheduler.policies import POLICIES
+from tlora.scheduler.scheduler import Policy, Scheduler
+from tlora.scheduler.state import ClusterState, Job
+from tlora.scheduler.waiting import arrival
+
+EXCLUSIVE = {"fifo": fifo, "backfill": backfill, "sjf": sjf, "srtf": srtf, "las": las}
+DECIDES = (Tick, NodeAdded, GpusLost)  # after these the policy was asked for certain
+WORK_CONSERVING = ("backfill", "sjf", "srtf", "las", "memory", "tlora")
+
+
+def started(actions: list[Action]) -> list[str]:
+    return [name for action in actions if isinstance(action, StartGroup) for name in action.group.job_ids]
+
+
+def running(scheduler: Scheduler) -> set[str]:
+    return {name for name, job in scheduler.state.jobs.items() if job.status == "placed"}
+
+
+def steps_through(policy: Policy, moves: list[Move]) -> Iterator[tuple[Event, ClusterState, list[Action]]]:
+    """Plays `moves`, and gives the event, the state after it and what was done."""
+    scheduler, mirror, story, now = Scheduler(policy, made_cost()), Mirror(), Story(), 0.0
+    for node in range(story.nodes):
+        tell(scheduler, mirror, NodeAdded(f"n{node}", tuple(range(4 * node, 4 * node + 4)), f"r{node // 2}"), now)
+    for move in moves:
+        now += move[3]
+        event = story.event(move, scheduler.state)
+        actions = tell(scheduler, mirror, event, now)
+        yield event, scheduler.state, actions
+
+
+# -- all of them -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EXCLUSIVE)
+@given(moves=MOVES)
+def test_each_job_has_the_gpus_that_it_asked_for_to_itself(name: str, moves: list[Move]) -> None:
+    for _, state, _ in steps_through(EXCLUSIVE[name](), moves):
+        for known in state.groups.values():
+            (job_id,) = known.group.job_ids
+            assert len(known.group.gpus) == state.jobs[job_id].spec.gpus
+
+
+@pytest.mark.parametrize("name", WORK_CONSERVING)
+@given(moves=MOVES)
+def test_nobody_waits_who_would_fit(name: str, moves: list[Move]) -> None:
+    for _, state, _ in steps_through(POLICIES[name](), moves):
+        for job_id in state.pending:
+            assert Draft(state).allocate(state.jobs[job_id].spec.gpus) is None, f"{job_id} could start"
+
+
+@pytest.mark.parametrize("name", EXCLUSIVE)
+def test_the_higher_priority_goes_first(name: str) -> None:
+    scheduler = made_scheduler(EXCLUSIVE[name](), 1)
+    scheduler.handle(made_spec("first", priority=9.0, steps=10), 0.0)
+    scheduler.handle(made_spec("low", steps=1), 1.0)
+    scheduler.handle(made_spec("high", steps=5000, priority=2.0), 2.0)
+    assert started(scheduler.handle(JobFinished("first"), 3.0)) == ["high"]
+
+
+@pytest.mark.parametrize("name", [*EXCLUSIVE, "memory"])
+@given(moves=MOVES)
+def test_asked_again_nothing_is_left_to_want(name: str, moves: list[Move]) -> None:
+    for event, state, _ in steps_through(POLICIES[name](), moves):
+        if isinstance(event, DECIDES):
+            assert POLICIES[name]()(state) == []
+
+
+def test_nothing_is_wanted_where_nobody_waits() -> None:
+    for policy in EXCLUSIVE.values():
+        assert policy()(ClusterState(made_cost())) == []
+
+
+# -- first in, first out ---------------------------------------------------------------------------------------------------
+
+
+@given(moves=MOVES)
+def test_strict_fifo_never_starts_a_job_before_an_earlier_one(moves: list[Move]) -> None:
+    for _, state, actions in steps_through(fifo(), moves):
+        waits = [arrival(state.jobs[name]) for name in state.pending]
+        assert all(arrival(state.jobs[name]) < min(waits, default=(1e9,)) for name in started(actions))
+
+
+def test_fifo_waits_behind_the_first_and_backfill_does_not() -> None:
+    for policy, then in ((fifo, set()), (backfill, {"small"})):
+        scheduler = made_scheduler(policy(), 4)
+        scheduler.handle(made_spec("runs", 3), 0.0)
+        scheduler.handle(made_spec("large", 4), 1.0)
+        scheduler.handle(made_spec("small", 1), 2.0)
+        assert running(scheduler) == {"runs"} | then
+
+
+def test_a_job_that_lost_its_gpus_is_as_early_as_it_was() -> None:
+    scheduler = made_scheduler(fifo(), 1, 1)
+    for name in ("a", "b", "c"):
+        scheduler.handle(made_spec(name), 0.0)
+    scheduler.handle(GpusLost((0,)), 1.0)
+    assert list(scheduler.state.pending) == ["c", "a"]
+    assert started(scheduler.handle(JobFinished("b"), 2.0)) == ["a"]
+
+
+# -- by remaining time -------------------------------------------------------------------------------------------------------
+
+
+def test_the_shortest_that_fits_starts_and_stops_nobody() -> None:
+    scheduler = made_scheduler(sjf(), 1)
+    scheduler.handle(made_spec("runs", steps=1000), 0.0)
+    for name, steps in (("long", 300), ("short", 20), ("middle", 70)):
+        assert scheduler.handle(made_spec(name, steps=steps), 1.0) == []
+    order = ["runs"]
+    for _ in range(3):
+        order += started(scheduler.handle(JobFinished(order[-1]), 2.0))
+    assert order == ["runs", "short", "middle", "long"]
+
+
+def test_a_shorter_job_takes_the_gpus_of_the_one_that_has_longest_to_go() -> None:
+    scheduler = made_scheduler(srtf(), 2)
+    scheduler.handle(made_spec("long", steps=1000), 0.0)
+    scheduler.handle(made_spec("longer", steps=2000), 0.0)
+    stop, start = scheduler.handle(made_spec("short", steps=10), 1.0)
+    assert stop == StopGroup("g1") and isinstance(start, StartGroup) and start.group.job_ids == ("short",)
+    assert started(scheduler.handle(JobFinished("short"), 2.0)) == ["longer"]
+
+
+def test_what_remains_counts_and_not_what_there_was() -> None:
+    scheduler = made_scheduler(srtf(), 1)
+    scheduler.handle(made_spec("runs", steps=100), 0.0)  # a step takes 1.5 s: 150 s
+    assert scheduler.handle(made_spec("shorter whole", steps=60), 100.0) == []
+    assert started(scheduler.handle(made_spec("shorter", steps=30), 101.0)) == ["shorter"]
+
+
+def test_an_equal_does_not_give_way() -> None:
+    scheduler = made_scheduler(srtf(), 1)
+    scheduler.handle(made_spec("a"), 0.0)
+    assert scheduler.handle(made_spec("b"), 0.0) == []
+
+
+def test_nobody_gives_way_in_vain() -> None:
+    scheduler = made_scheduler(srtf(), 4)
+    for name, gpus, steps in (("large", 2, 1000), ("small", 1, 2000), ("short", 1, 5)):
+        scheduler.handle(made_spec(name, gpus, steps=steps, tokens=1000.0 * gpus), 0.0)
+    assert scheduler.handle(made_spec("all", 4, steps=100, tokens=4000.0), 1.0) == []  # "short" would have to stop too
+    actions = scheduler.handle(made_spec("pair", 2, steps=100, tokens=2000.0), 2.0)
+    assert [action for action in actions if isinstance(action, StopGroup)] == [
+        StopGroup("g0")
+    ]  # "small" alone is too little, "large" enough
+    assert started(actions) == ["pair"]
+
+
+def test_who_gave_way_starts_elsewhere_at_once() -> None:
+    scheduler = made_scheduler(srtf(), 2, 2)
+    scheduler.handle(made_spec("a", steps=1000), 0.0)
+    scheduler.handle(made_spec("b", steps=500), 0.0)
+    scheduler.handle(made_spec("c", steps=3000), 0.0)  # on n1, whose other GPU is free
+    actions = scheduler.handle(made_spec("pair", 2, steps=10, tokens=2000.0), 1.0)
+    assert started(actions) == ["pair"] and scheduler.state.num_free == 0 and set(scheduler.state.pending) == {"c"}
+    scheduler.handle(JobFinished("pair"), 2.0)
+    assert running(scheduler) == {"a", "b", "c"}
+
+
+@given(moves=MOVES)
+def test_whoever_waits_could_not_have_the_gpus_of_those_who_rank_behind(moves: list[Move]) -> None:
+    def rank(state: ClusterState, job: Job) -> tuple[float, float]:
+        return -job.spec.priority, job.remaining_seconds(state.now)
+
+    for event, state, _ in steps_through(srtf(), moves):
+        if not isinstance(event, DECIDES):
+            continue
+        for job in (state.jobs[name] for name in state.pending):
+            free = {name: len(node.free) for name, node in state.nodes.items()}
+            for known in state.groups.values():
+                if rank(state, state.jobs[known.group.job_ids[0]]) > rank(state, job):
+                    for gpu in known.group.gpus:
+                        free[state.node_of[gpu]] += 1
+            assert not has_room(free.values(), job.spec.gpus, state.node_size), f"{job.spec.job_id} could run"
+
+
+# -- least attained service --------------------------------------------------------------------------------------------------
+
+
+def test_a_job_sinks_with_the_gpu_seconds_it_had_and_gives_way_to_those_above() -> None:
+    scheduler = made_scheduler(las((100.0, 1000.0)), 2)
+    scheduler.handle(made_spec("old", 2, steps=10**6, tokens=2000.0), 0.0)
+    assert scheduler.handle(made_spec("new", steps=10**6), 49.0) == []  # 98 GPU-seconds: both are in the first queue
+    assert started(scheduler.handle(Tick(), 50.0)) == ["new"]
+    assert scheduler.state.jobs["old"].service_gpu_seconds == 100.0
+    assert scheduler.handle(Tick(), 149.0) == []
+    assert scheduler.handle(Tick(), 150.0) == []  # 100 GPU-seconds as well: an equal does not give way
+    assert started(scheduler.handle(JobFinished("new"), 160.0)) == ["old"]
+
+
+def test_within_a_queue_whoever_came_first_goes_first() -> None:
+    scheduler = made_scheduler(las(), 1)
+    scheduler.handle(made_spec("runs", steps=10**6), 0.0)
+    scheduler.handle(made_spec("b", steps=10), 1.0)
+    scheduler.handle(made_spec("c", steps=1), 1.0)
+    assert started(scheduler.handle(JobFinished("runs"), 2.0)) == ["b"]
+
+
+def test_three_queues_by_default() -> None:
+    scheduler = made_scheduler(las(), 1)
+    scheduler.handle(made_spec("a", steps=10**6), 0.0)
+    scheduler.handle(made_spec("b", steps=10**6), 1.0)
+    assert scheduler.handle(Tick(), 3249.0) == []
+    assert started(scheduler.handle(Tick(), 3250.0)) == ["b"]
+    assert scheduler.handle(Tick(), 7000.0) == []  # both in the second
+    assert started(scheduler.handle(Tick(), 3250.0 + 18000.0)) == ["a"]

@@ -1,0 +1,72 @@
+"""An event log as it was written is read back; a torn end is forgiven, anything else is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tlora.errors import DataError
+from tlora.protocol import (
+    Action,
+    Event,
+    GpusLost,
+    JobGroup,
+    JobProfile,
+    JobSubmitted,
+    NodeAdded,
+    ParallelPlan,
+    RejectJob,
+    StartGroup,
+    StepsDone,
+    Tick,
+    to_json,
+)
+from tlora.sim.event_log import is_event_log, read_event_log
+
+GROUP = JobGroup("g0", "llama-3-8b", (0, 1), ParallelPlan(2, 4096), ("a",), (1.5,))
+LOG: list[tuple[float, Event | Action]] = [
+    (0.0, NodeAdded("n0", (0, 1), "r0")),
+    (1.5, JobSubmitted("a", "llama-3-8b", 2, JobProfile(2048.0, 10, 512, 1000, (0, 1)), max_slowdown=2.0)),
+    (1.5, StartGroup(GROUP)),
+    (9.0, StepsDone("a", "g0", 3.5, 0.25)),
+    (9.5, Tick()),
+    (10.0, GpusLost((1,), "Xid 79")),
+    (10.0, RejectJob("b", "too big")),
+]
+
+
+def line(seconds: float, entry: Event | Action) -> str:
+    return json.dumps({"seconds": seconds, **to_json(entry)})
+
+
+def test_a_log_is_read_as_it_was_written_without_its_torn_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    text = "".join(line(*entry) + "\n" for entry in LOG)
+    path.write_text(text)
+    assert is_event_log(path) and not is_event_log("ee9e8c")
+    assert read_event_log(path) == LOG
+    path.write_text(text + '{"seconds": 11.0, "ty')
+    assert read_event_log(str(path)) == LOG
+
+
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [
+        ('{"seconds": 1.0, "ty', "is not JSON"),
+        ("[1, 2]", "'[1, 2]' is no JSON object"),
+        ('{"type": "Tick"}', '"seconds" is None, and must be a finite number'),
+        ('{"seconds": true, "type": "Tick"}', '"seconds" is True'),
+        ('{"seconds": NaN, "type": "Tick"}', '"seconds" is nan'),
+        ('{"seconds": 4, "type": "Tick"}', '"seconds" is 4, and the line before has 5.0; time goes on. Sort the lines'),
+        ('{"seconds": 6, "type": "Tock"}', "there is no event or action 'Tock'"),
+        ('{"seconds": 6, "type": "JobCancelled", "job_id": 7}', "JobCancelled.job_id is 7"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, second: str, says: str) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(f"{line(5.0, Tick())}\n{second}\n")
+    with pytest.raises(DataError) as error:
+        read_event_log(path)
+    assert str(error.value).startswith(f"{path}, line 2: ") and says in str(error.value)

@@ -1,0 +1,73 @@
+"""The grid of a sweep: what one writes, what it stands for, what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tlora.errors import ConfigError
+from tlora.sim.grid import KEYS, RANGE_POINTS, read_grid, scenarios_of
+from tlora.sim.scenario import CONSTANTS, Scenario
+
+
+def test_values_and_ranges() -> None:
+    assert read_grid("load=0.5:1.1,delta=1.2:2:inf,gpus=64:1024") == {"load": (0.5, 1.1), "delta": (1.2, 2.0, math.inf), "gpus": (64, 1024)}
+    assert read_grid("load=0.5..1.1/7")["load"] == (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1)
+    assert len(read_grid("load=0.5..1.1")["load"]) == RANGE_POINTS
+    assert read_grid("seed=10..12")["seed"] == (10, 11, 12) and read_grid("gpus=64..192/3")["gpus"] == (64, 128, 192)
+    assert read_grid(" load = 0.5..0.6/2 : 0.6 : 2 ")["load"] == (0.5, 0.6, 2.0)
+    assert read_grid("policy=fifo/peft:backfill,scale.launch_seconds=0.7:1:1.3") == {
+        "policy": ("fifo/peft", "backfill"),
+        "scale.launch_seconds": (0.7, 1.0, 1.3),
+    }
+    assert {"load", "delta", "gpus", "seed", "policy", "kappa"} <= set(KEYS) and all(f"scale.{name}" in KEYS for name in CONSTANTS)
+
+
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ("", "an axis is written"),
+        ("load", "an axis is written"),
+        ("load=", "an axis is written"),
+        ("laod=1", "'laod': there is no such axis; did you mean 'load'"),
+        ("scale.lunch_seconds=1", "did you mean 'scale.launch_seconds'"),
+        ("load=1,load=2", "twice"),
+        ("load=a", "'a' is no number"),
+        ("load=1:", "'' is no number"),
+        ("load=0", "0 must be above 0"),
+        ("load=nan", "nan must be above 0"),
+        ("load=inf", "must be finite; only delta"),
+        ("delta=0.9", "0.9 must be 1 or more"),
+        ("gpus=0", "0 must be 1 or more"),
+        ("gpus=2.5", "2.5 must be a whole number"),
+        ("gpus=64..100/6", "must be a whole number; choose other points"),
+        ("seed=-1", "-1 must be 0 or more"),
+        ("load=1..0.5", "a range goes from a number up"),
+        ("load=1..2/1", "in 2 points or more"),
+        ("delta=1..inf", "a range goes"),
+        ("load=1..x", "'x' is no number"),
+        ("policy=fifo:bakfill", "'bakfill': there is no such policy; did you mean 'backfill'"),
+        ("policy=fifo/pef", "did you mean 'peft'"),
+    ],
+)
+def test_what_is_no_grid_is_refused(text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        read_grid(text)
+
+
+def test_every_combination_is_a_scenario() -> None:
+    plain = Scenario(trace="t", kernels="tlora", nodes=4, gpus_per_node=4)
+    found = scenarios_of(read_grid("policy=fifo/peft:sjf,load=0.5:0.9,scale.launch_seconds=2"), plain, [3, 4], ["unused"])
+    assert [(each.load, each.seed, each.policy, each.kernels) for each in found] == [
+        (load, seed, *policy) for load in (0.5, 0.9) for seed in (3, 4) for policy in (("fifo", "peft"), ("sjf", "tlora"))
+    ]
+    assert all(each.scale == (("launch_seconds", 2.0),) and each.num_gpus == 16 for each in found)
+    sizes = scenarios_of(read_grid("gpus=8:32,delta=inf,kappa=1.5,seed=7"), plain, [0], ["fifo"])
+    assert [(each.nodes, each.gpus_per_node, each.delta, each.kappa, each.seed) for each in sizes] == [
+        (2, 4, math.inf, 1.5, 7),
+        (8, 4, math.inf, 1.5, 7),
+    ]
+    assert scenarios_of({}, plain, [0], ["fifo", "fifo/tlora"]) == scenarios_of({}, plain, [0], ["fifo"])  # one scenario, once
+    with pytest.raises(ConfigError, match="10 GPUs are no whole number of nodes of 4"):
+        scenarios_of(read_grid("gpus=10"), plain, [0], ["fifo"])

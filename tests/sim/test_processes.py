@@ -1,0 +1,116 @@
+"""Simulations in processes: every task once, errors as they were raised, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing import active_children
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tlora.errors import CapacityError, ConfigError
+from tlora.sim import processes
+from tlora.sim.processes import Standing, map_in_processes, num_cores
+
+
+def double(number: int) -> tuple[int, int]:
+    return 2 * number, os.getpid()
+
+
+def refuse(number: int) -> int:
+    raise ConfigError(f"{number} is refused")
+
+
+def die(number: int) -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def sleep_long(number: int) -> int:
+    time.sleep(120 if number else 0)
+    return number
+
+
+def is_running(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "num_cores", lambda: 2)
+
+
+def test_each_task_is_done_once_and_none_here(two_cores: None) -> None:
+    heard: list[Standing] = []
+    found = dict(map_in_processes(double, [5, 6, 7], heard.append))
+    assert {number: value for number, (value, _) in found.items()} == {0: 10, 1: 12, 2: 14}
+    assert os.getpid() not in {process for _, process in found.values()}
+    assert heard[0] == Standing(3, 0, (0, 1)) and heard[-1] == Standing(3, 3, ())
+    assert [standing.done for standing in heard] == [0, 1, 2, 3] and all(len(standing.running) <= 2 for standing in heard)
+    assert not active_children()
+
+
+@pytest.mark.parametrize("tasks, cores", [([5], 2), ([5, 6], 1)])
+def test_one_task_or_one_core_needs_no_second_process(monkeypatch: pytest.MonkeyPatch, tasks: list[int], cores: int) -> None:
+    monkeypatch.setattr(processes, "num_cores", lambda: cores)
+    heard: list[Standing] = []
+    found = dict(map_in_processes(double, tasks, heard.append))
+    assert found == {number: (2 * task, os.getpid()) for number, task in enumerate(tasks)}
+    assert heard == [*(Standing(len(tasks), number, (number,)) for number in range(len(tasks))), Standing(len(tasks), len(tasks), ())]
+
+
+def test_no_task() -> None:
+    heard: list[Standing] = []
+    assert not list(map_in_processes(double, [], heard.append)) and heard == [Standing(0, 0, ())]
+
+
+def test_an_error_comes_as_it_was_raised(two_cores: None) -> None:
+    with pytest.raises(ConfigError, match="is refused"):
+        list(map_in_processes(refuse, [1, 2], lambda _: None))
+    assert not active_children()
+
+
+def test_a_killed_process_is_told(two_cores: None) -> None:
+    with pytest.raises(CapacityError, match="one of 2 processes that simulate was killed.*taskset"):
+        list(map_in_processes(die, [1, 2], lambda _: None))
+
+
+def test_closing_ends_what_runs(two_cores: None) -> None:
+    began = time.monotonic()
+    results = map_in_processes(sleep_long, [0, 1], lambda _: None)
+    assert next(results) == (0, 0)
+    results.close()
+    assert time.monotonic() - began < 60 and not active_children()
+
+
+def test_workers_end_when_the_program_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time\nfrom pathlib import Path\nfrom tlora.sim import processes\n"
+        f"def work(number):\n    Path({str(tmp_path)!r}, f'{{number}}.pid').write_text(str(os.getpid()))\n    time.sleep(120)\n"
+        "if __name__ == '__main__':\n    processes.num_cores = lambda: 2\n"
+        "    list(processes.map_in_processes(work, [0, 1], lambda _: None))\n"
+    )
+    program = subprocess.Popen([sys.executable, str(script)])
+    deadline = time.monotonic() + 60
+    files = [tmp_path / "0.pid", tmp_path / "1.pid"]
+    while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    workers = [int(file.read_text()) for file in files]
+    program.kill()
+    program.wait()
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(is_running, workers))
+
+
+def test_cores_are_those_that_may_be_used() -> None:
+    assert 1 <= num_cores() <= (os.cpu_count() or 1)

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import asdict, replace
+
+import pytest
+
+from tests.sim.small_clusters import even_cost
+from tlora.cluster.controller import run
+from tlora.cluster.event_log import replay
+from tlora.planner.hardware import cost_model
+from tlora.protocol import Action, Event, GroupReady, JobFinished, JobGroup, JobSubmitted, StepsDone
+from tlora.scheduler.policies import POLICIES
+from tlora.scheduler.scheduler import Scheduler
+from tlora.scheduler.state import ClusterState
+from tlora.sim.backend import SimulatedCluster
+from tlora.sim.machines import ClusterShape
+from tlora.sim.mapping import BASES, MappedJob, mapped_jobs
+from tlora.sim.records import SimulationResult
+from tlora.sim.simulate import Labels, simulate, simulated_cluster
+from tlora.sim.trace import read_trace
+from tlora.sim.truth import Truth
+from tlora.sim.workload import compressed, first
+
+SHAPE = ClusterShape(4, 8)
+ROUGH = Truth(seed=5, speed_error=0.15, length_error=0.1, drift=0.1, delay=0.5, mtbf_hours=200.0)
+
+
+def some_jobs(count: int = 120) -> list[MappedJob]:
+    """The first of a trace, so dense that they queue on 32 GPUs; every tenth was cancelled, every eleventh failed."""
+    trace = compressed(first(read_trace("synth_sft"), count), 6)
+    jobs = mapped_jobs(trace, cost_model("h200", "peft", BASES), seed=0)
+    return [replace(job, ends="cancelled" if k % 10 == 0 else "failed" if k % 11 == 0 else "done") for k, job in enumerate(jobs)]
+
+
+def result_of(policy: str, truth: Truth | None = None, jobs: list[MappedJob] | None = None) -> SimulationResult:
+    return simulate(jobs or some_jobs(), SHAPE, POLICIES[policy](), cost_model("h200", "tlora", BASES), truth)
+
+
+def as_bytes(result: SimulationResult) -> bytes:
+    return json.dumps(asdict(replace(result, decision_seconds=0.0, wall_seconds=0.0))).encode()
+
+
+@pytest.mark.parametrize("truth", [None, ROUGH], ids=["exact", "rough"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_same_seed_gives_the_same_bytes(policy: str, truth: Truth | None):
+    assert as_bytes(result_of(policy, truth)) == as_bytes(result_of(policy, truth))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_job_ends_in_its_state_also_where_machines_fail(policy: str):
+    jobs = some_jobs()
+    result = result_of(policy, replace(ROUGH, mtbf_hours=8.0, repair_hours=0.5), jobs)
+    assert [(record.job_id, record.state) for record in result.jobs] == [(job.job.job_id, job.ends) for job in jobs]
+    assert all(record.finished_seconds > record.started_seconds >= record.submitted_seconds for record in result.jobs)
+    assert min(sample.max_gpus for sample in result.samples) < 32
+    assert not result.samples[-1].allocated_gpus
+
+
+def test_errors_change_what_happens_and_the_seed_of_truth_does():
+    results = [as_bytes(result_of("backfill", truth)) for truth in (None, ROUGH, replace(ROUGH, seed=6))]
+    assert len(set(results)) == 3
+
+
+def test_what_the_scheduler_learns_does_not_change_the_truth():
+    cost = cost_model("h200", "tlora", BASES)
+    jobs = some_jobs(20)
+    before = simulate(jobs, SHAPE, POLICIES["fifo"](), cost)
+
+    def learning(state: ClusterState) -> list[JobGroup]:
+        for base in BASES:
+            state.cost.observe(base, 1, 1, 1.0, 1.5)
+        return policy(state)
+
+    policy = POLICIES["fifo"]()
+    after = simulate(jobs, SHAPE, learning, cost)
+    assert [job.finished_seconds for job in after.jobs] == [job.finished_seconds for job in before.jobs]
+
+
+def test_the_truth_may_have_other_constants_than_the_belief():
+    jobs = some_jobs(20)
+    slower = Truth(cost=cost_model("h200", "tlora", BASES, {"tokens_per_second": 0.8}))
+    by_truth = simulate(jobs, SHAPE, POLICIES["fifo"](), cost_model("h200", "tlora", BASES), slower)
+    believed = result_of("fifo", None, jobs)
+    assert all(true.alone_seconds > job.alone_seconds for true, job in zip(by_truth.jobs, believed.jobs, strict=True))
+
+
+def test_it_says_what_was_simulated():
+    labels = Labels("fifo", "tlora", "synth", 7, 0.9)
+    result = simulate(some_jobs(5), SHAPE, POLICIES["fifo"](), even_cost(), ROUGH, labels)
+    assert (result.policy, result.kernels, result.trace, result.seed, result.load) == ("fifo", "tlora", "synth", 7, 0.9)
+    assert result.settings["truth.speed_error"] == 0.15 and result.settings["cold_start_seconds"] == 35.4
+    assert {record.state for record in result.jobs} == {"rejected"}  # of bases that this cluster does not know
+    assert result.decisions > 0 and 0 < result.decision_seconds < result.wall_seconds
+    json.dumps(result.settings)
+
+
+def test_no_jobs_are_no_error():
+    result = simulate([], SHAPE, POLICIES["fifo"](), even_cost())
+    assert (result.jobs, result.spans) == ([], [])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_events_of_a_run_give_a_fresh_scheduler_the_same_actions(policy: str):
+    rows: list[tuple[float, Event | Action]] = []
+    cost = cost_model("h200", "tlora", BASES)
+    cluster = simulated_cluster(some_jobs(), SHAPE, cost, ROUGH)
+    run(Scheduler(POLICIES[policy](), cost), cluster, lambda seconds, item: rows.append((seconds, item)))
+    assert len(rows) > 500
+    assert replay(Scheduler(POLICIES[policy](), cost_model("h200", "tlora", BASES)), rows) == rows
+
+
+class Unreliable:
+    """A cluster whose news come late, twice and out of order, submissions too."""
+
+    def __init__(self, cluster: SimulatedCluster, seed: int) -> None:
+        self.cluster, self._dice = cluster, random.Random(seed)
+        self._held: list[Event] = []
+        self.now, self.execute = cluster.now, cluster.execute
+
+    def poll(self) -> list[Event]:
+        """What comes anew, some of it held back, some twice; and some of what was held back."""
+        dice = self._dice
+        fresh = self.cluster.poll()
+        late, self._held = self._held, []
+        told: list[Event] = []
+        for event in fresh:
+            if dice.random() < 0.3 and isinstance(event, JobFinished | StepsDone | GroupReady | JobSubmitted):
+                self._held.append(event)
+            else:
+                told += [event] * (1 + (dice.random() < 0.3))
+        for event in late:
+            if dice.random() < 0.5 and fresh:
+                self._held.append(event)
+            else:
+                told += [event] * (1 + (dice.random() < 0.3))
+        dice.shuffle(told)
+        return told or (self.poll() if fresh or self._held else [])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_late_and_repeated_news_lose_no_job(policy: str):
+    jobs = some_jobs(60)
+    cost = cost_model("h200", "tlora", BASES)
+    for seed in range(3):
+        cluster = simulated_cluster(jobs, SHAPE, cost, Truth())
+        scheduler = Scheduler(POLICIES[policy](), cost)
+        run(scheduler, Unreliable(cluster, seed))
+        assert [job.state for job in cluster.jobs.values()] == [job.ends for job in jobs]
+        scheduler.state.check()
+        assert not scheduler.state.jobs and not scheduler.state.groups
+        assert all(math.isfinite(job.finished_seconds) for job in cluster.jobs.values())
