@@ -14,6 +14,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -73,10 +74,8 @@ def run_really(machine: LocalMachine, work: Work, arrivals: Arrivals, policy: st
     """Train all jobs to their ends."""
     machine.output_dir.mkdir(parents=True)
     path = machine.output_dir / "events.jsonl"
-    log = EventLog(path)
-    with LocalBackend(machine, work.jobs, arrivals) as backend:
+    with LocalBackend(machine, work.jobs, arrivals) as backend, closing(EventLog(path)) as log:
         run(Scheduler(POLICIES[policy](), calibration.cost), backend, log.write)
-    log.close()
     submitted = {event.job_id: at for at, event in arrivals}
     ended = {item.job_id: seconds for seconds, item in read_event_log(path) if isinstance(item, JobFinished)}
     if ended.keys() != submitted.keys():

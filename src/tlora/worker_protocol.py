@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from tlora.job import BasePrecision, JobSpec
+from tlora.job import JobSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,6 @@ class Load:
     device: str
     started_unix_seconds: float
     deterministic: bool = False
-    dtype: str = "auto"
-    base_precision: BasePrecision | None = None
     kind: Literal["load"] = "load"
 
 

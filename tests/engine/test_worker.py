@@ -193,9 +193,10 @@ def test_another_order_of_the_same_name_does_not_go_on_from_its_checkpoints(made
 
 
 def test_data_is_prepared_where_it_was_not_before(made: Orders, tmp_path: Path) -> None:
-    join = made.join("short")
-    told = work(made.load(tmp_path), [Join(join.job, train_set=str(tmp_path / "gone"))])
-    assert of(told, Finished, "short") and sha256(tmp_path / "short") == made.shas["short"]
+    short, mover = made.join("short"), made.join("mover")
+    told = work(made.load(tmp_path), [Join(short.job, train_set=str(tmp_path / "gone")), Join(mover.job, mover.train_set)])
+    for name in ("short", "mover"):
+        assert of(told, Finished, name) and sha256(tmp_path / name) == made.shas[name]
 
 
 def test_steps_are_paced_by_the_moment_that_they_were_through() -> None:

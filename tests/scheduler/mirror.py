@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -229,3 +229,19 @@ def tell(scheduler: Scheduler, mirror: Mirror, event: Event, now: float) -> list
     assert all(group.job_ids for group in mirror.groups.values()), "a group without jobs is left"
     assert set(state.jobs) == mirror.alive, "a job is lost, or comes back"
     return actions
+
+
+def started(actions: list[Action]) -> list[str]:
+    return [name for action in actions if isinstance(action, StartGroup) for name in action.group.job_ids]
+
+
+def steps_through(policy: Policy, moves: list[Move]) -> Iterator[tuple[Event, ClusterState, list[Action]]]:
+    """Plays `moves`, and gives the event, the state after it and what was done."""
+    scheduler, mirror, story, now = Scheduler(policy, made_cost()), Mirror(), Story(), 0.0
+    for node in range(story.nodes):
+        tell(scheduler, mirror, NodeAdded(f"n{node}", tuple(range(4 * node, 4 * node + 4)), f"r{node // 2}"), now)
+    for move in moves:
+        now += move[3]
+        event = story.event(move, scheduler.state)
+        actions = tell(scheduler, mirror, event, now)
+        yield event, scheduler.state, actions

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import given
 
-from tests.scheduler.mirror import MOVES, Mirror, Move, Story, made_cost, made_scheduler, made_spec, tell
-from tlora.protocol import Action, Event, GpusLost, JobFinished, NodeAdded, StartGroup, StopGroup, Tick
+from tests.scheduler.mirror import MOVES, Move, made_cost, made_scheduler, made_spec, started, steps_through
+from tlora.protocol import GpusLost, JobFinished, NodeAdded, StartGroup, StopGroup, Tick
 from tlora.scheduler.draft import Draft, has_room
 from tlora.scheduler.exclusive import backfill, fifo, las, sjf, srtf
 from tlora.scheduler.policies import POLICIES
-from tlora.scheduler.scheduler import Policy, Scheduler
+from tlora.scheduler.scheduler import Scheduler
 from tlora.scheduler.state import ClusterState, Job
 from tlora.scheduler.waiting import arrival
 
@@ -21,24 +19,8 @@ DECIDES = (Tick, NodeAdded, GpusLost)  # after these the policy was asked for ce
 WORK_CONSERVING = ("backfill", "sjf", "srtf", "las", "memory", "tlora")
 
 
-def started(actions: list[Action]) -> list[str]:
-    return [name for action in actions if isinstance(action, StartGroup) for name in action.group.job_ids]
-
-
 def running(scheduler: Scheduler) -> set[str]:
     return {name for name, job in scheduler.state.jobs.items() if job.status == "placed"}
-
-
-def steps_through(policy: Policy, moves: list[Move]) -> Iterator[tuple[Event, ClusterState, list[Action]]]:
-    """Plays `moves`, and gives the event, the state after it and what was done."""
-    scheduler, mirror, story, now = Scheduler(policy, made_cost()), Mirror(), Story(), 0.0
-    for node in range(story.nodes):
-        tell(scheduler, mirror, NodeAdded(f"n{node}", tuple(range(4 * node, 4 * node + 4)), f"r{node // 2}"), now)
-    for move in moves:
-        now += move[3]
-        event = story.event(move, scheduler.state)
-        actions = tell(scheduler, mirror, event, now)
-        yield event, scheduler.state, actions
 
 
 # -- all of them -----------------------------------------------------------------------------------------------------------

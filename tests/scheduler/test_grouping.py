@@ -7,8 +7,7 @@ import math
 import pytest
 from hypothesis import given
 
-from tests.scheduler.mirror import MOVES, Move, made_scheduler, made_spec
-from tests.scheduler.test_exclusive import started, steps_through
+from tests.scheduler.mirror import MOVES, Move, made_scheduler, made_spec, started, steps_through
 from tlora.planner.sharing import Member, group_step_seconds
 from tlora.protocol import ChangeGroup, JobFinished, JobGroup, StartGroup, StopGroup, Tick
 from tlora.scheduler.grouping import memory_only, tlora_published
@@ -178,18 +177,18 @@ def test_a_group_that_opens_pools_gpus_where_that_raises_throughput_within_bound
 
 def test_merges_are_sought_on_the_node_then_in_the_rack_then_anywhere() -> None:
     def with_large_on(*nodes: int) -> Scheduler:
-        """Four nodes of two GPUs in two racks, full but for GPU 0; one large job on each of `nodes`, other bases elsewhere."""
+        """Four nodes of two GPUs in two racks, full but for GPU 0; a large job on each of `nodes`, the first being the most urgent."""
         scheduler = made_scheduler(tlora_published(), 2, 2, 2, 2)
         for gpu in range(8):
             scheduler.handle(made_spec(f"filler{gpu}", base_model="south", tokens=LARGE, max_slowdown=1.0), 0.0)
-        for node in nodes:
+        for now, node in enumerate(nodes):
             (group_id,) = [name for name, known in scheduler.state.groups.items() if known.group.gpus == (2 * node + 1,)]
             (filler,) = scheduler.state.groups[group_id].group.job_ids
-            scheduler.handle(JobFinished(filler), 0.0)
-            scheduler.handle(made_spec(f"large{node}", tokens=LARGE), 0.0)
+            scheduler.handle(JobFinished(filler), 10.0 * now)
+            scheduler.handle(made_spec(f"large{node}", tokens=LARGE), 10.0 * now)
         (first,) = [known.group for known in scheduler.state.groups.values() if known.group.gpus == (0,)]
-        scheduler.handle(JobFinished(first.job_ids[0]), 0.0)
-        scheduler.handle(made_spec("small", tokens=SMALL, max_slowdown=3.1), 0.0)
+        scheduler.handle(JobFinished(first.job_ids[0]), 100.0)
+        scheduler.handle(made_spec("small", tokens=SMALL, max_slowdown=3.1), 100.0)
         return scheduler
 
     for nodes, partner in (((3, 1, 0), 0), ((3, 1), 1), ((3,), 3)):

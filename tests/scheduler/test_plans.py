@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.scheduler.mirror import made_cost, made_spec, made_state, waiting_job
@@ -51,13 +51,14 @@ def test_a_job_without_any_budget_is_a_bug_of_whoever_let_it_in() -> None:
     gpus=st.sampled_from((1, 2, 8, 16)),
     check_bounds=st.booleans(),
 )
+@example([900.0], [20.0] * 7 + [1.0], 10**7, 64, 1, False)  # 1,000 tokens: less than 1,024, but not than 95 % of these
 def test_of_all_budgets_the_one_that_slows_down_least(
     tokens: list[float], bounds: list[float], parameters: int, longest: int, gpus: int, check_bounds: bool
 ) -> None:
     state = made_state(8, 8)
     cost, nodes = state.cost, -(-gpus // 8)
     jobs = [job(state, own, max_slowdown=bound, parameters=parameters) for own, bound in zip(tokens, bounds, strict=False)]
-    jobs.append(job(state, 100.0, longest=longest, max_slowdown=bounds[-1]))
+    jobs.append(job(state, 100.0, longest=longest, max_slowdown=bounds[-1], parameters=parameters))
     members = [Member(own.spec.profile.tokens_per_step, own.weight) for own in jobs]
     means: dict[int, float] = {}
     for budget in cost.budgets:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.scheduler.mirror import MOVES, Mirror, Move, Story, made_cost, made_scheduler, made_spec, made_state, tell
+from tests.scheduler.mirror import MOVES, Mirror, Move, made_cost, made_scheduler, made_spec, made_state, steps_through, tell
 from tlora.protocol import (
     ChangeGroup,
     GpusLost,
@@ -34,15 +34,8 @@ from tlora.scheduler.state import ClusterState
 EVERY_POLICY = pytest.mark.parametrize("name", POLICIES)
 
 
-def play(policy: Policy, moves: list[Move]) -> Scheduler:
-    scheduler, mirror, story = Scheduler(policy, made_cost()), Mirror(), Story()
-    for node in range(story.nodes):
-        tell(scheduler, mirror, NodeAdded(f"n{node}", tuple(range(4 * node, 4 * node + 4)), f"r{node // 2}"), 0.0)
-    now = 0.0
-    for move in moves:
-        now += move[3]
-        tell(scheduler, mirror, story.event(move, scheduler.state), now)
-    return scheduler
+def play(policy: Policy, moves: list[Move]) -> ClusterState:
+    return [state for _, state, _ in steps_through(policy, moves)][-1]
 
 
 @EVERY_POLICY
@@ -79,14 +72,13 @@ def test_what_is_wanted_is_wanted_once(name: str, moves: list[Move]) -> None:
         last[:] = policy(state)
         return last
 
-    scheduler = play(kept, moves)
-    assert reconcile(scheduler.state, last) == []
+    assert reconcile(play(kept, moves), last) == []
 
 
 @EVERY_POLICY
 @given(moves=MOVES)
 def test_the_same_events_give_the_same_actions(name: str, moves: list[Move]) -> None:
-    first, second = play(POLICIES[name](), moves).state, play(POLICIES[name](), moves).state
+    first, second = play(POLICIES[name](), moves), play(POLICIES[name](), moves)
     assert (first.groups, first.jobs, list(first.pending)) == (second.groups, second.jobs, list(second.pending))
 
 
@@ -171,6 +163,14 @@ def test_whoever_gives_up_a_job_or_a_gpu_does_it_before_another_takes_it() -> No
     shrunk, wanted = actions[:2], actions[2:]
     assert [action.group.gpus for action in shrunk] == [(0,), (3,)] and [action.group.job_ids for action in shrunk] == [("a",), ("c",)]  # type: ignore[union-attr]
     assert [action.group for action in wanted] == swapped  # type: ignore[union-attr]
+    state.check()
+
+
+def test_a_group_that_only_gives_up_changes_before_the_one_that_takes() -> None:
+    state = with_jobs("a", "b", "c")
+    reconcile(state, [grouped(state, "g0", (0,), "a"), grouped(state, "g1", (1, 2), "b", "c")])
+    wanted = [grouped(state, "g0", (0, 2), "a", "c"), grouped(state, "g1", (1,), "b")]
+    assert reconcile(state, wanted) == [ChangeGroup(wanted[1]), ChangeGroup(wanted[0])]
     state.check()
 
 

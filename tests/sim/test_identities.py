@@ -165,7 +165,7 @@ def test_sharing_by_everybody_is_processor_sharing_job_by_job():
 
 def mm1(count: int) -> float:
     """Mean time in the system over what M/M/1 says: 1 / (mu - lambda)."""
-    return mean_jct(stream(count, 2000.0, exponential(1000.0), seed=2), POLICIES["fifo"]()) / 2000.0
+    return mean_jct(stream(count, 2000.0, exponential(1000.0), seed=0), POLICIES["fifo"]()) / 2000.0
 
 
 def mg1_ps(count: int, size_at: Callable[[float], float], seed: int) -> float:
@@ -177,12 +177,12 @@ SIZES = {"exponential": exponential(1000.0), "equal": lambda q: 1000.0, "two siz
 
 
 def test_exponential_jobs_first_in_first_out_are_m_m_1():
-    assert mm1(20000) == pytest.approx(1, abs=0.03)
+    assert mm1(10000) == pytest.approx(1, abs=0.03)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_sharing_by_everybody_is_m_g_1_ps(sizes: str):
-    assert mg1_ps(10000, SIZES[sizes], seed=3) == pytest.approx(1, abs=0.03)
+    assert mg1_ps(8000, SIZES[sizes], seed=3) == pytest.approx(1, abs=0.03)
 
 
 @pytest.mark.soak

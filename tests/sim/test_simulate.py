@@ -152,3 +152,11 @@ def test_late_and_repeated_news_lose_no_job(policy: str):
         scheduler.state.check()
         assert not scheduler.state.jobs and not scheduler.state.groups
         assert all(math.isfinite(job.finished_seconds) for job in cluster.jobs.values())
+
+
+def test_rows_that_were_cancelled_or_failed_end_so():
+    trace = first(read_trace("synth_sft"), 200)
+    ends = {"COMPLETED": "done", "CANCELLED": "cancelled", "FAILED": "failed"}
+    found = [job.ends for job in mapped_jobs(trace, cost_model("h200", "peft", BASES), seed=0)]
+    assert found == [ends[row.state] for row in trace.jobs]
+    assert set(found) == {"done", "cancelled", "failed"}

@@ -71,7 +71,7 @@ class Worker:
     def __init__(self, load: Load, inbox: queue.SimpleQueue[Command | _Opened], send: Callable[[Report], None]) -> None:
         self._load, self._inbox, self._send = load, inbox, send
         self._directory = Path(load.output_dir)
-        model = SuperModel.from_pretrained(load.base_model, load.dtype, load.device, load.deterministic, load.base_precision)
+        model = SuperModel.from_pretrained(load.base_model, device=load.device, deterministic=load.deterministic)
         self._engine = Engine(model, STARTING_BUDGET, note)
         clock: Callable[[], float] = lambda: time.time() - load.started_unix_seconds  # noqa: E731
         self._context = RunContext(load.base_model, clock, note, Reserve(self._directory, {}, note))
@@ -124,8 +124,8 @@ class Worker:
 
     def _data_of(self, join: Join) -> Prepared | DataError:
         (request,) = prepare_requests(self._run_of(join.job), self._engine.model.base.vocab_size)
-        train_set, eval_set = (Path(path) if path else None for path in (join.train_set, join.eval_set))
-        if train_set and is_whole(train_set) and (eval_set is None or is_whole(eval_set)):
+        train_set, eval_set = (Path(path) if path and is_whole(Path(path)) else None for path in (join.train_set, join.eval_set))
+        if train_set is not None and (eval_set is not None or not request.data.eval_path):
             return open_sets(request, train_set, eval_set)
         try:
             return prepare([request])[request.key]
@@ -135,8 +135,7 @@ class Worker:
     def _run_of(self, spec: JobSpec) -> RunSpec:
         """The job's order as a file of its own would have it."""
         load = self._load
-        shared = {"base_model": load.base_model, "output_dir": load.output_dir, "deterministic": load.deterministic}
-        return RunSpec.model_validate({**shared, "dtype": load.dtype, "base_precision": load.base_precision, "jobs": [spec]})
+        return RunSpec(base_model=load.base_model, output_dir=load.output_dir, deterministic=load.deterministic, jobs=[spec])
 
     def _let_in(self, opened: _Opened) -> None:
         spec = opened.join.job

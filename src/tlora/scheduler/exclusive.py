@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 
 from tlora.protocol import JobGroup
 from tlora.scheduler.draft import Draft, has_room
@@ -55,8 +56,8 @@ def srtf() -> Policy:
 def las(limits: tuple[float, ...] = LAS_LIMITS) -> Policy:
     """Tiresias' discretized two-dimensional LAS: queues by GPU-seconds attained, first in, first out in each; lower queues give way.
 
-    `limits` ascend and part the queues. As in the paper (Gu et al., NSDI 2019, section 3.1) without promotion of the starved, which is
-    an option there. A running job sinks when the next event or tick looks at it.
+    `limits` ascend and part the queues. Gu et al., Tiresias, NSDI 2019, section 3.2, without promoting those who starve (PROMOTEKNOB
+    there). A running job sinks when the next event or tick looks at it.
     """
     return _preemptive(lambda job, now: (-job.spec.priority, float(bisect_right(limits, job.service_at(now)))))
 
@@ -115,14 +116,14 @@ def _preemptive(rank: Callable[[Job, float], _Rank]) -> Policy:
             if not start_alone(draft, job):
                 if running is None:
                     running = _running(state, rank)
-                own = rank(job, state.now)
-                victims = _who_gives_way(draft, job.spec.gpus, (other for other in running if rank(other, state.now) > own))
+                victims = _who_gives_way(draft, job.spec.gpus, _behind(running, rank, job, state.now))
                 if victims is None:
                     too_many.add(job.spec.gpus)  # who comes later in order finds fewer that give way
                     continue
                 for victim in victims:
                     draft.stop(_group_of(victim))
-                running = [other for other in running if other.number not in {victim.number for victim in victims}]
+                gone = {victim.number for victim in victims}
+                running = [other for other in running if other.number not in gone]
                 stopped += victims
                 started = start_alone(draft, job)
                 assert started, f"{job.spec.job_id} has no room on the GPUs of {len(victims)} jobs that gave way"
@@ -138,6 +139,12 @@ def _running(state: ClusterState, rank: Callable[[Job, float], _Rank]) -> list[J
     """Whoever has a group, the greatest rank first."""
     jobs = [state.jobs[name] for known in state.groups.values() for name in known.group.job_ids]
     return sorted(jobs, key=lambda job: (rank(job, state.now), job.number), reverse=True)
+
+
+def _behind(running: Iterable[Job], rank: Callable[[Job, float], _Rank], job: Job, now: float) -> Iterable[Job]:
+    """Those who run and rank behind `job`."""
+    own = rank(job, now)
+    return takewhile(lambda other: rank(other, now) > own, running)
 
 
 def _who_gives_way(draft: Draft, count: int, others: Iterable[Job]) -> list[Job] | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from tlora.scheduler.exclusive import backfill, fifo, las, sjf, srtf
 from tlora.scheduler.grouping import memory_only, tlora_published
+from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Policy
 
 POLICIES: Mapping[str, Callable[[], Policy]] = {
@@ -16,4 +17,5 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     "las": las,
     "memory": memory_only,
     "tlora": tlora_published,
+    "residual_capacity": residual_capacity,
 }

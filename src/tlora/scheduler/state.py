@@ -6,7 +6,7 @@ A group here is what was last asked for: asking and having differ until `GroupRe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -94,6 +94,8 @@ class ClusterState:
     groups: dict[str, Group] = field(default_factory=dict[str, Group])
     groups_of_base: defaultdict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
     nodes_by_free: dict[int, dict[str, None]] = field(default_factory=dict[int, dict[str, None]])  # number of free GPUs -> nodes
+    group_on: dict[int, str] = field(default_factory=dict[int, str])  # GPU that is not free -> whose it is
+    latest: dict[str, None] = field(default_factory=dict[str, None])  # groups, who changed or ended last behind; some that have ended
     node_size: int = 0  # GPUs of the largest node
     num_gpus: int = 0
     most_gpus: int = 0  # that there ever were: those that are lost may come back
@@ -140,13 +142,16 @@ class ClusterState:
         node.free = free
         self.nodes_by_free.setdefault(len(free), {})[node.name] = None
 
-    def _take(self, gpus: Iterable[int]) -> None:
+    def _take(self, gpus: Collection[int], group_id: str) -> None:
+        self.group_on.update(dict.fromkeys(gpus, group_id))
         for name, own in self._by_node(gpus).items():
             node = self.nodes[name]
             assert own <= set(node.free), f"GPUs {sorted(own - set(node.free))} of {name} are not free"
             self._set_free(node, [gpu for gpu in node.free if gpu not in own])
 
-    def _give_back(self, gpus: Iterable[int]) -> None:
+    def _give_back(self, gpus: Collection[int]) -> None:
+        for gpu in gpus:
+            del self.group_on[gpu]
         for name, own in self._by_node(gpus).items():
             node = self.nodes[name]
             self._set_free(node, sorted((*node.free, *own)))
@@ -198,8 +203,8 @@ class ClusterState:
             return
         known = self.groups.get(wanted.group_id)
         held = set(known.group.gpus) if known else set[int]()
-        self._give_back(gpu for gpu in held if gpu not in wanted.gpus)
-        self._take(gpu for gpu in wanted.gpus if gpu not in held)
+        self._give_back([gpu for gpu in held if gpu not in wanted.gpus])
+        self._take([gpu for gpu in wanted.gpus if gpu not in held], wanted.group_id)
         if known is None:
             self.groups_opened = max(self.groups_opened, int(wanted.group_id[1:]) + 1)
             empty = JobGroup(wanted.group_id, wanted.base_model, wanted.gpus, wanted.plan, (), ())
@@ -223,6 +228,7 @@ class ClusterState:
             self._wait(name)
         self._give_back(known.group.gpus)
         del self.groups_of_base[known.group.base_model][group_id]
+        self._has_changed(group_id)
 
     def _admit(self, job_id: str, group_id: str) -> None:
         job = self.jobs[job_id]
@@ -244,6 +250,7 @@ class ClusterState:
     def _set_members(self, known: Group, job_ids: tuple[str, ...], weights: tuple[float, ...] | None = None) -> None:
         """Who shares the group from now on, and what each then takes for a step."""
         group = known.group
+        self._has_changed(group.group_id)
         if weights is None:
             of = dict(zip(group.job_ids, group.weights, strict=True))
             weights = tuple(of[name] for name in job_ids)
@@ -254,6 +261,12 @@ class ClusterState:
             job = self.jobs[name]
             job.settle(self.now)
             job.step_seconds, job.gpu_share = seconds, len(group.gpus) / len(job_ids)
+
+    def _has_changed(self, group_id: str) -> None:
+        self.latest.pop(group_id, None)
+        self.latest[group_id] = None
+        if len(self.latest) > 2 * len(self.groups) + 64:
+            self.latest = {name: None for name in self.latest if name in self.groups}
 
     def step_seconds_of(self, group: JobGroup, num_nodes: int) -> list[float]:
         """Seconds between the optimizer steps of each member."""
@@ -280,7 +293,8 @@ class ClusterState:
             assert group.group_id == name and group.gpus and name in self.groups_of_base[group.base_model]
             for gpu in group.gpus:
                 assert gpu not in owners, f"GPU {gpu} is {name}'s and {owners[gpu]}'s"
-                owners[gpu] = name
+                owners[gpu] = self.group_on[gpu]
+                assert owners[gpu] == name, f"GPU {gpu} is {name}'s, and noted as {owners[gpu]}'s"
             for job_id in group.job_ids:
                 assert job_id not in seen, f"{job_id} is in {seen[job_id]} and {name}"
                 assert self.jobs[job_id].group_id == name and self.jobs[job_id].status == "placed"
@@ -290,5 +304,6 @@ class ClusterState:
             tokens = group.plan.token_budget / len(group.gpus)
             assert self.cost.fits(group.base_model, parameters, tokens), f"{name} does not fit into a GPU's memory"
         assert set(owners) == set(self.node_of) and len(owners) == self.num_gpus
+        assert len(self.group_on) == self.num_gpus - self.num_free and set(self.latest) >= set(self.groups)
         waiting = {job_id for job_id, job in self.jobs.items() if job.status == "pending"}
         assert waiting == set(self.pending) and waiting | set(seen) == set(self.jobs), "a job is neither waiting nor in a group"

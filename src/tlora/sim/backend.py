@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from tlora.planner.cost import CostModel
 from tlora.planner.sharing import Member
@@ -29,7 +28,7 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
-from tlora.sim.flow import GroupFlow, enter, leave, plan_ahead, settle, switch
+from tlora.sim.flow import GroupFlow, enter, leave, plan_ahead, settle, switch, weigh
 from tlora.sim.machines import ClusterShape, Machines
 from tlora.sim.mapping import MappedJob
 from tlora.sim.progress import Progress
@@ -60,7 +59,7 @@ class SimulatedCluster:
         self._touched: dict[str, GroupFlow] = {}  # whose next event is to be worked out anew
         self._upcoming: list[tuple[float, int, GroupFlow, int]] = []  # a heap: seconds, serial, group, its version
         self._serial = 0
-        self._changed_at, self._ticked_at, self._tick_gap = 0.0, 0.0, shape.tick_seconds
+        self._changed_at, self._tick_at, self._tick_gap = 0.0, shape.tick_seconds, shape.tick_seconds
         self._machines = Machines(shape, truth)
         self._outbox: list[Event] = [*self._machines.added()]
         # sums for the next sample
@@ -80,7 +79,8 @@ class SimulatedCluster:
                 events, self._outbox = self._outbox, []
                 return events
             if not self._step():
-                self._sample()
+                if self._unsampled:
+                    self._sample()
                 return []
 
     def execute(self, action: Action) -> None:
@@ -111,17 +111,14 @@ class SimulatedCluster:
         heap = self._upcoming
         while heap and heap[0][2].version != heap[0][3]:
             heapq.heappop(heap)
-        group_at, arrival_at, failure_at = heap[0][0] if heap else math.inf, self._arrival_at, self._machines.next_at
-        if not self._alive and arrival_at == math.inf:
+        group_at = heap[0][0] if heap else math.inf
+        arrival_at, failure_at, tick_at = self._arrival_at, self._machines.next_at, self._tick_at
+        if (not self._alive and arrival_at == math.inf) or (tick_at == math.inf and not self._is_coming()):
             return False
-        at = min(group_at, arrival_at)
-        coming = at < math.inf or self._machines.repairs
-        tick_at = self._next_tick(coming)
-        if not coming and tick_at == math.inf:
-            return False
-        at = min(at, failure_at, tick_at)
+        at = min(group_at, arrival_at, failure_at, tick_at)
         if at > self._now:
-            self._sample()
+            if self._unsampled:
+                self._sample()
             self._now = at
         if at == group_at:
             self._advance(heapq.heappop(heap)[2])
@@ -133,22 +130,23 @@ class SimulatedCluster:
             self._tick()
         return True
 
-    def _next_tick(self, coming: bool) -> float:
-        """While somebody waits, and a while after each change, as policies have times of rest; the rest changes nothing to decide on.
+    def _is_coming(self) -> bool:
+        """Whether something happens that is neither a failure nor a tick."""
+        return bool(self._upcoming) or self._arrival_at < math.inf or self._machines.repairs
+
+    def _tick(self) -> None:
+        """Ticks come while somebody waits, and a while after each change, as policies have times of rest; else nothing is to be decided.
 
         The first comes so long after the last change or action; each that is answered by no action doubles the time to the next.
         """
-        if self._tick_gap == math.inf or (not (self._waiting and coming) and self._now - self._changed_at >= SETTLED_SECONDS):
-            return math.inf
-        return max(self._changed_at, self._ticked_at) + self._tick_gap
-
-    def _tick(self) -> None:
-        self._ticked_at = self._now
         self._tick_gap = min(2 * self._tick_gap, MOST_TICKS * self._shape.tick_seconds)
+        settled = self._now - self._changed_at >= SETTLED_SECONDS
+        self._tick_at = math.inf if settled and not (self._waiting and self._is_coming()) else self._now + self._tick_gap
         self._outbox.append(Tick())
 
     def _changes(self) -> None:
         self._changed_at, self._tick_gap = self._now, self._shape.tick_seconds
+        self._tick_at = self._now + self._tick_gap
 
     def _arrive(self) -> None:
         arrival = self._arrivals[self._arrived]
@@ -177,7 +175,6 @@ class SimulatedCluster:
     def _advance(self, flow: GroupFlow) -> None:
         """What was planned in a group happens now."""
         settle(flow, self._now)
-        flow.version += 1
         self._touched[flow.wanted.group_id] = flow
         if flow.finishing is not None:
             self._finish(flow, flow.finishing)
@@ -220,16 +217,20 @@ class SimulatedCluster:
                 self._count_tokens(flow.wanted.base_model, flow.tokens_per_second - before)
             if not self._exact and flow.members and at > now + CHECK_SECONDS:
                 at, flow.finishing = now + CHECK_SECONDS, None
-            flow.version += 1
-            if at < math.inf:
-                self._serial += 1
-                heapq.heappush(self._upcoming, (at, self._serial, flow, flow.version))
+            self._plan(flow, at)
             if flow.announce and not flow.stands:
                 flow.announce = False
-                self._report(job for job in flow.came if job.group is flow and job.joined_steps)
+                self._report([job for job in flow.came if job.group is flow and job.joined_steps])
                 flow.came.clear()
                 self._outbox.append(GroupReady(name))
         self._touched.clear()
+
+    def _plan(self, flow: GroupFlow, at: float) -> None:
+        """Its next event, in place of the one that it had."""
+        flow.version += 1
+        if at < math.inf:
+            self._serial += 1
+            heapq.heappush(self._upcoming, (at, self._serial, flow, flow.version))
 
     def _report(self, jobs: Iterable[Progress]) -> None:
         for job in jobs:
@@ -246,7 +247,7 @@ class SimulatedCluster:
         loaded_at = self._now + self._machines.start_seconds(group.base_model, group.gpus, name)
         flow = self._groups[name] = GroupFlow(group, loaded_at, self._now, self._now)
         self._enter_new(flow, group)
-        self._touched[name] = flow
+        self._plan(flow, loaded_at)
         self._unsampled = True
 
     def _change(self, flow: GroupFlow, group: JobGroup) -> None:
@@ -258,8 +259,7 @@ class SimulatedCluster:
         self._report(flow.members.values())
         weights = dict(zip(group.job_ids, group.weights, strict=True))
         for name, job in flow.members.items():
-            if job.member.weight != weights[name]:
-                job.member = replace(job.member, weight=weights[name])
+            weigh(job, weights[name])
         flow.wanted, flow.stale, flow.announce = group, True, True
         self._touched[group.group_id] = flow
         if set(group.gpus) != set(before.gpus) and not self._regroup_gpus(flow, before.gpus):
@@ -315,6 +315,7 @@ class SimulatedCluster:
         for job in list(flow.members.values()):
             if lost:
                 leave(flow, job, self._now, self._checkpointed_steps(job))
+                job.left_at = -math.inf  # wherever it goes on, that is no move
                 self._waiting += 1
             else:
                 self._let_go(flow, job)
@@ -346,12 +347,11 @@ class SimulatedCluster:
 
     def _sample(self) -> None:
         """How things stand from the last change until now; called before the clock goes on."""
-        if not self._unsampled:
-            return
         self._unsampled = False
-        running, gpus = self._alive - self._waiting, self._machines.num_gpus
+        waiting, machines = self._waiting, self._machines
+        running, gpus = self._alive - waiting, machines.num_gpus
         if not running:
             self._tokens_per_second = self._useful_gpus = 0.0  # rid of what rounding has left
-        share = max(0.0, self._useful_gpus / gpus) if gpus else 0.0
-        allocated, tokens = len(self._machines.owner), max(0.0, self._tokens_per_second)
-        self.samples.append(Sample(self._now, self._waiting, running, allocated, share, tokens, gpus))
+        tokens = max(0.0, self._tokens_per_second)
+        share = self._useful_gpus / gpus if gpus and tokens else 0.0
+        self.samples.append(Sample(self._now, waiting, running, len(machines.owner), share, tokens, gpus))

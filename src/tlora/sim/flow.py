@@ -6,10 +6,10 @@ Starts and ends no group, and tells nobody: `backend.py` does.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from tlora.planner.cost import CostModel
-from tlora.planner.sharing import group_step_seconds
+from tlora.planner.sharing import Member, group_step_seconds
 from tlora.protocol import JobGroup
 from tlora.sim.progress import Progress
 from tlora.sim.truth import Truth
@@ -92,11 +92,16 @@ def enter(flow: GroupFlow, job: Progress, weight: float, now: float, join_second
     job.group, job.joined_at, job.joined_steps = flow, now, job.steps
     job.counts = job.counts and job.left_at == now  # a move counts, a wait does not
     job.resume_at = now + join_seconds
-    if job.member.weight != weight:
-        job.member = replace(job.member, weight=weight)
+    weigh(job, weight)
     flow.members[job.spec.job_id] = job
     flow.came.append(job)
     flow.stale = flow.announce = True
+
+
+def weigh(job: Progress, weight: float) -> None:
+    """Its share in its group from now on; a group whose shares change is `stale`."""
+    if job.member.weight != weight:
+        job.member = Member(job.member.tokens_per_step, weight)
 
 
 def leave(flow: GroupFlow, job: Progress, now: float, back_to_steps: float) -> None:

@@ -33,26 +33,18 @@ class ClusterShape:
 
 
 class Machines:
-    """`owner` tells of each GPU that is in use whose it is. Failures and repairs come in the order of `next_at`."""
+    """`owner` tells of each GPU that is in use whose it is; `num_gpus` are not lost. A failure or repair is due at `next_at`."""
 
     def __init__(self, shape: ClusterShape, truth: Truth) -> None:
         self.owner: dict[int, str] = {}
+        self.num_gpus = shape.num_gpus
         self._shape, self._truth = shape, truth
         self._lost: set[int] = set()
         self._warm: set[tuple[int, str]] = set()  # node and base that it has run
         self._failures: list[tuple[float, int, int, tuple[int, ...]]] = []  # a heap: seconds, node, its failures, GPUs that come back
         if truth.mtbf_hours is not None:
             self._failures = sorted((truth.failure(str(node), 0)[0], node, 0, ()) for node in range(shape.nodes))
-
-    @property
-    def num_gpus(self) -> int:
-        """Those that are not lost."""
-        return self._shape.num_gpus - len(self._lost)
-
-    @property
-    def next_at(self) -> float:
-        """When the next failure or repair is due."""
-        return self._failures[0][0] if self._failures else math.inf
+        self.next_at = self._failures[0][0] if self._failures else math.inf
 
     @property
     def repairs(self) -> bool:
@@ -90,18 +82,21 @@ class Machines:
 
     def fail_or_repair(self) -> NodeAdded | GpusLost:
         """What is due. Whose the lost GPUs are is left as it is."""
-        seconds, node, count, back = heapq.heappop(self._failures)
-        truth = self._truth
+        seconds, node, count, back = self._failures[0]
+        truth, gpus = self._truth, self._gpus_of(node)
         if back:
             self._lost.difference_update(back)
-            heapq.heappush(self._failures, (seconds + truth.failure(str(node), count)[0], node, count, ()))
-            return self._added(node, back)
-        gpus, what = self._gpus_of(node), truth.failure(str(node), count)[1]
-        if what < 0.5:
-            gpus = (gpus[int(2 * what * len(gpus))],)
-        self._lost.update(gpus)
-        heapq.heappush(self._failures, (seconds + 3600 * truth.repair_hours, node, count + 1, gpus))
-        return GpusLost(gpus, "node lost" if len(gpus) == self._shape.gpus_per_node else "GPU lost")
+            upcoming, event = (seconds + truth.failure(str(node), count)[0], node, count, ()), self._added(node, back)
+        else:
+            what = truth.failure(str(node), count)[1]
+            lost = (gpus[int(2 * what * len(gpus))],) if what < 0.5 else gpus
+            self._lost.update(lost)
+            upcoming = (seconds + 3600 * truth.repair_hours, node, count + 1, lost)
+            event = GpusLost(lost, "GPU lost" if len(lost) < len(gpus) else "node lost")
+        self.num_gpus = self._shape.num_gpus - len(self._lost)
+        heapq.heapreplace(self._failures, upcoming)
+        self.next_at = self._failures[0][0]
+        return event
 
     def _gpus_of(self, node: int) -> tuple[int, ...]:
         size = self._shape.gpus_per_node

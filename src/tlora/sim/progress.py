@@ -26,8 +26,9 @@ class Progress:
 
     Windows follow each other; none is counted before its tenth step. In its time counts: all of it while the job is in a group and has
     begun to run there, be it that it stands still because another joins or its GPUs change; and a move from group to group at one
-    moment, with checkpoint, start and join. Not in it counts waiting for a group, and the start of the group that it then gets: that
-    is queueing. A window is beyond its bound if it took more than 10 * max_slowdown * T0 and the tolerance of one micro-batch.
+    moment, with checkpoint, start and join. Not in it counts waiting for a group, and the start of the group that it then gets, or that
+    it gets after a loss: that is queueing. A window is beyond its bound if it took more than 10 * max_slowdown * T0 and the tolerance
+    of one micro-batch.
     Steps that a failure has undone are counted again when they are run again.
     """
 
@@ -52,7 +53,7 @@ class Progress:
     # sums
     steps: float = 0.0
     gpu_seconds: float = 0.0
-    regroupings: int = 0
+    regroupings: int = 0  # times that it left a group before its end, or ran while its group's GPUs changed; losses are none
     window_steps: float = 0.0
     window_seconds: float = 0.0
     window_slack: float = 0.0  # the longest micro-batch for which it stood still

@@ -1,0 +1,219 @@
+"""What becomes of GPUs that nobody who waits can use now: groups grow onto them, move to them, or part with a member.
+
+All of it is revocable: what a group has beyond its share is the first that `reclaim.py` takes back. Nothing is done for less than a
+share of the step, nor for less than it costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tlora.scheduler.decision import Decision, View
+from tlora.scheduler.pace import Pace
+
+_MOST_SPREAD = 4  # groups that go to other nodes in one decision
+
+
+def grow(decision: Decision) -> None:
+    """Members who gain by leaving a group go first, then groups fill their own nodes, then they spread to others."""
+    _part(decision)
+    for node in decision.nodes_with_free():
+        _fill(decision, node)
+    for _ in range(_MOST_SPREAD):
+        if not _spread(decision):
+            return
+
+
+def is_worth_it(decision: Decision, view: View, after: Sequence[float], pause_seconds: float) -> bool:
+    """Whether steps get shorter by the least share on average, and the time saved exceeds (1 + h) * members * pause."""
+    settings = decision.settings
+    if sum(after) > (1 - settings.growth_gain) * sum(view.slowdowns):
+        return False
+    return decision.seconds_saved(view.jobs, view.slowdowns, after) > (1 + settings.hysteresis) * len(view.jobs) * pause_seconds
+
+
+# -- within the node -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Grower:
+    """A group that shall have `gpus` GPUs, with which it is worth `value`."""
+
+    view: View
+    most: int
+    gpus: int
+    value: float
+
+
+def _fill(decision: Decision, node: str) -> None:
+    """The node's free GPUs one after another, or a few at a time, to whom they are worth most each."""
+    views = [view for view in decision.groups_on(node) if view.num_nodes == 1 and view.rested]
+    growers = [_Grower(view, decision.most_useful_gpus(view.jobs), 0, 0.0) for view in views]
+    while growers:
+        for grower in growers:
+            grower.gpus, grower.value = len(grower.view.gpus), grower.view.value
+        _share_out(decision, growers, len(decision.draft.free_of(node)))
+        grown = [grower for grower in growers if grower.gpus > len(grower.view.gpus)]
+        in_vain = [grower for grower in grown if not _grow_to(decision, node, grower)]
+        if not in_vain:
+            return
+        growers = [grower for grower in growers if grower not in grown]
+
+
+def _grow_to(decision: Decision, node: str, grower: _Grower) -> bool:
+    """Let it have its GPUs, if that is worth what it costs."""
+    view = grower.view
+    pace = decision.pace(view.jobs, grower.gpus, 1)
+    if pace is None or not is_worth_it(decision, view, pace.slowdowns, decision.settings.resize_seconds):
+        return False
+    more = decision.draft.free_of(node)[: grower.gpus - len(view.gpus)]
+    decision.change(view.group_id, view.jobs, tuple(sorted((*view.gpus, *more))), pace)
+    return True
+
+
+def _share_out(decision: Decision, growers: Sequence[_Grower], free: int) -> None:
+    while free:
+        steps = [(step, grower) for grower in growers if (step := _next_step(decision, grower, free)) is not None]
+        if not steps:
+            return
+        (_, more, value), best = max(steps, key=lambda each: (each[0][0], each[1].view.group_id))
+        best.gpus += more
+        best.value = value
+        free -= more
+
+
+def _next_step(decision: Decision, grower: _Grower, free: int) -> tuple[float, int, float] | None:
+    """How many more GPUs are worth most for each, if any are worth something: worth of each, number, value with them."""
+    best: tuple[float, int, float] | None = None
+    for more in range(1, min(free, grower.most - grower.gpus) + 1):
+        pace = decision.pace(grower.view.jobs, grower.gpus + more, 1)
+        if pace is None:
+            continue
+        value = decision.value(grower.view.jobs, pace.slowdowns)
+        each = (value - grower.value) / more
+        if each > 0 and (best is None or each > best[0]):
+            best = each, more, value
+    return best
+
+
+# -- to other nodes ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Wider:
+    """A group on more GPUs: its own and those of `nodes`, or with `moves` on the latter alone. `worth` is the value won for each GPU."""
+
+    worth: float
+    view: View
+    pace: Pace
+    gpus: int
+    nodes: tuple[str, ...]
+    moves: bool
+
+
+def _spread(decision: Decision) -> bool:
+    """Let the group for which it is worth most have free GPUs on other nodes. Whether there was one."""
+    free = {name: len(decision.draft.free_of(name)) for name in decision.nodes_with_free()}
+    if not free:
+        return False
+    candidates = {view.group_id: view for node in decision.nodes_to_try() for view in decision.groups_on(node) if view.rested}
+    options = [option for view in candidates.values() for option in _options(decision, view, free)]
+    if not options:
+        return False
+    best = max(options, key=lambda option: (option.worth, option.view.group_id))
+    view, nodes = best.view, best.nodes
+    if best.moves:
+        decision.stop(view.group_id)
+    kept = () if best.moves else view.gpus
+    more = [gpu for name in nodes for gpu in decision.draft.free_of(name)][: best.gpus - len(kept)]
+    if best.moves:
+        decision.draft.take(more)
+        decision.open(view.jobs, tuple(more))
+    else:
+        decision.change(view.group_id, view.jobs, tuple(sorted((*kept, *more))), best.pace)
+    return True
+
+
+def _options(decision: Decision, view: View, free: dict[str, int]) -> list[_Wider]:
+    """Ways to have more GPUs than now that are worth it."""
+    size, settings, count = decision.node_size, decision.settings, len(view.gpus)
+    if count >= decision.most_useful_gpus(view.jobs):
+        return []
+    own = {decision.state.node_of[gpu] for gpu in view.gpus}
+    whole = [name for name, spare in free.items() if spare == size and name not in own]
+    fills_nodes = count == view.num_nodes * size
+    tried: list[tuple[int, tuple[str, ...], bool]] = []
+    for gpus in decision.sizes(view.jobs):
+        if gpus <= count:
+            continue
+        more = gpus // size - view.num_nodes
+        if gpus <= size:
+            roomy = min(((spare, name) for name, spare in free.items() if name not in own and spare >= gpus), default=None)
+            if roomy is not None:
+                tried.append((gpus, (roomy[1],), True))
+        elif fills_nodes and gpus % size == 0 and len(whole) >= more:
+            tried.append((gpus, tuple(whole[:more]), False))
+        elif len(whole) >= decision.nodes_for(gpus):
+            tried.append((gpus, tuple(whole[: decision.nodes_for(gpus)]), True))
+    options: list[_Wider] = []
+    for gpus, nodes, moves in tried:
+        pace = decision.pace(view.jobs, gpus)
+        pause = settings.start_seconds + settings.checkpoint_seconds if moves else settings.resize_seconds
+        if pace is None or not is_worth_it(decision, view, pace.slowdowns, pause):
+            continue
+        worth = (decision.value(view.jobs, pace.slowdowns) - view.value) / (gpus - count)
+        if worth > 0:
+            options.append(_Wider(worth, view, pace, gpus, nodes, moves))
+    return options
+
+
+# -- out of a group ------------------------------------------------------------------------------------------------------
+
+
+def _part(decision: Decision) -> None:
+    """Where somebody who shares would be faster alone on GPUs that are free, by more than the move costs, it goes."""
+    for name in list(decision.residuals.shared()):
+        if name in decision.touched:
+            continue
+        view = decision.view(name)
+        room = max((len(decision.draft.free_of(node)) for node in decision.nodes_with_free()), default=0)
+        if not room:
+            return
+        if view.rested:
+            ways = [way for index in range(len(view.jobs)) if (way := _way_out(decision, view, index, room)) is not None]
+            if ways:
+                _let_go(decision, view, max(ways, key=lambda way: (way.won, -way.index)))
+
+
+@dataclass(frozen=True, slots=True)
+class _WayOut:
+    """Member number `index` goes to `gpus` GPUs of its own, the others stay at `rest`. `won` is the value that this has."""
+
+    won: float
+    index: int
+    gpus: int
+    rest: Pace
+
+
+def _way_out(decision: Decision, view: View, index: int, room: int) -> _WayOut | None:
+    job, others = view.jobs[index], view.jobs[:index] + view.jobs[index + 1 :]
+    share = decision.target([job])
+    gpus = max((gpus for gpus in decision.sizes([job]) if share is not None and gpus <= min(share, room)), default=0)
+    alone = decision.pace([job], gpus) if gpus else None
+    rest = decision.pace(others, len(view.gpus), view.num_nodes)
+    if rest is None or alone is None:
+        return None
+    after = [*rest.slowdowns[:index], *alone.slowdowns, *rest.slowdowns[index:]]
+    if not is_worth_it(decision, view, after, decision.settings.start_seconds + decision.settings.checkpoint_seconds):
+        return None
+    won = decision.value(view.jobs, after) - view.value
+    return _WayOut(won, index, gpus, rest) if won > 0 else None
+
+
+def _let_go(decision: Decision, view: View, way: _WayOut) -> None:
+    gpus = decision.draft.allocate(way.gpus)
+    assert gpus is not None, f"no {way.gpus} GPUs are free"
+    others = view.jobs[: way.index] + view.jobs[way.index + 1 :]
+    decision.change(view.group_id, others, view.gpus, way.rest)
+    decision.open([view.jobs[way.index]], gpus)

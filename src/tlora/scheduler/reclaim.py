@@ -1,0 +1,141 @@
+"""GPUs for a job that waits: those that are free on a node, and those that groups there would give up for it, with what that costs.
+
+Groups give up, in this order: what they have beyond their share; where they are far less urgent, what their bounds do not need; all.
+Not here: which offer is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+from tlora.scheduler.decision import Decision, View
+from tlora.scheduler.pace import Pace
+from tlora.scheduler.state import Job
+
+
+class _Depth(IntEnum):
+    """How far a group is asked to shrink."""
+
+    SHARE = 0
+    BOUND = 1
+    NOTHING = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Sacrifice:
+    """A group that goes on with `keep` of its GPUs, at `pace`, or that stops, without any. `gpus` come free on the node in question.
+
+    `loss` is the value that its members lose, `pause` that of the time for which they stand still.
+    """
+
+    group_id: str
+    keep: tuple[int, ...]
+    pace: Pace | None
+    gpus: int
+    loss: float
+    pause: float
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """`gpus` on the node for a job, at the price of `sacrifices`."""
+
+    node: str
+    gpus: int
+    sacrifices: tuple[Sacrifice, ...] = ()
+
+    @property
+    def loss(self) -> float:
+        return sum(each.loss for each in self.sacrifices)
+
+    @property
+    def pause(self) -> float:
+        return sum(each.pause for each in self.sacrifices)
+
+
+def offers(decision: Decision, node: str, job: Job, most: int, gently: bool = False) -> Iterator[Offer]:
+    """What the node has for the job, up to `most` GPUs: those that are free, then more and more at the expense of others.
+
+    `gently`: at nobody's expense but of those who have more than their share.
+    """
+    free = len(decision.draft.free_of(node))
+    if free:
+        yield Offer(node, min(free, most))
+    if free >= most:
+        return
+    taken: dict[str, Sacrifice] = {}
+    views = decision.groups_on(node)
+    starving = decision.is_starving(job)
+    for depth in (_Depth.SHARE,) if gently else _Depth:
+        before = free
+        for view in _givers(decision, views, job, depth, starving):
+            known = taken.get(view.group_id)
+            already = known.gpus if known else 0
+            more = _sacrifice(decision, view, node, most - free + already, depth)
+            if more is not None and more.gpus > already:
+                taken[view.group_id] = more
+                free += more.gpus - already
+            if free >= most:
+                break
+        if free > before:
+            yield Offer(node, min(free, most), _needed(taken, free, most))
+        if free >= most:
+            return
+
+
+def apply(decision: Decision, sacrifices: tuple[Sacrifice, ...]) -> list[Job]:
+    """Make them. Returns the jobs that have no group any more."""
+    stopped: list[Job] = []
+    for each in sacrifices:
+        jobs = decision.view(each.group_id).jobs
+        if each.pace is None:
+            decision.stop(each.group_id)
+            stopped += jobs
+        else:
+            decision.change(each.group_id, jobs, each.keep, each.pace)
+    return stopped
+
+
+def _givers(decision: Decision, views: list[View], job: Job, depth: _Depth, starving: bool) -> list[View]:
+    """The groups that may be asked for so much, those first that are to be asked first."""
+    settings = decision.settings
+    if depth is _Depth.SHARE:
+        found = [view for view in views if view.beyond_share] if settings.elastic else []
+        return sorted(found, key=lambda view: (-view.beyond_share, view.group_id)) if len(found) > 1 else found
+    if not (settings.elastic if depth is _Depth.BOUND else settings.preemption):
+        return []
+    found = [view for view in views if (starving or view.rested) and decision.gives_way(view, job, starving)]
+    return sorted(found, key=lambda view: (view.urgency, view.group_id)) if len(found) > 1 else found
+
+
+def _sacrifice(decision: Decision, view: View, node: str, wanted: int, depth: _Depth) -> Sacrifice | None:
+    """What the group gives of its GPUs on the node, `wanted` of them or as many as it can. One on several nodes gives whole nodes."""
+    settings, node_of = decision.settings, decision.state.node_of
+    here = [gpu for gpu in view.gpus if node_of[gpu] == node] if view.num_nodes > 1 else list(view.gpus)
+    if depth is _Depth.NOTHING:
+        pause = view.urgency * len(view.jobs) * (settings.checkpoint_seconds + settings.start_seconds)
+        return Sacrifice(view.group_id, (), None, len(here), view.value, pause)
+    least = max(1, view.share or 0) if depth is _Depth.SHARE else 1
+    for count in [len(here)] if view.num_nodes > 1 else range(min(wanted, len(here) - least), 0, -1):
+        gone = set(here[len(here) - count :])
+        keep = tuple([gpu for gpu in view.gpus if gpu not in gone])
+        if len(keep) < least:
+            continue
+        pace = decision.pace(view.jobs, len(keep), decision.state.num_nodes(keep))
+        if pace is not None:
+            loss = view.value - decision.value(view.jobs, pace.slowdowns)
+            return Sacrifice(view.group_id, keep, pace, count, loss, view.urgency * len(view.jobs) * settings.resize_seconds)
+    return None
+
+
+def _needed(taken: dict[str, Sacrifice], free: int, most: int) -> tuple[Sacrifice, ...]:
+    """Without those who need not give anything after others have given more."""
+    needed: list[Sacrifice] = []
+    for each in taken.values():
+        if free - each.gpus >= most:
+            free -= each.gpus
+        else:
+            needed.append(each)
+    return tuple(needed)

@@ -1,0 +1,255 @@
+"""The policy of this project: jobs share GPUs within bounds on each one's slowdown, and groups grow and shrink with the load.
+
+scheduling.md, "The policy, precisely". Who comes first is `urgency.py`'s, GPUs that others give up `reclaim.py`'s, growth `growth.py`'s,
+the index of groups `residuals.py`'s. Pure but for what it remembers, all of which could be worked out anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tlora.protocol import JobGroup
+from tlora.scheduler.decision import Decision
+from tlora.scheduler.growth import grow
+from tlora.scheduler.pace import Pace, Paces
+from tlora.scheduler.reclaim import Offer, Sacrifice, apply, offers
+from tlora.scheduler.residuals import Residuals
+from tlora.scheduler.scheduler import Policy
+from tlora.scheduler.settings import Settings
+from tlora.scheduler.state import ClusterState, Job
+from tlora.scheduler.urgency import excess_of_tenants, rank
+from tlora.scheduler.waiting import Waiting
+
+_JOINS_TRIED = 8
+_FAILURES_OF_A_LANE = 4  # jobs that ask for as many GPUs, of whom none found room, until those behind them are not tried
+_REORDER_SECONDS = 60.0  # for so long a long queue keeps its order
+_LONG_QUEUE = 64
+_RETHINK_SECONDS = 300.0  # a decision to change nothing holds for so long where nothing happens
+
+
+def residual_capacity(settings: Settings = Settings()) -> Policy:  # noqa: B008 (it is frozen)
+    """The policy with these settings. Each job that waits, the most urgent first, has the best of these in value, or waits on:
+
+    GPUs that are free, as many as its share; a group of its base whose residual capacity R = u * C(B, G) - sum of needs holds what it
+    needs, by best fit; GPUs that others give up. What is then still free goes to groups for which it is worth most, revocably.
+    """
+    memory = _Memory(settings)
+
+    def decide(state: ClusterState) -> list[JobGroup]:
+        if not state.num_gpus or memory.holds(state):
+            return []
+        paces, residuals = memory.paces, memory.residuals
+        paces.follow(state)
+        residuals.follow(state)
+        decision = Decision(state, settings, paces, residuals)
+        if state.pending:
+            _place_those_who_wait(decision, memory.queue(state))
+        if settings.elastic and decision.draft.num_free:
+            grow(decision)
+        wanted = decision.draft.wanted()
+        memory.note(state, wanted)
+        return wanted
+
+    return decide
+
+
+class _Memory:
+    """What is kept from one decision to the next: indexes, the order of a long queue, and whether there was nothing to do."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.paces, self.residuals = Paces(), Residuals()
+        self._settings = settings
+        self._queue: Waiting | None = None
+        self._ordered_at = -math.inf
+        self._idle: tuple[int, ...] = ()
+        self._idle_until = -math.inf
+
+    def holds(self, state: ClusterState) -> bool:
+        """Whether the decision before this one found nothing to do, a short time ago, and nothing has happened since."""
+        return state.now < self._idle_until and _happenings(state) == self._idle
+
+    def note(self, state: ClusterState, wanted: list[JobGroup]) -> None:
+        self._idle = _happenings(state)
+        self._idle_until = -math.inf if wanted else state.now + _RETHINK_SECONDS
+
+    def queue(self, state: ClusterState) -> Waiting:
+        """Those who wait in order: as it is now, but that of a long queue as it was a short time ago."""
+        if self._queue is None or len(state.pending) <= _LONG_QUEUE or not 0 <= state.now - self._ordered_at < _REORDER_SECONDS:
+            excess = excess_of_tenants(state, self.residuals.gpus_of)
+            self._ordered_at = state.now
+            self._queue = Waiting(lambda job: rank(job, state.now, self._settings, excess))
+        self._queue.follow(state)
+        return self._queue
+
+
+def _happenings(state: ClusterState) -> tuple[int, ...]:
+    """Differs whenever a job, group or GPU has come or gone."""
+    return (state.jobs_submitted, len(state.jobs), state.groups_opened, len(state.groups), state.num_gpus, len(state.pending))
+
+
+def _place_those_who_wait(decision: Decision, waiting: Waiting) -> None:
+    """In order; those who had to give way last, at nobody's expense."""
+    settings = decision.settings
+    tries = _FAILURES_OF_A_LANE if settings.elastic or settings.sharing or settings.preemption else 1
+    failures: dict[int, int] = {}
+    stopped: list[Job] = []
+    held: list[int] = []
+    hopeless: set[int] = set()
+    while (job := waiting.first(hopeless)) is not None:
+        waiting.take(job)
+        gave_way = _place(decision, job, gently=False)
+        if gave_way is not None:
+            stopped += gave_way
+            continue
+        if decision.is_starving(job):
+            held += _hold_back(decision, job)
+        gpus = job.spec.gpus
+        failures[gpus] = failures.get(gpus, 0) + 1
+        if failures[gpus] >= tries:
+            hopeless.add(gpus)
+    for job in sorted(stopped, key=lambda job: rank(job, decision.state.now, settings, {})):
+        _place(decision, job, gently=True)
+    decision.draft.give_back(held)
+
+
+# -- a place for one -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a job could run: alone on `gpus` GPUs of the offers' nodes, or in the group `joins` at `pace`. `net` is what it is worth."""
+
+    net: float
+    gpus: int = 0
+    offers: tuple[Offer, ...] = ()
+    joins: str = ""
+    pace: Pace | None = None
+
+
+def _place(decision: Decision, job: Job, gently: bool) -> list[Job] | None:
+    """Give it a place. Returns those who lost theirs by that, or None if there is no place for it."""
+    settings, draft = decision.settings, decision.draft
+    sizes = [job.spec.gpus]
+    if settings.elastic:
+        target = decision.target([job])
+        sizes = [gpus for gpus in decision.sizes([job]) if target is not None and gpus <= target]
+    if sizes:
+        gpus = draft.allocate(sizes[-1])
+        if gpus is not None:
+            decision.open([job], gpus)
+            return []
+    places: list[_Place] = []
+    if settings.elastic or settings.preemption:
+        places = _narrow_places(decision, job, sizes, gently) + _wide_places(decision, job, sizes, gently)
+    if settings.sharing:
+        places += _joins(decision, job)
+    if not places:
+        return None
+    best = max(places, key=lambda place: (place.net, -sum(len(offer.sacrifices) for offer in place.offers), place.joins))
+    if best.pace is not None:
+        view = decision.view(best.joins)
+        decision.change(best.joins, [*view.jobs, job], view.gpus, best.pace)
+        return []
+    stopped = apply(decision, tuple(each for offer in best.offers for each in offer.sacrifices))
+    gpus = tuple([gpu for offer in best.offers for gpu in draft.free_of(offer.node)])[: best.gpus]
+    draft.take(gpus)
+    decision.open([job], gpus)
+    return stopped
+
+
+def _narrow_places(decision: Decision, job: Job, sizes: Sequence[int], gently: bool) -> list[_Place]:
+    """On GPUs of one node."""
+    narrow = [gpus for gpus in sizes if gpus <= decision.node_size]
+    found: list[_Place] = []
+    if not narrow:
+        return found
+    for node in decision.nodes_to_try():
+        for offer in offers(decision, node, job, narrow[-1], gently):
+            gpus = max((gpus for gpus in narrow if gpus <= offer.gpus), default=0)
+            if gpus:
+                found += _worth(decision, job, gpus, (offer,))
+    return found
+
+
+def _wide_places(decision: Decision, job: Job, sizes: Sequence[int], gently: bool) -> list[_Place]:
+    """On whole nodes, those that cost least, of one rack if that costs no more."""
+    wide = [gpus for gpus in sizes if gpus > decision.node_size]
+    if not wide:
+        return []
+    nodes = decision.state.nodes
+    whole: list[Offer] = []
+    for node in decision.nodes_to_try():
+        best = [offer for offer in offers(decision, node, job, decision.node_size, gently) if offer.gpus == decision.node_size]
+        whole += best[:1]
+    whole.sort(key=lambda offer: (offer.loss, nodes[offer.node].rack, offer.node))
+    found: list[_Place] = []
+    for gpus in wide:
+        count = decision.nodes_for(gpus)
+        racks = [[offer for offer in whole if nodes[offer.node].rack == rack] for rack in dict.fromkeys(nodes[o.node].rack for o in whole)]
+        for choice in (*racks, whole):
+            chosen = _apart(choice, count)
+            if len(chosen) == count:
+                found += _worth(decision, job, gpus, tuple(chosen))
+    return found
+
+
+def _apart(candidates: Sequence[Offer], count: int) -> list[Offer]:
+    """The first `count` of them of which no two change one group."""
+    chosen: list[Offer] = []
+    changed: set[str] = set()
+    for offer in candidates:
+        names = {each.group_id for each in offer.sacrifices}
+        if len(chosen) < count and not names & changed:
+            chosen.append(offer)
+            changed |= names
+    return chosen
+
+
+def _worth(decision: Decision, job: Job, gpus: int, chosen: tuple[Offer, ...]) -> list[_Place]:
+    """The place, if it is worth what it costs: (value won - value lost) * time there > (1 + h) * value of the pauses."""
+    pace = decision.pace([job], gpus, len(chosen))
+    if pace is None:
+        return []
+    net = decision.value([job], pace.slowdowns) - sum(offer.loss for offer in chosen)
+    pause = sum(offer.pause for offer in chosen)
+    if pause and not _goes_first(decision, job, chosen):
+        seconds = job.remaining_seconds(decision.state.now) * pace.slowdowns[0]
+        if net * seconds <= (1 + decision.settings.hysteresis) * pause:
+            return []
+    return [_Place(net, gpus, chosen)]
+
+
+def _goes_first(decision: Decision, job: Job, chosen: tuple[Offer, ...]) -> bool:
+    """Whether those at whose expense it is have to yield whatever they lose."""
+    if decision.is_starving(job):
+        return True
+    sacrifices: list[Sacrifice] = [each for offer in chosen for each in offer.sacrifices]
+    return all(decision.view(each.group_id).priority < job.spec.priority for each in sacrifices)
+
+
+def _joins(decision: Decision, job: Job) -> list[_Place]:
+    """Groups of its base by best fit in which all bounds hold with it, if it gains more than they lose."""
+    found: list[_Place] = []
+    for name in decision.residuals.best_fit(job.spec.base_model, job.need, _JOINS_TRIED):
+        if name in decision.touched:
+            continue
+        view = decision.view(name)
+        jobs = [*view.jobs, job]
+        pace = decision.pace(jobs, len(view.gpus), view.num_nodes)
+        if pace is None:
+            continue
+        net = decision.value(jobs, pace.slowdowns) - view.value
+        if net > 0:
+            found.append(_Place(net, joins=name, pace=pace))
+    return found
+
+
+def _hold_back(decision: Decision, job: Job) -> list[int]:
+    """Take, until the decision is over, the free GPUs of the nodes on which a starving job will soonest find room: those freest now."""
+    count = decision.nodes_for(job.spec.gpus)
+    nodes = sorted(decision.state.nodes, key=lambda name: (-len(decision.draft.free_of(name)), name))[:count]
+    held = [gpu for name in nodes for gpu in decision.draft.free_of(name)]
+    decision.draft.take(held)
+    return held

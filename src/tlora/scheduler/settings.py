@@ -1,0 +1,40 @@
+"""What an operator may set of the residual-capacity policy, with what each value was measured to be good for. No behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Order = Literal["urgency", "arrival"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Tuned on trace ee9e8c, 128 GPUs, seeds 10-12, with the constants of one H200; the four costs are those of `sim/truth.py`.
+
+    `sharing`: jobs may share a group. `elastic`: a job may get more GPUs than it asks for, or fewer within its bound, and these may
+    change while it runs. `preemption`: a job may have to wait again for one that is far more urgent. Without the three, in the order
+    of "arrival", this is backfill.
+
+    Urgency is (patience + age) / remaining time: a patience far above remaining times makes it shortest first, one of 0 the response
+    ratio. A GPU costs `delay_price` * jobs / GPUs: so many jobs are one second later for each second that it is taken. Who gives way
+    is `preemption_ratio` times less urgent. A job is starving when it is late by `starvation_factor` times its whole time alone.
+    A move must save (1 + `hysteresis`) times what it costs, growth must shorten steps by `growth_gain`, and a group whose members
+    or GPUs have changed rests for `min_residence_seconds`, unless what it gives up is more than its share.
+    """
+
+    sharing: bool = True
+    elastic: bool = True
+    preemption: bool = True
+    order: Order = "urgency"
+    patience_seconds: float = 3e5
+    delay_price: float = 3.0
+    preemption_ratio: float = 2.0
+    starvation_factor: float = 10.0
+    growth_gain: float = 0.03
+    hysteresis: float = 0.5
+    min_residence_seconds: float = 600.0
+    start_seconds: float = 35.4
+    join_seconds: float = 2.0
+    checkpoint_seconds: float = 1.0
+    resize_seconds: float = 5.0
