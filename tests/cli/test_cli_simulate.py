@@ -111,7 +111,6 @@ def test_a_simulation_loads_no_model_library(tmp_path: Path) -> None:
 
 
 def test_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlora.sim.scenario.POLICIES", dict.fromkeys(name.partition("/")[0] for name in DEFAULT_POLICIES.split(",")))
     asked = asked_of(monkeypatch)
     assert asked == [Scenario("ee9e8c", *contender(name, "tlora"), 16, 8, "h200") for name in DEFAULT_POLICIES.split(",")]
     assert [(each.policy, each.kernels) for each in asked[:2]] == [("fifo", "peft"), ("fifo", "tlora")] and asked[

@@ -106,6 +106,15 @@ def test_completion_times_are_the_jobs(many: tuple[SimulationView, str]) -> None
     assert axis["type"] == "log" and axis["range"][0] < math.log10(1e3) < axis["range"][1]
 
 
+@pytest.mark.parametrize("jobs", [2, 150, 399, 401])
+def test_few_jobs_are_all_on_the_curve_of_completion_times(jobs: int) -> None:
+    view = make_view(jobs)
+    for trace, policy in zip(read_charts(simulation_page(view))["Completion times"]["data"], view.policies, strict=True):
+        assert len(trace["x"]) == min(jobs, 400) and trace["y"][-1] == 100
+        if jobs < 400:
+            assert trace["x"] == pytest.approx(sorted(policy.jct_seconds), rel=1e-4)
+
+
 def test_kernels_differ_by_dashes_and_policies_by_colour(many: tuple[SimulationView, str]) -> None:
     lines = {trace["legendgroup"]: trace["line"] for trace in read_charts(many[1])["Completion times"]["data"]}
     ours, fifo, plain = (lines[f"{policy} ({kernels})"] for policy, kernels in NAMES)

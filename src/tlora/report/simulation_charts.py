@@ -54,9 +54,8 @@ def _completion(view: SimulationView, drawn: Mapping[str, Look], note: str) -> C
     for policy in view.policies:
         jct = sorted(policy.jct_seconds)
         count = len(jct)
-        points = sorted(
-            {round(at * (count - 1) / max(1, _POINTS_OF_CDF - 1)) for at in range(min(count, _POINTS_OF_CDF))} | set(range(count)[-1:])
-        )
+        shown = min(count, _POINTS_OF_CDF)
+        points = [round(at * (count - 1) / max(1, shown - 1)) for at in range(shown)]
         x = [jct[at] for at in points]
         trace = _line(policy.name, drawn[policy.name], x, [100 * (at + 1) / count for at in points])
         trace["text"] = [duration_text(seconds) for seconds in x]
