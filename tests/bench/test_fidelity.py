@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from bench.fidelity import Compared, Times, compare, run_simulated, verdict
+from bench.fidelity import Compared, Times, compare, policy_of, run_simulated, verdict
 from bench.fidelity_work import BASE, SATURATED, Calibration, Work, _fitted, _Point, draw_arrivals, draw_orders
+from tlora.cluster.controller import run
 from tlora.cluster.local import LocalMachine
 from tlora.planner.cost import BaseConstants, CostModel
 from tlora.planner.sharing import Member, group_step_seconds
-from tlora.protocol import JobProfile, JobSubmitted
+from tlora.protocol import Action, Event, JobProfile, JobSubmitted, NodeAdded, StartGroup, Tick
+from tlora.scheduler.scheduler import Scheduler
 
 CONSTANTS = BaseConstants(5000.0, 0.02, 0.003, 0.0, 0.0, 1e6, 0.0, 1e9, {})
+CALIBRATION = Calibration(CONSTANTS, 0.95, 3.0, 0.5, 0.0)
 
 
 def points(cost: CostModel) -> list[_Point]:
@@ -38,12 +41,11 @@ def arrivals(count: int) -> list[tuple[float, JobSubmitted]]:
 
 
 def test_the_simulated_side_counts_starts_and_what_a_job_takes_beside_its_steps(tmp_path: Path) -> None:
-    calibration = Calibration(CONSTANTS, 0.95, 3.0, 0.5, 0.0)
     machine = LocalMachine((0, 1), "cpu", {BASE: "b"}, tmp_path)
     own = 50 * (0.02 + 500 / 5000)
-    times = run_simulated(machine, arrivals(1), "fifo", calibration)
+    times = run_simulated(machine, arrivals(1), "fifo", CALIBRATION)
     assert times.makespan_seconds == pytest.approx(own + 3.5) and times.mean_jct_seconds == pytest.approx(own + 3.5)
-    later = run_simulated(machine, arrivals(4), "fifo", calibration)  # the first on a GPU, and those that find one with a worker
+    later = run_simulated(machine, arrivals(4), "fifo", CALIBRATION)  # the first on a GPU, and those that find one with a worker
     assert later.makespan_seconds == pytest.approx(30 + own + 0.5)
 
 
@@ -81,3 +83,29 @@ def test_spread_and_error_are_shares() -> None:
     found = Compared((9.0, 10.0, 11.0), 10.5)
     assert found.spread == pytest.approx(0.2) and found.error == pytest.approx(0.05)
     assert replace(found, simulated=9.5).error == pytest.approx(-0.05)
+
+
+class Recording:
+    """A back end of two GPUs on which nothing goes on: it tells that they are there, and who arrives."""
+
+    def __init__(self, events: list[tuple[float, JobSubmitted]]) -> None:
+        self.events: list[Event] = [NodeAdded("local", (0, 1)), *(event for _, event in events), Tick()]
+        self.executed: list[Action] = []
+
+    def now(self) -> float:
+        return 0.0
+
+    def poll(self) -> list[Event]:
+        found, self.events = self.events, []
+        return found
+
+    def execute(self, action: Action) -> None:
+        self.executed.append(action)
+
+
+def test_our_policy_keeps_its_groups_on_one_gpu() -> None:
+    """The local back end refuses others; with a GPU free it would grow."""
+    backend = Recording(arrivals(1))
+    run(Scheduler(policy_of("residual_capacity", CALIBRATION), CALIBRATION.cost), backend)
+    started = [action.group for action in backend.executed if isinstance(action, StartGroup)]
+    assert [len(group.gpus) for group in started] == [1]

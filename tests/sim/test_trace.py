@@ -208,7 +208,9 @@ def test_a_trace_that_is_not_there_is_told_the_shipped_ones(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "data"), [("t.csv", b"\xff\xfe\x00"), ("t.csv.gz", b"job_id"), ("t.csv.gz", gzip.compress(OWN.encode() * 9)[:-12])]
+    ("name", "data"),
+    [("t.csv", b"\xff\xfe\x00"), ("t.csv.gz", b"job_id"), ("t.csv.gz", gzip.compress(OWN.encode() * 9, mtime=0)[:-12])],
+    ids=["no UTF-8", "not compressed", "torn"],
 )
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path, name: str, data: bytes) -> None:
     path = tmp_path / name

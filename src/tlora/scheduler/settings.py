@@ -14,7 +14,7 @@ class Settings:
 
     `sharing`: jobs may share a group. `elastic`: a job may get more GPUs than it asks for, or fewer within its bound, and these may
     change while it runs. `preemption`: a job may have to wait again for one that is far more urgent. Without the three, in the order
-    of "arrival", this is backfill.
+    of "arrival" and with an infinite `starvation_factor`, this is backfill.
 
     Urgency is (patience + age) / remaining time: a patience far above remaining times makes it shortest first, one of 0 the response
     ratio. A GPU costs `delay_price` * jobs / GPUs: so many jobs are one second later for each second that it is taken. Who gives way

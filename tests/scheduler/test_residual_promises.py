@@ -1,0 +1,70 @@
+"""What `residual_capacity` promises, on the first jobs of a real trace: bounds, backfill without its three means, GPUs that come back."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tlora.protocol import JobGroup
+from tlora.scheduler.exclusive import backfill
+from tlora.scheduler.residual_capacity import residual_capacity
+from tlora.scheduler.scheduler import Policy
+from tlora.scheduler.settings import Settings
+from tlora.scheduler.state import ClusterState
+from tlora.sim.machines import ClusterShape
+from tlora.sim.records import SimulationResult
+from tlora.sim.scenario import Scenario, cost_of, scene_of
+from tlora.sim.simulate import simulate
+
+SHAPE = ClusterShape(4, 8)
+
+
+def replay(policy: Policy, seed: int = 10, load: float = 1.0) -> SimulationResult:
+    scenario = Scenario(jobs=120, seed=seed, load=load, nodes=SHAPE.nodes, gpus_per_node=SHAPE.gpus_per_node)
+    small = [job for job in scene_of(scenario).jobs if job.job.gpus <= SHAPE.num_gpus]
+    return simulate(small, SHAPE, policy, cost_of(scenario, "tlora"))
+
+
+def watched(policy: Policy, seen: list[float]) -> Policy:
+    """`policy`, with the largest step over its bound of all groups as they are wanted noted."""
+
+    def decide(state: ClusterState) -> list[JobGroup]:
+        wanted = policy(state)
+        for group in wanted:
+            steps = state.step_seconds_of(group, state.num_nodes(group.gpus))
+            bounds = [state.jobs[name].spec.max_slowdown * state.jobs[name].alone_step_seconds for name in group.job_ids]
+            seen.extend(step / bound for step, bound in zip(steps, bounds, strict=True))
+        return wanted
+
+    return decide
+
+
+@pytest.mark.parametrize("seed", [10, 11])
+def test_no_group_is_formed_that_breaks_a_members_bound(seed: int) -> None:
+    seen: list[float] = []
+    result = replay(watched(residual_capacity(), seen), seed)
+    assert len(seen) > 100 and max(seen) <= 1 + 1e-6
+    assert all(job.state == "done" for job in result.jobs), "somebody starved"
+    assert any(len(span.job_ids) > 1 for span in result.spans) and any(job.worst_slowdown < 0.9 for job in result.jobs)
+
+
+def test_without_its_means_in_order_of_arrival_it_is_backfill() -> None:
+    plain = Settings(sharing=False, elastic=False, preemption=False, order="arrival", starvation_factor=math.inf)
+    ours, theirs = replay(residual_capacity(plain)), replay(backfill())
+    assert [(job.job_id, job.started_seconds, job.finished_seconds) for job in ours.jobs] == [
+        (job.job_id, job.started_seconds, job.finished_seconds) for job in theirs.jobs
+    ]
+    assert max(len(span.job_ids) for span in ours.spans) == 1
+
+
+def test_each_means_is_used_and_mean_completion_is_shorter_than_backfills() -> None:
+    mean = {
+        name: math.fsum(job.finished_seconds - job.submitted_seconds for job in replay(policy).jobs)
+        for name, policy in {
+            "ours": residual_capacity(),
+            "rigid": residual_capacity(Settings(elastic=False)),
+            "backfill": backfill(),
+        }.items()
+    }
+    assert mean["ours"] < mean["backfill"] and mean["ours"] != mean["rigid"]
