@@ -116,3 +116,7 @@ def test_a_flow_weighs_what_it_needs() -> None:
     job = waiting_job(state, made_spec("a"))
     draft = Draft(state)
     assert draft.open([job], draft.allocate(1) or (), PLAN).weights == (job.need,)
+
+
+def test_where_no_gpu_is_left_there_is_no_room() -> None:
+    assert not has_room([0, 0], 1, 0)

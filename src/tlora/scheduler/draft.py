@@ -154,6 +154,8 @@ def has_room(free: Collection[int], count: int, size: int) -> bool:
     """Whether `allocate` finds `count` GPUs on nodes of which each has so many free, where the largest node has `size`."""
     if count <= size:
         return max(free, default=0) >= count
+    if not size:  # all GPUs are lost
+        return False
     whole, rest = divmod(count, size)
     empty = sum(own == size for own in free)
     return empty > whole or (empty == whole and (not rest or any(rest <= own < size for own in free)))
