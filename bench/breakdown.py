@@ -191,12 +191,13 @@ def _seconds_of_micro_batch(engine: Engine, tokens: float) -> float:
 
 def run_breakdown(options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(options.device)
-    order = Order(options.jobs, options.ranks, options.batch_size, options.lengths, min(2048, options.token_budget))
+    order = Order(options.jobs, options.ranks, options.batch_size, options.lengths, min(2048, throughput.most_tokens(options)))
     with tempfile.TemporaryDirectory() as directory:
         jobs = make_jobs(order, SHAPES[options.shape].vocab_size, options.data, Path(directory))
         base = make_base(make_model(options.shape, device, throughput.dtype_of(options)), options.shape)
-        engine = open_engine(SuperModel(base, options.deterministic), jobs, options.token_budget)
-        tokens = window_tokens(jobs, options.token_budget)
+        budget = throughput.token_budget(options, jobs)
+        engine = open_engine(SuperModel(base, options.deterministic), jobs, budget)
+        tokens = window_tokens(jobs, budget)
         for _ in range(2):
             _run_steps(engine, tokens)
         seconds, counts = _seconds_of_micro_batch(engine, tokens), list[int]()

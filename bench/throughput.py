@@ -2,7 +2,7 @@
 
     python -m bench.throughput --shape llama-3-8b --jobs 8 --ranks 8,16,32,64 --batch-size 4 --lengths 2048 --token-budget 8192 --out FILE
     python -m bench.throughput --shape qwen3-0.6b --batch-size 2 --lengths 512 --out FILE
-    python -m bench.throughput --shape llama-3-8b --lengths real --data DIRECTORY --out FILE
+    python -m bench.throughput --shape llama-3-8b --lengths real --data DIRECTORY --token-budget auto --out FILE
     python -m bench.throughput --shape tiny --device cpu --lengths 64 --token-budget 512 --seconds 1 --peft-steps 3
 
 Random weights; tokens are useful ones, without padding, and seconds those of whole windows in which every job takes its optimizer
@@ -25,12 +25,14 @@ from bench import machine, peft_baseline
 from bench.shapes import SHAPES, make_model, matmul_parameters
 from bench.together import Plan, as_row, gib, train_one_by_one, train_together
 from bench.workload import Job, Order, describe, make_jobs
+from tlora.batching.pack import auto_token_budget
 from tlora.supermodel.fp8_linear import hold_in_fp8
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
 
 SYSTEMS = ("together", "one-by-one", "peft")
+_LARGEST_AUTO = 8192  # as on every GPU with room for it
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -43,7 +45,9 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=4, help="samples per optimizer step of each job")
     parser.add_argument("--lengths", type=_lengths, default=2048, help="tokens per sample, or real")
     parser.add_argument("--data", type=Path, help="directory of the texts for --lengths real")
-    parser.add_argument("--token-budget", type=int, default=8192, help="tokens of a micro-batch of ours")
+    parser.add_argument(
+        "--token-budget", type=_budget, default=8192, help="tokens of a micro-batch of ours; auto: as `tlora train` chooses on a large GPU"
+    )
     parser.add_argument("--deterministic", action="store_true", help="ours in deterministic mode")
     parser.add_argument("--base-precision", choices=("fp8",), help="ours with an fp8 base")
     parser.add_argument("--recompute", type=int, default=0, help="ours: decoder layers that backward runs again")
@@ -56,13 +60,30 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="what to call this code where there is no git")
     options = parser.parse_args(arguments)
-    if options.lengths != "real" and options.lengths > options.token_budget:
+    if options.lengths != "real" and options.lengths > most_tokens(options):
         parser.error(f"samples of {options.lengths} tokens do not fit into a token budget of {options.token_budget}")
     return options
 
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
+
+
+def _budget(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def most_tokens(options: argparse.Namespace) -> int:
+    """Of one sample, and of a micro-batch."""
+    return _LARGEST_AUTO if options.token_budget == "auto" else options.token_budget
+
+
+def token_budget(options: argparse.Namespace, jobs: Sequence[Job]) -> int:
+    """Of our micro-batches."""
+    if options.token_budget != "auto":
+        return options.token_budget
+    longest = max(int(job.data.lengths.max()) for job in jobs)
+    return auto_token_budget(longest, [job.batch_tokens for job in jobs], _LARGEST_AUTO)
 
 
 def _lengths(text: str) -> int | str:
@@ -84,11 +105,12 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
     """The whole result, which is written to `options.out` after every system."""
     started = time.perf_counter()
     device = torch.device(options.device)
-    order = Order(options.jobs, options.ranks, options.batch_size, options.lengths, min(2048, options.token_budget))
+    order = Order(options.jobs, options.ranks, options.batch_size, options.lengths, min(2048, most_tokens(options)))
     with tempfile.TemporaryDirectory() as directory:
         jobs = make_jobs(order, SHAPES[options.shape].vocab_size, options.data, Path(directory))
         keys = ("shape", "batch_size", "lengths", "token_budget", "deterministic", "base_precision", "recompute")
         setup = {key: getattr(options, key) for key in keys} | {"dtype": str(dtype_of(options)), "jobs": describe(jobs)}
+        setup["token_budget"] = token_budget(options, jobs)
         found: dict[str, Any] = {"benchmark": "throughput", **machine.facts(device, options.commit), "setup": setup, "rows": []}
         mix = {job.spec.name: int(job.data.lengths.sum()) for job in jobs}
         if {"together", "one-by-one"} & set(options.systems):
@@ -120,7 +142,7 @@ def _run_ours(options: argparse.Namespace, jobs: Sequence[Job], found: dict[str,
     machine.wait(device)
     found["super_model_seconds"] = time.perf_counter() - start
     found["base_gib"] = gib(torch.cuda.memory_allocated(device) if device.type == "cuda" else 0)
-    plan, mix = Plan(options.token_budget, options.seconds), dict[str, int]()
+    plan, mix = Plan(found["setup"]["token_budget"], options.seconds), dict[str, int]()
     if "together" in options.systems:
         run = train_together(model, jobs, plan)
         mix = run.tokens

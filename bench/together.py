@@ -110,11 +110,11 @@ def train_together(model: SuperModel, jobs: Sequence[Job], plan: Plan) -> Run:
     run.first_step_seconds = time.perf_counter() - start
     window = window_tokens(jobs, plan.token_budget)
     for _ in range(plan.warm_up):
-        _run_window(engine, window)
+        run_window(engine, window)
     warm_graphs, warm = _graphs(), dict(engine.traffic.tokens)
     computed, steps = engine.traffic.computed, _steps(engine)
     while len(run.windows) < FEWEST_WINDOWS or sum(seconds for _, seconds in run.windows) < plan.seconds:
-        run.windows.append(_run_window(engine, window))
+        run.windows.append(run_window(engine, window))
     run.tokens = {name: tokens - warm.get(name, 0) for name, tokens in engine.traffic.tokens.items()}
     run.computed_tokens, run.steps = engine.traffic.computed - computed, _steps(engine) - steps
     run.graphs, run.graphs_after_warm_up = _graphs() - graphs, _graphs() - warm_graphs
@@ -133,7 +133,7 @@ def train_one_by_one(model: SuperModel, jobs: Sequence[Job], plan: Plan) -> dict
     return found
 
 
-def _run_window(engine: Engine, tokens: float) -> tuple[int, float]:
+def run_window(engine: Engine, tokens: float) -> tuple[int, float]:
     """Micro-batches until `tokens` are through, with the optimizer steps that they complete."""
     device, done = engine.model.device, 0
     wait(device)

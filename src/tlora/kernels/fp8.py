@@ -20,8 +20,8 @@ from torch import Tensor
 from tlora.kernels.triton_fp8 import LARGEST, SMALLEST_AMAX, quantize_kernel, transpose_kernel
 
 DTYPE = torch.float8_e4m3fn
-WIDEST = 65536
 _TRANSPOSED_TILE = 128
+_QUANTIZED_AT_ONCE, _QUANTIZED_BY_A_WARP = 4096, 512
 Item = TypeVar("Item")
 
 
@@ -34,7 +34,7 @@ def quantize_rows(xs: Sequence[Tensor], column_scale_K: Tensor | None = None) ->
     if xs[0].device.type != "cuda":  # Triton's interpreter loses carries when it rounds to e4m3
         return quantize_rows_in_torch(xs, column_scale_K)
     widths = [x.shape[1] for x in xs]
-    assert len(xs) <= 3 and max(widths) <= WIDEST and all(x.stride(1) == 1 for x in xs), f"{len(xs)} tensors of widths {widths}"
+    assert len(xs) <= 3 and all(x.stride(1) == 1 for x in xs), f"{len(xs)} tensors of widths {widths}"
     q_TK = torch.empty(len(xs[0]), sum(widths), dtype=DTYPE, device=xs[0].device)
     scale_T = torch.empty(len(xs[0]), dtype=torch.float32, device=xs[0].device)
     launch_quantize(xs, column_scale_K, q_TK, scale_T)
@@ -44,8 +44,8 @@ def quantize_rows(xs: Sequence[Tensor], column_scale_K: Tensor | None = None) ->
 def launch_quantize(xs: Sequence[Tensor], column_scale_K: Tensor | None, q_TK: Tensor, scale_T: Tensor) -> None:
     """`quantize_rows` into given tensors; q may be of any float dtype, and is rounded to that."""
     widths, strides = [x.shape[1] for x in xs], [x.stride(0) for x in xs]
-    block = triton.next_power_of_2(max(widths))
-    warps = min(max(triton.next_power_of_2(len(xs)) * block // 1024, 1), 16)  # 32 numbers of a row per thread, 64 of the widest
+    block = min(triton.next_power_of_2(max(widths)), _QUANTIZED_AT_ONCE)
+    warps = max(block // _QUANTIZED_BY_A_WARP, 1)
     if len(scale_T):
         quantize_kernel[(len(scale_T),)](
             *_three(xs), column_scale_K, q_TK, scale_T, *_three(widths), *_three(strides),

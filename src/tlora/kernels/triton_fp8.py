@@ -17,8 +17,8 @@ SMALLEST_AMAX = tl.constexpr(2.0**-115)  # 448 / it and it / 448 are still norma
 
 
 @triton.jit
-def _load_row(x_ptr, column_scale_ptr, row, stride, first, K, BLOCK: tl.constexpr):
-    k = tl.arange(0, BLOCK)
+def _load(x_ptr, column_scale_ptr, row, stride, first, k, K):
+    """Columns `k` of a row of x, which is column `first` of all, as they are quantised."""
     x = tl.load(x_ptr + row * stride + k, mask=k < K, other=0.0).to(tl.float32)
     if column_scale_ptr is not None:
         x = x * tl.load(column_scale_ptr + first + k, mask=k < K, other=0.0)
@@ -26,43 +26,46 @@ def _load_row(x_ptr, column_scale_ptr, row, stride, first, K, BLOCK: tl.constexp
 
 
 @triton.jit
-def _largest(x):
-    """Inf where a number is not finite. A maximum by itself may drop NaN; a comparison with NaN is false."""
-    return tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf")))
+def _largest(amax, x_ptr, column_scale_ptr, row, stride, first, K, BLOCK: tl.constexpr):
+    """amax [BLOCK] or above, as the row has it; Inf for what is not finite. A maximum by itself may drop NaN; a comparison is false."""
+    for k0 in range(0, K, BLOCK):
+        x = tl.abs(_load(x_ptr, column_scale_ptr, row, stride, first, k0 + tl.arange(0, BLOCK), K))
+        amax = tl.maximum(amax, tl.where(x < float("inf"), x, float("inf")))
+    return amax
 
 
 @triton.jit
-def _store_row(q_ptr, x, inverse, at, K, BLOCK: tl.constexpr):
-    k = tl.arange(0, BLOCK)
-    tl.store(q_ptr + at + k, (x * inverse).to(q_ptr.dtype.element_ty), mask=k < K)
+def _store(q_ptr, x_ptr, column_scale_ptr, inverse, row, stride, first, K, width, BLOCK: tl.constexpr):
+    for k0 in range(0, K, BLOCK):
+        k = k0 + tl.arange(0, BLOCK)
+        x = _load(x_ptr, column_scale_ptr, row, stride, first, k, K)
+        tl.store(q_ptr + row * width + first + k, (x * inverse).to(q_ptr.dtype.element_ty), mask=k < K)
 
 
 @triton.jit
 def quantize_kernel(x0_ptr, x1_ptr, x2_ptr, column_scale_ptr, q_ptr, scale_ptr, K0, K1, K2, stride0, stride1, stride2,
                     SOURCES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One row of up to three x beside each other, read once: q = x * column_scale * (448 / amax) in e4m3, scale = amax / 448.
+    """One row of up to three x beside each other: q = x * column_scale * (448 / amax) in e4m3, scale = amax / 448.
 
-    Grid (rows,); K0, K1, K2 <= BLOCK. The operations and their order are those of `fp8.quantize_rows_in_torch`, each rounded to
-    nearest: the same bits.
+    Grid (rows,). A row is read twice, the second time from a cache: held in registers, a long one would leave its multiprocessor
+    to itself. The operations and their order are those of `fp8.quantize_rows_in_torch`, each rounded to nearest: the same bits.
     """
     row = tl.program_id(0).to(tl.int64)
-    x0 = _load_row(x0_ptr, column_scale_ptr, row, stride0, 0, K0, BLOCK)
-    amax, width = _largest(x0), K0
+    amax, width = _largest(tl.zeros((BLOCK,), tl.float32), x0_ptr, column_scale_ptr, row, stride0, 0, K0, BLOCK), K0
     if SOURCES > 1:
-        x1 = _load_row(x1_ptr, column_scale_ptr, row, stride1, K0, K1, BLOCK)
-        amax, width = tl.maximum(amax, _largest(x1)), K0 + K1
+        amax, width = _largest(amax, x1_ptr, column_scale_ptr, row, stride1, K0, K1, BLOCK), K0 + K1
     if SOURCES > 2:
-        x2 = _load_row(x2_ptr, column_scale_ptr, row, stride2, K0 + K1, K2, BLOCK)
-        amax, width = tl.maximum(amax, _largest(x2)), K0 + K1 + K2
-    finite = amax < float("inf")
-    amax = tl.maximum(amax, SMALLEST_AMAX)
-    inverse = tl.div_rn(tl.full((), LARGEST, tl.float32), amax)
-    _store_row(q_ptr, x0, inverse, row * width, K0, BLOCK)
+        amax, width = _largest(amax, x2_ptr, column_scale_ptr, row, stride2, K0 + K1, K2, BLOCK), K0 + K1 + K2
+    largest = tl.max(amax)
+    finite = largest < float("inf")
+    largest = tl.maximum(largest, SMALLEST_AMAX)
+    inverse = tl.div_rn(tl.full((), LARGEST, tl.float32), largest)
+    _store(q_ptr, x0_ptr, column_scale_ptr, inverse, row, stride0, 0, K0, width, BLOCK)
     if SOURCES > 1:
-        _store_row(q_ptr, x1, inverse, row * width + K0, K1, BLOCK)
+        _store(q_ptr, x1_ptr, column_scale_ptr, inverse, row, stride1, K0, K1, width, BLOCK)
     if SOURCES > 2:
-        _store_row(q_ptr, x2, inverse, row * width + K0 + K1, K2, BLOCK)
-    tl.store(scale_ptr + row, tl.where(finite, tl.div_rn(amax, tl.full((), LARGEST, tl.float32)), float("nan")))
+        _store(q_ptr, x2_ptr, column_scale_ptr, inverse, row, stride2, K0 + K1, K2, width, BLOCK)
+    tl.store(scale_ptr + row, tl.where(finite, tl.div_rn(largest, tl.full((), LARGEST, tl.float32)), float("nan")))
 
 
 @triton.jit
