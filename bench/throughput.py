@@ -53,6 +53,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--recompute", type=int, default=0, help="ours: decoder layers that backward runs again")
     parser.add_argument("--systems", type=_systems, default=SYSTEMS, help="of together,one-by-one,peft")
     parser.add_argument("--seconds", type=float, default=10.0, help="measured for each system of ours, after its warm-up")
+    parser.add_argument("--warm-up", type=int, default=2, help="windows before those; mixed lengths bring new shapes for longer")
     parser.add_argument(
         "--peft-steps", type=int, default=12, help="measured for each of PEFT's settings; a quarter of it of each job where jobs differ"
     )
@@ -142,7 +143,7 @@ def _run_ours(options: argparse.Namespace, jobs: Sequence[Job], found: dict[str,
     machine.wait(device)
     found["super_model_seconds"] = time.perf_counter() - start
     found["base_gib"] = gib(torch.cuda.memory_allocated(device) if device.type == "cuda" else 0)
-    plan, mix = Plan(found["setup"]["token_budget"], options.seconds), dict[str, int]()
+    plan, mix = Plan(found["setup"]["token_budget"], options.seconds, options.warm_up), dict[str, int]()
     if "together" in options.systems:
         run = train_together(model, jobs, plan)
         mix = run.tokens

@@ -13,10 +13,12 @@ from torch import Tensor
 from tests.tiny import make_model
 from tests.tolerances import KERNEL, assert_close, relative_error
 from tlora.kernels import single_lora
+from tlora.supermodel import peft_plugin
 from tlora.supermodel.peft_plugin import accelerate_peft
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+WORTH_IT = peft_plugin.FEWEST_PRODUCTS
 
 
 def adapted(dtype: torch.dtype, device: str = "cuda", rank: int = 16) -> Any:
@@ -46,6 +48,12 @@ def run(layer: Any, tokens: int, seed: int = 2, autocast: bool = False) -> list[
     y.backward(torch.randn(y.shape, generator=draw).to(y))
     assert x.grad is not None
     return [y.detach(), x.grad, layer.lora_A["default"].weight.grad, layer.lora_B["default"].weight.grad]
+
+
+@pytest.fixture(autouse=True)
+def everything_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models here are tiny."""
+    monkeypatch.setattr(peft_plugin, "FEWEST_PRODUCTS", 0)
 
 
 @pytest.fixture
@@ -79,7 +87,8 @@ def test_the_same_bits_every_time() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_few_tokens_go_pefts_own_way(launches: list[int]) -> None:
+def test_few_tokens_go_pefts_own_way(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peft_plugin, "FEWEST_PRODUCTS", WORTH_IT)
     model = adapted(BF16)
     peft = copy.deepcopy(layer_of(model))
     accelerate_peft(model)

@@ -1,26 +1,53 @@
 """Runs one group of jobs: packs their flows into micro-batches, steps each job when its own batch is through, keeps trouble apart.
 
-A job joins and leaves between two micro-batches. Who is admitted, signals and the final report are `train.py`'s.
+A job joins and leaves between two micro-batches. What came of optimizer steps is read when the next micro-batch is under way, so that
+a GPU never waits for the host to have read it. Who is admitted, signals and the final report are `train.py`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import groupby
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice
 from pathlib import Path
 
 import torch
 
 from tlora.adapters.state import AdapterState
 from tlora.batching.pack import MicroBatch, Row, pack, prepared_budget
-from tlora.engine.job_run import QUARANTINE_AFTER, JobRun
+from tlora.engine.job_run import QUARANTINE_AFTER, JobRun, Passed, mean_loss
 from tlora.engine.recorder import JobResult, Recorder
 from tlora.engine.traffic import Traffic
 from tlora.errors import TloraError
+from tlora.kernels.device import ToHost
 from tlora.supermodel.batch import PackedBatch, collate
-from tlora.supermodel.supermodel import JobLoss, StepError, SuperModel
+from tlora.supermodel.supermodel import JobLoss, QueuedSteps, SuperModel
 
 _FORGIVEN = 3
+
+
+class _Losses:
+    """Of runs whose batch or evaluation is through, on their way to the host in one copy."""
+
+    def __init__(self, passed: Sequence[Passed]) -> None:
+        self._counts = [len(each.parts) for each in passed]
+        parts = [value for each in passed for part in each.parts for value in (part.loss_sum, part.weight_sum)]
+        self._values = ToHost(torch.stack(parts).view(-1, 2)) if parts else None
+
+    def read(self) -> list[float]:
+        """Mean loss per trained token of each."""
+        values = iter(self._values.read() if self._values is not None else ())
+        return [mean_loss(list(islice(values, count))) for count in self._counts]
+
+
+@dataclass(frozen=True)
+class _Stepping:
+    """Runs whose optimizer steps are under way; with `offered` each of them has its next global batch on offer."""
+
+    runs: list[JobRun]
+    steps: QueuedSteps
+    losses: _Losses
+    offered: bool
 
 
 class Engine:
@@ -34,6 +61,7 @@ class Engine:
         self.results: dict[str, JobResult] = {}
         self.traffic = Traffic()
         self._recorders: dict[str, Recorder] = {}
+        self._stepping: _Stepping | None = None
 
     def join(self, run: JobRun, recorder: Recorder, state: AdapterState | None = None) -> None:
         """Let a job in; it offers its first batch at once. One that was finished before hands its adapter over once more. A job that
@@ -55,11 +83,15 @@ class Engine:
 
     def stop(self) -> None:
         """Checkpoint every resident job at its last optimizer step and let it go."""
+        self._settle()
         for name in list(self.runs):
             self.leave(name)
 
     def leave(self, name: str) -> Path | None:
         """Checkpoint a resident job at its last optimizer step and let it go: what it did of the next is dropped. None if that failed."""
+        self._settle()
+        if name not in self.runs:  # it failed in that very step
+            return None
         state = self.model.leave(name)
         run, recorder = self.runs.pop(name), self._recorders[name]
         try:
@@ -82,36 +114,60 @@ class Engine:
         try:
             losses = self._compute(packed.kind, packed.rows, packed.tokens)
         except (Exception, torch.OutOfMemoryError) as error:
+            self._settle()
             self._find_culprit(packed, error)
             return packed
+        self._settle()
         self._count(packed)
         for name, loss in losses.items():
-            self.runs[name].absorb(loss, sum(row.tokens for row in packed.rows if row.job_id == name))
-        through = [self.runs[name] for name in losses if self.runs[name].flow.complete]
+            if name in self.runs:
+                self.runs[name].absorb(loss, sum(row.tokens for row in packed.rows if row.job_id == name))
+        through = [self.runs[name] for name in losses if name in self.runs and self.runs[name].flow.complete]
         if packed.kind == "eval":
-            for run in through:
-                self._recorders[run.spec.name].evaluated(run.evaluated())
-        else:
-            through = self._step(through)
-        for run in through:
-            self._advance(run)
+            self._evaluated(through)
+        elif through:
+            self._step(through)
         return packed
 
-    def _step(self, through: list[JobRun]) -> list[JobRun]:
-        """The optimizer steps of all jobs that are through, together; one whose step raises fails alone. Returns those that stepped."""
-        errors: dict[str, Exception] = {}
-        try:
-            stats = self.model.optim_step([run.spec.name for run in through])
-        except StepError as some:
-            stats, errors = some.stats, some.errors
+    def _evaluated(self, through: list[JobRun]) -> None:
+        for run, loss in zip(through, _Losses([run.passed for run in through]).read(), strict=True):
+            run.evaluated(loss)
+            self._recorders[run.spec.name].evaluated(loss)
+            self._advance(run)
+
+    def _step(self, through: list[JobRun]) -> None:
+        """The optimizer steps of all jobs that are through, together; one whose step raises fails alone. Unless something else than
+        their next batches follows, nobody waits for them.
+        """
+        steps = self.model.queue_optim_step([run.spec.name for run in through])
         for run in through:
+            if (error := steps.errors.get(run.spec.name)) is not None:
+                self._fail(run, f"{type(error).__name__}: {error}")
+        stepping = [run for run in through if run.spec.name not in steps.errors]
+        losses = _Losses([run.step_queued() for run in stepping])
+        offered = not steps.done and all(run.goes_straight_on for run in stepping)
+        self._stepping = _Stepping(stepping, steps, losses, offered)
+        if not offered:
+            self._settle()
+            return
+        for run in stepping:
+            run.offer()
+
+    def _settle(self) -> None:
+        """Read what came of the optimizer steps under way, if there are any."""
+        stepping, self._stepping = self._stepping, None
+        if stepping is None:
+            return
+        stats = stepping.steps.read()
+        for run, loss in zip(stepping.runs, stepping.losses.read(), strict=True):
             name = run.spec.name
-            if name in errors:
-                self._fail(run, f"{type(errors[name]).__name__}: {errors[name]}")
+            run.stepped(stats[name], loss)
+            self._recorders[name].stepped(stats[name])
+        for run in stepping.runs:
+            if not stepping.offered:
+                self._advance(run)
             else:
-                run.stepped(stats[name])
-                self._recorders[name].stepped(stats[name])
-        return [run for run in through if run.spec.name not in errors]
+                self._quarantine(run)
 
     def _compute(self, kind: str, rows: tuple[Row, ...], tokens: int) -> dict[str, JobLoss]:
         pad_to = prepared_budget(tokens, self.token_budget) if self.model.device.type == "cuda" else 0
@@ -126,9 +182,7 @@ class Engine:
     def _advance(self, run: JobRun) -> None:
         """What follows when a job has joined, or a batch or evaluation of its own is through."""
         name, recorder = run.spec.name, self._recorders[run.spec.name]
-        skipped = self.model.state(name).skipped
-        if skipped >= QUARANTINE_AFTER:
-            self._fail(run, f"no finite gradient in {skipped} steps in a row, up to step {run.progress.step}")
+        if self._quarantine(run):
             return
         try:
             if not run.needs_evaluation:
@@ -139,6 +193,13 @@ class Engine:
                 del self.runs[name]
         except (OSError, TloraError) as error:
             self._fail(run, str(error))
+
+    def _quarantine(self, run: JobRun) -> bool:
+        """Whether a job has failed for want of finite gradients."""
+        skipped = self.model.state(run.spec.name).skipped
+        if skipped >= QUARANTINE_AFTER:
+            self._fail(run, f"no finite gradient in {skipped} steps in a row, up to step {run.progress.step}")
+        return skipped >= QUARANTINE_AFTER
 
     def _fail(self, run: JobRun, reason: str) -> None:
         """Take a job out, keeping its last finite state if the disk takes it; its neighbours go on."""
@@ -156,7 +217,7 @@ class Engine:
         """A micro-batch raised. Its jobs' half-summed gradients are dropped, each is tried alone, those that raise again fail,
         and the others start their global batch over: its gradient is then the one they would have had.
         """
-        names = [name for name, _ in groupby(row.job_id for row in packed.rows)]
+        names = [name for name, _ in groupby(row.job_id for row in packed.rows) if name in self.runs]
         for name in names:
             self.model.zero_grad_of(name)
         smaller = max(self.token_budget // 2, self._longest(), self._smallest_budget)

@@ -25,18 +25,19 @@ QUARANTINE_AFTER = 3  # optimizer steps in a row without a finite gradient
 
 
 @dataclass
-class _Sums:
-    """Losses of the batch in flight, still on the device: reading one would wait for it."""
+class Passed:
+    """What has been through of a global batch or an evaluation. The losses are still on the device: reading one would wait for it."""
 
     parts: list[JobLoss] = field(default_factory=list)
+    tokens: int = 0
 
-    def mean(self) -> float:
-        """In the order of arrival, so that the sum's bits are the job's own."""
-        loss, weight = 0.0, 0.0
-        for part in self.parts:
-            loss, weight = loss + float(part.loss_sum), weight + float(part.weight_sum)
-        self.parts.clear()
-        return loss / weight if weight else math.nan
+
+def mean_loss(parts: Sequence[tuple[float, float]]) -> float:
+    """Loss per trained token of (sum of losses, sum of weights), added in the order of arrival: the bits are the job's own."""
+    loss, weight = 0.0, 0.0
+    for part_loss, part_weight in parts:
+        loss, weight = loss + part_loss, weight + part_weight
+    return loss / weight if weight else math.nan
 
 
 class JobRun:
@@ -49,9 +50,8 @@ class JobRun:
         self.steps_per_epoch = math.ceil(len(train) / spec.batch_size)
         self.progress = Progress(data=self.data_key)
         self.flow = Flow(spec.name, spec.weight)
-        self._sums = _Sums()
+        self.passed = Passed()
         self._normalizer = 1.0
-        self._tokens = 0  # of the global batch in flight
 
     @property
     def data_key(self) -> str:
@@ -88,8 +88,7 @@ class JobRun:
 
     def offer(self) -> bool:
         """Put the next evaluation or global batch on offer; False when nothing is left to do."""
-        self._sums.parts.clear()
-        self._tokens = 0
+        self.passed = Passed()
         if self.needs_evaluation and self.evaluation is not None:
             self._offer("eval", range(len(self.evaluation)), self.evaluation)
             return True
@@ -125,26 +124,34 @@ class JobRun:
 
     def absorb(self, loss: JobLoss, tokens: int) -> None:
         """A part of the batch on offer has been through."""
-        self._sums.parts.append(loss)
-        self._tokens += tokens
+        self.passed.parts.append(loss)
+        self.passed.tokens += tokens
 
-    def stepped(self, stats: StepStats) -> float:
-        """The global batch is through and the optimizer has stepped; returns its loss per trained token."""
-        loss, p = self._sums.mean(), self.progress
-        p.step = stats.step + 1
-        p.num_tokens += self._tokens
+    def step_queued(self) -> Passed:
+        """The global batch is through and its optimizer step on the way: the next one can be offered. Returns what went through."""
+        self.progress.step += 1
+        self.progress.num_tokens += self.passed.tokens
+        return self.passed
+
+    @property
+    def goes_straight_on(self) -> bool:
+        """Whether the next global batch follows, whatever came of the last step: no evaluation, no checkpoint and no end."""
+        return not (self.needs_evaluation or self.exhausted or self.due(self.spec.save_steps))
+
+    def stepped(self, stats: StepStats, loss: float) -> None:
+        """What came of the optimizer step, and the loss per trained token of its batch."""
+        p = self.progress
+        assert p.step == stats.step + 1, f"{self.spec.name}: step {stats.step} was read at step {p.step}"
         p.loss_first = loss if p.loss_first is None else p.loss_first
         p.losses = [*p.losses, loss][-RECENT_STEPS:]
         p.unlogged.append(loss)
-        return loss
 
-    def evaluated(self) -> float:
-        """The evaluation is through; returns its loss and remembers whether it is the best."""
-        loss, p = self._sums.mean(), self.progress
+    def evaluated(self, loss: float) -> None:
+        """The evaluation is through, with `loss` per trained token; remembers whether it is the best."""
+        p = self.progress
         p.evaluated_step, p.eval_last = p.step, loss
         p.eval_first = loss if p.eval_first is None else p.eval_first
         if math.isfinite(loss) and (p.best_eval is None or loss < p.best_eval):
             p.best_eval, p.best_step, p.evals_without_gain = loss, p.step, 0
         else:
             p.evals_without_gain += 1
-        return loss

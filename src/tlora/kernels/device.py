@@ -1,8 +1,9 @@
-"""Which devices the fused kernels run on, and how small tables get there. No triton here: asking costs nothing."""
+"""Which devices the fused kernels run on, and how small tables get there and back. No triton here: asking costs nothing."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,3 +26,22 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """To a GPU through pinned memory: from pageable memory the copy would wait for all that the GPU still has to do."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class ToHost:
+    """A small tensor on its way to the host: `read` waits for what was queued before it, and for nothing behind."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.Event | None = None
+        if tensor.device.type == "cuda":
+            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._values.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.current_stream(tensor.device).record_event()
+        else:
+            self._values = tensor.clone()
+
+    def read(self) -> Any:
+        """Nested lists of numbers, as `Tensor.tolist`."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values.tolist()

@@ -21,7 +21,8 @@ from tlora.kernels.triton_fp8 import LARGEST, SMALLEST_AMAX, quantize_kernel, tr
 
 DTYPE = torch.float8_e4m3fn
 _TRANSPOSED_TILE = 128
-_QUANTIZED_AT_ONCE, _QUANTIZED_BY_A_WARP = 4096, 512
+_WIDE = 8192  # columns from which more of a row is worth reading at once
+_AT_ONCE, _AT_ONCE_OF_WIDE, _BY_A_WARP = 1024, 4096, 256  # 16 bytes of a thread, at 16 bits
 Item = TypeVar("Item")
 
 
@@ -44,8 +45,8 @@ def quantize_rows(xs: Sequence[Tensor], column_scale_K: Tensor | None = None) ->
 def launch_quantize(xs: Sequence[Tensor], column_scale_K: Tensor | None, q_TK: Tensor, scale_T: Tensor) -> None:
     """`quantize_rows` into given tensors; q may be of any float dtype, and is rounded to that."""
     widths, strides = [x.shape[1] for x in xs], [x.stride(0) for x in xs]
-    block = min(triton.next_power_of_2(max(widths)), _QUANTIZED_AT_ONCE)
-    warps = max(block // _QUANTIZED_BY_A_WARP, 1)
+    block = min(triton.next_power_of_2(max(widths)), _AT_ONCE_OF_WIDE if sum(widths) > _WIDE else _AT_ONCE)
+    warps = max(block // _BY_A_WARP, 1)
     if len(scale_T):
         quantize_kernel[(len(scale_T),)](
             *_three(xs), column_scale_K, q_TK, scale_T, *_three(widths), *_three(strides),

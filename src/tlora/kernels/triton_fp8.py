@@ -27,10 +27,10 @@ def _load(x_ptr, column_scale_ptr, row, stride, first, k, K):
 
 @triton.jit
 def _largest(amax, x_ptr, column_scale_ptr, row, stride, first, K, BLOCK: tl.constexpr):
-    """amax [BLOCK] or above, as the row has it; Inf for what is not finite. A maximum by itself may drop NaN; a comparison is false."""
+    """Magnitudes of amax [BLOCK] or above, as the row has them, as the bits of fp32: ordered like the numbers, Inf and NaN above all."""
     for k0 in range(0, K, BLOCK):
-        x = tl.abs(_load(x_ptr, column_scale_ptr, row, stride, first, k0 + tl.arange(0, BLOCK), K))
-        amax = tl.maximum(amax, tl.where(x < float("inf"), x, float("inf")))
+        x = _load(x_ptr, column_scale_ptr, row, stride, first, k0 + tl.arange(0, BLOCK), K)
+        amax = tl.maximum(amax, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     return amax
 
 
@@ -51,12 +51,12 @@ def quantize_kernel(x0_ptr, x1_ptr, x2_ptr, column_scale_ptr, q_ptr, scale_ptr, 
     to itself. The operations and their order are those of `fp8.quantize_rows_in_torch`, each rounded to nearest: the same bits.
     """
     row = tl.program_id(0).to(tl.int64)
-    amax, width = _largest(tl.zeros((BLOCK,), tl.float32), x0_ptr, column_scale_ptr, row, stride0, 0, K0, BLOCK), K0
+    amax, width = _largest(tl.zeros((BLOCK,), tl.int32), x0_ptr, column_scale_ptr, row, stride0, 0, K0, BLOCK), K0
     if SOURCES > 1:
         amax, width = _largest(amax, x1_ptr, column_scale_ptr, row, stride1, K0, K1, BLOCK), K0 + K1
     if SOURCES > 2:
         amax, width = _largest(amax, x2_ptr, column_scale_ptr, row, stride2, K0 + K1, K2, BLOCK), K0 + K1 + K2
-    largest = tl.max(amax)
+    largest = tl.max(amax).to(tl.float32, bitcast=True)
     finite = largest < float("inf")
     largest = tl.maximum(largest, SMALLEST_AMAX)
     inverse = tl.div_rn(tl.full((), LARGEST, tl.float32), largest)

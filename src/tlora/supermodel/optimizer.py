@@ -1,14 +1,16 @@
-"""The optimizer steps of all jobs that are due together, on a GPU: everything is queued, then one wait reads what came of it.
+"""The optimizer steps of all jobs that are due together, on a GPU: everything is queued; one wait, whenever it suits, reads what came
+of it.
 
 Tables and buffers are made when a job joins, so that a step takes no memory. The CPU's path is `adapters/optim.adamw_step`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from tlora.adapters.optim import StepStats, count_step, learning_rate
 from tlora.adapters.state import AdapterState
 from tlora.job import TrainConfig
 from tlora.kernels import fused_adamw
+from tlora.kernels.device import ToHost, to_device
 from tlora.kernels.fused_adamw import BankRun, FlatState, StepBuffers, StepRule
 
 
@@ -51,7 +54,7 @@ class _Bound:
 
 
 class DeviceOptimizer:
-    """AdamW of the adapters in `bank`, each by itself, with one wait for all that step together."""
+    """AdamW of the adapters in `bank`, each by itself; all that step together are waited for at once."""
 
     def __init__(self, bank: AdapterBank) -> None:
         self._bank = bank
@@ -60,11 +63,11 @@ class DeviceOptimizer:
         self._make_rows(8)
 
     def _make_rows(self, count: int) -> None:
-        """A row of scalars and of outcomes for each of `count` jobs; pinned on the host, or the copies would wait."""
-        pinned = self._bank.device.type == "cuda"
-        host = [torch.zeros(count, n, dtype=torch.float64, pin_memory=pinned) for n in (fused_adamw.NUM_SCALARS, fused_adamw.NUM_OUTCOMES)]
-        device = [torch.zeros_like(rows, device=self._bank.device) for rows in host]
-        (self._host_scalars, self._host_outcomes), (self._scalars, self._outcomes) = host, device
+        """A row of scalars and of outcomes for each of `count` jobs."""
+        self._scalars, self._outcomes = (
+            torch.zeros(count, n, dtype=torch.float64, device=self._bank.device)
+            for n in (fused_adamw.NUM_SCALARS, fused_adamw.NUM_OUTCOMES)
+        )
 
     def add(self, job_id: str, state: AdapterState) -> None:
         """Make the buffers of a job that has its slot. May run out of memory; nothing is kept then."""
@@ -79,30 +82,32 @@ class DeviceOptimizer:
         self._bound.pop(job_id, None)
 
     @torch.no_grad()
-    def step(self, due: Mapping[str, Stepping]) -> tuple[dict[str, StepStats], dict[str, Exception]]:
-        """Step each job of `due`: clip its summed gradient, apply AdamW, write its weights into the bank, zero its sums.
+    def queue(self, due: Mapping[str, Stepping]) -> tuple[Callable[[], dict[str, StepStats]], dict[str, Exception]]:
+        """Queue the step of each job of `due`: clip its summed gradient, apply AdamW, write its weights into the bank, zero its sums.
 
-        Returns what the steps did, and for jobs whose step could not be queued, why: those have not stepped.
+        Returns what waits for the steps, enters them into the counters and tells what they did, to be called once and before these
+        jobs step again; and for jobs whose step could not be queued, why: those have not stepped.
         """
         if not due:
-            return {}, {}
+            return dict, {}
         rows = [fused_adamw.scalars_of(_rule(job), self._bank.sum_dtype, self._bank.dtype) for job in due.values()]
         num_due, errors = len(rows), dict[str, Exception]()
-        self._host_scalars[:num_due] = torch.tensor(rows, dtype=torch.float64)
-        self._scalars[:num_due].copy_(self._host_scalars[:num_due], non_blocking=True)
+        self._scalars[:num_due].copy_(to_device(np.array(rows, np.float64), self._bank.device))
         for i, (job_id, job) in enumerate(due.items()):
             try:
                 self._queue(job_id, job.state, i)
             except Exception as error:
                 errors[job_id] = error
-        self._host_outcomes[:num_due].copy_(self._outcomes[:num_due], non_blocking=True)
-        if self._bank.device.type == "cuda":
-            torch.cuda.current_stream(self._bank.device).synchronize()  # the only wait
-        stats: dict[str, StepStats] = {}
-        for (job_id, job), outcome in zip(due.items(), self._host_outcomes[:num_due].tolist(), strict=True):
-            if job_id not in errors:
-                stats[job_id] = count_step(job.state, _rate(job), fused_adamw.norm_of(outcome), fused_adamw.applied(outcome))
-        return stats, errors
+        outcomes = ToHost(self._outcomes[:num_due])
+
+        def read() -> dict[str, StepStats]:
+            stats: dict[str, StepStats] = {}
+            for (job_id, job), outcome in zip(due.items(), outcomes.read(), strict=True):
+                if job_id not in errors:
+                    stats[job_id] = count_step(job.state, _rate(job), fused_adamw.norm_of(outcome), fused_adamw.applied(outcome))
+            return stats
+
+        return read, errors
 
     def _queue(self, job_id: str, state: AdapterState, row: int) -> None:
         self._refresh(job_id, state)

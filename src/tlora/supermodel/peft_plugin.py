@@ -18,7 +18,7 @@ from tlora.kernels.single_lora import single_lora_linear
 
 _HALF_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (nn.Parameter, Tensor)  # the latter where FSDP lends a layer views of its flat parameter
-_FEWEST_TOKENS = 128  # on a GPU: a row tile of the GEMM, of which a decoding step's one token would fill a 128th
+FEWEST_PRODUCTS = 13 * 10**10  # tokens x in features x out features, on a GPU: below, launching our kernels takes longer than PEFT's work
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,9 @@ def accelerate_peft(model: nn.Module) -> Acceleration:
 
     A layer is accelerated that is a `peft.tuners.lora.Linear` over a frozen, unquantised `nn.Linear` with one active adapter without
     dropout, bias or variant (DoRA and the like), and whose features are multiples of 16. `Acceleration.left` names all others, with
-    the reason. A call that the kernels cannot take (merged or disabled adapters, dtypes that differ without autocast, under 128
-    tokens on a GPU) goes PEFT's own way. On a GPU the kernels are Triton's; elsewhere plain torch, right and not faster.
+    the reason. A call that the kernels cannot take (merged or disabled adapters, dtypes that differ without autocast) or that is too
+    small for them (on a GPU; 8,192 tokens are enough for a linear of 4096 x 4096) goes PEFT's own way. On a GPU the kernels are Triton's;
+    elsewhere plain torch, right and not faster.
 
     Call it again after changing adapters. Raises ModelError if the model has no LoRA layer.
     """
@@ -121,8 +122,8 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def _takes(weights: tuple[Tensor, Tensor, Tensor], x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the operation computes this call in `dtype` as PEFT would: no cast but autocast's, all on one device, enough tokens."""
-    few = x.is_cuda and x.numel() < _FEWEST_TOKENS * x.shape[-1]
+    """Whether the operation computes this call in `dtype` as PEFT would: no cast but autocast's, all on one device, and enough of it."""
+    few = x.is_cuda and x.numel() * len(weights[0]) < FEWEST_PRODUCTS
     if few or any(weight.device != x.device for weight in weights):
         return False
     if dtype in _HALF_OR_SINGLE and torch.is_autocast_enabled(x.device.type):

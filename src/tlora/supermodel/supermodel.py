@@ -49,6 +49,15 @@ class StepError(Exception):
         self.stats, self.errors = stats, errors
 
 
+@dataclass(frozen=True)
+class QueuedSteps:
+    """Optimizer steps under way. `read` waits for them and tells what they did; `errors`: jobs that do not step, and why."""
+
+    read: Callable[[], dict[str, StepStats]]
+    errors: dict[str, Exception]
+    done: bool  # reading does not wait
+
+
 @dataclass
 class _Resident:
     lora: LoraConfig
@@ -178,20 +187,27 @@ class SuperModel(nn.Module):
 
         Waits for the device once for all of them. Raises StepError when a job's step raised; the others have stepped.
         """
+        steps = self.queue_optim_step(job_ids)
+        stats = steps.read()
+        if steps.errors:
+            raise StepError(stats, steps.errors) from next(iter(steps.errors.values()))
+        return stats
+
+    def queue_optim_step(self, job_ids: Iterable[str]) -> QueuedSteps:
+        """The same without a wait, for a caller who has other work for the device until he asks. These jobs may train on at once; before
+        one steps again, leaves or is saved, the answer must have been read.
+        """
         residents = {job_id: self._residents[job_id] for job_id in job_ids}
+        if self._optimizer is not None:
+            return QueuedSteps(*self._optimizer.queue(residents), done=False)
         stats: dict[str, StepStats] = {}
         errors: dict[str, Exception] = {}
-        if self._optimizer is not None:
-            stats, errors = self._optimizer.step(residents)
-        else:
-            for job_id, resident in residents.items():
-                try:
-                    stats[job_id] = self._step(job_id, resident)
-                except Exception as error:
-                    errors[job_id] = error
-        if errors:
-            raise StepError(stats, errors) from next(iter(errors.values()))
-        return stats
+        for job_id, resident in residents.items():
+            try:
+                stats[job_id] = self._step(job_id, resident)
+            except Exception as error:
+                errors[job_id] = error
+        return QueuedSteps(lambda: stats, errors, done=True)
 
     def _step(self, job_id: str, resident: _Resident) -> StepStats:
         grad = self.bank.take_grad(job_id)
