@@ -293,6 +293,20 @@ def test_a_returning_name_is_another_adapter() -> None:
     assert again.losses == first.losses and torch.equal(again.grads["a"], first.grads["a"])
 
 
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize(("resident", "width"), [("a", 16), ("ab", 32), ("abc", 64)])
+def test_kernels_are_compiled_for_who_is_resident_not_for_who_is_in_the_batch(resident: str, width: int) -> None:
+    """The largest rank counts, up to 64: any other would be a kernel that is compiled in the midst of training."""
+    shared = make_shared("llama", **ONE_LAYER)
+    for job_id in resident:
+        join(shared, "llama", job_id)
+    assert shared._fast is not None
+    with shared._fast.fly(batch_of("a"), shared.bank, {}) as flight:
+        assert flight.tables.width == width
+    with shared._fast.fly(batch_of(resident), shared.bank, {}) as flight:
+        assert flight.tables.width == (128 if "c" in resident else width)  # rank 70
+
+
 def test_kernels_of_this_module_are_those_of_the_interpreter() -> None:
     """Else the tests above would have run nothing, or something else."""
     assert type(in_flight.forward.__globals__["gemm_kernel"]).__name__ == ("InterpretedFunction" if DEVICE.type == "cpu" else "JITFunction")

@@ -87,6 +87,11 @@ class AdapterBank:
     def jobs(self) -> list[str]:
         return list(self._layouts)
 
+    @property
+    def largest_rank(self) -> int:
+        """Of all jobs at all linears; 0 where there is none."""
+        return max((layout.largest_rank for layout in self._layouts.values()), default=0)
+
     def linear(self, module: str) -> LinearRows:
         return self._linears[module]
 

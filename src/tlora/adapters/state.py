@@ -39,6 +39,10 @@ class AdapterLayout:
         """Trainable parameters."""
         return sum(s.rank * (s.in_features + s.out_features) for s in self.shapes)
 
+    @cached_property
+    def largest_rank(self) -> int:
+        return max((s.rank for s in self.shapes), default=0)
+
     def views(self, flat: Tensor) -> Iterator[tuple[AdapterShape, Tensor, Tensor]]:
         """Each module's (shape, A [r, K], B transposed [r, N]) as views of `flat`."""
         at = 0

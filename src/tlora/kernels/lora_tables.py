@@ -15,6 +15,7 @@ from torch import Tensor
 from tlora.kernels.device import to_device
 
 TILE = 64  # tokens; the kernels' row tiles are multiples of it
+WIDEST_PIECE = 64  # ranks that a kernel takes at a time
 ADDRESS_FIELDS = 5  # of a row of `rows_LS5`: addresses of the first row of A, B, dA, dB, and the rank
 
 
@@ -57,7 +58,7 @@ class LoraTables:
     @property
     def general(self) -> bool:
         """Whether the GEMM must be ready for any number of runs in a tile, ranks above 64, or dropout."""
-        return self.runs_in_a_tile > 2 or self.width > 64 or self.has_dropout
+        return self.runs_in_a_tile > 2 or self.width > WIDEST_PIECE or self.has_dropout
 
     @property
     def blocks(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tlora.kernels.triton_lora import keep_tile
+from tlora.kernels.triton_lora import PLACES, keep_tile
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def _expand_all(acc, s_ptr, runs_ptr, tiles_ptr, rows_ptr, dropouts_ptr, thresho
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLACES)
 def gemm_kernel(x0, x1, x2, w0, w1, w2, y, s, r0, r1, r2, bias_ptr, x_scale_ptr, w_scale_ptr, tiles_ptr, starts_ptr, T, N, K0, K1, K2,
                 num_runs,
                 s_column, M: tl.constexpr, RUNS: tl.constexpr, W: tl.constexpr, NK: tl.constexpr, FIRST: tl.constexpr, SCALED: tl.constexpr,
@@ -139,7 +139,7 @@ def gemm_kernel(x0, x1, x2, w0, w1, w2, y, s, r0, r1, r2, bias_ptr, x_scale_ptr,
         _store(y, acc, m0, n0, HALVES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLACES)
 def general_gemm_kernel(x0, x1, x2, w0, w1, w2, y, bias_ptr, x_scale_ptr, w_scale_ptr, s_ptr, runs_ptr, tiles_ptr, rows_ptr, dropouts_ptr,
                         thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, T, N, K0, K1, K2, num_runs, stride_s,
                         WHICH: tl.constexpr, M: tl.constexpr, W: tl.constexpr, NK: tl.constexpr, FIRST: tl.constexpr,

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+PLACES = ["linear", "slot", "num_runs", "s_column"]  # else Triton compiles once more for a first linear, a second, and every sixteenth
+
 
 @triton.jit
 def _mix(h):
@@ -68,7 +70,7 @@ def _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, module_key, t0, t1, th
     tl.store(s_at, (s * scale[None, :]).to(s_ptr.dtype.element_ty), mask=in_run[:, None] & ((member < M) & (r < W))[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLACES)
 def shrink_kernel(x, s_ptr, runs_ptr, tiles_ptr, rows_ptr, scales_ptr, dropouts_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear,
                   slot, T, K, num_runs, stride_s,
                   WHICH: tl.constexpr, M: tl.constexpr, BLOCKS: tl.constexpr, W: tl.constexpr,
@@ -152,7 +154,7 @@ def _sum_run(x, s_ptr, samples_ptr, tiles_ptr, rows_ptr, keys_ptr, module_key, p
     tl.store(out_at, total, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLACES)
 def sum_kernel(x, s_ptr, runs_ptr, order_ptr, samples_ptr, tiles_ptr, rows_ptr, dropouts_ptr, thresholds_ptr, module_keys_ptr, keys_ptr,
                linear, slot, K, num_runs,
                stride_s, WHICH: tl.constexpr, M: tl.constexpr, BLOCKS: tl.constexpr, W: tl.constexpr,

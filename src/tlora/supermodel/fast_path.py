@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tlora.adapters.bank import AdapterBank
 from tlora.kernels.device import runs_kernels
-from tlora.kernels.lora_tables import ADDRESS_FIELDS, Run, Slots, build_tables
+from tlora.kernels.lora_tables import ADDRESS_FIELDS, WIDEST_PIECE, Run, Slots, build_tables, rank_width
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.fp8_linear import Fp8Linear
 from tlora.supermodel.load import Base, hidden_states
@@ -111,6 +112,8 @@ class FastPath:
         empty = [Run(_BEHIND, _BEHIND, ())] * (_RUNS - len(runs) % _RUNS)
         empty[-1] = Run(_BEHIND, _BEHIND, (0,) * (len(lengths) - sum(len(run.lengths) for run in runs)))
         tables = build_tables([*runs, *empty], self._slots(batch, bank, len(empty)), len(batch.input_ids_T), batch.keys_T, device)
+        # Kernels are compiled for a width, which must not depend on who of the residents is in the batch. Above, ranks go in pieces.
+        tables = replace(tables, width=max(tables.width, rank_width(min(bank.largest_rank, WIDEST_PIECE))))
         flight = Flight(self.groups, tables, plan_attention(lengths, device, self._deterministic))
         with self._launch(flight):
             yield flight
