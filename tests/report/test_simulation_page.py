@@ -16,7 +16,7 @@ from pages import PageReader, read_charts, unpack
 
 from tlora.report.simulation_charts import column_means
 from tlora.report.simulation_page import simulation_page
-from tlora.report.simulation_tables import GROUPS, TIMES, format_metrics, metric_text
+from tlora.report.simulation_tables import GROUPS, TIMES, metric_text
 from tlora.report.simulation_view import PolicyView, SimulationView
 from tlora.report.wording import DASH
 
@@ -40,7 +40,7 @@ def make_policy(at: int, jobs: int, gpus: int) -> PolicyView:
         spans.append(row | {"start_seconds": start, "end_seconds": start + dice.uniform(1, 1e4), "job_ids": (f"job-{index}", "job-0")})
     seconds = [at * 500.0 for at in range(jobs)]
     samples = {key: [dice.random() for _ in seconds] for key in ("waiting_jobs", "allocated_share", "useful_share")} | {"seconds": seconds}
-    return PolicyView(f"{policy} ({kernels})", policy, kernels, metrics, jct, samples, 500.0 * jobs, spans)
+    return PolicyView(f"{policy}/{kernels}", policy, kernels, metrics, jct, samples, 500.0 * jobs, spans)
 
 
 def make_view(jobs: int, gpus: int = 128, policies: int = 3) -> SimulationView:
@@ -63,7 +63,7 @@ def test_page_of_none_one_and_two_thousand_jobs(jobs: int) -> None:
     assert dict(settings[1:]) == {"trace": "made-up", "GPUs": "128", "load": "0.9", "seed": "0", "filters": "none"}
     for table, metrics in zip(metrics_tables, GROUPS.values(), strict=True):
         assert table[0] == ["policy", *(metric.label for metric in metrics)]
-        assert [row[0] for row in table[1:]] == [f"{policy} ({kernels})" for policy, kernels in NAMES]
+        assert [row[0] for row in table[1:]] == [f"{policy}/{kernels}" for policy, kernels in NAMES]
     assert "extrapolated" in reader.text and "exchange_seconds. See Constants." in reader.text
     assert [row[4] for row in constants[1:]] == ["measured", "extrapolated"] and constants[2][5] == "one GPU was at hand"
     expected = {"Completion times", "Jobs that wait", "Useful utilisation", "Allocated GPUs"} if jobs else set()
@@ -117,7 +117,7 @@ def test_few_jobs_are_all_on_the_curve_of_completion_times(jobs: int) -> None:
 
 def test_kernels_differ_by_dashes_and_policies_by_colour(many: tuple[SimulationView, str]) -> None:
     lines = {trace["legendgroup"]: trace["line"] for trace in read_charts(many[1])["Completion times"]["data"]}
-    ours, fifo, plain = (lines[f"{policy} ({kernels})"] for policy, kernels in NAMES)
+    ours, fifo, plain = (lines[f"{policy}/{kernels}"] for policy, kernels in NAMES)
     assert ours["color"] != fifo["color"] == plain["color"]
     assert (ours["dash"], fifo["dash"], plain["dash"]) == ("solid", "solid", "dash")
     assert "Dashed: with other kernels than tlora." in PageReader(many[1]).text
@@ -136,8 +136,8 @@ def test_gain_against_load_is_the_ratio_at_the_same_load_and_seed() -> None:
     seconds = {
         ("ours", 0.5): (10.0, 20.0),
         ("ours", 1.0): (50.0, 40.0),
-        ("fifo (peft)", 0.5): (20.0, 60.0),
-        ("fifo (peft)", 1.0): (200.0, 240.0),
+        ("fifo/peft", 0.5): (20.0, 60.0),
+        ("fifo/peft", 1.0): (200.0, 240.0),
     }
     rows = [
         {"name": name, "load": load, "seed": seed, "mean_jct_seconds": value}
@@ -149,12 +149,12 @@ def test_gain_against_load_is_the_ratio_at_the_same_load_and_seed() -> None:
     assert trace["legendgroup"] == "ours" and trace["x"] == [0.5, 1] and trace["y"] == [2.5, 5]
     assert trace["error_y"]["array"] == [0.5, 1] and trace["error_y"]["arrayminus"] == [0.5, 1]
     assert "ours" in PageReader(page).attributes("data-group")
-    assert "Mean JCT of fifo (peft) over that of each policy" in PageReader(page).text
+    assert "Mean JCT of fifo/peft over that of each policy" in PageReader(page).text
     assert "Gain against load" not in read_charts(simulation_page(replace(make_view(1), sweep=[row for row in rows if row["load"] == 1.0])))
     others = [row | {"name": f"{row['name']}, gpus 64", "reference": "ours, gpus 64"} for row in rows]
     charts = read_charts(simulation_page(replace(make_view(1), sweep=[*rows, *others])))
     curves = {trace["legendgroup"]: trace["y"] for trace in charts["Gain against load"]["data"]}
-    assert set(curves) == {"ours", "fifo (peft), gpus 64"} and curves["fifo (peft), gpus 64"] == pytest.approx([5 / 12, 5 / 24], rel=1e-4)
+    assert set(curves) == {"ours", "fifo/peft, gpus 64"} and curves["fifo/peft, gpus 64"] == pytest.approx([5 / 12, 5 / 24], rel=1e-4)
     with pytest.raises(AssertionError, match="two rows of the sweep"):
         simulation_page(replace(make_view(1), sweep=[*rows, rows[0]]))
 
@@ -184,7 +184,7 @@ def test_the_shortest_stretches_go_first_and_the_page_says_so() -> None:
     (packed,) = json.loads(unpack(page, "gantt-data"))["policies"]
     assert len(packed["spans"]["start"]) == 20_000 and packed["spans"]["start"] == sorted(packed["spans"]["start"])
     assert min(end - start for start, end in zip(packed["spans"]["start"], packed["spans"]["end"], strict=True)) == 1.0
-    assert "Left out, the shortest stretches: 5,000 of residual_capacity (tlora)." in PageReader(page).text
+    assert "Left out, the shortest stretches: 5,000 of residual_capacity/tlora." in PageReader(page).text
 
 
 def test_names_from_outside_are_text_and_nothing_is_loaded() -> None:
@@ -211,7 +211,7 @@ def test_unfinished_jobs_are_said() -> None:
     view = make_view(2)
     metrics = dict(view.policies[1].metrics) | {"jobs_unfinished": 7.0}
     page = simulation_page(replace(view, policies=[view.policies[0], replace(view.policies[1], metrics=metrics), view.policies[2]]))
-    assert "fifo (tlora): 7 jobs had not ended; its completion times are without them." in PageReader(page).text
+    assert "fifo/tlora: 7 jobs had not ended; its completion times are without them." in PageReader(page).text
 
 
 def test_the_best_reads_better_than_the_others() -> None:
@@ -220,18 +220,6 @@ def test_the_best_reads_better_than_the_others() -> None:
     assert cells.count(metric_text("duration", 1000.0)) == 5  # four of JCT and makespan, in the first row
     same = [replace(policy, metrics=view.policies[0].metrics) for policy in view.policies]
     assert '<b class="good">' not in simulation_page(replace(view, policies=same))
-
-
-def test_text_table_lines_up() -> None:
-    rows: list[dict[str, float | str]] = [
-        {"name": "residual_capacity (tlora)", "mean_jct_seconds": 17_000.0, "p99_jct_seconds": 400_000.0, "queueing_share": 0.25},
-        {"name": "fifo (peft)", "mean_jct_seconds": 200.0, "median_jct_seconds": 9.0, "decision_milliseconds": 0.5},
-    ]
-    head, line, ours, fifo = format_metrics(rows).splitlines()
-    assert head.split()[:3] == ["policy", "mean", "JCT"] and set(line) == {"-"} and len(line) <= 120
-    assert "4.72 h" in ours and "4.63 d" in ours and "25.0 %" in ours and "3.33 min" in fifo and "9 s" in fifo and "0.5 ms" in fifo
-    assert head.index("mean JCT") + len("mean JCT") == ours.index("4.72 h") + len("4.72 h") == fifo.index("3.33 min") + len("3.33 min")
-    assert format_metrics([]).startswith("policy")
 
 
 @pytest.mark.parametrize(

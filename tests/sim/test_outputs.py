@@ -37,7 +37,7 @@ def test_metric_rows_are_the_metrics_beside_their_bounds(tmp_path: Path) -> None
     write_metrics_csv(tmp_path / "new" / "metrics.csv", rows)
     with (tmp_path / "new" / "metrics.csv").open() as file:
         read = list(csv.DictReader(file))
-    assert [row["name"] for row in read] == ["residual_capacity (tlora)", "fifo (tlora)", "fifo (peft)"]
+    assert [row["name"] for row in read] == ["residual_capacity/tlora", "fifo/tlora", "fifo/peft"]
     assert float(read[0]["mean_jct_seconds"]) == rows[0]["mean_jct_seconds"]
 
 
@@ -84,14 +84,14 @@ def test_the_view_compares_with_fifo_without_the_kernels_gain_first() -> None:
     results = make_results()
     sweep = [{"policy": "fifo", "kernels": "peft", "load": 0.5, "seed": 0, "mean_jct_seconds": 10.0}]
     view = simulation_view(results, metric_rows(results, [BOUND] * 3), sweep=sweep)
-    assert view.reference == "fifo (peft)" and len(view.ratios) == 9
-    assert [row["against"] for row in view.ratios[:3]] == ["fifo (peft)"] * 3 and view.ratios[0]["name"] == "residual_capacity (tlora)"
-    assert view.sweep[0]["name"] == "fifo (peft)"
+    assert view.reference == "fifo/peft" and len(view.ratios) == 9
+    assert [row["against"] for row in view.ratios[:3]] == ["fifo/peft"] * 3 and view.ratios[0]["name"] == "residual_capacity/tlora"
+    assert view.sweep[0]["name"] == "fifo/peft"
     assert view.settings["trace"] == "made-up" and view.settings["nodes"] == "4x8" and view.num_gpus == 32
     (first, *_) = view.policies
     assert sorted(first.jct_seconds) == sorted(j.finished_seconds - j.submitted_seconds for j in results[0].jobs if j.state == "done")
     assert first.samples["allocated_share"] == [sample.allocated_gpus / 32 for sample in results[0].samples]
-    assert simulation_view(results[:1], metric_rows(results[:1], [BOUND])).reference == "residual_capacity (tlora)"
+    assert simulation_view(results[:1], metric_rows(results[:1], [BOUND])).reference == "residual_capacity/tlora"
 
 
 def test_one_policy_twice_is_a_bug() -> None:

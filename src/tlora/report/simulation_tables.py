@@ -224,25 +224,3 @@ def constants_html(constants: Sequence[Row]) -> str:
             f'<td><span class="status {kind}">{label}</span></td><td style="white-space:normal">{escape(source)}</td></tr>'
         )
     return table(("base", "kernels", "constant", "#value", "origin", "source"), rows)
-
-
-def format_metrics(rows: Sequence[Mapping[str, float | str]]) -> str:
-    """The most telling metrics as a text table for a terminal, a line per policy; `rows` hold `name` and metrics by their keys."""
-    shown = [metric for metrics in GROUPS.values() for metric in metrics if metric.short]
-    lines = [["policy", *(metric.short for metric in shown)]]
-    for row in rows:
-        lines.append([str(row["name"]), *(_narrow(metric.kind, number(row.get(metric.key))) for metric in shown)])
-    widths = [max(len(line[at]) for line in lines) for at in range(len(lines[0]))]
-    texts = [
-        "  ".join([line[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(line[1:], widths[1:], strict=True))]).rstrip()
-        for line in lines
-    ]
-    return "\n".join([texts[0], "-" * max(len(text) for text in texts), *texts[1:]])
-
-
-def _narrow(kind: Kind, value: float) -> str:
-    """A duration in one unit and three digits, so that a terminal of 120 columns holds the table; the rest as everywhere."""
-    if kind != "duration" or not math.isfinite(value):
-        return metric_text(kind, value)
-    per_unit, unit = next((size, unit) for size, unit in ((86_400, "d"), (3600, "h"), (60, "min"), (0, "s")) if value >= 3 * size)
-    return f"{value / (per_unit or 1):.3g} {unit}"

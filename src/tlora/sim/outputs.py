@@ -28,8 +28,8 @@ MetricRow = dict[str, float | str]
 
 
 def policy_name(policy: str, kernels: str) -> str:
-    """What a policy under one set of kernels is called wherever people read it."""
-    return f"{policy} ({kernels})"
+    """What a policy under one set of kernels is called wherever people read it: as they would type it."""
+    return f"{policy}/{kernels}"
 
 
 def metric_rows(results: Sequence[SimulationResult], bounds: Sequence[Bounds]) -> list[MetricRow]:
