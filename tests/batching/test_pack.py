@@ -254,16 +254,16 @@ def mixed_jobs(count: int, seed: int) -> tuple[list[Job], int]:
 
 @BOTH_ORDERS
 @pytest.mark.parametrize("count", [4, 5, 8, 12])
-def test_padding_is_at_most_3_percent_at_the_default_budget(count: int, in_order: bool) -> None:
+def test_padding_is_at_most_2_percent_at_the_default_budget(count: int, in_order: bool) -> None:
     """Ends of batches included: all micro-batches, each in its prepared size."""
     for seed in range(8):
         jobs, budget = mixed_jobs(count, seed)
         batches = run(jobs, budget, 150, in_order=in_order)
         computed = [prepared_budget(batch.tokens, budget) for batch in batches]
         full = [batch.tokens for batch, size in zip(batches, computed, strict=True) if size == budget]
-        assert 1 - sum(full) / (budget * len(full)) <= 0.03
-        assert 1 - sum(batch.tokens for batch in batches) / sum(computed) <= 0.03
-        assert len(full) >= 0.85 * len(batches)
+        assert 1 - sum(full) / (budget * len(full)) <= 0.02
+        assert 1 - sum(batch.tokens for batch in batches) / sum(computed) <= 0.02
+        assert sum(size > 0.75 * budget for size in computed) >= 0.85 * len(batches)
 
 
 @BOTH_ORDERS
@@ -323,7 +323,7 @@ def test_64_flows_of_256_samples_take_less_than_2_ms_per_micro_batch(lengths: st
 
 def test_the_prepared_sizes_are_few_and_the_smallest_that_holds() -> None:
     sizes = sorted({prepared_budget(tokens, 8192) for tokens in range(1, 8193)})
-    assert sizes == [256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
+    assert sizes == [256, 512, 768, 1024, *range(1536, 8193, 512)]
     assert all(prepared_budget(size, 8192) == size for size in sizes)
     assert all(prepared_budget(size + 1, 8192) == larger for size, larger in pairwise(sizes))
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from tlora.batching.flow import Flow, Kind, enter_line
 
-# Prepared sizes as parts of the token budget: neighbours differ by 3/4 or 2/3, so a tail pads a quarter to a third at worst.
-_LADDER = ((1, 1), (3, 4), (1, 2), (3, 8), (1, 4), (3, 16), (1, 8), (3, 32), (1, 16), (1, 32))
+# Prepared sizes as parts of the token budget: sixteenths down to a quarter, then neighbours that differ by 3/4 or 2/3. A micro-batch that
+# flows cannot fill, as each waits for its own optimizer step, pads an eighth at worst, a tail a third.
+_LADDER = (*((part, 16) for part in range(16, 2, -1)), (1, 8), (3, 32), (1, 16), (1, 32))
 _CHOICES_PER_FLOW = 64  # samples (or runs of samples) of one flow that the search for the fullest fill looks at
 _MOST_CHOICES = 256  # and of all flows: equal lengths, which no choice can fill better, still take under 2 ms
 _GOOD_ENOUGH = 256  # stop searching once padding is at most budget/256
