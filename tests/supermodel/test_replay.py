@@ -18,7 +18,7 @@ class Graphs:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: bool = False) -> None:
         self.replays = object.__new__(Replays)
-        self.replays._seen, self.replays._bank_version = OrderedDict(), -1
+        self.replays._captured, self.replays._counts, self.replays._bank_version = OrderedDict(), OrderedDict(), -1
         self.done: list[str] = []
 
         def capture(_batch: object, _flight: object) -> Any:
@@ -61,14 +61,30 @@ def test_another_bank_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     assert graphs.run(version=1) == ["run"] and graphs.replays.num_captured == 0
 
 
-def test_only_so_many_shapes_are_remembered_the_latest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_so_many_shapes_stay_captured_the_latest_used_first(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = Graphs(monkeypatch)
     for _ in range(3):
         graphs.run(shape="kept")
-    for number in range(replay._MOST_SHAPES):
-        graphs.run(shape=f"once {number}")
+        graphs.run(shape="gone")
+    for number in range(replay._MOST_CAPTURED - 1):
+        for _ in range(3):
+            graphs.run(shape=f"other {number}")
         assert graphs.run(shape="kept") == ["replay"]
-    assert len(graphs.replays._seen) == replay._MOST_SHAPES
+    assert graphs.replays.num_captured == replay._MOST_CAPTURED
+    assert [graphs.run(shape="gone") for _ in range(3)] == [["run"], ["run"], ["capture", "replay"]]
+
+
+def test_a_shape_is_counted_however_many_others_come_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixed lengths bring hundreds of shapes, each of them seldom."""
+    graphs = Graphs(monkeypatch)
+    for turn in range(2):
+        graphs.run(shape="rare")
+        for number in range(500):
+            graphs.run(shape=f"once {number} {turn}")
+    assert graphs.run(shape="rare") == ["capture", "replay"]
+    for number in range(replay._MOST_COUNTED):
+        graphs.run(shape=f"new {number}")
+    assert len(graphs.replays._counts) == replay._MOST_COUNTED
 
 
 def test_a_shape_that_cannot_be_captured_runs_as_it_is_and_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

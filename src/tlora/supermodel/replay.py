@@ -24,7 +24,7 @@ from tlora.supermodel.batch import PackedBatch
 if TYPE_CHECKING:
     from tlora.kernels.in_flight import Flight  # brings triton, which not every CPU install has
 
-_MOST_SHAPES = 64  # remembered at a time
+_MOST_CAPTURED, _MOST_COUNTED = 64, 4096  # shapes at a time
 _UNCAPTURED = 2  # micro-batches of a shape that run as they are
 
 Decode = Callable[[PackedBatch], Tensor]
@@ -93,30 +93,41 @@ class Replays:
         self._keeper = torch.cuda.CUDAGraph()
         with self._into(self._keeper):
             torch.zeros(1, device=like.device)  # a graph of nothing would be warned of
-        self._seen: OrderedDict[Hashable, _Captured | int] = OrderedDict()  # or how many times it was seen
+        self._captured: OrderedDict[Hashable, _Captured | None] = OrderedDict()  # None: it could not be
+        self._counts: OrderedDict[Hashable, int] = OrderedDict()  # how many times others were seen
         self._ends = _Ends(like[:0], like[:0])
         self._bank_version = -1
 
     @property
     def num_captured(self) -> int:
         """Shapes that have a graph."""
-        return sum(isinstance(found, _Captured) for found in self._seen.values())
+        return sum(found is not None for found in self._captured.values())
 
     def run(self, batch: PackedBatch, flight: Flight, bank_version: int, recomputed_layers: int) -> tuple[Tensor, Backward]:
         """Hidden states of `batch`, which is in flight, and the way back. Graphs hold addresses of the bank's rows: those of an earlier
         `bank_version` are dropped.
         """
         if bank_version != self._bank_version:
-            self._seen.clear()
+            self._captured.clear()
+            self._counts.clear()
             self._bank_version = bank_version
         shape = (len(batch.input_ids_T), recomputed_layers, flight.shape)
-        found = self._seen.pop(shape, 0)
-        if isinstance(found, int):
-            found = found + 1 if found != _UNCAPTURED else self._try_to_capture(batch, flight)
-        self._seen[shape] = found
-        if len(self._seen) > _MOST_SHAPES:
-            self._seen.popitem(last=False)
-        return self.run_uncaptured(batch) if isinstance(found, int) else found.run(_inputs(batch, flight))
+        if shape in self._captured:
+            self._captured.move_to_end(shape)
+        elif self._count(shape) > _UNCAPTURED:
+            del self._counts[shape]
+            self._captured[shape] = self._try_to_capture(batch, flight)
+            if len(self._captured) > _MOST_CAPTURED:
+                self._captured.popitem(last=False)
+        captured = self._captured.get(shape)
+        return self.run_uncaptured(batch) if captured is None else captured.run(_inputs(batch, flight))
+
+    def _count(self, shape: Hashable) -> int:
+        """How many times it was seen, this one included."""
+        count = self._counts[shape] = self._counts.pop(shape, 0) + 1
+        if len(self._counts) > _MOST_COUNTED:
+            self._counts.popitem(last=False)
+        return count
 
     def run_uncaptured(self, batch: PackedBatch) -> tuple[Tensor, Backward]:
         """The same, never captured nor replayed: hooks in the decoder are called."""
@@ -139,13 +150,13 @@ class Replays:
             yield
         outside.wait_stream(self._stream)
 
-    def _try_to_capture(self, batch: PackedBatch, flight: Flight) -> _Captured | int:
+    def _try_to_capture(self, batch: PackedBatch, flight: Flight) -> _Captured | None:
         """A shape that cannot be captured, for want of memory say, runs as it is from then on."""
         try:
             return self._capture(batch, flight)
         except RuntimeError as error:
             warnings.warn(f"a micro-batch was not captured as a CUDA graph and runs slower: {error}", RuntimeWarning, stacklevel=2)
-            return _UNCAPTURED + 1
+            return None
 
     def _capture(self, batch: PackedBatch, flight: Flight) -> _Captured:
         """Keeps the tables of this very flight, and copies of the batch's own tensors, for later ones to be copied over them."""
