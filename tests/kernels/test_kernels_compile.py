@@ -1,0 +1,53 @@
+"""The kernels of linears through Triton's compiler for a GPU that need not be there: the interpreter runs what the compiler refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from tlora.kernels import triton_fp8, triton_gemm, triton_lora
+
+POINTERS = {"rows_ptr": "*i64", "scales_ptr": "*fp32", "dropouts_ptr": "*fp32", "s_ptr": "*bf16", "column_scale_ptr": "*fp32",
+            "scale_ptr": "*fp32", "q_ptr": "*fp8e4nv", "x0_ptr": "*bf16", "x1_ptr": "*bf16"}
+ROWS, COLUMNS, INNER, WIDTH, SKINNY = 128, 256, 64, 64, 128
+tile = lambda *sides: f"tensordesc<bf16[{','.join(map(str, sides))}]>"
+GEMM = {"bias_ptr": None, "x_scale_ptr": None, "w_scale_ptr": None, "x1": None, "x2": None, "w1": None, "w2": None, "M": 1, "W": WIDTH,
+        "NK": True, "FIRST": False, "SCALED": False, "HALVES": True, "IMPRECISE": None, "PRECISION": "tf32", "BM": ROWS, "BN": COLUMNS,
+        "BK": INNER, "BAND": 8, "PROGRAMS": 132}
+TILES = {"x0": tile(ROWS, INNER), "w0": tile(COLUMNS, INNER), "y": tile(ROWS, COLUMNS // 2), "s": tile(ROWS, WIDTH),
+         "r0": tile(WIDTH, COLUMNS)}
+LORA = {"M": 1, "BLOCKS": 2, "W": WIDTH, "BT": 64, "SPLIT": False, "DROPOUT": False, "PRECISION": "tf32"}
+CASES = {
+    "gemm": (triton_gemm.gemm_kernel, TILES, GEMM | {"r1": None, "r2": None, "RUNS": 2}, 8),
+    "general": (triton_gemm.general_gemm_kernel, TILES, GEMM | {"WHICH": 1, "DROPOUT": False}, 8),
+    "shrink": (triton_lora.shrink_kernel, {"x": tile(64, SKINNY)}, LORA | {"WHICH": 0, "BK": SKINNY}, 8),
+    "sum": (triton_lora.sum_kernel, {"x": tile(64, SKINNY)}, LORA | {"WHICH": 2, "BC": SKINNY, "W": 16, "BLOCKS": 1}, 4),
+    "quantize": (triton_fp8.quantize_kernel, {}, {"x2_ptr": None, "SOURCES": 2, "BLOCK": 4096}, 16),
+}
+kernel, given, constants, warps = CASES[sys.argv[1]]
+types = given | POINTERS
+kind = lambda name: types.get(name) or ("*i32" if name.endswith("_ptr") else "i32")
+signature = {name: "constexpr" if name in constants else kind(name) for name in kernel.arg_names}
+values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+options = {"num_warps": warps, "num_stages": 3}
+found = triton.compile(ASTSource(kernel, signature, values), target=GPUTarget("cuda", 90, 32), options=options)
+assert found.asm["cubin"]
+special = [p.name for p in kernel.params if p.name in triton_lora.PLACES and not p.do_not_specialize]
+assert not special, f"compiled once more for some {special}"
+"""
+
+
+@pytest.mark.parametrize("case", ["gemm", "general", "shrink", "sum", "quantize"])
+def test_it_compiles(case: str, tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", COMPILE, case], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
