@@ -42,7 +42,7 @@ OTHER = "element-wise and copies"
 # The first that is found in a kernel's name, in lower case. Triton's kernels carry their function's name, inductor's begin with triton_.
 PARTS: tuple[tuple[str, str], ...] = (
     (OTHER, r"^triton_(?!tem)"),
-    ("optimizer", r"adamw|verdict_kernel|check_kernel|update_kernel"),
+    ("optimizer", r"adamw|^norm_kernel|verdict_kernel|check_kernel|update_kernel"),
     ("LoRA", r"shrink|sum_kernel|(?<!t)lora(?!_linear)"),
     ("attention", r"flash|fmha|attention|attn|cudnn|dot_product|^(forward|dq|dkv)_kernel"),
     (OTHER, r"elementwise|vectorized|(?<!splitk)reduce_kernel|memcpy|memset"),
@@ -76,9 +76,9 @@ def part_of(name: str) -> str:
 def record(model: SuperModel, work: Callable[[], None]) -> list[dict[str, Any]]:
     """The trace's events of `work`, with head and optimizer as named ranges."""
     cuda = model.device.type == "cuda"
-    original, step = supermodel.linear_cross_entropy, model.optim_step
+    original, step = supermodel.linear_cross_entropy, model.queue_optim_step
     supermodel.linear_cross_entropy = _in_range(HEAD, original)
-    model.optim_step = _in_range(OPTIMIZER, step)  # type: ignore[method-assign]
+    model.queue_optim_step = _in_range(OPTIMIZER, step)  # type: ignore[method-assign]
     try:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
         with profile(activities=activities) as profiler, record_function(WHOLE):
@@ -86,7 +86,7 @@ def record(model: SuperModel, work: Callable[[], None]) -> list[dict[str, Any]]:
             machine.wait(model.device)
     finally:
         supermodel.linear_cross_entropy = original
-        del model.optim_step
+        del model.queue_optim_step
     with tempfile.TemporaryDirectory() as directory:
         profiler.export_chrome_trace(str(Path(directory) / "trace.json"))
         return json.loads((Path(directory) / "trace.json").read_text())["traceEvents"]

@@ -89,7 +89,9 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """`steps` optimizer steps of the job are through since its submission; those since the last report took `step_seconds` each."""
+    """`steps` optimizer steps of the job are through or queued since its submission; those since the last report took `step_seconds`
+    each.
+    """
 
     job_id: str
     steps: int

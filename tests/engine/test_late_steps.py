@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +10,16 @@ from typing import Any
 
 import pytest
 
-from tests.engine.tiny_runs import job, rows, sha256, train
+from tests.engine.test_worker import report_each_step as report_each_step
+from tests.engine.test_worker import when, work
+from tests.engine.tiny_runs import job, rows, run_spec, sha256, train
 from tlora.adapters.optim import StepStats
 from tlora.adapters.state import AdapterState
+from tlora.engine import engine as engine_room
 from tlora.engine.engine import Engine
 from tlora.engine.progress import Watcher
 from tlora.supermodel.supermodel import QueuedSteps, SuperModel
+from tlora.worker_protocol import Failed, Join, Leave, Left, Load, Share, Stepped, Stop
 
 
 def counters(state: AdapterState) -> tuple[int, int, int]:
@@ -117,3 +122,65 @@ def test_a_run_that_is_interrupted_goes_on_the_same(
         train(wide_base, tmp_path / "cut", jobs, deterministic=True)
     resumed = train(wide_base, tmp_path / "cut", jobs, deterministic=True, resume=True)
     assert {name: sha256(Path(r.path)) for name, r in resumed.items()} == whole
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize("part", ["_Losses", "queue", "read"])
+def test_what_raises_about_a_step_leaves_checkpoints_that_agree(
+    part: str, wide_base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No memory for the losses, no queue for the step, or a wait that is interrupted: weights, counters and progress are of one step."""
+    jobs = [job("a", str(data / "a.jsonl"), max_steps=9), job("c", str(data / "c.jsonl"), batch_size=10, max_steps=7)]
+    whole = {name: sha256(Path(r.path)) for name, r in train(wide_base, tmp_path / "whole", jobs, deterministic=True).items()}
+    calls: list[None] = []
+
+    def raising(real: Any) -> Any:
+        def call(*args: Any) -> Any:
+            calls.append(None)
+            if len(calls) == 3:
+                raise RuntimeError("not this time")
+            return real(*args)
+
+        return call
+
+    where: Any = {"_Losses": engine_room, "queue": SuperModel, "read": engine_room._Losses}[part]
+    name = {"queue": "queue_optim_step"}.get(part, part)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="not this time"):
+        patch.setattr(where, name, raising(getattr(where, name)))
+        train(wide_base, tmp_path / "cut", jobs, deterministic=True)
+    resumed = train(wide_base, tmp_path / "cut", jobs, deterministic=True, resume=True)
+    assert {name: sha256(Path(r.path)) for name, r in resumed.items()} == whole
+
+
+def worker_of(base: Path, data: Path, out: Path) -> tuple[Load, dict[str, Join]]:
+    wild: dict[str, Any] = {"learning_rate": 1e39, "lr_scheduler_type": "constant", "max_grad_norm": 0, "batch_size": 40}
+    orders = [
+        job("calm", str(data / "a.jsonl"), max_steps=900, batch_size=8),
+        job("wild", str(data / "c.jsonl"), max_steps=30, **wild),
+        job("last", str(data / "a.jsonl"), max_steps=900),
+    ]
+    specs = run_spec(base, out, orders, deterministic=True).jobs
+    return Load(str(base), str(out), "cpu", time.time(), deterministic=True), {spec.name: Join(spec) for spec in specs}
+
+
+@pytest.mark.usefixtures("unread")
+def test_a_worker_that_stops_checkpoints_all_though_one_of_them_fails_then(wide_base: Path, data: Path, tmp_path: Path) -> None:
+    load, joins = worker_of(wide_base, data, tmp_path / "out")
+    told = work(load, [Share(100), *joins.values()], when(Stepped, "wild", 3, Stop()))
+    assert {report.job_id for report in told if isinstance(report, Left)} == {"calm", "last"}
+    assert [report.job_id for report in told if isinstance(report, Failed)] == ["wild"]
+    for name in ("calm", "last"):
+        assert list((tmp_path / "out" / name).glob("checkpoint-*")), name
+
+
+@pytest.mark.usefixtures("unread")
+def test_a_job_that_fails_in_the_step_at_which_it_leaves_has_failed(wide_base: Path, data: Path, tmp_path: Path) -> None:
+    load, joins = worker_of(wide_base, data, tmp_path / "out")
+    stop = when(Failed, "wild", 0, Stop())
+
+    def answer(report: Any) -> Any:
+        return [Leave("wild")] if isinstance(report, Stepped) and (report.job_id, report.steps) == ("wild", 3) else stop(report)
+
+    told = work(load, [Share(100), joins["calm"], joins["wild"]], answer)
+    assert [report.job_id for report in told if isinstance(report, Failed)] == ["wild"]
+    assert not [report for report in told if isinstance(report, Left) and report.job_id == "wild"]

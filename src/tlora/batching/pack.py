@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from tlora.batching.flow import Flow, Kind, enter_line
 
-# Prepared sizes as parts of the token budget: sixteenths down to a quarter, then neighbours that differ by 3/4 or 2/3. A micro-batch that
-# flows cannot fill, as each waits for its own optimizer step, pads an eighth at worst, a tail a third.
+# Prepared sizes as parts of the token budget: sixteenths, and four below. A micro-batch that flows cannot quite fill, as each waits for its
+# own optimizer step, pads a ninth at worst while it is more than half full; a tail pads more of less.
 _LADDER = (*((part, 16) for part in range(16, 2, -1)), (1, 8), (3, 32), (1, 16), (1, 32))
 _CHOICES_PER_FLOW = 64  # samples (or runs of samples) of one flow that the search for the fullest fill looks at
 _MOST_CHOICES = 256  # and of all flows: equal lengths, which no choice can fill better, still take under 2 ms

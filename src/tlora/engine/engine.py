@@ -1,7 +1,8 @@
 """Runs one group of jobs: packs their flows into micro-batches, steps each job when its own batch is through, keeps trouble apart.
 
 A job joins and leaves between two micro-batches. What came of optimizer steps is read when the next micro-batch is under way, so that
-a GPU never waits for the host to have read it. Who is admitted, signals and the final report are `train.py`'s.
+a GPU waits for that only where an evaluation, a checkpoint or an end follows. Who is admitted, signals and the final report are
+`train.py`'s.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class _Losses:
 
 @dataclass(frozen=True)
 class _Stepping:
-    """Runs whose optimizer steps are under way; with `offered` each of them has its next global batch on offer."""
+    """Runs whose optimizer steps are under way, but for those in `steps.errors`; with `offered` each of them has its next global batch on
+    offer.
+    """
 
     runs: list[JobRun]
     steps: QueuedSteps
@@ -88,7 +91,9 @@ class Engine:
             self.leave(name)
 
     def leave(self, name: str) -> Path | None:
-        """Checkpoint a resident job at its last optimizer step and let it go: what it did of the next is dropped. None if that failed."""
+        """Checkpoint a resident job at its last optimizer step and let it go: what it did of the next is dropped. None if that failed,
+        or if the job fails in that very step.
+        """
         self._settle()
         if name not in self.runs:  # it failed in that very step
             return None
@@ -139,14 +144,16 @@ class Engine:
         """The optimizer steps of all jobs that are through, together; one whose step raises fails alone. Unless something else than
         their next batches follows, nobody waits for them.
         """
+        losses = _Losses([run.passed for run in through])  # takes memory: before any step is under way
         steps = self.model.queue_optim_step([run.spec.name for run in through])
         for run in through:
             if (error := steps.errors.get(run.spec.name)) is not None:
                 self._fail(run, f"{type(error).__name__}: {error}")
+            else:
+                run.step_queued()
         stepping = [run for run in through if run.spec.name not in steps.errors]
-        losses = _Losses([run.step_queued() for run in stepping])
         offered = not steps.done and all(run.goes_straight_on for run in stepping)
-        self._stepping = _Stepping(stepping, steps, losses, offered)
+        self._stepping = _Stepping(through, steps, losses, offered)
         if not offered:
             self._settle()
             return
@@ -155,15 +162,17 @@ class Engine:
 
     def _settle(self) -> None:
         """Read what came of the optimizer steps under way, if there are any."""
-        stepping, self._stepping = self._stepping, None
+        stepping = self._stepping
         if stepping is None:
             return
-        stats = stepping.steps.read()
-        for run, loss in zip(stepping.runs, stepping.losses.read(), strict=True):
+        losses, stats = stepping.losses.read(), stepping.steps.read()
+        self._stepping = None  # not before: a wait that is interrupted begins anew
+        stepped = [(run, loss) for run, loss in zip(stepping.runs, losses, strict=True) if run.spec.name in stats]
+        for run, loss in stepped:
             name = run.spec.name
             run.stepped(stats[name], loss)
             self._recorders[name].stepped(stats[name])
-        for run in stepping.runs:
+        for run, _ in stepped:
             if not stepping.offered:
                 self._advance(run)
             else:
@@ -218,6 +227,8 @@ class Engine:
         and the others start their global batch over: its gradient is then the one they would have had.
         """
         names = [name for name, _ in groupby(row.job_id for row in packed.rows) if name in self.runs]
+        if not names:
+            return
         for name in names:
             self.model.zero_grad_of(name)
         smaller = max(self.token_budget // 2, self._longest(), self._smallest_budget)

@@ -127,11 +127,10 @@ class JobRun:
         self.passed.parts.append(loss)
         self.passed.tokens += tokens
 
-    def step_queued(self) -> Passed:
-        """The global batch is through and its optimizer step on the way: the next one can be offered. Returns what went through."""
+    def step_queued(self) -> None:
+        """The global batch is through and its optimizer step on the way: the next one can be offered."""
         self.progress.step += 1
         self.progress.num_tokens += self.passed.tokens
-        return self.passed
 
     @property
     def goes_straight_on(self) -> bool:

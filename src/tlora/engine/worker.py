@@ -89,8 +89,9 @@ class Worker:
                 self._tell_steps()
                 self._tell_ended()
         finally:  # also of an error that is nobody's fault: what was learned is kept
-            for name in list(self._engine.runs):
-                self._leave(name)
+            while self._engine.runs:  # one that leaves may take another with it, whose step is read only then
+                self._leave(next(iter(self._engine.runs)))
+            self._tell_ended()
 
     def _obey_all(self) -> bool:
         """What has arrived since the last micro-batch; with nobody resident, wait for something. False: stop."""
@@ -209,6 +210,8 @@ class Worker:
         self._tell_pace(name)
         steps = self._engine.runs[name].progress.step
         checkpoint = self._engine.leave(name)
+        if self._engine.results[name].status == "failed":  # in that very step: `_tell_ended` says so
+            return
         del self._engine.results[name], self._paces[name]  # it has not ended
         self._send(Left(name, steps, str(checkpoint) if checkpoint else None))
 

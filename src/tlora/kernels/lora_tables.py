@@ -52,7 +52,7 @@ class LoraTables:
     buffer: Tensor  # uint8: all of the above but `keys_T` are views of it
     weights: Sequence[tuple[Tensor, Tensor] | None]
     runs_in_a_tile: int  # at most, in 128 tokens from a multiple of 128
-    width: int  # of S for one linear: the largest rank, rounded up to 16, 32, 64 or a multiple of 64
+    width: int  # of S for one linear: the largest rank or, up to 64, more; 16, 32, 64 or a multiple of 64
     has_dropout: bool
 
     @property

@@ -48,7 +48,8 @@ def quantize_kernel(x0_ptr, x1_ptr, x2_ptr, column_scale_ptr, q_ptr, scale_ptr, 
     """One row of up to three x beside each other: q = x * column_scale * (448 / amax) in e4m3, scale = amax / 448.
 
     Grid (rows,). A row is read twice, the second time from a cache: held in registers, a long one would leave its multiprocessor
-    to itself. The operations and their order are those of `fp8.quantize_rows_in_torch`, each rounded to nearest: the same bits.
+    to itself. The operations and their order are those of `fp8.quantize_rows_in_torch`, each rounded to nearest: the same bits, but for q
+    of a row with NaN.
     """
     row = tl.program_id(0).to(tl.int64)
     amax, width = _largest(tl.zeros((BLOCK,), tl.int32), x0_ptr, column_scale_ptr, row, stride0, 0, K0, BLOCK), K0

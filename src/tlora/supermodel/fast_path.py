@@ -112,7 +112,7 @@ class FastPath:
         empty = [Run(_BEHIND, _BEHIND, ())] * (_RUNS - len(runs) % _RUNS)
         empty[-1] = Run(_BEHIND, _BEHIND, (0,) * (len(lengths) - sum(len(run.lengths) for run in runs)))
         tables = build_tables([*runs, *empty], self._slots(batch, bank, len(empty)), len(batch.input_ids_T), batch.keys_T, device)
-        # Kernels are compiled for a width, which must not depend on who of the residents is in the batch. Above, ranks go in pieces.
+        # Kernels are compiled for a width, which up to 64 does not depend on who of the residents is in the batch.
         tables = replace(tables, width=max(tables.width, rank_width(min(bank.largest_rank, WIDEST_PIECE))))
         flight = Flight(self.groups, tables, plan_attention(lengths, device, self._deterministic))
         with self._launch(flight):

@@ -1,7 +1,7 @@
 """The optimizer steps of all jobs that are due together, on a GPU: everything is queued; one wait, whenever it suits, reads what came
 of it.
 
-Tables and buffers are made when a job joins, so that a step takes no memory. The CPU's path is `adapters/optim.adamw_step`.
+Tables and buffers are made when a job joins, so that a step takes no memory of the device. The CPU's path is `adapters/optim.adamw_step`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from tlora.adapters.optim import StepStats, count_step, learning_rate
 from tlora.adapters.state import AdapterState
 from tlora.job import TrainConfig
 from tlora.kernels import fused_adamw
-from tlora.kernels.device import ToHost, to_device
+from tlora.kernels.device import ToHost
 from tlora.kernels.fused_adamw import BankRun, FlatState, StepBuffers, StepRule
 
 
@@ -92,7 +91,8 @@ class DeviceOptimizer:
             return dict, {}
         rows = [fused_adamw.scalars_of(_rule(job), self._bank.sum_dtype, self._bank.dtype) for job in due.values()]
         num_due, errors = len(rows), dict[str, Exception]()
-        self._scalars[:num_due].copy_(to_device(np.array(rows, np.float64), self._bank.device))
+        host = torch.tensor(rows, dtype=torch.float64)
+        self._scalars[:num_due].copy_(host.pin_memory() if self._scalars.is_cuda else host, non_blocking=True)
         for i, (job_id, job) in enumerate(due.items()):
             try:
                 self._queue(job_id, job.state, i)

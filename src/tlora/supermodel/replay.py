@@ -1,6 +1,6 @@
 """Training passes through the decoder as CUDA graphs: a micro-batch of a shape that came before is launched at once, without Python.
 
-A shape is all that the host decides by: tokens, runs, samples, the largest rank, whether anybody drops out, which attention. What the
+A shape is all that the host decides by: tokens, runs, samples, the width of S, whether anybody drops out, which attention. What the
 device reads, which tokens, whose they are and where the rows of their adapters lie, is copied over what the graph was captured with.
 The first micro-batches of a shape run as they are and compile what is missing; the third is captured, which takes about as long as
 one of them does.
