@@ -1,0 +1,150 @@
+"""`residual_capacity` under news that comes late, twice or out of order: nobody is harmed by it, and what is decided is the same."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+
+from tests.scheduler.mirror import MOVES, Mirror, Move, Story, made_cost, made_scheduler, made_spec, started, tell
+from tests.scheduler.timeline import made_timeline
+from tlora.protocol import (
+    Action,
+    Event,
+    GpusLost,
+    GroupLost,
+    GroupReady,
+    JobCancelled,
+    JobFailed,
+    JobFinished,
+    JobSubmitted,
+    NodeAdded,
+    StepsDone,
+    StopGroup,
+    Tick,
+)
+from tlora.scheduler.residual_capacity import residual_capacity
+from tlora.scheduler.scheduler import Scheduler
+
+LONG = 100_000
+
+
+def whole_story(moves: list[Move], repeated: type[Event] | tuple[type[Event], ...], late: int = 1) -> list[list[Action]]:
+    """What is done at each move. Events of the types `repeated` come again after `late` more moves, and must then do nothing."""
+    scheduler, mirror, story, now = Scheduler(residual_capacity(), made_cost()), Mirror(), Story(), 0.0
+    for node in range(story.nodes):
+        tell(scheduler, mirror, NodeAdded(f"n{node}", tuple(range(4 * node, 4 * node + 4)), f"r{node // 2}"), now)
+    told: list[Event] = []
+    done: list[list[Action]] = []
+    for move in moves:
+        now += move[3]
+        told.append(story.event(move, scheduler.state))
+        done.append(tell(scheduler, mirror, told[-1], now))
+        again = told[-late] if len(told) >= late else None
+        if isinstance(again, repeated):
+            assert tell(scheduler, mirror, again, now) == [], f"{again} comes again"
+    return done
+
+
+ENDS = (JobFinished, JobCancelled, JobFailed, JobSubmitted)
+
+
+@pytest.mark.parametrize("late", [1, 4])
+@given(moves=MOVES)
+def test_what_is_told_of_a_job_or_group_twice_is_told_once(late: int, moves: list[Move]) -> None:
+    assert whole_story(moves, (*ENDS, GroupLost), late) == whole_story(moves, ())
+
+
+@given(moves=MOVES)
+def test_a_report_that_comes_twice_at_once_is_one(moves: list[Move]) -> None:
+    assert whole_story(moves, (StepsDone, GroupReady)) == whole_story(moves, ())
+
+
+def test_a_job_that_ends_while_it_waits_never_starts() -> None:
+    for ended in (JobFinished("b"), JobCancelled("b"), JobFailed("b", "out of luck")):
+        timeline = made_timeline(1)
+        timeline.tell(made_spec("a", max_slowdown=1.0))
+        assert timeline.tell(made_spec("b", max_slowdown=1.0), ended) == []
+        timeline.until(90_000.0)
+        assert set(timeline.ended_at) == {"a"} and list(timeline.started_at) == ["a"]
+
+
+def test_news_of_a_job_before_it_is_submitted_is_lost_and_the_job_runs() -> None:
+    timeline = made_timeline(1)
+    assert timeline.tell(JobFinished("a"), StepsDone("a", "g0", 10.0, 1.0), GroupReady("g0"), GroupLost("g0", "?")) == []
+    assert started(timeline.tell(made_spec("a"))) == ["a"] and timeline.job("a").steps_done == 0.0
+
+
+def test_a_job_that_has_ended_does_not_come_back_with_an_order_that_is_late() -> None:
+    timeline = made_timeline(1)
+    timeline.tell(made_spec("a"), JobCancelled("a"))
+    assert timeline.tell(made_spec("a")) == [] and not timeline.scheduler.state.jobs
+
+
+def test_a_report_of_the_group_that_a_job_has_left_says_nothing() -> None:
+    timeline = made_timeline(1, 1)
+    timeline.tell(made_spec("a", steps=LONG))
+    timeline.tell(GpusLost(timeline.gpus_of("a")))
+    group = timeline.group_of("a")
+    assert group is not None and group.group_id == "g1"
+    timeline.tell(StepsDone("a", "g0", 5000.0, 1.0))
+    assert timeline.job("a").steps_done == 0.0
+    timeline.tell(StepsDone("a", "g1", 5000.0, 1.0))
+    assert timeline.job("a").steps_done == 5000.0
+
+
+def test_news_of_a_group_that_has_ended_ends_no_other() -> None:
+    timeline = made_timeline(1)
+    timeline.tell(made_spec("a"), JobFinished("a"), made_spec("b"))
+    before = dict(timeline.mirror.groups)
+    assert timeline.tell(GroupLost("g0", "late"), GroupReady("g0"), JobFinished("a")) == [] and timeline.mirror.groups == before
+
+
+def test_gpus_that_are_lost_before_they_were_there_come_later_all_the_same() -> None:
+    scheduler = made_scheduler(residual_capacity(), 1)
+    assert scheduler.handle(GpusLost((1, 2)), 0.0) == []
+    scheduler.handle(NodeAdded("n1", (1, 2), "r0"), 1.0)
+    assert started(scheduler.handle(made_spec("a", 2), 2.0)) == ["a"]
+
+
+def test_a_loss_that_is_told_twice_stops_nobody_who_has_moved() -> None:
+    timeline = made_timeline(1, 1)
+    timeline.tell(made_spec("a", steps=LONG))
+    lost = timeline.gpus_of("a")
+    timeline.tell(GpusLost(lost))
+    assert timeline.tell(GpusLost(lost)) == [] and timeline.gpus_of("a")
+
+
+def test_what_comes_with_an_earlier_time_happens_now() -> None:
+    """No age, rest or progress is counted backwards."""
+    timeline = made_timeline(1)
+    timeline.tell(made_spec("long", steps=LONG, max_slowdown=1.0))
+    timeline.until(4800.0)
+    done = timeline.job("long").steps_at(4800.0)
+    timeline.now = 10.0
+    (stop, _) = timeline.tell(made_spec("short", max_slowdown=1.0))
+    assert isinstance(stop, StopGroup), "the long one has rested"
+    assert timeline.job("long").steps_done == done and timeline.job("short").submitted_at == 4800.0
+    assert timeline.tell(Tick()) == []
+
+
+def test_who_is_through_sooner_than_predicted_or_later_is_no_matter() -> None:
+    """Reports beyond the number of steps count as all of them; one that is long overdue stays in its group until it says so."""
+    timeline = made_timeline(1)
+    timeline.tell(made_spec("a", steps=100, max_slowdown=1.0))
+    timeline.tell(StepsDone("a", "g0", 1e9, 1.0))
+    assert timeline.job("a").steps_done == 100.0
+    for minute in range(200):
+        timeline.now = 60.0 * minute
+        assert tell(timeline.scheduler, timeline.mirror, Tick(), timeline.now) == []
+    assert timeline.gpus_of("a") == (0,) and timeline.job("a").remaining_seconds(timeline.now) == 0.0
+    timeline.tell(JobFinished("a"))
+    assert timeline.scheduler.state.num_free == 1
+
+
+@pytest.mark.xfail(strict=True, reason="of two reports of one group, the one that comes last is believed, though it tells of fewer steps")
+def test_an_older_report_that_comes_after_a_newer_one_takes_no_step_back() -> None:
+    timeline = made_timeline(1)
+    timeline.tell(made_spec("a", steps=LONG))
+    timeline.until(600.0)
+    timeline.tell(StepsDone("a", "g0", 400.0, 1.5), StepsDone("a", "g0", 360.0, 1.5))
+    assert timeline.job("a").steps_at(600.0) == 400.0
