@@ -41,7 +41,8 @@ class BaseConstants:
 class CostModel:
     """Seconds and bytes of a base's micro-batches, by the base's name. `fill_share` is the share of a full micro-batch that is tokens.
 
-    The one thing that changes in it is the correction by `observe`. Raises ConfigError for a base of which nothing is known.
+    The one thing that changes in it is the correction by `observe`, so far `times_corrected` times. Raises ConfigError for a base of
+    which nothing is known.
     """
 
     budgets: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)  # tokens of a micro-batch per GPU that engines prepare, ascending
@@ -50,6 +51,7 @@ class CostModel:
         assert 0 < fill_share <= 1, fill_share
         self.constants = dict(constants)
         self.fill_share = fill_share
+        self.times_corrected = 0
         self._corrections = {base: [1.0, 1.0, 1.0] for base in self.constants}  # one GPU, one node, several nodes
 
     def micro_batch_seconds(self, base: str, tokens: float, gpus: int, nodes: int, members: int) -> float:
@@ -58,12 +60,15 @@ class CostModel:
         t(B, G) = f(G) + member_seconds * (members - 1) + B / (P * G), times the correction; f(G) is the launch, and with it the exchange
         where there are several GPUs (scheduling.md, "The policy"). P has the kernels' gain in it.
         """
-        found = self._of(base)
-        return self._corrections[base][_reach(gpus, nodes)] * (
-            found.launch_seconds
-            + _exchange_seconds(found, gpus, nodes)
-            + found.member_seconds * (members - 1)
-            + tokens / (found.tokens_per_second * gpus)
+        found = self.constants.get(base) or self._of(base)
+        if gpus == 1:
+            reach, exchange = 0, 0.0
+        elif nodes == 1:
+            reach, exchange = 1, found.exchange_seconds
+        else:
+            reach, exchange = 2, found.exchange_between_nodes_seconds
+        return self._corrections[base][reach] * (
+            found.launch_seconds + exchange + found.member_seconds * (members - 1) + tokens / (found.tokens_per_second * gpus)
         )
 
     def capacity(self, base: str, tokens: float, gpus: int, nodes: int, members: int) -> float:
@@ -85,7 +90,9 @@ class CostModel:
 
     def fits(self, base: str, adapter_parameters: float, tokens_per_gpu: float) -> bool:
         """Whether that is within the share of a GPU that may be planned for."""
-        return self.memory_bytes(base, adapter_parameters, tokens_per_gpu) <= MEMORY_SHARE * self._of(base).gpu_bytes
+        found = self.constants.get(base) or self._of(base)
+        needed = found.base_bytes + ADAPTER_BYTES * adapter_parameters + found.activation_bytes_per_token * tokens_per_gpu
+        return needed <= MEMORY_SHARE * found.gpu_bytes
 
     def observe(self, base: str, gpus: int, nodes: int, predicted_seconds: float, observed_seconds: float) -> None:
         """Correct later predictions for groups of this base on one GPU, on one node, or on several, whichever this was.
@@ -100,6 +107,7 @@ class CostModel:
         ratio = corrections[reach] * observed_seconds / predicted_seconds
         clamped = min(max(ratio, LEAST_CORRECTION), MOST_CORRECTION)
         corrections[reach] += OBSERVED_SHARE * (clamped - corrections[reach])
+        self.times_corrected += 1
 
     def _of(self, base: str) -> BaseConstants:
         try:
@@ -112,9 +120,3 @@ class CostModel:
 def _reach(gpus: int, nodes: int) -> int:
     """0 for one GPU, 1 for several of one node, 2 for several nodes."""
     return 0 if gpus == 1 else 1 if nodes == 1 else 2
-
-
-def _exchange_seconds(found: BaseConstants, gpus: int, nodes: int) -> float:
-    if gpus == 1:
-        return 0.0
-    return found.exchange_seconds if nodes == 1 else found.exchange_between_nodes_seconds

@@ -25,9 +25,7 @@ def group_step_seconds(cost: CostModel, base: str, token_budget: int, gpus: int,
     A member by itself has no neighbours to be packed with: k * t(n / k), k = ceil(n / B), which is `alone_step_seconds` where n <= B.
     """
     if len(members) == 1:
-        tokens = members[0].tokens_per_step
-        count = math.ceil(tokens / token_budget)
-        return [count * cost.micro_batch_seconds(base, tokens / count, gpus, nodes, 1)]
+        return [lone_step_seconds(cost, base, token_budget, gpus, nodes, members[0].tokens_per_step)]
     offers = [member.tokens_per_step for member in members]
     caps = [tokens if tokens < token_budget else token_budget for tokens in offers]
     offered = sum(caps)
@@ -37,6 +35,12 @@ def group_step_seconds(cost: CostModel, base: str, token_budget: int, gpus: int,
         return [seconds] * len(members)
     shares = share_tokens(filled, caps, [member.weight for member in members])
     return [tokens * seconds / share for tokens, share in zip(offers, shares, strict=True)]
+
+
+def lone_step_seconds(cost: CostModel, base: str, token_budget: int, gpus: int, nodes: int, tokens: float) -> float:
+    """`group_step_seconds` of a member by itself, with `tokens` in a step."""
+    count = math.ceil(tokens / token_budget)
+    return count * cost.micro_batch_seconds(base, tokens / count, gpus, nodes, 1)
 
 
 def share_tokens(filled: float, caps: Sequence[float], weights: Sequence[float]) -> list[float]:

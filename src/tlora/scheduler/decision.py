@@ -6,48 +6,24 @@ nothing by itself.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from typing import TypeVar
 
 from tlora.scheduler.draft import Draft
 from tlora.scheduler.pace import Pace, Paces
-from tlora.scheduler.residuals import Residuals
+from tlora.scheduler.residuals import Residuals, View
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.state import ClusterState, Job
 from tlora.scheduler.urgency import is_starving, urgency
 
 _NODES_LOOKED_AT = 16  # in one decision, where there are more; others at the next, as the first of them goes round
-_WIDER_TRIED = 3  # sizes beyond the best so far: the first GPU beyond one, or beyond a node, costs more than it brings
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """A group as a decision finds it. `urgency` and `priority` are the highest among its members, `starving` is whether one of them is.
-
-    `rested`: it has been left alone for the minimum residence time. `share`: GPUs that are its due (`Decision.target`).
-    """
-
-    group_id: str
-    gpus: tuple[int, ...]
-    num_nodes: int
-    jobs: list[Job]
-    slowdowns: list[float]
-    value: float
-    urgency: float
-    priority: float
-    starving: bool
-    rested: bool
-    share: int | None
-
-    @property
-    def beyond_share(self) -> int:
-        return 0 if self.share is None else max(0, len(self.gpus) - self.share)
+_T = TypeVar("_T")
 
 
 class Decision:
-    """`touched` are the groups that it has changed: none changes twice in one decision."""
+    """`touched` are the groups that it has changed: none changes twice in one decision. What it has worked out it remembers."""
 
     def __init__(self, state: ClusterState, settings: Settings, paces: Paces, residuals: Residuals) -> None:
         self.state, self.settings, self.residuals = state, settings, residuals
@@ -56,11 +32,12 @@ class Decision:
         self.node_size = max(1, state.node_size)
         self._paces = paces
         self._price = settings.delay_price * len(state.jobs) / max(1, state.num_gpus)
-        self._sizes = _sizes(self.node_size, state.num_gpus)
+        self._nodes: list[str] | None = None
         self._urgency: dict[int, float] = {}
-        self._target: dict[tuple[int, ...], int | None] = {}
-        self._views: dict[str, View] = {}
-        self._on_node: dict[str, list[str]] = {}
+        self._starving: dict[int, bool] = {}
+        self._worth: dict[str, float] = {}
+        self._over_share: dict[str, list[View]] = {}
+        self._rested: dict[str, list[tuple[float, str, View]]] = {}
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
@@ -71,7 +48,10 @@ class Decision:
         return found
 
     def is_starving(self, job: Job) -> bool:
-        return is_starving(job, self.state.now, self.settings)
+        found = self._starving.get(job.number)
+        if found is None:
+            found = self._starving[job.number] = is_starving(job, self.state.now, self.settings)
+        return found
 
     def value(self, jobs: Sequence[Job], slowdowns: Iterable[float]) -> float:
         """What it is worth that they run as fast: sum of urgency / slowdown."""
@@ -88,43 +68,19 @@ class Decision:
         """Of `jobs` in one group on `gpus` GPUs, on as few nodes as can be or on `nodes`; None where a bound or memory forbids it."""
         return self._paces.of(jobs, gpus, nodes or self.nodes_for(gpus))
 
-    def most_useful_gpus(self, jobs: Sequence[Job]) -> int:
-        return sum([self._paces.most_useful_gpus(job) for job in jobs])
-
     def nodes_for(self, gpus: int) -> int:
         return -(-gpus // self.node_size)
 
-    def sizes(self, jobs: Sequence[Job]) -> list[int]:
+    def sizes(self, jobs: Sequence[Job]) -> Sequence[int]:
         """Numbers of GPUs on which `jobs` may run together, rising: their bounds are kept, and each GPU has samples to work on."""
-        asked = sum(job.spec.gpus for job in jobs)
-        most = self.most_useful_gpus(jobs)
-        tried = self._sizes if asked in self._sizes or asked > self.state.num_gpus else sorted((*self._sizes, asked))
-        return [gpus for gpus in tried if gpus <= most and self.pace(jobs, gpus) is not None]
+        return self._paces.choice(jobs).sizes
 
     def target(self, jobs: Sequence[Job]) -> int | None:
         """Their share of the GPUs: where the mean of slowdown * (1 + price * GPUs / jobs) is least; None if they can run on none.
 
         The first term is their own time, the second that of all others, who wait for the GPUs that these have meanwhile.
         """
-        key = tuple([job.number for job in jobs])
-        if key not in self._target:
-            self._target[key] = self._cheapest(jobs)
-        return self._target[key]
-
-    def _cheapest(self, jobs: Sequence[Job]) -> int | None:
-        best, least, wider = None, math.inf, 0
-        most, each = self.most_useful_gpus(jobs), self._price / len(jobs)
-        for gpus in self._sizes:
-            if gpus > most or wider == _WIDER_TRIED:
-                break
-            pace = self.pace(jobs, gpus)
-            if pace is None:
-                continue
-            cost = sum(pace.slowdowns) * (1 + each * gpus)
-            if cost < least:
-                best, least, wider = gpus, cost, 0
-            else:
-                wider += 1
+        best = self._paces.choice(jobs).cheapest(self._price / len(jobs))
         if best is None and jobs[0].spec.gpus <= self.state.num_gpus:
             return jobs[0].spec.gpus if len(jobs) == 1 else None
         return best
@@ -133,42 +89,78 @@ class Decision:
 
     def groups_on(self, node: str) -> list[View]:
         """Groups with GPUs on the node that this decision has not touched, in the order of their GPUs."""
-        names = self._on_node.get(node)
-        if names is None:
-            on = self.state.group_on
-            names = self._on_node[node] = list(dict.fromkeys([on[gpu] for gpu in self.state.nodes[node].gpus if gpu in on]))
-        return [self.view(name) for name in names if name not in self.touched]
+        view, touched = self.residuals.view, self.touched
+        return [view(name) for name in self.state.groups_on(node) if name not in touched]
 
-    def view(self, group_id: str) -> View:
-        found = self._views.get(group_id)
+    def over_share(self, node: str) -> list[View]:
+        """Untouched groups on the node with more GPUs than their share, those first that have most beyond it."""
+        found = self._over_share.get(node)
         if found is None:
-            found = self._views[group_id] = self._view(group_id)
+            view = self.residuals.view
+            found = [found for name in self.state.groups_on(node) if self.beyond_share(found := view(name))]
+            if len(found) > 1:
+                found.sort(key=lambda view: (-self.beyond_share(view), view.group_id))
+            self._over_share[node] = found
+        return [view for view in found if view.group_id not in self.touched] if found else found
+
+    def givers_on(self, node: str, job: Job) -> list[View]:
+        """Groups on the node that give way to `job`, the least urgent first: untouched ones that have rested, unless it is starving."""
+        if self.is_starving(job):
+            views = [(self.urgency_of(view), view.group_id, view) for view in self.groups_on(node)]
+            return [view for *_, view in sorted(views) if self._gives_way(view, job)]
+        touched, ratio, own, priority = self.touched, self.settings.preemption_ratio, self.urgency(job), job.spec.priority
+        return [
+            view
+            for urgency, name, view in self._rested_on(node)
+            if (urgency * ratio <= own or view.priority != priority) and name not in touched and self._gives_way(view, job)
+        ]
+
+    def _rested_on(self, node: str) -> list[tuple[float, str, View]]:
+        """Groups that have rested, touched ones too, with their urgency and name, rising."""
+        found = self._rested.get(node)
+        if found is None:
+            view = self.residuals.view
+            found = [(self.urgency_of(own), name, own) for name in self.state.groups_on(node) if self.rested(own := view(name))]
+            found.sort()
+            self._rested[node] = found
         return found
 
-    def _view(self, group_id: str) -> View:
-        state = self.state
-        found = state.groups[group_id]
-        jobs = [state.jobs[name] for name in found.group.job_ids]
-        slowdowns = [seconds / job.alone_step_seconds for seconds, job in zip(found.step_seconds, jobs, strict=True)]
-        return View(
-            group_id=group_id,
-            gpus=found.group.gpus,
-            num_nodes=found.num_nodes,
-            jobs=jobs,
-            slowdowns=slowdowns,
-            value=self.value(jobs, slowdowns),
-            urgency=max([self.urgency(job) for job in jobs]),
-            priority=max([job.spec.priority for job in jobs]),
-            starving=any(self.is_starving(job) for job in jobs),
-            rested=state.now - found.changed_at >= self.settings.min_residence_seconds,
-            share=self.target(jobs),
-        )
-
-    def gives_way(self, view: View, job: Job, starving: bool) -> bool:
-        """Whether the group may be slowed down or stopped for `job`, which waits: lower in priority, or far less urgent."""
+    def _gives_way(self, view: View, job: Job) -> bool:
+        """Whether a group that is far less urgent may be slowed down or stopped for `job`, which waits."""
         if view.priority != job.spec.priority:
             return view.priority < job.spec.priority
-        return not view.starving and (starving or view.urgency * self.settings.preemption_ratio <= self.urgency(job))
+        return not any(self.is_starving(other) for other in view.jobs)
+
+    def view(self, group_id: str) -> View:
+        """A group as the decision found it."""
+        return self.residuals.view(group_id)
+
+    def rested(self, view: View) -> bool:
+        """Whether it has been left alone for the minimum residence time."""
+        return self.state.now - view.changed_at >= self.settings.min_residence_seconds
+
+    def worth(self, view: View) -> float:
+        """The value of the group as it is."""
+        found = self._worth.get(view.group_id)
+        if found is None:
+            found = self._worth[view.group_id] = self.value(view.jobs, view.slowdowns)
+        return found
+
+    def urgency_of(self, view: View) -> float:
+        """The highest among its members."""
+        return self.urgency(view.jobs[0]) if len(view.jobs) == 1 else max([self.urgency(job) for job in view.jobs])
+
+    def share(self, view: View) -> int:
+        """GPUs that are its due; 0 where it can run on no number of them."""
+        return self.target(view.jobs) or 0
+
+    def beyond_share(self, view: View) -> int:
+        if view.choice is None:
+            view.choice = self._paces.choice(view.jobs)
+        share, gpus = view.choice.cheapest(self._price / len(view.jobs)), len(view.gpus)
+        if share is None:
+            share = self.target(view.jobs)
+        return 0 if share is None or share >= gpus else gpus - share
 
     # -- what is done --------------------------------------------------------------------------------------------------
 
@@ -194,26 +186,17 @@ class Decision:
 
     def nodes_to_try(self) -> list[str]:
         """All nodes, or 16 of many, beginning elsewhere in each decision."""
-        return self._some(list(self.state.nodes))
+        if self._nodes is None:
+            self._nodes = self._some(self.state.node_names)
+        return self._nodes
 
     def nodes_with_free(self) -> list[str]:
         """Nodes on which GPUs are free now, 16 at most."""
-        return self._some([name for name in self.state.nodes if self.draft.free_of(name)])
+        names = self.state.node_names
+        return [names[place] for place in self._some(self.draft.with_free())]
 
-    def _some(self, names: list[str]) -> list[str]:
-        if len(names) <= _NODES_LOOKED_AT:
-            return names
-        start = (self.state.jobs_submitted + self.state.groups_opened) * _NODES_LOOKED_AT % len(names)
-        return list(islice(names[start:] + names[:start], _NODES_LOOKED_AT))
-
-
-def _sizes(node_size: int, num_gpus: int) -> list[int]:
-    """Numbers of GPUs that are considered: any within a node; whole nodes beyond, 2, 3, 4, 6, 8, 12, 16, ... of them."""
-    found = list(range(1, min(node_size, num_gpus) + 1))
-    nodes = 2
-    while nodes * node_size <= num_gpus:
-        found.append(nodes * node_size)
-        if 3 * nodes // 2 * node_size <= num_gpus:
-            found.append(3 * nodes // 2 * node_size)
-        nodes *= 2
-    return found
+    def _some(self, found: list[_T]) -> list[_T]:
+        if len(found) <= _NODES_LOOKED_AT:
+            return found
+        start = (self.state.jobs_submitted + self.state.groups_opened) * _NODES_LOOKED_AT % len(found)
+        return found[start : start + _NODES_LOOKED_AT] + found[: max(0, start + _NODES_LOOKED_AT - len(found))]

@@ -30,10 +30,19 @@ class Draft:
     def free_of(self, node: str) -> list[int]:
         return self._free.get(node, self.state.nodes[node].free)
 
+    def with_free(self) -> list[int]:
+        """Places of the nodes with free GPUs, rising."""
+        places = self.state.with_free
+        changed = [(node, free) for name, free in self._free.items() if bool(free) != bool((node := self.state.nodes[name]).free)]
+        if not changed:
+            return places
+        found = {*places, *(node.place for node, free in changed if free)}
+        return sorted(found.difference([node.place for node, free in changed if not free]))
+
     @property
     def num_free(self) -> int:
-        touched = sum(len(free) - len(self.state.nodes[name].free) for name, free in self._free.items())
-        return self.state.num_free + touched
+        touched = [len(free) - len(self.state.nodes[name].free) for name, free in self._free.items()]
+        return self.state.num_free + sum(touched)
 
     def allocate(self, count: int) -> tuple[int, ...] | None:
         """`count` free GPUs on the fewest nodes that can hold so many, or None where there are none. They are then taken.
@@ -74,10 +83,13 @@ class Draft:
 
     def _best_fit(self, count: int) -> str | None:
         best: tuple[int, str] | None = None
+        by_free = self.state.nodes_by_free
         for free in range(count, self.state.node_size + 1):
-            name = next((name for name in self.state.nodes_by_free.get(free, ()) if name not in self._free), None)
-            if name is not None:
-                best = (free, name)
+            for name in by_free.get(free, ()):
+                if name not in self._free:
+                    best = (free, name)
+                    break
+            if best is not None:
                 break
         for name, own in self._free.items():
             if len(own) >= count and (best is None or len(own) < best[0]):
@@ -163,4 +175,4 @@ def has_room(free: Collection[int], count: int, size: int) -> bool:
 
 def _members(jobs: Sequence[Job]) -> tuple[tuple[str, ...], tuple[float, ...]]:
     """Names and weights: a flow's weight is what it needs."""
-    return tuple(job.spec.job_id for job in jobs), tuple(job.weight for job in jobs)
+    return tuple([job.spec.job_id for job in jobs]), tuple([job.weight for job in jobs])

@@ -6,11 +6,12 @@ share of the step, nor for less than it costs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tlora.scheduler.decision import Decision, View
+from tlora.scheduler.decision import Decision
 from tlora.scheduler.pace import Pace
+from tlora.scheduler.residuals import View
 
 _MOST_SPREAD = 4  # groups that go to other nodes in one decision
 
@@ -19,7 +20,9 @@ def grow(decision: Decision) -> None:
     """Members who gain by leaving a group go first, then groups fill their own nodes, then they spread to others."""
     _part(decision)
     for node in decision.nodes_with_free():
-        _fill(decision, node)
+        growing = decision.residuals.growing_on(node)
+        if growing:
+            _fill(decision, node, growing.values())
     for _ in range(_MOST_SPREAD):
         if not _spread(decision):
             return
@@ -31,6 +34,15 @@ def is_worth_it(decision: Decision, view: View, after: Sequence[float], pause_se
     if sum(after) > (1 - settings.growth_gain) * sum(view.slowdowns):
         return False
     return decision.seconds_saved(view.jobs, view.slowdowns, after) > (1 + settings.hysteresis) * len(view.jobs) * pause_seconds
+
+
+def _wider(decision: Decision, view: View) -> tuple[tuple[int, Pace], ...]:
+    """Numbers of GPUs beyond its own on which steps are shorter by the least share, rising, whatever the rest is worth."""
+    if view.wider is None:
+        most = (1 - decision.settings.growth_gain) * sum(view.slowdowns)
+        paces = [(gpus, decision.pace(view.jobs, gpus)) for gpus in decision.sizes(view.jobs) if gpus > len(view.gpus)]
+        view.wider = tuple([(gpus, pace) for gpus, pace in paces if pace is not None and sum(pace.slowdowns) <= most])
+    return view.wider
 
 
 # -- within the node -----------------------------------------------------------------------------------------------------
@@ -46,13 +58,16 @@ class _Grower:
     value: float
 
 
-def _fill(decision: Decision, node: str) -> None:
+def _fill(decision: Decision, node: str, growing: Iterable[View]) -> None:
     """The node's free GPUs one after another, or a few at a time, to whom they are worth most each."""
-    views = [view for view in decision.groups_on(node) if view.num_nodes == 1 and view.rested]
-    growers = [_Grower(view, decision.most_useful_gpus(view.jobs), 0, 0.0) for view in views]
+    views = [view for view in growing if len(view.nodes) == 1 and decision.rested(view) and view.group_id not in decision.touched]
+    free = len(decision.draft.free_of(node))
+    if not any(wider and wider[0][0] <= len(view.gpus) + free for view in views if (wider := _wider(decision, view))):
+        return
+    growers = [_Grower(view, view.most_useful, 0, 0.0) for view in sorted(views, key=lambda view: min(view.gpus))]
     while growers:
         for grower in growers:
-            grower.gpus, grower.value = len(grower.view.gpus), grower.view.value
+            grower.gpus, grower.value = len(grower.view.gpus), decision.worth(grower.view)
         _share_out(decision, growers, len(decision.draft.free_of(node)))
         grown = [grower for grower in growers if grower.gpus > len(grower.view.gpus)]
         in_vain = [grower for grower in grown if not _grow_to(decision, node, grower)]
@@ -114,10 +129,11 @@ class _Wider:
 
 def _spread(decision: Decision) -> bool:
     """Let the group for which it is worth most have free GPUs on other nodes. Whether there was one."""
-    free = {name: len(decision.draft.free_of(name)) for name in decision.nodes_with_free()}
-    if not free:
+    growing = [view for node in decision.nodes_to_try() for view in decision.residuals.growing_on(node).values() if _wider(decision, view)]
+    candidates = {view.group_id: view for view in growing if decision.rested(view) and view.group_id not in decision.touched}
+    if not candidates:
         return False
-    candidates = {view.group_id: view for node in decision.nodes_to_try() for view in decision.groups_on(node) if view.rested}
+    free = {name: len(decision.draft.free_of(name)) for name in decision.nodes_with_free()}
     options = [option for view in candidates.values() for option in _options(decision, view, free)]
     if not options:
         return False
@@ -137,32 +153,26 @@ def _spread(decision: Decision) -> bool:
 
 def _options(decision: Decision, view: View, free: dict[str, int]) -> list[_Wider]:
     """Ways to have more GPUs than now that are worth it."""
-    size, settings, count = decision.node_size, decision.settings, len(view.gpus)
-    if count >= decision.most_useful_gpus(view.jobs):
-        return []
-    own = {decision.state.node_of[gpu] for gpu in view.gpus}
+    size, settings, count, own = decision.node_size, decision.settings, len(view.gpus), view.nodes
     whole = [name for name, spare in free.items() if spare == size and name not in own]
     fills_nodes = count == view.num_nodes * size
-    tried: list[tuple[int, tuple[str, ...], bool]] = []
-    for gpus in decision.sizes(view.jobs):
-        if gpus <= count:
-            continue
+    tried: list[tuple[int, Pace, tuple[str, ...], bool]] = []
+    for gpus, pace in _wider(decision, view):
         more = gpus // size - view.num_nodes
         if gpus <= size:
             roomy = min(((spare, name) for name, spare in free.items() if name not in own and spare >= gpus), default=None)
             if roomy is not None:
-                tried.append((gpus, (roomy[1],), True))
+                tried.append((gpus, pace, (roomy[1],), True))
         elif fills_nodes and gpus % size == 0 and len(whole) >= more:
-            tried.append((gpus, tuple(whole[:more]), False))
+            tried.append((gpus, pace, tuple(whole[:more]), False))
         elif len(whole) >= decision.nodes_for(gpus):
-            tried.append((gpus, tuple(whole[: decision.nodes_for(gpus)]), True))
+            tried.append((gpus, pace, tuple(whole[: decision.nodes_for(gpus)]), True))
     options: list[_Wider] = []
-    for gpus, nodes, moves in tried:
-        pace = decision.pace(view.jobs, gpus)
+    for gpus, pace, nodes, moves in tried:
         pause = settings.start_seconds + settings.checkpoint_seconds if moves else settings.resize_seconds
-        if pace is None or not is_worth_it(decision, view, pace.slowdowns, pause):
+        if not is_worth_it(decision, view, pace.slowdowns, pause):
             continue
-        worth = (decision.value(view.jobs, pace.slowdowns) - view.value) / (gpus - count)
+        worth = (decision.value(view.jobs, pace.slowdowns) - decision.worth(view)) / (gpus - count)
         if worth > 0:
             options.append(_Wider(worth, view, pace, gpus, nodes, moves))
     return options
@@ -173,17 +183,19 @@ def _options(decision: Decision, view: View, free: dict[str, int]) -> list[_Wide
 
 def _part(decision: Decision) -> None:
     """Where somebody who shares would be faster alone on GPUs that are free, by more than the move costs, it goes."""
+    room: int | None = None
     for name in list(decision.residuals.shared()):
-        if name in decision.touched:
-            continue
         view = decision.view(name)
-        room = max((len(decision.draft.free_of(node)) for node in decision.nodes_with_free()), default=0)
+        if name in decision.touched or not decision.rested(view):
+            continue
+        if room is None:
+            room = max([len(decision.draft.free_of(node)) for node in decision.nodes_with_free()], default=0)
         if not room:
             return
-        if view.rested:
-            ways = [way for index in range(len(view.jobs)) if (way := _way_out(decision, view, index, room)) is not None]
-            if ways:
-                _let_go(decision, view, max(ways, key=lambda way: (way.won, -way.index)))
+        ways = [way for index in range(len(view.jobs)) if (way := _way_out(decision, view, index, room)) is not None]
+        if ways:
+            _let_go(decision, view, max(ways, key=lambda way: (way.won, -way.index)))
+            room = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +219,7 @@ def _way_out(decision: Decision, view: View, index: int, room: int) -> _WayOut |
     after = [*rest.slowdowns[:index], *alone.slowdowns, *rest.slowdowns[index:]]
     if not is_worth_it(decision, view, after, decision.settings.start_seconds + decision.settings.checkpoint_seconds):
         return None
-    won = decision.value(view.jobs, after) - view.value
+    won = decision.value(view.jobs, after) - decision.worth(view)
     return _WayOut(won, index, gpus, rest) if won > 0 else None
 
 

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tlora.planner.cost import CostModel
-from tlora.planner.sharing import Member, group_step_seconds
+from tlora.planner.sharing import Member, group_step_seconds, lone_step_seconds
 from tlora.protocol import JobProfile, ParallelPlan
 from tlora.scheduler.plans import ROUNDING, exclusive_plan, shared_plan
 from tlora.scheduler.state import ClusterState, Job
 
 _MOST_KNOWN = 100_000  # entries; a lone job on 8 sizes has 8 of them, each some 300 bytes
+_WIDER_TRIED = 3  # sizes beyond the best so far: the first GPU beyond one, or beyond a node, costs more than it brings
+_NEAR = 1e-9  # relative
 _MEAN_OF_BUCKET = 1 / math.log(2)  # times 2^k: the mean of lengths between 2^k and 2^(k+1) whose logarithms are spread evenly
 
 
@@ -26,22 +28,84 @@ class Pace(NamedTuple):
     slowdowns: tuple[float, ...]
 
 
+class Choice:
+    """Numbers of GPUs on which jobs may run together, rising; `usual` are those of them that are considered for everybody, each with the
+    sum of the slowdowns on it."""
+
+    __slots__ = ("_best", "_from", "_to", "sizes", "usual")
+
+    def __init__(self, sizes: tuple[int, ...], usual: tuple[tuple[int, float], ...]) -> None:
+        self.sizes, self.usual = sizes, usual
+        self._best: int | None = None
+        self._from, self._to = math.inf, -math.inf  # prices for which that is the cheapest
+
+    def cheapest(self, price: float) -> int | None:
+        """Where the sum of the slowdowns * (1 + price * GPUs) is least; sizes far beyond one that is dearer than a smaller are not tried.
+
+        Costs are linear in the price: each comparison comes out the same for prices nearer than where its two sides are equal.
+        """
+        if not self._from <= price <= self._to:
+            self._work_out(price)
+        return self._best
+
+    def _work_out(self, price: float) -> None:
+        best, least, slope, wider, reach = None, math.inf, 0.0, 0, math.inf
+        for gpus, slowdowns in self.usual:
+            cost = slowdowns * (1 + price * gpus)
+            if best is not None:
+                apart, parting = abs(cost - least), abs(slowdowns * gpus - slope)
+                near = apart < _NEAR * least  # rounding may decide
+                reach = 0.0 if near else min(reach, apart / parting) if parting else reach
+            if cost < least:
+                best, least, slope, wider = gpus, cost, slowdowns * gpus, 0
+            else:
+                wider += 1
+                if wider == _WIDER_TRIED:
+                    break
+        self._best, self._from, self._to = best, price - 0.9 * reach, price + 0.9 * reach
+
+
 class Paces:
-    """Remembers. What it knows is forgotten where the cost model is corrected."""
+    """Remembers. What it knows is forgotten where the cost model is corrected, or the cluster is another; `version` then is another."""
 
     def __init__(self) -> None:
+        self.version = 0
         self._state: ClusterState | None = None
-        self._basis: tuple[float, ...] = ()
+        self._cost: tuple[CostModel, int] | None = None  # and how often it had been corrected
+        self._shape = (0, 0)
+        self._sizes: list[int] = []
         self._known: dict[tuple[object, int, int], Pace | None] = {}
+        self._choices: dict[object, Choice] = {}
         self._most: dict[int, int] = {}  # by a job's number
 
     def follow(self, state: ClusterState) -> None:
         """To be called before a decision asks."""
-        basis = _basis(state.cost)
-        if state is not self._state or basis != self._basis or len(self._known) > _MOST_KNOWN:
-            self._state, self._basis = state, basis
+        cost, shape = (state.cost, state.cost.times_corrected), (max(1, state.node_size), state.num_gpus)
+        if state is not self._state or cost != self._cost or len(self._known) > _MOST_KNOWN:
             self._known.clear()
             self._most.clear()
+        elif shape == self._shape:
+            return
+        if state is not self._state or cost != self._cost or shape != self._shape:
+            self.version += 1
+        self._choices.clear()
+        self._state, self._cost, self._shape, self._sizes = state, cost, shape, usual_sizes(*shape)
+
+    def choice(self, jobs: Sequence[Job]) -> Choice:
+        """On how many GPUs they may run: their bounds are kept, and each GPU has samples to work on."""
+        key = jobs[0].number if len(jobs) == 1 else tuple([job.number for job in jobs])
+        found = self._choices.get(key)
+        if found is None:
+            found = self._choices[key] = self._choose(jobs)
+        return found
+
+    def _choose(self, jobs: Sequence[Job]) -> Choice:
+        (node_size, num_gpus), most = self._shape, self.most_useful_gpus(jobs)
+        asked = sum([job.spec.gpus for job in jobs])
+        tried = self._sizes if asked in self._sizes or asked > num_gpus else sorted((*self._sizes, asked))
+        found = [(gpus, pace) for gpus in tried if gpus <= most and (pace := self.of(jobs, gpus, -(-gpus // node_size))) is not None]
+        usual = tuple([(gpus, sum(pace.slowdowns)) for gpus, pace in found if gpus != asked or tried is self._sizes])
+        return Choice(tuple([gpus for gpus, _ in found]), usual)
 
     def of(self, jobs: Sequence[Job], gpus: int, nodes: int) -> Pace | None:
         """The pace of `jobs` in one group on `gpus` GPUs of `nodes` nodes; None where somebody's bound, or memory, does not allow it."""
@@ -53,7 +117,11 @@ class Paces:
             found = self._known[key] = _pace(self._state.cost, jobs, gpus, nodes)
             return found
 
-    def most_useful_gpus(self, job: Job) -> int:
+    def most_useful_gpus(self, jobs: Sequence[Job]) -> int:
+        """The sum over `jobs`."""
+        return self._most_useful(jobs[0]) if len(jobs) == 1 else sum([self._most_useful(job) for job in jobs])
+
+    def _most_useful(self, job: Job) -> int:
         """GPUs that have samples to work on in each micro-batch: an optimizer step has so many, and a sample is not divided.
 
         Not fewer than it asks for. Samples per step are tokens per step over the mean length, which is read off the histogram.
@@ -63,6 +131,18 @@ class Paces:
             profile = job.spec.profile
             found = self._most[job.number] = max(job.spec.gpus, int(profile.tokens_per_step / _mean_sample_tokens(profile)))
         return found
+
+
+def usual_sizes(node_size: int, num_gpus: int) -> list[int]:
+    """Numbers of GPUs that are considered: any within a node; whole nodes beyond, 2, 3, 4, 6, 8, 12, 16, ... of them."""
+    found = list(range(1, min(node_size, num_gpus) + 1))
+    nodes = 2
+    while nodes * node_size <= num_gpus:
+        found.append(nodes * node_size)
+        if 3 * nodes // 2 * node_size <= num_gpus:
+            found.append(3 * nodes // 2 * node_size)
+        nodes *= 2
+    return found
 
 
 def _mean_sample_tokens(profile: JobProfile) -> float:
@@ -88,14 +168,8 @@ def _pace(cost: CostModel, jobs: Sequence[Job], gpus: int, nodes: int) -> Pace |
 def _pace_alone(cost: CostModel, job: Job, gpus: int, nodes: int) -> Pace | None:
     """On as many GPUs as it asks for it may run whatever the model, once corrected, says of its bound."""
     plan = exclusive_plan(cost, job, gpus)
-    member = Member(job.spec.profile.tokens_per_step, job.weight)
-    (seconds,) = group_step_seconds(cost, job.spec.base_model, plan.token_budget, gpus, nodes, [member])
+    seconds = lone_step_seconds(cost, job.spec.base_model, plan.token_budget, gpus, nodes, job.spec.profile.tokens_per_step)
     slowdown = seconds / job.alone_step_seconds
     if gpus != job.spec.gpus and slowdown > job.spec.max_slowdown * (1 + ROUNDING):
         return None
     return Pace(plan, (slowdown,))
-
-
-def _basis(cost: CostModel) -> tuple[float, ...]:
-    """What changes where the cost model is corrected: seconds of a micro-batch on one GPU, on one node, on several, of each base."""
-    return tuple([cost.micro_batch_seconds(base, 1.0, *reach, 1) for base in cost.constants for reach in ((1, 1), (2, 1), (2, 2))])

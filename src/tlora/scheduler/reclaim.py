@@ -7,11 +7,12 @@ Not here: which offer is taken.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
-from tlora.scheduler.decision import Decision, View
+from tlora.scheduler.decision import Decision
 from tlora.scheduler.pace import Pace
+from tlora.scheduler.residuals import View
 from tlora.scheduler.state import Job
 
 
@@ -23,8 +24,10 @@ class _Depth(IntEnum):
     NOTHING = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Sacrifice:
+_DEPTHS = tuple(_Depth)
+
+
+class Sacrifice(NamedTuple):
     """A group that goes on with `keep` of its GPUs, at `pace`, or that stops, without any. `gpus` come free on the node in question.
 
     `loss` is the value that its members lose, `pause` that of the time for which they stand still.
@@ -38,8 +41,7 @@ class Sacrifice:
     pause: float
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """`gpus` on the node for a job, at the price of `sacrifices`."""
 
     node: str
@@ -66,11 +68,16 @@ def offers(decision: Decision, node: str, job: Job, most: int, gently: bool = Fa
     if free >= most:
         return
     taken: dict[str, Sacrifice] = {}
-    views = decision.groups_on(node)
-    starving = decision.is_starving(job)
-    for depth in (_Depth.SHARE,) if gently else _Depth:
+    settings, willing = decision.settings, None
+    for depth in (_Depth.SHARE,) if gently else _DEPTHS:
+        if not (settings.preemption if depth is _Depth.NOTHING else settings.elastic):
+            continue
+        if depth is _Depth.SHARE:
+            givers = decision.over_share(node)
+        else:
+            givers = willing = decision.givers_on(node, job) if willing is None else willing
         before = free
-        for view in _givers(decision, views, job, depth, starving):
+        for view in givers:
             known = taken.get(view.group_id)
             already = known.gpus if known else 0
             more = _sacrifice(decision, view, node, most - free + already, depth)
@@ -98,35 +105,24 @@ def apply(decision: Decision, sacrifices: tuple[Sacrifice, ...]) -> list[Job]:
     return stopped
 
 
-def _givers(decision: Decision, views: list[View], job: Job, depth: _Depth, starving: bool) -> list[View]:
-    """The groups that may be asked for so much, those first that are to be asked first."""
-    settings = decision.settings
-    if depth is _Depth.SHARE:
-        found = [view for view in views if view.beyond_share] if settings.elastic else []
-        return sorted(found, key=lambda view: (-view.beyond_share, view.group_id)) if len(found) > 1 else found
-    if not (settings.elastic if depth is _Depth.BOUND else settings.preemption):
-        return []
-    found = [view for view in views if (starving or view.rested) and decision.gives_way(view, job, starving)]
-    return sorted(found, key=lambda view: (view.urgency, view.group_id)) if len(found) > 1 else found
-
-
 def _sacrifice(decision: Decision, view: View, node: str, wanted: int, depth: _Depth) -> Sacrifice | None:
     """What the group gives of its GPUs on the node, `wanted` of them or as many as it can. One on several nodes gives whole nodes."""
-    settings, node_of = decision.settings, decision.state.node_of
-    here = [gpu for gpu in view.gpus if node_of[gpu] == node] if view.num_nodes > 1 else list(view.gpus)
+    settings, node_of, wide = decision.settings, decision.state.node_of, len(view.nodes) > 1
+    if len(view.gpus) == 1 and depth is not _Depth.NOTHING:
+        return None
+    here = tuple([gpu for gpu in view.gpus if node_of[gpu] == node]) if wide else view.gpus
     if depth is _Depth.NOTHING:
-        pause = view.urgency * len(view.jobs) * (settings.checkpoint_seconds + settings.start_seconds)
-        return Sacrifice(view.group_id, (), None, len(here), view.value, pause)
-    least = max(1, view.share or 0) if depth is _Depth.SHARE else 1
-    for count in [len(here)] if view.num_nodes > 1 else range(min(wanted, len(here) - least), 0, -1):
-        gone = set(here[len(here) - count :])
-        keep = tuple([gpu for gpu in view.gpus if gpu not in gone])
+        pause = decision.urgency_of(view) * len(view.jobs) * (settings.checkpoint_seconds + settings.start_seconds)
+        return Sacrifice(view.group_id, (), None, len(here), decision.worth(view), pause)
+    least = max(1, decision.share(view)) if depth is _Depth.SHARE else 1
+    for count in [len(here)] if wide else range(min(wanted, len(here) - least), 0, -1):
+        keep = tuple([gpu for gpu in view.gpus if gpu not in here]) if wide else here[: len(here) - count]
         if len(keep) < least:
             continue
-        pace = decision.pace(view.jobs, len(keep), decision.state.num_nodes(keep))
+        pace = decision.pace(view.jobs, len(keep), decision.state.num_nodes(keep) if wide else 1)
         if pace is not None:
-            loss = view.value - decision.value(view.jobs, pace.slowdowns)
-            return Sacrifice(view.group_id, keep, pace, count, loss, view.urgency * len(view.jobs) * settings.resize_seconds)
+            loss = decision.worth(view) - decision.value(view.jobs, pace.slowdowns)
+            return Sacrifice(view.group_id, keep, pace, count, loss, decision.urgency_of(view) * len(view.jobs) * settings.resize_seconds)
     return None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tlora.protocol import JobGroup
 from tlora.scheduler.decision import Decision
@@ -59,7 +59,8 @@ class _Memory:
     """What is kept from one decision to the next: indexes, the order of a long queue, and whether there was nothing to do."""
 
     def __init__(self, settings: Settings) -> None:
-        self.paces, self.residuals = Paces(), Residuals()
+        self.paces = Paces()
+        self.residuals = Residuals(self.paces)
         self._settings = settings
         self._queue: Waiting | None = None
         self._ordered_at = -math.inf
@@ -117,8 +118,7 @@ def _place_those_who_wait(decision: Decision, waiting: Waiting) -> None:
 # -- a place for one -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     """Where a job could run: alone on `gpus` GPUs of the offers' nodes, or in the group `joins` at `pace`. `net` is what it is worth."""
 
     net: float
@@ -240,7 +240,7 @@ def _joins(decision: Decision, job: Job) -> list[_Place]:
         pace = decision.pace(jobs, len(view.gpus), view.num_nodes)
         if pace is None:
             continue
-        net = decision.value(jobs, pace.slowdowns) - view.value
+        net = decision.value(jobs, pace.slowdowns) - decision.worth(view)
         if net > 0:
             found.append(_Place(net, joins=name, pace=pace))
     return found

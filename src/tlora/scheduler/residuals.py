@@ -1,4 +1,5 @@
-"""Groups by base and residual capacity, and what tenants hold: an index that follows the state without looking at every group.
+"""Groups as they stand: by base and residual capacity, by nodes where they can grow, and what tenants hold. Follows the state without
+looking at every group.
 
 Owns no truth: `ClusterState` does. What is read from it is the same as if it were built anew each time.
 """
@@ -7,32 +8,54 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tlora.protocol import JobGroup
+from tlora.scheduler.pace import Choice, Pace, Paces
 from tlora.scheduler.plans import most_capacity
-from tlora.scheduler.state import ClusterState, Group
+from tlora.scheduler.state import ClusterState, Group, Job
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+@dataclass(slots=True, eq=False)
+class View:
+    """A group between two of its changes: what does not depend on the time. `most_useful` GPUs have samples to work on.
+
+    `choice` are the sizes that it may have, and `wider` those beyond its own that shorten its steps, once they have been worked out.
+    """
+
     group: JobGroup
+    group_id: str
+    gpus: tuple[int, ...]
+    nodes: tuple[str, ...]
+    jobs: list[Job]
+    slowdowns: list[float]
+    changed_at: float
+    priority: float  # the highest among its members
+    most_useful: int
     residual: float
-    shares: tuple[tuple[str, float], ...]  # tenants of its members, and how many of its GPUs are each one's
+    choice: Choice | None = None
+    wider: tuple[tuple[int, Pace], ...] | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.nodes)
 
 
 class Residuals:
     """`gpus_of` are the GPUs of each tenant: a group's are its members' in equal parts."""
 
-    def __init__(self) -> None:
+    def __init__(self, paces: Paces) -> None:
+        self._paces = paces
+        self._version = 0  # of the paces that `choice` and `wider` rest on
         self._state: ClusterState | None = None
         self._forget()
 
     def _forget(self) -> None:
-        self._known: dict[str, _Entry] = {}
+        self._known: dict[str, View] = {}
         self._sorted: defaultdict[str, list[tuple[float, str]]] = defaultdict(list)  # base -> residual and group, rising
         self._shared: dict[str, None] = {}
+        self._growing: dict[str, dict[str, View]] = {}  # node -> groups on it
         self.gpus_of: dict[str, float] = {}
 
     def follow(self, state: ClusterState) -> None:
@@ -41,14 +64,18 @@ class Residuals:
             self._state = state
             self._forget()
         for name in reversed(state.latest):
-            entry, found = self._known.get(name), state.groups.get(name)
-            if entry is not None and found is not None and entry.group is found.group:
+            view, found = self._known.get(name), state.groups.get(name)
+            if view is not None and found is not None and view.group is found.group:
                 break
-            if entry is not None:
-                self._drop(name, entry)
+            if view is not None:
+                self._drop(name, view)
             if found is not None:
                 self._add(name, state, found)
         self._purge(state)
+        if self._version != self._paces.version:
+            self._version = self._paces.version
+            for view in self._known.values():
+                view.choice = view.wider = None
 
     def _purge(self, state: ClusterState) -> None:
         """Where the state has forgotten some that ended, as it does of many at once."""
@@ -56,9 +83,16 @@ class Residuals:
             for name in [name for name in self._known if name not in state.groups]:
                 self._drop(name, self._known[name])
 
+    def view(self, group_id: str) -> View:
+        return self._known[group_id]
+
     def shared(self) -> Iterator[str]:
         """Groups of several members."""
         return iter(self._shared)
+
+    def growing_on(self, node: str) -> Mapping[str, View]:
+        """Groups with GPUs on the node that have samples for more than theirs."""
+        return self._growing.get(node, {})
 
     def best_fit(self, base: str, need: float, most: int) -> list[str]:
         """Up to `most` groups of the base with a residual of at least `need`, the least residual first: O(log groups)."""
@@ -70,20 +104,48 @@ class Residuals:
         group = found.group
         if not group.job_ids:
             return
-        entry = self._known[name] = _Entry(group, residual_capacity_of(state, found), _shares(state, group))
-        insort(self._sorted[group.base_model], (entry.residual, name))
+        view = self._known[name] = self._view(state, found)
+        insort(self._sorted[group.base_model], (view.residual, name))
         if len(group.job_ids) > 1:
             self._shared[name] = None
-        for tenant, gpus in entry.shares:
-            self.gpus_of[tenant] = self.gpus_of.get(tenant, 0.0) + gpus
+        if len(group.gpus) < view.most_useful:
+            for node in view.nodes:
+                self._growing.setdefault(node, {})[name] = view
+        each = len(group.gpus) / len(group.job_ids)
+        for job in view.jobs:
+            tenant = job.spec.tenant
+            self.gpus_of[tenant] = self.gpus_of.get(tenant, 0.0) + each
 
-    def _drop(self, name: str, entry: _Entry) -> None:
+    def _view(self, state: ClusterState, found: Group) -> View:
+        group = found.group
+        jobs = [state.jobs[name] for name in group.job_ids]
+        return View(
+            group=group,
+            group_id=group.group_id,
+            gpus=group.gpus,
+            nodes=tuple(dict.fromkeys([state.node_of[gpu] for gpu in group.gpus])),
+            jobs=jobs,
+            slowdowns=[seconds / job.alone_step_seconds for seconds, job in zip(found.step_seconds, jobs, strict=True)],
+            changed_at=found.changed_at,
+            priority=max([job.spec.priority for job in jobs]),
+            most_useful=self._paces.most_useful_gpus(jobs),
+            residual=residual_capacity_of(state, found),
+        )
+
+    def _drop(self, name: str, view: View) -> None:
         del self._known[name]
         self._shared.pop(name, None)
-        found = self._sorted[entry.group.base_model]
-        del found[bisect_left(found, (entry.residual, name))]
-        for tenant, gpus in entry.shares:
-            self.gpus_of[tenant] -= gpus
+        found = self._sorted[view.group.base_model]
+        del found[bisect_left(found, (view.residual, name))]
+        if len(view.gpus) < view.most_useful:
+            for node in view.nodes:
+                del self._growing[node][name]
+                if not self._growing[node]:
+                    del self._growing[node]
+        each = len(view.gpus) / len(view.jobs)
+        for job in view.jobs:
+            tenant = job.spec.tenant
+            self.gpus_of[tenant] -= each
             if self.gpus_of[tenant] < 1e-6:  # a part of a GPU this small is rounding
                 del self.gpus_of[tenant]
 
@@ -93,8 +155,3 @@ def residual_capacity_of(state: ClusterState, found: Group) -> float:
     group = found.group
     members = len(group.job_ids) + 1
     return most_capacity(state.cost, group.base_model, len(group.gpus), found.num_nodes, members) - found.need
-
-
-def _shares(state: ClusterState, group: JobGroup) -> tuple[tuple[str, float], ...]:
-    each = len(group.gpus) / len(group.job_ids)
-    return tuple([(state.jobs[name].spec.tenant, each) for name in group.job_ids])

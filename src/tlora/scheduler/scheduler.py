@@ -46,22 +46,26 @@ class Scheduler:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """What is to be done now that `event` has happened. Time does not go back: an earlier `now` counts as the latest."""
-        self.state.now = max(now, self.state.now)
+        state = self.state
+        if now > state.now:
+            state.now = now
         actions, decide = self._fold(event)
         if decide:
-            actions += self._end_empty_groups()
-            actions += reconcile(self.state, self._policy(self.state))
+            if state.emptied:
+                actions += self._end_empty_groups()
+            wanted = self._policy(state)
+            if wanted:
+                actions += reconcile(state, wanted)
         return actions
 
     def _fold(self, event: Event) -> tuple[list[Action], bool]:
         """What follows at once, and whether there is something to decide."""
         state = self.state
         match event:
-            case NodeAdded():
-                state.add_node(event.node, event.rack, event.gpus)
-                return [], True
-            case GpusLost():
-                return [StopGroup(group_id) for group_id in state.lose_gpus(event.gpus)], True
+            case StepsDone():
+                if event.job_id in state.jobs:
+                    state.see_steps(event)
+                return [], False
             case JobSubmitted():
                 return self._submit(event)
             case JobFinished() | JobFailed() | JobCancelled():
@@ -69,21 +73,22 @@ class Scheduler:
                 if known:
                     state.end_job(event.job_id)
                 return [], known
+            case GroupReady():
+                if event.group_id in state.groups:
+                    state.groups[event.group_id].ready = True
+                return [], False
+            case Tick():
+                return [], True
             case GroupLost():
                 known = event.group_id in state.groups
                 if known:
                     state.end_group(event.group_id)
                 return [], known
-            case GroupReady():
-                if event.group_id in state.groups:
-                    state.groups[event.group_id].ready = True
-                return [], False
-            case StepsDone():
-                if event.job_id in state.jobs:
-                    state.see_steps(event)
-                return [], False
-            case Tick():
+            case NodeAdded():
+                state.add_node(event.node, event.rack, event.gpus)
                 return [], True
+            case GpusLost():
+                return [StopGroup(group_id) for group_id in state.lose_gpus(event.gpus)], True
 
     def _submit(self, spec: JobSubmitted) -> tuple[list[Action], bool]:
         if spec.job_id in self._seen:
@@ -142,10 +147,18 @@ def reconcile(state: ClusterState, wanted: list[JobGroup]) -> list[Action]:
 
     A group that is already as wanted gives none, so that asking twice is asking once.
     """
-    ending = [group for group in wanted if not group.job_ids and group.group_id in state.groups]
-    changing = [group for group in wanted if group.job_ids and group.group_id in state.groups]
-    opening = [group for group in wanted if group.job_ids and group.group_id not in state.groups]
-    changing = [group for group in changing if group != state.groups[group.group_id].group]
+    ending: list[JobGroup] = []
+    changing: list[JobGroup] = []
+    opening: list[JobGroup] = []
+    for group in wanted:
+        known = state.groups.get(group.group_id)
+        if known is None:
+            if group.job_ids:
+                opening.append(group)
+        elif not group.job_ids:
+            ending.append(group)
+        elif group != known.group:
+            changing.append(group)
     actions: list[Action] = []
     for group in ending:
         state.place(group)

@@ -5,13 +5,14 @@ A group here is what was last asked for: asking and having differ until `GroupRe
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from tlora.planner.cost import CostModel
-from tlora.planner.sharing import Member, group_step_seconds
+from tlora.planner.sharing import Member, group_step_seconds, lone_step_seconds
 from tlora.protocol import JobGroup, JobSubmitted, StepsDone
 
 Status = Literal["pending", "placed", "ended"]
@@ -19,12 +20,14 @@ Status = Literal["pending", "placed", "ended"]
 
 @dataclass(slots=True)
 class Node:
-    """`free` holds the GPUs of nobody, in rising order."""
+    """`free` holds the GPUs of nobody, in rising order. `place` is its own in the order in which nodes came."""
 
     name: str
     rack: str
     gpus: tuple[int, ...]
     free: list[int]
+    place: int = 0
+    groups: tuple[str, ...] | None = field(default=None, compare=False)  # as `groups_on` gave them, as long as no GPU changes hands
 
 
 @dataclass(slots=True)
@@ -53,8 +56,10 @@ class Job:
 
     def steps_at(self, now: float) -> float:
         """Optimizer steps through by `now`, as predicted since they were last reported."""
-        grown = (now - self.seen_at) / self.step_seconds if self.step_seconds else 0.0
-        return min(self.steps_done + grown, float(self.spec.profile.steps))
+        if not self.step_seconds:
+            return self.steps_done
+        done, steps = self.steps_done + (now - self.seen_at) / self.step_seconds, self.spec.profile.steps
+        return done if done < steps else float(steps)
 
     def remaining_seconds(self, now: float) -> float:
         """What is left of it, alone on its own GPUs."""
@@ -65,7 +70,9 @@ class Job:
 
     def settle(self, now: float) -> None:
         """Count what was done until `now`."""
-        self.steps_done, self.service_gpu_seconds, self.seen_at = self.steps_at(now), self.service_at(now), now
+        if self.step_seconds:
+            self.steps_done, self.service_gpu_seconds = self.steps_at(now), self.service_at(now)
+        self.seen_at = now
 
 
 @dataclass(slots=True)
@@ -88,6 +95,8 @@ class ClusterState:
     cost: CostModel
     now: float = 0.0
     nodes: dict[str, Node] = field(default_factory=dict[str, Node])
+    node_names: list[str] = field(default_factory=list[str])  # by their place
+    with_free: list[int] = field(default_factory=list[int])  # places of the nodes with free GPUs, rising
     node_of: dict[int, str] = field(default_factory=dict[int, str])
     jobs: dict[str, Job] = field(default_factory=dict[str, Job])  # that have not ended
     pending: dict[str, None] = field(default_factory=dict[str, None])  # in order of arrival; those that lost their group, behind
@@ -109,7 +118,10 @@ class ClusterState:
     def add_node(self, name: str, rack: str, gpus: tuple[int, ...]) -> None:
         """GPUs that are there already are left as they are: the event may come twice."""
         new = [gpu for gpu in gpus if gpu not in self.node_of]
-        node = self.nodes.setdefault(name, Node(name, rack, (), []))
+        node = self.nodes.get(name)
+        if node is None:
+            node = self.nodes[name] = Node(name, rack, (), [], len(self.node_names))
+            self.node_names.append(name)
         node.gpus = tuple(sorted((*node.gpus, *new)))
         for gpu in new:
             self.node_of[gpu] = name
@@ -135,36 +147,56 @@ class ClusterState:
         return ended
 
     def _set_free(self, node: Node, free: list[int]) -> None:
-        before = self.nodes_by_free.get(len(node.free))
+        by_free = self.nodes_by_free
+        before = by_free.get(len(node.free))
         if before is not None:
             before.pop(node.name, None)
+        if bool(free) != bool(node.free):
+            if free:
+                insort(self.with_free, node.place)
+            else:
+                del self.with_free[bisect_left(self.with_free, node.place)]
         self.num_free += len(free) - len(node.free)
-        node.free = free
-        self.nodes_by_free.setdefault(len(free), {})[node.name] = None
+        node.free, node.groups = free, None
+        if len(free) not in by_free:
+            by_free[len(free)] = {}
+        by_free[len(free)][node.name] = None
 
-    def _take(self, gpus: Collection[int], group_id: str) -> None:
-        self.group_on.update(dict.fromkeys(gpus, group_id))
+    def _take(self, gpus: Sequence[int], group_id: str) -> None:
+        for gpu in gpus:
+            self.group_on[gpu] = group_id
         for name, own in self._by_node(gpus).items():
             node = self.nodes[name]
-            assert own <= set(node.free), f"GPUs {sorted(own - set(node.free))} of {name} are not free"
-            self._set_free(node, [gpu for gpu in node.free if gpu not in own])
+            left = [gpu for gpu in node.free if gpu not in own]
+            assert len(left) + len(own) == len(node.free), f"GPUs {sorted(set(own) - set(node.free))} of {name} are not free"
+            self._set_free(node, left)
 
-    def _give_back(self, gpus: Collection[int]) -> None:
+    def _give_back(self, gpus: Sequence[int]) -> None:
         for gpu in gpus:
             del self.group_on[gpu]
         for name, own in self._by_node(gpus).items():
             node = self.nodes[name]
             self._set_free(node, sorted((*node.free, *own)))
 
-    def _by_node(self, gpus: Iterable[int]) -> dict[str, set[int]]:
-        found: dict[str, set[int]] = {}
+    def _by_node(self, gpus: Sequence[int]) -> Mapping[str, Sequence[int]]:
+        if len(gpus) == 1:
+            return {self.node_of[gpus[0]]: gpus}
+        found: dict[str, list[int]] = {}
         for gpu in gpus:
-            found.setdefault(self.node_of[gpu], set()).add(gpu)
+            found.setdefault(self.node_of[gpu], []).append(gpu)
         return found
 
-    def num_nodes(self, gpus: Iterable[int]) -> int:
+    def num_nodes(self, gpus: Collection[int]) -> int:
         """Nodes that `gpus` lie on."""
-        return len({self.node_of[gpu] for gpu in gpus})
+        return 1 if len(gpus) == 1 else len({self.node_of[gpu] for gpu in gpus})
+
+    def groups_on(self, node: str) -> tuple[str, ...]:
+        """Groups with GPUs on the node, in the order of these."""
+        found = self.nodes[node]
+        if found.groups is None:
+            on = self.group_on
+            found.groups = tuple(dict.fromkeys([on[gpu] for gpu in found.gpus if gpu in on]))
+        return found.groups
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
@@ -182,7 +214,7 @@ class ClusterState:
         self.pending.pop(job_id, None)
         if job.group_id is not None:
             group = self.groups[job.group_id]
-            self._set_members(group, tuple(name for name in group.group.job_ids if name != job_id))
+            self._leave(group, job_id)
             self.emptied.append(job.group_id)
         job.status = "ended"
 
@@ -202,24 +234,30 @@ class ClusterState:
             self.end_group(wanted.group_id)
             return
         known = self.groups.get(wanted.group_id)
-        held = set(known.group.gpus) if known else set[int]()
-        self._give_back([gpu for gpu in held if gpu not in wanted.gpus])
-        self._take([gpu for gpu in wanted.gpus if gpu not in held], wanted.group_id)
         if known is None:
+            self._take(wanted.gpus, wanted.group_id)
             self.groups_opened = max(self.groups_opened, int(wanted.group_id[1:]) + 1)
-            empty = JobGroup(wanted.group_id, wanted.base_model, wanted.gpus, wanted.plan, (), ())
-            known = self.groups[wanted.group_id] = Group(empty, 0, 0.0, [], self.now, self.now)
+            known = self.groups[wanted.group_id] = Group(wanted, self.num_nodes(wanted.gpus), 0.0, [], self.now, self.now)
             self.groups_of_base[wanted.base_model][wanted.group_id] = None
-        before = known.group.job_ids
-        known.num_nodes = self.num_nodes(wanted.gpus)
+            before: tuple[str, ...] = ()
+        else:
+            self._set_gpus(known, wanted.gpus)
+            before = known.group.job_ids
         for name in before:
             if name not in wanted.job_ids:
                 self._wait(name)
         for name in wanted.job_ids:
             if name not in before:
                 self._admit(name, wanted.group_id)
-        known.group, known.ready, known.changed_at = wanted, False, self.now
-        self._set_members(known, wanted.job_ids, wanted.weights)
+        known.ready, known.changed_at = False, self.now
+        self._set_members(known, wanted)
+
+    def _set_gpus(self, known: Group, gpus: tuple[int, ...]) -> None:
+        if gpus != known.group.gpus:
+            held = set(known.group.gpus)
+            self._give_back([gpu for gpu in held if gpu not in gpus])
+            self._take([gpu for gpu in gpus if gpu not in held], known.group.group_id)
+            known.num_nodes = self.num_nodes(gpus)
 
     def end_group(self, group_id: str) -> None:
         """Free its GPUs; members that are left wait again."""
@@ -233,7 +271,7 @@ class ClusterState:
     def _admit(self, job_id: str, group_id: str) -> None:
         job = self.jobs[job_id]
         assert job.group_id is None, f"{job_id} is in {job.group_id} and cannot join {group_id}"
-        job.settle(self.now)
+        job.seen_at = self.now
         job.status, job.group_id = "placed", group_id
         job.times_placed += 1
         del self.pending[job_id]
@@ -247,20 +285,27 @@ class ClusterState:
         job.pending_since = self.now
         self.pending[job_id] = None
 
-    def _set_members(self, known: Group, job_ids: tuple[str, ...], weights: tuple[float, ...] | None = None) -> None:
-        """Who shares the group from now on, and what each then takes for a step."""
+    def _leave(self, known: Group, job_id: str) -> None:
         group = known.group
+        left = [(name, weight) for name, weight in zip(group.job_ids, group.weights, strict=True) if name != job_id]
+        names, weights = tuple([name for name, _ in left]), tuple([weight for _, weight in left])
+        group = JobGroup(group.group_id, group.base_model, group.gpus, group.plan, names, weights)
+        if left:
+            self._set_members(known, group)
+        else:
+            known.group, known.need, known.step_seconds = group, 0.0, []
+
+    def _set_members(self, known: Group, group: JobGroup) -> None:
+        """Who shares the group from now on, and what each then takes for a step."""
         self._has_changed(group.group_id)
-        if weights is None:
-            of = dict(zip(group.job_ids, group.weights, strict=True))
-            weights = tuple(of[name] for name in job_ids)
-        known.group = JobGroup(group.group_id, group.base_model, group.gpus, group.plan, job_ids, weights)
-        known.need = sum(self.jobs[name].need for name in job_ids)
-        known.step_seconds = self.step_seconds_of(known.group, known.num_nodes)
-        for name, seconds in zip(job_ids, known.step_seconds, strict=True):
-            job = self.jobs[name]
+        known.group = group
+        jobs = [self.jobs[name] for name in group.job_ids]
+        known.need = sum([job.need for job in jobs])
+        known.step_seconds = self.step_seconds_of(group, known.num_nodes)
+        share = len(group.gpus) / len(jobs)
+        for job, seconds in zip(jobs, known.step_seconds, strict=True):
             job.settle(self.now)
-            job.step_seconds, job.gpu_share = seconds, len(group.gpus) / len(job_ids)
+            job.step_seconds, job.gpu_share = seconds, share
 
     def _has_changed(self, group_id: str) -> None:
         self.latest.pop(group_id, None)
@@ -270,12 +315,14 @@ class ClusterState:
 
     def step_seconds_of(self, group: JobGroup, num_nodes: int) -> list[float]:
         """Seconds between the optimizer steps of each member."""
-        members = [
-            Member(self.jobs[name].spec.profile.tokens_per_step, weight) for name, weight in zip(group.job_ids, group.weights, strict=True)
-        ]
-        if not members:
+        cost, base, budget, gpus = self.cost, group.base_model, group.plan.token_budget, len(group.gpus)
+        jobs = [self.jobs[name] for name in group.job_ids]
+        if not jobs:
             return []
-        return group_step_seconds(self.cost, group.base_model, group.plan.token_budget, len(group.gpus), num_nodes, members)
+        if len(jobs) == 1:
+            return [lone_step_seconds(cost, base, budget, gpus, num_nodes, jobs[0].spec.profile.tokens_per_step)]
+        members = [Member(job.spec.profile.tokens_per_step, weight) for job, weight in zip(jobs, group.weights, strict=True)]
+        return group_step_seconds(cost, base, budget, gpus, num_nodes, members)
 
     # -- what must always hold -----------------------------------------------------------------------------------------
 
@@ -285,6 +332,8 @@ class ClusterState:
         for name, node in self.nodes.items():
             assert node.free == sorted(set(node.free)) and set(node.free) <= set(node.gpus), f"{name}: free {node.free}"
             assert name in self.nodes_by_free[len(node.free)], f"{name} is not among the nodes of {len(node.free)} free GPUs"
+            assert self.node_names[node.place] == name and (node.place in self.with_free) == bool(node.free), f"{name} at {node.place}"
+            assert node.groups is None or set(node.groups) == {self.group_on[gpu] for gpu in node.gpus if gpu in self.group_on}
             owners |= dict.fromkeys(node.free, "nobody")
         assert self.num_free == len(owners), f"{self.num_free} free GPUs counted, {len(owners)} there"
         seen: dict[str, str] = {}

@@ -115,7 +115,11 @@ class SimulatedCluster:
         arrival_at, failure_at, tick_at = self._arrival_at, self._machines.next_at, self._tick_at
         if (not self._alive and arrival_at == math.inf) or (tick_at == math.inf and not self._is_coming()):
             return False
-        at = min(group_at, arrival_at, failure_at, tick_at)
+        at = group_at if group_at < arrival_at else arrival_at
+        if failure_at < at:
+            at = failure_at
+        if tick_at < at:
+            at = tick_at
         if at > self._now:
             if self._unsampled:
                 self._sample()
@@ -149,9 +153,9 @@ class SimulatedCluster:
         self._tick_at = self._now + self._tick_gap
 
     def _arrive(self) -> None:
-        arrival = self._arrivals[self._arrived]
+        arrivals, arrival = self._arrivals, self._arrivals[self._arrived]
         self._arrived += 1
-        self._arrival_at = self._arrivals[self._arrived].submit_seconds if self._arrived < len(self._arrivals) else math.inf
+        self._arrival_at = arrivals[self._arrived].submit_seconds if self._arrived < len(arrivals) else math.inf
         spec = arrival.job
         tokens, speed, alone = spec.profile.tokens_per_step, 1.0, math.nan
         if not self._exact:
@@ -160,7 +164,8 @@ class SimulatedCluster:
         if spec.base_model in self._cost.constants and spec.gpus > 0 and tokens > 0:
             nodes = math.ceil(spec.gpus / self._shape.gpus_per_node)
             alone = self._cost.alone_step_seconds(spec.base_model, tokens, spec.gpus, nodes)
-            alone *= speed * self._truth.drift_at(self._now, spec.base_model)
+            if not self._exact:
+                alone *= speed * self._truth.drift_at(self._now, spec.base_model)
         assert spec.job_id not in self.jobs, f"{spec.job_id} comes twice"
         self.jobs[spec.job_id] = Progress(spec, arrival.ends, self._now, Member(tokens, 1.0), alone, speed)
         self._alive += 1
@@ -207,9 +212,9 @@ class SimulatedCluster:
 
     def _plan_touched(self) -> None:
         """The next event of each group in which something has changed."""
-        now = self._now
+        now, groups = self._now, self._groups
         for name, flow in self._touched.items():
-            if self._groups.get(name) is not flow:
+            if groups.get(name) is not flow:
                 continue
             before = flow.tokens_per_second
             at = plan_ahead(flow, now, self._cost, self._truth)
@@ -352,6 +357,6 @@ class SimulatedCluster:
         running, gpus = self._alive - waiting, machines.num_gpus
         if not running:
             self._tokens_per_second = self._useful_gpus = 0.0  # rid of what rounding has left
-        tokens = max(0.0, self._tokens_per_second)
+        tokens = self._tokens_per_second if self._tokens_per_second > 0 else 0.0
         share = self._useful_gpus / gpus if gpus and tokens else 0.0
         self.samples.append(Sample(self._now, waiting, running, len(machines.owner), share, tokens, gpus))

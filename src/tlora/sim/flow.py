@@ -56,6 +56,9 @@ def settle(flow: GroupFlow, now: float) -> None:
 
 def plan_ahead(flow: GroupFlow, now: float, cost: CostModel, truth: Truth) -> float:
     """When something happens in the group by itself: a member ends or goes on, GPUs are ready; inf if never. It is settled at `now`."""
+    if not flow.members and not flow.pauses:
+        flow.tokens_per_second, flow.finishing, flow.stands = 0.0, None, flow.switch_at < math.inf
+        return flow.switch_at
     if flow.stale and flow.members and flow.gpus:
         _share(flow, now, cost, truth)
     if flow.pauses:
@@ -67,7 +70,8 @@ def plan_ahead(flow: GroupFlow, now: float, cost: CostModel, truth: Truth) -> fl
             if not job.runs:
                 job.go_on(now)
             tokens += job.member.tokens_per_step / job.step_seconds
-            end = now + max(0.0, job.total_steps - job.steps) * job.step_seconds
+            left = job.total_steps - job.steps
+            end = now + left * job.step_seconds if left > 0 else now
             if end < upcoming:
                 upcoming, finishing = end, job
         else:

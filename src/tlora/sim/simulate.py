@@ -53,6 +53,7 @@ def simulate(
     cluster = simulated_cluster(jobs, shape, cost, truth)
     with _without_collector():
         run(Scheduler(clock.decide, cost), cluster)
+        records = [job.record() for job in cluster.jobs.values()]
     return SimulationResult(
         policy=labels.policy,
         kernels=labels.kernels,
@@ -60,7 +61,7 @@ def simulate(
         seed=labels.seed,
         num_gpus=shape.num_gpus,
         load=labels.load,
-        jobs=[job.record() for job in cluster.jobs.values()],
+        jobs=records,
         spans=cluster.spans,
         samples=cluster.samples,
         decisions=clock.calls,

@@ -1,0 +1,149 @@
+"""How fast the scheduler and the simulator are: jobs per second of `tlora simulate`'s own code, and milliseconds for each event.
+
+    python -m bench.scheduler_speed [--policies fifo residual_capacity] [--jobs N] [--load 0.9] [--repeats 3] [--commit NAME] [--json FILE]
+
+First the window of 15,000 jobs on 1,024 GPUs under each policy, on one core: scheduler, simulator and the records of the jobs, without
+reading the trace. Fastest and median of the repeats; by the time of the processor too, as a machine may be shared. Then the window's
+jobs of one GPU, closer together, of which about 1,000 groups run at a time while jobs come, report steps, end and queue: each event is
+timed from its coming to the actions that answer it. A decision is an event at which the policy is asked. The collector of cycles is
+off, as it is in simulations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import machine
+from tlora.cluster.controller import run
+from tlora.protocol import Action, Event, GroupReady, StepsDone
+from tlora.scheduler.policies import POLICIES
+from tlora.scheduler.scheduler import Scheduler
+from tlora.sim.machines import ClusterShape
+from tlora.sim.mapping import MappedJob
+from tlora.sim.scenario import Scenario, cost_of, scene_of
+from tlora.sim.simulate import simulate, simulated_cluster
+from tlora.sim.truth import Truth
+
+WINDOW = Scenario("window_15k", nodes=128)
+CROWD_LOAD = 1.1  # more than there is room for
+WRONG = Truth(speed_error=0.15, length_error=0.1, drift=0.1, delay=0.5)  # groups report steps where the belief is not the truth
+GROUPS = (900, 1100)
+
+
+@dataclass
+class Timed:
+    """A scheduler with the seconds that each event takes while the cluster has about 1,000 groups."""
+
+    scheduler: Scheduler
+    decisions: list[float] = field(default_factory=list[float])
+    reports: list[float] = field(default_factory=list[float])
+    waiting: list[int] = field(default_factory=list[int])
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        state = self.scheduler.state
+        crowded = GROUPS[0] <= len(state.groups) <= GROUPS[1]
+        began = time.perf_counter()
+        actions = self.scheduler.handle(event, now)
+        seconds = time.perf_counter() - began
+        if crowded:
+            (self.reports if isinstance(event, StepsDone | GroupReady) else self.decisions).append(seconds)
+            self.waiting.append(len(state.pending))
+        return actions
+
+
+def jobs_per_second(policy: str, scenario: Scenario, repeats: int) -> dict[str, Any]:
+    """Of whole simulations of the scenario's jobs."""
+    scene, shape = scene_of(scenario), ClusterShape(scenario.nodes, scenario.gpus_per_node)
+    speeds: list[float] = []
+    by_processor: list[float] = []
+    for _ in range(repeats):
+        began = time.process_time()
+        result = simulate(scene.jobs, shape, POLICIES[policy](), cost_of(scenario, "tlora"))
+        by_processor.append(len(scene.jobs) / (time.process_time() - began))
+        speeds.append(len(scene.jobs) / result.wall_seconds)
+    return {
+        "jobs": len(scene.jobs),
+        "gpus": shape.num_gpus,
+        "load": scene.load,
+        "jobs_per_second": max(speeds),
+        "jobs_per_second_median": statistics.median(speeds),
+        "jobs_per_processor_second": max(by_processor),
+        "decisions": result.decisions,
+        "decision_milliseconds_mean": 1e3 * result.decision_seconds / result.decisions,
+    }
+
+
+def crowd() -> list[MappedJob]:
+    """The window's jobs of one GPU, so densely that they ask for more GPUs than there are."""
+    jobs = [job for job in scene_of(WINDOW).jobs if job.job.gpus == 1]
+    span = jobs[-1].submit_seconds - jobs[0].submit_seconds
+    closer = CROWD_LOAD * WINDOW.num_gpus * span / sum(job.replayed_seconds for job in jobs)
+    return [replace(job, submit_seconds=(job.submit_seconds - jobs[0].submit_seconds) / closer) for job in jobs]
+
+
+def event_milliseconds(policy: str, jobs: list[MappedJob]) -> dict[str, Any]:
+    """Of the events that come while there are about 1,000 groups."""
+    cost, shape = cost_of(WINDOW, "tlora"), ClusterShape(WINDOW.nodes, WINDOW.gpus_per_node)
+    timed = Timed(Scheduler(POLICIES[policy](), cost))
+    cluster = simulated_cluster(jobs, shape, cost, WRONG)
+    gc.collect()
+    gc.disable()
+    try:
+        run(timed, cluster)
+    finally:
+        gc.enable()
+    if not (timed.decisions and timed.reports):
+        raise SystemExit(f"{policy}: there never are {GROUPS[0]} to {GROUPS[1]} groups")
+    return {
+        "waiting_median": statistics.median(timed.waiting),
+        "decision": _spread(timed.decisions),
+        "report": _spread(timed.reports),
+    }
+
+
+def _spread(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(1e3 * own for own in seconds)
+    return {
+        "count": len(ordered),
+        "median": statistics.median(ordered),
+        "p99": ordered[int(0.99 * (len(ordered) - 1))],
+        "worst": ordered[-1],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=["fifo", "residual_capacity"])
+    parser.add_argument("--jobs", type=int, help="only the first so many of the window")
+    parser.add_argument("--load", type=float, help="of the window; as recorded without")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--commit", help="what to call this code where there is no git")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    window = Scenario(WINDOW.trace, nodes=WINDOW.nodes, load=args.load, jobs=args.jobs)
+    one_gpu_jobs = crowd()
+    rows: dict[str, Any] = {}
+    report = {"benchmark": "scheduler_speed", **machine.facts(torch.device("cpu"), args.commit), "policies": rows}
+    for policy in args.policies:
+        rows[policy] = found = jobs_per_second(policy, window, args.repeats)
+        print(f"{policy}: {found['jobs']:,} jobs on {found['gpus']:,} GPUs, load {found['load']:.2f}: ", end="")
+        print(f"{found['jobs_per_second']:,.0f} jobs/s (median {found['jobs_per_second_median']:,.0f}), ", end="")
+        print(f"{found['jobs_per_processor_second']:,.0f} per second of the processor")
+        found["events_at_1000_groups"] = spreads = event_milliseconds(policy, one_gpu_jobs)
+        for kind in ("decision", "report"):
+            told = spreads[kind]
+            print(f"    {told['count']:>8,} {kind}s at about 1,000 groups, {spreads['waiting_median']:g} jobs waiting: ", end="")
+            print(f"median {told['median']:.3f} ms, p99 {told['p99']:.3f} ms, worst {told['worst']:.3f} ms")
+        machine.write(args.json, report)
+
+
+if __name__ == "__main__":
+    main()
