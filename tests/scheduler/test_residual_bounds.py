@@ -123,9 +123,6 @@ def test_who_stays_is_faster_when_another_leaves(how: str) -> None:
     assert before["j3"] == pytest.approx(1.0)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="whoever is left keeps a plan that was made for several, under which its step alone may take 1.34 times T0"
-)
 @pytest.mark.parametrize("how", LEAVINGS)
 def test_who_is_left_alone_is_within_its_bound_when_another_leaves(how: str) -> None:
     """Together they would do best by two micro-batches to a step of the first, which without company take 2 launches instead of one."""

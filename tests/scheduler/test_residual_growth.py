@@ -72,9 +72,6 @@ def test_everybody_gets_a_gpu_before_anybody_has_two() -> None:
     assert sorted(len(timeline.gpus_of(name)) for name in "abcd") == [1, 1, 1, 1] and not timeline.scheduler.state.pending
 
 
-@pytest.mark.xfail(
-    strict=True, reason="whoever joins a group that has grown keeps it from giving back: on what both ask for, both would be too slow"
-)
 def test_everybody_gets_the_gpu_that_it_asks_for_though_some_might_share_more() -> None:
     """Two on three GPUs are faster than each on its own, on two together slower: then nobody else gets the third back."""
     timeline = made_timeline(4)

@@ -141,7 +141,6 @@ def test_who_is_through_sooner_than_predicted_or_later_is_no_matter() -> None:
     assert timeline.scheduler.state.num_free == 1
 
 
-@pytest.mark.xfail(strict=True, reason="of two reports of one group, the one that comes last is believed, though it tells of fewer steps")
 def test_an_older_report_that_comes_after_a_newer_one_takes_no_step_back() -> None:
     timeline = made_timeline(1)
     timeline.tell(made_spec("a", steps=LONG))

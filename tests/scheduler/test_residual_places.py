@@ -68,7 +68,6 @@ def test_a_job_of_several_nodes_gets_them_in_one_rack_where_one_has_them(free: l
     assert len(timeline.gpus_of("wide")) == 8 and nodes_of(timeline, "wide") == chosen
 
 
-@pytest.mark.xfail(strict=True, reason="beyond a node whole nodes alone are looked at, where more GPUs than it asks for would be its share")
 def test_a_job_of_a_node_and_a_half_starts_where_these_are_free() -> None:
     """It has more than six samples, so that two whole nodes would be of use; those are not to be had for long."""
     timeline = made_timeline(4, 4)

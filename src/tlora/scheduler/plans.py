@@ -35,7 +35,8 @@ def shared_plan(cost: CostModel, base: str, gpus: int, nodes: int, jobs: Sequenc
     """The plan under which `jobs`, with their needs as weights, are on average slowed down least; None if there is none.
 
     Of the prepared budgets that hold every member's longest sample and fit into memory, and under which with `check_bounds` nobody's
-    step takes more than max slowdown * T0, the one with the least mean of step / T0; of equals the largest.
+    step takes more than max slowdown * T0, nor would when all others have left, the one with the least mean of step / T0; of equals the
+    largest.
     """
     if check_bounds and len(jobs) > 1:
         needed = sum(job.need for job in jobs)
@@ -58,10 +59,23 @@ def shared_plan(cost: CostModel, base: str, gpus: int, nodes: int, jobs: Sequenc
         slowdowns = [own / job.alone_step_seconds for own, job in zip(seconds, jobs, strict=True)]
         if check_bounds and any(own > job.spec.max_slowdown * (1 + ROUNDING) for own, job in zip(slowdowns, jobs, strict=True)):
             continue
+        if check_bounds and not _bounds_hold_alone(cost, base, budget, gpus, nodes, jobs):
+            continue
         mean = sum(slowdowns)
         if not best or mean < best_mean:
             best, best_mean = budget, mean
     return ParallelPlan(gpus, best) if best else None
+
+
+def _bounds_hold_alone(cost: CostModel, base: str, budget: int, gpus: int, nodes: int, jobs: Sequence[Job]) -> bool:
+    """Whether each keeps its bound under this budget when all others have left: a step of more than one micro-batch may not."""
+    for job in jobs:
+        tokens = job.spec.profile.tokens_per_step
+        if tokens > budget:
+            (seconds,) = group_step_seconds(cost, base, budget, gpus, nodes, [Member(tokens, job.weight)])
+            if seconds > job.spec.max_slowdown * job.alone_step_seconds * (1 + ROUNDING):
+                return False
+    return True
 
 
 def most_capacity(cost: CostModel, base: str, gpus: int, nodes: int, members: int) -> float:

@@ -145,8 +145,12 @@ def _place(decision: Decision, job: Job, gently: bool) -> list[Job] | None:
         places = _narrow_places(decision, job, sizes, gently) + _wide_places(decision, job, sizes, gently)
     if settings.sharing:
         places += _joins(decision, job)
-    if not places:
-        return None
+    if not places:  # what it asks for may be whole nodes and a part of another
+        gpus = draft.allocate(job.spec.gpus) if job.spec.gpus in sizes else None
+        if gpus is None:
+            return None
+        decision.open([job], gpus)
+        return []
     best = max(places, key=lambda place: (place.net, -sum(len(offer.sacrifices) for offer in place.offers), place.joins))
     if best.pace is not None:
         view = decision.view(best.joins)
@@ -238,8 +242,9 @@ def _joins(decision: Decision, job: Job) -> list[_Place]:
         view = decision.view(name)
         jobs = [*view.jobs, job]
         pace = decision.pace(jobs, len(view.gpus), view.num_nodes)
-        if pace is None:
-            continue
+        asked = sum([member.spec.gpus for member in jobs])
+        if pace is None or (len(view.gpus) > asked and decision.pace(jobs, asked) is None):
+            continue  # or growth could not be taken back any more
         net = decision.value(jobs, pace.slowdowns) - decision.worth(view)
         if net > 0:
             found.append(_Place(net, joins=name, pace=pace))

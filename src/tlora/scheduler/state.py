@@ -41,6 +41,7 @@ class Job:
     status: Status = "pending"
     group_id: str | None = None
     steps_done: float = 0.0
+    steps_reported: float = 0.0  # by its group; in another it may go on from a checkpoint with fewer
     seen_at: float = 0.0
     step_seconds: float = 0.0  # in its group, as predicted; 0 while it waits
     service_gpu_seconds: float = 0.0  # its share of GPU time so far, as of `seen_at`
@@ -221,9 +222,10 @@ class ClusterState:
     def see_steps(self, event: StepsDone) -> None:
         """What a back end reports of a job. Reports of a group that it has left are late, and steps never go back."""
         job = self.jobs[event.job_id]
-        if job.group_id != event.group_id:
+        if job.group_id != event.group_id or event.steps < job.steps_reported:
             return
         job.settle(self.now)
+        job.steps_reported = event.steps
         job.steps_done = min(event.steps, float(job.spec.profile.steps))
 
     # -- groups --------------------------------------------------------------------------------------------------------
@@ -272,7 +274,7 @@ class ClusterState:
         job = self.jobs[job_id]
         assert job.group_id is None, f"{job_id} is in {job.group_id} and cannot join {group_id}"
         job.seen_at = self.now
-        job.status, job.group_id = "placed", group_id
+        job.status, job.group_id, job.steps_reported = "placed", group_id, 0.0
         job.times_placed += 1
         del self.pending[job_id]
 
