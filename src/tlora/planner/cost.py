@@ -60,13 +60,8 @@ class CostModel:
         t(B, G) = f(G) + member_seconds * (members - 1) + B / (P * G), times the correction; f(G) is the launch, and with it the exchange
         where there are several GPUs (scheduling.md, "The policy"). P has the kernels' gain in it.
         """
-        found = self.constants.get(base) or self._of(base)
-        if gpus == 1:
-            reach, exchange = 0, 0.0
-        elif nodes == 1:
-            reach, exchange = 1, found.exchange_seconds
-        else:
-            reach, exchange = 2, found.exchange_between_nodes_seconds
+        found, reach = self._of(base), _reach(gpus, nodes)
+        exchange = (0.0, found.exchange_seconds, found.exchange_between_nodes_seconds)[reach]
         return self._corrections[base][reach] * (
             found.launch_seconds + exchange + found.member_seconds * (members - 1) + tokens / (found.tokens_per_second * gpus)
         )
@@ -90,9 +85,7 @@ class CostModel:
 
     def fits(self, base: str, adapter_parameters: float, tokens_per_gpu: float) -> bool:
         """Whether that is within the share of a GPU that may be planned for."""
-        found = self.constants.get(base) or self._of(base)
-        needed = found.base_bytes + ADAPTER_BYTES * adapter_parameters + found.activation_bytes_per_token * tokens_per_gpu
-        return needed <= MEMORY_SHARE * found.gpu_bytes
+        return self.memory_bytes(base, adapter_parameters, tokens_per_gpu) <= MEMORY_SHARE * self._of(base).gpu_bytes
 
     def observe(self, base: str, gpus: int, nodes: int, predicted_seconds: float, observed_seconds: float) -> None:
         """Correct later predictions for groups of this base on one GPU, on one node, or on several, whichever this was.

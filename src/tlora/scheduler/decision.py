@@ -152,15 +152,13 @@ class Decision:
 
     def share(self, view: View) -> int:
         """GPUs that are its due; 0 where it can run on no number of them."""
-        return self.target(view.jobs) or 0
-
-    def beyond_share(self, view: View) -> int:
         if view.choice is None:
             view.choice = self._paces.choice(view.jobs)
-        share, gpus = view.choice.cheapest(self._price / len(view.jobs)), len(view.gpus)
-        if share is None:
-            share = self.target(view.jobs)
-        return 0 if share is None or share >= gpus else gpus - share
+        return view.choice.cheapest(self._price / len(view.jobs)) or self.target(view.jobs) or 0
+
+    def beyond_share(self, view: View) -> int:
+        share = self.share(view)
+        return max(0, len(view.gpus) - share) if share else 0
 
     # -- what is done --------------------------------------------------------------------------------------------------
 

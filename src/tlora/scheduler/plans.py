@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tlora.planner.cost import CostModel
-from tlora.planner.sharing import Member, group_step_seconds
+from tlora.planner.sharing import Member, group_step_seconds, lone_step_seconds
 from tlora.protocol import ParallelPlan
 from tlora.scheduler.state import Job
 
@@ -70,11 +70,9 @@ def shared_plan(cost: CostModel, base: str, gpus: int, nodes: int, jobs: Sequenc
 def _bounds_hold_alone(cost: CostModel, base: str, budget: int, gpus: int, nodes: int, jobs: Sequence[Job]) -> bool:
     """Whether each keeps its bound under this budget when all others have left: a step of more than one micro-batch may not."""
     for job in jobs:
-        tokens = job.spec.profile.tokens_per_step
-        if tokens > budget:
-            (seconds,) = group_step_seconds(cost, base, budget, gpus, nodes, [Member(tokens, job.weight)])
-            if seconds > job.spec.max_slowdown * job.alone_step_seconds * (1 + ROUNDING):
-                return False
+        tokens, most = job.spec.profile.tokens_per_step, job.spec.max_slowdown * job.alone_step_seconds * (1 + ROUNDING)
+        if tokens > budget and lone_step_seconds(cost, base, budget, gpus, nodes, tokens) > most:
+            return False
     return True
 
 
