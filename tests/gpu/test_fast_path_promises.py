@@ -159,7 +159,7 @@ def test_a_join_that_moves_the_bank_drops_what_was_captured() -> None:
     shared.forward_backward(batch_of("a", 3))
     assert replays.num_captured == 0
     shared.leave("c")
-    join(shared, "b")  # into the gap that "c" left
-    for step in range(4, 6):
+    join(shared, "b")  # into the gap that "c" left; S is as wide as its rank now, so that what came before counts for nothing
+    for step in range(4, 7):
         shared.forward_backward(batch_of("a", step))
     assert replays.num_captured == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -59,6 +60,18 @@ def test_many_runs_of_one_token() -> None:
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_no_run_at_all_is_the_base(bias: bool) -> None:
     check_case(Base(32, (32, 16), bias=bias), [], tail=130)
+
+
+def test_a_group_before_which_nothing_learns_gives_the_same_sums_and_no_dx() -> None:
+    base, job = Base(32, (32, 16)), Job((70, 5), (8, 20), 0.1, seed=1)
+    passing, first = Bank(base, [job]), Bank(base, [job])
+    y, dx = run_kernels(base, make_batch(base, [job], passing.slots))
+    base.group = replace(base.group, passes_back=False)
+    y_first, dx_first = run_kernels(base, make_batch(base, [job], first.slots))
+    assert torch.equal(y, y_first) and bool(dx.any()) and not bool(dx_first.any()) and dx_first.shape == dx.shape
+    for name in ("da", "db"):
+        sums, sums_first = passing.slots[0].rows(name), first.slots[0].rows(name)
+        assert all(bool(s.any()) and torch.equal(s, t) for s, t in zip(sums, sums_first, strict=True))
 
 
 @pytest.mark.parametrize("dropout", [0.01, 0.5, 0.9])

@@ -181,6 +181,7 @@ def test_linears_of_one_input_are_one_group(family: str, groups: list[tuple[str,
     assert [tuple(name.rpartition(".")[2] for name in group) for group in found] == groups * 2
     for group in found:
         assert len({name.rpartition(".")[0] for name in group}) == 1, f"{group} spans blocks"
+    assert [group.passes_back for group in fast.groups] == [False] + [True] * (len(fast.groups) - 1)
 
 
 def test_a_base_whose_widths_are_off_16_takes_the_reference_path() -> None:

@@ -26,13 +26,17 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class LinearGroup:
-    """M linears that read the same x. `first` is the group's place among the tables' linears; `widths` their out features."""
+    """M linears that read the same x. `first` is the group's place among the tables' linears; `widths` their out features.
+
+    Where nothing that learns lies before x, `passes_back` is false: backward then spares itself the product, and gives zeros as dx.
+    """
 
     first: int
     widths: tuple[int, ...]
     in_features: int
     weight_scale_N: Tensor | None = None  # fp32, of all linears beside each other, where their weights are fp8 (`fp8.py`)
     tiles: TileTable = field(default_factory=TileTable)
+    passes_back: bool = True
 
     @property
     def size(self) -> int:
@@ -77,7 +81,10 @@ def multiply(
 def backward(dys: Sequence[Tensor], x_TK: Tensor, s: Tensor, weights: Sequence[Tensor], group: LinearGroup, tables: LoraTables) -> Tensor:
     """dx [T, K] of contiguous dy [T, N_m] of each linear; adds to the gradient sums of every run's rows."""
     ds = shrink(dys, group, tables, _B)
-    dx_TK = multiply_back(dys, weights, ds, group, tables)
+    if group.passes_back:
+        dx_TK = multiply_back(dys, weights, ds, group, tables)
+    else:
+        dx_TK = torch.zeros_like(x_TK, memory_format=torch.contiguous_format)
     add_sums(dys, s, group, tables, _DB)
     add_sums([x_TK], ds, group, tables, _DA)
     return dx_TK

@@ -71,6 +71,7 @@ class FastPath:
             for place, member in enumerate(together):
                 member.shared, member.place = shared, place
             self._names += members
+        self.groups[0] = replace(self.groups[0], passes_back=False)  # before it there is the embedding
         self.tiles = _digest_of(self.groups, list(linears.values()), base.head.weight_VH.dtype)
         self._module_keys = np.array([linears[name].module_key for name in self._names], np.int32)
         base.model.get_input_embeddings().register_forward_hook(self._begin_graph)
