@@ -4,6 +4,9 @@
 
 Real: two workers (one-thread processes on a CPU, or one GPU each), a base, jobs that are trained to their adapters. Simulated: constants
 from a calibration with other jobs, before. Policies take turns within each repeat, so that a change of the machine's speed meets all.
+Jobs arrive three times as fast as they could be served one by one: then a queue stands from the first moments to the last, and what a
+job waits is a sum of others' times. At a load near 1 it is a small difference between large ones: 3 % in a machine's speed made 11 % of
+the mean job completion time.
 Where the repeats of one policy differ by more than 3 %, this machine cannot decide about the 5 % that are asked for, and it says so.
 """
 
@@ -16,6 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -123,28 +127,32 @@ def compare(real: dict[str, list[Times]], simulated: dict[str, Times]) -> dict[s
     }
 
 
-def ranking(values: dict[str, float]) -> list[str]:
-    """Policies, the best first."""
-    return sorted(values, key=lambda policy: values[policy])
+def misranked(values: dict[str, tuple[float, float]]) -> list[str]:
+    """Pairs of policies of which another is the better one really than in the simulator, by (real, simulated) of each policy. Two that
+    both sides see nearer to each other than the error asked for have no order.
+    """
+    wrong: list[str] = []
+    for (one, (real, simulated)), (other, (real_other, simulated_other)) in combinations(values.items(), 2):
+        apart, simulated_apart = real_other / real - 1, simulated_other / simulated - 1
+        if apart * simulated_apart < 0 and max(abs(apart), abs(simulated_apart)) > MOST_ERROR:
+            wrong.append(f"{other} against {one}: really {apart:+.1%}, simulated {simulated_apart:+.1%}")
+    return wrong
 
 
 def verdict(compared: dict[str, dict[str, Compared]]) -> list[str]:
     """What follows from it, a sentence each."""
     figures = [found for own in compared.values() for found in own.values()]
     spread, error = max(found.spread for found in figures), max(abs(found.error) for found in figures)
-    ranks = [
-        ranking({policy: own["mean_jct_seconds"].mean for policy, own in compared.items()}),
-        ranking({policy: own["mean_jct_seconds"].simulated for policy, own in compared.items()}),
-    ]
+    jct = {policy: own["mean_jct_seconds"] for policy, own in compared.items()}
+    wrong = misranked({policy: (found.mean, found.simulated) for policy, found in jct.items()})
     lines = [f"largest error {error:.1%} (asked for: {MOST_ERROR:.0%}); largest spread of the repeats {spread:.1%}"]
-    kept = "kept" if ranks[0] == ranks[1] else f"NOT kept: really {', '.join(ranks[0])}; simulated {', '.join(ranks[1])}"
-    lines.append(f"ranking by mean JCT {kept}")
+    lines.append(f"ranking by mean JCT {'NOT kept: ' + '; '.join(wrong) if wrong else 'kept'}")
     if min(len(found.real) for found in figures) < FEWEST_REPEATS:
         lines.append(f"fewer than {FEWEST_REPEATS} repeats decide nothing")
     elif spread > MOST_SPREAD:
         lines.append(f"repeats differ by more than {MOST_SPREAD:.0%}: this machine, as busy as it was, cannot decide; run it on GPUs")
     else:
-        lines.append("the simulator holds" if error <= MOST_ERROR and ranks[0] == ranks[1] else "the simulator does NOT hold")
+        lines.append("the simulator does NOT hold" if wrong or error > MOST_ERROR else "the simulator holds")
     return lines
 
 
@@ -171,7 +179,8 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
             own = LocalMachine(machine.gpus, machine.device, machine.base_models, directory / f"{policy}-{repeat}")
             times = run_really(own, work, arrivals, policy, calibration)
             real[policy].append(times)
-            print(f"repeat {repeat}, {policy}: mean JCT {times.mean_jct_seconds:.2f} s, makespan {times.makespan_seconds:.2f} s")
+            line = f"mean JCT {times.mean_jct_seconds:.2f} s, makespan {times.makespan_seconds:.2f} s"
+            print(f"repeat {repeat}, {policy}: {line}", flush=True)
     compared = compare(real, simulated)
     for policy, own in compared.items():
         for figure, found in own.items():
@@ -191,7 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=24)
     parser.add_argument("--mean-seconds", type=float, default=5.0, help="of a job by itself")
-    parser.add_argument("--load", type=float, default=1.2, help="of the GPUs, while jobs arrive")
+    parser.add_argument("--load", type=float, default=3.0, help="of the GPUs, while jobs arrive")
     parser.add_argument("--policies", default="fifo,sjf,residual_capacity")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--gpus", type=int, default=2)

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +38,9 @@ ENDLESS = 10**6  # optimizer steps: calibration ends, not its jobs
 SAMPLES = 64  # of a job's data; its epochs go over them again and again
 LONGEST_TOKENS = 256
 ALONE_TOKENS = (64, 256, 1024, 2048)  # of a step of a job by itself
-GROUPS = ((2, 128), (4, 128), (8, 64))  # members, and tokens of a step of each: they fit into one micro-batch
+GROUPS = ((2, 128), (4, 128), (8, 64))  # members, and about the tokens of a step of each: they fit into one micro-batch
 SATURATED = (6, 1024, 2048)  # members, tokens of a step of each, and the micro-batch, which holds two of them
+RANKS = (4, 8, 16, 32)
 SHORT_STEPS = 20  # of the jobs whose other costs than steps are measured
 REPORTS = 4  # of each job and measurement, about a second each; the first is left out, as it may hold the end of the one before
 
@@ -54,7 +55,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What this machine costs. `job_seconds` is all that a job takes beside its steps: data, checkpoint, adapter, messages."""
+    """What this machine costs. `start_seconds` is what a job takes longer on a GPU without a worker; `job_seconds` all that it takes
+    beside its steps: data, checkpoint, adapter, messages.
+    """
 
     constants: BaseConstants
     fill_share: float
@@ -72,7 +75,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Order:
-    """A job to be: samples of about `mean_tokens` (all equal with `even`), so many a step."""
+    """A job to be: samples of about `mean_tokens`, so many a step."""
 
     name: str
     mean_tokens: int
@@ -80,7 +83,6 @@ class Order:
     rank: int
     steps: int
     max_slowdown: float = 1.5
-    even: bool = False
 
 
 def make_work(orders: Sequence[Order], base: Path, directory: Path, seed: int) -> Work:
@@ -106,7 +108,7 @@ def _spec(order: Order, data: Path) -> JobSpec:
 
 def _write_data(order: Order, directory: Path, seed: int) -> Path:
     rng = np.random.default_rng(seed)
-    lengths = np.full(SAMPLES, order.mean_tokens) if order.even else rng.lognormal(math.log(order.mean_tokens), 0.4, SAMPLES)
+    lengths = rng.lognormal(math.log(order.mean_tokens), 0.4, SAMPLES)
     path = directory / f"{order.name}.jsonl"
     rows = [rng.integers(10, 1000, int(min(max(length, 8), LONGEST_TOKENS))).tolist() for length in lengths]
     path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
@@ -114,16 +116,19 @@ def _write_data(order: Order, directory: Path, seed: int) -> Path:
 
 
 def draw_orders(count: int, mean_seconds: float, cost: CostModel, seed: int) -> list[Order]:
-    """`count` jobs of about `mean_seconds` each by itself, from one to four times that apart (lognormal, sigma 0.7)."""
+    """`count` jobs of about `mean_seconds` each by itself, from one to four times that apart (lognormal, sigma 0.7).
+
+    Their steps are short enough that what each micro-batch costs besides its tokens is worth sharing.
+    """
     rng = np.random.default_rng(seed)
     orders: list[Order] = []
     for number in range(count):
-        mean_tokens, batch = int(rng.choice([24, 48, 96, 160])), int(rng.choice([1, 2, 4, 8]))
+        mean_tokens, batch = int(rng.choice([16, 32, 64, 96])), int(rng.choice([1, 1, 2, 4]))
         seconds = rng.lognormal(math.log(mean_seconds) - 0.7**2 / 2, 0.7)
         step_seconds = cost.alone_step_seconds(BASE, mean_tokens * batch, 1)
         steps = max(10, round(seconds / step_seconds))
         slowdown = float(rng.choice([1.2, 1.5, 2.0], p=[0.25, 0.5, 0.25]))
-        orders.append(Order(f"job{number}", mean_tokens, batch, int(rng.choice([4, 8, 16, 32])), steps, slowdown))
+        orders.append(Order(f"job{number}", mean_tokens, batch, int(rng.choice(RANKS)), steps, slowdown))
     return orders
 
 
@@ -151,41 +156,47 @@ class _Point:
 
 
 def calibrate(machine: LocalMachine, base: Path, directory: Path) -> Calibration:
-    """Measure with jobs of equal samples, which are none of those that are replayed, all GPUs at once."""
-    machine = LocalMachine(machine.gpus, machine.device, machine.base_models, directory / "calibration")
+    """Measure with other jobs than are replayed, of the same kind, on all GPUs at once.
+
+    A first round of workers, which counts for nothing, leaves on disk and in the caches what later ones find there.
+    """
     groups = [(1, tokens) for tokens in ALONE_TOKENS] + [*GROUPS, SATURATED[:2]]
     orders = [
-        Order(f"c{tokens}-{member}-{gpu}", min(tokens, 64), max(1, tokens // 64), 16, ENDLESS, even=True)
+        Order(f"c{tokens}-{member}-{gpu}", min(tokens, 64), max(1, tokens // 64), 16, ENDLESS)
         for gpu in machine.gpus
         for tokens in sorted({tokens for _, tokens in groups})
         for member in range(max(members for members, own in groups if own == tokens))
     ]
-    orders += [Order(f"short{gpu}-{number}", 64, 4, 16, SHORT_STEPS, even=True) for gpu in machine.gpus for number in range(REPORTS)]
+    orders += [Order(f"warm{rank}-{gpu}", 64, 4, rank, SHORT_STEPS) for gpu in machine.gpus for rank in RANKS]
+    orders += [Order(f"short{number}-{gpu}", 64, 4, 16, SHORT_STEPS) for gpu in machine.gpus for number in range(REPORTS + 1)]
     work = make_work(orders, base, directory / "calibration-data", seed=10**6)
-    with _calibrating(machine, work) as bench:
-        start_seconds = bench.first_start()
+    with _calibrating(replace(machine, output_dir=directory / "warm-up"), work) as bench:
+        for rank in RANKS:
+            bench.seconds_to_end(f"warm{rank}")
+    with _calibrating(replace(machine, output_dir=directory / "calibration"), work) as bench:
+        cold_seconds = bench.seconds_to_end("short0")
         budgets = CostModel.budgets
         points: list[_Point] = []
         for members, tokens in groups:
-            budget = SATURATED[2] if (members, tokens) == SATURATED[:2] else next(b for b in budgets if b >= members * tokens)
+            budget = SATURATED[2] if (members, tokens) == SATURATED[:2] else next(b for b in budgets if b >= 1.5 * members * tokens)
             points.append(bench.measure(members, tokens, budget))
-        alone_seconds = next(point.step_seconds for point in points if (point.members, point.tokens) == (1, 256))
-        job_seconds = bench.short_job_seconds() - SHORT_STEPS * alone_seconds
-    return _fitted(points, base, start_seconds, max(0.0, job_seconds))
+        warm_seconds = statistics.median(bench.seconds_to_end(f"short{number}") for number in range(1, REPORTS + 1))
+    alone_seconds = points[ALONE_TOKENS.index(256)].step_seconds
+    return _fitted(points, base, cold_seconds - warm_seconds, max(0.0, warm_seconds - SHORT_STEPS * alone_seconds))
 
 
 @contextmanager
 def _calibrating(machine: LocalMachine, work: Work) -> Iterator[_Bench]:
     arrivals = [(0.0, event) for event in work.submitted.values()]
     with LocalBackend(machine, work.jobs, arrivals) as backend:
-        yield _Bench(backend, machine.gpus)
+        yield _Bench(backend, machine.gpus, work)
 
 
 class _Bench:
     """Runs groups by hand, the same on all GPUs at once."""
 
-    def __init__(self, backend: LocalBackend, gpus: Sequence[int]) -> None:
-        self._backend, self._gpus, self._groups = backend, gpus, 0
+    def __init__(self, backend: LocalBackend, gpus: Sequence[int], work: Work) -> None:
+        self._backend, self._gpus, self._work, self._groups = backend, gpus, work, 0
         arrived = 0
         while arrived < 2:  # the node, then all jobs at once
             arrived += bool(backend.poll())
@@ -212,16 +223,8 @@ class _Bench:
         for group in groups:
             self._backend.execute(StopGroup(group))
 
-    def first_start(self) -> float:
-        """Seconds from the start of a group on a GPU without a worker until it trains, the mean over the GPUs."""
-        began = self._backend.now()
-        groups = self._start({gpu: [f"c64-0-{gpu}"] for gpu in self._gpus}, 1024)
-        ready = self._until_ready(groups)
-        self._stop(groups)
-        return statistics.mean(ready.values()) - began
-
     def measure(self, members: int, tokens: int, budget: int) -> _Point:
-        """Seconds between the optimizer steps of so many equal jobs: the median of what they report, over all GPUs."""
+        """Seconds between the optimizer steps of so many like jobs: the median of what they report, over all GPUs."""
         names = {gpu: [f"c{tokens}-{member}-{gpu}" for member in range(members)] for gpu in self._gpus}
         groups = self._start(names, budget)
         self._until_ready(groups)
@@ -231,22 +234,21 @@ class _Bench:
                 if isinstance(event, StepsDone) and event.group_id in groups:
                     reports[event.job_id].append(event.step_seconds)
         self._stop(groups)
-        return _Point(members, float(tokens), budget, statistics.median(s for found in reports.values() for s in found[1:]))
+        profiles = [self._work.submitted[name].profile for name in reports]
+        mean_tokens = statistics.mean(profile.tokens_per_step for profile in profiles)
+        return _Point(members, mean_tokens, budget, statistics.median(s for found in reports.values() for s in found[1:]))
 
-    def short_job_seconds(self) -> float:
-        """Seconds from the start of a group of one short job, on a GPU with a worker, to the job's end: the median."""
-        taken: list[float] = []
-        for number in range(REPORTS):
-            began = self._backend.now()
-            groups = self._start({gpu: [f"short{gpu}-{number}"] for gpu in self._gpus}, 1024)
-            ended = 0
-            while ended < len(self._gpus):
-                for event in self._backend.poll():
-                    if isinstance(event, JobFinished):
-                        taken.append(self._backend.now() - began)
-                        ended += 1
-            self._stop(groups)
-        return statistics.median(taken)
+    def seconds_to_end(self, name: str) -> float:
+        """Seconds from the start of a group of one job on each GPU to the job's end, the mean over the GPUs."""
+        began, taken = self._backend.now(), list[float]()
+        groups = self._start({gpu: [f"{name}-{gpu}"] for gpu in self._gpus}, 1024)
+        while len(taken) < len(groups):
+            for event in self._backend.poll():
+                assert not isinstance(event, JobFailed), event
+                if isinstance(event, JobFinished):
+                    taken.append(self._backend.now() - began)
+        self._stop(groups)
+        return statistics.mean(taken)
 
 
 def _fitted(points: Sequence[_Point], base: Path, start_seconds: float, job_seconds: float) -> Calibration:
