@@ -13,8 +13,11 @@ from tlora.errors import ConfigError
 
 ADAPTER_BYTES = 18  # per trained parameter: fp32 master, two moments and gradient, bf16 copy
 MEMORY_SHARE = 0.92  # of a GPU that may be planned for; the rest is the allocator's
-OBSERVED_SHARE = 0.1  # of the newest observation in the correction, which so remembers about ten
 LEAST_CORRECTION, MOST_CORRECTION = 0.5, 2.0
+CONSTANTS_COUNT = 10  # observations that the constants weigh as much as: after so many a base's correction is half of what is seen
+BASE_COUNTS = 200  # of one reach, that what is seen of its base weighs as much as: few groups of one reach are no sample of all jobs
+REMEMBERED_SECONDS = 86400.0  # so that a swing over the day averages out. By time: 1,000 groups report 1,000 times as often as one
+CORRECTED_FROM = 0.02  # less is noise (the mean of 100 jobs that are off by up to 15 %: 0.9 %), and each change costs all known paces
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +41,28 @@ class BaseConstants:
     source: Mapping[str, str]
 
 
+@dataclass(slots=True)
+class _Mean:
+    """Of what was observed over what the constants say. `weight` is the number of observations, of which old ones count for less."""
+
+    ratio: float = 1.0
+    weight: float = 0.0
+    seen_at: float = 0.0
+
+    def weight_at(self, now: float) -> float:
+        return self.weight * math.exp((self.seen_at - now) / REMEMBERED_SECONDS)
+
+    def see(self, ratio: float, now: float, least_weight: float = 0.0) -> None:
+        self.weight = max(self.weight_at(now), least_weight) + 1
+        self.ratio += (ratio - self.ratio) / self.weight
+        self.seen_at = now
+
+
 class CostModel:
     """Seconds and bytes of a base's micro-batches, by the base's name. `fill_share` is the share of a full micro-batch that is tokens.
 
-    The one thing that changes in it is the correction by `observe`, so far `times_corrected` times. Raises ConfigError for a base of
-    which nothing is known.
+    The one thing that changes in it are the corrections by `observe`: what it predicts has changed `times_corrected` times. Raises
+    ConfigError for a base of which nothing is known.
     """
 
     budgets: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)  # tokens of a micro-batch per GPU that engines prepare, ascending
@@ -53,6 +73,8 @@ class CostModel:
         self.fill_share = fill_share
         self.times_corrected = 0
         self._corrections = {base: [1.0, 1.0, 1.0] for base in self.constants}  # one GPU, one node, several nodes
+        self._observed = {base: _Mean() for base in self.constants}
+        self._observed_of_reach = {base: [_Mean(), _Mean(), _Mean()] for base in self.constants}
 
     def micro_batch_seconds(self, base: str, tokens: float, gpus: int, nodes: int, members: int) -> float:
         """Seconds of one micro-batch of `tokens` over all `gpus` together, for a group of `members` jobs.
@@ -87,20 +109,30 @@ class CostModel:
         """Whether that is within the share of a GPU that may be planned for."""
         return self.memory_bytes(base, adapter_parameters, tokens_per_gpu) <= MEMORY_SHARE * self._of(base).gpu_bytes
 
-    def observe(self, base: str, gpus: int, nodes: int, predicted_seconds: float, observed_seconds: float) -> None:
-        """Correct later predictions for groups of this base on one GPU, on one node, or on several, whichever this was.
+    def observe(self, base: str, gpus: int, nodes: int, predicted_seconds: float, observed_seconds: float, now: float) -> bool:
+        """Take in how long something took, at `now` seconds, on one GPU, on one node, or on several. Whether predictions are now others.
 
         `predicted_seconds` is what this model says now, its correction included: observed / predicted * correction is then the ratio to
-        the constants. The correction is the exponentially weighted mean of these ratios, each first clamped, so that a step during
-        which something was compiled counts no more than a step of twice the time.
+        the constants, clamped, so that a step during which something was compiled counts no more than one of twice the time. Means of
+        these ratios are kept of the base and of each reach of it. A reach is corrected by its own mean, and by its base's where it has
+        few observations. The corrections of a base change all together, and only when one of them is off by more than `CORRECTED_FROM`.
         """
         assert predicted_seconds > 0 and observed_seconds > 0, (predicted_seconds, observed_seconds)
         self._of(base)
-        corrections, reach = self._corrections[base], _reach(gpus, nodes)
-        ratio = corrections[reach] * observed_seconds / predicted_seconds
-        clamped = min(max(ratio, LEAST_CORRECTION), MOST_CORRECTION)
-        corrections[reach] += OBSERVED_SHARE * (clamped - corrections[reach])
+        applied, reach = self._corrections[base], _reach(gpus, nodes)
+        ratio = min(max(applied[reach] * observed_seconds / predicted_seconds, LEAST_CORRECTION), MOST_CORRECTION)
+        whole, reaches = self._observed[base], self._observed_of_reach[base]
+        whole.see(ratio, now, CONSTANTS_COUNT)
+        reaches[reach].see(ratio, now)
+        weights = [own.weight_at(now) for own in reaches]
+        found = [
+            (BASE_COUNTS * whole.ratio + weight * own.ratio) / (BASE_COUNTS + weight) for own, weight in zip(reaches, weights, strict=True)
+        ]
+        if all(abs(new - old) <= CORRECTED_FROM * old for new, old in zip(found, applied, strict=True)):
+            return False
+        self._corrections[base] = found
         self.times_corrected += 1
+        return True
 
     def _of(self, base: str) -> BaseConstants:
         try:

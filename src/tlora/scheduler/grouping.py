@@ -100,7 +100,7 @@ class _Sum:
 
 
 class _Sums:
-    """The sums of groups, worked out again only where a group is another: a correction of the cost model shows in them a little late."""
+    """The sums of groups, worked out again only where a group is another object, as it also is when its base's costs are corrected."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[JobGroup, _Sum]] = {}
@@ -191,10 +191,7 @@ def _is_as_large(job: Job, other: Job) -> bool:
 
 
 class _Refused:
-    """Who cannot join which group, as long as that is the same: what decides it does not change with time.
-
-    It changes a little where the cost model is corrected by what is observed; a refusal then holds until the group changes.
-    """
+    """Who cannot join which group, as long as that is the same object: what decides it does not change with time."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[JobGroup, set[str]]] = {}

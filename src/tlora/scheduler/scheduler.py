@@ -6,6 +6,7 @@ speaks of a job or group that is not there is ignored.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,10 +39,13 @@ Policy = Callable[[ClusterState], list[JobGroup]]
 
 
 class Scheduler:
-    """One cluster's. `seen` are the jobs that were ever submitted: an order that comes twice is one."""
+    """One cluster's. `seen` are the jobs that were ever submitted: an order that comes twice is one.
+
+    What it believes of costs is a copy of `cost`, which reports of steps correct.
+    """
 
     def __init__(self, policy: Policy, cost: CostModel) -> None:
-        self.state, self._policy = ClusterState(cost), policy
+        self.state, self._policy = ClusterState(copy.deepcopy(cost)), policy
         self._seen: set[str] = set()
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -75,7 +79,7 @@ class Scheduler:
                 return [], known
             case GroupReady():
                 if event.group_id in state.groups:
-                    state.groups[event.group_id].ready = True
+                    state.make_ready(event.group_id)
                 return [], False
             case Tick():
                 return [], True

@@ -5,10 +5,11 @@ A group here is what was last asked for: asking and having differ until `GroupRe
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tlora.planner.cost import CostModel
@@ -32,16 +33,18 @@ class Node:
 
 @dataclass(slots=True)
 class Job:
-    """`need` are the tokens per second that honour its bound: n / (max slowdown * T0). `steps_done` is as of `seen_at`."""
+    """`need` are the tokens per second that honour its bound: n / (max slowdown * T0); T0 as corrected. `steps_done` is as of `seen_at`."""
 
     spec: JobSubmitted
     submitted_at: float
-    alone_step_seconds: float
-    need: float
+    alone_nodes: int  # that T0 is counted on
+    alone_step_seconds: float = 0.0
+    need: float = 0.0
     status: Status = "pending"
     group_id: str | None = None
     steps_done: float = 0.0
     steps_reported: float = 0.0  # by its group; in another it may go on from a checkpoint with fewer
+    steady: bool = False  # it was reported since its group is as it is, so that the next report is of this alone
     seen_at: float = 0.0
     step_seconds: float = 0.0  # in its group, as predicted; 0 while it waits
     service_gpu_seconds: float = 0.0  # its share of GPU time so far, as of `seen_at`
@@ -202,12 +205,17 @@ class ClusterState:
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
     def submit(self, spec: JobSubmitted) -> None:
-        nodes = -(-spec.gpus // max(1, self.node_size))
-        alone = self.cost.alone_step_seconds(spec.base_model, spec.profile.tokens_per_step, spec.gpus, nodes)
-        need = spec.profile.tokens_per_step / (spec.max_slowdown * alone)
-        self.jobs[spec.job_id] = Job(spec, self.now, alone, need, seen_at=self.now, pending_since=self.now, number=self.jobs_submitted)
+        job = Job(spec, self.now, -(-spec.gpus // max(1, self.node_size)), seen_at=self.now, pending_since=self.now)
+        job.number = self.jobs_submitted
+        self._measure_alone(job)
+        self.jobs[spec.job_id] = job
         self.jobs_submitted += 1
         self.pending[spec.job_id] = None
+
+    def _measure_alone(self, job: Job) -> None:
+        spec, tokens = job.spec, job.spec.profile.tokens_per_step
+        job.alone_step_seconds = self.cost.alone_step_seconds(spec.base_model, tokens, spec.gpus, job.alone_nodes)
+        job.need = tokens / (spec.max_slowdown * job.alone_step_seconds)
 
     def end_job(self, job_id: str) -> None:
         """It is finished, failed or cancelled. Its group goes on without it; the caller looks after an empty one."""
@@ -216,17 +224,39 @@ class ClusterState:
         if job.group_id is not None:
             group = self.groups[job.group_id]
             self._leave(group, job_id)
+            self._begin_stretch(group)
             self.emptied.append(job.group_id)
         job.status = "ended"
 
     def see_steps(self, event: StepsDone) -> None:
-        """What a back end reports of a job. Reports of a group that it has left are late, and steps never go back."""
+        """What a back end reports of a job. Reports of a group that it has left are late, and steps never go back.
+
+        Step times correct the cost model where the group is ready. A report is of the time since the one before: the first after
+        `GroupReady`, or after another member's end, is left out, as it has in it what was before (joins, loading, other company).
+        """
         job = self.jobs[event.job_id]
         if job.group_id != event.group_id or event.steps < job.steps_reported:
             return
+        known, is_new = self.groups[event.group_id], event.steps > job.steps_reported  # else it comes twice, or of no step
         job.settle(self.now)
         job.steps_reported = event.steps
         job.steps_done = min(event.steps, float(job.spec.profile.steps))
+        if known.ready and is_new:
+            if job.steady and 0 < event.step_seconds < math.inf:  # nor a NaN
+                self._learn(known, job.step_seconds, event.step_seconds)
+            job.steady = True
+
+    def _learn(self, known: Group, predicted_seconds: float, observed_seconds: float) -> None:
+        """Where predictions change, T0 of the base's jobs does with them: a slowdown is a ratio of times on the same machine."""
+        base = known.group.base_model
+        if not self.cost.observe(base, len(known.group.gpus), known.num_nodes, predicted_seconds, observed_seconds, self.now):
+            return
+        for job in self.jobs.values():
+            if job.spec.base_model == base:
+                self._measure_alone(job)
+        for name in self.groups_of_base[base]:
+            found = self.groups[name]
+            self._set_members(found, replace(found.group))  # another object: what was worked out of the group is forgotten
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
@@ -253,6 +283,15 @@ class ClusterState:
                 self._admit(name, wanted.group_id)
         known.ready, known.changed_at = False, self.now
         self._set_members(known, wanted)
+
+    def make_ready(self, group_id: str) -> None:
+        """It runs as was asked for last."""
+        self.groups[group_id].ready = True
+        self._begin_stretch(self.groups[group_id])
+
+    def _begin_stretch(self, known: Group) -> None:
+        for name in known.group.job_ids:
+            self.jobs[name].steady = False
 
     def _set_gpus(self, known: Group, gpus: tuple[int, ...]) -> None:
         if gpus != known.group.gpus:

@@ -23,13 +23,15 @@ def arrival(job: Job) -> Key:
 class Waiting:
     """Heaps of the jobs that wait, one for each number of GPUs that they ask for, by `key`, or a single one (`lanes=False`).
 
-    A key must not change while its job waits, and ends with the job's number. Rests on two facts about `ClusterState.pending`: a job
-    that begins to wait is appended at its end, and one that was placed in between has another `times_placed`.
+    A key ends with the job's number, and must not change while its job waits, except where the cost model is corrected. Rests on two
+    facts about `ClusterState.pending`: a job that begins to wait is appended at its end, and one that was placed in between has another
+    `times_placed`.
     """
 
     def __init__(self, key: Callable[[Job], Key], lanes: bool = True) -> None:
         self._key, self._by_gpus = key, lanes
         self._state: ClusterState | None = None
+        self._times_corrected = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -39,8 +41,8 @@ class Waiting:
 
     def follow(self, state: ClusterState) -> None:
         """Take in who has begun to wait since the last time. Who was taken and yet still waits is back."""
-        if state is not self._state:
-            self._state = state
+        if state is not self._state or state.cost.times_corrected != self._times_corrected:
+            self._state, self._times_corrected = state, state.cost.times_corrected
             self._forget()
         for entry in self._taken:
             if _is_waiting(entry):
