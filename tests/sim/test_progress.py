@@ -7,13 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.sim.small_clusters import made_job
-from tlora.planner.sharing import Member
 from tlora.sim.progress import Progress
 
 
 def progress(steps: int = 1000, alone: float = 1.0, max_slowdown: float = 2.0) -> Progress:
     job = made_job("a", steps)
-    found = Progress(job.job, "done", 0.0, Member(1000.0, 1.0), alone, 1.0)
+    found = Progress(job.job, "done", 0.0, 1000.0, alone, 1.0)
     found.bound_seconds = 10 * max_slowdown * alone * (1 + 1e-9)
     return found
 

@@ -12,12 +12,12 @@ from tlora.scheduler.state import ClusterState, Job
 
 
 class Draft:
-    """What a policy wants changed. `placed` are the jobs that it has given a group; `freed` those that it has taken out of one."""
+    """What a policy wants changed. `num_free` are the GPUs that are then free."""
 
     def __init__(self, state: ClusterState) -> None:
         self.state = state
         self.changed: dict[str, JobGroup] = {}
-        self.placed: dict[str, str] = {}
+        self.num_free = state.num_free
         self._free: dict[str, list[int]] = {}  # of nodes that the draft has touched
         self._opened = 0
 
@@ -28,7 +28,8 @@ class Draft:
     # -- GPUs ----------------------------------------------------------------------------------------------------------
 
     def free_of(self, node: str) -> list[int]:
-        return self._free.get(node, self.state.nodes[node].free)
+        free = self._free.get(node)
+        return self.state.nodes[node].free if free is None else free
 
     def with_free(self) -> list[int]:
         """Places of the nodes with free GPUs, rising."""
@@ -38,11 +39,6 @@ class Draft:
             return places
         found = {*places, *(node.place for node, free in changed if free)}
         return sorted(found.difference([node.place for node, free in changed if not free]))
-
-    @property
-    def num_free(self) -> int:
-        touched = [len(free) - len(self.state.nodes[name].free) for name, free in self._free.items()]
-        return self.state.num_free + sum(touched)
 
     def allocate(self, count: int) -> tuple[int, ...] | None:
         """`count` free GPUs on the fewest nodes that can hold so many, or None where there are none. They are then taken.
@@ -67,6 +63,7 @@ class Draft:
         for gpu in gpus:
             name = self.state.node_of[gpu]
             self._free[name] = sorted((*self.free_of(name), gpu))
+            self.num_free += 1
 
     def take(self, gpus: Sequence[int]) -> None:
         """These very GPUs, which are free."""
@@ -75,10 +72,12 @@ class Draft:
             free = list(self.free_of(name))
             free.remove(gpu)
             self._free[name] = free
+            self.num_free -= 1
 
     def _take(self, node: str, count: int) -> tuple[int, ...]:
         free = self.free_of(node)
         self._free[node] = free[count:]
+        self.num_free -= count
         return tuple(free[:count])
 
     def _best_fit(self, count: int) -> str | None:
@@ -142,23 +141,16 @@ class Draft:
 
     def change(self, group_id: str, jobs: Sequence[Job], gpus: tuple[int, ...], plan: ParallelPlan) -> JobGroup:
         """Other members, GPUs (the caller takes and gives back the difference) or plan."""
-        before = self.group(group_id)
-        for name in before.job_ids:
-            self.placed.pop(name, None)
-        return self._set(JobGroup(group_id, before.base_model, gpus, plan, *_members(jobs)))
+        return self._set(JobGroup(group_id, self.group(group_id).base_model, gpus, plan, *_members(jobs)))
 
     def stop(self, group_id: str) -> None:
         """Its GPUs are free, its members without a group until the draft gives them one."""
         group = self.group(group_id)
         self.give_back(group.gpus)
-        for name in group.job_ids:
-            self.placed.pop(name, None)
         self.changed[group_id] = JobGroup(group_id, group.base_model, group.gpus, group.plan, (), ())
 
     def _set(self, group: JobGroup) -> JobGroup:
         self.changed[group.group_id] = group
-        for name in group.job_ids:
-            self.placed[name] = group.group_id
         return group
 
 

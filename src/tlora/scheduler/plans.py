@@ -38,23 +38,24 @@ def shared_plan(cost: CostModel, base: str, gpus: int, nodes: int, jobs: Sequenc
     step takes more than max slowdown * T0, nor would when all others have left, the one with the least mean of step / T0; of equals the
     largest.
     """
+    offered = sum([job.spec.profile.tokens_per_step for job in jobs])
     if check_bounds and len(jobs) > 1:
-        needed = sum(job.need for job in jobs)
-        if needed > most_capacity(cost, base, gpus, nodes, len(jobs)) * (1 + ROUNDING):
-            return None  # most attempts end here, after a thirtieth of the time of the rest
+        filled = min(cost.fill_share * cost.budgets[-1] * gpus, offered)
+        if sum([job.need for job in jobs]) > cost.capacity(base, filled, gpus, nodes, len(jobs)) * (1 + ROUNDING):
+            return None  # of all micro-batches that they can fill the largest serves most; most attempts end here
     parameters = sum(job.spec.profile.adapter_parameters for job in jobs)
     longest = max(job.spec.profile.longest_sample_tokens for job in jobs)
     members = [Member(job.spec.profile.tokens_per_step, job.weight) for job in jobs]
-    offered = sum(member.tokens_per_step for member in members)
-    best, best_mean = 0, 0.0
+    best, best_mean, tried = 0, 0.0, False
     for tokens in reversed(cost.budgets):
         budget = tokens * gpus
         if tokens < longest:
             break
-        if best and cost.fill_share * budget >= offered:  # the larger ones were not full either: nothing differs
+        if tried and cost.fill_share * budget >= offered:  # the larger ones were not full either: nothing differs
             continue
         if not cost.fits(base, parameters, tokens):
             continue
+        tried = True
         seconds = group_step_seconds(cost, base, budget, gpus, nodes, members)
         slowdowns = [own / job.alone_step_seconds for own, job in zip(seconds, jobs, strict=True)]
         if check_bounds and any(own > job.spec.max_slowdown * (1 + ROUNDING) for own, job in zip(slowdowns, jobs, strict=True)):

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Sequence
 
 from tlora.planner.cost import CostModel
-from tlora.planner.sharing import Member
 from tlora.protocol import (
     Action,
     ChangeGroup,
@@ -28,7 +27,7 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
-from tlora.sim.flow import GroupFlow, enter, leave, plan_ahead, settle, switch, weigh
+from tlora.sim.flow import GroupFlow, enter, leave, plan_ahead, settle, switch
 from tlora.sim.machines import ClusterShape, Machines
 from tlora.sim.mapping import MappedJob
 from tlora.sim.progress import Progress
@@ -167,7 +166,7 @@ class SimulatedCluster:
             if not self._exact:
                 alone *= speed * self._truth.drift_at(self._now, spec.base_model)
         assert spec.job_id not in self.jobs, f"{spec.job_id} comes twice"
-        self.jobs[spec.job_id] = Progress(spec, arrival.ends, self._now, Member(tokens, 1.0), alone, speed)
+        self.jobs[spec.job_id] = Progress(spec, arrival.ends, self._now, tokens, alone, speed)
         self._alive += 1
         self._waiting += 1
         self._happened(spec)
@@ -180,7 +179,6 @@ class SimulatedCluster:
     def _advance(self, flow: GroupFlow) -> None:
         """What was planned in a group happens now."""
         settle(flow, self._now)
-        self._touched[flow.wanted.group_id] = flow
         if flow.finishing is not None:
             self._finish(flow, flow.finishing)
         elif self._now >= flow.switch_at:
@@ -190,6 +188,8 @@ class SimulatedCluster:
         elif not self._exact:
             flow.stale = True
             self._report(flow.members.values())
+        if flow.members:  # else nothing more happens in it until it is stopped
+            self._touched[flow.wanted.group_id] = flow
 
     def _finish(self, flow: GroupFlow, job: Progress) -> None:
         self._close_span(flow)
@@ -250,7 +250,7 @@ class SimulatedCluster:
             return
         assert name not in self._groups, f"{name} is started twice"
         loaded_at = self._now + self._machines.start_seconds(group.base_model, group.gpus, name)
-        flow = self._groups[name] = GroupFlow(group, loaded_at, self._now, self._now)
+        flow = self._groups[name] = GroupFlow(group, loaded_at, self._now, self._now, {}, [])
         self._enter_new(flow, group)
         self._plan(flow, loaded_at)
         self._unsampled = True
@@ -264,7 +264,7 @@ class SimulatedCluster:
         self._report(flow.members.values())
         weights = dict(zip(group.job_ids, group.weights, strict=True))
         for name, job in flow.members.items():
-            weigh(job, weights[name])
+            job.weight = weights[name]
         flow.wanted, flow.stale, flow.announce = group, True, True
         self._touched[group.group_id] = flow
         if set(group.gpus) != set(before.gpus) and not self._regroup_gpus(flow, before.gpus):

@@ -6,10 +6,10 @@ Starts and ends no group, and tells nobody: `backend.py` does.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tlora.planner.cost import CostModel
-from tlora.planner.sharing import Member, group_step_seconds
+from tlora.planner.sharing import Member, group_step_seconds, lone_step_seconds
 from tlora.protocol import JobGroup
 from tlora.sim.progress import Progress
 from tlora.sim.truth import Truth
@@ -23,15 +23,15 @@ class GroupFlow:
     switch_at: float  # when `gpus` become those that are wanted; inf if they are
     settled_at: float
     changed_at: float  # since when it has had these members and GPUs
+    members: dict[str, Progress]
+    came: list[Progress]  # since the last announcement
     gpus: tuple[int, ...] = ()
     num_nodes: int = 0
-    members: dict[str, Progress] = field(default_factory=dict[str, Progress])
     version: int = 0  # of what was last planned with it
     stale: bool = True  # speeds are to be worked out anew
     pauses: float = 0.0  # micro-batches for which those that run stand still, as others join
     stands: bool = True  # somebody in it, or it as a whole, waits for what was asked
     announce: bool = True  # that it runs as wanted, once it does
-    came: list[Progress] = field(default_factory=list[Progress])  # since the last announcement
     micro_batch_seconds: float = 0.0
     tokens_per_second: float = 0.0
     finishing: Progress | None = None  # who ends first, if that is the next thing that happens
@@ -69,7 +69,7 @@ def plan_ahead(flow: GroupFlow, now: float, cost: CostModel, truth: Truth) -> fl
         if job.resume_at <= now:
             if not job.runs:
                 job.go_on(now)
-            tokens += job.member.tokens_per_step / job.step_seconds
+            tokens += job.tokens_per_step / job.step_seconds
             left = job.total_steps - job.steps
             end = now + left * job.step_seconds if left > 0 else now
             if end < upcoming:
@@ -96,16 +96,10 @@ def enter(flow: GroupFlow, job: Progress, weight: float, now: float, join_second
     job.group, job.joined_at, job.joined_steps = flow, now, job.steps
     job.counts = job.counts and job.left_at == now  # a move counts, a wait does not
     job.resume_at = now + join_seconds
-    weigh(job, weight)
+    job.weight = weight
     flow.members[job.spec.job_id] = job
     flow.came.append(job)
     flow.stale = flow.announce = True
-
-
-def weigh(job: Progress, weight: float) -> None:
-    """Its share in its group from now on; a group whose shares change is `stale`."""
-    if job.member.weight != weight:
-        job.member = Member(job.member.tokens_per_step, weight)
 
 
 def leave(flow: GroupFlow, job: Progress, now: float, back_to_steps: float) -> None:
@@ -122,16 +116,17 @@ def _share(flow: GroupFlow, now: float, cost: CostModel, truth: Truth) -> None:
     base, budget = wanted.base_model, wanted.plan.token_budget
     if count != len(wanted.gpus):
         budget = budget * count // len(wanted.gpus)
-    members = [job.member for job in jobs]
-    seconds = group_step_seconds(cost, base, budget, count, flow.num_nodes, members)
-    if len(members) == 1:
-        flow.micro_batch_seconds = seconds[0] / math.ceil(members[0].tokens_per_step / budget)
+    if len(jobs) == 1:
+        tokens = jobs[0].tokens_per_step
+        seconds = [lone_step_seconds(cost, base, budget, count, flow.num_nodes, tokens)]
+        flow.micro_batch_seconds = seconds[0] / math.ceil(tokens / budget)
     else:
-        offered = sum(min(member.tokens_per_step, budget) for member in members)
+        seconds = group_step_seconds(cost, base, budget, count, flow.num_nodes, [Member(job.tokens_per_step, job.weight) for job in jobs])
+        offered = sum(min(job.tokens_per_step, budget) for job in jobs)
         filled = min(cost.fill_share * budget, offered)
-        flow.micro_batch_seconds = cost.micro_batch_seconds(base, filled, count, flow.num_nodes, len(members))
+        flow.micro_batch_seconds = cost.micro_batch_seconds(base, filled, count, flow.num_nodes, len(jobs))
     if not truth.exact:
-        rates = [member.tokens_per_step / own for member, own in zip(members, seconds, strict=True)]
+        rates = [job.tokens_per_step / own for job, own in zip(jobs, seconds, strict=True)]
         slower = sum(job.speed * rate for job, rate in zip(jobs, rates, strict=True)) / sum(rates) * truth.drift_at(now, base)
         flow.micro_batch_seconds *= slower
         seconds = [own * slower for own in seconds]

@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tlora.planner.sharing import Member
 from tlora.protocol import JobSubmitted
 from tlora.sim.records import JobRecord, JobState
 
@@ -35,7 +34,7 @@ class Progress:
     spec: JobSubmitted
     ends: JobState
     submitted_seconds: float
-    member: Member  # tokens of a step in truth, weight as in its group
+    tokens_per_step: float  # in truth
     alone_step_seconds: float
     speed: float  # its micro-batches' time in truth over that predicted
     state: JobState = "unfinished"
@@ -43,6 +42,7 @@ class Progress:
     finished_seconds: float = math.nan
     # in its group
     group: GroupFlow | None = None
+    weight: float = 1.0
     runs: bool = False
     step_seconds: float = 0.0  # between its steps while it runs
     resume_at: float = 0.0  # until then it stands still
@@ -85,10 +85,11 @@ class Progress:
             self.window_seconds += seconds
             return
         self._close(1, self.window_seconds + missing * each, micro_batch_seconds)
-        full, rest = divmod(max(0.0, steps - missing) + _WHOLE, WINDOW_STEPS)
+        more = steps - missing
+        full, rest = divmod((more if more > 0 else 0.0) + _WHOLE, WINDOW_STEPS)
         if full:
             self._close(int(full), WINDOW_STEPS * each, micro_batch_seconds)
-        self.window_steps = max(0.0, rest - _WHOLE)
+        self.window_steps = rest - _WHOLE if rest > _WHOLE else 0.0
         self.window_seconds = self.window_steps * each
 
     def stand(self, seconds: float) -> None:
@@ -123,7 +124,7 @@ class Progress:
             started_seconds=self.started_seconds,
             finished_seconds=self.finished_seconds,
             state=self.state,
-            tokens_per_step=self.member.tokens_per_step,
+            tokens_per_step=self.tokens_per_step,
             steps=self.steps,
             alone_seconds=self.steps * self.alone_step_seconds,
             max_slowdown=spec.max_slowdown,

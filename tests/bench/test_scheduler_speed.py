@@ -1,0 +1,74 @@
+"""What the benchmark of scheduler and simulator tells, and what it refuses, of a window that is small."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import scheduler_speed
+from tlora.sim.scenario import Scenario
+
+JOBS = 60
+
+
+@pytest.fixture(autouse=True)
+def _small_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_speed, "WINDOW", Scenario("window_15k", nodes=2, jobs=JOBS))
+    monkeypatch.setattr(scheduler_speed, "GROUPS", (6, 12))
+
+
+def test_it_tells_speeds_and_times_of_each_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "speed.json"
+    scheduler_speed.main(["--jobs", "50", "--load", "0.9", "--repeats", "2", "--commit", "abc", "--json", str(file)])
+    found = json.loads(file.read_text())
+    assert found["benchmark"] == "scheduler_speed" and found["commit"] == "abc" and list(found["policies"]) == ["fifo", "residual_capacity"]
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == 6
+    for place, (policy, row) in enumerate(found["policies"].items()):
+        assert row["jobs"] == 50 and row["gpus"] == 16 and row["load"] == pytest.approx(0.9)
+        assert 0 < row["jobs_per_second_median"] <= row["jobs_per_second"] and row["jobs_per_processor_second"] > 0
+        assert row["decisions"] >= 50 and row["decision_milliseconds_mean"] > 0
+        head, *lines = told[3 * place : 3 * place + 3]
+        assert head.startswith(f"{policy}: 50 jobs on 16 GPUs, load 0.90: {row['jobs_per_second']:,.0f} jobs/s")
+        for kind, line in zip(("decision", "report"), lines, strict=True):
+            times = row["events_at_1000_groups"][kind]
+            assert times["count"] > 0 and 0 < times["median"] <= times["p99"] <= times["p99.9"] <= times["worst"]
+            assert f"{times['count']:,} {kind}s" in line and f"p99.9 {times['p99.9']:.3f} ms" in line
+
+
+def test_an_event_counts_with_its_least_time_in_the_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([[0.004, 0.001], [0.002, 0.003]])
+
+    def timed(*_: Any) -> scheduler_speed.Timed:
+        found = next(seconds)
+        return scheduler_speed.Timed(None, found, found[::-1], [5, 7])  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(scheduler_speed, "_timed", timed)
+    times = scheduler_speed.event_milliseconds("fifo", [], 2)
+    assert times["decision"] == {"count": 2, "median": 1.5, "p99": 1.0, "p99.9": 1.0, "worst": 2.0} == times["report"]
+    assert times["waiting_median"] == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--policies", "fifoo"], "invalid choice: 'fifoo'"),
+        (["--repeats", "0"], "0 repeats measure nothing. Give 1 or more"),
+        (["--jobs", "0"], "the first 0 jobs of a trace are none. Ask for 1 or more"),
+        (["--load", "-1"], "a load of -1.0 cannot be had. Give a number above 0, such as 0.9"),
+    ],
+)
+def test_a_bad_argument_is_refused_in_one_line(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        scheduler_speed.main(arguments)
+    told = capsys.readouterr()
+    assert refused.value.code == 2 and not told.out and reason in told.err.splitlines()[-1]
+
+
+def test_without_the_crowd_there_is_nothing_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_speed, "GROUPS", (900, 1100))
+    with pytest.raises(SystemExit, match="fifo: there never are 900 to 1100 groups"):
+        scheduler_speed.main(["--policies", "fifo", "--jobs", "50", "--repeats", "1", "--commit", "abc"])
