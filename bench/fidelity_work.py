@@ -42,7 +42,9 @@ GROUPS = ((2, 128), (4, 128), (8, 64))  # members, and about the tokens of a ste
 SATURATED = (6, 1024, 2048)  # members, tokens of a step of each, and the micro-batch, which holds two of them
 RANKS = (4, 8, 16, 32)
 SHORT_STEPS = 20  # of the jobs whose other costs than steps are measured
-REPORTS = 4  # of each job and measurement, about a second each; the first is left out, as it may hold the end of the one before
+REPORTS = 10  # of each job and measurement, about a second each; the first is left out, as it may hold the end of the one before
+SHORT_JOBS = 4
+SWEEP = 6  # jobs that arrive at once
 
 
 @dataclass(frozen=True)
@@ -133,13 +135,15 @@ def draw_orders(count: int, mean_seconds: float, cost: CostModel, seed: int) -> 
 
 
 def draw_arrivals(work: Work, load: float, gpus: int, cost: CostModel, seed: int) -> list[tuple[float, JobSubmitted]]:
-    """Arrivals at random (Poisson), so that in their span the jobs by themselves would take `load` of the GPUs' time."""
+    """Sweeps of jobs that arrive at once, at random times (Poisson), so that in their span the jobs by themselves would take `load` of the
+    GPUs' time. One by one, who is the shortest when a GPU falls free would hang on fractions of a second, and repeats differ by it.
+    """
     rng = np.random.default_rng(seed)
     alone = [cost.alone_step_seconds(BASE, s.profile.tokens_per_step, 1) * s.profile.steps for s in work.submitted.values()]
-    gaps = rng.exponential(1.0, len(alone))
+    gaps = rng.exponential(1.0, -(-len(alone) // SWEEP))
     times = np.cumsum(gaps) - gaps[0]
-    times *= sum(alone) / (load * gpus) / times[-1]
-    return [(float(at), event) for at, event in zip(times, work.submitted.values(), strict=True)]
+    times *= sum(alone) / (load * gpus) / max(times[-1], 1e-9)  # of a single sweep: 0
+    return [(float(times[number // SWEEP]), event) for number, event in enumerate(work.submitted.values())]
 
 
 # -- calibration ---------------------------------------------------------------------------------------------------------
@@ -147,7 +151,7 @@ def draw_arrivals(work: Work, load: float, gpus: int, cost: CostModel, seed: int
 
 @dataclass(frozen=True)
 class _Point:
-    """A measured group: members, tokens of a step of each, the budget, and the seconds between their steps (median)."""
+    """A measured group: members, tokens of a step of each, the budget, and the seconds between their steps (mean)."""
 
     members: int
     tokens: float
@@ -168,7 +172,7 @@ def calibrate(machine: LocalMachine, base: Path, directory: Path) -> Calibration
         for member in range(max(members for members, own in groups if own == tokens))
     ]
     orders += [Order(f"warm{rank}-{gpu}", 64, 4, rank, SHORT_STEPS) for gpu in machine.gpus for rank in RANKS]
-    orders += [Order(f"short{number}-{gpu}", 64, 4, 16, SHORT_STEPS) for gpu in machine.gpus for number in range(REPORTS + 1)]
+    orders += [Order(f"short{number}-{gpu}", 64, 4, 16, SHORT_STEPS) for gpu in machine.gpus for number in range(SHORT_JOBS + 1)]
     work = make_work(orders, base, directory / "calibration-data", seed=10**6)
     with _calibrating(replace(machine, output_dir=directory / "warm-up"), work) as bench:
         for rank in RANKS:
@@ -180,7 +184,7 @@ def calibrate(machine: LocalMachine, base: Path, directory: Path) -> Calibration
         for members, tokens in groups:
             budget = SATURATED[2] if (members, tokens) == SATURATED[:2] else next(b for b in budgets if b >= 1.5 * members * tokens)
             points.append(bench.measure(members, tokens, budget))
-        warm_seconds = statistics.median(bench.seconds_to_end(f"short{number}") for number in range(1, REPORTS + 1))
+        warm_seconds = statistics.median(bench.seconds_to_end(f"short{number}") for number in range(1, SHORT_JOBS + 1))
     alone_seconds = points[ALONE_TOKENS.index(256)].step_seconds
     return _fitted(points, base, cold_seconds - warm_seconds, max(0.0, warm_seconds - SHORT_STEPS * alone_seconds))
 
@@ -224,7 +228,7 @@ class _Bench:
             self._backend.execute(StopGroup(group))
 
     def measure(self, members: int, tokens: int, budget: int) -> _Point:
-        """Seconds between the optimizer steps of so many like jobs: the median of what they report, over all GPUs."""
+        """Seconds between the optimizer steps of so many like jobs: the mean of what they report, over all GPUs."""
         names = {gpu: [f"c{tokens}-{member}-{gpu}" for member in range(members)] for gpu in self._gpus}
         groups = self._start(names, budget)
         self._until_ready(groups)
@@ -236,7 +240,7 @@ class _Bench:
         self._stop(groups)
         profiles = [self._work.submitted[name].profile for name in reports]
         mean_tokens = statistics.mean(profile.tokens_per_step for profile in profiles)
-        return _Point(members, mean_tokens, budget, statistics.median(s for found in reports.values() for s in found[1:]))
+        return _Point(members, mean_tokens, budget, statistics.fmean(s for found in reports.values() for s in found[1:]))
 
     def seconds_to_end(self, name: str) -> float:
         """Seconds from the start of a group of one job on each GPU to the job's end, the mean over the GPUs."""

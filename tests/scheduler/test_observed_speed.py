@@ -258,10 +258,10 @@ def slow(cost: CostModel, factor: float) -> CostModel:
 
 
 def cluster_of(factor: float) -> SimulatedCluster:
-    """16 GPUs, on which 40 jobs queue; it reports of its own accord, as its speeds are not exactly those of `slow`."""
+    """16 GPUs, on which 40 jobs queue; it reports, as its times are others than the scheduler believes."""
     sizes = (1, 2, 1, 4, 1, 8)
     jobs = [made_job(f"j{k}", 20_000 + 3000 * (k % 7), 400.0 * k, sizes[k % 6], 1000.0 * sizes[k % 6], "done") for k in range(40)]
-    return simulated_cluster(jobs, ClusterShape(4, 4), even_cost(), Truth(speed_error=1e-6, cost=slow(even_cost(), factor)))
+    return simulated_cluster(jobs, ClusterShape(4, 4), even_cost(), Truth(cost=slow(even_cost(), factor)))
 
 
 def play(cluster: SimulatedCluster, scheduler: Scheduler, until: float = math.inf) -> None:

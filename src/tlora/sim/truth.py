@@ -79,8 +79,8 @@ class Truth:
 
     @property
     def exact(self) -> bool:
-        """Whether speeds are as the cost model says."""
-        return not (self.speed_error or self.length_error or self.drift)
+        """Whether speeds are as the scheduler believes: then reports would tell it nothing, and there are none."""
+        return self.cost is None and not (self.speed_error or self.length_error or self.drift)
 
     def speed_of(self, job_id: str) -> float:
         """How many times as long as predicted the job's micro-batches take."""
