@@ -41,9 +41,9 @@ ALONE_TOKENS = (64, 256, 1024, 2048)  # of a step of a job by itself
 GROUPS = ((2, 128), (4, 128), (8, 64))  # members, and about the tokens of a step of each: they fit into one micro-batch
 SATURATED = (6, 1024, 2048)  # members, tokens of a step of each, and the micro-batch, which holds two of them
 RANKS = (4, 8, 16, 32)
-SHORT_STEPS = 20  # of the jobs whose other costs than steps are measured
-REPORTS = 10  # of each job and measurement, about a second each; the first is left out, as it may hold the end of the one before
-SHORT_JOBS = 4
+SHORT_STEPS, LONGER_STEPS = 20, 60  # of jobs by whose times is seen what a job takes beside its steps
+REPORTS = 6  # of each job and measurement, about a second each; the first is left out, as it may hold the end of the one before
+PAIRS = 3  # of such jobs
 SWEEP = 6  # jobs that arrive at once
 
 
@@ -160,7 +160,8 @@ class _Point:
 
 
 def calibrate(machine: LocalMachine, base: Path, directory: Path) -> Calibration:
-    """Measure with other jobs than are replayed, of the same kind, on all GPUs at once.
+    """Measure with other jobs than are replayed, of the same kind, on all GPUs at once; each group twice, there and back, so that a drift
+    of the machine's speed does not look like a difference between groups.
 
     A first round of workers, which counts for nothing, leaves on disk and in the caches what later ones find there.
     """
@@ -172,21 +173,29 @@ def calibrate(machine: LocalMachine, base: Path, directory: Path) -> Calibration
         for member in range(max(members for members, own in groups if own == tokens))
     ]
     orders += [Order(f"warm{rank}-{gpu}", 64, 4, rank, SHORT_STEPS) for gpu in machine.gpus for rank in RANKS]
-    orders += [Order(f"short{number}-{gpu}", 64, 4, 16, SHORT_STEPS) for gpu in machine.gpus for number in range(SHORT_JOBS + 1)]
+    orders += [Order(f"short{number}-{gpu}", 64, 4, 16, SHORT_STEPS) for gpu in machine.gpus for number in range(PAIRS + 1)]
+    orders += [Order(f"longer{number}-{gpu}", 64, 4, 16, LONGER_STEPS) for gpu in machine.gpus for number in range(PAIRS)]
     work = make_work(orders, base, directory / "calibration-data", seed=10**6)
     with _calibrating(replace(machine, output_dir=directory / "warm-up"), work) as bench:
         for rank in RANKS:
             bench.seconds_to_end(f"warm{rank}")
     with _calibrating(replace(machine, output_dir=directory / "calibration"), work) as bench:
         cold_seconds = bench.seconds_to_end("short0")
-        budgets = CostModel.budgets
-        points: list[_Point] = []
-        for members, tokens in groups:
-            budget = SATURATED[2] if (members, tokens) == SATURATED[:2] else next(b for b in budgets if b >= 1.5 * members * tokens)
-            points.append(bench.measure(members, tokens, budget))
-        warm_seconds = statistics.median(bench.seconds_to_end(f"short{number}") for number in range(1, SHORT_JOBS + 1))
-    alone_seconds = points[ALONE_TOKENS.index(256)].step_seconds
-    return _fitted(points, base, cold_seconds - warm_seconds, max(0.0, warm_seconds - SHORT_STEPS * alone_seconds))
+        found: dict[tuple[int, int], list[_Point]] = {group: [] for group in groups}
+        for group in (*groups, *reversed(groups)):
+            found[group].append(bench.measure(*group, _budget_of(*group)))
+        pairs = [(bench.seconds_to_end(f"short{number + 1}"), bench.seconds_to_end(f"longer{number}")) for number in range(PAIRS)]
+    short_seconds, longer_seconds = (statistics.fmean(own) for own in zip(*pairs, strict=True))
+    step_seconds = (longer_seconds - short_seconds) / (LONGER_STEPS - SHORT_STEPS)
+    points = [replace(once, step_seconds=(once.step_seconds + again.step_seconds) / 2) for once, again in found.values()]
+    return _fitted(points, base, cold_seconds - short_seconds, max(0.0, short_seconds - SHORT_STEPS * step_seconds))
+
+
+def _budget_of(members: int, tokens: int) -> int:
+    """Of the micro-batches: a group's steps fit into one, whatever samples they have, but for the saturated one's."""
+    if (members, tokens) == SATURATED[:2]:
+        return SATURATED[2]
+    return next(budget for budget in CostModel.budgets if budget >= 1.5 * members * tokens)
 
 
 @contextmanager
