@@ -18,7 +18,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -176,7 +176,7 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     real: dict[str, list[Times]] = {policy: [] for policy in policies}
     for repeat in range(args.repeats):
         for policy in policies:
-            own = LocalMachine(machine.gpus, machine.device, machine.base_models, directory / f"{policy}-{repeat}")
+            own = replace(machine, output_dir=directory / f"{policy}-{repeat}")
             times = run_really(own, work, arrivals, policy, calibration)
             real[policy].append(times)
             line = f"mean JCT {times.mean_jct_seconds:.2f} s, makespan {times.makespan_seconds:.2f} s"

@@ -42,8 +42,8 @@ GROUPS = ((2, 128), (4, 128), (8, 64))  # members, and about the tokens of a ste
 SATURATED = (6, 1024, 2048)  # members, tokens of a step of each, and the micro-batch, which holds two of them
 RANKS = (4, 8, 16, 32)
 SHORT_STEPS, LONGER_STEPS = 20, 60  # of jobs by whose times is seen what a job takes beside its steps
-REPORTS = 6  # of each job and measurement, about a second each; the first is left out, as it may hold the end of the one before
 PAIRS = 3  # of such jobs
+REPORTS = 6  # of each job and measurement, about a second each; the first is left out, as it may hold the end of the one before
 SWEEP = 6  # jobs that arrive at once
 
 
@@ -223,14 +223,13 @@ class _Bench:
             self._backend.execute(StartGroup(JobGroup(made[-1], BASE, (gpu,), plan, tuple(names), tuple(1.0 for _ in names))))
         return made
 
-    def _until_ready(self, groups: Sequence[str]) -> dict[str, float]:
-        ready: dict[str, float] = {}
-        while len(ready) < len(groups):
+    def _until_ready(self, groups: Sequence[str]) -> None:
+        waiting = set(groups)
+        while waiting:
             for event in self._backend.poll():
-                if isinstance(event, GroupReady):
-                    ready[event.group_id] = self._backend.now()
                 assert not isinstance(event, JobFailed), event
-        return ready
+                if isinstance(event, GroupReady):
+                    waiting.discard(event.group_id)
 
     def _stop(self, groups: Sequence[str]) -> None:
         for group in groups:

@@ -94,7 +94,7 @@ def test_ninety_two_percent_of_a_gpu_may_be_planned_for() -> None:
 def see(cost: CostModel, ratio: float, gpus: int = 1, nodes: int = 1, now: float = 0.0, base: str = "base") -> bool:
     """A micro-batch of 1,024 tokens that takes `ratio` times what the constants say."""
     constants = CostModel(cost.constants).micro_batch_seconds(base, 1024, gpus, nodes, 1)
-    return cost.observe(base, gpus, nodes, cost.micro_batch_seconds(base, 1024, gpus, nodes, 1), ratio * constants, now)
+    return cost.observe(base, gpus, nodes, ratio * constants / cost.micro_batch_seconds(base, 1024, gpus, nodes, 1), now)
 
 
 def correction(cost: CostModel, gpus: int = 1, nodes: int = 1, base: str = "base") -> float:
@@ -183,7 +183,7 @@ def test_no_observations_move_it_beyond_twice_or_half_and_the_same_ones_move_it_
     first, second = model(), model()
     for cost in (first, second):
         for observed in seconds:
-            cost.observe("base", 1, 1, cost.micro_batch_seconds("base", 1024, 1, 1, 1), observed, 0.0)
+            cost.observe("base", 1, 1, observed / cost.micro_batch_seconds("base", 1024, 1, 1, 1), 0.0)
     found = first.micro_batch_seconds("base", 1024, 1, 1, 1)
     assert 0.5 - 1e-9 <= found / model().micro_batch_seconds("base", 1024, 1, 1, 1) <= 2 + 1e-9
     assert found == second.micro_batch_seconds("base", 1024, 1, 1, 1)
@@ -197,4 +197,4 @@ def test_an_unknown_base_is_named_with_those_that_are_known() -> None:
     with pytest.raises(ConfigError, match=message):
         cost.memory_bytes("none", 0, 1024)
     with pytest.raises(ConfigError, match=message):
-        cost.observe("none", 1, 1, 1.0, 1.0, 0.0)
+        cost.observe("none", 1, 1, 1.0, 0.0)

@@ -113,7 +113,7 @@ def test_what_nobody_measured_is_told(gpu: str, kernels: str, base: str) -> None
 def test_two_names_can_have_the_constants_of_one_base() -> None:
     cost = cost_model(bases={"llama-3-8b": "llama-3-8b", "llama-3-8b-instruct": "llama-3-8b"})
     assert cost.constants["llama-3-8b-instruct"] == cost.constants["llama-3-8b"] == load_constants()["h200"]["tlora"]["llama-3-8b"]
-    cost.observe("llama-3-8b", 1, 1, 1.0, 2.0, 0.0)
+    cost.observe("llama-3-8b", 1, 1, 2.0, 0.0)
     assert cost.capacity("llama-3-8b", 4096, 1, 1, 1) < cost.capacity("llama-3-8b-instruct", 4096, 1, 1, 1)
 
 

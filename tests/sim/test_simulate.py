@@ -71,7 +71,7 @@ def test_what_the_scheduler_learns_does_not_change_the_truth():
 
     def learning(state: ClusterState) -> list[JobGroup]:
         for base in BASES:
-            state.cost.observe(base, 1, 1, 1.0, 1.5, state.now)
+            state.cost.observe(base, 1, 1, 1.5, state.now)
         return policy(state)
 
     policy = POLICIES["fifo"]()

@@ -109,21 +109,21 @@ class CostModel:
         """Whether that is within the share of a GPU that may be planned for."""
         return self.memory_bytes(base, adapter_parameters, tokens_per_gpu) <= MEMORY_SHARE * self._of(base).gpu_bytes
 
-    def observe(self, base: str, gpus: int, nodes: int, predicted_seconds: float, observed_seconds: float, now: float) -> bool:
+    def observe(self, base: str, gpus: int, nodes: int, ratio: float, now: float) -> bool:
         """Take in how long something took, at `now` seconds, on one GPU, on one node, or on several. Whether predictions are now others.
 
-        `predicted_seconds` is what this model says now, its correction included: observed / predicted * correction is then the ratio to
-        the constants, clamped, so that a step during which something was compiled counts no more than one of twice the time. Means of
-        these ratios are kept of the base and of each reach of it. A reach is corrected by its own mean, and by its base's where it has
+        `ratio` is that over what this model says now. Times the correction it is the ratio to the constants, clamped, so that a step
+        during which something was compiled counts no more than one of twice the time. Means of these are kept of the base and of each
+        reach of it. A reach is corrected by its own mean, and by its base's where it has
         few observations. The corrections of a base change all together, and only when one of them is off by more than `CORRECTED_FROM`.
         """
-        assert predicted_seconds > 0 and observed_seconds > 0, (predicted_seconds, observed_seconds)
+        assert ratio > 0, ratio
         self._of(base)
         applied, reach = self._corrections[base], _reach(gpus, nodes)
-        ratio = min(max(applied[reach] * observed_seconds / predicted_seconds, LEAST_CORRECTION), MOST_CORRECTION)
+        to_constants = min(max(applied[reach] * ratio, LEAST_CORRECTION), MOST_CORRECTION)
         whole, reaches = self._observed[base], self._observed_of_reach[base]
-        whole.see(ratio, now, CONSTANTS_COUNT)
-        reaches[reach].see(ratio, now)
+        whole.see(to_constants, now, CONSTANTS_COUNT)
+        reaches[reach].see(to_constants, now)
         weights = [own.weight_at(now) for own in reaches]
         found = [
             (BASE_COUNTS * whole.ratio + weight * own.ratio) / (BASE_COUNTS + weight) for own, weight in zip(reaches, weights, strict=True)

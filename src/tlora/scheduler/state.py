@@ -243,13 +243,13 @@ class ClusterState:
         job.steps_done = min(event.steps, float(job.spec.profile.steps))
         if known.ready and is_new:
             if job.steady and 0 < event.step_seconds < math.inf:  # nor a NaN
-                self._learn(known, job.step_seconds, event.step_seconds)
+                self._learn(known, event.step_seconds / job.step_seconds)
             job.steady = True
 
-    def _learn(self, known: Group, predicted_seconds: float, observed_seconds: float) -> None:
-        """Where predictions change, T0 of the base's jobs does with them: a slowdown is a ratio of times on the same machine."""
+    def _learn(self, known: Group, ratio: float) -> None:
+        """A step took `ratio` times what was predicted. T0 changes with predictions: a slowdown is a ratio of times on one machine."""
         base = known.group.base_model
-        if not self.cost.observe(base, len(known.group.gpus), known.num_nodes, predicted_seconds, observed_seconds, self.now):
+        if not self.cost.observe(base, len(known.group.gpus), known.num_nodes, ratio, self.now):
             return
         for job in self.jobs.values():
             if job.spec.base_model == base:

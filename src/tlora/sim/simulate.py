@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import math
 import time
@@ -72,9 +71,9 @@ def simulate(
 
 
 def simulated_cluster(jobs: Sequence[MappedJob], shape: ClusterShape, cost: CostModel, truth: Truth) -> SimulatedCluster:
-    """The cluster by itself, for a controller with a scheduler that believes `cost`: what corrects that model corrects not the truth."""
+    """The cluster by itself, for a controller with a scheduler that believes a copy of `cost`: what corrects that is not the truth."""
     ordered = sorted(jobs, key=lambda job: job.submit_seconds)
-    return SimulatedCluster(ordered, shape, copy.deepcopy(truth.cost or cost), truth)
+    return SimulatedCluster(ordered, shape, truth.cost or cost, truth)
 
 
 @dataclass(slots=True)
