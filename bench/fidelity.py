@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from bench.fidelity_work import BASE, Calibration, Work, calibrate, draw_arrivals, draw_orders, make_work
+from bench.fidelity_work import BASE, SIZES, Calibration, Work, calibrate, draw_arrivals, draw_orders, make_work
 from bench.machine import facts, write
 from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
@@ -160,7 +160,8 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """The whole of it; prints as it goes."""
     base = args.base or DEMO_BASE
     machine = LocalMachine(tuple(range(args.gpus)), args.device, {BASE: str(base)}, directory / "real")
-    calibration = calibrate(machine, base, directory)
+    sizes = SIZES[args.device]
+    calibration = calibrate(machine, sizes, base, directory)
     constants = calibration.constants
     print(
         f"calibrated: {constants.tokens_per_second:,.0f} tokens/s, {constants.launch_seconds * 1e3:.1f} ms a micro-batch, "
@@ -169,10 +170,13 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         f"worst residual {calibration.worst_residual:.1%}",
         flush=True,
     )
-    work = make_work(draw_orders(args.jobs, args.mean_seconds, calibration.cost, args.seed), base, directory / "data", args.seed)
+    orders = draw_orders(args.jobs, args.mean_seconds, sizes, calibration.cost, args.seed)
+    work = make_work(orders, sizes, base, directory / "data", args.seed)
     arrivals = draw_arrivals(work, args.load, args.gpus, calibration.cost, args.seed + 1)
     policies: list[str] = args.policies.split(",")
     simulated = {policy: run_simulated(machine, arrivals, policy, calibration) for policy in policies}
+    for policy, times in simulated.items():
+        print(f"simulated, {policy}: mean JCT {times.mean_jct_seconds:.2f} s, makespan {times.makespan_seconds:.2f} s", flush=True)
     real: dict[str, list[Times]] = {policy: [] for policy in policies}
     for repeat in range(args.repeats):
         for policy in policies:

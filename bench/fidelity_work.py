@@ -36,15 +36,57 @@ from tlora.protocol import (
 BASE = "base"  # the base's name in all groups
 ENDLESS = 10**6  # optimizer steps: calibration ends, not its jobs
 SAMPLES = 64  # of a job's data; its epochs go over them again and again
-LONGEST_TOKENS = 256
-ALONE_TOKENS = (64, 256, 1024, 2048)  # of a step of a job by itself
-GROUPS = ((2, 128), (4, 128), (8, 64))  # members, and about the tokens of a step of each: they fit into one micro-batch
-SATURATED = (6, 1024, 2048)  # members, tokens of a step of each, and the micro-batch, which holds two of them
 RANKS = (4, 8, 16, 32)
+BUDGET = 4096  # tokens of a micro-batch: more than those jobs have in a step
+COLD_SAMPLES = 4  # of a step of the calibration's jobs that end
 SHORT_STEPS, LONGER_STEPS = 20, 60  # of jobs by whose times is seen what a job takes beside its steps
-PAIRS = 3  # of such jobs
 REPORTS = 6  # of each job and measurement, about a second each; the first is left out, as it may hold the end of the one before
 SWEEP = 6  # jobs that arrive at once
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large jobs are: those that are replayed have samples of about one of `sample_tokens` (lognormal with `sigma`) and one of
+    `batch_sizes`; those of the calibration `alone` tokens a step, in `groups` of (members, tokens of a step of each) that fit into one
+    micro-batch, and `saturated` (members, tokens, micro-batch, which holds two of them). `beside` are the samples' tokens of the jobs by
+    which is seen what a job takes beside its steps.
+    """
+
+    sample_tokens: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    sigma: float
+    longest_tokens: int
+    alone: tuple[int, ...]
+    groups: tuple[tuple[int, int], ...]
+    saturated: tuple[int, int, int]
+    beside: tuple[int, ...]
+    calibration_sample_tokens: int
+
+
+SIZES = {
+    "cpu": Sizes(
+        sample_tokens=(16, 32, 64, 96),
+        batch_sizes=(1, 1, 2, 4),
+        sigma=0.4,
+        longest_tokens=256,
+        alone=(64, 256, 1024, 2048),
+        groups=((2, 128), (4, 128), (8, 64)),
+        saturated=(6, 1024, 2048),
+        beside=(40, 64, 88),
+        calibration_sample_tokens=64,
+    ),
+    "cuda": Sizes(  # samples of one length, as packed ones are: the first micro-batches of each shape are not replayed yet, and slower
+        sample_tokens=(128, 256, 512, 1024),
+        batch_sizes=(1, 2, 4),
+        sigma=0.0,
+        longest_tokens=1024,
+        alone=(256, 1024, 2048, 4096),
+        groups=((2, 1024), (4, 512), (8, 256)),
+        saturated=(6, 4096, 8192),
+        beside=(320, 448, 704),
+        calibration_sample_tokens=256,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +100,7 @@ class Work:
 @dataclass(frozen=True)
 class Calibration:
     """What this machine costs. `start_seconds` is what a job takes longer on a GPU without a worker; `job_seconds` all that it takes
-    beside its steps: data, checkpoint, adapter, messages.
+    beside its steps: data, checkpoint, adapter, messages, and what first micro-batches of a shape take longer than those that follow.
     """
 
     constants: BaseConstants
@@ -66,6 +108,7 @@ class Calibration:
     start_seconds: float
     job_seconds: float
     worst_residual: float  # relative, of the fitted points
+    points: tuple[Point, ...] = ()
 
     @property
     def cost(self) -> CostModel:
@@ -87,10 +130,10 @@ class Order:
     max_slowdown: float = 1.5
 
 
-def make_work(orders: Sequence[Order], base: Path, directory: Path, seed: int) -> Work:
+def make_work(orders: Sequence[Order], sizes: Sizes, base: Path, directory: Path, seed: int) -> Work:
     """Write the orders' data, tokenize it, profile them."""
     directory.mkdir(parents=True, exist_ok=True)
-    specs = [_spec(order, _write_data(order, directory, seed + number)) for number, order in enumerate(orders)]
+    specs = [_spec(order, sizes, _write_data(order, sizes, directory, seed + number)) for number, order in enumerate(orders)]
     made = profile_jobs(RunSpec(base_model=str(base), output_dir=str(directory / "none"), jobs=specs))
     jobs: dict[str, LocalJob] = {}
     submitted: dict[str, JobSubmitted] = {}
@@ -103,21 +146,21 @@ def make_work(orders: Sequence[Order], base: Path, directory: Path, seed: int) -
     return Work(jobs, submitted)
 
 
-def _spec(order: Order, data: Path) -> JobSpec:
-    fields = {"data": {"path": str(data), "max_length": LONGEST_TOKENS}, "r": order.rank, "batch_size": order.batch_size}
+def _spec(order: Order, sizes: Sizes, data: Path) -> JobSpec:
+    fields = {"data": {"path": str(data), "max_length": sizes.longest_tokens}, "r": order.rank, "batch_size": order.batch_size}
     return JobSpec.model_validate({"name": order.name, **fields, "max_steps": order.steps, "save_steps": ENDLESS})
 
 
-def _write_data(order: Order, directory: Path, seed: int) -> Path:
+def _write_data(order: Order, sizes: Sizes, directory: Path, seed: int) -> Path:
     rng = np.random.default_rng(seed)
-    lengths = rng.lognormal(math.log(order.mean_tokens), 0.4, SAMPLES)
+    lengths = order.mean_tokens * rng.lognormal(0.0, sizes.sigma, SAMPLES)
     path = directory / f"{order.name}.jsonl"
-    rows = [rng.integers(10, 1000, int(min(max(length, 8), LONGEST_TOKENS))).tolist() for length in lengths]
+    rows = [rng.integers(10, 1000, int(min(max(length, 8), sizes.longest_tokens))).tolist() for length in lengths]
     path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
     return path
 
 
-def draw_orders(count: int, mean_seconds: float, cost: CostModel, seed: int) -> list[Order]:
+def draw_orders(count: int, mean_seconds: float, sizes: Sizes, cost: CostModel, seed: int) -> list[Order]:
     """`count` jobs of about `mean_seconds` each by itself, from one to four times that apart (lognormal, sigma 0.7).
 
     Their steps are short enough that what each micro-batch costs besides its tokens is worth sharing.
@@ -125,7 +168,7 @@ def draw_orders(count: int, mean_seconds: float, cost: CostModel, seed: int) -> 
     rng = np.random.default_rng(seed)
     orders: list[Order] = []
     for number in range(count):
-        mean_tokens, batch = int(rng.choice([16, 32, 64, 96])), int(rng.choice([1, 1, 2, 4]))
+        mean_tokens, batch = int(rng.choice(sizes.sample_tokens)), int(rng.choice(sizes.batch_sizes))
         seconds = rng.lognormal(math.log(mean_seconds) - 0.7**2 / 2, 0.7)
         step_seconds = cost.alone_step_seconds(BASE, mean_tokens * batch, 1)
         steps = max(10, round(seconds / step_seconds))
@@ -150,7 +193,7 @@ def draw_arrivals(work: Work, load: float, gpus: int, cost: CostModel, seed: int
 
 
 @dataclass(frozen=True)
-class _Point:
+class Point:
     """A measured group: members, tokens of a step of each, the budget, and the seconds between their steps (mean)."""
 
     members: int
@@ -159,42 +202,55 @@ class _Point:
     step_seconds: float
 
 
-def calibrate(machine: LocalMachine, base: Path, directory: Path) -> Calibration:
+def calibrate(machine: LocalMachine, sizes: Sizes, base: Path, directory: Path) -> Calibration:
     """Measure with other jobs than are replayed, of the same kind, on all GPUs at once; each group twice, there and back, so that a drift
     of the machine's speed does not look like a difference between groups.
 
     A first round of workers, which counts for nothing, leaves on disk and in the caches what later ones find there.
     """
-    groups = [(1, tokens) for tokens in ALONE_TOKENS] + [*GROUPS, SATURATED[:2]]
-    orders = [
-        Order(f"c{tokens}-{member}-{gpu}", min(tokens, 64), max(1, tokens // 64), 16, ENDLESS)
-        for gpu in machine.gpus
-        for tokens in sorted({tokens for _, tokens in groups})
-        for member in range(max(members for members, own in groups if own == tokens))
-    ]
-    orders += [Order(f"warm{rank}-{gpu}", 64, 4, rank, SHORT_STEPS) for gpu in machine.gpus for rank in RANKS]
-    orders += [Order(f"short{number}-{gpu}", 64, 4, 16, SHORT_STEPS) for gpu in machine.gpus for number in range(PAIRS + 1)]
-    orders += [Order(f"longer{number}-{gpu}", 64, 4, 16, LONGER_STEPS) for gpu in machine.gpus for number in range(PAIRS)]
-    work = make_work(orders, base, directory / "calibration-data", seed=10**6)
+    groups = [(1, tokens) for tokens in sizes.alone] + [*sizes.groups, sizes.saturated[:2]]
+    work = make_work(_calibration_orders(machine.gpus, groups, sizes), sizes, base, directory / "calibration-data", seed=10**6)
     with _calibrating(replace(machine, output_dir=directory / "warm-up"), work) as bench:
         for rank in RANKS:
             bench.seconds_to_end(f"warm{rank}")
     with _calibrating(replace(machine, output_dir=directory / "calibration"), work) as bench:
-        cold_seconds = bench.seconds_to_end("short0")
-        found: dict[tuple[int, int], list[_Point]] = {group: [] for group in groups}
+        cold_seconds = bench.seconds_to_end("cold")
+        found: dict[tuple[int, int], list[Point]] = {group: [] for group in groups}
         for group in (*groups, *reversed(groups)):
-            found[group].append(bench.measure(*group, _budget_of(*group)))
-        pairs = [(bench.seconds_to_end(f"short{number + 1}"), bench.seconds_to_end(f"longer{number}")) for number in range(PAIRS)]
-    short_seconds, longer_seconds = (statistics.fmean(own) for own in zip(*pairs, strict=True))
-    step_seconds = (longer_seconds - short_seconds) / (LONGER_STEPS - SHORT_STEPS)
+            found[group].append(bench.measure(*group, _budget_of(group, sizes)))
+        beside: list[float] = []
+        for number in range(len(sizes.beside)):
+            new, short, longer = (bench.seconds_to_end(f"{name}{number}") for name in ("new", "short", "longer"))
+            beside.append(new - SHORT_STEPS * (longer - short) / (LONGER_STEPS - SHORT_STEPS))
     points = [replace(once, step_seconds=(once.step_seconds + again.step_seconds) / 2) for once, again in found.values()]
-    return _fitted(points, base, cold_seconds - short_seconds, max(0.0, short_seconds - SHORT_STEPS * step_seconds))
+    job_seconds = max(0.0, statistics.fmean(beside))
+    cold_point = points[groups.index((1, COLD_SAMPLES * sizes.calibration_sample_tokens))]
+    return _fitted(points, base, cold_seconds - job_seconds - SHORT_STEPS * cold_point.step_seconds, job_seconds)
 
 
-def _budget_of(members: int, tokens: int) -> int:
+def _calibration_orders(gpus: Sequence[int], groups: Sequence[tuple[int, int]], sizes: Sizes) -> list[Order]:
+    """For each GPU: the endless jobs of the groups, those that warm up, the first of a new worker, and for each of `sizes.beside` one whose
+    shape is new to its worker, another of the same shape, and one that is longer.
+    """
+    sample, steps = sizes.calibration_sample_tokens, {"new": SHORT_STEPS, "short": SHORT_STEPS, "longer": LONGER_STEPS}
+    orders: list[Order] = []
+    for gpu in gpus:
+        for tokens in sorted({tokens for _, tokens in groups}):
+            most = max(members for members, own in groups if own == tokens)
+            batch = max(1, tokens // sample)
+            orders += [Order(f"c{tokens}-{member}-{gpu}", min(tokens, sample), batch, 16, ENDLESS) for member in range(most)]
+        orders += [Order(f"warm{rank}-{gpu}", sample, COLD_SAMPLES, rank, SHORT_STEPS) for rank in RANKS]
+        orders.append(Order(f"cold-{gpu}", sample, COLD_SAMPLES, 16, SHORT_STEPS))
+        for number, tokens in enumerate(sizes.beside):
+            orders += [Order(f"{name}{number}-{gpu}", tokens, COLD_SAMPLES, 16, count) for name, count in steps.items()]
+    return orders
+
+
+def _budget_of(group: tuple[int, int], sizes: Sizes) -> int:
     """Of the micro-batches: a group's steps fit into one, whatever samples they have, but for the saturated one's."""
-    if (members, tokens) == SATURATED[:2]:
-        return SATURATED[2]
+    members, tokens = group
+    if group == sizes.saturated[:2]:
+        return sizes.saturated[2]
     return next(budget for budget in CostModel.budgets if budget >= 1.5 * members * tokens)
 
 
@@ -235,7 +291,7 @@ class _Bench:
         for group in groups:
             self._backend.execute(StopGroup(group))
 
-    def measure(self, members: int, tokens: int, budget: int) -> _Point:
+    def measure(self, members: int, tokens: int, budget: int) -> Point:
         """Seconds between the optimizer steps of so many like jobs: the mean of what they report, over all GPUs."""
         names = {gpu: [f"c{tokens}-{member}-{gpu}" for member in range(members)] for gpu in self._gpus}
         groups = self._start(names, budget)
@@ -248,12 +304,12 @@ class _Bench:
         self._stop(groups)
         profiles = [self._work.submitted[name].profile for name in reports]
         mean_tokens = statistics.mean(profile.tokens_per_step for profile in profiles)
-        return _Point(members, mean_tokens, budget, statistics.fmean(s for found in reports.values() for s in found[1:]))
+        return Point(members, mean_tokens, budget, statistics.fmean(s for found in reports.values() for s in found[1:]))
 
     def seconds_to_end(self, name: str) -> float:
         """Seconds from the start of a group of one job on each GPU to the job's end, the mean over the GPUs."""
         began, taken = self._backend.now(), list[float]()
-        groups = self._start({gpu: [f"{name}-{gpu}"] for gpu in self._gpus}, 1024)
+        groups = self._start({gpu: [f"{name}-{gpu}"] for gpu in self._gpus}, BUDGET)
         while len(taken) < len(groups):
             for event in self._backend.poll():
                 assert not isinstance(event, JobFailed), event
@@ -263,7 +319,7 @@ class _Bench:
         return statistics.mean(taken)
 
 
-def _fitted(points: Sequence[_Point], base: Path, start_seconds: float, job_seconds: float) -> Calibration:
+def _fitted(points: Sequence[Point], base: Path, start_seconds: float, job_seconds: float) -> Calibration:
     """Least squares of t = launch + member * (members - 1) + tokens / P, each point by its own size; the saturated one gives the fill."""
     *plain, saturated = points
     rows = np.array([[1.0, point.members - 1, point.members * point.tokens] for point in plain])
@@ -281,4 +337,4 @@ def _fitted(points: Sequence[_Point], base: Path, start_seconds: float, job_seco
     source |= {"base_bytes": "size of its files", "gpu_bytes": "this machine's memory"}
     source |= {"activation_bytes_per_token": "extrapolated: taken as none, small beside the memory"}
     constants = BaseConstants(1 / per_token, launch, member, 0.0, 0.0, float(weights), 0.0, float(psutil.virtual_memory().total), source)
-    return Calibration(constants, min(1.0, max(0.5, filled / saturated.budget)), start_seconds, job_seconds, residual)
+    return Calibration(constants, min(1.0, max(0.5, filled / saturated.budget)), start_seconds, job_seconds, residual, tuple(points))

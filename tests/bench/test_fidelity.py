@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.fidelity import Compared, Times, compare, policy_of, run_simulated, verdict
-from bench.fidelity_work import BASE, SATURATED, Calibration, Work, _fitted, _Point, draw_arrivals, draw_orders
+from bench.fidelity_work import BASE, SIZES, Calibration, Point, Work, _fitted, draw_arrivals, draw_orders
 from tlora.cluster.controller import run
 from tlora.cluster.local import LocalMachine
 from tlora.planner.cost import BaseConstants, CostModel
@@ -20,10 +20,10 @@ CONSTANTS = BaseConstants(5000.0, 0.02, 0.003, 0.0, 0.0, 1e6, 0.0, 1e9, {})
 CALIBRATION = Calibration(CONSTANTS, 0.95, 3.0, 0.5, 0.0)
 
 
-def points(cost: CostModel) -> list[_Point]:
-    groups = [(1, 64, 1024), (1, 256, 1024), (1, 1024, 1024), (2, 128, 1024), (4, 128, 1024), SATURATED]
+def points(cost: CostModel) -> list[Point]:
+    groups = [(1, 64, 1024), (1, 256, 1024), (1, 1024, 1024), (2, 128, 1024), (4, 128, 1024), SIZES["cpu"].saturated]
     return [
-        _Point(m, float(n), budget, group_step_seconds(cost, BASE, budget, 1, 1, [Member(float(n), 1.0)] * m)[0]) for m, n, budget in groups
+        Point(m, float(n), budget, group_step_seconds(cost, BASE, budget, 1, 1, [Member(float(n), 1.0)] * m)[0]) for m, n, budget in groups
     ]
 
 
@@ -51,14 +51,14 @@ def test_the_simulated_side_counts_starts_and_what_a_job_takes_beside_its_steps(
 
 def test_arrivals_make_the_load() -> None:
     cost = CostModel({BASE: CONSTANTS})
-    orders = draw_orders(12, 4.0, cost, 0)
+    orders = draw_orders(12, 4.0, SIZES["cpu"], cost, 0)
     submitted = {o.name: JobSubmitted(o.name, BASE, 1, JobProfile(float(o.mean_tokens * o.batch_size), o.steps, 99, 9)) for o in orders}
     drawn = draw_arrivals(Work({}, submitted), 0.8, 2, cost, 1)
     alone = sum(cost.alone_step_seconds(BASE, s.profile.tokens_per_step, 1) * s.profile.steps for s in submitted.values())
     assert (
         drawn[0][0] == 0.0 and drawn[-1][0] == pytest.approx(alone / (0.8 * 2)) and [at for at, _ in drawn] == sorted(at for at, _ in drawn)
     )
-    assert draw_orders(12, 4.0, cost, 0) == orders != draw_orders(12, 4.0, cost, 1)
+    assert draw_orders(12, 4.0, SIZES["cpu"], cost, 0) == orders != draw_orders(12, 4.0, SIZES["cpu"], cost, 1)
 
 
 def judged(real: dict[str, list[float]], simulated: dict[str, float]) -> str:
