@@ -30,7 +30,7 @@ def saved(directory: Path) -> AdapterState:
 def test_counters_come_back_with_the_state(tmp_path: Path) -> None:
     """Two steps in a row were skipped: one more after a resume must be the third, or a broken job would go on for ever."""
     state = saved(tmp_path / "checkpoint-9")
-    again, progress = checkpoint.load(tmp_path / "checkpoint-9", LAYOUT, torch.float32, torch.device("cpu"))
+    again, progress = checkpoint.load(tmp_path / "checkpoint-9", LAYOUT, torch.float32)
     assert (again.step, again.updates, again.skipped) == (9, 6, 2) and (progress.step, progress.losses) == (9, [1.5])
     for name in ("params", "exp_avg", "exp_avg_sq"):
         assert torch.equal(getattr(again, name), getattr(state, name)), name

@@ -268,7 +268,7 @@ def stopped_run(runs: Runs, out: Path, after_saves: int) -> None:
     """A run killed after so many checkpoints have been acknowledged."""
 
     def dying() -> None:
-        save, left = Recorder.save, [after_saves]
+        save, left = Recorder._write_checkpoint, [after_saves]
 
         def counted(*args: Any, **options: Any) -> Path:
             path = save(*args, **options)
@@ -277,7 +277,7 @@ def stopped_run(runs: Runs, out: Path, after_saves: int) -> None:
                 die()
             return path
 
-        Recorder.save = counted  # type: ignore[method-assign]
+        Recorder._write_checkpoint = counted  # type: ignore[method-assign]
 
     assert runs.child(out, dying) == signal.SIGKILL
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from tlora.cluster.worker_process import Message, WorkerProcess
 from tlora.engine import worker as worker_room
 from tlora.engine.checkpoint import read_progress
 from tlora.engine.pace import Pace
+from tlora.engine.plan import PlannedJob
 from tlora.engine.profile import ProfiledJob, profile_jobs
 from tlora.engine.worker import Worker
 from tlora.worker_protocol import (
@@ -145,6 +147,30 @@ def test_a_job_may_leave_before_it_is_in(made: Orders, tmp_path: Path) -> None:
     told = work(made.load(tmp_path), [made.join("short"), Leave("short"), Leave("nobody"), made.join("stays")])
     assert of(told, Left, "short") == [Left("short", 0, None)] and not of(told, Joined, "short")
     assert not of(told, Left, "nobody") and of(told, Finished, "stays")
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["it joins then", "it was told to leave meanwhile"])
+def test_others_train_while_a_job_is_opened(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaves: bool) -> None:
+    """Its checkpoint is read beside the training. Until that is over its directory is not another worker's: only then it has left."""
+    go, open_run = threading.Event(), worker_room.open_run
+
+    def slowly(planned: PlannedJob, *args: Any) -> Any:
+        if planned.spec.name == "short":
+            assert go.wait(60.0), "nobody trained meanwhile"
+        return open_run(planned, *args)
+
+    def free(report: Report) -> list[Command]:
+        if report == Stepped("stays", 4, getattr(report, "step_seconds", 0.0)):
+            threading.Timer(0.2, go.set).start()
+            return [Leave("short")] if leaves else []
+        return []
+
+    monkeypatch.setattr(worker_room, "open_run", slowly)
+    told = work(made.load(tmp_path), [made.join("short"), made.join("stays")], free)
+    fourth = next(at for at, report in enumerate(told) if isinstance(report, Stepped) and report.steps == 4)
+    ended = next(at for at, report in enumerate(told) if report == Left("short", 0, None) or report == Joined("short", 0))
+    assert ended > fourth and bool(of(told, Left, "short")) == leaves == (not of(told, Joined, "short"))
+    assert sha256(tmp_path / "stays") == made.shas["stays"] and (leaves or sha256(tmp_path / "short") == made.shas["short"])
 
 
 def test_a_finished_job_hands_over_again(made: Orders, tmp_path: Path) -> None:

@@ -76,6 +76,18 @@ class AdapterState:
     def clone(self) -> AdapterState:
         return replace(self, params=self.params.clone(), exp_avg=self.exp_avg.clone(), exp_avg_sq=self.exp_avg_sq.clone())
 
+    def to(self, device: torch.device) -> AdapterState:
+        """This one where it is there already, else a copy."""
+        if self.params.device == device:
+            return self
+        params, exp_avg, exp_avg_sq = (t.to(device) for t in (self.params, self.exp_avg, self.exp_avg_sq))
+        return replace(self, params=params, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+
+    def on_host(self) -> AdapterState:
+        """A copy in the host's memory, wherever this one is; waits for the device."""
+        params, exp_avg, exp_avg_sq = (t.to("cpu", copy=True) for t in (self.params, self.exp_avg, self.exp_avg_sq))
+        return replace(self, params=params, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+
 
 def init_state(layout: AdapterLayout, seed: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> AdapterState:
     """A fresh adapter as PEFT makes one: A uniform in ±1/sqrt(K) (Kaiming with a = sqrt 5), B zero.

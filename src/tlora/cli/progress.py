@@ -17,10 +17,17 @@ from tlora.engine.progress import JobProgress, RunProgress
 from tlora.report.wording import count_text, duration_text, loss_text, shorten
 
 LINE_SECONDS = 10.0  # between two plain lines of one job
-STYLES = {"training": "cyan", "evaluating": "magenta", "done": "green", "failed": "bold red", "stopped": "yellow"}  # others are dim
+STYLES = {
+    "training": "cyan",
+    "evaluating": "magenta",
+    "saving": "cyan",
+    "done": "green",
+    "failed": "bold red",
+    "stopped": "yellow",
+}  # others are dim
 _AROUND_ROWS = 7  # lines of the live table that are no job: heading, rules, total, the line beneath, the cursor
 _ENDED = ("done", "failed", "stopped")
-_URGENCY = {"training": 0, "evaluating": 0, "failed": 1, "stopped": 2, "preparing": 3, "queued": 4, "done": 5}
+_URGENCY = {"training": 0, "evaluating": 0, "saving": 0, "failed": 1, "stopped": 2, "preparing": 3, "queued": 4, "done": 5}
 
 
 class LiveView:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tlora.adapters.state import AdapterState
+from tlora.adapters.state import AdapterState, init_state
 from tlora.engine import checkpoint
 from tlora.engine.job_run import JobRun
 from tlora.engine.plan import PlannedJob, start_state
@@ -22,8 +22,9 @@ from tlora.supermodel.supermodel import SuperModel
 Note = Callable[[str], None]
 
 
-def open_run(job: PlannedJob, model: SuperModel, directory: Path, resume: bool, note: Note) -> tuple[JobRun, AdapterState | None]:
-    """The job's run, and the state to join with: of its newest whole checkpoint in `directory` with `resume`, of `adapter_path`, or None.
+def open_run(job: PlannedJob, model: SuperModel, directory: Path, resume: bool, note: Note) -> tuple[JobRun, AdapterState]:
+    """The job's run, and the state to join with, on the host: of its newest whole checkpoint in `directory` with `resume`, of
+    `adapter_path`, or a fresh one. The model is asked what it has and not touched.
 
     Raises TloraError, for a job with problems as for a checkpoint that is not its own, and OSError.
     """
@@ -35,8 +36,8 @@ def open_run(job: PlannedJob, model: SuperModel, directory: Path, resume: bool, 
     run = JobRun(job.spec, directory, job.data.train, job.data.eval)
     found = find_checkpoint(directory, note) if resume else None
     if found is None:
-        return run, start_state(job.spec, model, job.layout)
-    state, run.progress = checkpoint.load(found, job.layout, model.bank.sum_dtype, model.device)
+        return run, start_state(job.spec, model, job.layout) or init_state(job.layout, job.spec.seed, model.bank.sum_dtype)
+    state, run.progress = checkpoint.load(found, job.layout, model.bank.sum_dtype)
     if run.progress.data != run.data_key:
         raise DataError(f"{job.spec.data.path}: is not the data that {found} was trained on. Put it back, or use a new output_dir")
     note(f"{name}: goes on from {found}")

@@ -71,8 +71,8 @@ def save(directory: Path, state: AdapterState, progress: Progress, lora: LoraCon
         raise CheckpointError(f"cannot write {directory}: {error}. Remedy: free some space there, or choose another output_dir") from error
 
 
-def load(directory: Path, layout: AdapterLayout, dtype: torch.dtype, device: torch.device) -> tuple[AdapterState, Progress]:
-    """What `save` wrote. Raises CheckpointError or ModelError when it does not belong to `layout`."""
+def load(directory: Path, layout: AdapterLayout, dtype: torch.dtype) -> tuple[AdapterState, Progress]:
+    """What `save` wrote, on the host. Raises CheckpointError or ModelError when it does not belong to `layout`."""
     durable.verify(directory)
     progress, counters = _read_state(directory / STATE_FILE)
     moments = load_file(directory / OPTIMIZER_FILE)
@@ -82,8 +82,8 @@ def load(directory: Path, layout: AdapterLayout, dtype: torch.dtype, device: tor
                 f"{directory / OPTIMIZER_FILE}: {name} has {tensor.numel()} numbers, and this job's adapter {layout.numel}. "
                 "The job's rank or target_modules changed since; use a new output_dir"
             )
-    params = load_params(directory, layout, dtype).to(device)
-    exp_avg, exp_avg_sq = (moments[name].to(device=device, dtype=dtype) for name in ("exp_avg", "exp_avg_sq"))
+    params = load_params(directory, layout, dtype)
+    exp_avg, exp_avg_sq = (moments[name].to(dtype) for name in ("exp_avg", "exp_avg_sq"))
     return AdapterState(layout, params, exp_avg, exp_avg_sq, progress.step, **counters), progress
 
 

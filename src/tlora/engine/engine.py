@@ -1,13 +1,14 @@
 """Runs one group of jobs: packs their flows into micro-batches, steps each job when its own batch is through, keeps trouble apart.
 
 A job joins and leaves between two micro-batches. What came of optimizer steps is read when the next micro-batch is under way, so that
-a GPU waits for that only where an evaluation, a checkpoint or an end follows. Who is admitted, signals and the final report are
-`train.py`'s.
+a GPU waits for that only where an evaluation, a checkpoint or an end follows; files are written beside the training. Who is admitted,
+signals and the final report are `train.py`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
@@ -53,14 +54,23 @@ class _Stepping:
     offered: bool
 
 
+@dataclass(frozen=True)
+class Ending:
+    """A job that has taken its last step and whose files are being written. The future says why that failed, or nothing."""
+
+    run: JobRun
+    written: Future[str]
+
+
 class Engine:
-    """A super-model with the jobs that share it now. `results` collects those that have ended."""
+    """A super-model with the jobs that share it now. `ending` are those that only wait for their files, `results` those that have ended."""
 
     def __init__(self, model: SuperModel, token_budget: int, note: Callable[[str], None], smallest_budget: int = 1) -> None:
         """`smallest_budget`: tokens of the longest sample of any job that may still join; running out of memory stops at it."""
         self.model, self.token_budget, self._note = model, token_budget, note
         self._smallest_budget, self._unexplained = smallest_budget, 0
         self.runs: dict[str, JobRun] = {}
+        self.ending: dict[str, Ending] = {}
         self.results: dict[str, JobResult] = {}
         self.traffic = Traffic()
         self._recorders: dict[str, Recorder] = {}
@@ -85,10 +95,11 @@ class Engine:
         self._advance(run)
 
     def stop(self) -> None:
-        """Checkpoint every resident job at its last optimizer step and let it go."""
+        """Checkpoint every resident job at its last optimizer step and let it go; then all is written."""
         self._settle()
         for name in list(self.runs):
             self.leave(name)
+        self.see_ended(wait=True)
 
     def leave(self, name: str) -> Path | None:
         """Checkpoint a resident job at its last optimizer step and let it go: what it did of the next is dropped. None if that failed,
@@ -112,9 +123,13 @@ class Engine:
         self.token_budget = max(tokens, self._longest())
 
     def run_micro_batch(self) -> MicroBatch | None:
-        """One forward-backward (or evaluation) over what the flows offer, and the optimizer steps that it completes."""
+        """One forward-backward (or evaluation) over what the flows offer, and the optimizer steps that it completes. None when no job is
+        left, and then all of them have their results.
+        """
+        self.see_ended()
         packed = pack([run.flow for run in self.runs.values()], self.token_budget, in_order=self.model.deterministic)
         if packed is None:
+            self.see_ended(wait=True)
             return None
         try:
             losses = self._compute(packed.kind, packed.rows, packed.tokens)
@@ -193,15 +208,20 @@ class Engine:
         name, recorder = run.spec.name, self._recorders[run.spec.name]
         if self._quarantine(run):
             return
-        try:
-            if not run.needs_evaluation:
-                recorder.save_if_due(self.model.state(name))
-            if not run.offer():
-                self.results[name] = recorder.finish(self.model.state(name))
-                self.model.leave(name)
-                del self.runs[name]
-        except (OSError, TloraError) as error:
-            self._fail(run, str(error))
+        if not run.needs_evaluation:
+            recorder.save_if_due(self.model.state(name))
+        if not run.offer():
+            self.ending[name] = Ending(self.runs.pop(name), recorder.finish(self.model.leave(name)))
+
+    def see_ended(self, *, wait: bool = False) -> None:
+        """Give the jobs their results whose files are written by now, or, with `wait`, all that have taken their last step."""
+        for name, ending in list(self.ending.items()):
+            if wait or ending.written.done():
+                reason = ending.written.result()
+                del self.ending[name]  # not before: a wait that is interrupted begins anew
+                self.results[name] = self._recorders[name].result("failed" if reason else "done", reason)
+                if reason:
+                    self._note(f"{name} failed: {reason}")
 
     def _quarantine(self, run: JobRun) -> bool:
         """Whether a job has failed for want of finite gradients."""

@@ -194,10 +194,10 @@ def _one_line(problems: str) -> str:
 
 
 def start_state(spec: JobSpec, model: SuperModel, layout: AdapterLayout) -> AdapterState | None:
-    """The adapter that `adapter_path` names, with a fresh optimizer; None for a new one."""
+    """The adapter that `adapter_path` names, on the host, with a fresh optimizer; None for a new one."""
     if not spec.adapter_path:
         return None
-    params = load_params(Path(spec.adapter_path), layout, model.bank.sum_dtype).to(model.device)
+    params = load_params(Path(spec.adapter_path), layout, model.bank.sum_dtype)
     return AdapterState(layout, params, torch.zeros_like(params), torch.zeros_like(params))
 
 

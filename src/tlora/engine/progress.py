@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-JobStatus = Literal["preparing", "queued", "training", "evaluating", "done", "stopped", "failed"]
+JobStatus = Literal["preparing", "queued", "training", "evaluating", "saving", "done", "stopped", "failed"]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,10 +14,12 @@ from tlora import durable
 from tlora.adapters.optim import StepStats
 from tlora.adapters.state import AdapterState
 from tlora.engine import checkpoint
+from tlora.engine.checkpoint import Progress
 from tlora.engine.job_run import JobRun
 from tlora.engine.metrics import RowWriter, Tracker, finite
 from tlora.engine.reserve import Reserve
-from tlora.errors import CheckpointError
+from tlora.engine.writer import Writer
+from tlora.errors import CheckpointError, TloraError
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,15 @@ class RunContext:
     clock: Callable[[], float]
     note: Callable[[str], None]
     reserve: Reserve
+    writer: Writer = field(default_factory=Writer)
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """A job as it stood when it was to be written: on the host, and nobody else's."""
+
+    state: AdapterState
+    progress: Progress
 
 
 class Recorder:
@@ -64,6 +77,7 @@ class Recorder:
         self._seconds_before = run.progress.seconds
         self._saved_step = run.progress.step if run.progress.step else -1
         self._stats: StepStats | None = None
+        self._broke: Exception | None = None  # a write that nobody waits for, and not for the disk's sake
         if not run.progress.finished:  # what an interrupted run said of this job is over
             (run.directory / "result.json").unlink(missing_ok=True)
 
@@ -107,35 +121,91 @@ class Recorder:
         self._tracker.log(row)
 
     def save_if_due(self, state: AdapterState) -> None:
-        """At `save_steps`, and where `load_best_model_at_end` must be able to come back to. A failure costs a note, not the job: the next
-        one that is due makes up for it, except for the best, which never comes again.
+        """At `save_steps`, and where `load_best_model_at_end` must be able to come back to; nobody waits for it. A failure costs a note,
+        not the job: the next one that is due makes up for it, except for the best, which never comes again.
         """
         run, p = self._run, self._run.progress
         best_here = run.spec.load_best_model_at_end and p.best_step == p.step
         if (best_here or (p.step > 0 and run.due(run.spec.save_steps))) and self._saved_step != p.step:
-            try:
-                self.save(state, last=best_here)
-            except CheckpointError as error:
-                if durable.is_full(error):
-                    self._context.reserve.full(error)
-                else:
-                    self._context.note(f"{run.spec.name}: checkpoint at step {p.step} failed, the job goes on without it: {error}")
+            self._saved_step = p.step
+            self._context.writer.write(partial(self._try_to_write, self._moment(state), last=best_here))
 
-    def save(self, state: AdapterState, *, last: bool = True) -> Path:
-        """`checkpoint-<step>` of the present state, durable before older ones go. Raises CheckpointError.
+    def save(self, state: AdapterState) -> Path:
+        """`checkpoint-<step>` of the present state, after all that was to be written before; waits for it. Raises CheckpointError."""
+        return self._context.writer.write(partial(self._write_checkpoint, self._moment(state), last=True)).result()
 
-        `last`: no later save makes up for this one, so on a full disk it gets the room that is kept for it.
-        """
-        run, p = self._run, self._run.progress
+    def finish(self, state: AdapterState) -> Future[str]:
+        """Last checkpoint, then the adapter of the last (or best) one as the result. The future says why that failed, or nothing."""
+        self._run.progress.finished = True
+        if self._run.progress.unlogged and self._stats:  # an early stop comes between two rows
+            self._log_steps(self._stats)
+        return self._context.writer.write(partial(self._write_end, self._moment(state)))
+
+    def hand_over(self) -> JobResult:
+        """The result of a job that was finished before this run: its last checkpoint stands. Raises CheckpointError."""
+        self._context.writer.write(partial(self._export, self._run.progress)).result()
+        return self.result("done")
+
+    def _moment(self, state: AdapterState) -> _Moment:
+        self._raise_what_broke()
+        p = self._run.progress
         p.seconds = self.seconds
+        return _Moment(state.on_host(), replace(p, losses=[*p.losses], unlogged=[*p.unlogged]))
+
+    # -- by the writing thread -----------------------------------------------------------------------------------------
+
+    def _try_to_write(self, moment: _Moment, *, last: bool) -> None:
+        try:
+            self._write_checkpoint(moment, last=last)
+        except CheckpointError as error:
+            if durable.is_full(error):
+                self._context.reserve.full(error)
+            else:
+                failed = f"checkpoint at step {moment.progress.step} failed, the job goes on without it: {error}"
+                self._context.note(f"{self._run.spec.name}: {failed}")
+        except Exception as error:
+            self._broke = error
+
+    def _raise_what_broke(self) -> None:
+        broke, self._broke = self._broke, None
+        if broke is not None:
+            raise broke
+
+    def _write_end(self, moment: _Moment) -> str:
+        self._raise_what_broke()
+        try:
+            self._write_checkpoint(moment, last=True)
+            self._export(moment.progress)
+        except (OSError, TloraError) as error:
+            try:
+                return f"{error}; its last finite state is {self._write_checkpoint(moment, last=True)}"
+            except OSError as again:
+                return f"{error}; its state could not be saved ({again})"
+        return ""
+
+    def _write_checkpoint(self, moment: _Moment, *, last: bool) -> Path:
+        """Durable before older ones go. `last`: no later save makes up for this one, so on a full disk it gets the room that is kept for
+        it.
+        """
+        run, state, p = self._run, moment.state, moment.progress
         directory = run.directory / f"checkpoint-{p.step}"
         needed = checkpoint.checkpoint_bytes(state.layout, state.params.element_size()) if last else 0
         self._write_durably(lambda: checkpoint.save(directory, state, p, run.spec, self._context.base_model), needed)
         self._context.reserve.saved()
-        self._saved_step = p.step
         protect = {f"checkpoint-{p.best_step}"} if run.spec.load_best_model_at_end else set[str]()
         durable.prune(run.directory, run.spec.save_total_limit, protect)
         return directory
+
+    def _export(self, p: Progress) -> None:
+        run = self._run
+        wanted = p.best_step if run.spec.load_best_model_at_end and p.best_step >= 0 else p.step
+        chosen = run.directory / f"checkpoint-{wanted}"
+        if not chosen.is_dir():
+            raise CheckpointError(
+                f"{chosen}: the checkpoint of the best evaluation is gone, or could not be written. "
+                f"checkpoint-{p.step} holds the last step; take it, or train again"
+            )
+        self._write_durably(lambda: checkpoint.export(chosen, run.directory), checkpoint.export_bytes(chosen))
 
     def _write_durably(self, write: Callable[[], None], needed_bytes: int) -> None:
         """`write`, on a full disk once more with `needed_bytes` of the reserve. Raises CheckpointError."""
@@ -147,26 +217,7 @@ class Recorder:
             self._context.note(f"{self._run.spec.name}: the disk is full; what it must keep goes where room was kept for it")
             write()
 
-    def finish(self, state: AdapterState) -> JobResult:
-        """Last checkpoint, then the adapter of the last (or best) one as the result. Raises CheckpointError."""
-        self._run.progress.finished = True
-        if self._run.progress.unlogged and self._stats:  # an early stop comes between two rows
-            self._log_steps(self._stats)
-        self.save(state)
-        return self.hand_over()
-
-    def hand_over(self) -> JobResult:
-        """The result of a job whose last checkpoint stands: also of one that was finished before this run. Raises CheckpointError."""
-        run, p = self._run, self._run.progress
-        wanted = p.best_step if run.spec.load_best_model_at_end and p.best_step >= 0 else p.step
-        chosen = run.directory / f"checkpoint-{wanted}"
-        if not chosen.is_dir():
-            raise CheckpointError(
-                f"{chosen}: the checkpoint of the best evaluation is gone, or could not be written. "
-                f"checkpoint-{p.step} holds the last step; take it, or train again"
-            )
-        self._write_durably(lambda: checkpoint.export(chosen, run.directory), checkpoint.export_bytes(chosen))
-        return self.result("done")
+    # ------------------------------------------------------------------------------------------------------------------
 
     def result(self, status: Literal["done", "failed", "stopped"], reason: str = "") -> JobResult:
         """Write `result.json`, close the trackers and give back what was kept for this job on the disk."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -21,12 +22,13 @@ _MOST_BYTES = 1 << 30
 class Reserve:
     """Bytes kept back for the jobs that have not ended. `needs`: what the last save of each takes, by name.
 
-    Invariant: the file is never larger than what the jobs that have not ended will need.
+    Invariant: the file is never larger than what the jobs that have not ended will need. Whoever writes and whoever trains may be two
+    threads.
     """
 
     def __init__(self, directory: Path, needs: Mapping[str, int], note: Callable[[str], None]) -> None:
         self._path, self._needs, self._note = durable.scratch_path(directory), dict(needs), note
-        self._told = False
+        self._told, self._lock = False, threading.Lock()
         self._bytes = self._allocate(min(sum(needs.values()), max(_MOST_BYTES, *needs.values(), 0))) if needs else 0
 
     def _allocate(self, wanted: int) -> int:
@@ -54,20 +56,23 @@ class Reserve:
 
     def release(self, name: str, size: int) -> bool:
         """Give the disk `size` bytes for a save of the job's that nothing will make up for, or all that is left. False when nothing is."""
-        if not self._bytes:
-            return False
-        self._needs[name] = max(0, self._needs.get(name, 0) - size)
-        self._shrink(self._bytes - size)
-        return True
+        with self._lock:
+            if not self._bytes:
+                return False
+            self._needs[name] = max(0, self._needs.get(name, 0) - size)
+            self._shrink(self._bytes - size)
+            return True
 
     def ended(self, name: str) -> None:
         """The job will write no more."""
-        self._needs.pop(name, None)
-        self._shrink(min(self._bytes, sum(self._needs.values())))
+        with self._lock:
+            self._needs.pop(name, None)
+            self._shrink(min(self._bytes, sum(self._needs.values())))
 
     def close(self) -> None:
-        self._shrink(0)
-        self._remove()
+        with self._lock:
+            self._shrink(0)
+            self._remove()
 
     def _shrink(self, size: int) -> None:
         """Cutting a file off takes no space; where even that fails, all of it is given up."""

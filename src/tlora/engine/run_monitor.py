@@ -111,7 +111,7 @@ class RunMonitor:
         running, rate = name in engine.runs, moment.rates.get(name, 0.0)
         return JobProgress(
             name=name,
-            status=result.status if result else "evaluating" if run.evaluating else "training",
+            status=result.status if result else "saving" if name in engine.ending else "evaluating" if run.evaluating else "training",
             rank=run.spec.r,
             step=p.step,
             total_steps=run.total_steps,

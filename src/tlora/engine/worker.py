@@ -1,7 +1,8 @@
 """A group's process: `python -m tlora.engine.worker` loads a base once and trains the jobs that come and go, as it is told.
 
 Commands on stdin, reports on stdout (`worker_protocol.py`); who trains with whom is decided elsewhere. A job joins and leaves between
-two micro-batches; its data is prepared beside, while the others train. SIGTERM and the end of stdin mean Stop.
+two micro-batches; its data and its state are made ready beside, while the others train, and files are written beside. SIGTERM
+and the end of stdin mean Stop.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ from typing import BinaryIO
 from transformers.utils import logging
 
 from tlora import durable
+from tlora.adapters.state import AdapterState
 from tlora.data.dataset import is_whole
 from tlora.data.prepare import Prepared, open_sets, prepare
 from tlora.engine.admission import open_run, refuse
 from tlora.engine.engine import Engine
+from tlora.engine.job_run import JobRun
 from tlora.engine.metrics import Tracker
 from tlora.engine.pace import Pace
 from tlora.engine.plan import plan_job, prepare_requests
 from tlora.engine.recorder import JobResult, Recorder, RunContext
 from tlora.engine.reserve import Reserve
 from tlora.engine.run_directory import check_same_jobs, write_job_file
+from tlora.engine.writer import Writer
 from tlora.errors import DataError, TloraError
 from tlora.job import JobSpec, RunSpec
 from tlora.supermodel.supermodel import SuperModel
@@ -58,24 +62,44 @@ STARTING_BUDGET = 1024  # tokens, until a Share says otherwise
 
 
 @dataclass(frozen=True)
-class _Opened:
+class _Written:
+    """Files of some job are written."""
+
+
+@dataclass(frozen=True)
+class _Prepared:
     """The data of a job that wants to join is there, or cannot be had."""
 
     join: Join
     data: Prepared | DataError
 
 
+@dataclass(frozen=True)
+class _Opened:
+    """A job that can join, with its state on the host; or why it cannot."""
+
+    job_id: str
+    run: JobRun | None = None
+    state: AdapterState | None = None
+    reason: str = ""
+
+
+_Told = Command | _Prepared | _Opened | _Written
+
+
 class Worker:
     """What is resident, what is on its way in, and the two ends of the line."""
 
-    def __init__(self, load: Load, inbox: queue.SimpleQueue[Command | _Opened], send: Callable[[Report], None]) -> None:
+    def __init__(self, load: Load, inbox: queue.SimpleQueue[_Told], send: Callable[[Report], None]) -> None:
         self._load, self._inbox, self._send = load, inbox, send
         self._directory = Path(load.output_dir)
         model = SuperModel.from_pretrained(load.base_model, device=load.device, deterministic=load.deterministic)
         self._engine = Engine(model, STARTING_BUDGET, note)
         clock: Callable[[], float] = lambda: time.time() - load.started_unix_seconds  # noqa: E731
-        self._context = RunContext(load.base_model, clock, note, Reserve(self._directory, {}, note))
+        self._context = RunContext(load.base_model, clock, note, Reserve(self._directory, {}, note), Writer(lambda: inbox.put(_Written())))
         self._preparing: dict[str, Join] = {}
+        self._opening: set[str] = set()
+        self._unwanted: set[str] = set()  # of those: told to leave before they were in
         self._paces: dict[str, Pace] = {}
         self._weights: dict[str, float] = {}
         self._reported = 0.0
@@ -91,6 +115,7 @@ class Worker:
         finally:  # also of an error that is nobody's fault: what was learned is kept
             while self._engine.runs:  # one that leaves may take another with it, whose step is read only then
                 self._leave(next(iter(self._engine.runs)))
+            self._engine.see_ended(wait=True)
             self._tell_ended()
 
     def _obey_all(self) -> bool:
@@ -100,11 +125,19 @@ class Worker:
                 case Stop():
                     return False
                 case Join() as join:
-                    assert join.job.name not in {*self._preparing, *self._engine.runs}, f"{join.job.name} is here already"
-                    self._preparing[join.job.name] = join
-                    threading.Thread(target=self._open, args=(join,), daemon=True).start()
+                    name = join.job.name
+                    assert name not in {*self._preparing, *self._opening, *self._engine.runs}, f"{name} is here already"
+                    self._preparing[name] = join
+                    threading.Thread(target=self._prepare, args=(join,), daemon=True).start()
+                case _Prepared(join, data):
+                    if self._preparing.get(join.job.name) is join:  # it has not left meanwhile
+                        del self._preparing[join.job.name]
+                        self._opening.add(join.job.name)
+                        threading.Thread(target=self._open, args=(join.job, data), daemon=True).start()
                 case _Opened() as opened:
                     self._let_in(opened)
+                case _Written():
+                    self._engine.see_ended()
                 case Leave(name):
                     self._let_go(name)
                 case Share() as share:
@@ -116,12 +149,12 @@ class Worker:
 
     # -- coming --------------------------------------------------------------------------------------------------------
 
-    def _open(self, join: Join) -> None:
+    def _prepare(self, join: Join) -> None:
         """In a thread of its own: the sets that were made before, or, where there are none, a process that makes them."""
         try:
-            self._inbox.put(_Opened(join, self._data_of(join)))
+            self._inbox.put(_Prepared(join, self._data_of(join)))
         except Exception as error:  # whatever it is, it is this job's, and the thread has nobody else to tell
-            self._inbox.put(_Opened(join, DataError(f"{join.job.data.path}: {type(error).__name__}: {error}")))
+            self._inbox.put(_Prepared(join, DataError(f"{join.job.data.path}: {type(error).__name__}: {error}")))
 
     def _data_of(self, join: Join) -> Prepared | DataError:
         (request,) = prepare_requests(self._run_of(join.job), self._engine.model.base.vocab_size)
@@ -138,29 +171,38 @@ class Worker:
         load = self._load
         return RunSpec(base_model=load.base_model, output_dir=load.output_dir, deterministic=load.deterministic, jobs=[spec])
 
-    def _let_in(self, opened: _Opened) -> None:
-        spec = opened.join.job
-        if self._preparing.get(spec.name) is not opened.join:  # it has left meanwhile
-            return
-        del self._preparing[spec.name]
+    def _open(self, spec: JobSpec, data: Prepared | DataError) -> None:
+        """In a thread of its own, which has the job's directory to itself until the job is in, or refused, or has been let go."""
         model, directory = self._engine.model, self._directory / spec.name
         try:
             durable.make_directory(directory)
-            planned = plan_job(spec, opened.data, model, self._directory)
+            planned = plan_job(spec, data, model, self._directory)
             check_same_jobs(self._directory, [planned.spec])
             run, state = open_run(planned, model, directory, True, note)
             write_job_file(directory, planned.spec)
-        except (TloraError, OSError) as error:
-            refuse(spec, directory, str(error), {}, note)
-            self._send(Failed(spec.name, str(error)))
+            self._inbox.put(_Opened(spec.name, run, state))
+        except Exception as error:
+            reason = str(error) if isinstance(error, TloraError | OSError) else f"{type(error).__name__}: {error}"
+            refuse(spec, directory, reason, {}, note)
+            self._inbox.put(_Opened(spec.name, reason=reason))
+
+    def _let_in(self, opened: _Opened) -> None:
+        name, run = opened.job_id, opened.run
+        self._opening.discard(name)
+        if name in self._unwanted:
+            self._unwanted.discard(name)
+            self._send(Left(name, 0, None))
             return
-        run.set_weight(self._weights.get(spec.name, spec.weight))
-        tracker = Tracker(self._run_of(run.spec), run.spec, directory, note)
-        self._engine.join(run, Recorder(run, self._context, tracker, {}), state)
+        if run is None:
+            self._send(Failed(name, opened.reason))
+            return
+        run.set_weight(self._weights.get(name, run.spec.weight))
+        tracker = Tracker(self._run_of(run.spec), run.spec, run.directory, note)
+        self._engine.join(run, Recorder(run, self._context, tracker, {}), opened.state)
         self._engine.set_token_budget(self._engine.token_budget)
-        if spec.name in self._engine.runs:
-            self._paces[spec.name] = Pace(run.progress.step, time.monotonic())
-            self._send(Joined(spec.name, run.progress.step))
+        if name in self._engine.runs:
+            self._paces[name] = Pace(run.progress.step, time.monotonic())
+            self._send(Joined(name, run.progress.step))
 
     # -- staying -------------------------------------------------------------------------------------------------------
 
@@ -174,6 +216,8 @@ class Worker:
 
     def _tell_steps(self) -> None:
         now = time.monotonic()
+        for name, ending in self._engine.ending.items():
+            self._paces[name].see(ending.run.progress.step, now)
         for name, run in self._engine.runs.items():
             self._paces[name].see(run.progress.step, now)
         if now - self._reported >= REPORT_SECONDS:
@@ -203,6 +247,8 @@ class Worker:
     def _let_go(self, name: str) -> None:
         if self._preparing.pop(name, None) is not None:
             self._send(Left(name, 0, None))
+        elif name in self._opening:
+            self._unwanted.add(name)
         elif name in self._engine.runs:
             self._leave(name)
 
@@ -221,7 +267,7 @@ def note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
-def _read_commands(stream: BinaryIO, inbox: queue.SimpleQueue[Command | _Opened]) -> None:
+def _read_commands(stream: BinaryIO, inbox: queue.SimpleQueue[_Told]) -> None:
     try:
         for line in stream:
             inbox.put(parse_command(line))
@@ -235,7 +281,7 @@ def _serve() -> int:
     os.dup2(2, 1)  # whatever a library prints must not look like a report
     logging.disable_progress_bar()  # the last line of the log is what is told of a worker that has died
     logging.set_verbosity_error()
-    inbox: queue.SimpleQueue[Command | _Opened] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[_Told] = queue.SimpleQueue()
     load = parse_command(sys.stdin.buffer.readline())
     assert isinstance(load, Load), f"the first command is {load}, and must be Load"
     threading.Thread(target=_read_commands, args=(sys.stdin.buffer, inbox), daemon=True).start()

@@ -1,0 +1,146 @@
+"""Files are written while others train: a disk that hangs stops nobody, and what was acknowledged is on it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.tiny_runs import job, rows, sha256, steps_taken, train
+from tlora import durable
+from tlora.engine import checkpoint, run_monitor
+from tlora.engine.engine import Engine
+from tlora.engine.progress import RunProgress, Watcher
+from tlora.engine.writer import Writer
+from tlora.errors import CheckpointError
+
+PATIENCE_SECONDS = 60.0
+
+
+class HangingDisk:
+    """From the save of step `at` of the job `name` on, no write ends before `go` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> None:
+        self.go, self.hangs = threading.Event(), threading.Event()
+        save = checkpoint.save
+
+        def hang(directory: Path, *args: Any) -> None:
+            if directory.parent.name == name and directory.name == f"checkpoint-{at}":
+                self.hangs.set()
+                assert self.go.wait(PATIENCE_SECONDS), "nobody freed the disk: training waited for it"
+            save(directory, *args)
+
+        monkeypatch.setattr(checkpoint, "save", hang)
+
+
+def watch_micro_batches(monkeypatch: pytest.MonkeyPatch, look: Callable[[Engine], None]) -> None:
+    run_micro_batch = Engine.run_micro_batch
+
+    def watched(engine: Engine) -> object:
+        look(engine)
+        return run_micro_batch(engine)
+
+    monkeypatch.setattr(Engine, "run_micro_batch", watched)
+
+
+@pytest.mark.parametrize("at", [2, 4], ids=["a checkpoint that is due", "the last one"])
+def test_others_train_while_one_is_written(base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """The disk is freed only when the other job, and, where it has steps left, the job itself have taken theirs."""
+    jobs = [job("saved", str(data / "a.jsonl"), save_steps=2, max_steps=4), job("other", str(data / "b.jsonl"), max_steps=9)]
+    alone = train(base, tmp_path / "alone", jobs[:1], deterministic=True)
+    disk, seen = HangingDisk(monkeypatch, "saved", at), list[str]()
+
+    def look(engine: Engine) -> None:
+        if disk.hangs.is_set() and not disk.go.is_set():
+            assert "saved" not in engine.results, "it ended before its adapter was on the disk"
+            if "other" in engine.ending and "saved" in engine.ending:
+                disk.go.set()
+
+    watch_micro_batches(monkeypatch, look)
+    monkeypatch.setattr(run_monitor, "_SHOW_SECONDS", 0.0)
+    watcher = Watcher(lambda progress: seen.extend(status_of(progress, "saved")), lambda _: None)
+    results = train(base, tmp_path / "out", jobs, deterministic=True, watcher=watcher)
+    assert [r.status for r in results.values()] == ["done", "done"] and "saving" in seen
+    assert sha256(tmp_path / "out" / "saved") == sha256(Path(alone["saved"].path))
+    durable.verify(tmp_path / "out" / "saved" / "checkpoint-4")
+    assert steps_taken(tmp_path / "out" / "saved") == steps_taken(Path(alone["saved"].path))
+
+
+def status_of(progress: RunProgress, name: str) -> list[str]:
+    return [each.status for each in progress.jobs if each.name == name]
+
+
+def test_an_end_that_cannot_be_written_fails_its_job_alone(base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [job("lost", str(data / "a.jsonl"), max_steps=2), job("other", str(data / "b.jsonl"), max_steps=5)]
+    export, notes = checkpoint.export, list[str]()
+
+    def refuse(chosen: Path, directory: Path) -> None:
+        if directory.name == "lost":
+            raise CheckpointError("the disk says no")
+        export(chosen, directory)
+
+    monkeypatch.setattr(checkpoint, "export", refuse)
+    results = train(base, tmp_path / "out", jobs, watcher=Watcher(lambda _: None, notes.append))
+    where = tmp_path / "out" / "lost" / "checkpoint-2"
+    assert results["lost"].status == "failed" and results["lost"].reason == f"the disk says no; its last finite state is {where}"
+    assert f"lost failed: {results['lost'].reason}" in notes and results["other"].status == "done"
+    durable.verify(where)
+    monkeypatch.undo()
+    assert train(base, tmp_path / "out", jobs, resume=True)["lost"].status == "done"
+
+
+def test_an_error_of_ours_is_not_swallowed(base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug in what the thread does ends the run as it would anywhere else, and the others' state is kept."""
+    save = checkpoint.save
+
+    def stumble(directory: Path, *args: Any) -> None:
+        if directory.parent.name == "bad" and directory.name == "checkpoint-1":
+            raise AssertionError("a bug")
+        save(directory, *args)
+
+    monkeypatch.setattr(checkpoint, "save", stumble)
+    jobs = [job("bad", str(data / "a.jsonl"), save_steps=1, max_steps=40), job("other", str(data / "b.jsonl"), max_steps=40)]
+    with pytest.raises(AssertionError, match="a bug"):
+        train(base, tmp_path / "out", jobs)
+    assert list((tmp_path / "out" / "other").glob("checkpoint-*"))
+
+
+def test_rows_and_checkpoints_of_a_cut_run_agree(base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interruption waits for what was to be written before, and its own checkpoint is the newest."""
+    jobs = [job("a", str(data / "a.jsonl"), save_steps=1, max_steps=30, save_total_limit=3)]
+    whole = train(base, tmp_path / "whole", jobs, deterministic=True)
+    calls: list[None] = []
+
+    def look(_: Engine) -> None:
+        calls.append(None)
+        if len(calls) == 12:
+            raise RuntimeError("the cable was pulled")
+
+    watch_micro_batches(monkeypatch, look)
+    with pytest.raises(RuntimeError, match="the cable"):
+        train(base, tmp_path / "cut", jobs, deterministic=True)
+    kept = sorted(int(path.name.split("-")[1]) for path in (tmp_path / "cut" / "a").glob("checkpoint-*"))
+    assert len(kept) == 3 and kept == list(range(kept[-1] - 2, kept[-1] + 1))
+    assert rows(tmp_path / "cut" / "a" / "metrics.jsonl")[-1]["step"] == kept[-1]
+    assert sha256(Path(train(base, tmp_path / "cut", jobs, deterministic=True, resume=True)["a"].path)) == sha256(Path(whole["a"].path))
+
+
+def test_writes_are_in_order_and_only_so_many_behind() -> None:
+    woken: list[int] = []
+    writer, go, done = Writer(lambda: woken.append(len(done))), threading.Event(), list[int]()
+    futures = [writer.write(lambda: go.wait(PATIENCE_SECONDS))]
+    futures += [writer.write(lambda n=n: done.append(n) or True) for n in range(3)]
+    fifth = threading.Thread(target=lambda: futures.append(writer.write(lambda: done.append(3) or True)))
+    fifth.start()
+    fifth.join(0.2)
+    assert fifth.is_alive() and not done, "four are behind, and the fifth waits"
+    go.set()
+    fifth.join(PATIENCE_SECONDS)
+    assert all(future.result(PATIENCE_SECONDS) for future in futures) and done == [0, 1, 2, 3]
+    refused = writer.write(lambda: durable.write_file(Path("/nowhere/file"), b""))
+    with pytest.raises(CheckpointError):
+        refused.result(PATIENCE_SECONDS)
+    assert len(woken) >= 5
