@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +19,7 @@ from tlora.adapters.state import AdapterState
 from tlora.batching.pack import auto_token_budget
 from tlora.engine.engine import Engine
 from tlora.engine.job_run import JobRun
+from tlora.engine.recorder import Outcome
 from tlora.supermodel.supermodel import SuperModel
 
 FEWEST_WINDOWS = 3
@@ -36,8 +38,13 @@ class _NoFiles:
 
     def save_if_due(self, _state: AdapterState) -> None: ...
 
-    def save(self, _state: AdapterState) -> Path:
-        return Path("nowhere")
+    def interrupt(self, _state: AdapterState) -> Future[Outcome]:
+        nothing: Future[Outcome] = Future()
+        nothing.set_result(("stopped", ""))
+        return nothing
+
+    def fail(self, _state: AdapterState, reason: str) -> NoReturn:
+        raise RuntimeError(f"{self._name} failed: {reason}")
 
     def finish(self, _state: AdapterState) -> NoReturn:
         raise RuntimeError(f"{self._name} ended before the benchmark did")

@@ -15,6 +15,7 @@ import pytest
 
 from tests.engine.tiny_runs import job, rows, run_spec, sha256, steps_taken, train
 from tlora.cluster.worker_process import Message, WorkerProcess
+from tlora.engine import checkpoint
 from tlora.engine import worker as worker_room
 from tlora.engine.checkpoint import read_progress
 from tlora.engine.pace import Pace
@@ -171,6 +172,29 @@ def test_others_train_while_a_job_is_opened(made: Orders, tmp_path: Path, monkey
     ended = next(at for at, report in enumerate(told) if report == Left("short", 0, None) or report == Joined("short", 0))
     assert ended > fourth and bool(of(told, Left, "short")) == leaves == (not of(told, Joined, "short"))
     assert sha256(tmp_path / "stays") == made.shas["stays"] and (leaves or sha256(tmp_path / "short") == made.shas["short"])
+
+
+def test_others_train_while_a_job_that_leaves_is_written(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has left when its checkpoint can be read by the worker that gets it next, and not before."""
+    go, save = threading.Event(), checkpoint.save
+
+    def slowly(directory: Path, *args: Any) -> None:
+        if directory.parent.name == "stays":
+            assert go.wait(60.0), "nobody trained meanwhile"
+        save(directory, *args)
+
+    def free(report: Report) -> list[Command]:
+        if isinstance(report, Stepped) and (report.job_id, report.steps) == ("mover", 9):
+            go.set()
+        return [Leave("stays")] if isinstance(report, Stepped) and (report.job_id, report.steps) == ("stays", 2) else []
+
+    monkeypatch.setattr(checkpoint, "save", slowly)
+    told = work(made.load(tmp_path), [made.join("stays"), made.join("mover")], free)
+    (left,) = of(told, Left, "stays")
+    assert told.index(left) > next(at for at, report in enumerate(told) if isinstance(report, Stepped) and report.steps == 9)
+    assert read_progress(Path(left.checkpoint)).step == left.steps and sha256(tmp_path / "mover") == made.shas["mover"]
+    work(made.load(tmp_path), [made.join("stays")])
+    assert sha256(tmp_path / "stays") == made.shas["stays"]
 
 
 def test_a_finished_job_hands_over_again(made: Orders, tmp_path: Path) -> None:

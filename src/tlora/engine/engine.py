@@ -11,14 +11,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import groupby, islice
-from pathlib import Path
 
 import torch
 
 from tlora.adapters.state import AdapterState
 from tlora.batching.pack import MicroBatch, Row, pack, prepared_budget
 from tlora.engine.job_run import QUARANTINE_AFTER, JobRun, Passed, mean_loss
-from tlora.engine.recorder import JobResult, Recorder
+from tlora.engine.recorder import JobResult, Outcome, Recorder, Status
 from tlora.engine.traffic import Traffic
 from tlora.errors import TloraError
 from tlora.kernels.device import ToHost
@@ -56,10 +55,10 @@ class _Stepping:
 
 @dataclass(frozen=True)
 class Ending:
-    """A job that has taken its last step and whose files are being written. The future says why that failed, or nothing."""
+    """A job that takes no more steps and whose files are being written."""
 
     run: JobRun
-    written: Future[str]
+    written: Future[Outcome]
 
 
 class Engine:
@@ -88,8 +87,7 @@ class Engine:
                 return
             self.model.join(name, run.spec, run.spec, run.total_steps, state)
         except (TloraError, torch.OutOfMemoryError) as error:
-            self.results[name] = recorder.result("failed", str(error))
-            self._note(f"{name} failed: {error}")
+            self._end(name, "failed", str(error))
             return
         self.runs[name] = run
         self._advance(run)
@@ -101,22 +99,13 @@ class Engine:
             self.leave(name)
         self.see_ended(wait=True)
 
-    def leave(self, name: str) -> Path | None:
-        """Checkpoint a resident job at its last optimizer step and let it go: what it did of the next is dropped. None if that failed,
-        or if the job fails in that very step.
+    def leave(self, name: str) -> None:
+        """Let a resident job go at its last optimizer step: what it did of the next is dropped. When its checkpoint is written it is
+        "stopped", or "failed" if it fails in that very step.
         """
         self._settle()
-        if name not in self.runs:  # it failed in that very step
-            return None
-        state = self.model.leave(name)
-        run, recorder = self.runs.pop(name), self._recorders[name]
-        try:
-            where = recorder.save(state)
-        except OSError as error:
-            self.results[name] = recorder.result("stopped", f"interrupted at step {run.progress.step} and not saved: {error}")
-            return None
-        self.results[name] = recorder.result("stopped", f"interrupted at step {run.progress.step}; {where} continues with resume")
-        return where
+        if name in self.runs:
+            self.ending[name] = Ending(self.runs.pop(name), self._recorders[name].interrupt(self.model.leave(name)))
 
     def set_token_budget(self, tokens: int) -> None:
         """From the next micro-batch on; not less than the longest sample of a resident, which is never split."""
@@ -214,14 +203,17 @@ class Engine:
             self.ending[name] = Ending(self.runs.pop(name), recorder.finish(self.model.leave(name)))
 
     def see_ended(self, *, wait: bool = False) -> None:
-        """Give the jobs their results whose files are written by now, or, with `wait`, all that have taken their last step."""
+        """Give the jobs their results whose files are written by now, or, with `wait`, all that take no more steps."""
         for name, ending in list(self.ending.items()):
             if wait or ending.written.done():
-                reason = ending.written.result()
+                status, reason = ending.written.result()
                 del self.ending[name]  # not before: a wait that is interrupted begins anew
-                self.results[name] = self._recorders[name].result("failed" if reason else "done", reason)
-                if reason:
-                    self._note(f"{name} failed: {reason}")
+                self._end(name, status, reason)
+
+    def _end(self, name: str, status: Status, reason: str) -> None:
+        self.results[name] = self._recorders[name].result(status, reason)
+        if status == "failed":
+            self._note(f"{name} failed: {reason}")
 
     def _quarantine(self, run: JobRun) -> bool:
         """Whether a job has failed for want of finite gradients."""
@@ -235,12 +227,9 @@ class Engine:
         name, recorder = run.spec.name, self._recorders[run.spec.name]
         self.runs.pop(name, None)
         if name in self.model.bank:
-            try:
-                reason += f"; its last finite state is {recorder.save(self.model.leave(name))}"
-            except OSError as error:
-                reason += f"; its state could not be saved ({error})"
-        self.results[name] = recorder.result("failed", reason)
-        self._note(f"{name} failed: {reason}")
+            self.ending[name] = Ending(run, recorder.fail(self.model.leave(name), reason))
+        else:
+            self._end(name, "failed", reason)
 
     def _find_culprit(self, packed: MicroBatch, error: BaseException) -> None:
         """A micro-batch raised. Its jobs' half-summed gradients are dropped, each is tried alone, those that raise again fail,

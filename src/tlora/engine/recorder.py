@@ -21,6 +21,9 @@ from tlora.engine.reserve import Reserve
 from tlora.engine.writer import Writer
 from tlora.errors import CheckpointError, TloraError
 
+Status = Literal["done", "failed", "stopped"]
+Outcome = tuple[Status, str]  # how a job ended, and why
+
 
 @dataclass(frozen=True)
 class JobResult:
@@ -29,7 +32,7 @@ class JobResult:
     """
 
     name: str
-    status: Literal["done", "failed", "stopped"]
+    status: Status
     reason: str = ""
     rank: int = 0
     steps: int = 0
@@ -130,16 +133,20 @@ class Recorder:
             self._saved_step = p.step
             self._context.writer.write(partial(self._try_to_write, self._moment(state), last=best_here))
 
-    def save(self, state: AdapterState) -> Path:
-        """`checkpoint-<step>` of the present state, after all that was to be written before; waits for it. Raises CheckpointError."""
-        return self._context.writer.write(partial(self._write_checkpoint, self._moment(state), last=True)).result()
-
-    def finish(self, state: AdapterState) -> Future[str]:
-        """Last checkpoint, then the adapter of the last (or best) one as the result. The future says why that failed, or nothing."""
+    def finish(self, state: AdapterState) -> Future[Outcome]:
+        """Last checkpoint, then the adapter of the last (or best) one as the result."""
         self._run.progress.finished = True
         if self._run.progress.unlogged and self._stats:  # an early stop comes between two rows
             self._log_steps(self._stats)
         return self._context.writer.write(partial(self._write_end, self._moment(state)))
+
+    def interrupt(self, state: AdapterState) -> Future[Outcome]:
+        """A checkpoint of the present state, with which the job can go on."""
+        return self._context.writer.write(partial(self._write_interruption, self._moment(state)))
+
+    def fail(self, state: AdapterState, reason: str) -> Future[Outcome]:
+        """A checkpoint of the last finite state, if the disk takes it."""
+        return self._context.writer.write(partial(self._write_failure, self._moment(state), reason))
 
     def hand_over(self) -> JobResult:
         """The result of a job that was finished before this run: its last checkpoint stands. Raises CheckpointError."""
@@ -171,17 +178,27 @@ class Recorder:
         if broke is not None:
             raise broke
 
-    def _write_end(self, moment: _Moment) -> str:
+    def _write_end(self, moment: _Moment) -> Outcome:
         self._raise_what_broke()
         try:
             self._write_checkpoint(moment, last=True)
             self._export(moment.progress)
         except (OSError, TloraError) as error:
-            try:
-                return f"{error}; its last finite state is {self._write_checkpoint(moment, last=True)}"
-            except OSError as again:
-                return f"{error}; its state could not be saved ({again})"
-        return ""
+            return self._write_failure(moment, str(error))
+        return "done", ""
+
+    def _write_interruption(self, moment: _Moment) -> Outcome:
+        at = f"interrupted at step {moment.progress.step}"
+        try:
+            return "stopped", f"{at}; {self._write_checkpoint(moment, last=True)} continues with resume"
+        except OSError as error:
+            return "stopped", f"{at} and not saved: {error}"
+
+    def _write_failure(self, moment: _Moment, reason: str) -> Outcome:
+        try:
+            return "failed", f"{reason}; its last finite state is {self._write_checkpoint(moment, last=True)}"
+        except OSError as error:
+            return "failed", f"{reason}; its state could not be saved ({error})"
 
     def _write_checkpoint(self, moment: _Moment, *, last: bool) -> Path:
         """Durable before older ones go. `last`: no later save makes up for this one, so on a full disk it gets the room that is kept for
@@ -219,7 +236,7 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def result(self, status: Literal["done", "failed", "stopped"], reason: str = "") -> JobResult:
+    def result(self, status: Status, reason: str = "") -> JobResult:
         """Write `result.json`, close the trackers and give back what was kept for this job on the disk."""
         run, p = self._run, self._run.progress
         best = run.spec.load_best_model_at_end

@@ -113,9 +113,7 @@ class Worker:
                 self._tell_steps()
                 self._tell_ended()
         finally:  # also of an error that is nobody's fault: what was learned is kept
-            while self._engine.runs:  # one that leaves may take another with it, whose step is read only then
-                self._leave(next(iter(self._engine.runs)))
-            self._engine.see_ended(wait=True)
+            self._engine.stop()
             self._tell_ended()
 
     def _obey_all(self) -> bool:
@@ -126,7 +124,9 @@ class Worker:
                     return False
                 case Join() as join:
                     name = join.job.name
-                    assert name not in {*self._preparing, *self._opening, *self._engine.runs}, f"{name} is here already"
+                    assert name not in {*self._preparing, *self._opening, *self._engine.runs, *self._engine.ending}, (
+                        f"{name} is here already"
+                    )
                     self._preparing[name] = join
                     threading.Thread(target=self._prepare, args=(join,), daemon=True).start()
                 case _Prepared(join, data):
@@ -218,6 +218,7 @@ class Worker:
         now = time.monotonic()
         for name, ending in self._engine.ending.items():
             self._paces[name].see(ending.run.progress.step, now)
+            self._tell_pace(name)
         for name, run in self._engine.runs.items():
             self._paces[name].see(run.progress.step, now)
         if now - self._reported >= REPORT_SECONDS:
@@ -233,7 +234,7 @@ class Worker:
     # -- going ---------------------------------------------------------------------------------------------------------
 
     def _tell_ended(self) -> None:
-        """Jobs that the engine has let go by itself: done or failed."""
+        """Jobs whose files are written."""
         for name in list(self._engine.results):
             result: JobResult = self._engine.results.pop(name)
             pace = self._paces.pop(name, None)
@@ -242,7 +243,7 @@ class Worker:
                 told = pace.take()
                 if told is not None:
                     self._send(Stepped(name, *told))
-            self._send(Finished(name, asdict(result)) if result.status == "done" else Failed(name, result.reason))
+            self._send(_last_report(result))
 
     def _let_go(self, name: str) -> None:
         if self._preparing.pop(name, None) is not None:
@@ -250,16 +251,16 @@ class Worker:
         elif name in self._opening:
             self._unwanted.add(name)
         elif name in self._engine.runs:
-            self._leave(name)
+            self._engine.leave(name)
 
-    def _leave(self, name: str) -> None:
-        self._tell_pace(name)
-        steps = self._engine.runs[name].progress.step
-        checkpoint = self._engine.leave(name)
-        if self._engine.results[name].status == "failed":  # in that very step: `_tell_ended` says so
-            return
-        del self._engine.results[name], self._paces[name]  # it has not ended
-        self._send(Left(name, steps, str(checkpoint) if checkpoint else None))
+
+def _last_report(result: JobResult) -> Report:
+    if result.status == "done":
+        return Finished(result.name, asdict(result))
+    if result.status == "failed":
+        return Failed(result.name, result.reason)
+    checkpoint = Path(result.path) / f"checkpoint-{result.steps}"
+    return Left(result.name, result.steps, str(checkpoint) if checkpoint.is_dir() else None)
 
 
 def note(line: str) -> None:
