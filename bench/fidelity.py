@@ -1,6 +1,6 @@
 """The simulator against the real thing: the same small jobs, with the same arrivals, through the same scheduler and controller.
 
-    python -m bench.fidelity [--jobs 24] [--repeats 3] [--policies fifo,sjf,residual_capacity] [--device cuda --base DIR] [--json FILE]
+    python -m bench.fidelity [--jobs 24] [--repeats 3] [--policies fifo,sjf,residual_capacity] [--device cuda --shape qwen3-1.7b] [--json FILE]
 
 Real: two workers (one-thread processes on a CPU, or one GPU each), a base, jobs that are trained to their adapters. Simulated: constants
 from a calibration with other jobs, before. Policies take turns within each repeat, so that a change of the machine's speed meets all.
@@ -27,6 +27,7 @@ import torch
 
 from bench.fidelity_work import BASE, SIZES, Calibration, Work, calibrate, draw_arrivals, draw_orders, make_work
 from bench.machine import facts, write
+from bench.shapes import DEMO_BASE, SHAPES, write_base
 from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import LocalBackend, LocalMachine
@@ -42,7 +43,6 @@ from tlora.sim.metrics import metrics
 from tlora.sim.simulate import simulate
 from tlora.sim.truth import MoveCosts, Truth
 
-DEMO_BASE = Path(__file__).parent.parent / "demo" / "base"
 MOST_ERROR, MOST_SPREAD = 0.05, 0.03  # what is asked for, and beyond which repeats decide nothing
 FEWEST_REPEATS = 3
 Arrivals = Sequence[tuple[float, JobSubmitted]]
@@ -158,7 +158,7 @@ def verdict(compared: dict[str, dict[str, Compared]]) -> list[str]:
 
 def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """The whole of it; prints as it goes."""
-    base = args.base or DEMO_BASE
+    base = write_base(args.shape, directory / "base", torch.device(args.device)) if args.shape else DEMO_BASE
     machine = LocalMachine(tuple(range(args.gpus)), args.device, {BASE: str(base)}, directory / "real")
     sizes = SIZES[args.device]
     calibration = calibrate(machine, sizes, base, directory)
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--base", type=Path, help="a model directory; the demo's base without it")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="of the base, with random weights; the demo's base without it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit")
     parser.add_argument("--json", type=Path)

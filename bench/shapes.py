@@ -1,11 +1,32 @@
-"""The bases that the benchmarks run on: shapes of well-known models with random weights, made on the device. No hub, no files."""
+"""The bases that the benchmarks run on: shapes of well-known models with random weights, made on the device. No hub."""
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+
+DEMO_BASE = Path(__file__).parent.parent / "demo" / "base"
+
+
+def _qwen3_1_7b(num_hidden_layers: int, vocab_size: int) -> PretrainedConfig:
+    return Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        tie_word_embeddings=True,
+        pad_token_id=0,
+    )
+
 
 SHAPES: dict[str, PretrainedConfig] = {
     "llama-3-8b": LlamaConfig(
@@ -33,6 +54,8 @@ SHAPES: dict[str, PretrainedConfig] = {
         tie_word_embeddings=True,
         pad_token_id=0,
     ),
+    "qwen3-1.7b": _qwen3_1_7b(num_hidden_layers=28, vocab_size=151936),
+    "qwen3-1.7b-layer": _qwen3_1_7b(num_hidden_layers=1, vocab_size=3072),
     "tiny": LlamaConfig(
         vocab_size=512,
         hidden_size=64,
@@ -55,6 +78,14 @@ def make_model(shape: str, device: torch.device, dtype: torch.dtype) -> Any:
     odd = sorted(name for name, p in model.named_parameters() if p.device.type != device.type or p.dtype != dtype)
     assert not odd, f"{odd[0]} is not {dtype} on {device}"
     return model.eval()
+
+
+def write_base(shape: str, directory: Path, device: torch.device) -> Path:
+    """Such a model in bf16 as files, with the demo's tokenizer, for benchmarks of whole processes."""
+    make_model(shape, device, torch.bfloat16).save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(DEMO_BASE / name, directory)
+    return directory
 
 
 def matmul_parameters(model: Any) -> int:
