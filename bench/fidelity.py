@@ -1,6 +1,6 @@
 """The simulator against the real thing: the same small jobs, with the same arrivals, through the same scheduler and controller.
 
-    python -m bench.fidelity [--jobs 24] [--repeats 3] [--policies fifo,sjf,residual_capacity] [--device cuda --shape qwen3-1.7b] [--json FILE]
+    python -m bench.fidelity [--jobs 24] [--repeats 3] [--policies fifo,sjf,residual_capacity] [--device cuda --shape NAME] [--json FILE]
 
 Real: two workers (one-thread processes on a CPU, or one GPU each), a base, jobs that are trained to their adapters. Simulated: constants
 from a calibration with other jobs, before. Policies take turns within each repeat, so that a change of the machine's speed meets all.
