@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 DEMO_BASE = Path(__file__).parent.parent / "demo" / "base"
 
 
-def _qwen3_1_7b(num_hidden_layers: int, vocab_size: int) -> PretrainedConfig:
+def _qwen3(hidden_size: int, intermediate_size: int, vocab_size: int = 151936, num_hidden_layers: int = 28) -> PretrainedConfig:
     return Qwen3Config(
         vocab_size=vocab_size,
-        hidden_size=2048,
-        intermediate_size=6144,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
         num_hidden_layers=num_hidden_layers,
         num_attention_heads=16,
         num_key_value_heads=8,
@@ -41,21 +41,9 @@ SHAPES: dict[str, PretrainedConfig] = {
         tie_word_embeddings=False,
         pad_token_id=0,
     ),
-    "qwen3-0.6b": Qwen3Config(
-        vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-        tie_word_embeddings=True,
-        pad_token_id=0,
-    ),
-    "qwen3-1.7b": _qwen3_1_7b(num_hidden_layers=28, vocab_size=151936),
-    "qwen3-1.7b-layer": _qwen3_1_7b(num_hidden_layers=1, vocab_size=3072),
+    "qwen3-0.6b": _qwen3(1024, 3072),
+    "qwen3-1.7b": _qwen3(2048, 6144),
+    "qwen3-1.7b-layer": _qwen3(2048, 6144, vocab_size=3072, num_hidden_layers=1),
     "tiny": LlamaConfig(
         vocab_size=512,
         hidden_size=64,
