@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tlora.cluster.worker_process import Message, WorkerProcess
 from tlora.engine import checkpoint
 from tlora.engine import worker as worker_room
 from tlora.engine.checkpoint import read_progress
+from tlora.engine.engine import Engine
 from tlora.engine.pace import Pace
 from tlora.engine.plan import PlannedJob
 from tlora.engine.profile import ProfiledJob, profile_jobs
@@ -195,6 +197,42 @@ def test_others_train_while_a_job_that_leaves_is_written(made: Orders, tmp_path:
     assert read_progress(Path(left.checkpoint)).step == left.steps and sha256(tmp_path / "mover") == made.shas["mover"]
     work(made.load(tmp_path), [made.join("stays")])
     assert sha256(tmp_path / "stays") == made.shas["stays"]
+
+
+def test_a_job_may_be_at_its_end_when_it_joins(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker was killed between the checkpoint that was due at the last step and the end."""
+    save = checkpoint.save
+    monkeypatch.setattr(
+        checkpoint, "save", lambda path, state, progress, *args: save(path, state, replace(progress, finished=False), *args)
+    )
+    work(made.load(tmp_path), [made.join("short")])
+    (tmp_path / "short" / "adapter_model.safetensors").unlink()
+    monkeypatch.setattr(checkpoint, "save", lambda *args: (time.sleep(0.3), save(*args)))
+    told = work(made.load(tmp_path), [made.join("stays"), made.join("short")])
+    for name in ("stays", "short"):
+        assert of(told, Finished, name) and sha256(tmp_path / name) == made.shas[name]
+
+
+def test_a_worker_that_breaks_ends_its_writes(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that is lost takes what was on it, and not what had left it. The process exits at once when `go_on` returns."""
+    save, begun = checkpoint.save, threading.Event()
+
+    def slowly(*args: Any) -> None:
+        begun.set()
+        time.sleep(0.3)
+        save(*args)
+
+    def lost(engine: Engine) -> None:
+        if begun.is_set():
+            raise RuntimeError("the device is gone")
+        settle(engine)
+
+    settle = Engine._settle
+    monkeypatch.setattr(checkpoint, "save", slowly)
+    monkeypatch.setattr(Engine, "_settle", lost)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        work(made.load(tmp_path), [made.join("mover")])
+    assert read_progress(tmp_path / "mover" / "checkpoint-4").step == 4
 
 
 def test_a_finished_job_hands_over_again(made: Orders, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -106,6 +108,47 @@ def test_an_error_of_ours_is_not_swallowed(base: Path, data: Path, tmp_path: Pat
     with pytest.raises(AssertionError, match="a bug"):
         train(base, tmp_path / "out", jobs)
     assert list((tmp_path / "out" / "other").glob("checkpoint-*"))
+
+
+def test_an_error_of_ours_takes_nobody_with_it(base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found when the run is interrupted: first all are written, the job itself among them."""
+    save = checkpoint.save
+
+    def stumble(directory: Path, *args: Any) -> None:
+        if directory.parent.name == "bad" and directory.name == "checkpoint-2":
+            raise AssertionError("a bug")
+        save(directory, *args)
+
+    def look(engine: Engine) -> None:
+        run = engine.runs.get("bad")
+        if run is not None and run.progress.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(checkpoint, "save", stumble)
+    watch_micro_batches(monkeypatch, look)
+    jobs = [job("bad", str(data / "a.jsonl"), save_steps=2, max_steps=40), job("other", str(data / "b.jsonl"), max_steps=40)]
+    with pytest.raises(AssertionError, match="a bug"):
+        train(base, tmp_path / "out", jobs)
+    durable.verify(tmp_path / "out" / "bad" / "checkpoint-3")
+    assert len(list((tmp_path / "out" / "other").glob("checkpoint-*"))) == 1
+
+
+@pytest.mark.parametrize("error", [OSError(5, "input/output error"), CheckpointError("no")], ids=["plain", "told"])
+def test_a_due_checkpoint_that_fails_costs_a_note(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Whatever of the file system raises it."""
+    prune, notes = durable.prune, list[str]()
+
+    def refuse(parent: Path, keep: int | None, protect: set[str]) -> None:
+        if len(list(parent.glob("checkpoint-*"))) == 1:
+            raise error
+        prune(parent, keep, protect)
+
+    monkeypatch.setattr(durable, "prune", refuse)
+    jobs = [job("a", str(data / "a.jsonl"), save_steps=2, max_steps=4)]
+    results = train(base, tmp_path / "out", jobs, watcher=Watcher(lambda _: None, notes.append))
+    assert results["a"].status == "done" and sum("the job goes on without it" in note for note in notes) == 1
 
 
 def test_rows_and_checkpoints_of_a_cut_run_agree(base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,6 +180,6 @@ def _steps(jobs: Sequence[JobProgress]) -> str:
 
 def _eta(jobs: Sequence[JobProgress]) -> str:
     """The run ends with its last job; nothing is said while one of them cannot tell."""
-    etas = [job.eta_seconds for job in jobs if job.status not in _ENDED]
+    etas = [job.eta_seconds for job in jobs if job.status not in (*_ENDED, "saving")]
     known = [eta for eta in etas if eta is not None]
     return clock_text(max(known)) if known and len(known) == len(etas) else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby, islice
 
@@ -83,7 +84,7 @@ class Engine:
         self._recorders[name] = recorder
         try:
             if run.progress.finished:
-                self.results[name] = recorder.hand_over()
+                self.ending[name] = Ending(run, recorder.hand_over())
                 return
             self.model.join(name, run.spec, run.spec, run.total_steps, state)
         except (TloraError, torch.OutOfMemoryError) as error:
@@ -93,11 +94,13 @@ class Engine:
         self._advance(run)
 
     def stop(self) -> None:
-        """Checkpoint every resident job at its last optimizer step and let it go; then all is written."""
-        self._settle()
-        for name in list(self.runs):
-            self.leave(name)
-        self.see_ended(wait=True)
+        """Checkpoint every resident job at its last optimizer step and let it go; then all is written. Where one raises the others do so
+        still.
+        """
+        with ExitStack() as last:
+            last.callback(self.see_ended, wait=True)
+            for name in reversed(self.runs):
+                last.callback(self.leave, name)
 
     def leave(self, name: str) -> None:
         """Let a resident job go at its last optimizer step: what it did of the next is dropped. When its checkpoint is written it is
@@ -204,11 +207,17 @@ class Engine:
 
     def see_ended(self, *, wait: bool = False) -> None:
         """Give the jobs their results whose files are written by now, or, with `wait`, all that take no more steps."""
+        errors: list[BaseException] = []
         for name, ending in list(self.ending.items()):
             if wait or ending.written.done():
-                status, reason = ending.written.result()
+                error = ending.written.exception()
                 del self.ending[name]  # not before: a wait that is interrupted begins anew
-                self._end(name, status, reason)
+                if error is None:
+                    self._end(name, *ending.written.result())
+                else:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _end(self, name: str, status: Status, reason: str) -> None:
         self.results[name] = self._recorders[name].result(status, reason)

@@ -130,6 +130,7 @@ class Recorder:
         run, p = self._run, self._run.progress
         best_here = run.spec.load_best_model_at_end and p.best_step == p.step
         if (best_here or (p.step > 0 and run.due(run.spec.save_steps))) and self._saved_step != p.step:
+            self._raise_what_broke()
             self._saved_step = p.step
             self._context.writer.write(partial(self._try_to_write, self._moment(state), last=best_here))
 
@@ -148,13 +149,11 @@ class Recorder:
         """A checkpoint of the last finite state, if the disk takes it."""
         return self._context.writer.write(partial(self._write_failure, self._moment(state), reason))
 
-    def hand_over(self) -> JobResult:
-        """The result of a job that was finished before this run: its last checkpoint stands. Raises CheckpointError."""
-        self._context.writer.write(partial(self._export, self._run.progress)).result()
-        return self.result("done")
+    def hand_over(self) -> Future[Outcome]:
+        """The adapter of a job that was finished before this run: its last checkpoint stands."""
+        return self._context.writer.write(partial(self._write_adapter, self._run.progress))
 
     def _moment(self, state: AdapterState) -> _Moment:
-        self._raise_what_broke()
         p = self._run.progress
         p.seconds = self.seconds
         return _Moment(state.on_host(), replace(p, losses=[*p.losses], unlogged=[*p.unlogged]))
@@ -164,8 +163,8 @@ class Recorder:
     def _try_to_write(self, moment: _Moment, *, last: bool) -> None:
         try:
             self._write_checkpoint(moment, last=last)
-        except CheckpointError as error:
-            if durable.is_full(error):
+        except (OSError, TloraError) as error:
+            if isinstance(error, OSError) and durable.is_full(error):
                 self._context.reserve.full(error)
             else:
                 failed = f"checkpoint at step {moment.progress.step} failed, the job goes on without it: {error}"
@@ -174,25 +173,35 @@ class Recorder:
             self._broke = error
 
     def _raise_what_broke(self) -> None:
-        broke, self._broke = self._broke, None
-        if broke is not None:
+        """What a write raised that is no failure of a disk, but a bug: ends the run as it would anywhere else, and loses nothing more."""
+        if (broke := self._broke) is not None:
+            self._broke = None
             raise broke
 
     def _write_end(self, moment: _Moment) -> Outcome:
-        self._raise_what_broke()
         try:
             self._write_checkpoint(moment, last=True)
             self._export(moment.progress)
         except (OSError, TloraError) as error:
             return self._write_failure(moment, str(error))
+        self._raise_what_broke()
+        return "done", ""
+
+    def _write_adapter(self, progress: Progress) -> Outcome:
+        try:
+            self._export(progress)
+        except (OSError, TloraError) as error:
+            return "failed", str(error)
         return "done", ""
 
     def _write_interruption(self, moment: _Moment) -> Outcome:
         at = f"interrupted at step {moment.progress.step}"
         try:
-            return "stopped", f"{at}; {self._write_checkpoint(moment, last=True)} continues with resume"
+            where = self._write_checkpoint(moment, last=True)
         except OSError as error:
             return "stopped", f"{at} and not saved: {error}"
+        self._raise_what_broke()
+        return "stopped", f"{at}; {where} continues with resume"
 
     def _write_failure(self, moment: _Moment, reason: str) -> Outcome:
         try:

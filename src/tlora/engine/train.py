@@ -200,7 +200,8 @@ class _Session:
         self._engine.join(run, recorder, state)
 
     def close(self) -> None:
-        """Nothing more will be saved: what was kept for that on the disk is free."""
+        """All is written, and nothing more will be: what was kept for that on the disk is free."""
+        self._context.writer.close()
         self._reserve.close()
 
     def results(self, received: list[int]) -> Results:
@@ -246,7 +247,7 @@ def _swept(spec: JobSpec, jobs: Sequence[JobSpec]) -> dict[str, Any]:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM instead of dying; a second SIGINT ends at once. Only the main thread can."""
+    """Collects SIGINT and SIGTERM instead of dying; a second SIGINT ends as soon as what is being written is. Only the main thread can."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received

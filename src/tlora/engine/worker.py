@@ -113,8 +113,11 @@ class Worker:
                 self._tell_steps()
                 self._tell_ended()
         finally:  # also of an error that is nobody's fault: what was learned is kept
-            self._engine.stop()
-            self._tell_ended()
+            try:
+                self._engine.stop()
+            finally:
+                self._context.writer.close()  # the process exits without a look at its threads
+                self._tell_ended()
 
     def _obey_all(self) -> bool:
         """What has arrived since the last micro-batch; with nobody resident, wait for something. False: stop."""
@@ -198,10 +201,10 @@ class Worker:
             return
         run.set_weight(self._weights.get(name, run.spec.weight))
         tracker = Tracker(self._run_of(run.spec), run.spec, run.directory, note)
+        self._paces[name] = Pace(run.progress.step, time.monotonic())
         self._engine.join(run, Recorder(run, self._context, tracker, {}), opened.state)
         self._engine.set_token_budget(self._engine.token_budget)
-        if name in self._engine.runs:
-            self._paces[name] = Pace(run.progress.step, time.monotonic())
+        if name in self._engine.runs:  # and not at its end already
             self._send(Joined(name, run.progress.step))
 
     # -- staying -------------------------------------------------------------------------------------------------------
