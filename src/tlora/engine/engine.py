@@ -94,8 +94,8 @@ class Engine:
         self._advance(run)
 
     def stop(self) -> None:
-        """Checkpoint every resident job at its last optimizer step and let it go; then all is written. Where one raises the others do so
-        still.
+        """Checkpoint every resident job at its last optimizer step and let it go; then all is written. One that raises keeps none of the
+        others from that.
         """
         with ExitStack() as last:
             last.callback(self.see_ended, wait=True)
