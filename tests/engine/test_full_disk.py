@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,10 @@ class Ballast:
         self._path = disk / "ballast"
 
     def grow(self) -> None:
+        """When nothing is being written: what that would leave behind, or remove, would be space again."""
+        for thread in threading.enumerate():
+            if thread.name == "writer":
+                thread.join()
         with self._path.open("ab", buffering=0) as file:
             for size in (1 << 16, 1):
                 try:
