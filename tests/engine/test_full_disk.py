@@ -74,6 +74,12 @@ def test_a_full_disk_is_said_once_until_it_is_not_full(tmp_path: Path) -> None:
     kept.close()
 
 
+def wait_for_writes() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "writer":
+            thread.join()
+
+
 class Ballast:
     """Somebody else's file, which takes all the space that there is."""
 
@@ -81,10 +87,7 @@ class Ballast:
         self._path = disk / "ballast"
 
     def grow(self) -> None:
-        """When nothing is being written: what that would leave behind, or remove, would be space again."""
-        for thread in threading.enumerate():
-            if thread.name == "writer":
-                thread.join()
+        wait_for_writes()  # what one in between leaves behind, or removes, would be space again
         with self._path.open("ab", buffering=0) as file:
             for size in (1 << 16, 1):
                 try:
@@ -94,6 +97,7 @@ class Ballast:
                     assert error.errno == errno.ENOSPC
 
     def remove(self) -> None:
+        wait_for_writes()
         self._path.unlink()
 
 
@@ -167,6 +171,7 @@ def test_a_checkpoint_is_tried_again_when_the_next_is_due(
         def look(state: RunProgress) -> None:
             fill(state)
             free(state)
+            wait_for_writes()
             saved[state.jobs[0].step] = sorted(path.name for path in (disk / "out" / "last").glob("checkpoint-*"))
 
         patient = {**orders[0], "save_total_limit": None}
