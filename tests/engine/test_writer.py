@@ -94,16 +94,21 @@ def test_an_end_that_cannot_be_written_fails_its_job_alone(base: Path, data: Pat
     assert train(base, tmp_path / "out", jobs, resume=True)["lost"].status == "done"
 
 
-def test_an_error_of_ours_is_not_swallowed(base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bug in what the thread does ends the run as it would anywhere else, and the others' state is kept."""
+def stumble_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """The save of that step of the job "bad" meets a bug."""
     save = checkpoint.save
 
     def stumble(directory: Path, *args: Any) -> None:
-        if directory.parent.name == "bad" and directory.name == "checkpoint-1":
+        if directory.parent.name == "bad" and directory.name == f"checkpoint-{step}":
             raise AssertionError("a bug")
         save(directory, *args)
 
     monkeypatch.setattr(checkpoint, "save", stumble)
+
+
+def test_an_error_of_ours_is_not_swallowed(base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug in what the thread does ends the run as it would anywhere else, and the others' state is kept."""
+    stumble_at(monkeypatch, 1)
     jobs = [job("bad", str(data / "a.jsonl"), save_steps=1, max_steps=40), job("other", str(data / "b.jsonl"), max_steps=40)]
     with pytest.raises(AssertionError, match="a bug"):
         train(base, tmp_path / "out", jobs)
@@ -112,19 +117,13 @@ def test_an_error_of_ours_is_not_swallowed(base: Path, data: Path, tmp_path: Pat
 
 def test_an_error_of_ours_takes_nobody_with_it(base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found when the run is interrupted: first all are written, the job itself among them."""
-    save = checkpoint.save
-
-    def stumble(directory: Path, *args: Any) -> None:
-        if directory.parent.name == "bad" and directory.name == "checkpoint-2":
-            raise AssertionError("a bug")
-        save(directory, *args)
 
     def look(engine: Engine) -> None:
         run = engine.runs.get("bad")
         if run is not None and run.progress.step == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(checkpoint, "save", stumble)
+    stumble_at(monkeypatch, 2)
     watch_micro_batches(monkeypatch, look)
     jobs = [job("bad", str(data / "a.jsonl"), save_steps=2, max_steps=40), job("other", str(data / "b.jsonl"), max_steps=40)]
     with pytest.raises(AssertionError, match="a bug"):

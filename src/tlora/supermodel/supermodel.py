@@ -155,13 +155,14 @@ class SuperModel(nn.Module):
         if total is None and train.lr_scheduler_type not in ("constant", "constant_with_warmup"):
             raise ConfigError(f"job {job_id!r}: the {train.lr_scheduler_type} schedule needs its length. Give total_steps or set max_steps")
         layout = self.layout(lora) if state is None else state.layout
-        fresh = state is None
-        state = init_state(layout, train.seed, self.bank.sum_dtype, self.device) if state is None else state.to(self.device)
-        if not fresh and not weights_fit(state.params, self.bank.dtype):
+        if state is None:
+            state = init_state(layout, train.seed, self.bank.sum_dtype, self.device)
+        elif not weights_fit(state.params, self.bank.dtype):
             dtype = str(self.bank.dtype).removeprefix("torch.")
             raise ConfigError(
                 f"job {job_id!r}: its adapter holds NaN or Inf (in {dtype}), and weights must be finite. Start from a healthy checkpoint"
             )
+        state = state.to(self.device)
         self.bank.add(job_id, layout)
         try:
             self.bank.write(job_id, state.params)
