@@ -166,7 +166,8 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     print(
         f"calibrated: {constants.tokens_per_second:,.0f} tokens/s, {constants.launch_seconds * 1e3:.1f} ms a micro-batch, "
         f"{constants.member_seconds * 1e3:.1f} ms a further member, fill {calibration.fill_share:.1%}, "
-        f"start {calibration.start_seconds:.1f} s, {calibration.job_seconds * 1e3:.0f} ms a job beside its steps; "
+        f"start {calibration.start_seconds:.1f} s, {calibration.job_seconds * 1e3:.0f} ms a job beside its steps "
+        f"({statistics.median(calibration.beside_known) * 1e3:.0f} if its worker knows its shape); "
         f"worst residual {calibration.worst_residual:.1%}",
         flush=True,
     )

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import cycle, product
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +101,8 @@ class Work:
 @dataclass(frozen=True)
 class Calibration:
     """What this machine costs. `start_seconds` is what a job takes longer on a GPU without a worker; `job_seconds` all that it takes
-    beside its steps: data, checkpoint, adapter, messages, and what first micro-batches of a shape take longer than those that follow.
+    beside its steps: data, checkpoint, adapter, messages, and what first micro-batches of a shape take longer than those that follow. It
+    is the median of `beside_new`, one for each of `Sizes.beside`; `beside_known` is the same where the worker knows the shape.
     """
 
     constants: BaseConstants
@@ -109,6 +111,8 @@ class Calibration:
     job_seconds: float
     worst_residual: float  # relative, of the fitted points
     points: tuple[Point, ...] = ()
+    beside_new: tuple[float, ...] = ()
+    beside_known: tuple[float, ...] = ()
 
     @property
     def cost(self) -> CostModel:
@@ -206,26 +210,35 @@ def calibrate(machine: LocalMachine, sizes: Sizes, base: Path, directory: Path) 
     """Measure with other jobs than are replayed, of the same kind, on all GPUs at once; each group twice, there and back, so that a drift
     of the machine's speed does not look like a difference between groups.
 
-    A first round of workers, which counts for nothing, leaves on disk and in the caches what later ones find there.
+    A first round of workers, which counts for nothing, trains jobs of the shapes that are replayed: it leaves on disk and in the caches
+    what later ones find there.
     """
     groups = [(1, tokens) for tokens in sizes.alone] + [*sizes.groups, sizes.saturated[:2]]
     work = make_work(_calibration_orders(machine.gpus, groups, sizes), sizes, base, directory / "calibration-data", seed=10**6)
     with _calibrating(replace(machine, output_dir=directory / "warm-up"), work) as bench:
-        for rank in RANKS:
-            bench.seconds_to_end(f"warm{rank}")
+        for number in range(len(_shapes(sizes))):
+            bench.seconds_to_end(f"warm{number}")
     with _calibrating(replace(machine, output_dir=directory / "calibration"), work) as bench:
         cold_seconds = bench.seconds_to_end("cold")
         found: dict[tuple[int, int], list[Point]] = {group: [] for group in groups}
         for group in (*groups, *reversed(groups)):
             found[group].append(bench.measure(*group, _budget_of(group, sizes)))
-        beside: list[float] = []
+        beside_new, beside_known = list[float](), list[float]()
         for number in range(len(sizes.beside)):
             new, short, longer = (bench.seconds_to_end(f"{name}{number}") for name in ("new", "short", "longer"))
-            beside.append(new - SHORT_STEPS * (longer - short) / (LONGER_STEPS - SHORT_STEPS))
+            steps = SHORT_STEPS * (longer - short) / (LONGER_STEPS - SHORT_STEPS)
+            beside_new.append(new - steps)
+            beside_known.append(short - steps)
     points = [replace(once, step_seconds=(once.step_seconds + again.step_seconds) / 2) for once, again in found.values()]
-    job_seconds = max(0.0, statistics.fmean(beside))
     cold_point = points[groups.index((1, COLD_SAMPLES * sizes.calibration_sample_tokens))]
-    return _fitted(points, base, cold_seconds - job_seconds - SHORT_STEPS * cold_point.step_seconds, job_seconds)
+    cold_seconds -= SHORT_STEPS * cold_point.step_seconds
+    return _fitted(points, base, cold_seconds, beside_new, beside_known)
+
+
+def _shapes(sizes: Sizes) -> list[tuple[int, int, int]]:
+    """Tokens of a sample, samples of a step and rank of jobs that together have all of those which are replayed."""
+    pairs = product(sizes.sample_tokens, dict.fromkeys(sizes.batch_sizes))
+    return [(tokens, batch, rank) for (tokens, batch), rank in zip(pairs, cycle(RANKS), strict=False)]
 
 
 def _calibration_orders(gpus: Sequence[int], groups: Sequence[tuple[int, int]], sizes: Sizes) -> list[Order]:
@@ -239,7 +252,7 @@ def _calibration_orders(gpus: Sequence[int], groups: Sequence[tuple[int, int]], 
             most = max(members for members, own in groups if own == tokens)
             batch = max(1, tokens // sample)
             orders += [Order(f"c{tokens}-{member}-{gpu}", min(tokens, sample), batch, 16, ENDLESS) for member in range(most)]
-        orders += [Order(f"warm{rank}-{gpu}", sample, COLD_SAMPLES, rank, SHORT_STEPS) for rank in RANKS]
+        orders += [Order(f"warm{number}-{gpu}", *shape, SHORT_STEPS) for number, shape in enumerate(_shapes(sizes))]
         orders.append(Order(f"cold-{gpu}", sample, COLD_SAMPLES, 16, SHORT_STEPS))
         for number, tokens in enumerate(sizes.beside):
             orders += [Order(f"{name}{number}-{gpu}", tokens, COLD_SAMPLES, 16, count) for name, count in steps.items()]
@@ -319,8 +332,13 @@ class _Bench:
         return statistics.mean(taken)
 
 
-def _fitted(points: Sequence[Point], base: Path, start_seconds: float, job_seconds: float) -> Calibration:
-    """Least squares of t = launch + member * (members - 1) + tokens / P, each point by its own size; the saturated one gives the fill."""
+def _fitted(
+    points: Sequence[Point], base: Path, cold_seconds: float, beside_new: Sequence[float], beside_known: Sequence[float]
+) -> Calibration:
+    """Least squares of t = launch + member * (members - 1) + tokens / P, each point by its own size; the saturated one gives the fill.
+
+    `cold_seconds` is what the first job of a new worker took beside its steps.
+    """
     *plain, saturated = points
     rows = np.array([[1.0, point.members - 1, point.members * point.tokens] for point in plain])
     seconds = np.array([point.step_seconds for point in plain])
@@ -337,4 +355,7 @@ def _fitted(points: Sequence[Point], base: Path, start_seconds: float, job_secon
     source |= {"base_bytes": "size of its files", "gpu_bytes": "this machine's memory"}
     source |= {"activation_bytes_per_token": "extrapolated: taken as none, small beside the memory"}
     constants = BaseConstants(1 / per_token, launch, member, 0.0, 0.0, float(weights), 0.0, float(psutil.virtual_memory().total), source)
-    return Calibration(constants, min(1.0, max(0.5, filled / saturated.budget)), start_seconds, job_seconds, residual, tuple(points))
+    fill_share = min(1.0, max(0.5, filled / saturated.budget))
+    job_seconds = max(0.0, statistics.median(beside_new))
+    found = (tuple(points), tuple(beside_new), tuple(beside_known))
+    return Calibration(constants, fill_share, cold_seconds - job_seconds, job_seconds, residual, *found)
