@@ -43,6 +43,7 @@ COLD_SAMPLES = 4  # of a step of the calibration's jobs that end
 SHORT_STEPS, LONGER_STEPS = 20, 60  # of jobs by whose times is seen what a job takes beside its steps
 REPORTS = 6  # of each job and measurement, about a second each; the first is left out, as it may hold the end of the one before
 SWEEP = 6  # jobs that arrive at once
+OPENING_SECONDS, OPENING_STARTS = 5.0, 1.5  # after which workers are up: these, and so many times what a start took in the calibration
 
 
 @dataclass(frozen=True)
@@ -181,16 +182,30 @@ def draw_orders(count: int, mean_seconds: float, sizes: Sizes, cost: CostModel, 
     return orders
 
 
-def draw_arrivals(work: Work, load: float, gpus: int, cost: CostModel, seed: int) -> list[tuple[float, JobSubmitted]]:
-    """Sweeps of jobs that arrive at once, at random times (Poisson), so that in their span the jobs by themselves would take `load` of the
-    GPUs' time. One by one, who is the shortest when a GPU falls free would hang on fractions of a second, and repeats differ by it.
+def draw_openers(gpus: int, sizes: Sizes) -> list[Order]:
+    """A small job for each GPU, which it has for itself: it starts the worker that then serves others."""
+    return [Order(f"opener{gpu}", sizes.calibration_sample_tokens, COLD_SAMPLES, 16, SHORT_STEPS, max_slowdown=1.0) for gpu in range(gpus)]
+
+
+def is_opener(job_id: str) -> bool:
+    return job_id.startswith("opener")
+
+
+def draw_arrivals(work: Work, load: float, gpus: int, calibration: Calibration, seed: int) -> list[tuple[float, JobSubmitted]]:
+    """Openers at once and, when those should be through, sweeps of jobs that arrive together, at random times (Poisson), so that in their
+    span the jobs by themselves would take `load` of the GPUs' time. One by one, who is the shortest when a GPU falls free would hang on
+    fractions of a second, and repeats differ by it.
     """
     rng = np.random.default_rng(seed)
-    alone = [cost.alone_step_seconds(BASE, s.profile.tokens_per_step, 1) * s.profile.steps for s in work.submitted.values()]
+    jobs = [event for name, event in work.submitted.items() if not is_opener(name)]
+    openers = [event for name, event in work.submitted.items() if is_opener(name)]
+    alone = [calibration.cost.alone_step_seconds(BASE, job.profile.tokens_per_step, 1) * job.profile.steps for job in jobs]
     gaps = rng.exponential(1.0, -(-len(alone) // SWEEP))
     times = np.cumsum(gaps) - gaps[0]
     times *= sum(alone) / (load * gpus) / max(times[-1], 1e-9)  # of a single sweep: 0
-    return [(float(times[number // SWEEP]), event) for number, event in enumerate(work.submitted.values())]
+    if openers:
+        times += OPENING_SECONDS + OPENING_STARTS * calibration.start_seconds
+    return [(0.0, event) for event in openers] + [(float(times[number // SWEEP]), event) for number, event in enumerate(jobs)]
 
 
 # -- calibration ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 
 from bench.fidelity import Compared, Times, compare, policy_of, run_simulated, verdict
-from bench.fidelity_work import BASE, SIZES, Calibration, Point, Work, _fitted, draw_arrivals, draw_orders
+from bench.fidelity_work import (
+    BASE,
+    OPENING_SECONDS,
+    OPENING_STARTS,
+    SIZES,
+    Calibration,
+    Point,
+    Work,
+    _fitted,
+    draw_arrivals,
+    draw_orders,
+)
 from tlora.cluster.controller import run
 from tlora.cluster.local import LocalMachine
 from tlora.planner.cost import BaseConstants, CostModel
@@ -50,15 +61,29 @@ def test_the_simulated_side_counts_starts_and_what_a_job_takes_beside_its_steps(
 
 
 def test_arrivals_make_the_load() -> None:
-    cost = CostModel({BASE: CONSTANTS})
+    cost = CALIBRATION.cost
     orders = draw_orders(12, 4.0, SIZES["cpu"], cost, 0)
     submitted = {o.name: JobSubmitted(o.name, BASE, 1, JobProfile(float(o.mean_tokens * o.batch_size), o.steps, 99, 9)) for o in orders}
-    drawn = draw_arrivals(Work({}, submitted), 0.8, 2, cost, 1)
+    drawn = draw_arrivals(Work({}, submitted), 0.8, 2, CALIBRATION, 1)
     alone = sum(cost.alone_step_seconds(BASE, s.profile.tokens_per_step, 1) * s.profile.steps for s in submitted.values())
     assert (
         drawn[0][0] == 0.0 and drawn[-1][0] == pytest.approx(alone / (0.8 * 2)) and [at for at, _ in drawn] == sorted(at for at, _ in drawn)
     )
     assert draw_orders(12, 4.0, SIZES["cpu"], cost, 0) == orders != draw_orders(12, 4.0, SIZES["cpu"], cost, 1)
+    openers = {f"opener{k}": JobSubmitted(f"opener{k}", BASE, 1, JobProfile(256.0, 20, 99, 9), max_slowdown=1.0) for k in range(2)}
+    opened = draw_arrivals(Work({}, submitted | openers), 0.8, 2, CALIBRATION, 1)
+    lead = OPENING_SECONDS + OPENING_STARTS * CALIBRATION.start_seconds
+    assert opened == [(0.0, event) for event in openers.values()] + [(lead + at, event) for at, event in drawn]
+
+
+@pytest.mark.parametrize("policy", ["fifo", "sjf", "residual_capacity"])
+def test_workers_that_openers_started_cost_nobody_else_a_start(tmp_path: Path, policy: str) -> None:
+    machine = LocalMachine((0, 1), "cpu", {BASE: "b"}, tmp_path)
+    openers = [(0.0, replace(event, job_id=f"opener{k}", max_slowdown=1.0)) for k, (_, event) in enumerate(arrivals(2))]
+    later = [(at + 20.0, event) for at, event in arrivals(4)]  # both openers end after 9.5 s
+    times = run_simulated(machine, [*openers, *later], policy, CALIBRATION)
+    own = 50 * (0.02 + 500 / 5000) + 0.5
+    assert times.mean_jct_seconds == pytest.approx(own) and times.makespan_seconds == pytest.approx(30 + own)
 
 
 def judged(real: dict[str, list[float]], simulated: dict[str, float]) -> str:

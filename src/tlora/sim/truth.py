@@ -20,9 +20,10 @@ class MoveCosts:
     """What starting, joining, leaving and growing cost, in seconds.
 
     Measured: a start from launch to the first optimizer step, 35.4 s where nothing was compiled before on that machine and 8-11 s where
-    it was (one H200, Llama-3-8B shape). Bound, kept by the engine: the others lose at most one micro-batch when a job joins.
-    Extrapolated, never measured: a join (0.5 GB of rank 16's state from disk, twice over, and first batches), a checkpoint (the same
-    bytes out), a change of GPUs (new communicators, adapters sent to the new replicas) and the interval between checkpoints (chosen).
+    it was (one H200, Llama-3-8B shape). Scaled by bytes to 0.5 GB of rank 16's state, and rounded up: a join from a checkpoint, 0.7 s
+    for 0.2 GB, and a checkpoint, 0.2 s (one H200, Qwen3-1.7B shape, `bench.joins`; the others waited 0.1 to 0.2 s: a micro-batch at
+    8B). Extrapolated, never measured: a change of GPUs (new communicators, adapters sent to the new replicas). The interval between
+    checkpoints is chosen.
     """
 
     cold_start_seconds: float = 35.4
