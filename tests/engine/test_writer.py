@@ -71,6 +71,23 @@ def test_others_train_while_one_is_written(base: Path, data: Path, tmp_path: Pat
     assert steps_taken(tmp_path / "out" / "saved") == steps_taken(Path(alone["saved"].path))
 
 
+@pytest.mark.parametrize("own", [{}, {"load_best_model_at_end": True, "eval_steps": 2, "learning_rate": 1e-3}], ids=["last", "best"])
+def test_each_checkpoint_is_written_once(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: dict[str, Any]
+) -> None:
+    """The last step is the end's, whether it was due by itself or not."""
+    save, written = checkpoint.save, list[str]()
+
+    def note(directory: Path, *args: Any) -> None:
+        written.append(directory.name)
+        save(directory, *args)
+
+    monkeypatch.setattr(checkpoint, "save", note)
+    source = {"path": str(data / "a.jsonl"), "eval_size": 3}
+    result = train(base, tmp_path / "out", [job("one", source, save_steps=2, max_steps=4, **own)])["one"]
+    assert result.status == "done" and written[-2:] == ["checkpoint-2", "checkpoint-4"] and len(written) == len(set(written))
+
+
 def status_of(progress: RunProgress, name: str) -> list[str]:
     return [each.status for each in progress.jobs if each.name == name]
 

@@ -200,10 +200,10 @@ class Engine:
         name, recorder = run.spec.name, self._recorders[run.spec.name]
         if self._quarantine(run):
             return
-        if not run.needs_evaluation:
-            recorder.save_if_due(self.model.state(name))
         if not run.offer():
             self.ending[name] = Ending(self.runs.pop(name), recorder.finish(self.model.leave(name)))
+        elif not run.needs_evaluation:
+            recorder.save_if_due(self.model.state(name))
 
     def see_ended(self, *, wait: bool = False) -> None:
         """Give the jobs their results whose files are written by now, or, with `wait`, all that take no more steps."""
