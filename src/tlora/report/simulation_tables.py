@@ -59,12 +59,12 @@ _PROMISES = (
     Metric("fairness_mean", "fairness mean", "", "ratio", "less", "JCT over the time alone on the job's own GPUs with the same kernels."),
     Metric("fairness_p99", "fairness p99", "", "ratio", "less", "The same, 99th percentile."),
     Metric("tenant_fairness", "tenants (Jain)", "", "ratio", "more", "Jain's index of time alone / JCT between tenants; 1 is even."),
-    Metric("regroupings_per_job", "moves per job", "moves", "ratio", "", "How often a job was moved to another group."),
 )
 _MACHINES = (
     Metric("useful_utilisation", "useful utilisation", "useful", "share", "more", "Useful tokens over what all GPUs could do saturated."),
     Metric("allocated_utilisation", "allocated", "alloc", "share", "", "GPUs that belong to a group, whatever they do there."),
     Metric("tokens_per_second", "tokens/s", "", "rate", "more", "Useful tokens of all jobs per second, first submission to last end."),
+    Metric("regroupings_per_job", "moves per job", "moves", "ratio", "", "How often a job was moved to another group."),
     Metric("decision_milliseconds", "per decision", "decision", "milliseconds", "less", "Wall time of one decision of the scheduler."),
 )
 _COUNTS = tuple(
@@ -80,7 +80,7 @@ _COUNTS = tuple(
 GROUPS: Mapping[str, tuple[Metric, ...]] = {
     "Completion": _COMPLETION,
     "Promises and fairness": _PROMISES,
-    "Machines": _MACHINES,
+    "Machines and moves": _MACHINES,
     "Jobs by state": _COUNTS,
 }
 
