@@ -76,14 +76,15 @@ class Paces:
         self._sizes: list[int] = []
         self._known: dict[tuple[object, int, int], Pace | None] = {}
         self._choices: dict[object, Choice] = {}
-        self._most: dict[int, int] = {}  # by a job's number
+        self._most: dict[int, int] = {}  # by a job's number; costs do not matter to it
 
     def follow(self, state: ClusterState) -> None:
         """To be called before a decision asks."""
         cost, shape = (state.cost, state.cost.times_corrected), (max(1, state.node_size), state.num_gpus)
+        if state is not self._state or len(self._most) > _MOST_KNOWN:
+            self._most.clear()
         if state is not self._state or cost != self._cost or len(self._known) > _MOST_KNOWN:
             self._known.clear()
-            self._most.clear()
         elif shape == self._shape:
             return
         if state is not self._state or cost != self._cost or shape != self._shape:
