@@ -12,7 +12,9 @@ from tlora.worker_protocol import Command, Join, Joined, Leave, Left, Load, Load
 class FakeWorker:
     """Stands in for `WorkerProcess`."""
 
-    def __init__(self, gpu: int, load: Load, log: Path, inbox: queue.SimpleQueue[tuple[FakeWorker, Report | None]]) -> None:
+    def __init__(
+        self, gpu: int, load: Load, log: Path, inbox: queue.SimpleQueue[tuple[FakeWorker, Report | None]], hold: int | None = None
+    ) -> None:
         self.gpu, self.load, self._inbox = gpu, load, inbox
         self.loaded = self.stopping = self.doomed = False
         self.jobs: dict[str, JobState] = {}

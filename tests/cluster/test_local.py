@@ -238,7 +238,8 @@ def test_a_group_on_two_gpus_is_refused(backend: LocalBackend) -> None:
         backend.execute(StartGroup(replace(group("g0", 0, "a"), gpus=(0, 1))))
 
 
-def test_an_output_directory_has_one_back_end(backend: LocalBackend, tmp_path: Path) -> None:
+def test_an_output_directory_has_one_back_end(backend: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "STOP_SECONDS", 0.2)
     with pytest.raises(ConfigError, match="in use by another back end"):
         LocalBackend(machine(tmp_path), {}, [])
     backend.close()

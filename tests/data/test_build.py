@@ -158,6 +158,20 @@ def test_a_view_of_a_set(tmp_path: Path, tokenizers: Any) -> None:
         whole[20]
 
 
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_all_who_read_a_set_share_its_open_files(tmp_path: Path, tokenizers: Any) -> None:
+    directory = make(write(tmp_path / "x.jsonl", [{"input_ids": [1, 2, i]} for i in range(9)]), tokenizers(None))
+    before = open_files()
+    readers = [Dataset(directory, np.array([i])) for i in range(9)]
+    assert open_files() - before == 2
+    assert [int(reader[0].input_ids[2]) for reader in readers] == list(range(9))
+    readers.clear()
+    assert open_files() == before
+
+
 # --- refusals ---
 
 

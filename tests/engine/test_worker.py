@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +22,11 @@ from tlora.engine import checkpoint
 from tlora.engine import worker as worker_room
 from tlora.engine.checkpoint import read_progress
 from tlora.engine.engine import Engine
+from tlora.engine.job_run import JobRun
 from tlora.engine.pace import Pace
 from tlora.engine.plan import PlannedJob
 from tlora.engine.profile import ProfiledJob, profile_jobs
+from tlora.engine.recorder import Recorder
 from tlora.engine.worker import Worker
 from tlora.worker_protocol import (
     Command,
@@ -144,6 +148,29 @@ def test_a_job_may_come_back_where_it_was(made: Orders, tmp_path: Path) -> None:
     told = work(made.load(tmp_path), [made.join("stays"), made.join("mover")], lambda report: leave(report) + back(report))
     assert len(of(told, Joined, "stays")) == 2
     assert {name: sha256(tmp_path / name) for name in ("stays", "mover")} == {name: made.shas[name] for name in ("stays", "mover")}
+
+
+def test_nothing_is_kept_of_a_job_that_has_ended(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker may serve thousands."""
+    runs: list[weakref.ref[Any]] = []
+
+    class Noted(Recorder):
+        def __init__(self, run: JobRun, *others: Any) -> None:
+            runs.append(weakref.ref(run))
+            super().__init__(run, *others)
+
+    monkeypatch.setattr(worker_room, "Recorder", Noted)
+    gone: list[bool] = []
+
+    def answer(report: Report) -> list[Command]:
+        if isinstance(report, Stepped) and report.job_id == "stays" and report.steps >= 3 and len(runs) == 2:
+            gc.collect()
+            gone.append(runs[0]() is None)
+        return []
+
+    first = when(Finished, "short", 0, made.join("stays"))
+    told = work(made.load(tmp_path), [made.join("short")], lambda report: first(report) + answer(report))
+    assert of(told, Finished, "stays") and gone and all(gone)
 
 
 def test_a_job_may_leave_before_it_is_in(made: Orders, tmp_path: Path) -> None:

@@ -203,3 +203,72 @@ def test_writes_are_in_order_and_only_so_many_behind() -> None:
     with pytest.raises(CheckpointError):
         refused.result(PATIENCE_SECONDS)
     assert len(woken) >= 5
+
+
+@pytest.mark.parametrize("refused", [0, 1, 2])
+def test_without_a_thread_whoever_wants_it_written_writes(monkeypatch: pytest.MonkeyPatch, refused: int) -> None:
+    """Containers limit them; of three writes one finds no thread."""
+    start, starts, done = threading.Thread.start, list[str](), list[int]()
+
+    def scarce(thread: threading.Thread) -> None:
+        starts.append(thread.name)
+        if len(starts) == refused + 1:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    writer = Writer()
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    for n in range(3):
+        assert writer.write(lambda n=n: done.append(n) or n).result(PATIENCE_SECONDS) == n
+        writer.close()
+    assert done == [0, 1, 2]
+
+
+def test_a_wake_that_raises_ends_no_writing() -> None:
+    def wake() -> None:
+        raise ValueError("nobody is there")
+
+    writer = Writer(wake)
+    assert [writer.write(lambda n=n: n).result(PATIENCE_SECONDS) for n in range(2)] == [0, 1]
+
+
+def test_what_is_to_be_written_is_written_though_the_wait_is_interrupted() -> None:
+    """A second Ctrl-C."""
+    writer, go, done = Writer(), threading.Event(), list[int]()
+    writer.write(lambda: go.wait(PATIENCE_SECONDS))
+    for n in range(3):
+        writer.write(lambda n=n: done.append(n))
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            writer.write(lambda: done.append(3))
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+    go.set()
+    writer.close()
+    assert done == [0, 1, 2, 3]
+
+
+def test_a_watcher_that_raises_is_heard(base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the writing thread tells it of a checkpoint that failed."""
+    save = checkpoint.save
+
+    def refuse(directory: Path, *args: Any) -> None:
+        if directory.name == "checkpoint-2":
+            raise OSError(5, "input/output error")
+        save(directory, *args)
+
+    def note(line: str) -> None:
+        if "the job goes on without it" in line:
+            raise ValueError("the watcher fell asleep")
+
+    monkeypatch.setattr(checkpoint, "save", refuse)
+    with pytest.raises(ValueError, match="asleep"):
+        train(base, tmp_path / "out", [job("a", str(data / "a.jsonl"), save_steps=2, max_steps=9)], watcher=Watcher(lambda _: None, note))

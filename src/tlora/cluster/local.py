@@ -43,6 +43,7 @@ from tlora.protocol import (
 from tlora.worker_protocol import Failed, Finished, Join, Joined, Leave, Left, Load, Loaded, Report, Share, Stepped
 
 STOP_SECONDS = 25.0  # for a worker to checkpoint its jobs and exit
+_LOCK_SECONDS = 0.1  # between two looks whether a directory is free
 MOST_DEATHS = 3  # of workers in a row, without a step of the job between them: then it is taken to be what kills them
 
 
@@ -258,7 +259,7 @@ class LocalBackend:
         machine = self._machine
         base, jobs = machine.base_models[group.base_model], str(machine.output_dir / "jobs")
         load = Load(base, jobs, machine.device, self._start_unix, machine.deterministic)
-        worker = self._workers[gpu] = WorkerProcess(gpu, load, machine.output_dir / "workers" / f"gpu{gpu}.log", self._inbox)
+        worker = self._workers[gpu] = WorkerProcess(gpu, load, machine.output_dir / "workers" / f"gpu{gpu}.log", self._inbox, self._hold)
         return worker
 
     def _let_in(self, group: JobGroup, worker: WorkerProcess, held: set[str]) -> None:
@@ -298,10 +299,19 @@ def _check_orders(machine: LocalMachine, jobs: Mapping[str, LocalJob], events: l
 
 
 def _hold_directory(directory: Path) -> int:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # on the directory itself: a killed back end holds nothing
-    except BlockingIOError:
-        os.close(handle)
-        raise ConfigError(f"output_dir {directory} is in use by another back end. Wait for it, or choose another") from None
-    return handle
+    """A lock on the directory itself. Workers share it, also those of a back end that was killed: they save their jobs and end, and are
+    waited for.
+    """
+    handle, deadline = os.open(directory, os.O_RDONLY), time.monotonic() + STOP_SECONDS
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(handle)
+                raise ConfigError(
+                    f"output_dir {directory} is in use by another back end, or by workers that one left behind. "
+                    "Wait for them, or choose another"
+                ) from None
+            time.sleep(_LOCK_SECONDS)

@@ -21,8 +21,10 @@ _TAIL_BYTES = 2000
 class WorkerProcess:
     """A worker for one GPU. `jobs` are those that were told to join and have neither left nor ended."""
 
-    def __init__(self, gpu: int, load: Load, log: Path, inbox: queue.SimpleQueue[Message]) -> None:
-        """`inbox` gets what it reports, from a thread that waits for it; `log` what it says beside."""
+    def __init__(self, gpu: int, load: Load, log: Path, inbox: queue.SimpleQueue[Message], hold: int | None = None) -> None:
+        """`inbox` gets what it reports, from a thread that waits for it; `log` what it says beside. `hold` is an open file whose lock it
+        shares: it is held until the process has ended, whoever else lets it go.
+        """
         self.gpu, self.load, self._log = gpu, load, log
         self.loaded = self.stopping = False
         self.doomed = False  # it lets jobs go by itself: it was told to end, and not by us
@@ -37,6 +39,7 @@ class WorkerProcess:
                 stderr=stderr,
                 env=os.environ | _device_environment(load.device, gpu),
                 start_new_session=True,
+                pass_fds=() if hold is None else (hold,),
             )
         assert self.process.stdin and self.process.stdout
         self._stdin = self.process.stdin

@@ -15,12 +15,15 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 FORMAT_VERSION = 1  # part of every cache key: raise it when the same input gives other tokens, weights or files
 SCRATCH_PREFIX = "tmp-"
+_maps: WeakValueDictionary[tuple[int, int, int], Any] = WeakValueDictionary()  # by device, inode and time of the file
 _FILES = ("tokens.bin", "weights.bin", "offsets.npy", "trained.npy")
 
 
@@ -39,8 +42,7 @@ class Dataset:
     """
 
     def __init__(self, directory: Path, indices: npt.NDArray[np.int64] | None = None) -> None:
-        offsets = np.load(directory / "offsets.npy", mmap_mode="r")
-        trained = np.load(directory / "trained.npy", mmap_mode="r")
+        offsets, trained = np.load(directory / "offsets.npy"), np.load(directory / "trained.npy")
         starts, ends = (offsets[:-1], offsets[1:]) if indices is None else (offsets[indices], offsets[indices + 1])
         self.directory = directory
         self.meta: dict[str, object] = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
@@ -48,8 +50,8 @@ class Dataset:
         self.trained: npt.NDArray[np.float64] = np.asarray(trained if indices is None else trained[indices])
         self.max_token_id = int(str(self.meta["max_token_id"]))
         self._starts: npt.NDArray[np.int64] = starts
-        self._tokens: npt.NDArray[np.int32] = np.memmap(directory / "tokens.bin", dtype=np.int32, mode="r")
-        self._weights: npt.NDArray[np.float32] = np.memmap(directory / "weights.bin", dtype=np.float32, mode="r")
+        self._tokens: npt.NDArray[np.int32] = _mapped(directory / "tokens.bin", np.int32)
+        self._weights: npt.NDArray[np.float32] = _mapped(directory / "weights.bin", np.float32)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -58,6 +60,16 @@ class Dataset:
         start = int(self._starts[index])
         part = slice(start, start + int(self.lengths[index]))
         return Sample(np.array(self._tokens[part]), np.array(self._weights[part]))
+
+
+def _mapped(path: Path, dtype: type[np.int32 | np.float32]) -> Any:
+    """One map of a file for all who read it: each keeps a file open, and a sweep may have hundreds of jobs on the same set."""
+    found = path.stat()
+    key = (found.st_dev, found.st_ino, found.st_mtime_ns)
+    mapped = _maps.get(key)
+    if mapped is None:
+        mapped = _maps[key] = np.memmap(path, dtype=dtype, mode="r")
+    return mapped
 
 
 class Writer:

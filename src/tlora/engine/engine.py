@@ -220,7 +220,7 @@ class Engine:
             raise errors[0]
 
     def _end(self, name: str, status: Status, reason: str) -> None:
-        self.results[name] = self._recorders[name].result(status, reason)
+        self.results[name] = self._recorders.pop(name).result(status, reason)
         if status == "failed":
             self._note(f"{name} failed: {reason}")
 

@@ -80,7 +80,7 @@ class Recorder:
         self._seconds_before = run.progress.seconds
         self._saved_step = run.progress.step if run.progress.step else -1
         self._stats: StepStats | None = None
-        self._broke: Exception | None = None  # a write that nobody waits for, and not for the disk's sake
+        self._broke: BaseException | None = None  # a write that nobody waits for, and not for the disk's sake
         if not run.progress.finished:  # what an interrupted run said of this job is over
             (run.directory / "result.json").unlink(missing_ok=True)
 
@@ -132,7 +132,8 @@ class Recorder:
         if (best_here or (p.step > 0 and run.due(run.spec.save_steps))) and self._saved_step != p.step:
             self._raise_what_broke()
             self._saved_step = p.step
-            self._context.writer.write(partial(self._try_to_write, self._moment(state), last=best_here))
+            written = self._context.writer.write(partial(self._try_to_write, self._moment(state), last=best_here))
+            written.add_done_callback(self._see_whether_it_broke)
 
     def finish(self, state: AdapterState) -> Future[Outcome]:
         """Last checkpoint, then the adapter of the last (or best) one as the result."""
@@ -169,8 +170,9 @@ class Recorder:
             else:
                 failed = f"checkpoint at step {moment.progress.step} failed, the job goes on without it: {error}"
                 self._context.note(f"{self._run.spec.name}: {failed}")
-        except Exception as error:
-            self._broke = error
+
+    def _see_whether_it_broke(self, written: Future[None]) -> None:
+        self._broke = written.exception() or self._broke
 
     def _raise_what_broke(self) -> None:
         """What a write raised that is no failure of a disk, but a bug: ends the run as it would anywhere else, and loses nothing more."""
