@@ -2,6 +2,7 @@
 
 `cpu 0 1` takes two one-thread workers instead of GPUs. Jobs arrive ten seconds apart, share a GPU while each one's steps take at most
 twice what they take alone, and leave their adapters in OUTPUT_DIR/jobs. `tlora simulate --trace OUTPUT_DIR/events.jsonl` replays it.
+After a stop the same command goes on with both the jobs and that log.
 """
 
 import sys

@@ -81,6 +81,17 @@ def test_progress_is_predicted_between_reports() -> None:
     assert job.steps_done == 100.0
 
 
+@pytest.mark.parametrize("steps", [math.inf, math.nan, -math.inf, -1.0])
+def test_a_report_of_steps_that_cannot_be_hides_none_that_follows(steps: float) -> None:
+    state = made_state(1)
+    place(state, "g0", (0,), "a")
+    state.see_steps(StepsDone("a", "g0", 5.0, 1.5))
+    state.see_steps(StepsDone("a", "g0", steps, 1.5))
+    assert state.jobs["a"].steps_done == 5.0
+    state.see_steps(StepsDone("a", "g0", 6.0, 1.5))
+    assert state.jobs["a"].steps_done == 6.0
+
+
 def test_reports_of_a_group_that_a_job_has_left_count_nothing() -> None:
     state = made_state(2)
     place(state, "g0", (0,), "a")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from statistics import NormalDist, fmean, median
 
 import pytest
@@ -13,7 +15,8 @@ import pytest
 from tlora.errors import ConfigError
 from tlora.planner.cost import BaseConstants, CostModel
 from tlora.planner.hardware import cost_model
-from tlora.protocol import JobProfile, JobSubmitted, NodeAdded, Tick
+from tlora.protocol import JobProfile, JobSubmitted, NodeAdded, RejectJob, Tick, to_json
+from tlora.scheduler.scheduler import why_unsound
 from tlora.sim.mapping import (
     BASES,
     MOST_TOKENS,
@@ -27,6 +30,8 @@ from tlora.sim.mapping import (
     replay_error,
     sample_lengths,
 )
+from tlora.sim.run import run_scenario
+from tlora.sim.scenario import Scenario
 from tlora.sim.trace import SHIPPED, Trace, TraceJob, read_trace
 from tlora.sim.workload import compressed, first, of_vc
 
@@ -207,6 +212,48 @@ def test_jobs_of_an_event_log_are_taken_as_they_are_and_once() -> None:
     assert mapped.recorded_seconds == mapped.replayed_seconds == 30 * mapped.alone_step_seconds
 
 
-def test_a_log_of_a_base_without_constants_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'gpt-2'"):
-        logged_jobs([(0.0, JobSubmitted("a", "gpt-2", 1, JobProfile(1.0, 1, 1, 1)))], ANCHOR)
+def test_an_order_that_was_rejected_gives_way_to_the_one_that_was_mended() -> None:
+    """As a person does who reads why, changes the job and starts the cluster again."""
+    good = JobSubmitted("a", "llama-3-8b", 1, JobProfile(2000.0, 30, 512, 1000))
+    bad, other = replace(good, gpus=64), replace(good, job_id="b")
+    rejected = RejectJob("a", "it asks for 64 GPUs and the cluster has 2. Ask for fewer")
+    log = [(1.0, bad), (1.0, rejected), (2.0, other), (3.0, good), (3.5, other), (4.0, bad)]
+    assert [(job.submit_seconds, job.job) for job in logged_jobs(log, ANCHOR)] == [(2.0, other), (3.0, good)]
+    assert [job.job for job in logged_jobs(log[:2], ANCHOR)] == [bad]
+
+
+SOUND = JobSubmitted("b", "llama-3-8b", 1, JobProfile(2000.0, 30, 512, 1000))
+UNSOUND = [
+    replace(SOUND, job_id="a", gpus=0),
+    replace(SOUND, job_id="a", gpus=-1),
+    replace(SOUND, job_id="a", gpus=10**400),
+    replace(SOUND, job_id="a", max_slowdown=0.5),
+    replace(SOUND, job_id="a", base_model="gpt-2"),
+    *(
+        replace(SOUND, job_id="a", profile=replace(SOUND.profile, tokens_per_step=tokens))
+        for tokens in (0.0, -1.0, math.nan, math.inf, -math.inf)
+    ),
+    *(replace(SOUND, job_id="a", profile=replace(SOUND.profile, steps=steps)) for steps in (0, -1, 10**400)),
+    replace(SOUND, job_id="a", profile=replace(SOUND.profile, adapter_parameters=10**400)),
+]
+
+
+@pytest.mark.parametrize("order", UNSOUND, ids=range(len(UNSOUND)))
+def test_a_job_that_no_cluster_can_run_is_replayed_as_rejected_and_the_others_as_ever(order: JobSubmitted, tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    rows = [(0.0, order), (5.0, SOUND), (9.0, replace(SOUND, job_id="c"))]
+    path.write_text("".join(json.dumps({"seconds": seconds, **to_json(item)}) + "\n" for seconds, item in rows))
+    result = run_scenario(Scenario(trace=str(path), policy="sjf", nodes=1, gpus_per_node=1)).result
+    assert [(job.job_id, job.state) for job in result.jobs] == [("a", "rejected"), ("b", "done"), ("c", "done")]
+    assert math.isfinite(result.load)
+    alone = run_scenario(Scenario(trace=str(path), policy="sjf", nodes=1, gpus_per_node=1, delta=2.0)).result
+    assert [job.state for job in alone.jobs] == ["rejected", "done", "done"]
+
+
+@pytest.mark.parametrize("order", UNSOUND, ids=range(len(UNSOUND)))
+def test_a_log_of_which_no_job_can_run_is_refused_with_the_first_ones_reason(order: JobSubmitted) -> None:
+    reason = why_unsound(ANCHOR, order)
+    assert reason is not None
+    with pytest.raises(ConfigError) as error:
+        logged_jobs([(0.0, order), (1.0, replace(order, job_id="z"))], ANCHOR)
+    assert str(error.value) == f"no job of this event log can be replayed. 'a', the first, is rejected: {reason}"

@@ -1,34 +1,81 @@
 """What happened in a cluster, as a file: a JSON object a line, {"seconds": t, "type": ..., the fields of the event or action}.
 
 Enough to play an incident again: a fresh scheduler that is given the same events answers with the same actions. Reading it: `sim/`.
+A cluster that is started again goes on in the same file, and its time goes on from where that ends: how long it was away is not known.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from tlora.cluster.controller import Handles
-from tlora.protocol import Action, Event, to_json
+from tlora.errors import ConfigError
+from tlora.protocol import Action, Event, JobSubmitted, to_json
 
 
 class EventLog:
-    """Appends to `path`, flushed line by line: a crash loses at most the torn last one. Give its `write` to `controller.run`."""
+    """Appends to `path`, flushed line by line: a crash loses at most the torn last one. Give its `write` to `controller.run`.
+
+    Raises ConfigError for a file that is no log.
+    """
 
     def __init__(self, path: Path) -> None:
+        self._begin = _mend(path) if path.is_file() else 0.0  # the back end's clock begins at 0 each time
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, seconds: float, item: Event | Action) -> None:
-        self._file.write(json.dumps({"seconds": seconds, **to_json(item)}) + "\n")
+        if isinstance(item, JobSubmitted) and item.deadline is not None:
+            item = replace(item, deadline=self._begin + item.deadline)
+        self._file.write(json.dumps({"seconds": self._begin + seconds, **to_json(item)}) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
 
 
+def _mend(path: Path) -> float:
+    """End a log's last line, or cut it off where a kill has torn it: the next would be glued to it. Returns the time it has come to."""
+    last = rest = b""
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                rest = line
+            elif line.strip():
+                last = line
+    seconds = _seconds(rest)
+    if seconds is not None:
+        with path.open("ab") as file:
+            file.write(b"\n")
+        return seconds
+    seconds = _seconds(last) if last else 0.0
+    if seconds is None:
+        raise ConfigError(
+            f'{path} cannot be gone on with: its last line {last[:80]!r} is none of an event log, which has its time under "seconds". '
+            "Choose another file, or move this one away"
+        )
+    os.truncate(path, path.stat().st_size - len(rest))
+    return seconds
+
+
+def _seconds(line: bytes) -> float | None:
+    """Its time; None where it is no whole line of a log."""
+    try:
+        seconds = json.loads(line)["seconds"]
+        return float(seconds) if type(seconds) in (int, float) and math.isfinite(seconds) else None
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return None
+
+
 def replay(scheduler: Handles, rows: Iterable[tuple[float, Event | Action]]) -> list[tuple[float, Event | Action]]:
-    """The events of a log, each followed by what `scheduler` answers to it; equal to `rows` if it decides as the one before did."""
+    """The events of a log, each followed by what `scheduler` answers to it; equal to `rows` if it decides as the one before did.
+
+    `rows` are those of one run: after a restart another scheduler has decided, to which everything was new.
+    """
     answered: list[tuple[float, Event | Action]] = []
     for seconds, item in rows:
         if isinstance(item, Event):

@@ -34,6 +34,8 @@ from tlora.protocol import (
 from tlora.scheduler.draft import has_room
 from tlora.scheduler.state import ClusterState
 
+MOST_COUNTED = 2**53  # above it a float does not tell a whole number from the next
+
 Policy = Callable[[ClusterState], list[JobGroup]]
 """Where we want to be: the groups that change, those without jobs being ones that end. Changes nothing itself."""
 
@@ -115,13 +117,9 @@ class Scheduler:
 def why_never(state: ClusterState, spec: JobSubmitted) -> str | None:
     """Why the job can never run on this cluster, if so."""
     cost, profile = state.cost, spec.profile
-    if spec.base_model not in cost.constants:
-        return f"its base model {spec.base_model!r} is not served here. There are {', '.join(sorted(cost.constants))}"
-    if not (spec.gpus >= 1 and spec.max_slowdown >= 1 and profile.steps >= 1 and 0 < profile.tokens_per_step < math.inf):  # nor a NaN
-        return (
-            f"it asks for {spec.gpus} GPUs, a slowdown of {spec.max_slowdown} and {profile.steps} steps of {profile.tokens_per_step} "
-            "tokens. GPUs, steps and tokens must be positive, a slowdown at least 1"
-        )
+    reason = why_unsound(cost, spec)
+    if reason is not None:
+        return reason
     if spec.gpus > state.most_gpus:
         return f"it asks for {spec.gpus} GPUs and the cluster has {state.most_gpus}. Ask for fewer"
     complete = state.num_gpus == state.most_gpus  # else those that are lost may come back
@@ -142,6 +140,21 @@ def why_never(state: ClusterState, spec: JobSubmitted) -> str | None:
         return (
             f"its base, adapter and a micro-batch of {budget} tokens, the smallest that holds its longest sample of {longest}, take "
             f"{needed:.1f} GiB, more than may be used of a GPU. Cut its samples or its rank"
+        )
+    return None
+
+
+def why_unsound(cost: CostModel, spec: JobSubmitted) -> str | None:
+    """Why no cluster can run the job, if so: `cost` cannot price it."""
+    profile = spec.profile
+    if spec.base_model not in cost.constants:
+        return f"its base model {spec.base_model!r} is not served here. There are {', '.join(sorted(cost.constants))}"
+    if max(spec.gpus, profile.steps, profile.adapter_parameters) > MOST_COUNTED:
+        return f"its GPUs, steps or trained parameters are more than {MOST_COUNTED}, the most that is counted. Give what it really has"
+    if not (spec.gpus >= 1 and spec.max_slowdown >= 1 and profile.steps >= 1 and 0 < profile.tokens_per_step < math.inf):  # nor a NaN
+        return (
+            f"it asks for {spec.gpus} GPUs, a slowdown of {spec.max_slowdown} and {profile.steps} steps of {profile.tokens_per_step} "
+            "tokens. GPUs, steps and tokens must be positive, a slowdown at least 1"
         )
     return None
 

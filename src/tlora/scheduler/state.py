@@ -229,18 +229,18 @@ class ClusterState:
         job.status = "ended"
 
     def see_steps(self, event: StepsDone) -> None:
-        """What a back end reports of a job. Reports of a group that it has left are late, and steps never go back.
+        """What a back end reports of a job. Reports of a group that it has left are late, and steps never go back: infinitely many would
+        hide all reports that follow. Finitely many beyond the job's are all of its steps, as its order may have told too few.
 
         Step times correct the cost model where the group is ready. A report is of the time since the one before: the first after
         `GroupReady`, or after another member's end, is left out, as it has in it what was before (joins, loading, other company).
         """
         job = self.jobs[event.job_id]
-        if job.group_id != event.group_id or event.steps < job.steps_reported:
+        if job.group_id != event.group_id or not job.steps_reported <= event.steps < math.inf:  # nor a NaN
             return
         known, is_new = self.groups[event.group_id], event.steps > job.steps_reported  # else it comes twice, or of no step
         job.settle(self.now)
-        job.steps_reported = event.steps
-        job.steps_done = min(event.steps, float(job.spec.profile.steps))
+        job.steps_reported, job.steps_done = event.steps, min(event.steps, float(job.spec.profile.steps))
         if known.ready and is_new:
             if job.steady and 0 < event.step_seconds < math.inf:  # nor a NaN
                 self._learn(known, event.step_seconds / job.step_seconds)

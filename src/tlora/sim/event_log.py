@@ -46,11 +46,14 @@ def _entry(entry: Any, after: float, place: str) -> tuple[float, Event | Action]
         raise DataError(f"{place}: {str(entry)[:80]!r} is no JSON object; every line of an event log is one. {_REMEDY}")
     values = cast("dict[str, Any]", entry)
     seconds = values.pop("seconds", None)
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not -math.inf < seconds < math.inf:
         raise DataError(f'{place}: "seconds" is {seconds!r}, and must be a finite number. {_REMEDY}')
     if seconds < after:
-        raise DataError(f'{place}: "seconds" is {seconds}, and the line before has {after}; time goes on. Sort the lines by "seconds"')
+        raise DataError(
+            f'{place}: "seconds" is {seconds}, and the line before has {after}; time goes on. '
+            'If another run begins here, give it a file of its own; else sort the lines by "seconds"'
+        )
     try:
         return float(seconds), from_json(values)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise DataError(f"{place}: {error}. {_REMEDY}") from None

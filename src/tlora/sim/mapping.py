@@ -9,13 +9,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from statistics import NormalDist
 from typing import Literal, TypeVar
 
+from tlora.errors import ConfigError
 from tlora.planner.cost import CostModel
-from tlora.protocol import Action, Event, JobProfile, JobSubmitted
+from tlora.protocol import Action, Event, JobProfile, JobSubmitted, RejectJob
+from tlora.scheduler.scheduler import MOST_COUNTED, why_unsound
 from tlora.sim.records import JobState
 from tlora.sim.trace import Trace, TraceJob
 
@@ -117,16 +119,25 @@ def mapped_jobs(trace: Trace, anchor: CostModel, seed: int, gpus_per_node: int =
 
 
 def logged_jobs(log: Iterable[tuple[float, Event | Action]], anchor: CostModel, gpus_per_node: int = 8) -> list[MappedJob]:
-    """The jobs that an event log tells of, as they were submitted and when; one that was submitted twice is one.
+    """The jobs that an event log tells of, as they were submitted and when. Their recorded time is that of their steps by `anchor`.
 
-    Their recorded time is that of their steps by `anchor`, which raises ConfigError for a base it does not know.
+    One that was submitted twice is one, as of the first time: after a restart all are submitted again, and go on. Only an order that was
+    rejected gives way to a later one. A job that cannot be priced comes without steps and takes no time: the scheduler rejects it again.
+    Raises ConfigError where that is every job.
     """
-    found: dict[str, MappedJob] = {}
-    for seconds, entry in log:
-        if isinstance(entry, JobSubmitted) and entry.job_id not in found:
-            step_seconds = _alone_step_seconds(anchor, entry.base_model, entry.profile.tokens_per_step, entry.gpus, gpus_per_node)
-            found[entry.job_id] = MappedJob(seconds, entry.profile.steps * step_seconds, step_seconds, entry)
-    return list(found.values())
+    orders = _orders(log)
+    reasons = [why_unsound(anchor, order) for _, order in orders]
+    if orders and all(reasons):
+        raise ConfigError(f"no job of this event log can be replayed. {orders[0][1].job_id!r}, the first, is rejected: {reasons[0]}")
+    jobs: list[MappedJob] = []
+    for (seconds, order), reason in zip(orders, reasons, strict=True):
+        if reason is None:
+            step_seconds = _alone_step_seconds(anchor, order.base_model, order.profile.tokens_per_step, order.gpus, gpus_per_node)
+            jobs.append(MappedJob(seconds, order.profile.steps * step_seconds, step_seconds, order))
+        else:
+            empty = replace(order, gpus=min(order.gpus, MOST_COUNTED), profile=JobProfile(0.0, 0, 0, 0))
+            jobs.append(MappedJob(seconds, 0.0, 0.0, empty))
+    return jobs
 
 
 def replay_error(jobs: Sequence[MappedJob]) -> ReplayError:
@@ -185,6 +196,19 @@ def _length_histogram(mean_tokens: int) -> tuple[int, ...]:
     for length in lengths:
         counts[length.bit_length() - 1] += 1
     return tuple(counts)
+
+
+def _orders(log: Iterable[tuple[float, Event | Action]]) -> list[tuple[float, JobSubmitted]]:
+    found: dict[str, tuple[float, JobSubmitted]] = {}
+    rejected: set[str] = set()
+    for seconds, entry in log:
+        if isinstance(entry, RejectJob):
+            rejected.add(entry.job_id)
+        elif isinstance(entry, JobSubmitted) and (entry.job_id not in found or entry.job_id in rejected):
+            rejected.discard(entry.job_id)
+            found.pop(entry.job_id, None)  # the new one stands where its time is
+            found[entry.job_id] = seconds, entry
+    return list(found.values())
 
 
 def _mapped(row: TraceJob, draw: LoraDraw, anchor: CostModel, gpus_per_node: int) -> MappedJob:
