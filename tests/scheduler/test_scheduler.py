@@ -210,6 +210,7 @@ def test_a_group_that_is_as_wanted_gives_no_action() -> None:
         ({"gpus": 10**400}, "more than 9007199254740992"),
         ({"parameters": 10**400}, "more than 9007199254740992"),
         ({"priority": math.nan}, "priority is nan"),
+        ({"deadline": math.nan}, "deadline is no number"),
         ({"gpus": 13}, "13 GPUs and the cluster has 12"),
         ({"gpus": 12}, "the nodes of 8 are too few"),
         ({"longest": 16385}, "16385 tokens, and a micro-batch on a GPU holds at most 16384"),

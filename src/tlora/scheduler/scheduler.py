@@ -131,6 +131,8 @@ def why_never(state: ClusterState, spec: JobSubmitted) -> str | None:
         return f"it asks for {spec.gpus} GPUs, and the nodes of {state.node_size} are too few to hold so many. Ask for fewer"
     if not math.isfinite(spec.priority):
         return f"its priority is {spec.priority}. Give it a finite number"
+    if spec.deadline is not None and math.isnan(spec.deadline):
+        return "its deadline is no number. Give a time on the cluster's clock, or none"
     longest = profile.longest_sample_tokens
     budget = next((tokens for tokens in cost.budgets if tokens >= longest), None)
     if budget is None:
