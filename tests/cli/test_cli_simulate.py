@@ -167,6 +167,15 @@ def test_every_option_is_handed_on(monkeypatch: pytest.MonkeyPatch, trace: str) 
         (("--policy", "fifo,bakfill"), "error: policy 'bakfill': there is no such policy; did you mean 'backfill'?"),
         (("--policy", "fifo/pef"), "did you mean 'peft'?"),
         (("--policy", ""), "error: policy '': there is no such policy"),
+        (("--gpus", "1000001"), "error: 1,000,001 GPUs are too many to simulate. Give at most 1,000,000"),
+        (("--delay", "1e300"), "error: delay is 1e+300"),
+        (("--seeds", "0-100000000000"), "error: --seeds 0-100000000000: a range goes up, such as 0-2, and has at most 100,000 seeds"),
+        (("--seed", "9" * 16), "error: --seed 9999999999999999: write whole numbers of at most 15 digits"),
+        (("--trace", "~nobody-of-this-name/x"), "error: trace '~nobody-of-this-name/x': there is neither such a file"),
+        (("--trace", "x" * 300), "there is neither such a file"),
+        (("--html", "x" * 300), "cannot be written (File name too long)"),
+        (("--html", "/dev/null"), "error: /dev/null cannot be written (it is no plain file"),
+        (("--csv", "taken"), "error: taken/jobs.csv cannot be written (it is a directory)"),
         (("--trace", "ee9e8d"), "error: trace 'ee9e8d': there is neither such a file nor such a shipped trace; did you mean 'ee9e8c'?"),
         (("--gpu", "h20"), "did you mean 'h200'?"),
         (("--kernels", "plain"), "error: kernels 'plain': there are no constants of it; known here: peft, tlora"),
@@ -174,14 +183,14 @@ def test_every_option_is_handed_on(monkeypatch: pytest.MonkeyPatch, trace: str) 
         (("--gpus", "64", "--nodes", "16x8"), "error: --gpus 64 and --nodes 16x8 disagree: 16x8 are 128 GPUs"),
         (("--nodes", "16"), "error: nodes '16': write their number, an x"),
         (("--seeds", "2-0"), "error: --seeds 2-0: a range goes up"),
-        (("--seeds", "a"), "error: --seeds a: write a range or a list"),
+        (("--seeds", "a"), "error: --seeds a: write whole numbers"),
         (("--load", "0"), "error: a load of 0.0 cannot be had"),
         (("--truth-error", "2"), "error: speed_error is 2.0"),
         (("--html", "."), "error: . cannot be written (it is a directory)"),
         (("--csv", "small.csv"), "error: small.csv/metrics.csv cannot be written"),
         (("--sweep", "laod=1", "--out", "rows.csv"), "error: sweep 'laod': there is no such axis; did you mean 'load'?"),
         (("--sweep", "load=1", "--out", "rows.txt"), "error: out rows.txt: a sweep is written as .csv or .parquet"),
-        (("--sweep", "load=1", "--out", "small.csv"), "error: small.csv is not the table of a sweep"),
+        (("--sweep", "load=1", "--out", "other.csv"), "error: other.csv is not the table of a sweep"),
         (("--sweep", "load=1"), "--out where its rows go; give both or neither"),
         (("--out", "rows.csv"), "--out where its rows go; give both or neither"),
         (("--seed", "1", "--seeds", "0-1"), "give one of the two"),
@@ -190,10 +199,37 @@ def test_every_option_is_handed_on(monkeypatch: pytest.MonkeyPatch, trace: str) 
     ],
 )
 def test_errors_are_one_message_and_code_2(trace: str, options: tuple[str, ...], told: str) -> None:
+    Path("taken/jobs.csv").mkdir(parents=True)
+    Path("other.csv").write_text("a,b\n1,2\n")
     arguments = [*options, *(() if "--trace" in options else ("--trace", trace)), *(() if "--policy" in options else ("--policy", "fifo"))]
     code, out, err = call(*arguments, columns=200)
     assert code == 2 and told in err and not out
     assert not err.startswith("error: ") or err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        (("--html", "small.csv"), "--html small.csv is the file of --trace too, whose content would be lost. Give another path"),
+        (("--html", "up/../link.csv"), "--html up/../link.csv is the file of --trace too"),
+        (("--csv", "logs"), "--csv logs/jobs.csv is the file of --trace too"),
+        (("--sweep", "load=1", "--out", "small.csv"), "--out small.csv is the file of --trace too"),
+        (("--sweep", "load=1", "--out", "s.csv", "--html", "s.csv"), "--out s.csv is the file of --html too"),
+        (("--sweep", "load=1", "--out", "new/metrics.csv", "--csv", "new"), "--out new/metrics.csv is the file of --csv too"),
+    ],
+)
+def test_a_result_never_replaces_the_trace_or_another_result(
+    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], told: str
+) -> None:
+    (tmp_path / "up").mkdir()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "jobs.csv").symlink_to("../small.csv")
+    (tmp_path / "link.csv").symlink_to(trace)
+    monkeypatch.setattr(run, "run_scenarios", pytest.fail)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.csv")}
+    code, out, err = call("--trace", trace, "--policy", "fifo", *options)
+    assert code == 2 and told in err and err.count("\n") == 1 and not out
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.csv")} == before
 
 
 def test_debug_keeps_the_traceback() -> None:
@@ -274,6 +310,13 @@ def test_a_sweep_and_its_page(trace: str, tmp_path: Path) -> None:
     code, again, _ = call(*options, "--html", "page.html")
     assert code == 0 and again.startswith(out) and "4 jobs of small.csv" in again  # the page needs the replay as well
     assert "Gain against load" in (tmp_path / "page.html").read_text()
+
+
+def test_settings_at_their_bounds_are_simulated(trace: str) -> None:
+    axes = "load=0.001:1000,kappa=0.001:1000,scale.exchange_seconds=0.001:1000"
+    options = ("--delay", "1000", "--mtbf-hours", "0.1", "--seed", "9" * 15, "--out", "rows.csv")
+    code, out, _ = call("--trace", trace, "--nodes", "2x8", "--policy", "fifo/peft,residual_capacity", "--sweep", axes, *options)
+    assert code == 0 and out.endswith("16 rows: rows.csv\n")
 
 
 def test_a_sweep_goes_on_after_a_kill(tmp_path: Path) -> None:

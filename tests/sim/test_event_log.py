@@ -56,7 +56,7 @@ def test_a_log_is_read_as_it_was_written_without_its_torn_last_line(tmp_path: Pa
     [
         ('{"seconds": 1.0, "ty', "is not JSON"),
         ("[1, 2]", "'[1, 2]' is no JSON object"),
-        ('{"type": "Tick"}', '"seconds" is None, and must be a finite number'),
+        ('{"type": "Tick"}', '"seconds" is None, and must be a number of at most 100,000,000,000'),
         ('{"seconds": true, "type": "Tick"}', '"seconds" is True'),
         ('{"seconds": NaN, "type": "Tick"}', '"seconds" is nan'),
         (
@@ -64,7 +64,7 @@ def test_a_log_is_read_as_it_was_written_without_its_torn_last_line(tmp_path: Pa
             '"seconds" is 4, and the line before has 5.0; time goes on. If another run begins here, give it a file of its own; '
             "else sort the lines",
         ),
-        (f'{{"seconds": {10**400}, "type": "Tick"}}', "int too large"),
+        (f'{{"seconds": {10**400}, "type": "Tick"}}', f'"seconds" is 1{79 * "0"}, and must be a number'),
         (f'{{"seconds": 6, "type": "StepsDone", "job_id": "a", "group_id": "g", "steps": {10**400}, "step_seconds": 1}}', "int too large"),
         ('{"seconds": 6, "type": "Tock"}', "there is no event or action 'Tock'"),
         ('{"seconds": 6, "type": "JobCancelled", "job_id": 7}', "JobCancelled.job_id is 7"),

@@ -35,14 +35,22 @@ def test_values_and_ranges() -> None:
         ("load=1,load=2", "twice"),
         ("load=a", "'a' is no number"),
         ("load=1:", "'' is no number"),
-        ("load=0", "0 must be above 0"),
-        ("load=nan", "nan must be above 0"),
-        ("load=inf", "must be finite; only delta"),
-        ("delta=0.9", "0.9 must be 1 or more"),
-        ("gpus=0", "0 must be 1 or more"),
+        ("load=0", "0 must be from 0.001 to 1,000; choose other points"),
+        ("load=nan", "nan must be from 0.001"),
+        ("load=inf", "inf must be from 0.001"),
+        ("load=1e-300", "1e-300 must be from 0.001"),
+        ("kappa=1e-300", "1e-300 must be from 0.001"),
+        ("scale.tokens_per_second=1001", "1001 must be from 0.001 to 1,000"),
+        ("delta=0.9", "0.9 must be from 1 to inf"),
+        ("gpus=0", "0 must be from 1 to 1,000,000"),
+        ("gpus=1e300", r"1e\+300 must be from 1 to 1,000,000"),
+        ("seed=1e400", "must be from 0 to 999,999,999,999,999"),
+        ("seed=0..1e12", "has at most 100,000"),
+        ("seed=-inf..3", "a range goes from a number up"),
+        ("load=0.1..1/999999999999", "has at most 100,000"),
         ("gpus=2.5", "2.5 must be a whole number"),
         ("gpus=64..100/6", "must be a whole number; choose other points"),
-        ("seed=-1", "-1 must be 0 or more"),
+        ("seed=-1", "-1 must be from 0 to"),
         ("load=1..0.5", "a range goes from a number up"),
         ("load=1..2/1", "in 2 points or more"),
         ("delta=1..inf", "a range goes"),
@@ -69,5 +77,7 @@ def test_every_combination_is_a_scenario() -> None:
         (8, 4, math.inf, 1.5, 7),
     ]
     assert scenarios_of({}, plain, [0], ["fifo", "fifo/tlora"]) == scenarios_of({}, plain, [0], ["fifo"])  # one scenario, once
+    with pytest.raises(ConfigError, match="these are 1,000,000 simulations, and at most 100,000 go into one command. Give fewer values"):
+        scenarios_of(read_grid("load=0.1..1/1000,delta=1..2/1000"), plain, [0], ["fifo"])
     with pytest.raises(ConfigError, match="10 GPUs are no whole number of nodes of 4"):
         scenarios_of(read_grid("gpus=10"), plain, [0], ["fifo"])

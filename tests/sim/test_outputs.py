@@ -76,8 +76,15 @@ def test_no_results_leave_the_heads_only(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_written_is_named(tmp_path: Path, write: Callable[[Path], None]) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ConfigError, match=r"file/out cannot be written .*; give another path"):
+    with pytest.raises(ConfigError, match=r"file/out cannot be written .*give another path"):
         write(tmp_path / "file" / "out")
+
+
+def test_a_link_to_a_result_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "link.html").symlink_to("there/page.html")
+    for page in ("<html>", "<html>new"):
+        write_page(tmp_path / "link.html", page)
+        assert (tmp_path / "link.html").is_symlink() and (tmp_path / "there" / "page.html").read_text() == page
 
 
 def test_the_view_compares_with_fifo_without_the_kernels_gain_first() -> None:

@@ -48,11 +48,14 @@ def test_names_are_checked_before_anything_is_read(tmp_path: Path) -> None:
 
 def test_nodes() -> None:
     assert read_nodes("16x8") == (16, 8) and read_nodes(" 2X4 ") == (2, 4) and num_nodes(24, 8) == 3
-    for text in ("16", "x8", "0x8", "16x", "16x8x2", "-1x8"):
+    for text in ("16", "x8", "0x8", "16x", "16x8x2", "-1x8", "1001x1000", "9" * 5000 + "x1"):
         with pytest.raises(ConfigError, match="write their number, an x"):
             read_nodes(text)
     with pytest.raises(ConfigError, match="12 GPUs are no whole number of nodes of 8"):
         num_nodes(12, 8)
+    assert num_nodes(1_000_000, 8) == 125_000 and read_nodes("1000x1000") == (1000, 1000)
+    with pytest.raises(ConfigError, match="1,000,008 GPUs are too many to simulate. Give at most 1,000,000"):
+        num_nodes(1_000_008, 8)
 
 
 def test_jobs_are_the_first_at_the_load(tmp_path: Path) -> None:

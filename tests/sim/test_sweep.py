@@ -10,10 +10,11 @@ import pytest
 from pyarrow import parquet
 
 from tests.sim.small_traces import write_trace
-from tlora.errors import CheckpointError, ConfigError, DataError
+from tlora.errors import ConfigError, DataError
 from tlora.sim import processes
 from tlora.sim.grid import read_grid, scenarios_of
 from tlora.sim.processes import Standing
+from tlora.sim.result_files import held
 from tlora.sim.scenario import Scenario
 from tlora.sim.sweep import read_table, run_sweep, setting_cells, write_table
 from tlora.sim.truth import Truth
@@ -146,5 +147,34 @@ def test_other_files_are_refused_and_left_as_they_are(plain: Scenario, tmp_path:
 
 
 def test_a_table_that_cannot_be_written_is_told(plain: Scenario, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="cannot write"):
+    with pytest.raises(ConfigError, match="cannot be written .*No such file"):
         run_sweep(points(plain, "load=0.5"), tmp_path / "no" / "rows.csv", measured, silent)
+
+
+@FORMATS
+def test_two_sweeps_never_write_one_table(plain: Scenario, tmp_path: Path, name: str) -> None:
+    path, link = tmp_path / name, tmp_path / f"link-{name}"
+    link.symlink_to(path)
+    refused: list[Path] = []
+
+    def run_another(_: Standing) -> None:
+        for other in (path, link):
+            with pytest.raises(ConfigError, match=f"out {other} is being written by another sweep. Wait for its end, or give another file"):
+                run_sweep(points(plain, "load=0.7"), other, never, silent)
+            refused.append(other)
+
+    run_sweep(points(plain, "load=0.5"), path, measured, run_another)
+    assert refused and [row["load"] for row in read_table(path, COLUMNS)] == [0.5, 0.5]
+    run_sweep(points(plain, "load=0.7"), link, measured, silent)
+    assert link.is_symlink() and [row["load"] for row in read_table(path, COLUMNS)] == [0.5, 0.5, 0.7, 0.7]
+    assert {found.name for found in tmp_path.iterdir()} == {"small.csv", path.name, link.name}
+
+
+def test_a_lock_that_was_just_taken_away_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.csv"
+    with monkeypatch.context() as patch:
+        patch.setattr("fcntl.flock", lambda *_: (tmp_path / ".rows.csv.lock").unlink())  # its holder ends before it is ours
+        with pytest.raises(ConfigError, match="is being written by another sweep"), held(path):
+            pytest.fail("another could hold it too")
+    with held(path):
+        assert (tmp_path / ".rows.csv.lock").exists()

@@ -135,6 +135,9 @@ def test_every_shipped_file_is_named_in_the_notice_and_no_other_lies_there() -> 
         ((own_row(gpus="1.5"),), 3, "gpus is '1.5', and must be a whole number"),
         ((own_row(gpus="eight"),), 3, "gpus is 'eight', and must be a number"),
         ((own_row(duration="inf"),), 3, "duration_s is 'inf', and must be a finite number"),
+        ((own_row(), own_row("b", submit="1e300")), 4, "submit_s is '1e300', and must be no larger than 100,000,000,000"),
+        ((own_row(submit="-1e12"),), 3, "submit_s is '-1e12', and must be no larger"),
+        ((own_row(gpus="1e300"),), 3, "gpus is '1e300', and must be no larger"),
         ((own_row(submit=""),), 3, "submit_s is '', and must be a number"),
         ((own_row(), own_row("")), 4, "job_id is '', and every job needs one"),
         ((own_row(submit="5"), own_row("b", submit="4")), 4, "submit_s is '4', and lies before that of the job above"),
@@ -198,6 +201,18 @@ def test_a_missing_column_is_named_with_the_nearest_format(tmp_path: Path, heade
     assert says in str(error.value)
 
 
+@pytest.mark.parametrize("header", [OWN, SEREN, HELIOS])
+def test_a_column_that_is_there_twice_is_named(tmp_path: Path, header: str) -> None:
+    path = written(tmp_path, header + ", user,,", own_row() + ",w,,")
+    with pytest.raises(DataError) as error:
+        read_trace(path)
+    assert str(error.value) == f"{path}, line 1: the header names column 'user' 2 times; which one counts is not told. Take the others out"
+
+
+def test_columns_without_a_name_are_nobodys(tmp_path: Path) -> None:
+    assert len(read_trace(written(tmp_path, OWN + ",,", own_row() + ",,")).jobs) == 1
+
+
 def test_a_trace_without_a_job_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no job in it \\(rows skipped: none"):
         read_trace(written(tmp_path, OWN))
@@ -208,8 +223,9 @@ def test_a_trace_without_a_job_is_refused(tmp_path: Path) -> None:
 def test_a_trace_that_is_not_there_is_told_the_shipped_ones(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"'ee9e8d': it is no file, .*one of ee9e8c, 6c71a0\+b436b2, window_15k, synth_sft"):
         read_trace("ee9e8d")
-    with pytest.raises(DataError, match="it is no file"):
-        read_trace(tmp_path)
+    for name in (tmp_path, "x" * 300, "~nobody-of-this-name/x"):
+        with pytest.raises(DataError, match="it is no file"):
+            read_trace(name)
 
 
 @pytest.mark.parametrize(

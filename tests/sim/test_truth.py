@@ -50,7 +50,9 @@ def test_failures_come_as_often_as_the_mean_time_between_them_says():
         ({"length_error": -0.1}, "length_error"),
         ({"drift": float("nan")}, "drift"),
         ({"delay": -1.0}, "delay is -1.0"),
+        ({"delay": 1e300}, r"delay is 1e\+300: .* from 0 to 1000"),
         ({"mtbf_hours": 0.0}, "mtbf_hours is 0.0"),
+        ({"mtbf_hours": 1e-300}, "mtbf_hours is 1e-300: .* from 0.1 to 1,000,000,000"),
         ({"repair_hours": float("inf")}, "repair_hours"),
     ],
 )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
-from errno import EACCES, EISDIR
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
     from tlora.sim.scenario import Scenario
 
 POLICIES = "fifo/peft,fifo,backfill,sjf,residual_capacity"
-_SEEDS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+_SEEDS = re.compile(r"\d{1,15}(-\d{1,15})?(,\d{1,15}(-\d{1,15})?)*")
 _CLUSTER, _TRUTH, _RESULTS = "Cluster", "What the scheduler does not know (by default only what moves cost)", "Results"
 _TRACES = "A CSV file, an event log, or ee9e8c, 6c71a0+b436b2, window_15k, synth_sft."
 _POLICIES = (
@@ -81,6 +79,7 @@ def simulate(  # one parameter for each option, as typer has it
             raise typer.BadParameter("--sweep tells what to simulate, --out where its rows go; give both or neither")
         if seed is not None and seeds is not None:
             raise typer.BadParameter("--seed is one and --seeds are several; give one of the two")
+        from tlora.sim.result_files import check_results
         from tlora.sim.scenario import Scenario, check_names
         from tlora.sim.truth import Truth
 
@@ -89,12 +88,12 @@ def simulate(  # one parameter for each option, as typer has it
         plain = Scenario(trace, "", kernels, num_nodes, gpus_per_node, gpu, load, jobs, paper=paper, truth=truth)
         check_names(plain)
         contest = Contest(plain, _policies(policy, kernels), _seeds(seed, seeds))
-        for path in (csv_dir and csv_dir / "metrics.csv", html, out):
-            _check_writable(path)
+        outputs = Outputs(csv_dir, html)
+        check_results(trace, [*outputs.files(), *([("--out", out)] if out else [])])
         errors = None if quiet else open_console(stderr=True)
         swept = _sweep(contest, sweep, out, errors) if sweep is not None and out is not None else None
         if swept is None or csv_dir or html:
-            _replay(contest, swept or [], Outputs(csv_dir, html), errors)
+            _replay(contest, swept or [], outputs, errors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +111,11 @@ class Outputs:
 
     csv_dir: Path | None
     html: Path | None
+
+    def files(self) -> list[tuple[str, Path]]:
+        """Each with its option, in the order in which they are written."""
+        tables = [("--csv", self.csv_dir / name) for name in ("metrics.csv", "jobs.csv")] if self.csv_dir else []
+        return [*tables, *([("--html", self.html)] if self.html else [])]
 
 
 def _sweep(contest: Contest, text: str, out: Path, errors: Console | None) -> list[PageRow]:
@@ -162,9 +166,8 @@ def _written(outcomes: list[Outcome], swept: list[PageRow], outputs: Outputs) ->
     from tlora.sim.outputs import metric_rows, write_job_csv, write_metrics_csv, write_page
     from tlora.sim.run import WALL_TIMES
 
-    paths: list[Path] = []
+    paths = [path for _, path in outputs.files()]
     if outputs.csv_dir:
-        paths += [outputs.csv_dir / "metrics.csv", outputs.csv_dir / "jobs.csv"]
         rows = metric_rows([outcome.result for outcome in outcomes], [outcome.bounds for outcome in outcomes])
         write_metrics_csv(paths[0], [{key: value for key, value in row.items() if key not in WALL_TIMES} for row in rows])
         write_job_csv(paths[1], (outcome.result for outcome in outcomes))
@@ -172,25 +175,8 @@ def _written(outcomes: list[Outcome], swept: list[PageRow], outputs: Outputs) ->
         from tlora.report.simulation_page import simulation_page
         from tlora.sim.run import page_view
 
-        paths.append(outputs.html)
         write_page(outputs.html, simulation_page(page_view(outcomes, swept)))
     return paths
-
-
-def _check_writable(path: Path | None) -> None:
-    """Before anything is simulated. Makes the directory."""
-    from tlora.errors import ConfigError
-
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError(EISDIR, "it is a directory")
-        if not os.access(path.parent, os.W_OK):
-            raise PermissionError(EACCES, "this user may not write there")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}). Give another path") from None
 
 
 def _cluster(gpus: int | None, nodes: str | None) -> tuple[int, int]:
@@ -217,16 +203,16 @@ def _policies(text: str, kernels: str) -> list[str]:
 
 def _seeds(seed: int | None, seeds: str | None) -> list[int]:
     from tlora.errors import ConfigError
+    from tlora.sim.grid import MOST_POINTS
 
-    if seeds is None:
-        return [seed or 0]
-    text = seeds.replace(" ", "")
+    text = (str(seed or 0) if seeds is None else seeds).replace(" ", "")
     if not _SEEDS.fullmatch(text):
-        raise ConfigError(f"--seeds {seeds}: write a range or a list of whole numbers, such as 0-2 or 0,5")
+        option = "seed" if seeds is None else "seeds"
+        raise ConfigError(f"--{option} {text}: write whole numbers of at most 15 digits, several as a range or a list (0-2 or 0,5)")
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
-        if int(last or first) < int(first):
-            raise ConfigError(f"--seeds {part}: a range goes up, such as 0-2")
+        if not 0 <= int(last or first) - int(first) < MOST_POINTS:
+            raise ConfigError(f"--seeds {part}: a range goes up, such as 0-2, and has at most {MOST_POINTS:,} seeds")
         found += range(int(first), int(last or first) + 1)
     return list(dict.fromkeys(found))

@@ -7,22 +7,37 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
+from errno import EPIPE
 from pathlib import Path
+from typing import Any, TextIO, cast
 
 import typer
 from rich.console import Console
 
-from tlora.errors import TloraError
+from tlora.errors import ConfigError, TloraError
 
 _PLAIN_WIDTH = 200  # of a file or a pipe: tables must not be cut to 80 columns there
 _KEPT_CONTROLS = "\n\t"
 
 
+class _Console(Console):
+    """Raises ConfigError where stdout cannot be written, such as on a full disk. A reader that has gone is no error of that kind."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except OSError as error:
+            if self.stderr or error.errno == EPIPE:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in buffers would fail again at the exit
+            raise ConfigError(f"stdout cannot be written ({error.strerror}). Free space there, or send it elsewhere") from error
+
+
 def open_console(stderr: bool = False) -> Console:
     """The console of stdout (or stderr). Markup, emoji and highlighting are off: names, paths and data are printed as they are."""
-    stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() or "COLUMNS" in os.environ else _PLAIN_WIDTH
-    return Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False, tab_size=4)
+    stream = cast("TextIO | None", sys.stderr if stderr else sys.stdout)  # None where it was closed: rich prints nothing then
+    width = None if (stream and stream.isatty()) or "COLUMNS" in os.environ else _PLAIN_WIDTH
+    return _Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False, tab_size=4)
 
 
 def shows_live(console: Console) -> bool:
@@ -61,6 +76,8 @@ def path_text(path: str | Path) -> str:
 def errors_told(debug: bool) -> Iterator[None]:
     """What a user can mend becomes one message and exit code 2; a bug keeps its traceback. `debug` shows the traceback of both."""
     try:
+        if cast("TextIO | None", sys.stdout) is None:
+            raise ConfigError("stdout is closed, and results are printed there. Send it to a file, a pipe or /dev/null")
         yield
     except TloraError as error:
         if debug:

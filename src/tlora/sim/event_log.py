@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from tlora.errors import DataError
 from tlora.protocol import Action, Event, from_json
-from tlora.sim.trace import find_trace, is_json_lines, text_of
+from tlora.sim.trace import MOST_NUMBER, find_trace, is_json_lines, text_of
 
 _REMEDY = "Take the line out"
 
@@ -46,8 +46,8 @@ def _entry(entry: Any, after: float, place: str) -> tuple[float, Event | Action]
         raise DataError(f"{place}: {str(entry)[:80]!r} is no JSON object; every line of an event log is one. {_REMEDY}")
     values = cast("dict[str, Any]", entry)
     seconds = values.pop("seconds", None)
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not -math.inf < seconds < math.inf:
-        raise DataError(f'{place}: "seconds" is {seconds!r}, and must be a finite number. {_REMEDY}')
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not abs(seconds) <= MOST_NUMBER:
+        raise DataError(f'{place}: "seconds" is {repr(seconds)[:80]}, and must be a number of at most {MOST_NUMBER:,.0f}. {_REMEDY}')
     if seconds < after:
         raise DataError(
             f'{place}: "seconds" is {seconds}, and the line before has {after}; time goes on. '

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tlora.errors import ConfigError
 from tlora.jobs_file.spelling import suggest
-from tlora.sim.scenario import CONSTANTS, Scenario, contender, num_nodes
+from tlora.sim.scenario import CONSTANTS, MOST_GPUS, Scenario, contender, num_nodes
+from tlora.sim.workload import LOADS
 
 Value = float | int | str
 Axes = Mapping[str, tuple[Value, ...]]
@@ -18,6 +19,9 @@ Axes = Mapping[str, tuple[Value, ...]]
 SCALE = "scale."
 KEYS = ("load", "delta", "gpus", "seed", "policy", "kappa", *(SCALE + name for name in CONSTANTS))
 RANGE_POINTS = 5  # of `a..b` without a number
+MOST_POINTS = 100_000  # of a sweep: all of them are held at once
+_FACTORS = (0.001, 1000.0)
+_BOUNDS = {"load": LOADS, "delta": (1, math.inf), "gpus": (1, MOST_GPUS), "seed": (0, 10**15 - 1)}  # the others are factors
 _RANGE = re.compile(r"(?P<first>.+?)\.\.(?P<last>[^/]+)(?:/(?P<count>\d+))?")
 _WHOLE = ("gpus", "seed")
 
@@ -44,11 +48,13 @@ def read_grid(text: str) -> dict[str, tuple[Value, ...]]:
 def scenarios_of(axes: Axes, plain: Scenario, seeds: Sequence[int], policies: Sequence[str]) -> list[Scenario]:
     """One scenario for each combination of the axes, in the order of the axes, then seeds, then policies, where these are no axes.
 
-    `policies` are as one writes them, "fifo/peft". What no axis names is as in `plain`.
+    `policies` are as one writes them, "fifo/peft". What no axis names is as in `plain`. Raises ConfigError for too many.
     """
-    grid: dict[str, Iterable[Value]] = {**axes}
+    grid: dict[str, Sequence[Value]] = {**axes}
     grid.setdefault("seed", seeds)
     grid["policy"] = grid.pop("policy", policies)  # last: those of one scene stand together
+    if (count := math.prod(map(len, grid.values()))) > MOST_POINTS:
+        raise ConfigError(f"these are {count:,} simulations, and at most {MOST_POINTS:,} go into one command. Give fewer values")
     points = (dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()))
     return list(dict.fromkeys(_scenario(plain, point) for point in points))
 
@@ -77,9 +83,13 @@ def _values(key: str, text: str) -> list[Value]:
     if matched is None:
         return [_checked(key, _number(key, text), text)]
     first, last = _number(key, matched["first"]), _number(key, matched["last"])
-    count = int(matched["count"]) if matched["count"] else int(last - first) + 1 if key == "seed" else RANGE_POINTS
-    if not (first < last < math.inf) or count < 2:
-        raise ConfigError(f"sweep {key}={text}: a range goes from a number up to a larger one in 2 points or more, such as 0.5..1.1/7")
+    asked = float(matched["count"] or (last - first + 1 if key == "seed" else RANGE_POINTS))
+    if not (first < last < math.inf and 2 <= asked <= MOST_POINTS):
+        raise ConfigError(
+            f"sweep {key}={text}: a range goes from a number up to a larger one in 2 points or more, such as 0.5..1.1/7, "
+            f"and has at most {MOST_POINTS:,}"
+        )
+    count = int(asked)
     points = (round(first + (last - first) * at / (count - 1), 10) for at in range(count))
     return [_checked(key, point, text) for point in points]
 
@@ -92,11 +102,9 @@ def _number(key: str, text: str) -> float:
 
 
 def _checked(key: str, value: float, text: str) -> Value:
-    least = {"seed": 0, "gpus": 1, "delta": 1}.get(key)
-    if math.isnan(value) or (value < least if least is not None else value <= 0):
-        raise ConfigError(f"sweep {key}={text}: {value:g} must be {f'{least} or more' if least is not None else 'above 0'}")
-    if math.isinf(value) and key != "delta":
-        raise ConfigError(f"sweep {key}={text}: {value:g} must be finite; only delta may be inf, which is no bound")
+    least, most = _BOUNDS.get(key, _FACTORS)
+    if not least <= value <= most:
+        raise ConfigError(f"sweep {key}={text}: {value:g} must be from {least:,.15g} to {most:,.15g}; choose other points")
     if key in _WHOLE and value != int(value):
         raise ConfigError(f"sweep {key}={text}: {value:g} must be a whole number; choose other points")
     return int(value) if key in _WHOLE else value

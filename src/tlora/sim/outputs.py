@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from tlora.errors import ConfigError
 from tlora.planner.cost import BaseConstants
 from tlora.report.rows import Row
 from tlora.report.simulation_view import PolicyView, SimulationView
 from tlora.sim.bounds import Bounds
 from tlora.sim.metrics import compare_all, metrics
 from tlora.sim.records import GroupSpan, JobRecord, SimulationResult
+from tlora.sim.result_files import write_result
 
 REFERENCE = ("fifo", "peft")  # exclusive, without the kernels' gain: what the reference compares itself with
 
@@ -106,7 +106,7 @@ def simulation_view(
 
 def write_page(path: Path, page: str) -> None:
     """Write a page, of about 2 MB. ConfigError when that cannot be."""
-    _write(path, page)
+    write_result(path, page)
 
 
 def _policy_view(result: SimulationResult, row: MetricRow) -> PolicyView:
@@ -151,14 +151,4 @@ def _write_csv(path: Path, heads: Sequence[str], rows: Sequence[Mapping[str, obj
     writer.writeheader()
     for row in rows:
         writer.writerow({key: "" if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()})
-    _write(path, text.getvalue())
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written ({error.strerror}): results go to a file in a directory where this user may write; give another path"
-        ) from None
+    write_result(path, text.getvalue())

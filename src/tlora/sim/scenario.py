@@ -6,9 +6,8 @@ import math
 import re
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
-from pathlib import Path
 
-from tlora.errors import ConfigError
+from tlora.errors import ConfigError, DataError
 from tlora.jobs_file.spelling import suggest
 from tlora.planner.cost import BaseConstants, CostModel
 from tlora.planner.hardware import cost_model, load_constants
@@ -22,7 +21,8 @@ from tlora.sim.workload import at_load, first, natural_load, span_seconds
 KERNELS = ("tlora", "peft")  # ours, and without the kernels' gain
 NO_BOUND = 1e6  # a slowdown that no job ever has, for delta = inf: needs are divided by it, and infinity would make them 0
 CONSTANTS = tuple(f.name for f in fields(BaseConstants) if f.name != "source")
-_NODES = re.compile(r"(\d+)x(\d+)")
+MOST_GPUS = 1_000_000
+_NODES = re.compile(r"(\d{1,7})x(\d{1,7})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +76,12 @@ def contender(text: str, kernels: str) -> tuple[str, str]:
 
 def check_names(scenario: Scenario) -> None:
     """Raises ConfigError for a trace, type of GPU or kernels that there are not, with the one that was probably meant."""
-    if scenario.trace not in SHIPPED and not Path(scenario.trace).expanduser().is_file():
+    try:
+        find_trace(scenario.trace)
+    except DataError:
         raise ConfigError(
             f"trace {scenario.trace!r}: there is neither such a file nor such a shipped trace; {suggest(scenario.trace, SHIPPED)}"
-        )
+        ) from None
     for what, name, known in (("gpu", scenario.gpu, load_constants()), ("kernels", scenario.kernels, KERNELS)):
         if name not in known:
             raise ConfigError(f"{what} {name!r}: there are no constants of it; {suggest(name, known)}")
@@ -88,13 +90,15 @@ def check_names(scenario: Scenario) -> None:
 def read_nodes(text: str) -> tuple[int, int]:
     """Nodes, and GPUs of each, from "16x8"."""
     matched = _NODES.fullmatch(text.strip().lower())
-    if matched is None or not int(matched[1]) or not int(matched[2]):
-        raise ConfigError(f"nodes {text!r}: write their number, an x, and the GPUs of each, such as 16x8")
+    if matched is None or not 0 < int(matched[1]) * int(matched[2]) <= MOST_GPUS:
+        raise ConfigError(f"nodes {text!r}: write their number, an x, and the GPUs of each, such as 16x8; at most {MOST_GPUS:,} GPUs")
     return int(matched[1]), int(matched[2])
 
 
 def num_nodes(gpus: int, gpus_per_node: int) -> int:
     """How many nodes have `gpus` GPUs between them. Raises ConfigError where that is no whole number."""
+    if gpus > MOST_GPUS:
+        raise ConfigError(f"{gpus:,} GPUs are too many to simulate. Give at most {MOST_GPUS:,}")
     if gpus < 1 or gpus % gpus_per_node:
         raise ConfigError(
             f"{gpus} GPUs are no whole number of nodes of {gpus_per_node}. Give a multiple of {gpus_per_node}, or other nodes (16x8)"

@@ -14,16 +14,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from tlora.durable import write_file
 from tlora.errors import ConfigError, DataError
 from tlora.sim.grid import SCALE
 from tlora.sim.processes import Standing, map_in_processes
+from tlora.sim.result_files import held, write_result
 from tlora.sim.scenario import CONSTANTS, Scenario, inputs_digest
 
 Cell = float | str | None
 Row = dict[str, Cell]
 
 FORMATS = (".csv", ".parquet")
+_GO_ON = "Free space or change its mode there, and run the same command again: it goes on from the rows that it has"
 _TEXTS = ("trace", "inputs", "gpu", "policy", "kernels")
 
 
@@ -36,26 +37,27 @@ def run_sweep(
     """The row of each scenario, in their order: its settings, and what `measure` gives, a function of a module.
 
     After each simulation the whole table is put in place at once; points that `path` has are not simulated again, and its rows of
-    other points stay. `watch` hears of all points, with their numbers. Raises ConfigError for a file of another kind, DataError for
-    a table that no sweep has written.
+    other points stay. `watch` hears of all points, with their numbers. Raises ConfigError for a file of another kind, or that another
+    sweep is writing, DataError for a table that no sweep has written.
     """
     settings = [setting_cells(scenario, digest) for scenario, digest in zip(scenarios, _digests(scenarios), strict=True)]
     keys = [tuple(cells.values()) for cells in settings]
     columns = tuple(settings[0])
-    found = {tuple(row[column] for column in columns): row for row in read_table(path, columns)}
-    others = [row for key, row in found.items() if key not in set(keys)]
-    todo = [number for number, key in enumerate(keys) if key not in found]
-    kept = len(keys) - len(todo)
+    with held(path):
+        found = {tuple(row[column] for column in columns): row for row in read_table(path, columns)}
+        others = [row for key, row in found.items() if key not in set(keys)]
+        todo = [number for number, key in enumerate(keys) if key not in found]
+        kept = len(keys) - len(todo)
 
-    def told(standing: Standing) -> None:
-        watch(Standing(len(keys), kept + standing.done, tuple(todo[number] for number in standing.running)))
+        def told(standing: Standing) -> None:
+            watch(Standing(len(keys), kept + standing.done, tuple(todo[number] for number in standing.running)))
 
-    with closing(map_in_processes(measure, [scenarios[number] for number in todo], told)) as results:
-        for at, numbers in results:
-            number = todo[at]
-            found[keys[number]] = settings[number] | {name: None if math.isnan(value) else value for name, value in numbers.items()}
-            write_table(path, [*others, *(found[key] for key in keys if key in found)])
-    return [found[key] for key in keys]
+        with closing(map_in_processes(measure, [scenarios[number] for number in todo], told)) as results:
+            for at, numbers in results:
+                number = todo[at]
+                found[keys[number]] = settings[number] | {name: None if math.isnan(value) else value for name, value in numbers.items()}
+                write_table(path, [*others, *(found[key] for key in keys if key in found)])
+        return [found[key] for key in keys]
 
 
 def setting_cells(scenario: Scenario, inputs: str) -> Row:
@@ -101,7 +103,7 @@ def read_table(path: Path, columns: Sequence[str]) -> list[Row]:
 def write_table(path: Path, rows: Sequence[Row]) -> None:
     """All rows, with the columns of the first. At every moment the file holds the old or the new ones."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    write_file(path, _csv_text(columns, rows) if path.suffix == ".csv" else _parquet_bytes(columns, rows))
+    write_result(path, _csv_text(columns, rows) if path.suffix == ".csv" else _parquet_bytes(columns, rows), _GO_ON)
 
 
 def _digests(scenarios: Sequence[Scenario]) -> Iterator[str]:

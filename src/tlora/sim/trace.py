@@ -31,6 +31,7 @@ NO_GPU = "no GPU asked for"
 NEVER_RAN = "never started, or not ended when the log was taken"
 NO_SECOND = "ran for less than a second"
 
+MOST_NUMBER = 1e11  # 3,000 years in seconds; later than that a clock of doubles would not tell the ends of short jobs apart
 _AMEND = "Correct the row or take it out"
 
 
@@ -93,6 +94,8 @@ class _Row:
             raise self.broken(column, "must be a number") from None
         if not math.isfinite(value):
             raise self.broken(column, "must be a finite number")
+        if abs(value) > MOST_NUMBER:
+            raise self.broken(column, f"must be no larger than {MOST_NUMBER:,.0f}")
         return value
 
     def whole(self, column: str) -> int:
@@ -135,11 +138,20 @@ def find_trace(source: str | Path) -> tuple[str, Path]:
     """The name of a trace, and its file. A file that is called as a shipped trace is found as ./name. Raises DataError for neither."""
     if str(source) in SHIPPED:
         return str(source), TRACES / SHIPPED[str(source)]
-    path = Path(source).expanduser()
-    if not path.is_file():
+    path = _file_of(source)
+    if path is None:
         shipped = ", ".join(SHIPPED)
         raise DataError(f"there is no trace {str(source)!r}: it is no file, and none of the shipped ones. Give a file, or one of {shipped}")
     return path.name.removesuffix(".gz").rsplit(".", 1)[0], path
+
+
+def _file_of(source: str | Path) -> Path | None:
+    """None too where there can be no file: a name that is too long, the home of an unknown user."""
+    try:
+        path = Path(source).expanduser()
+        return path if path.is_file() else None
+    except (OSError, RuntimeError):
+        return None
 
 
 def text_of(path: Path) -> str:
@@ -205,6 +217,9 @@ def _row(place: str, header: list[str], cells: list[str]) -> _Row:
 
 def _layout_of(header: list[str], place: str) -> _Layout:
     """The format that has these columns; others may be among them (Kalos has four more than Seren)."""
+    for column, count in Counter(header).items():
+        if column and count > 1:
+            raise DataError(f"{place}: the header names column {column!r} {count} times; which one counts is not told. Take the others out")
     missing = {layout.name: [column for column in layout.columns if column not in header] for layout in _LAYOUTS}
     for layout in _LAYOUTS:
         if not missing[layout.name]:

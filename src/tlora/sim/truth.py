@@ -13,6 +13,8 @@ from tlora.errors import ConfigError
 from tlora.planner.cost import CostModel
 
 _DAY_SECONDS = 86400.0
+_MOST_DELAY = 1000.0
+_HOURS = (0.1, 1e9)  # between failures and until the repair: with less between them nothing would ever be done
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +74,12 @@ class Truth:
             share: float = getattr(self, name)
             if not 0 <= share < 1:
                 raise ConfigError(f"{name} is {share}: it is a share of what was predicted, from 0 to less than 1. Give 0.15 for +-15 %")
-        if not 0 <= self.delay < math.inf:
-            raise ConfigError(f"delay is {self.delay}: it is a multiple of the time of a start, 0 or more")
+        if not 0 <= self.delay <= _MOST_DELAY:
+            raise ConfigError(f"delay is {self.delay}: it is a multiple of the time of a start, from 0 to {_MOST_DELAY:g}. Give 0.5")
+        least, most = _HOURS
         for name, hours in (("mtbf_hours", self.mtbf_hours), ("repair_hours", self.repair_hours)):
-            if hours is not None and not 0 < hours < math.inf:
-                raise ConfigError(f"{name} is {hours}: it must be a number of hours above 0")
+            if hours is not None and not least <= hours <= most:
+                raise ConfigError(f"{name} is {hours}: it must be a number of hours from {least:g} to {most:,.0f}. Give 300 for 300 hours")
 
     @property
     def exact(self) -> bool:

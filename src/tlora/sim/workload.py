@@ -12,6 +12,8 @@ from dataclasses import replace
 from tlora.errors import ConfigError
 from tlora.sim.trace import Trace, TraceJob, rebased
 
+LOADS = (0.001, 1000.0)  # the least and the most that can be asked for
+
 
 def of_vc(trace: Trace, *vcs: str) -> Trace:
     """The jobs of these virtual clusters. Raises ConfigError if there are none."""
@@ -75,8 +77,9 @@ def compressed(trace: Trace, factor: float) -> Trace:
 
 def at_load(trace: Trace, gpus: int, load: float) -> Trace:
     """The trace compressed, or stretched, so that its load on `gpus` GPUs is `load`; by how much stands in `compression`."""
-    if not (0 < load < math.inf):
-        raise ConfigError(f"a load of {load} cannot be had. Give a number above 0, such as 0.9")
+    least, most = LOADS
+    if not least <= load <= most:
+        raise ConfigError(f"a load of {load} cannot be had. Give a number from {least:g} to {most:g}, such as 0.9")
     return compressed(trace, load / natural_load(trace, gpus))
 
 
