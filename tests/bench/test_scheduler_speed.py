@@ -58,7 +58,7 @@ def test_an_event_counts_with_its_least_time_in_the_repeats(monkeypatch: pytest.
         (["--policies", "fifoo"], "invalid choice: 'fifoo'"),
         (["--repeats", "0"], "0 repeats measure nothing. Give 1 or more"),
         (["--jobs", "0"], "the first 0 jobs of a trace are none. Ask for 1 or more"),
-        (["--load", "-1"], "a load of -1.0 cannot be had. Give a number above 0, such as 0.9"),
+        (["--load", "-1"], "a load of -1.0 cannot be had. Give a number from 0.001 to 1000, such as 0.9"),
     ],
 )
 def test_a_bad_argument_is_refused_in_one_line(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
