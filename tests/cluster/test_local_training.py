@@ -71,6 +71,7 @@ class Script:
 
     def __init__(self, backend: LocalBackend) -> None:
         self.backend, self.ended, self.members = backend, list[str](), dict[str, list[str]]()
+        self.ready = set[str]()
         self.moved = self.killed = False
 
     def group(self, name: str, gpu: int) -> JobGroup:
@@ -85,7 +86,10 @@ class Script:
             case JobSubmitted("late"):
                 self.members["g1"] = ["stays", "late"]
                 return [StartGroup(self.group("g1", 1))]
-            case StepsDone("mover", "g0") if "g1" in self.members and "brief" in self.ended and not self.moved:
+            case GroupReady(name):
+                self.ready.add(name)
+                return []
+            case StepsDone("mover", "g0") if "g1" in self.ready and "brief" in self.ended and not self.moved:
                 self.moved = True
                 self.members["g1"].append("mover")
                 return [StopGroup("g0"), ChangeGroup(self.group("g1", 1))]

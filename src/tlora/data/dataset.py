@@ -12,8 +12,9 @@ import os
 import shutil
 import uuid
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -23,7 +24,7 @@ import numpy.typing as npt
 
 FORMAT_VERSION = 1  # part of every cache key: raise it when the same input gives other tokens, weights or files
 SCRATCH_PREFIX = "tmp-"
-_maps: WeakValueDictionary[tuple[int, int, int], Any] = WeakValueDictionary()  # by device, inode and time of the file
+_arrays: WeakValueDictionary[tuple[int, int, int], Any] = WeakValueDictionary()  # by device, inode and time of the file
 _FILES = ("tokens.bin", "weights.bin", "offsets.npy", "trained.npy")
 
 
@@ -42,16 +43,16 @@ class Dataset:
     """
 
     def __init__(self, directory: Path, indices: npt.NDArray[np.int64] | None = None) -> None:
-        offsets, trained = np.load(directory / "offsets.npy"), np.load(directory / "trained.npy")
+        offsets, trained = _shared(directory / "offsets.npy", np.load), _shared(directory / "trained.npy", np.load)
         starts, ends = (offsets[:-1], offsets[1:]) if indices is None else (offsets[indices], offsets[indices + 1])
         self.directory = directory
         self.meta: dict[str, object] = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
         self.lengths: npt.NDArray[np.int64] = np.asarray(ends - starts)
         self.trained: npt.NDArray[np.float64] = np.asarray(trained if indices is None else trained[indices])
         self.max_token_id = int(str(self.meta["max_token_id"]))
-        self._starts: npt.NDArray[np.int64] = starts
-        self._tokens: npt.NDArray[np.int32] = _mapped(directory / "tokens.bin", np.int32)
-        self._weights: npt.NDArray[np.float32] = _mapped(directory / "weights.bin", np.float32)
+        self._offsets, self._starts = offsets, starts
+        self._tokens: npt.NDArray[np.int32] = _shared(directory / "tokens.bin", partial(np.memmap, dtype=np.int32, mode="r"))
+        self._weights: npt.NDArray[np.float32] = _shared(directory / "weights.bin", partial(np.memmap, dtype=np.float32, mode="r"))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -62,14 +63,15 @@ class Dataset:
         return Sample(np.array(self._tokens[part]), np.array(self._weights[part]))
 
 
-def _mapped(path: Path, dtype: type[np.int32 | np.float32]) -> Any:
-    """One map of a file for all who read it: each keeps a file open, and a sweep may have hundreds of jobs on the same set."""
+def _shared(path: Path, read: Callable[[Path], Any]) -> Any:
+    """One array of a file for all who read it: each map keeps a file open, and a sweep may have hundreds of jobs on the same set."""
     found = path.stat()
     key = (found.st_dev, found.st_ino, found.st_mtime_ns)
-    mapped = _maps.get(key)
-    if mapped is None:
-        mapped = _maps[key] = np.memmap(path, dtype=dtype, mode="r")
-    return mapped
+    shared = _arrays.get(key)
+    if shared is None:
+        shared = _arrays[key] = read(path)
+        shared.setflags(write=False)
+    return shared
 
 
 class Writer:
