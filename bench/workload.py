@@ -102,7 +102,7 @@ def _real_jobs(specs: Sequence[JobSpec], vocab_size: int, data: Path, directory:
     files = sorted(file.resolve() for file in data.iterdir() if file.suffix in (".json", ".jsonl"))
     if not files:
         raise SystemExit(f"{data} holds no .json and no .jsonl file")
-    tokenizer = _train_tokenizer(files, min(REAL_VOCABULARY, vocab_size))
+    tokenizer = train_tokenizer(files, min(REAL_VOCABULARY, vocab_size))
     tokenizer.save_pretrained(directory / "tokenizer")
     specs = [
         spec.model_copy(update={"data": spec.data.model_copy(update={"path": str(files[i % len(files)])})}) for i, spec in enumerate(specs)
@@ -121,7 +121,7 @@ def _real_jobs(specs: Sequence[JobSpec], vocab_size: int, data: Path, directory:
     return [Job(spec.model_copy(update={"weight": n / mean}), data) for spec, data, n in zip(specs, sets, tokens, strict=True)]
 
 
-def _train_tokenizer(files: Sequence[Path], vocab_size: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(files: Sequence[Path], vocab_size: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE over every string in `files`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,0 +1,86 @@
+"""A base as files, as a user has it: random weights of a known shape, and a tokenizer trained on the texts of the real jobs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from bench.shapes import SHAPES, make_model
+from bench.workload import REAL_VOCABULARY, train_tokenizer
+
+DATA = Path(__file__).with_name("data")
+_SHARD_BYTES = 1 << 30
+_WRITERS = 8
+_PIECE_BYTES = 16 << 20
+
+
+def make_base(shape: str, parent: Path, device: str) -> dict[str, Any]:
+    """Write the base to `parent`/`shape` unless it is whole there, and read it once: then it is in the page cache. Returns its facts.
+
+    Meant for a process of its own: the weights, and what CUDA keeps, are gone with it.
+    """
+    directory, start = parent / shape, time.perf_counter()
+    place = torch.device(device)
+    if not (directory / "config.json").is_file():
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        _write(shape, directory, place)
+    written = time.perf_counter()
+    num_bytes = _read_once(directory)
+    return {
+        "base": str(directory),
+        "base_bytes": num_bytes,
+        "base_write_seconds": written - start,
+        "base_read_seconds": time.perf_counter() - written,
+        "device": torch.cuda.get_device_name(place) if place.type == "cuda" else None,
+    }
+
+
+def _write(shape: str, directory: Path, device: torch.device) -> None:
+    """config.json comes last: where it is, the base is whole."""
+    config = SHAPES[shape]
+    files = sorted(file for file in DATA.iterdir() if file.suffix in (".json", ".jsonl"))
+    train_tokenizer(files, min(REAL_VOCABULARY, config.vocab_size)).save_pretrained(directory)
+    model = make_model(shape, device, torch.bfloat16)
+    weights = {name: tensor for name, tensor in model.state_dict().items() if not (config.tie_word_embeddings and name == "lm_head.weight")}
+    shards = list(_shards(weights))
+    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        list(pool.map(lambda name, shard: save_file(shard, directory / name, {"format": "pt"}), names, shards))
+    index = {"metadata": {}, "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    model.config.save_pretrained(directory)
+
+
+def _shards(weights: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """`weights` in their order, a shard full when it has `_SHARD_BYTES`."""
+    shard: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.items():
+        shard[name] = tensor
+        if sum(part.nbytes for part in shard.values()) >= _SHARD_BYTES:
+            yield shard
+            shard = {}
+    if shard:
+        yield shard
+
+
+def _read_once(directory: Path) -> int:
+    """Bytes of the weights, all of them read."""
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        return sum(pool.map(_read_file, sorted(directory.glob("*.safetensors"))))
+
+
+def _read_file(path: Path) -> int:
+    piece, total = bytearray(_PIECE_BYTES), 0
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            total += count
+    return total

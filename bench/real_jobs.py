@@ -1,0 +1,202 @@
+"""Real jobs through the command that users run: launches of `tlora train` on the jobs of bench/real_jobs.yaml, measured by their logs.
+
+    python -m bench.real_jobs --shape llama-3-8b --launches cold,warm,one-dropout:warm,all-dropout:warm,sigterm --out FILE
+    python -m bench.real_jobs --shape qwen3-1.7b --launches cold,warm --out FILE
+    python -m bench.real_jobs --shape tiny --device cpu --steps 6 --set dtype=float32
+
+A launch is KIND or CASE:KIND. cold: all caches are new and empty (Inductor's, Triton's, CUDA's and this program's). warm: with the caches
+of the launches before. sigterm: warm, with a SIGTERM after --signal-after steps of some job. The base has random weights and a tokenizer
+trained on the texts; its files are made in --base-dir, unless they are there, and read once before the first launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import launch, machine
+from bench.base_files import make_base
+from bench.shapes import SHAPES
+
+JOBS_FILE = Path(__file__).with_name("real_jobs.yaml")
+_ROOT = Path(__file__).parent.parent
+DROPOUT = "lora_dropout=0.05"
+CASES: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "one-dropout": (f"jobs.alpaca.{DROPOUT}",),
+    "all-dropout": (f"defaults.{DROPOUT}",),
+}
+KINDS = ("cold", "warm", "sigterm")
+_CACHES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "CUDA_CACHE_PATH": "cuda",
+    "TLORA_CACHE": "tlora",
+    "XDG_CACHE_HOME": "xdg",
+}
+_LEAST_DISK_BYTES, _MOST_DISK_BYTES = 64 << 20, 2 << 30  # written to find the disk's rate
+
+
+@dataclass(frozen=True)
+class Order:
+    """A launch to be made."""
+
+    case: str
+    kind: str
+
+
+def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
+    parser.add_argument("--case", choices=CASES, default="plain", help="of launches that name none")
+    parser.add_argument("--launches", default="cold,warm", help="[CASE:]cold|warm|sigterm, in their order")
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps of each job")
+    parser.add_argument("--signal-after", type=int, default=20, help="steps of some job, for sigterm")
+    parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE", help="as of `tlora train`")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--base-dir", type=Path, help="where bases are kept, one directory per shape; default: a temporary one")
+    parser.add_argument("--caches", type=Path, help="directory of the caches; kept, so that a later run can begin warm")
+    parser.add_argument(
+        "--work-dir", type=Path, help="where the runs write, each deleted when it has been measured; default: a temporary one"
+    )
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="what to call this code where there is no git")
+    options = parser.parse_args(arguments)
+    options.orders = [_order(text, options.case, parser) for text in options.launches.split(",")]
+    begins_warm = options.orders[0].kind != "cold"
+    if begins_warm and not (options.caches and options.caches.is_dir()):
+        remedy = "begin with cold, or name those of an earlier run with --caches"
+        parser.error(f"--launches: {options.launches!r} begins with warm caches, and there are none; {remedy}")
+    return options
+
+
+def _order(text: str, case: str, parser: argparse.ArgumentParser) -> Order:
+    named, colon, kind = text.rpartition(":")
+    found = Order(named if colon else case, kind)
+    if found.case not in CASES or found.kind not in KINDS:
+        parser.error(f"--launches: {text!r} is not [CASE:]KIND with a case of {', '.join(CASES)} and a kind of {', '.join(KINDS)}")
+    return found
+
+
+def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
+    """The whole result, which is written to `options.out` after every launch."""
+    with tempfile.TemporaryDirectory(prefix="real-jobs-") as name:
+        directory = options.work_dir or Path(name)
+        directory.mkdir(parents=True, exist_ok=True)
+        base_dir, caches = options.base_dir or Path(name) / "bases", options.caches or Path(name) / "caches"
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # so that no CUDA context stays beside the runs
+            base = pool.submit(make_base, options.shape, base_dir, options.device).result()
+        facts = machine.facts(torch.device("cpu"), options.commit)
+        facts["device"] = base.pop("device") or facts["device"]
+        setup = {"shape": options.shape, "steps": options.steps, "settings": options.settings, "jobs_file": JOBS_FILE.name} | base
+        found: dict[str, Any] = {"benchmark": "real_jobs", **facts, "setup": setup, "launches": []}
+        print(format_head(found), flush=True)
+        for order in options.orders:
+            if order.kind == "cold":
+                shutil.rmtree(caches, ignore_errors=True)
+            row = _measure(order, options, Path(base["base"]), caches, directory / "run")
+            found["launches"].append(row)
+            machine.write(options.out, found)
+            print(format_row(row), flush=True)
+    return found
+
+
+def _measure(order: Order, options: argparse.Namespace, base: Path, caches: Path, output_dir: Path) -> dict[str, Any]:
+    """One launch, its figures, and what was wrong with it under "errors"."""
+    shutil.rmtree(output_dir, ignore_errors=True)
+    settings = [f"base_model={base.resolve()}", f"defaults.max_steps={options.steps}", *CASES[order.case], *options.settings]
+    command = [sys.executable, "-m", "tlora", "train", str(JOBS_FILE), "--output-dir", str(output_dir), "--device", options.device]
+    command += [part for setting in settings for part in ("--set", setting)]
+    for name in _CACHES.values():
+        (caches / name).mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {variable: str((caches / name).resolve()) for variable, name in _CACHES.items()}
+    ended = launch.run_process(command, environment, output_dir, options.signal_after if order.kind == "sigterm" else None)
+    row: dict[str, Any] = asdict(order) | {"exit_code": ended.code, "wall_seconds": ended.end - ended.start}
+    row["host_peak_gib"] = ended.host_peak_bytes / 2**30
+    row["errors"] = _errors(order, ended, output_dir, options.steps)
+    steps, of_run = launch.read_log(output_dir, ended.start)
+    if steps:
+        row |= _figures(steps, of_run, ended, output_dir)
+    row["notes"] = [(seconds, line.replace(f"{_ROOT}/", "")) for seconds, line in ended.lines if line and not line.startswith("[")]
+    shutil.rmtree(output_dir, ignore_errors=True)
+    return row
+
+
+def _figures(steps: list[launch.Step], of_run: list[dict[str, Any]], ended: launch.Ended, output_dir: Path) -> dict[str, Any]:
+    """Where SIGTERM was sent, the end begins with it; else with the last optimizer step."""
+    closing = ended.signalled or ended.start + steps[-1].seconds
+    last_bytes = launch.bytes_since(output_dir, closing)
+    rate = launch.disk_rate(output_dir, min(max(last_bytes, _LEAST_DISK_BYTES), _MOST_DISK_BYTES))
+    return {
+        "first_step_seconds": steps[0].seconds,
+        "last_step_seconds": steps[-1].seconds,
+        "signal_seconds": ended.signalled - ended.start if ended.signalled else None,
+        "exit_seconds": ended.end - closing,
+        "exit_bytes": last_bytes,
+        "disk_bytes_per_second": rate,
+        "exit_seconds_less_disk": ended.end - closing - last_bytes / rate,
+        "written_bytes": launch.bytes_since(output_dir, 0.0),
+        **launch.speeds(steps, of_run),
+        **launch.silences(steps, of_run),
+    }
+
+
+def _errors(order: Order, ended: launch.Ended, output_dir: Path, steps: int) -> list[str]:
+    """What makes the launch none that counts."""
+    found: list[str] = []
+    expected = 143 if order.kind == "sigterm" else 0
+    if order.kind == "sigterm" and ended.signalled is None:
+        found.append("it ended before SIGTERM could be sent")
+    if ended.code != expected:
+        found.append(f"exit code {ended.code}, not {expected}: {' | '.join(line for _, line in ended.lines[-5:])}")
+    results = [json.loads(path.read_text()) for path in sorted(output_dir.glob("*/result.json"))]
+    if not results:
+        found.append("no job has a result")
+    for result in results:
+        whole = result["status"] == "done" and result["steps"] == steps
+        if not whole and not (order.kind == "sigterm" and result["status"] == "stopped"):
+            found.append(f"{result['name']}: {result['status']} at step {result['steps']}: {result['reason']}")
+    return found
+
+
+def format_head(found: dict[str, Any]) -> str:
+    setup = found["setup"]
+    made = f"base of {setup['base_bytes'] / 1e9:.1f} GB made in {setup['base_write_seconds']:.1f} s"
+    made += f", read in {setup['base_read_seconds']:.1f} s"
+    columns = ("first step s", "steady tok/s", "whole tok/s", "silence s", "exit s", "less disk", "wall s")
+    lines = [
+        f"{found['device']}, torch {found['versions']['torch']}, commit {found['commit']}: {found['command']}",
+        f"{setup['shape']}: {made}",
+    ]
+    return "\n".join([*lines, " ".join([f"{'':22}", *(f"{column:>12}" for column in columns)])])
+
+
+def format_row(row: dict[str, Any]) -> str:
+    """One launch in a line; below it, what was wrong with it."""
+    keys = ("first_step", "steady_tokens_per", "whole_tokens_per", "longest_silence", "exit", "exit_less_disk", "wall")
+    names = [f"{key}_second" if key.endswith("_per") else f"{key}_seconds" for key in keys]
+    names[5] = "exit_seconds_less_disk"
+    cells = [row.get(name) for name in names]
+    text = [f"{'—':>12}" if cell is None else f"{cell:12,.{0 if cell >= 1000 else 2}f}" for cell in cells]
+    return "\n".join([" ".join([f"{row['case'] + ' ' + row['kind']:22}", *text]), *(f"  wrong: {error}" for error in row["errors"])])
+
+
+def main() -> int:
+    found = run_benchmark(read_options())
+    return 1 if any(row["errors"] for row in found["launches"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
