@@ -3,6 +3,9 @@
 A kernel is interpreted when `TRITON_INTERPRET` was set as it was defined, and so must Triton's own `tl.sum` and the like have been:
 `tests/conftest.py` imports this before anything that imports triton (transformers does). The variable does not stay set, since the
 super-model would then take its GPU path on the CPU; a test module wraps its imports of kernels in `interpreted`.
+
+The interpreter's `tl.dot` is numpy's matmul, and so a BLAS. Some BLAS kernels (OpenBLAS's for Haswell and Zen) sum an element in an order
+that depends on where it stands in the tile, which no GPU does. Here `tl.dot` is `dot`, which has one order on every machine.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,7 +45,29 @@ def interpreted() -> Iterator[None]:
             os.environ.pop(_VARIABLE, None)
 
 
+def dot(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """a @ b in `dtype`: each element is a[i, 0] * b[0, j], then + a[i, 1] * b[1, j], and so on, each product and each sum rounded once."""
+    # Of contiguous operands, numpy's own loop runs over j innermost: a vector register holds elements of a row, never parts of one sum.
+    return np.einsum("...ik,...kj->...ij", np.ascontiguousarray(a, dtype), np.ascontiguousarray(b, dtype), optimize=False)
+
+
+def _create_dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
+    from triton.language import float16
+    from triton.runtime import interpreter
+
+    def numbers(of: Any) -> np.ndarray:
+        assert not of.dtype.is_bf16(), "the interpreter holds bfloat16 as integers: convert before tl.dot"
+        if of.dtype.is_fp8():
+            return interpreter._convert_float(of.data, of.dtype, float16, None).view(np.float16)
+        return of.data
+
+    return interpreter.TensorHandle(dot(numbers(a), numbers(b), d.data.dtype) + d.data, d.dtype.scalar)
+
+
 if find_spec("triton") is not None:
     assert "triton" not in sys.modules or _VARIABLE in os.environ or DEVICE.type == "cuda", "triton was imported before tests/conftest.py"
     with interpreted():
         import triton.experimental.gluon  # noqa: F401  (its first use, by the interpreter, would define things late)
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        InterpreterBuilder.create_dot = _create_dot
