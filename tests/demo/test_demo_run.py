@@ -29,10 +29,10 @@ def run() -> Iterator[ModuleType]:
             sys.modules.pop(name, None)
 
 
-def broken(run: ModuleType, seconds: float = 90.0, right_before: int = 5, right_after: int = 40, **fields: Any) -> list[str]:
+def broken(run: ModuleType, right_before: int = 5, right_after: int = 40, **fields: Any) -> list[str]:
     texts = [""] * 50
     trial = run.Trial(texts, texts, texts, [n < right_before for n in range(50)], [n < right_after for n in range(50)])
-    return run.broken_promises(seconds, {"sql": JobResult("sql", **(GOOD | fields))}, {"sql": trial})
+    return run.broken_promises({"sql": JobResult("sql", **(GOOD | fields))}, {"sql": trial})
 
 
 def test_promises_hold_at_their_limits(run: ModuleType) -> None:
@@ -55,7 +55,6 @@ def test_an_error_that_a_user_can_mend_is_one_line(
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ({"seconds": 91.0}, "91 s"),
         ({"right_before": 6}, "12% of the held-out prompts right before"),
         ({"right_after": 39}, "78% after"),
         ({"eval_loss": 2.9}, "must fall by 30%"),
