@@ -126,12 +126,20 @@ def test_containers_and_progress(name: str, tmp_path: Path, tokenizer_path: Path
 
 
 def test_a_job_that_hangs_fails_alone(tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_module, "STALL_SECONDS", 6.0)
+    next_event = prepare_module._next_event
+
+    def hurry_once_it_hangs(lines: Any) -> dict[str, object] | None:
+        """A worker may take long to start on a busy machine, so the wait is short only after the hanging job has begun."""
+        event = next_event(lines)
+        monkeypatch.setattr(prepare_module, "STALL_SECONDS", 0.5 if event and event["key"] == "hangs" else 180.0)
+        return event
+
+    monkeypatch.setattr(prepare_module, "_next_event", hurry_once_it_hangs)
     write(tmp_path / "x.jsonl", ROWS)
     (tmp_path / "hangs.jinja").write_text(HANGS)
     jobs: dict[str, dict[str, Any]] = {"first": {}, "hangs": {"chat_template": "hangs.jinja"}, "last": {"max_length": 64}}
     results = prepare([request(key, tmp_path, tokenizer_path, data) for key, data in jobs.items()])
-    assert "x.jsonl: the data worker gave no sign of life for 6 seconds" in bad(results["hangs"])
+    assert "x.jsonl: the data worker gave no sign of life for 0.5 seconds" in bad(results["hangs"])
     assert len(good(results["first"]).train) == len(good(results["last"]).train) == 40 and len(sets_in(tmp_path)) == 2
 
 
