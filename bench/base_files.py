@@ -44,11 +44,16 @@ def make_base(shape: str, parent: Path, device: str) -> dict[str, Any]:
     }
 
 
+def write_tokenizer(shape: str, directory: Path) -> None:
+    """The tokenizer of such a base; the same texts give the same one."""
+    files = sorted(file for file in DATA.iterdir() if file.suffix in (".json", ".jsonl"))
+    train_tokenizer(files, min(REAL_VOCABULARY, SHAPES[shape].vocab_size)).save_pretrained(directory)
+
+
 def _write(shape: str, directory: Path, device: torch.device) -> None:
     """config.json comes last: where it is, the base is whole."""
     config = SHAPES[shape]
-    files = sorted(file for file in DATA.iterdir() if file.suffix in (".json", ".jsonl"))
-    train_tokenizer(files, min(REAL_VOCABULARY, config.vocab_size)).save_pretrained(directory)
+    write_tokenizer(shape, directory)
     model = make_model(shape, device, torch.bfloat16)
     weights = {name: tensor for name, tensor in model.state_dict().items() if not (config.tie_word_embeddings and name == "lm_head.weight")}
     shards = list(_shards(weights))
