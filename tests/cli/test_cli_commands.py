@@ -334,7 +334,7 @@ def train(run, *, watcher, **_):
 fake = ModuleType("fake")
 fake.train = train
 sys.modules["tlora.engine.train"] = fake
-commands._quiet_libraries = lambda: None
+commands._tame_libraries = lambda: None
 sys.argv = ["tlora", "train", sys.argv[1]]
 main()
 """

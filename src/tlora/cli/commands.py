@@ -44,7 +44,7 @@ def check(jobs_file: JobsFile, settings: Settings = None, device: Device = None,
 
     with errors_told(debug):
         run = _read(jobs_file, settings, None)
-        _quiet_libraries()
+        _tame_libraries()
         from tlora.cli.check_view import print_check, problems_of
         from tlora.engine.check import check as check_run
         from tlora.engine.progress import Watcher
@@ -81,7 +81,7 @@ def train(
         run = _read(jobs_file, settings, output_dir)
         console = open_console()
         with _open_view(console, quiet) as view:
-            _quiet_libraries()
+            _tame_libraries()
             from tlora.engine.progress import Watcher
             from tlora.engine.train import train as train_run
 
@@ -115,7 +115,7 @@ def generate(
     from tlora.cli.terminal import errors_told, open_console, printable
 
     with errors_told(debug):
-        _quiet_libraries()
+        _tame_libraries()
         from tlora.engine.generate import Sampling, answer, open_adapter
 
         console = open_console()
@@ -157,7 +157,7 @@ def tune(
     with errors_told(debug):
         if dtype not in ("auto", "bfloat16", "float16"):
             raise typer.BadParameter(f"--dtype must be auto, bfloat16 or float16, and is {dtype}")
-        _quiet_libraries()
+        _tame_libraries()
         from tlora.cli.tune_view import print_tuned
         from tlora.engine.tune import tune as tune_tiles
 
@@ -185,9 +185,12 @@ def _open_view(console: Console, quiet: bool) -> LiveView | PlainView | SilentVi
     return LiveView(console) if shows_live(console) else PlainView(console)
 
 
-def _quiet_libraries() -> None:
-    """transformers draws bars of its own, which would run through the live table."""
+def _tame_libraries() -> None:
+    """transformers draws bars, which would run through the live table; and nothing that a library asks is answered by our stdin."""
     from transformers.utils import logging
 
+    from tlora.cli.terminal import close_stdin
+
+    close_stdin()
     logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -45,6 +45,14 @@ def shows_live(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal
 
 
+def close_stdin() -> None:
+    """Whatever reads stdin from now on finds its end."""
+    if cast("TextIO | None", sys.stdin) is not None:  # else it was closed before, and 0 may be another file's number by now
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+
+
 def printable(text: str) -> str:
     """`text` without what would steer a terminal: data and models can hold escape sequences and marks that turn the writing around."""
     return "".join(

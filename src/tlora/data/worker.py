@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 from tlora.data.build import Order, build, hash_file
 from tlora.data.dataset import SCRATCH_PREFIX
 from tlora.data.encode import open_encoder
+from tlora.data.tokenizer import load_tokenizer
 from tlora.errors import DataError, ModelError
 from tlora.job import DataConfig
 
@@ -88,13 +89,7 @@ class Worker:
 
     def tokenizer(self, path: str) -> PreTrainedTokenizerBase:
         if path not in self.tokenizers:
-            from transformers import AutoTokenizer
-
-            try:
-                self.tokenizers[path] = cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(path, trust_remote_code=False))
-            except Exception as error:  # transformers raises whatever a broken file makes it raise
-                why = " ".join(str(error).split())
-                raise ModelError(f"{path}: the tokenizer cannot be loaded ({why}); give a directory with tokenizer.json") from error
+            self.tokenizers[path] = load_tokenizer(path)
         return self.tokenizers[path]
 
 
@@ -124,8 +119,8 @@ def _limit_resources() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _leave_with_parent() -> None:
-    sys.stdin.buffer.read()  # ends when the parent does, however it ends
+def _leave_with_parent(requests: BinaryIO) -> None:
+    requests.read()  # ends when the parent does, however it ends
     os._exit(1)
 
 
@@ -142,8 +137,10 @@ def main() -> None:
     _limit_resources()
     events = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not look like an event
-    requests = cast("list[_Request]", json.loads(sys.stdin.buffer.readline()))
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    line = os.fdopen(os.dup(0), "rb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # whatever a library reads must not be a request
+    requests = cast("list[_Request]", json.loads(line.readline()))
+    threading.Thread(target=_leave_with_parent, args=(line,), daemon=True).start()
     worker = Worker(events)
     for cache_dir in {str(request["cache_dir"]) for request in requests}:
         _remove_stale(Path(cache_dir))

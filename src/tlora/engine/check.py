@@ -72,19 +72,19 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
         base = outline(run.base_model, run.dtype, run.base_precision)
         if run.base_precision == "fp8":
             check_fp8(place, base.head.weight_VH.dtype)
+        sizes = [(p.numel(), p.element_size()) for p in base.model.parameters()]
+        base_bytes = sum(count * size for count, size in sizes)
+        jobs = tuple(JobProgress(job.name, "preparing", job.r) for job in run.jobs)
+        model = SuperModel(base)
+        plan = plan_run(
+            run,
+            model,
+            base_bytes,
+            place,
+            lambda p: watcher.progress(RunProgress(0.0, jobs, stage=f"tokenizing {p.key}: {p.rows:,} rows, {p.share:.0%}")),
+        )
     except (ModelError, ConfigError) as error:
         return _without_base(run, (*problems, str(error)), str(place))
-    sizes = [(p.numel(), p.element_size()) for p in base.model.parameters()]
-    base_bytes = sum(count * size for count, size in sizes)
-    jobs = tuple(JobProgress(job.name, "preparing", job.r) for job in run.jobs)
-    model = SuperModel(base)
-    plan = plan_run(
-        run,
-        model,
-        base_bytes,
-        place,
-        lambda p: watcher.progress(RunProgress(0.0, jobs, stage=f"tokenizing {p.key}: {p.rows:,} rows, {p.share:.0%}")),
-    )
     known = recall(probe_key(model, plan.can_run, run.deterministic, place)) if place.type == "cuda" else None
     if known is not None:
         plan = settle(run, plan, known, place)

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from tlora.adapters.peft import load_params, read_config
 from tlora.adapters.state import AdapterLayout, make_layout
 from tlora.data.encode import Encoder, open_encoder
 from tlora.data.formats import Chat, detect, read_example
 from tlora.data.rows import read_rows
+from tlora.data.tokenizer import load_tokenizer
 from tlora.engine.plan import adopt_adapter_config, pick_device
 from tlora.errors import DataError, ModelError
 from tlora.job import DataConfig, JobSpec
@@ -69,10 +70,7 @@ def open_adapter(directory: Path, *, base_model: str | None = None, device: str 
         raise ModelError(f"{directory}: the adapter names no base model. Add --base-model")
     place = pick_device(device)
     model: Any = load_weights(base).to(place).eval()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(base)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"base model {base}: its tokenizer cannot be loaded: {str(error).strip().splitlines()[0]}") from None
+    tokenizer = load_tokenizer(base)
     try:
         shape, _ = adopt_adapter_config(JobSpec(name="adapter", data=DataConfig(path="-")), directory)
     except ValueError as error:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tlora.adapters.bank import ROW_ALIGNMENT
 from tlora.adapters.state import AdapterLayout
+from tlora.errors import ModelError
 from tlora.job import LoraConfig, TrainConfig
 from tlora.kernels.linear_cross_entropy import chunk_bytes
 from tlora.supermodel.batch import BatchRow, collate
@@ -94,7 +95,7 @@ def measure(model: SuperModel, base_bytes: int, device: torch.device, rank: int 
     """Count on `model`, which must lie on the meta device, for a run on `device` with adapters of at most `rank`.
 
     On a GPU an estimate, within 4 % of the peaks measured on Llama-3-8B (bench/results/h200_memory.json). On a CPU a slot of its own
-    is used, with all linears adapted.
+    is used, with all linears adapted. Raises ModelError for a base whose layers do not fit together.
     """
     element, sums = model.base.head.weight_VH.element_size(), model.bank.sum_dtype.itemsize
     step_copies = 0 if device.type == "cuda" else 5
@@ -105,7 +106,11 @@ def measure(model: SuperModel, base_bytes: int, device: torch.device, rank: int 
     head = model.base.head.weight_VH
     name = "memory probe"
     model.join(name, _probe_lora(model), TrainConfig(max_steps=1))
-    few, many = (_saved_bytes(model, name, n) for n in (_PROBE_TOKENS, 2 * _PROBE_TOKENS))
+    try:
+        few, many = (_saved_bytes(model, name, n) for n in (_PROBE_TOKENS, 2 * _PROBE_TOKENS))
+    except RuntimeError as error:
+        why = str(error).strip().splitlines()[0]
+        raise ModelError(f"base_model {model.base.name}: by its config.json, its layers do not fit together: {why}") from None
     model.leave(name)
     widest = max((s for shape in model.targets().values() for s in shape), default=0)
     moving = 3 * widest * element + 4 * head.shape[1] * element  # gradients in flight around the widest linear, and at the head

@@ -283,12 +283,14 @@ def _serve() -> int:
     """Obey until told to stop. The exit status: 143 after SIGTERM, as a shell expects."""
     line = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not look like a report
+    commands = os.fdopen(os.dup(0), "rb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # whatever a library reads must not be a command
     logging.disable_progress_bar()  # the last line of the log is what is told of a worker that has died
     logging.set_verbosity_error()
     inbox: queue.SimpleQueue[_Told] = queue.SimpleQueue()
-    load = parse_command(sys.stdin.buffer.readline())
+    load = parse_command(commands.readline())
     assert isinstance(load, Load), f"the first command is {load}, and must be Load"
-    threading.Thread(target=_read_commands, args=(sys.stdin.buffer, inbox), daemon=True).start()
+    threading.Thread(target=_read_commands, args=(commands, inbox), daemon=True).start()
 
     def send(report: Report) -> None:
         with contextlib.suppress(BrokenPipeError):  # whoever listened is gone; the end of stdin says so, and checkpoints come first

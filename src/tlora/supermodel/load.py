@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tlora.supermodel import attention
 from tlora.supermodel.fp8_linear import check_fp8, hold_in_fp8
 from tlora.supermodel.inject import find_linears
 
+_COMPARE = "Compare it with the original's"
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 
 
@@ -47,12 +49,35 @@ def load_config(base_model: str) -> Any:
     """The base's transformers config. Raises ModelError."""
     check_path(base_model)
     try:
-        config = AutoConfig.from_pretrained(base_model)
+        config = AutoConfig.from_pretrained(base_model, trust_remote_code=False)
     except Exception as error:  # a library's border: what it raises depends on family and version
-        raise ModelError(f"base_model {base_model}: cannot be read: {_first_line(error)}. Is it a whole model directory?") from None
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"base_model {base_model}: it brings Python code of its own (auto_map in config.json), which is never run here. "
+                "Use a version of it for a model class of transformers (such versions often end in -hf), or another base"
+            ) from None
+        raise ModelError(f"base_model {base_model}: cannot be read: {_told(error)}. Is it a whole model directory?") from None
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(f"base_model {base_model}: {type(config).__name__} is no causal language model. Choose one with a causal head")
+    _refuse_config(config, base_model)
     return config
+
+
+def _refuse_config(config: Any, base_model: str) -> None:
+    """Raise ModelError for weights that are no plain numbers, and for code from the hub."""
+    quantized = getattr(config, "quantization_config", None)
+    if quantized is not None:
+        method = quantized.get("quant_method", "unknown method") if isinstance(quantized, dict) else type(quantized).__name__
+        raise ModelError(
+            f"base_model {base_model}: its weights are quantised ({method}), and must be plain ones in 16 bits or more. Use the original "
+            "model (base_precision: fp8 halves its memory on an H100 or newer)"
+        )
+    kernel = str(config._attn_implementation or "")
+    if "/" in kernel:
+        raise ModelError(
+            f"base_model {base_model}: its config.json asks for attention code from the hub ({kernel}), which is never run here. "
+            "Remove attn_implementation from its config.json"
+        )
 
 
 def load_base(
@@ -68,10 +93,10 @@ def load_base(
 
 def load_weights(base_model: str, dtype: str = "auto") -> Any:
     """The transformers model, whole: a tensor that is missing would be drawn at random. Raises ModelError."""
-    load_config(base_model)
+    _pick_dtype(load_config(base_model), dtype, base_model)
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(base_model, dtype=wanted, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(base_model, dtype=wanted, output_loading_info=True, trust_remote_code=False)
         model, found = loaded
     except Exception as error:  # a library's border: what it raises depends on family and version
         raise ModelError(f"base_model {base_model}: cannot be loaded: {_first_line(error)}. Copy the model again") from None
@@ -81,6 +106,17 @@ def load_weights(base_model: str, dtype: str = "auto") -> Any:
             f"base_model {base_model}: {len(lacking)} tensors are missing or of another shape, {lacking[0]} first. Copy it again"
         )
     return model
+
+
+def _pick_dtype(config: Any, dtype: str, base_model: str) -> torch.dtype:
+    """Of the base's weights. Raises ModelError for one that cannot be computed in."""
+    found = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    if found not in _TOLERANCE:
+        raise ModelError(
+            f"base_model {base_model}: its config.json has dtype {str(found).removeprefix('torch.')}, and must be float32, bfloat16, "
+            "float16 or float64. Use the original, unquantised weights, or set dtype if the files hold such"
+        )
+    return found
 
 
 def make_base(model: Any, name: str) -> Base:
@@ -95,10 +131,16 @@ def make_base(model: Any, name: str) -> Base:
 def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision | None = None) -> Base:
     """The base without its weights, on the meta device: for shapes and for counting memory."""
     config = load_config(base_model)
-    wanted = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    wanted = _pick_dtype(config, dtype, base_model)
     attention.register()
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=wanted, attn_implementation=attention.NAME)
+    try:
+        with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # of tensors without numbers: refused below
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=wanted, attn_implementation=attention.NAME, trust_remote_code=False)
+    except Exception as error:  # a library's border: what it raises depends on family and version
+        raise ModelError(f"base_model {base_model}: no model can be made of its config.json: {_told(error)}. {_COMPARE}") from None
+    empty = next((name for name, p in model.named_parameters() if not p.numel()), None)
+    if empty is not None:
+        raise ModelError(f"base_model {base_model}: by its config.json, {empty} has no numbers. {_COMPARE}")
     if base_precision == "fp8":
         hold_in_fp8(model, list(find_linears(model)), torch.device("meta"))
     model.requires_grad_(False).eval()
@@ -190,6 +232,11 @@ def _leaks(base: Base, ids_T: Tensor, positions_T: Tensor, lengths: tuple[int, .
         return not bool(hidden_states(base, ids_T, positions_T, lengths)[mine].isfinite().all())
     finally:
         hook.remove()
+
+
+def _told(error: Exception) -> str:
+    """The whole of a library's message in one line; a bare KeyError says only its key."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
 
 
 def _first_line(error: Exception) -> str:
