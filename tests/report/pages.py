@@ -9,7 +9,7 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
-_VOID = {"meta", "link", "input", "br", "polyline"}
+_VOID = {"meta", "link", "input", "br", "polyline", "line"}
 
 
 class PageReader(HTMLParser):
@@ -47,6 +47,11 @@ class PageReader(HTMLParser):
         self.text += data
         if "td" in self._open or "tr" in self._open:
             self.tables[-1][-1][-1] += data
+
+    def table(self, *heads: str) -> list[list[str]]:
+        """The rows under the heads of the one table that begins with `heads`."""
+        (found,) = [table for table in self.tables if tuple(table[0][: len(heads)]) == heads]
+        return found[1:]
 
     def attributes(self, name: str) -> list[str]:
         return [value for _, attrs in self.elements for key, value in attrs.items() if key == name and value is not None]

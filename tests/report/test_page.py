@@ -8,6 +8,7 @@ import re
 from pages import PageReader, read_figures, unpack
 from plotly.offline import get_plotlyjs
 
+from tlora.report.looks import Look
 from tlora.report.page import Chart, LegendEntry, Section, render_page
 
 X = list(range(20))
@@ -23,7 +24,7 @@ def make_page() -> str:
     }
     chart = Chart("Loss <1>", {"data": [trace, trace | {"y": X}], "layout": {"height": 200}}, note="a &lt; b", log=True)
     return render_page(
-        'Run "x" & <y>', [Section("One", "<p>two</p>"), Section("Three", charts=[chart], legend=[LegendEntry('<a> "b"', "#123456")])]
+        'Run "x" & <y>', [Section("One", "<p>two</p>"), Section("Three", charts=[chart], legend=[LegendEntry('<a> "b"', Look("#123456"))])]
     )
 
 
@@ -64,3 +65,26 @@ def test_titles_and_groups_are_escaped() -> None:
 def test_a_page_without_charts_needs_no_library() -> None:
     page = render_page("Nothing yet", [Section("", "<p>empty</p>")])
     assert unpack(page, "library") == "" and read_figures(page) == [] and len(page) < 30_000
+
+
+def test_a_scale_switch_starts_as_the_figure_does_and_tells_what_a_log_axis_leaves_out() -> None:
+    def page(scale: str, values: list[float]) -> PageReader:
+        raw = {"type": "scatter", "y": values, "meta": {"role": "raw"}}
+        figure = {"data": [raw, raw | {"meta": {"role": "mean"}}], "layout": {"yaxis": {"type": scale}}}
+        return PageReader(render_page("x", [Section("", charts=[Chart("Loss", figure, log=True)])]))
+
+    def pressed(reader: PageReader) -> list[str | None]:
+        return [attrs["data-scale"] for _, attrs in reader.elements if "data-scale" in attrs and attrs["aria-pressed"] == "true"]
+
+    def hidden(reader: PageReader) -> list[bool]:
+        return ["hidden" in attrs for _, attrs in reader.elements if attrs.get("class") == "unshown"]
+
+    log, linear = page("log", [0.0, -1.0, 2.0, math.nan]), page("linear", [0.0, 1.0])
+    assert pressed(log) == ["log"] and "2 values of zero or below are left out: see linear." in log.text and hidden(log) == [False]
+    assert pressed(linear) == ["linear"] and hidden(linear) == [True]
+    assert hidden(page("log", [1.0, 2.0])) == []
+
+
+def test_without_scripts_a_page_says_where_its_numbers_are() -> None:
+    assert "<noscript><style>.legend,.charts{display:none}</style></noscript>" in make_page()
+    assert "the tables hold all results" in make_page()

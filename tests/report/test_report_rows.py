@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlora.report.rows import buckets, column, number, read_json, read_rows, smooth, thin
+from tlora.report.rows import buckets, column, number, read_json, read_rows, smooth, smoothing_window, thin
 
 SERIES = st.lists(st.floats(-1e6, 1e6) | st.just(math.nan) | st.just(math.inf), min_size=1, max_size=300)
 
@@ -39,22 +39,29 @@ def test_number_and_column() -> None:
     assert first == 2.0 and math.isnan(second)
 
 
-@given(SERIES)
-def test_smooth_is_the_symmetric_decayed_mean(values: list[float]) -> None:
-    decay = 1 - 1 / min(100.0, max(3.0, len(values) / 40))
-    finite = [(at, value) for at, value in enumerate(values) if math.isfinite(value)]
-    for at, smoothed in enumerate(smooth(values)):
+@given(SERIES, st.integers(1, 100))
+def test_smooth_is_the_decayed_mean_of_what_came_before(values: list[float], window: int) -> None:
+    decay = 1 - 1 / window
+    for at, smoothed in enumerate(smooth(values, window)):
         if not math.isfinite(values[at]):
             assert math.isnan(smoothed)
             continue
-        weights = [decay ** abs(at - other) for other, _ in finite]
-        expected = sum(weight * value for weight, (_, value) in zip(weights, finite, strict=True)) / sum(weights)
+        before = [(other, value) for other, value in enumerate(values[: at + 1]) if math.isfinite(value)]
+        weights = [decay ** (at - other) for other, _ in before]
+        expected = sum(weight * value for weight, (_, value) in zip(weights, before, strict=True)) / sum(weights)
         assert smoothed == pytest.approx(expected, rel=1e-6, abs=1e-4)
 
 
-def test_smooth_does_not_lag_behind_a_slope() -> None:
-    values = [5 - 0.002 * step for step in range(2000)]
-    assert all(abs(smoothed - value) < 1e-3 for smoothed, value in list(zip(smooth(values), values, strict=True))[600:1400])
+@given(SERIES, SERIES, st.integers(1, 100))
+def test_smooth_begins_with_the_first_value_and_knows_nothing_of_later_ones(values: list[float], more: list[float], window: int) -> None:
+    smoothed = smooth(values, window)
+    assert smooth([*values, *more], window)[: len(values)] == [pytest.approx(value, rel=1e-12, nan_ok=True) for value in smoothed]
+    assert smoothed[0] == values[0] or not math.isfinite(values[0])
+
+
+@pytest.mark.parametrize(("longest", "window"), [(0, 3), (120, 3), (400, 10), (4000, 100), (10**6, 100)])
+def test_the_window_grows_with_the_longest_series(longest: int, window: int) -> None:
+    assert smoothing_window(longest) == window
 
 
 @given(SERIES, st.integers(7, 80))

@@ -43,7 +43,10 @@ def test_page_of_one_and_of_a_hundred_jobs(tmp_path: Path, count: int, steps: in
     names = make_run(tmp_path, count, steps, seconds=60)
     page = report(tmp_path)
     reader = PageReader(page)
-    assert [row[0] for row in reader.tables[0][1:] if "DataError" not in row[0]] == [name for at, name in enumerate(names) if at != 7]
+    swept, single = (names[:4], names[4:]) if count >= 4 else ([], names)
+    results = [row[0] for row in reader.table("job")]
+    assert len(results) == len(single) and all(row.startswith(name) for row, name in zip(results, single, strict=True))
+    assert not swept or {row[1] for row in reader.table("place")} == set(swept)
     assert reader.attributes("data-group") == names
     charts = read_charts(page)
     assert set(charts) >= CHARTS - ({"Share per job"} if count == 1 else set())
@@ -53,18 +56,19 @@ def test_page_of_one_and_of_a_hundred_jobs(tmp_path: Path, count: int, steps: in
 
 def test_results_table_holds_the_results(eight: tuple[Path, list[str], str]) -> None:
     run_dir, names, page = eight
-    rows = PageReader(page).tables[0][1:]
-    for name, row in zip(names, rows, strict=True):
+    reader = PageReader(page)
+    for name, row in zip(names[4:], reader.table("job"), strict=True):
         result = read_json(run_dir / name / "result.json")
-        assert row[0].startswith(name) and row[1] == result["status"] and row[2] == str(result["rank"])
-        assert row[3].startswith(str(result["steps"])) and row[8] == f"{result['num_tokens']:,}"
-        assert row[4].startswith(f"{result['train_loss_first']:.4f} → ")
-        assert ("NaN" in row[4]) if math.isnan(result["train_loss"]) else (f"→ {result['train_loss']:.4f}" in row[4])
+        name_, status, train, trend, evals, best, steps, rank, tokens, _ = row
+        assert name_.startswith(name) and status.startswith(result["status"]) and rank == str(result["rank"]) and trend == ""
+        assert steps.startswith(str(result["steps"])) and tokens == f"{result['num_tokens']:,}"
+        assert train.startswith(f"{result['train_loss_first']:.4f} → ")
+        assert ("NaN" in train) if math.isnan(result["train_loss"]) else (f"→ {result['train_loss']:.4f}" in train)
         if result["eval_loss_best"] is None:
-            assert row[6] == row[7] == "\u2013"
+            assert evals == best == "\u2013"
         else:
-            assert row[6].startswith(f"{result['eval_loss_first']:.4f} → {result['eval_loss']:.4f}")
-            assert row[7] == f"{result['eval_loss_best']:.4f} @{result['best_step']}"
+            assert evals.startswith(f"{result['eval_loss_first']:.4f} → {result['eval_loss']:.4f}")
+            assert best == f"{result['eval_loss_best']:.4f} @{result['best_step']}"
 
 
 def test_header_names_the_run(eight: tuple[Path, list[str], str]) -> None:
@@ -79,6 +83,7 @@ def test_header_names_the_run(eight: tuple[Path, list[str], str]) -> None:
         "cpu",
         "2026-01-02 03:04",
         "4 min 0 s",
+        "2.01 M",
     ):
         assert part in text
     rates = [row["tokens_per_second"] for row in read_rows(run_dir / "run.jsonl")]
@@ -93,8 +98,8 @@ def test_tails_are_told_apart(eight: tuple[Path, list[str], str]) -> None:
         tokens, computed, offered, count = (
             sum(row[prefix + key] for row in rows) for key in ("tokens", "computed", "offered", "micro_batches")
         )
-        assert f"fill {100 * tokens / offered:.1f} %, padding {100 * (1 - tokens / computed):.1f} %" in text
-        assert f"{count:,} micro-batches {when}" in text and count
+        assert f"{100 * tokens / offered:.1f} % full" in text and count
+        assert f"padding {100 * (1 - tokens / computed):.1f} %; {count:,} micro-batches {when}" in text
     figure = read_charts(page)["Fill and padding"]
     fill, padding, tail_fill, tail_padding = figure["data"][::2]
     for trace, key in ((fill, "fill"), (padding, "padding"), (tail_fill, "tail_fill"), (tail_padding, "tail_padding")):
@@ -107,7 +112,8 @@ def test_train_loss_is_the_rows(eight: tuple[Path, list[str], str]) -> None:
     for name in names:
         rows = [row for row in read_rows(run_dir / name / "metrics.jsonl") if "loss" in row]
         raw, smoothed = traces_of(read_charts(page)["Train loss"], name)
-        assert raw["x"] == [row["step"] for row in rows] and raw["meta"]["faint"] and "faint" not in smoothed["meta"]
+        assert raw["x"] == [row["step"] for row in rows] and raw["meta"]["role"] == "raw" and smoothed["meta"]["role"] == "mean"
+        assert smoothed["y"][0] == raw["y"][0] and smoothed["customdata"] == raw["y"]
         expected = [row["loss"] if math.isfinite(row["loss"]) else None for row in rows]
         assert raw["y"] == [value if value is None else pytest.approx(value, rel=1e-4) for value in expected]
         assert raw["meta"]["x"]["tokens"] == [row["num_tokens"] for row in rows]
@@ -154,7 +160,7 @@ def test_a_job_has_one_colour_everywhere(eight: tuple[Path, list[str], str]) -> 
     for name in names:
         colours = {trace["line" if "line" in trace else "marker"]["color"] for trace in _all_traces(page, name)}
         assert len(colours) == 1
-        assert page.count(f'data-group="{name}"') == 1 and f"background:{colours.pop()}" in page
+        assert page.count(f'data-group="{name}"') == 1 and f'stroke="{colours.pop()}"' in page
 
 
 def _all_traces(page: str, name: str) -> list[dict[str, Any]]:
@@ -169,9 +175,8 @@ def test_every_figure_is_one_that_plotly_knows(eight: tuple[Path, list[str], str
 def test_sweep_is_sorted_and_has_a_heat_map(eight: tuple[Path, list[str], str]) -> None:
     run_dir, names, page = eight
     results = {name: read_json(run_dir / name / "result.json") for name in names[:4]}
-    table = PageReader(page).tables[1]
-    assert table[0][2:4] == ["r", "learning_rate"]
-    assert [row[1] for row in table[1:]] == sorted(results, key=lambda name: results[name]["eval_loss_best"])
+    rows = PageReader(page).table("place", "job", "r", "learning_rate", "best eval loss")
+    assert [row[1] for row in rows] == sorted(results, key=lambda name: results[name]["eval_loss_best"])
     (trace,) = read_charts(page)["Best eval loss over r and learning_rate"]["data"]
     assert trace["y"] == ["8", "32"] and trace["x"] == ["0.0001", "0.0003"]
     for name, result in results.items():
@@ -186,21 +191,20 @@ def test_sweep_without_evaluations_ranks_by_train_loss_and_failed_last(tmp_path:
     for name, loss in zip(names, (math.nan, 2.0, 1.0), strict=True):
         settings = {"learning_rate": float(name[4:])}
         write_job(tmp_path, name, train_rows(rng, 10, 0, 1, 100), train_loss=loss, sweep_of="s", settings=settings)
-    table = PageReader(report(tmp_path)).tables[1]
-    assert table[0][3] == "last train loss"
-    assert [row[:2] for row in table[1:]] == [["1", "s-lr1e-5"], ["2", "s-lr1e-4"], ["\u2013", "s-lr1e-3"]]
+    rows = PageReader(report(tmp_path)).table("place", "job", "learning_rate", "last train loss")
+    assert [row[:2] for row in rows] == [["1", "s-lr1e-5"], ["2", "s-lr1e-4"], ["\u2013", "s-lr1e-3"]]
 
 
 def test_reasons_and_names_are_shown_not_run(eight: tuple[Path, list[str], str], tmp_path: Path) -> None:
     _, _, page = eight
     reader = PageReader(page)
-    assert "<script>alert('x')</script> & is refused" in reader.tables[0][8][0]
+    assert "<script>alert('x')</script> & is refused" in reader.table("job")[3][0]
     assert "alert('x')" not in page and [tag for tag, _ in reader.elements].count("script") == 3
     name = "<img src=x onerror=alert(1)>"
     (tmp_path / name).mkdir()
     write_rows(tmp_path / name / "metrics.jsonl", train_rows(random.Random(1), 5, 0, 1, 100))
     hostile = report(tmp_path)
-    assert "img" not in [tag for tag, _ in PageReader(hostile).elements] and PageReader(hostile).tables[0][1][0] == name
+    assert "img" not in [tag for tag, _ in PageReader(hostile).elements] and PageReader(hostile).table("job")[0][0] == name
     assert {trace["name"] for trace in read_charts(hostile)["Train loss"]["data"]} == {"&lt;img src=x onerror=alert(1)&gt;"}
 
 
@@ -237,22 +241,22 @@ def test_a_run_that_is_going_on(tmp_path: Path) -> None:
     for torn in (tmp_path / "going" / "metrics.jsonl", tmp_path / "run.jsonl"):
         with torn.open("a") as file:
             file.write('{"step": 13, "loss": 1.')
-    going, waiting = PageReader(report(tmp_path)).tables[0][1:]
-    assert going[:4] == ["going", "training", "16", "12"] and f"{train[0]['loss']:.4f} → {train[-1]['loss']:.4f}" in going[4]
-    assert going[7] == "2.4000 @12"  # best of the rows: there is no result yet
-    assert waiting[:4] == ["waiting", "queued", "16", "0"]
+    going, waiting = PageReader(report(tmp_path)).table("job", "status")
+    assert going[:2] == ["going", "training"] and f"{train[0]['loss']:.4f} → {train[-1]['loss']:.4f}" in going[2]
+    assert going[5:8] == ["2.4000 @12", "12", "16"]  # best of the rows: there is no result yet
+    assert waiting[:2] == ["waiting", "queued"] and waiting[6:8] == ["0", "16"]
 
 
 def test_a_job_without_result_in_an_ended_run_is_unfinished(tmp_path: Path) -> None:
     write_run(tmp_path, ["lost"], 5, status="stopped")
-    assert PageReader(report(tmp_path)).tables[0][1][1] == "unfinished"
+    assert PageReader(report(tmp_path)).table("job")[0][1] == "unfinished"
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"jobs": 3}', '{"jobs": ["a", {"name": 5}, {}], "versions": [], "started": [1]}'])
 def test_a_broken_run_json_still_gives_a_page(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
     write_job(tmp_path, "polite", train_rows(random.Random(1), 5, 0, 1, 100))
-    assert PageReader(report(tmp_path)).tables[0][1][0] == "polite"
+    assert PageReader(report(tmp_path)).table("job")[0][0] == "polite"
 
 
 def test_a_run_without_any_row(tmp_path: Path) -> None:
@@ -267,7 +271,7 @@ def test_rows_of_wrong_types_do_not_stop_the_page(tmp_path: Path) -> None:
         tmp_path / "odd" / "metrics.jsonl", [{"loss": "low", "step": None}, {"loss": 1.0, "step": 2, "seconds": "x"}, {"eval_loss": []}]
     )
     write_rows(tmp_path / "run.jsonl", [{"seconds": None, "jobs": 3}, {"jobs": {"odd": "many"}}])
-    assert PageReader(report(tmp_path)).tables[0][1][0] == "odd"
+    assert PageReader(report(tmp_path)).table("job")[0][0] == "odd"
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "file"])

@@ -59,7 +59,11 @@ def make_view(jobs: int, gpus: int = 128, policies: int = 3) -> SimulationView:
 def test_page_of_none_one_and_two_thousand_jobs(jobs: int) -> None:
     page = simulation_page(make_view(jobs))
     reader = PageReader(page)
-    settings, *metrics_tables, reference, mean, p99, constants = reader.tables
+    opening, *metrics_tables, reference, mean, p99, settings, constants = reader.tables
+    assert opening[0][:3] == ["policy", "mean JCT", "gain"]
+    assert [row[2] for row in opening[1:]] == ([f"{ratio}{TIMES}" for ratio in ("3.00", "1.50", "1.00")] if jobs else ["\u2013"] * 3)
+    said = f"Lowest mean JCT: {'/'.join(NAMES[0])}, {metric_text('duration', 1000.0)}, 3.00{TIMES} better than {'/'.join(NAMES[-1])}"
+    assert (said in reader.text) == bool(jobs) and ("No job was done." in reader.text) != bool(jobs)
     assert dict(settings[1:]) == {"trace": "made-up", "GPUs": "128", "load": "0.9", "seed": "0", "filters": "none"}
     for table, metrics in zip(metrics_tables, GROUPS.values(), strict=True):
         assert table[0] == ["policy", *(metric.label for metric in metrics)]
@@ -217,7 +221,7 @@ def test_unfinished_jobs_are_said() -> None:
 def test_the_best_reads_better_than_the_others() -> None:
     view = make_view(2)
     cells = re.findall(r'<td class="number"[^>]*><b class="good">(.*?)</b>', simulation_page(view))
-    assert cells.count(metric_text("duration", 1000.0)) == 5  # four of JCT and makespan, in the first row
+    assert cells.count(metric_text("duration", 1000.0)) == 8  # of JCT and makespan in the first row: 5 of all metrics, 3 on top
     same = [replace(policy, metrics=view.policies[0].metrics) for policy in view.policies]
     assert '<b class="good">' not in simulation_page(replace(view, policies=same))
 

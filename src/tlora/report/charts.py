@@ -1,21 +1,23 @@
 """The figures of a run as plain plotly dictionaries: which series, against what, in which colour. How a page shows them: `page.py`.
 
-A trace's `legendgroup` is its job: the page's one legend switches it in all charts. `meta.x` holds the alternatives of its x axis.
+A trace's `legendgroup` is its job: the page's one legend switches it in all charts. `meta.x` holds the alternatives of its x axis,
+`meta.role` says whether it is `raw` (every logged value) or `mean` (their trailing average).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
+from tlora.report.looks import Look
 from tlora.report.page import Chart
 from tlora.report.page_script import FAINT_UP_TO
-from tlora.report.rows import Row, buckets, column, number, smooth, thin
+from tlora.report.rows import Row, buckets, column, number, smooth, smoothing_window, thin
 from tlora.report.run_view import JobView, RunView
-from tlora.report.wording import job_colours, shorten, time_unit
+from tlora.report.wording import settings_text, shorten, time_unit
 
 _POINTS_PER_SERIES = 2000
 _POINTS_PER_CHART = 48_000  # over all jobs: what a browser still draws without a pause
@@ -32,30 +34,39 @@ class JobCurve:
     """One job's thinned training rows: the x axes, each logged value, and how the job is drawn."""
 
     job: JobView
-    colour: str
+    look: Look
     width: float
+    window: int
     x: dict[str, list[float]]
     values: dict[str, list[float]]
 
+    @property
+    def title(self) -> str:
+        """What a hover begins with, as HTML."""
+        settings = f"<br>{escape(settings_text(self.job.settings))}" if self.job.settings else ""
+        return f"<b>{escape(self.job.name)}</b>{settings}"
 
-def job_curves(run: RunView) -> list[JobCurve]:
-    """Thin each job's training rows once; all charts of a job then share their x axes."""
+
+def job_curves(run: RunView, looks: Mapping[str, Look]) -> list[JobCurve]:
+    """Thin each job's training rows once; all charts of a job then share their x axes. All jobs are averaged over the same window."""
     limit = max(300, min(_POINTS_PER_SERIES, _POINTS_PER_CHART // max(1, len(run.jobs))))
     per_unit, _ = time_unit(run.seconds)
     width = 2.0 if len(run.jobs) <= 20 else 1.2
+    window = smoothing_window(max((len(job.train_rows) for job in run.jobs), default=0))
     curves: list[JobCurve] = []
-    for job, colour in zip(run.jobs, job_colours(len(run.jobs)), strict=True):
+    for job in run.jobs:
         loss, norm = column(job.train_rows, "loss"), column(job.train_rows, "grad_norm")
         kept = thin([loss, norm], limit) if loss else []
         values = {
             "loss": loss,
-            "loss smoothed": smooth(loss),
+            "loss smoothed": smooth(loss, window),
             "grad_norm": norm,
-            "grad_norm smoothed": smooth(norm),
+            "grad_norm smoothed": smooth(norm, window),
             "learning_rate": column(job.train_rows, "learning_rate"),
         }
         picked = {key: [series[at] for at in kept] for key, series in values.items()}
-        curves.append(JobCurve(job, colour, width, _x_axes([job.train_rows[at] for at in kept], job, per_unit), picked))
+        axes = _x_axes([job.train_rows[at] for at in kept], job, per_unit)
+        curves.append(JobCurve(job, looks[job.name], width, window, axes, picked))
     return curves
 
 
@@ -72,36 +83,46 @@ def learning_charts(run: RunView, curves: Sequence[JobCurve]) -> list[Chart]:
     evals = [_eval_trace(curve, run) for curve in curves if curve.job.eval_rows]
     rates = [_line(curve, "learning_rate", ".3g") for curve in curves if curve.values["loss"]]
     norms = [trace for curve in curves for trace in _smoothed_pair(curve, "grad_norm", ".4g")]
-    broken = [f"{escape(curve.job.name)} from step {step:,.0f}" for curve in curves if (step := _first_broken_step(curve.job)) is not None]
-    when = "" if len(run.jobs) <= FAINT_UP_TO else f" (shown when {FAINT_UP_TO} jobs or fewer are switched on)"
-    note = f"Bold: moving average; faint: every logged step{when}."
+    note = _average_note(run, curves)
+    broken = [f"{escape(job.name)} from step {step:,.0f}" for job in run.jobs if (step := job.broken_step) is not None]
     if broken:
-        note += f' <b class="bad">Loss not finite: {", ".join(broken[:5])}{" …" if len(broken) > 5 else ""}.</b>'
-    rate_axis = {"tickformat": ".1e", "rangemode": "tozero"}
+        note += f' <b class="bad">Loss not finite: {", ".join(broken)}.</b>'
     charts = (
         Chart("Train loss", _figure(losses, "loss per trained token", titles), note, wide=True, log=True),
         Chart("Eval loss", _figure(evals, "loss per trained token", titles), "★ marks each job's best evaluation.", log=True),
-        Chart("Gradient norm", _figure(norms, "norm before clipping", titles), "Bold: moving average.", log=True),
-        Chart("Learning rate", _figure(rates, "learning rate", titles, rate_axis), "What each job's schedule gave."),
+        Chart("Gradient norm", _figure(norms, "norm before clipping", titles), _average_note(run, curves), log=True),
+        Chart("Learning rate", _rate_figure(rates, titles), "What each job's schedule gave.", log=True),
     )
     return [chart for chart in charts if chart.figure["data"]]
+
+
+def _average_note(run: RunView, curves: Sequence[JobCurve]) -> str:
+    when = "" if len(run.jobs) <= FAINT_UP_TO else f" (shown while {FAINT_UP_TO} jobs or fewer are switched on)"
+    return f"Bold: average of about {curves[0].window if curves else 0} rows back; faint: every logged step{when}."
 
 
 def _x_titles(run: RunView) -> dict[str, str]:
     return {"step": "optimizer step", "tokens": "trained tokens", "time": f"time since the run's start ({time_unit(run.seconds)[1]})"}
 
 
-def _first_broken_step(job: JobView) -> float | None:
-    return next((number(row.get("step")) for row in job.train_rows if not math.isfinite(number(row["loss"]))), None)
-
-
-def _figure(traces: list[Trace], y_title: str, x_titles: dict[str, str], y_axis: dict[str, Any] | None = None) -> Figure:
+def _figure(traces: list[Trace], y_title: str, x_titles: dict[str, str]) -> Figure:
+    """A chart of the jobs over their steps, on a logarithmic scale where anything is above zero."""
+    values = [value for trace in traces for value in trace["y"] if math.isfinite(value)]
     layout = {
         "xaxis": {"title": {"text": x_titles["step"]}, "rangemode": "tozero"},
-        "yaxis": {"title": {"text": y_title}} | (y_axis or {}),
+        "yaxis": {"title": {"text": y_title}, "type": "log" if any(value > 0 for value in values) else "linear", "tickformat": "~g"},
         "meta": {"x": x_titles},
     }
     return {"data": traces, "layout": layout}
+
+
+def _rate_figure(traces: list[Trace], x_titles: dict[str, str]) -> Figure:
+    """Schedules are read on a linear scale, unless the smallest peak would then lie flat on the axis."""
+    figure = _figure(traces, "learning rate", x_titles)
+    peaks = [peak for trace in traces if (peak := max((rate for rate in trace["y"] if math.isfinite(rate)), default=0.0)) > 0]
+    scale = "log" if peaks and max(peaks) > 10 * min(peaks) else "linear"
+    figure["layout"]["yaxis"] |= {"type": scale, "tickformat": ".1e", "rangemode": "tozero"}
+    return figure
 
 
 def _line(curve: JobCurve, key: str, number_format: str) -> Trace:
@@ -116,21 +137,21 @@ def _line(curve: JobCurve, key: str, number_format: str) -> Trace:
         "x": curve.x["step"],
         "y": curve.values[key],
         "meta": {"x": curve.x},
-        "line": {"color": curve.colour, "width": curve.width},
-        "marker": {"size": 4, "color": curve.colour},
-        "hovertemplate": f"<b>{label}</b><br>%{{y:{number_format}}} at %{{x:,.6~g}}<extra></extra>",
+        "line": {"color": curve.look.colour, "width": curve.width, "dash": curve.look.dash},
+        "marker": {"size": 4, "color": curve.look.colour},
+        "hovertemplate": f"{curve.title}<br>%{{y:{number_format}}} at %{{x:,.6~g}}<extra></extra>",
     }
 
 
 def _smoothed_pair(curve: JobCurve, key: str, number_format: str) -> list[Trace]:
-    """Every logged value faintly under its moving average."""
+    """Every logged value faintly under its trailing average, whose hover tells both."""
     if not curve.values["loss"]:
         return []
-    raw = _line(curve, key, number_format) | {"opacity": 0.28, "hoverinfo": "skip"}
-    raw["meta"] = raw["meta"] | {"faint": True}
-    raw["line"] = raw["line"] | {"width": 1}
-    del raw["hovertemplate"]
-    return [raw, _line(curve, f"{key} smoothed", number_format)]
+    raw, mean = _line(curve, key, number_format), _line(curve, f"{key} smoothed", number_format)
+    raw["meta"], mean["meta"] = raw["meta"] | {"role": "raw"}, mean["meta"] | {"role": "mean"}
+    mean["customdata"] = curve.values[key]
+    told = f"%{{customdata:{number_format}}} at %{{x:,.6~g}}<br>average %{{y:{number_format}}}"
+    return [raw, mean | {"hovertemplate": f"{curve.title}<br>{told}<extra></extra>"}]
 
 
 def _eval_trace(curve: JobCurve, run: RunView) -> Trace:
@@ -142,10 +163,10 @@ def _eval_trace(curve: JobCurve, run: RunView) -> Trace:
     finite = [loss for loss in losses if math.isfinite(loss)]
     best = losses.index(min(finite)) if finite else -1
     shown = curve.values | {"eval_loss": losses}
-    trace = _line(JobCurve(job, curve.colour, curve.width, axes, shown), "eval_loss", ".4f")
+    trace = _line(replace(curve, x=axes, values=shown), "eval_loss", ".4f")
     marks = ["star" if index == best else "circle" for index in range(len(losses))]
     sizes = [(12 if curve.width > 1.5 else 8) if index == best else 4 for index in range(len(losses))]
-    return trace | {"mode": "lines+markers", "marker": {"color": curve.colour, "symbol": marks, "size": sizes}}
+    return trace | {"mode": "lines+markers", "marker": {"color": curve.look.colour, "symbol": marks, "size": sizes}}
 
 
 def run_charts(run: RunView, curves: Sequence[JobCurve]) -> list[Chart]:
@@ -167,9 +188,14 @@ def _over_time(run: RunView, key: str, scale: float, style: dict[str, Any]) -> l
     if not any(math.isfinite(value) for value in values):
         return []
     kept = thin([values], _POINTS_PER_SERIES)
-    seconds, smoothed = column(run.rows, "seconds"), smooth(values)
+    seconds, smoothed = column(run.rows, "seconds"), smooth(values, smoothing_window(len(values)))
     x = [seconds[at] / time_unit(run.seconds)[0] for at in kept]
-    shared = {"type": "scatter", "x": x, "mode": "lines+markers" if len(kept) <= _MARKERS_UP_TO else "lines", "marker": {"size": 4}} | style
+    shared: Trace = {
+        "type": "scatter",
+        "x": x,
+        "mode": "lines+markers" if len(kept) <= _MARKERS_UP_TO else "lines",
+        "marker": {"size": 4},
+    } | style
     line, hover = {"color": style["line"]["color"]}, "%{y:,.4~g} at %{x:,.4~g}<extra></extra>"
     return [
         shared | {"y": [values[at] for at in kept], "opacity": 0.3, "hoverinfo": "skip", "line": line | {"width": 1}},
@@ -203,8 +229,8 @@ def _shares(run: RunView, curves: Sequence[JobCurve]) -> Chart:
             "stackgroup": "jobs",
             "x": x,
             "y": share,
-            "line": {"color": curve.colour, "width": 0.5},
-            "fillcolor": f"{curve.colour}cc",
+            "line": {"color": curve.look.colour, "width": 0.5},
+            "fillcolor": f"{curve.look.colour}cc",
             "hovertemplate": f"<b>{label}</b><br>%{{y:.1f}} % at %{{x:,.4~g}}<extra></extra>",
         }
         traces.append(trace)
@@ -258,7 +284,7 @@ def _timeline(run: RunView, curves: Sequence[JobCurve]) -> Chart:
             "x": [max(end - start, run.seconds / per_unit / 500)],  # one row alone is still a visible sliver
             "y": [index],
             "width": 0.72,
-            "marker": {"color": curve.colour},
+            "marker": {"color": curve.look.colour},
             "text": "✕ failed" if failed else "",
             "textposition": "inside",
             "insidetextanchor": "end",

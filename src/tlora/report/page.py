@@ -16,12 +16,14 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from tlora.report.looks import Look, mark
 from tlora.report.page_script import SCRIPT
 from tlora.report.page_style import STYLE
 from tlora.report.wording import shorten
 
 # The page may run what is written in it and load nothing at all, whatever a plot or a name tries.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+_NO_SCRIPT = '<noscript><p class="faint">Without JavaScript there are no charts; the tables hold all results.</p></noscript>'
 _SHARED_FROM = 8  # numbers: shorter lists are cheaper written out than referred to
 
 
@@ -29,8 +31,9 @@ _SHARED_FROM = 8  # numbers: shorter lists are cheaper written out than referred
 class Chart:
     """A plotly figure (data and layout) under a title.
 
-    Traces of one `legendgroup` are switched together by the page's legend; a trace with `meta.faint` only shows while few groups are on.
-    `layout.meta.x` names alternatives of the x axis, whose values are each trace's `meta.x`; `log` offers a logarithmic y axis.
+    Traces of one `legendgroup` are switched together by the page's legend. Of traces with `meta.role`, `raw` is faint under `mean` and
+    only shows while few groups are on, until the reader asks for `raw` alone. `layout.meta.x` names alternatives of the x axis, whose
+    values are each trace's `meta.x`. `log` offers a switch between a logarithmic y axis and a linear one; `yaxis.type` is the first shown.
     """
 
     title: str
@@ -42,10 +45,10 @@ class Chart:
 
 @dataclass(frozen=True)
 class LegendEntry:
-    """One switch of the page's legend: a `legendgroup` of its charts and its colour."""
+    """One switch of the page's legend: a `legendgroup` of its charts and how that is drawn."""
 
     group: str
-    colour: str
+    look: Look
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ def render_page(title: str, sections: Sequence[Section]) -> str:
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
-        f"<style>{STYLE}</style></head>\n<body><main><h1>{escape(title)}</h1>{body}</main>\n{scripts}</body></html>\n"
+        f"<style>{STYLE}</style><noscript><style>.legend,.charts{{display:none}}</style></noscript></head>\n<body><main><h1>{escape(title)}</h1>{_NO_SCRIPT}{body}</main>\n{scripts}</body></html>\n"
     )
 
 
@@ -87,13 +90,31 @@ def _section(section: Section, numbers: Iterator[int]) -> str:
 
 
 def _figure(chart: Chart, number: int) -> str:
-    log = f'<button type="button" class="log" data-chart="{number}" aria-pressed="false">log</button>' if chart.log else ""
     note = f"<figcaption>{chart.note}</figcaption>" if chart.note else ""
-    height = chart.figure.get("layout", {}).get("height", 320)
+    layout = chart.figure.get("layout", {})
+    scale, unshown = _scale_switch(chart, number) if chart.log else ("", "")
     return (
-        f'<figure class="{"wide" if chart.wide else ""}"><div class="head"><h3>{escape(chart.title)}</h3>{log}</div>'
-        f'{note}<div class="plot" id="chart-{number}" style="height:{height}px"></div></figure>'
+        f'<figure{_class("wide" if chart.wide else "")}><div class="head"><h3>{escape(chart.title)}</h3>{scale}</div>'
+        f'{note}{unshown}<div class="plot" id="chart-{number}" style="height:{layout.get("height", 320)}px"></div></figure>'
     )
+
+
+def _scale_switch(chart: Chart, number: int) -> tuple[str, str]:
+    """Two buttons, and what a logarithmic axis leaves out."""
+    shown = chart.figure["layout"].get("yaxis", {}).get("type", "linear")
+    buttons = "".join(
+        f'<button type="button" data-chart="{number}" data-scale="{name}" aria-pressed="{str(name == shown).lower()}">{name}</button>'
+        for name in ("log", "linear")
+    )
+    traces = [trace for trace in chart.figure["data"] if trace.get("meta", {}).get("role") != "mean"]
+    low = sum(1 for trace in traces for value in trace["y"] if math.isfinite(value) and value <= 0)
+    text = f"{low:,} {'value' if low == 1 else 'values'} of zero or below {'is' if low == 1 else 'are'} left out: see linear."
+    unshown = f'<p class="unshown"{"" if shown == "log" else " hidden"}>{text}</p>' if low else ""
+    return f'<div class="scales" role="group" aria-label="y axis">{buttons}</div>', unshown
+
+
+def _class(name: str) -> str:
+    return f' class="{name}"' if name else ""
 
 
 def _legend(entries: Sequence[LegendEntry]) -> str:
@@ -101,13 +122,18 @@ def _legend(entries: Sequence[LegendEntry]) -> str:
         return ""
     chips = "".join(
         f'<button type="button" class="chip" aria-pressed="true" data-group="{escape(entry.group)}" title="{escape(entry.group)}">'
-        f'<span class="dot" style="background:{entry.colour}"></span>{escape(shorten(entry.group, 28))}</button>'
+        f"{mark(entry.look)}{escape(shorten(entry.group, 28))}</button>"
         for entry in entries
     )
     find = '<input type="search" id="find" placeholder="find a job" aria-label="find a job">' if len(entries) > 12 else ""
     several = '<button type="button" id="all">all</button><button type="button" id="none">none</button>' if len(entries) > 1 else ""
-    controls = f'<div class="controls"><label id="axis" hidden>x axis <select></select></label>{several}{find}</div>'
-    return f'<div class="legend">{controls}<div class="chips">{chips}</div></div>'
+    axis = '<label id="axis" hidden>x axis <select></select></label>'
+    lines = (
+        '<label id="lines" hidden>lines <select><option value="mean">averaged</option><option value="raw">every logged step</option>'
+        "</select></label>"
+    )
+    fold = f'<details open><summary id="shown">{len(entries)} of {len(entries)} shown</summary><div class="chips">{chips}</div></details>'
+    return f'<div class="legend"><div class="controls">{axis}{lines}{several}{find}</div>{fold}</div>'
 
 
 def _plain(value: Any) -> Any:

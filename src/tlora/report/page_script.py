@@ -1,16 +1,18 @@
-"""The page's script: unpacks plotly.js and the numbers, draws the charts, and runs the legend, the x axis, log axes, sorting and themes.
+"""The page's script: unpacks plotly.js and the numbers, draws the charts, and runs the legend, the axes, sorting, folds and themes.
 
 It reads the document that `page.py` writes and nothing else; the tables are complete without it.
 """
 
-FAINT_UP_TO = 12  # groups switched on at once: above that, traces marked faint are a fog
+FAINT_UP_TO = 12  # groups switched on at once: above that, the raw values under the averages are a fog
+ROWS_SHOWN = 40  # of a table; a button under a longer one shows the rest
+CHIPS_OPEN = 24  # of the legend; a longer one is folded
 
 SCRIPT = (
-    f"const FAINT_UP_TO = {FAINT_UP_TO};"
+    f"const FAINT_UP_TO = {FAINT_UP_TO}, ROWS_SHOWN = {ROWS_SHOWN}, CHIPS_OPEN = {CHIPS_OPEN};"
     + r"""
 const all = (selector, from = document) => [...from.querySelectorAll(selector)];
 const off = new Set();
-let drawn = [], axis = 'step';
+let drawn = [], axis = 'step', lines = 'mean';
 
 async function unpack(id) {
   const packed = document.getElementById(id);
@@ -40,7 +42,19 @@ function themed(layout) {
 
 function visible(trace, few) {
   if (off.has(trace.legendgroup)) return false;
-  return few || !(trace.meta && trace.meta.faint);
+  const role = trace.meta && trace.meta.role;
+  if (role === 'mean') return lines === 'mean';
+  return role !== 'raw' || lines === 'raw' || few;
+}
+
+// Under an average, the raw values are faint and silent: the average's hover tells both.
+function dimmed(trace) {
+  if (!trace.meta || trace.meta.role !== 'raw') return;
+  const faint = lines === 'mean';
+  trace.meta.width = trace.meta.width || trace.line.width;
+  trace.opacity = faint ? .28 : 1;
+  trace.hoverinfo = faint ? 'skip' : 'all';
+  trace.line = {...trace.line, width: faint ? 1 : trace.meta.width};
 }
 
 function fewShown() {
@@ -52,6 +66,7 @@ function prepared(figure) {
   const offered = figure.layout.meta && figure.layout.meta.x;
   for (const trace of figure.data) {
     trace.visible = visible(trace, few);
+    dimmed(trace);
     if (offered && trace.meta && trace.meta.x) trace.x = trace.meta.x[axis];
   }
   if (offered) figure.layout.xaxis.title = {...figure.layout.xaxis.title, text: offered[axis]};
@@ -67,7 +82,9 @@ async function redraw(which = drawn) {
 }
 
 function toggleGroups() {
-  for (const chip of all('.chip')) chip.setAttribute('aria-pressed', String(!off.has(chip.dataset.group)));
+  const chips = all('.chip');
+  for (const chip of chips) chip.setAttribute('aria-pressed', String(!off.has(chip.dataset.group)));
+  document.getElementById('shown').textContent = (chips.length - off.size) + ' of ' + chips.length + ' shown';
   redraw(drawn.filter(({figure}) => figure.data.some(trace => trace.legendgroup)));
 }
 
@@ -86,11 +103,14 @@ function wireLegend() {
       toggleGroups();
     });
   }
+  const fold = document.querySelector('.legend details');
+  if (fold && (chips.length > CHIPS_OPEN || (chips.length > 6 && innerWidth < 700))) fold.open = false;
   const found = () => chips.filter(chip => !chip.hidden).map(chip => chip.dataset.group);
   const on = (id, event, action) => { const element = document.getElementById(id); if (element) element.addEventListener(event, action); };
   on('all', 'click', () => { found().forEach(group => off.delete(group)); toggleGroups(); });
   on('none', 'click', () => { found().forEach(group => off.add(group)); toggleGroups(); });
   on('find', 'input', event => {
+    fold.open = true;
     const wanted = event.target.value.toLowerCase();
     for (const chip of chips) chip.hidden = !chip.dataset.group.toLowerCase().includes(wanted);
   });
@@ -109,13 +129,49 @@ function wireAxis() {
   });
 }
 
-function wireLog() {
-  for (const button of all('.log')) button.addEventListener('click', () => {
-    const chart = drawn[Number(button.dataset.chart)], on = button.getAttribute('aria-pressed') !== 'true';
-    button.setAttribute('aria-pressed', String(on));
-    chart.figure.layout.yaxis.type = on ? 'log' : 'linear';
+function wireLines() {
+  const label = document.getElementById('lines');
+  const averaged = ({figure}) => figure.data.some(trace => trace.meta && trace.meta.role);
+  if (!label || !drawn.some(averaged)) return;
+  label.hidden = false;
+  label.querySelector('select').addEventListener('change', event => {
+    lines = event.target.value;
+    redraw(drawn.filter(averaged));
+  });
+}
+
+function wireScales() {
+  for (const button of all('.scales button')) button.addEventListener('click', () => {
+    const chart = drawn[Number(button.dataset.chart)], scale = button.dataset.scale;
+    for (const other of all('button', button.parentNode)) other.setAttribute('aria-pressed', String(other === button));
+    for (const text of all('.unshown', button.closest('figure'))) text.hidden = scale !== 'log';
+    chart.figure.layout.yaxis.type = scale;
     redraw([chart]);
   });
+}
+
+// What is left out of sight says so: rows below a fold, and columns to the right of a table that is wider than the page.
+function wireTables() {
+  for (const table of all('.scroll > table')) {
+    const frame = table.parentNode, count = table.tBodies[0].rows.length;
+    if (count > ROWS_SHOWN) {
+      const button = document.createElement('button');
+      const tell = () => {
+        const folded = table.classList.contains('folded');
+        button.textContent = folded ? ROWS_SHOWN + ' of ' + count + ' rows: show all' : 'show ' + ROWS_SHOWN + ' of ' + count + ' rows';
+      };
+      button.className = 'unfold';
+      button.addEventListener('click', () => { table.classList.toggle('folded'); tell(); });
+      table.classList.add('folded');
+      tell();
+      frame.after(button);
+    }
+    const sign = document.createElement('p');
+    sign.className = 'faint wider';
+    sign.textContent = 'More columns to the right: scroll the table sideways.';
+    frame.after(sign);
+    new ResizeObserver(() => { sign.hidden = frame.scrollWidth <= frame.clientWidth + 1; }).observe(frame);
+  }
 }
 
 function wireSorting() {
@@ -136,7 +192,9 @@ function wireSorting() {
 }
 
 async function start() {
+  document.documentElement.dataset.script = 'yes';
   wireSorting();
+  wireTables();
   const places = all('.plot');
   if (!places.length) return;
   if (!('DecompressionStream' in window)) {
@@ -156,7 +214,8 @@ async function start() {
   drawn = payload.figures.map((figure, index) => ({place: places[index], figure: whole(figure)}));
   wireLegend();
   wireAxis();
-  wireLog();
+  wireLines();
+  wireScales();
   await redraw();
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => redraw());
   document.documentElement.dataset.drawn = 'yes';

@@ -22,13 +22,13 @@ section:first-of-type h2{margin-top:0}
 details{margin:.5rem 0}summary{cursor:pointer;color:var(--faint);font-size:.9rem}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.2rem 1.25rem;margin:.5rem 0;font-size:.88rem}
 dt{color:var(--faint)}dd{margin:0;overflow-wrap:anywhere}
-.scroll{overflow:auto;max-height:36rem}
+.scroll{overflow-x:auto}
 table{border-collapse:separate;border-spacing:0;width:100%;font-size:.88rem;font-variant-numeric:tabular-nums}
 th,td{padding:.42rem .7rem;text-align:left;vertical-align:top;border-bottom:1px solid var(--line);white-space:nowrap}
 tbody tr:last-child>*{border-bottom:0}
-thead th{position:sticky;top:0;background:var(--card);color:var(--faint);font-weight:500;z-index:2}
-tbody th{font-weight:600;position:sticky;left:0;background:var(--card);z-index:1;min-width:9rem;max-width:17rem;
-overflow:hidden;text-overflow:ellipsis}
+thead th{background:var(--card);color:var(--faint);font-weight:500;vertical-align:bottom}
+tbody th{font-weight:600;position:sticky;left:0;background:var(--card);z-index:1;min-width:9rem;max-width:20rem;
+white-space:normal;overflow-wrap:anywhere}
 tbody tr:hover>*{background:var(--row)}
 .winner>*{background:var(--good-ground)!important}
 .number{text-align:right}
@@ -36,7 +36,16 @@ tbody tr:hover>*{background:var(--row)}
 .sortable thead th[aria-sort]{color:var(--accent)}
 .sortable thead th[aria-sort=ascending]::after{content:" \\2191"}
 .sortable thead th[aria-sort=descending]::after{content:" \\2193"}
-.reason{font-weight:400;font-size:.82rem;color:var(--bad);white-space:pre-wrap;overflow-wrap:anywhere;max-height:9em;overflow:auto;min-width:12rem}
+.reason{font-weight:400;font-size:.82rem;color:var(--bad);white-space:pre-wrap;overflow-wrap:anywhere}
+.mark{margin-right:.45em;vertical-align:middle;flex:none}
+.verdict{margin:.3rem 0}.verdict:last-of-type{margin-bottom:.8rem}
+.text{white-space:normal;min-width:14rem}
+.key{display:flex;flex-wrap:wrap;gap:.2rem .9rem;margin:0 0 .6rem;font-size:.86rem;overflow-wrap:anywhere}
+.key span{display:inline-flex;align-items:center}
+.folded tbody tr:nth-child(n+41){display:none}
+.unfold{margin:.5rem 0}.wider{margin:.3rem 0}
+.unshown{color:var(--warn);font-size:.84rem;margin:.1rem 0}
+.name{display:inline-block;min-width:min(100%,11rem);max-width:18rem}
 .dot{display:inline-block;width:.72em;height:.72em;border-radius:50%;margin-right:.5em;flex:none}
 .status{display:inline-block;border-radius:99px;padding:0 .6em;font-size:.82rem;background:var(--row);color:var(--faint)}
 .status.done{background:var(--good-ground);color:var(--good)}
@@ -54,17 +63,35 @@ figcaption{margin-top:.1rem;overflow-wrap:anywhere}
 .legend{position:sticky;top:0;z-index:5;padding:.55rem .7rem;margin:0 0 .9rem;box-shadow:0 2px 8px #0002}
 .controls{display:flex;flex-wrap:wrap;gap:.5rem;align-items:center;margin-bottom:.4rem;font-size:.85rem;color:var(--faint)}
 .controls label[hidden]{display:none}
-.chips{display:flex;flex-wrap:wrap;gap:.3rem;max-height:6.2rem;overflow:auto}
+.chips{display:flex;flex-wrap:wrap;gap:.3rem;margin-top:.3rem}.legend details{margin:0}
+@media(max-width:700px),(max-height:600px){.legend{position:static!important}}
 button,select,input{
 font:inherit;font-size:.82rem;color:inherit;background:var(--row);border:1px solid var(--line);border-radius:6px;padding:.12rem .55rem}
 button{cursor:pointer}
 button:focus-visible,select:focus-visible,input:focus-visible{outline:2px solid var(--accent);outline-offset:1px}
 .chip{display:inline-flex;align-items:center;border-radius:99px;color:var(--ink);overflow:hidden;white-space:nowrap}
 .chip[aria-pressed=false]{opacity:.42;text-decoration:line-through}
-.log[aria-pressed=true]{background:var(--accent);color:#fff;border-color:var(--accent)}
+.scales{display:flex}.scales button{border-radius:0}.scales button:first-child{border-radius:6px 0 0 6px}
+.scales button:last-child{border-radius:0 6px 6px 0;border-left:0}
+.scales [aria-pressed=true]{background:var(--accent);color:var(--card);border-color:var(--accent)}
 .chip[hidden]{display:none}
 .message{display:grid;place-items:center;height:100%;color:var(--faint)}
-@media(max-width:900px){.charts{grid-template-columns:minmax(0,1fr)}h1{font-size:1.3rem}.chips{max-height:4.2rem}tbody th{max-width:13rem}
-.reason{min-width:0}}
-@media print{.legend,.log{display:none}.scroll{max-height:none}figure{break-inside:avoid}}
+@media(max-width:900px){.charts{grid-template-columns:minmax(0,1fr)}h1{font-size:1.3rem}tbody th{max-width:13rem}}
+@media(max-width:640px){.tiles{grid-template-columns:repeat(auto-fit,minmax(9rem,1fr));gap:.5rem}.tile{padding:.45rem .6rem}
+.tile .value{font-size:1.05rem}
+.blocks,.blocks tbody{display:block}.blocks thead{display:none}
+[data-script] .blocks thead{display:block;border-bottom:1px solid var(--line)}
+.blocks thead tr{display:flex;flex-wrap:wrap;align-items:baseline;padding:.3rem .6rem}
+.blocks thead tr::before{content:"sort by";color:var(--faint)}
+.blocks thead th{border:0;padding:.1rem .35rem;text-decoration:underline dotted}.blocks thead th:empty{display:none}
+.blocks tbody tr{display:flex;flex-wrap:wrap;align-items:center;gap:.1rem .9rem;padding:.5rem .7rem;
+border-bottom:1px solid var(--line)}
+.blocks tbody tr>*{display:block;border:0;padding:0;text-align:left;white-space:normal;overflow-wrap:anywhere;background:none}
+.blocks tbody th{flex:1 1 60%;order:-2;position:static;max-width:none}.blocks td:empty,.blocks td[data-label=place]{display:none!important}
+.blocks td[data-label=status]{order:-1}.blocks td:is([data-label=status],[data-label=trend])::before{content:none}
+.blocks .spark{width:100px;height:25px}
+.blocks td::before{content:attr(data-label) " ";color:var(--faint);font-size:.76rem}
+.blocks tbody tr.winner{background:var(--good-ground)}.blocks .winner>*{background:none!important}}
+@media print{.legend,.scales,.unfold,.wider{display:none}.folded tbody tr{display:table-row!important}.scroll{overflow:visible}
+figure,tr{break-inside:avoid}}
 """

@@ -55,31 +55,25 @@ def column(rows: Sequence[Row], key: str) -> list[float]:
     return [number(row.get(key)) for row in rows]
 
 
-def smooth(values: Sequence[float]) -> list[float]:
-    """Moving average over about a fortieth of the series; NaN where `values` is not finite.
+def smoothing_window(longest: int) -> int:
+    """Rows that an average reaches back over, for series of which the longest has so many rows."""
+    return round(min(100.0, max(3.0, longest / 40)))
 
-    m_i = sum_j d^|i-j| v_j / sum_j d^|i-j| over the finite v_j: both sides weigh alike, since a one-sided average draws a falling
-    loss too high.
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Trailing average over about `window` rows; NaN where `values` is not finite.
+
+    m_i = sum_{j<=i} d^(i-j) v_j / sum_{j<=i} d^(i-j) over the finite v_j, with d = 1 - 1/window. So m_0 = v_0, no point knows what
+    comes after it, and equal values give equal averages however long the series go on.
     """
-    decay = 1 - 1 / min(100.0, max(3.0, len(values) / 40))
-    left = _decayed_sums(values, decay)
-    right = _decayed_sums(values[::-1], decay)[::-1]
-    result: list[float] = []
-    for value, (sum_before, weight_before), (sum_after, weight_after) in zip(values, left, right, strict=True):
-        # both sums hold the value itself, once too often
-        result.append((sum_before + sum_after - value) / (weight_before + weight_after - 1) if math.isfinite(value) else math.nan)
-    return result
-
-
-def _decayed_sums(values: Sequence[float], decay: float) -> list[tuple[float, float]]:
-    """(sum_{j<=i} d^(i-j) v_j, sum_{j<=i} d^(i-j)) over the finite v_j, for each i."""
+    decay = 1 - 1 / window
     total, weight = 0.0, 0.0
-    sums: list[tuple[float, float]] = []
+    result: list[float] = []
     for value in values:
         finite = math.isfinite(value)
         total, weight = decay * total + (value if finite else 0.0), decay * weight + finite
-        sums.append((total, weight))
-    return sums
+        result.append(total / weight if finite else math.nan)
+    return result
 
 
 def thin(series: Sequence[Sequence[float]], limit: int) -> list[int]:

@@ -7,10 +7,12 @@ from pathlib import Path
 from tlora import durable
 from tlora.errors import CheckpointError, ConfigError
 from tlora.report.charts import job_curves, learning_charts, run_charts
+from tlora.report.job_looks import job_looks, keys_html
 from tlora.report.page import LegendEntry, Section, render_page
+from tlora.report.rows import smoothing_window
 from tlora.report.run_view import RunView, read_run
 from tlora.report.sweeps import sweep_sections
-from tlora.report.tables import results_table, run_facts
+from tlora.report.tables import results_table, run_facts, run_machine
 
 
 def write_report(run_dir: Path) -> Path:
@@ -32,17 +34,20 @@ def write_report(run_dir: Path) -> Path:
 
 
 def report_page(run: RunView) -> str:
-    """The page of one run."""
-    curves = job_curves(run)
-    colours = {curve.job.name: curve.colour for curve in curves}
+    """The page of one run: what became of each job first, how the machine was used last."""
+    looks = job_looks(run.jobs)
+    curves = job_curves(run, looks)
+    window = smoothing_window(max((len(job.train_rows) for job in run.jobs), default=0))
     learning, over_time = learning_charts(run, curves), run_charts(run, curves)
-    legend = [LegendEntry(curve.job.name, curve.colour) for curve in curves] if learning or over_time else []
+    legend = [LegendEntry(curve.job.name, looks[curve.job.name]) for curve in curves] if learning or over_time else []
     empty = "" if legend else '<p class="faint">No rows yet: the charts appear once the first optimizer step is logged.</p>'
-    sections = [
-        Section("", run_facts(run)),
-        Section("Results", results_table(run.jobs, colours)),
-        *sweep_sections(run.jobs, colours),
-        Section("Curves", empty, [*learning, *over_time], legend),
+    single = [job for job in run.jobs if not job.sweep_of]
+    sections = [Section("", run_facts(run)), *sweep_sections(run.jobs, looks, window)]
+    if single:
+        sections.append(Section("Results", results_table(single, looks, window)))
+    sections += [
+        Section("Curves", empty + keys_html(run.jobs), [*learning, *over_time], legend),
+        Section("Run", run_machine(run)),
     ]
     return render_page(_title(run), sections)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,10 @@ from tlora.report.rows import Row, column, number, read_json, read_rows
 
 @dataclass(frozen=True)
 class JobView:
-    """One job. Losses are means per trained token: None where there is none. `seconds` is what the job itself took."""
+    """One job. Losses are means per trained token: None where there is none. `seconds` is what the job itself took.
+
+    `settings` are its values of the fields that its sweep varies. `progress` is the share of its training that is done, if that is known.
+    """
 
     name: str
     status: str
@@ -36,6 +39,30 @@ class JobView:
     settings: Mapping[str, Any]
     train_rows: Sequence[Row]
     eval_rows: Sequence[Row]
+    progress: float | None
+
+    @property
+    def trained_eval_best(self) -> float | None:
+        """The best eval loss after the first optimizer step: the one before it is the base's own."""
+        losses = [number(row["eval_loss"]) for row in self.eval_rows if number(row.get("step")) > 0]
+        if finite := [loss for loss in losses if math.isfinite(loss)]:
+            return min(finite)
+        return self.eval_loss_best if self.best_step else None
+
+    @property
+    def broken_step(self) -> float | None:
+        """The first step whose train loss is not finite."""
+        return next((number(row.get("step")) for row in self.train_rows if not math.isfinite(number(row["loss"]))), None)
+
+    @property
+    def left_seconds(self) -> float | None:
+        """How long a job that trains still takes at the speed of its last half; None where that cannot be told."""
+        rows = [row for row in self.train_rows if math.isfinite(number(row.get("seconds"))) and number(row.get("step")) > 0]
+        if self.status != "training" or not self.progress or len(rows) < 3:
+            return None
+        middle, last = rows[len(rows) // 2 - 1], rows[-1]
+        done = self.progress * (1 - number(middle["step"]) / number(last["step"]))
+        return (1 - self.progress) * (number(last["seconds"]) - number(middle["seconds"])) / done if done > 0 else None
 
     def tokens_at(self, step: float) -> float:
         """Trained tokens after `step` optimizer steps, from the last train row at or before it."""
@@ -66,8 +93,9 @@ def read_run(run_dir: Path) -> RunView:
             "give the output_dir of a `tlora train`"
         )
     specs = {str(entry.get("name")): entry for entry in _entries(spec.get("jobs"))}
+    specs = {name: specs.get(name, {}) | read_json(run_dir / name / "job.json") for name in names}
     status = str(spec.get("status", ""))
-    jobs = [_read_job(run_dir / name, name, specs.get(name, {}), status) for name in names]
+    jobs = [_read_job(run_dir / name, name, specs, status) for name in names]
     rows = read_rows(run_dir / "run.jsonl")
     ends = [second for job in jobs for row in (job.train_rows[-1:], job.eval_rows[-1:]) for second in column(row, "seconds")]
     seconds = max((second for second in [*column(rows[-1:], "seconds"), *ends] if math.isfinite(second)), default=math.nan)
@@ -89,9 +117,9 @@ def _job_directories(run_dir: Path) -> list[str]:
         return []
 
 
-def _read_job(directory: Path, name: str, entry: Row, run_status: str) -> JobView:
+def _read_job(directory: Path, name: str, specs: Mapping[str, Row], run_status: str) -> JobView:
     result, rows = read_json(directory / "result.json"), read_rows(directory / "metrics.jsonl")
-    spec = entry | read_json(directory / "job.json")
+    spec = specs[name]
     train = [row for row in rows if "loss" in row]
     evals = [row for row in rows if "eval_loss" in row]
     losses, eval_losses = column(train, "loss"), column(evals, "eval_loss")
@@ -117,10 +145,31 @@ def _read_job(directory: Path, name: str, entry: Row, run_status: str) -> JobVie
         num_tokens=_whole(result.get("num_tokens"), last.get("num_tokens")) or 0,
         seconds=_first_number(result, "seconds", [max(times) - min(times)] if times else []),
         sweep_of=str(sweep_of) if sweep_of else None,
-        settings=settings if isinstance(settings, dict) else {},
+        settings=settings if isinstance(settings, dict) else _swept_settings(spec, specs.values()),
         train_rows=train,
         eval_rows=evals,
+        progress=_progress(spec, _whole(result.get("total_steps"), None), last),
     )
+
+
+def _swept_settings(spec: Row, specs: Iterable[Row]) -> Row:
+    """What a result will tell under `settings`: the fields in which the jobs of one sweep differ, with this job's values."""
+    if not spec.get("sweep_of"):
+        return {}
+    mine, *family = (_flat(other) for other in (spec, *(other for other in specs if other.get("sweep_of") == spec["sweep_of"])))
+    return {key: value for key, value in mine.items() if any(other.get(key) != value for other in family)}
+
+
+def _flat(spec: Row) -> Row:
+    data = spec.get("data")
+    return {key: value for key, value in spec.items() if key not in ("name", "data")} | (data if isinstance(data, dict) else {})
+
+
+def _progress(spec: Row, total_steps: int | None, last: Row) -> float | None:
+    steps = total_steps or number(spec.get("max_steps"))
+    done, whole = (last.get("step"), steps) if steps > 0 else (last.get("epoch"), spec.get("num_train_epochs"))
+    share = number(done) / number(whole) if number(whole) > 0 else math.nan
+    return min(share, 1.0) if share >= 0 else None
 
 
 def _status_without_result(run_status: str, has_rows: bool) -> str:

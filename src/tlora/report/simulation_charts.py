@@ -13,9 +13,10 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
+from tlora.report.looks import Look
 from tlora.report.page import Chart
 from tlora.report.rows import number
-from tlora.report.simulation_view import Look, PolicyView, SimulationView, usual_kernels
+from tlora.report.simulation_view import PolicyView, SimulationView, usual_kernels
 from tlora.report.wording import duration_text, time_unit
 
 _POINTS_OF_CDF = 400

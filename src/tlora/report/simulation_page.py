@@ -1,4 +1,4 @@
-"""The page of a simulation: settings, metrics with their bounds, ratios, charts, the view of the groups, and where constants are from.
+"""The page of a simulation: its result, charts, all metrics with their bounds, ratios, the groups, settings, and where constants are from.
 
 Takes plain numbers and rows (`simulation_view.py`) and gives HTML in one piece. Simulates nothing and writes no file.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from tlora.report.page import LegendEntry, Section, render_page
 from tlora.report.simulation_charts import simulation_charts
 from tlora.report.simulation_gantt import gantt_html
-from tlora.report.simulation_tables import constants_html, metrics_html, ratios_html, settings_html
+from tlora.report.simulation_tables import constants_html, metrics_html, ratios_html, result_html, settings_html
 from tlora.report.simulation_view import SimulationView, looks
 
 
@@ -18,16 +18,17 @@ def simulation_page(view: SimulationView) -> str:
     charts = simulation_charts(view, drawn)
     groups = gantt_html(view)
     shown = {trace["legendgroup"] for chart in charts for trace in chart.figure["data"]}
-    legend = [LegendEntry(name, look.colour) for name, look in drawn.items() if name in shown]
+    legend = [LegendEntry(name, look) for name, look in drawn.items() if name in shown]
     sections = [
-        Section("", settings_html(view)),
-        Section("Metrics", metrics_html(view, drawn)),
+        Section("", result_html(view, drawn)),
         Section("Curves", "" if charts else '<p class="faint">No job was done and nothing was sampled.</p>', charts, legend),
+        Section("All metrics", metrics_html(view, drawn)),
     ]
     if ratios := ratios_html(view, drawn):
-        sections.insert(2, Section("How many times better", ratios))
+        sections.append(Section("How many times better", ratios))
     if groups:
         sections.append(Section("Groups", groups))
+    sections.append(Section("Settings", settings_html(view)))
     if view.constants:
         sections.append(Section("Constants", constants_html(view.constants)))
     return render_page(view.title, sections)

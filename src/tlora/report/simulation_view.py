@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tlora.report.looks import Look
 from tlora.report.rows import Row
 from tlora.report.wording import job_colours
 
@@ -46,14 +47,6 @@ class SimulationView:
     constants: Sequence[Row] = field(default_factory=list[Row])
 
 
-@dataclass(frozen=True)
-class Look:
-    """How a policy is drawn everywhere: its policy's colour, dashed unless its kernels are the usual ones."""
-
-    colour: str
-    dash: str
-
-
 def usual_kernels(view: SimulationView) -> str:
     """The kernels of most policies, or of the first among equals; empty without policies."""
     counts = Counter(policy.kernels for policy in view.policies)
@@ -61,7 +54,7 @@ def usual_kernels(view: SimulationView) -> str:
 
 
 def looks(view: SimulationView) -> dict[str, Look]:
-    """A look for each policy's name, and for names that only the sweep has."""
+    """A look for each policy's name: its policy's colour, dashed unless its kernels are the usual ones; also for the sweep's names."""
     policies = list(dict.fromkeys(policy.policy for policy in view.policies))
     swept = [
         name for name in dict.fromkeys(str(row["name"]) for row in view.sweep) if name not in {policy.name for policy in view.policies}

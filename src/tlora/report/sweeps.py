@@ -1,4 +1,4 @@
-"""A sweep's jobs, best first: what they are ranked by, their table, and a heat map when two fields were swept."""
+"""A sweep's jobs, best first: a verdict in words, what they are ranked by, their table, a heat map when two fields were swept."""
 
 from __future__ import annotations
 
@@ -7,66 +7,103 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from tlora.report.job_looks import swept_fields, swept_values
+from tlora.report.looks import Look
 from tlora.report.page import Chart, Section
 from tlora.report.rows import number
 from tlora.report.run_view import JobView
-from tlora.report.tables import cell, change, dot, table
-from tlora.report.wording import DASH, duration_text, loss_text, setting_text
+from tlora.report.sparklines import spark_scale
+from tlora.report.tables import RESULT_HEADS, Cell, Line, name_cell, result_cells, table, trend_note
+from tlora.report.wording import DASH, duration_text, loss_text, setting_text, settings_text
+
+_TOLD_BY_SWEEP = ("#best eval", "#rank")  # heads of the results whose numbers a sweep has as its score and among its fields
+_RISEN = 1.05  # a last loss of more than this times the first is no noise of a batch
 
 
-def sweep_sections(jobs: Sequence[JobView], colours: Mapping[str, str]) -> list[Section]:
+def sweep_sections(jobs: Sequence[JobView], looks: Mapping[str, Look], window: int) -> list[Section]:
     """A section for each sweep among `jobs`, in file order."""
     names = dict.fromkeys(job.sweep_of for job in jobs if job.sweep_of)
     sections: list[Section] = []
     for name in names:
         members = [job for job in jobs if job.sweep_of == name]
         heat_map = sweep_heat_map(members)
-        sections.append(Section(f"Sweep \u201c{name}\u201d, best first", sweep_table(members, colours), (heat_map,) if heat_map else ()))
+        html = sweep_verdict(members) + sweep_table(members, looks, window)
+        sections.append(Section(f"Sweep \u201c{name}\u201d, best first", html, (heat_map,) if heat_map else ()))
     return sections
 
 
-def sweep_table(jobs: Sequence[JobView], colours: Mapping[str, str]) -> str:
+def sweep_verdict(jobs: Sequence[JobView]) -> str:
+    """Which job leads, which ones went wrong, and when the sweep ends."""
+    best, *others = best_first(jobs)
+    going = [job for job in jobs if job.status in ("training", "queued")]
+    lines: list[str] = []
+    if (score := known_score(best, jobs)) is not None:
+        second = known_score(others[0], jobs) if others else None
+        next_best = "" if second is None else f"; the next best, {escape(others[0].name)}: {loss_text(second)}"
+        leads, settings = "Best so far" if going else "Best", escape(settings_text(best.settings))
+        lines.append(f"{leads}: <b>{escape(best.name)}</b> ({settings}), {score_name(jobs)} <b>{loss_text(score)}</b>{next_best}.")
+    wrong = [f"{escape(job.name)} ({trouble})" for job in jobs if (trouble := _trouble(job))]
+    if wrong:
+        lines.append(f'<span class="bad">Went wrong, {len(wrong)} of {len(jobs)}:</span> {", ".join(wrong)}.')
+    elif any(job.train_rows for job in jobs):
+        lines.append("No job diverged or failed.")
+    if going:
+        left = [seconds for job in going if (seconds := job.left_seconds) is not None]
+        ends = f", about {duration_text(max(left))} left" if len(left) == len(going) else ""
+        lines.append(f"{len(going)} of {len(jobs)} still going on{ends}.")
+    return "".join(f'<p class="verdict">{line}</p>' for line in lines)
+
+
+def _trouble(job: JobView) -> str:
+    """What went wrong with a job, in words; empty for nothing."""
+    if job.status == "failed":
+        return "failed"
+    if job.broken_step is not None:
+        return f"loss not finite from step {job.broken_step:,.0f}"
+    first, last = job.train_loss_first, job.train_loss
+    return f"loss rose from {loss_text(first)} to {loss_text(last)}" if first and last and last > _RISEN * first > 0 else ""
+
+
+def sweep_table(jobs: Sequence[JobView], looks: Mapping[str, Look], window: int) -> str:
     """The jobs of one sweep, best first, with the values that they differ in."""
-    fields = swept_fields(jobs)
-    heads = ("#", "job", *(f"#{field}" for field in fields), f"#{score_name(jobs)}", "#train loss", "#eval loss", "#tokens", "#time")
-    rows: list[str] = []
+    fields, scale = swept_fields(jobs), spark_scale(jobs, window)
+    kept = [at for at, head in enumerate(RESULT_HEADS) if head not in _TOLD_BY_SWEEP]
+    rows: list[Line] = []
     for place, job in enumerate(best_first(jobs), start=1):
-        score = score_of(job, jobs)
-        known = score is not None and math.isfinite(score)
+        score, results = known_score(job, jobs), result_cells(job, scale, looks[job.name])
         cells = (
-            cell(str(place) if known else DASH, place),
-            f'<th scope="row">{dot(colours[job.name])}{escape(job.name)}</th>',
-            *(cell(escape(setting_text(job.settings.get(field, DASH))), number(job.settings.get(field))) for field in fields),
-            cell(f"<b>{loss_text(score)}</b>", score),
-            cell(change(job.train_loss_first, job.train_loss), job.train_loss),
-            cell(change(job.eval_loss_first, job.eval_loss), job.eval_loss),
-            cell(f"{job.num_tokens:,}", job.num_tokens),
-            cell(duration_text(job.seconds), job.seconds),
+            Cell(DASH if score is None else str(place), place),
+            name_cell(job, looks[job.name]),
+            *(Cell(escape(setting_text(job.settings.get(field, DASH))), number(job.settings.get(field))) for field in fields),
+            Cell(f"<b>{loss_text(score_of(job, jobs))}</b>", score),
+            *(results[at] for at in kept),
         )
-        rows.append(('<tr class="winner">' if place == 1 and known else "<tr>") + "".join(cells) + "</tr>")
-    return table(heads, rows)
-
-
-def swept_fields(jobs: Sequence[JobView]) -> list[str]:
-    """The fields that a sweep varies, in the order in which its jobs name them."""
-    return list(dict.fromkeys(field for job in jobs for field in job.settings))
+        rows.append(Line(cells, "winner" if place == 1 and score is not None else ""))
+    heads = ("#place", "job", *(f"#{field}" for field in fields), f"#{score_name(jobs)}", *(RESULT_HEADS[at] for at in kept))
+    return table(heads, rows) + trend_note(scale)
 
 
 def score_of(job: JobView, jobs: Sequence[JobView]) -> float | None:
-    """What a sweep is ranked by: the best eval loss, or the last train loss when no job of it was evaluated."""
-    return job.eval_loss_best if any(other.eval_loss_best is not None for other in jobs) else job.train_loss
+    """What a sweep is ranked by: the best eval loss since training began, or the last train loss when no job of it was evaluated since."""
+    return job.trained_eval_best if any(other.trained_eval_best is not None for other in jobs) else job.train_loss
+
+
+def known_score(job: JobView, jobs: Sequence[JobView]) -> float | None:
+    """The score if it is finite."""
+    score = score_of(job, jobs)
+    return score if score is not None and math.isfinite(score) else None
 
 
 def score_name(jobs: Sequence[JobView]) -> str:
-    return "best eval loss" if any(job.eval_loss_best is not None for job in jobs) else "last train loss"
+    return "best eval loss" if any(job.trained_eval_best is not None for job in jobs) else "last train loss"
 
 
 def best_first(jobs: Sequence[JobView]) -> list[JobView]:
     """Jobs by score; those without a finite one last, in file order."""
 
     def rank(job: JobView) -> tuple[bool, float]:
-        score = score_of(job, jobs)
-        return (False, score) if score is not None and math.isfinite(score) else (True, 0.0)
+        score = known_score(job, jobs)
+        return score is None, score or 0.0
 
     return sorted(jobs, key=rank)
 
@@ -77,7 +114,7 @@ def sweep_heat_map(jobs: Sequence[JobView]) -> Chart | None:
     if len(fields) != 2:
         return None
     vertical, horizontal = sorted(fields, key=lambda field: len({setting_text(job.settings.get(field)) for job in jobs}))
-    rows, columns = (_swept_values(jobs, field) for field in (vertical, horizontal))
+    rows, columns = (swept_values(jobs, field) for field in (vertical, horizontal))
     cells: dict[tuple[str, str], JobView] = {
         (setting_text(job.settings.get(vertical)), setting_text(job.settings.get(horizontal))): job for job in reversed(best_first(jobs))
     }
@@ -87,9 +124,8 @@ def sweep_heat_map(jobs: Sequence[JobView]) -> Chart | None:
         return [[value(cells[row, at]) if (row, at) in cells else None for at in columns] for row in rows]
 
     def words(job: JobView) -> str:
-        score = score_of(job, jobs)
-        known = score is not None and math.isfinite(score)
-        return ("★ " if job is best else "") + loss_text(score) if known else escape(job.status)
+        score = known_score(job, jobs)
+        return escape(job.status) if score is None else ("★ " if job is best else "") + loss_text(score)
 
     trace = {
         "type": "heatmap",
@@ -114,11 +150,3 @@ def sweep_heat_map(jobs: Sequence[JobView]) -> Chart | None:
     return Chart(
         f"{score_name(jobs).capitalize()} over {vertical} and {horizontal}", {"data": [trace], "layout": layout}, wide=len(columns) > 6
     )
-
-
-def _swept_values(jobs: Sequence[JobView], field: str) -> list[str]:
-    """The values of one field as written: numbers in their order, others as they came."""
-    values = list(dict.fromkeys((number(job.settings.get(field)), setting_text(job.settings.get(field))) for job in jobs))
-    if all(math.isfinite(size) for size, _ in values):
-        values.sort(key=lambda pair: pair[0])
-    return list(dict.fromkeys(text for _, text in values))

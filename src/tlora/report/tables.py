@@ -4,67 +4,128 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
 
-from tlora.report.rows import column, smooth, thin
+from tlora.report.looks import Look, mark
+from tlora.report.rows import column
 from tlora.report.run_view import JobView, RunView
+from tlora.report.sparklines import SparkScale, spark_scale, sparkline
 from tlora.report.wording import DASH, MINUS, count_text, duration_text, loss_text
 
-_SPARK_POINTS = 60
 _SHOWN_ELSEWHERE = ("jobs", "versions", "status", "started", "base_parameters")
 _NUMBER = ' class="number"'
 
 
-def results_table(jobs: Sequence[JobView], colours: Mapping[str, str]) -> str:
+@dataclass(frozen=True)
+class Cell:
+    """A cell of ready HTML; `value` is what sorting compares under a head of numbers."""
+
+    html: str
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of a table; `style` is a class of the page's style sheet."""
+
+    cells: Sequence[Cell]
+    style: str = ""
+
+
+RESULT_HEADS = ("status", "#train loss", "trend", "#eval loss", "#best eval", "#steps", "#rank", "#tokens", "#time")
+
+
+def results_table(jobs: Sequence[JobView], looks: Mapping[str, Look], window: int) -> str:
     """A row per job, in the order of the jobs file; the page's script sorts it by any column."""
-    heads = ("job", "status", "#rank", "#steps", "#train loss", "", "#eval loss", "#best eval", "#tokens", "#time")
-    return table(heads, [_result_row(job, colours[job.name]) for job in jobs])
+    scale = spark_scale(jobs, window)
+    rows = [Line((name_cell(job, looks[job.name]), *result_cells(job, scale, looks[job.name]))) for job in jobs]
+    return table(("job", *RESULT_HEADS), rows) + trend_note(scale)
 
 
-def _result_row(job: JobView, colour: str) -> str:
+def name_cell(job: JobView, look: Look) -> Cell:
     reason = f'<div class="reason">{escape(job.reason)}</div>' if job.reason else ""
+    return Cell(f'<span class="name">{mark(look)}{escape(job.name)}</span>{reason}')
+
+
+def result_cells(job: JobView, scale: SparkScale | None, look: Look) -> list[Cell]:
+    """A job's cells under `RESULT_HEADS`."""
     steps = f"{job.steps:,}" + (f" / {job.total_steps:,}" if job.total_steps and job.total_steps != job.steps else "")
     best = loss_text(job.eval_loss_best) + (f' <span class="faint">@{job.best_step:,}</span>' if job.best_step is not None else "")
-    cells = (
-        f'<th scope="row">{dot(colour)}{escape(job.name)}{reason}</th>',
-        f'<td><span class="status {_status_class(job.status)}">{escape(job.status)}</span></td>',
-        cell(DASH if job.rank is None else str(job.rank), job.rank),
-        cell(steps, job.steps),
-        cell(change(job.train_loss_first, job.train_loss), job.train_loss),
-        f"<td>{_sparkline(column(job.train_rows, 'loss'), colour)}</td>",
-        cell(change(job.eval_loss_first, job.eval_loss), job.eval_loss),
-        cell(best if job.eval_loss_best is not None else DASH, job.eval_loss_best),
-        cell(f"{job.num_tokens:,}", job.num_tokens),
-        cell(duration_text(job.seconds), job.seconds),
+    return [
+        _status_cell(job),
+        Cell(change(job.train_loss_first, job.train_loss), job.train_loss),
+        Cell(sparkline(job, scale, look)),
+        Cell(change(job.eval_loss_first, job.eval_loss), job.eval_loss),
+        Cell(best if job.eval_loss_best is not None else DASH, job.eval_loss_best),
+        Cell(steps, job.steps),
+        Cell(DASH if job.rank is None else str(job.rank), job.rank),
+        Cell(f"{job.num_tokens:,}", job.num_tokens),
+        Cell(duration_text(job.seconds), job.seconds),
+    ]
+
+
+def trend_note(scale: SparkScale | None) -> str:
+    if scale is None:
+        return ""
+    return (
+        f'<p class="faint">Trend: the train loss, averaged over about {scale.window} rows back, '
+        f"all of this table on one scale ({scale.text()}).</p>"
     )
-    return f'<tr data-job="{escape(job.name)}">{"".join(cells)}</tr>'
+
+
+def _status_cell(job: JobView) -> Cell:
+    left = "" if job.left_seconds is None else f'<div class="faint">about {duration_text(job.left_seconds)} left</div>'
+    broken = "" if job.broken_step is None else f'<div class="bad">loss not finite from step {job.broken_step:,.0f}</div>'
+    return Cell(f'<span class="status {_status_class(job.status)}">{escape(job.status)}</span>{left}{broken}')
 
 
 def run_facts(run: RunView) -> str:
-    """The run at a glance (tiles), and under a fold everything run.json says about it."""
-    spec = run.spec
+    """The run at a glance, as tiles."""
     counts: dict[str, int] = {}
     for job in run.jobs:
         counts[job.status] = counts.get(job.status, 0) + 1
     rates = [rate for rate in column(run.rows, "tokens_per_second") if math.isfinite(rate)]
-    tiles = (
+    peak = f"; peak {_rate_text(max(rates))}" if rates else ""
+    return _tiles(
+        ("status", str(run.spec.get("status", "unknown")), _when(run)),
         ("jobs", str(len(run.jobs)), ", ".join(f"{count} {status}" for status, count in counts.items())),
-        ("tokens", count_text(run.num_tokens), f"{run.num_tokens:,}"),
-        ("wall time", duration_text(run.seconds), ""),
-        ("throughput", _rate_text(_mean_rate(run, rates)), f"tokens; peak {_rate_text(max(rates))}" if rates else "tokens"),
+        ("wall time", duration_text(run.seconds), _started(run.spec.get("started"))),
+        ("throughput", _rate_text(_mean_rate(run, rates)), f"{run.num_tokens:,} tokens{peak}"),
+    )
+
+
+def run_machine(run: RunView) -> str:
+    """Packing, base and device as tiles, versions, and under a fold everything else that run.json says."""
+    tiles = _tiles(
         _packing_tile(run, "packing", "with a whole token budget on offer"),
         _packing_tile(run, "tail", "less than a token budget on offer", "tail_"),
-        *_base_tile(spec.get("base_parameters")),
-        ("device", str(spec.get("device", DASH)), ""),
-        ("status", str(spec.get("status", "unknown")), _started(spec.get("started"))),
+        *_base_tile(run.spec.get("base_parameters")),
+        ("device", str(run.spec.get("device", DASH)), ""),
     )
+    return tiles + _settings(run)
+
+
+def _tiles(*tiles: tuple[str, str, str]) -> str:
     shown = "".join(
         f'<div class="tile"><div class="label">{escape(label)}</div><div class="value">{escape(value)}</div>'
         f'<div class="faint">{escape(extra)}</div></div>'
         for label, value, extra in tiles
     )
-    return f'<div class="tiles">{shown}</div>{_settings(run)}'
+    return f'<div class="tiles">{shown}</div>'
+
+
+def _when(run: RunView) -> str:
+    """When a run that goes on will end, as far as its jobs can tell."""
+    if run.spec.get("status") in ("done", "stopped", "failed"):
+        return ""
+    left = [job.left_seconds for job in run.jobs if job.status == "training"]
+    known = [seconds for seconds in left if seconds is not None]
+    unknown = len(left) - len(known) + sum(job.status == "queued" for job in run.jobs)
+    parts = [f"about {duration_text(max(known))} left"] if known else []
+    parts += [f"{unknown} {'job' if unknown == 1 else 'jobs'} cannot be estimated yet"] if unknown else []
+    return ", ".join([*parts, "as of the last row"]) if parts else ""
 
 
 def _packing_tile(run: RunView, label: str, when: str, prefix: str = "") -> tuple[str, str, str]:
@@ -75,8 +136,8 @@ def _packing_tile(run: RunView, label: str, when: str, prefix: str = "") -> tupl
     tokens, computed, offered, micro_batches = sums
     if not computed or not offered:
         return label, DASH, f"no micro-batch {when}"
-    shares = f"fill {100 * tokens / offered:.1f} %, padding {100 * (1 - tokens / computed):.1f} %"
-    return label, shares, f"{micro_batches:,.0f} micro-batches {when}"
+    padding = f"padding {100 * (1 - tokens / computed):.1f} %"
+    return label, f"{100 * tokens / offered:.1f} % full", f"{padding}; {micro_batches:,.0f} micro-batches {when}"
 
 
 def _base_tile(parameters: object) -> list[tuple[str, str, str]]:
@@ -120,48 +181,50 @@ def _fact(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def table(heads: Sequence[str], rows: Sequence[str]) -> str:
-    """A table that the page's script sorts; a head that begins with # stands over numbers, which are compared by value."""
-    cells = [f'<th scope="col"{_NUMBER if name[:1] == "#" else ""}>{escape(name.removeprefix("#"))}</th>' for name in heads]
-    head, body = "".join(cells), "".join(rows)
-    return f'<div class="scroll"><table class="sortable"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+def table(heads: Sequence[str], lines: Sequence[Line]) -> str:
+    """A table that the page's script sorts; a head that begins with # stands over numbers, which are compared by value.
+
+    The cell under `job`, `policy` or the first head names its row. On a narrow screen each row of a table with more than three columns
+    becomes a block in which every cell has its head before it.
+    """
+    names = [name.removeprefix("#") for name in heads]
+    styles = [_NUMBER if name[:1] == "#" else "" for name in heads]
+    naming = next((at for at, name in enumerate(names) if name in ("job", "policy")), 0)
+    head = "".join(f'<th scope="col"{style}>{escape(name)}</th>' for name, style in zip(names, styles, strict=True))
+    rows: list[str] = []
+    for line in lines:
+        cells = [
+            f'<th scope="row">{cell.html}</th>'
+            if at == naming
+            else f'<td{styles[at]}{_sort_key(cell.value)} data-label="{escape(names[at])}">{cell.html}</td>'
+            for at, cell in enumerate(line.cells)
+        ]
+        rows.append(f"<tr{_class(line.style)}>{''.join(cells)}</tr>")
+    kind = "sortable blocks" if len(heads) > 3 else "sortable"
+    return f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
-def cell(content: str, value: float | None) -> str:
-    """A right-aligned cell of ready HTML; `value` is what sorting compares."""
-    key = f' data-value="{value!r}"' if value is not None and math.isfinite(value) else ""
-    return f'<td class="number"{key}>{content}</td>'
+def _class(name: str) -> str:
+    return f' class="{name}"' if name else ""
+
+
+def _sort_key(value: float | None) -> str:
+    return f' data-value="{value!r}"' if value is not None and math.isfinite(value) else ""
 
 
 def change(first: float | None, last: float | None) -> str:
-    """first → last and the change in percent, green when the loss fell."""
+    """first → last and the change in percent, green when the loss fell; no percent where it rounds to nothing."""
     if first is None or last is None:
         return loss_text(last)
     text = f"{loss_text(first)} → {loss_text(last)}"
-    if not (math.isfinite(first) and math.isfinite(last)) or first <= 0 or first == last:
+    if not (math.isfinite(first) and math.isfinite(last)) or first <= 0:
         return text
-    percent = f"{100 * (last - first) / first:+.0f} %".replace("-", MINUS)
-    return f'{text} <span class="change {"good" if last < first else "bad"}">{percent}</span>'
-
-
-def dot(colour: str) -> str:
-    return f'<span class="dot" style="background:{colour}"></span>'
+    percent = 100 * (last - first) / first
+    if abs(percent) < 0.5:
+        return text
+    shown = f"{percent:+.0f}" if percent > -99 else f"{math.ceil(10 * percent) / 10:+.1f}"  # what is not zero has not fallen by 100 %
+    return f'{text} <span class="change {"good" if last < first else "bad"}">{shown.replace("-", MINUS)} %</span>'
 
 
 def _status_class(status: str) -> str:
     return status if status in ("done", "failed", "stopped", "training", "evaluating") else "waiting"
-
-
-def _sparkline(values: Sequence[float], colour: str, width: int = 110, height: int = 24) -> str:
-    """The smoothed curve as an inline picture of a few hundred bytes; nothing for fewer than two finite values."""
-    curve = smooth(values)
-    points = [(index, curve[index]) for index in thin([curve], _SPARK_POINTS) if math.isfinite(curve[index])] if curve else []
-    if len(points) < 2:
-        return ""
-    low, high = min(value for _, value in points), max(value for _, value in points)
-    across, up = (width - 4) / max(1, len(values) - 1), (height - 4) / ((high - low) or 1)
-    path = " ".join(f"{2 + index * across:.1f},{height - 2 - (value - low) * up:.1f}" for index, value in points)
-    return (
-        f'<svg class="spark" width="{width}" height="{height}" viewBox="0 0 {width} {height}" aria-hidden="true">'
-        f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6" stroke-linejoin="round"/></svg>'
-    )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import colorsys
 import math
+from collections.abc import Mapping
 
 DASH = "\u2013"  # where there is no value
 MINUS = "\u2212"
 
-# Ten hues that stay apart on white and on near-black, neighbours in the list far from one another.
-_PALETTE = ("#3b82f6", "#ef6c3e", "#10a37f", "#b45dd6", "#d99a00", "#e5487f", "#14a5c4", "#7a9a01", "#8b6fe8", "#a8714a")
+# Hues that stay apart on white and on near-black. The first six (near those of Okabe and Ito) stay apart for colour-blind eyes too.
+_PALETTE = ("#0b72c4", "#d95f02", "#12a37c", "#d074a8", "#d9a200", "#57b5ec", "#8b6fe8", "#7a9a01", "#e5487f", "#a8714a")
 
 
 def job_colours(count: int) -> list[str]:
@@ -62,6 +63,11 @@ def duration_text(seconds: float | None) -> str:
 def setting_text(value: object) -> str:
     """A swept value as one would write it in a jobs file."""
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def settings_text(settings: Mapping[str, object]) -> str:
+    """Several swept values in a line."""
+    return ", ".join(f"{field} {setting_text(value)}" for field, value in settings.items())
 
 
 def shorten(name: str, length: int = 24) -> str:

@@ -1,0 +1,39 @@
+"""Lines' colours and dashes, and how they stand before a name. Which job or policy gets which: `job_looks.py`, `simulation_view.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DASHES = {"solid": "", "dash": "6 3", "dot": "1.5 3", "longdash": "10 3", "dashdot": "6 3 1.5 3", "longdashdot": "10 3 1.5 3"}
+CATEGORIES = 6  # the first of `job_colours`, which colour-blind eyes tell apart
+# Evenly spaced to eyes without one of the three receptors (8 CIELAB units or more), and visible on white and on near-black.
+_SEQUENCE = (
+    *((55, 50, 180), (45, 79, 188), (36, 104, 195), (28, 129, 192), (23, 153, 170)),
+    *((63, 177, 122), (95, 186, 94), (130, 190, 73), (171, 190, 59), (225, 190, 40)),
+)
+
+
+@dataclass(frozen=True)
+class Look:
+    """A line's colour (#rrggbb) and its dash, one of `DASHES`."""
+
+    colour: str
+    dash: str = "solid"
+
+
+def mark(look: Look) -> str:
+    """A short line as the charts draw it, to stand before a name."""
+    dashes = f' stroke-dasharray="{DASHES[look.dash]}"' if DASHES[look.dash] else ""
+    line = f'<line x1="1" y1="4" x2="23" y2="4" stroke="{look.colour}" stroke-width="4"{dashes}/>'
+    return f'<svg class="mark" width="24" height="8" viewBox="0 0 24 8" aria-hidden="true">{line}</svg>'
+
+
+def sequence_colours(count: int) -> list[str]:
+    """`count` colours in even steps along the sequence; its middle for a single one."""
+    places = [(len(_SEQUENCE) - 1) * (at / (count - 1) if count > 1 else 0.5) for at in range(count)]
+    colours: list[str] = []
+    for place in places:
+        left = min(int(place), len(_SEQUENCE) - 2)
+        mixed = (round(a + (b - a) * (place - left)) for a, b in zip(_SEQUENCE[left], _SEQUENCE[left + 1], strict=True))
+        colours.append("#" + "".join(f"{channel:02x}" for channel in mixed))
+    return colours
