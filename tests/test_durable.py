@@ -303,7 +303,7 @@ def test_a_directory_that_cannot_be_changed_is_reported(tmp_path: Path, monkeypa
         newest, notes = newest_verified(tmp_path)
         assert newest == tmp_path / "checkpoint-1"
         assert "checkpoint-2 is damaged and skipped (it cannot be renamed: Permission denied)" in notes[0]
-    monkeypatch.setattr(durable, "_sha256", refuse)
+    monkeypatch.setattr(durable, "sha256", refuse)
     with pytest.raises(CheckpointError, match="Permission denied"):
         verify(tmp_path / "checkpoint-1")
     monkeypatch.setattr(Path, "read_bytes", refuse)

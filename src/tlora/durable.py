@@ -66,9 +66,7 @@ def write_directory(final: Path, write: Callable[[Path], None], *, failpoint: Fa
         failpoint("made the temporary directory")
         write(temporary)
         failpoint("wrote the files")
-        files = _sync_files(temporary, failpoint)
-        _write_synced(temporary / MANIFEST, _manifest(files), failpoint)
-        _sync(temporary)
+        write_manifest(temporary, failpoint)
         failpoint("synced the temporary directory")
         _put_in_place(temporary, final, failpoint)
     except BaseException as error:
@@ -81,15 +79,16 @@ def write_directory(final: Path, write: Callable[[Path], None], *, failpoint: Fa
         raise
 
 
-def _sync_files(directory: Path, failpoint: Failpoint) -> dict[str, dict[str, int | str]]:
-    """Fsync every file; return their sizes and hashes by name."""
+def write_manifest(directory: Path, failpoint: Failpoint = _pass) -> None:
+    """Fsync the plain files in `directory` and write a manifest of their sizes and hashes, for `find_damage` and `verify`."""
     files: dict[str, dict[str, int | str]] = {}
     for path in sorted(directory.iterdir()):
         assert path.is_file() and path.name != MANIFEST, f"{path}: only plain files belong into a durable directory"
         _sync(path)
         failpoint(f"synced {path.name}")
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-    return files
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    _write_synced(directory / MANIFEST, _manifest(files), failpoint)
+    _sync(directory)
 
 
 def _put_in_place(temporary: Path, final: Path, failpoint: Failpoint) -> None:
@@ -126,25 +125,34 @@ def _give_up(temporary: Path, final: Path) -> None:
 
 
 def verify(directory: Path) -> None:
-    """Raise CheckpointError naming file, expected and found if `directory` is not what its manifest says.
+    """Raise CheckpointError naming file, expected and found if `directory` is not what its manifest says."""
+    damage = find_damage(directory)
+    if damage is not None:
+        raise CheckpointError(f"{damage}. Remedy: use another checkpoint; --resume takes the newest undamaged one")
 
-    Files that the manifest does not name are left alone: people put notes beside their adapters.
+
+def find_damage(directory: Path, beat: Callable[[], None] = lambda: None) -> str | None:
+    """File, expected and found where `directory` is not what its manifest says; None where it is.
+
+    Files that the manifest does not name are left alone: people put notes beside their adapters. `beat` is called every few MiB.
     """
     try:
-        for name, expected in _read_manifest(directory / MANIFEST).items():
+        files = _read_manifest(directory / MANIFEST)
+        if isinstance(files, str):
+            return files
+        for name, expected in files.items():
             path = directory / name
             if not path.is_file():
-                raise _damaged(path, f"expected {expected['bytes']} bytes, found no file")
+                return f"{path} is damaged: expected {expected['bytes']} bytes, found no file"
             size = path.stat().st_size
             if size != expected["bytes"]:
-                raise _damaged(path, f"expected {expected['bytes']} bytes, found {size}")
-            digest = _sha256(path)
+                return f"{path} is damaged: expected {expected['bytes']} bytes, found {size}"
+            digest = sha256(path, beat)
             if digest != expected["sha256"]:
-                raise _damaged(path, f"expected sha256 {expected['sha256']}, found {digest}")
-    except CheckpointError:
-        raise
+                return f"{path} is damaged: expected sha256 {expected['sha256']}, found {digest}"
     except OSError as error:
-        raise _damaged(directory, f"expected to read it, found {error.strerror or error}") from error
+        return f"{directory} is damaged: expected to read it, found {error.strerror or error}"
+    return None
 
 
 def newest_verified(parent: Path, prefix: str = "checkpoint-") -> tuple[Path | None, list[str]]:
@@ -178,7 +186,7 @@ def find_verified(parent: Path, prefix: str = "checkpoint-") -> Path | None:
     """
     try:
         found = _by_step(parent, prefix, suffix=f"(?:{re.escape(_REPLACED)})?")
-        return next((path for path in found if _verifies(path)), None)
+        return next((path for path in found if find_damage(path) is None), None)
     except OSError:
         return None
 
@@ -193,7 +201,7 @@ def prune(parent: Path, keep: int | None, protect: set[str], *, prefix: str = "c
     if keep is None:
         return
     paths = _by_step(parent, prefix)
-    verified = next((path for path in paths if _verifies(path)), None)
+    verified = next((path for path in paths if find_damage(path) is None), None)
     doomed = [path for path in paths[keep:] if path.name not in protect and path != verified]
     if not doomed:
         return
@@ -278,10 +286,12 @@ def _manifest(files: dict[str, dict[str, int | str]]) -> bytes:
     return (json.dumps({"files": files}, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _read_manifest(path: Path) -> dict[str, dict[str, int | str]]:
-    """Only the exact bytes that `_manifest` writes are accepted, so that a flipped bit of white space is seen too."""
+def _read_manifest(path: Path) -> dict[str, dict[str, int | str]] | str:
+    """What it says, or what is wrong with it. Only the exact bytes that `_manifest` writes are accepted, so that a flipped bit of
+    white space is seen too.
+    """
     if not path.is_file():
-        raise _damaged(path, "expected a manifest, found no file")
+        return f"{path} is damaged: expected a manifest, found no file"
     content = path.read_bytes()
     try:
         files = cast(dict[str, dict[str, int | str]], json.loads(content)["files"])
@@ -289,13 +299,7 @@ def _read_manifest(path: Path) -> dict[str, dict[str, int | str]]:
         well_formed &= all(entry.keys() == {"bytes", "sha256"} and Path(name).name == name for name, entry in files.items())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         well_formed, files = False, {}
-    if not well_formed:
-        raise _damaged(path, f"expected a manifest as written, found {len(content)} other bytes")
-    return files
-
-
-def _damaged(path: Path, difference: str) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged: {difference}. Remedy: use another checkpoint; --resume takes the newest undamaged one")
+    return files if well_formed else f"{path} is damaged: expected a manifest as written, found {len(content)} other bytes"
 
 
 def _failure(path: Path, error: OSError) -> CheckpointError:
@@ -309,14 +313,6 @@ def _failure(path: Path, error: OSError) -> CheckpointError:
     failure = CheckpointError(f"cannot write {path}: {reason}. Remedy: {remedy}")
     failure.errno = error.errno
     return failure
-
-
-def _verifies(directory: Path) -> bool:
-    try:
-        verify(directory)
-    except CheckpointError:
-        return False
-    return True
 
 
 def _by_step(parent: Path, prefix: str, suffix: str = "") -> list[Path]:
@@ -341,7 +337,7 @@ def _settle(final: Path) -> None:
     replaced = final.with_name(final.name + _REPLACED)
     if not replaced.exists():
         return
-    if final.exists() and not _verifies(final):
+    if final.exists() and find_damage(final) is not None:
         _set_aside(final)
     if final.exists():
         _sync(final.parent)
@@ -381,12 +377,16 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sha256(path: Path) -> str:
-    """In large pieces: each asks for Python's lock, for which a thread beside one that computes waits up to 5 ms."""
+def sha256(path: Path, beat: Callable[[], None] = lambda: None) -> str:
+    """Of a file's bytes, in large pieces: each asks for Python's lock, for which a thread beside one that computes waits up to 5 ms.
+
+    `beat` is called after each.
+    """
     digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE_BYTES))
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(piece):
             digest.update(piece[:size])
+            beat()
     return digest.hexdigest()
 
 

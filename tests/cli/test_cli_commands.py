@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tlora.cli.commands import app
+from tlora.data.report import ChangeCount, DataReport
 from tlora.engine.progress import JobProgress, RunProgress, Watcher
 from tlora.engine.recorder import JobResult
 from tlora.errors import CapacityError, CheckpointError, ConfigError, DataError, ModelError
@@ -200,7 +202,7 @@ def test_a_wrong_command_line_is_2(jobs_file: Path, arguments: tuple[str, ...], 
 
 
 def job_check(name: str, **changes: Any) -> SimpleNamespace:
-    data = SimpleNamespace(
+    data = DataReport(
         format="chat",
         files=["p.jsonl"],
         rows=1234,
@@ -255,10 +257,36 @@ def test_check_prints_what_it_found_and_ends_with_0(jobs_file: Path, use: Callab
         "5 GiB predicted (live tensors; the process may take up to 1.9 times as much) of 16 GiB" in out
         and "1 of 2 jobs at a time, 2,048 tokens per micro-batch" in out
     )
-    assert all(
-        f"warning: {text}" in out for text in ("tight", "sql: rank is large", "polite: 7 of 1,230 samples are cut to max_length, 99")
-    )
-    assert "4 rows without a trained token are skipped" in out
+    assert [line for line in out.splitlines() if line.startswith("warning: ")] == ["warning: tight", "warning: sql: rank is large"]
+
+
+def test_check_says_once_what_is_so_of_several_jobs(jobs_file: Path, use: Callable[..., None]):
+    """Twenty jobs of a sweep over one file: one line, with the first four names."""
+    same = {"warnings": ("7 of 1,234 rows are cut",), "problems": ("too large",)}
+    jobs = [job_check(f"s{i}", **same) for i in range(20)] + [job_check("other", warnings=("7 of 9 rows are cut",))]
+    use("tlora.engine.check", check=lambda run, watcher, device: run_check(*jobs))
+    _, out, err = call("check", jobs_file)
+    told = [line for line in out.splitlines() if line.startswith("warning: ")]
+    assert told == ["warning: s0, s1, s2, s3 and 16 more: 7 of 1,234 rows are cut", "warning: other: 7 of 9 rows are cut"]
+    assert err.splitlines() == ["error: s0, s1, s2, s3 and 16 more: too large"]
+
+
+def test_check_shows_beside_the_sample_what_its_template_changes(jobs_file: Path, use: Callable[..., None]):
+    """Of the evaluation's file too; jobs whose first samples are equal and whose templates do differ are shown apart."""
+    dropping, plain, evaluated = job_check("dropping"), job_check("plain"), job_check("evaluated")
+    dropping.data.changes.append(ChangeCount("reasoning is dropped", 12, 81572, "hm\x1b[31m"))
+    dropping.data.trained_characters = 27971
+    evaluated.eval_data = job_check("").data
+    evaluated.eval_data.changes.append(ChangeCount("tool calls are dropped", 1, 3, "abc"))
+    use("tlora.engine.check", check=lambda run, watcher, device: run_check(dropping, plain, evaluated))
+    _, out, _ = call("check", jobs_file)
+    samples = {text.split(":")[0]: text for text in out.split("\n\n") if "first sample" in text}
+    assert list(samples) == ["dropping", "plain", "evaluated"]
+    assert samples["dropping"].splitlines()[-2:] == [
+        "changed by the chat template, where 27,971 characters are trained (p.jsonl):",
+        "  reasoning is dropped: 81,572 characters in 12 of 1,234 rows, such as 'hm\\x1b[31m'",
+    ]
+    assert "chat template" not in samples["plain"] and "tool calls are dropped: 3 characters" in samples["evaluated"]
 
 
 @pytest.mark.parametrize("width", ["200", "80"])
@@ -266,7 +294,7 @@ def test_check_shows_the_file_of_the_evaluation(jobs_file: Path, use: Callable[.
     """In a narrow terminal there are two tables; the evaluation stands in that of the data alone."""
     monkeypatch.setenv("COLUMNS", width)
     plain = job_check("polite")
-    held_out = SimpleNamespace(**vars(plain.data) | {"format": "alpaca", "rows": 321, "samples": 320})
+    held_out = replace(plain.data, format="alpaca", rows=321, samples=320)
     use("tlora.engine.check", check=lambda run, watcher, device: run_check(job_check("sql", eval_data=held_out), plain))
     _, out, _ = call("check", jobs_file)
     lines = out.splitlines()

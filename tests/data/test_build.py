@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import json
 import os
@@ -14,13 +15,15 @@ import numpy as np
 import pytest
 from chat_templates import CHATML, LLAMA3
 
+from tlora import durable
 from tlora.data import build as build_module
 from tlora.data import dataset as dataset_module
 from tlora.data import worker as worker_module
-from tlora.data.build import DataReport, Order, build, hash_file
-from tlora.data.dataset import Dataset, Sample, Writer, is_whole
+from tlora.data.build import Order, build, cache_key, hash_file, tokenizer_hash
+from tlora.data.dataset import Dataset, Sample, Writer, find_damage
 from tlora.data.encode import encode, open_encoder
 from tlora.data.formats import Text
+from tlora.data.report import DataReport
 from tlora.data.worker import Worker
 from tlora.errors import DataError
 
@@ -31,6 +34,10 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def make(path: Path, tokenizer: Any, max_length: int = 1024, **settings: Any) -> Path:
+    return make_and_tell(path, tokenizer, max_length, **settings)[0]
+
+
+def make_and_tell(path: Path, tokenizer: Any, max_length: int = 1024, **settings: Any) -> tuple[Path, str | None]:
     encoder = open_encoder(tokenizer, settings.get("template"), settings.get("train_all", False), settings.get("vocab_size", 1000))
     order = Order(path, settings.get("format", "auto"), max_length, path.parent / "cache")
     return build(order, encoder, lambda file: hash_file(file, lambda _rows, _share: None), lambda _rows, _share: None)
@@ -49,7 +56,8 @@ def ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def texts(tokenizer: Any, *pairs: tuple[str, str]) -> list[Sample]:
-    return encode(open_encoder(tokenizer, None, False, 1000), [Text(*pair) for pair in pairs], ["row"] * len(pairs))
+    found = encode(open_encoder(tokenizer, None, False, 1000), [Text(*pair) for pair in pairs], ["row"] * len(pairs))
+    return [encoded.sample for encoded in found]
 
 
 def pairs_of(sample: Sample) -> list[tuple[int, float]]:
@@ -119,6 +127,11 @@ def test_report_counts_cut_and_skipped_samples(tmp_path: Path, tokenizers: Any) 
     assert (report.format, report.rows, report.samples, report.skipped) == ("tokenized", 6, 3, 3)
     assert (report.truncated, report.trained_tokens_lost, report.longest) == (2, 5, 8)
     assert (report.tokens, report.trained_tokens) == (5 + 2 + 5, 3 + 1 + 4)
+    report.files = ["x.jsonl"]
+    assert report.warnings() == [
+        "2 of 6 rows are cut to max_length, 5 trained tokens lost; the longest has 8 tokens (x.jsonl)",
+        "3 of 6 rows have no trained token and are left out (x.jsonl)",
+    ]
     dataset = Dataset(directory)
     assert [pairs_of(dataset[i]) for i in range(len(dataset))] == [
         [(1, 0), (2, 0), (3, 1), (4, 1), (5, 1)],
@@ -248,8 +261,62 @@ def test_a_damaged_set_is_made_again(name: str, damage: str, tmp_path: Path, tok
     (directory / name).unlink()
     if damage == "cut":
         (directory / name).write_bytes(contents[:-1])
-    assert not is_whole(directory)
-    assert make(path, tokenizers(CHATML)) == directory and is_whole(directory) and (directory / name).read_bytes() == contents
+    assert find_damage(directory, 1000) is not None
+    assert make(path, tokenizers(CHATML)) == directory and find_damage(directory, 1000) is None
+    assert (directory / name).read_bytes() == contents
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "weights.bin", "offsets.npy", "trained.npy", "meta.json", "MANIFEST.json"])
+def test_one_flipped_bit_of_a_set_is_found_and_told(name: str, tmp_path: Path, tokenizers: Any) -> None:
+    """The sizes stay as they are."""
+    path = write(tmp_path / "x.jsonl", [{"text": "Hello!"}])
+    directory = make(path, tokenizers(CHATML))
+    contents = (directory / name).read_bytes()
+    (directory / name).write_bytes(contents[:-4] + bytes([contents[-4] ^ 1]) + contents[-3:])
+    again, damage = make_and_tell(path, tokenizers(CHATML))
+    assert again == directory and damage and f"{name} is damaged" in damage
+    assert (directory / name).read_bytes() == contents
+    assert make_and_tell(path, tokenizers(CHATML)) == (directory, None)
+
+
+@pytest.mark.parametrize("bad", [1000, 2**30, -1])
+def test_ids_out_of_range_in_a_set_are_found_and_told(bad: int, tmp_path: Path, tokenizers: Any) -> None:
+    """Even if the hashes are right."""
+    path = write(tmp_path / "x.jsonl", [{"text": "Hello!"}])
+    directory = make(path, tokenizers(CHATML))
+    contents = (directory / "tokens.bin").read_bytes()
+    (directory / "tokens.bin").write_bytes(np.int32(bad).tobytes() + contents[4:])
+    (directory / "MANIFEST.json").unlink()
+    durable.write_manifest(directory)
+    _, damage = make_and_tell(path, tokenizers(CHATML))
+    assert damage and f"{bad}" in damage and "the vocabulary has 1000" in damage
+    assert (directory / "tokens.bin").read_bytes() == contents
+
+
+def test_a_set_without_hashes_is_made_again_in_silence(tmp_path: Path, tokenizers: Any) -> None:
+    """As earlier versions left them: under the same name, so that their runs can be resumed."""
+    path = write(tmp_path / "x.jsonl", [{"text": "Hello!"}])
+    directory = make(path, tokenizers(CHATML))
+    (directory / "MANIFEST.json").unlink()
+    (directory / "tokens.bin").write_bytes(b"rot!")
+    assert make_and_tell(path, tokenizers(CHATML)) == (directory, None)
+    assert find_damage(directory, 1000) is None
+
+
+def test_the_key_of_a_set_stays(tmp_path: Path, tokenizers: Any) -> None:
+    """Checkpoints name the set that they were trained on: another key for the same tokens would end all runs."""
+    tokenizer = tokenizers(CHATML)
+    order = Order(write(tmp_path / "x.jsonl", [{"text": "Hello!"}]), "auto", 64, tmp_path)
+    encoder = open_encoder(tokenizer, None, False, 1000)
+    parts = {
+        "version": 1,
+        "files": [(".jsonl", hashlib.sha256(order.path.read_bytes()).hexdigest())],
+        "tokenizer": tokenizer_hash(tokenizer),
+        "template": CHATML,
+        "settings": ["auto", 64, False, 1000],
+    }
+    expected = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+    assert cache_key(order, encoder, lambda file: hash_file(file, lambda _rows, _share: None)) == expected
 
 
 def test_two_at_once_leave_one_set(tmp_path: Path) -> None:
@@ -369,6 +436,6 @@ def test_hash_of_a_file_gives_signs_of_life(tmp_path: Path) -> None:
     path = tmp_path / "x.bin"
     path.write_bytes(bytes(range(256)) * (3 << 17))  # 96 MiB
     whole = hash_file(path, lambda rows, share: beats.append((rows, share)))
-    assert len(beats) == 6
+    assert len(beats) == 24
     path.write_bytes(bytes(range(256)) * (3 << 17) + b"x")
     assert hash_file(path, lambda _rows, _share: None) != whole

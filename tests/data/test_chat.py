@@ -44,7 +44,7 @@ def conversation(talk: Callable[[int], str], seed: int, system: bool) -> Chat:
 
 
 def encoded(tokenizer: Any, example: Chat, template: str | None = None, train_all: bool = False) -> Sample:
-    return encode(open_encoder(tokenizer, template, train_all, 10**6), [example], ["row"])[0]
+    return encode(open_encoder(tokenizer, template, train_all, 10**6), [example], ["row"])[0].sample
 
 
 def runs(tokenizer: Any, sample: Sample) -> list[tuple[str, float]]:

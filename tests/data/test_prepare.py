@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 import signal
@@ -19,9 +20,10 @@ import pyarrow.parquet as pq
 import pytest
 from chat_templates import LLAMA3
 
+from tlora.data import build as build_module
 from tlora.data import prepare as prepare_module
 from tlora.data import worker as worker_module
-from tlora.data.dataset import is_whole
+from tlora.data.dataset import find_damage
 from tlora.data.order import split
 from tlora.data.prepare import Prepared, PrepareProgress, PrepareRequest, prepare
 from tlora.errors import DataError, ModelError
@@ -45,7 +47,7 @@ def request(key: str, directory: Path, tokenizer_path: Path, data: dict[str, Any
 def sets_in(directory: Path) -> list[str]:
     """Names in the cache; whatever is there must be whole."""
     names = sorted(path.name for path in (directory / "cache").iterdir())
-    assert all(is_whole(directory / "cache" / name) for name in names), names
+    assert all(find_damage(directory / "cache" / name, 1000) is None for name in names), names
     return names
 
 
@@ -292,3 +294,41 @@ def test_memory_does_not_grow_with_the_rows(count: int, tmp_path: Path, tokenize
     assert few == 100 and [rows for rows, _ in larger] == [count, count, count // 10]
     growth = [peak_kib - base for _, peak_kib in larger]
     assert max(growth) < 30 * 1024 + count * 24 / 1024, growth  # an offset and a sum a sample: 16 bytes, and the list's spare room
+
+
+def test_a_damaged_set_is_made_again_and_told_to_one_job_of_its_sweep(tmp_path: Path, tokenizer_path: Path) -> None:
+    write(tmp_path / "x.jsonl", ROWS)
+    first = good(prepare([request("job", tmp_path, tokenizer_path)])["job"])
+    tokens = first.train.directory / "tokens.bin"
+    contents = tokens.read_bytes()
+    tokens.write_bytes(contents[:-1] + b"\x7f")
+    results = prepare([request(f"job-{i}", tmp_path, tokenizer_path, seed=i) for i in range(5)])
+    told = [warning for result in results.values() for warning in good(result).warnings()]
+    assert len(told) == 1 and "tokenized data in the cache was damaged and has been made again" in told[0] and str(tokens) in told[0]
+    assert good(results["job-0"]).warnings() == told and tokens.read_bytes() == contents
+    assert good(prepare([request("job", tmp_path, tokenizer_path)])["job"]).warnings() == []
+
+
+def test_jobs_of_one_set_have_it_checked_once(tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are read as a whole: twenty times for a sweep of twenty would take as long as training."""
+    checked: list[Path] = []
+
+    def find(directory: Path, *rest: Any) -> str | None:
+        checked.append(directory)
+        return find_damage(directory, *rest)
+
+    monkeypatch.setattr(build_module, "find_damage", find)
+    write(tmp_path / "x.jsonl", ROWS)
+    stream = io.BytesIO()
+    worker = worker_module.Worker(stream)
+    for i in range(20):
+        worker.run(prepare_module._as_json(request(f"job-{i}", tmp_path, tokenizer_path, {"eval_size": 0.01 * i}, seed=i)))
+    worker.run(prepare_module._as_json(request("other", tmp_path, tokenizer_path, {"max_length": 64})))
+    worker.run(prepare_module._as_json(request("base", tmp_path, tokenizer_path, vocab_size=2000)))
+    ends = [event for line in stream.getvalue().splitlines() if (event := json.loads(line))["event"] != "start"]
+    assert len(ends) == 22 and len({event["train"] for event in ends}) == 3
+    assert checked == []  # nothing was there before
+    again = worker_module.Worker(stream)
+    for i in range(20):
+        again.run(prepare_module._as_json(request(f"job-{i}", tmp_path, tokenizer_path, seed=i)))
+    assert len(checked) == 1

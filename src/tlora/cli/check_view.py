@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tlora.cli.terminal import bytes_text, printable
-from tlora.report.wording import count_text
+from tlora.report.wording import by_jobs, count_text, names_text
 
 if TYPE_CHECKING:
-    from tlora.data.build import DataReport
+    from tlora.data.report import DataReport
     from tlora.engine.check import JobCheck, RunCheck
 
 _PIECE_CHARS = 600  # of a sample's run of text; more is cut out of its middle
@@ -33,9 +33,9 @@ Columns = dict[str, Callable[["JobCheck"], str]]
 
 
 def problems_of(check: RunCheck) -> list[str]:
-    """Every problem once, a job's own with its name."""
-    listed = [*check.problems, *(f"{job.name}: {problem}" for job in check.jobs for problem in job.problems)]
-    return list(dict.fromkeys(listed))
+    """Every problem once, with the names of the jobs that have it."""
+    own = by_jobs((job.name, problem) for job in check.jobs for problem in job.problems)
+    return list(dict.fromkeys([*check.problems, *own]))
 
 
 def print_check(console: Console, check: RunCheck) -> None:
@@ -48,8 +48,8 @@ def print_check(console: Console, check: RunCheck) -> None:
         console.print(_sample(jobs, colour), soft_wrap=True)
     console.print()
     console.print(Text(_memory(check)), soft_wrap=True)
-    warnings = [*check.warnings, *(f"{job.name}: {warning}" for job in check.jobs for warning in (*job.warnings, *_lost(job)))]
-    for warning in dict.fromkeys(warnings):
+    own = by_jobs((job.name, warning) for job in check.jobs for warning in job.warnings)
+    for warning in dict.fromkeys([*check.warnings, *own]):
         console.print(Text(f"warning: {printable(warning)}", style="yellow"), soft_wrap=True)
 
 
@@ -85,30 +85,24 @@ def _field(report: DataReport, field: str) -> str:
     return value if isinstance(value, str) else count_text(value)
 
 
-def _lost(job: JobCheck) -> list[str]:
-    """What of the data is not trained on."""
-    if job.data is None:
-        return []
-    cut, lost = count_text(job.data.truncated), count_text(job.data.trained_tokens_lost)
-    found = (
-        [f"{cut} of {count_text(job.data.samples)} samples are cut to max_length, {lost} trained tokens lost"] if job.data.truncated else []
-    )
-    return found + ([f"{count_text(job.data.skipped)} rows without a trained token are skipped"] if job.data.skipped else [])
-
-
 def _alike(check: RunCheck) -> list[list[JobCheck]]:
-    """Jobs with a sample to show, those of one sample (a sweep) together."""
-    groups: dict[tuple[tuple[str, float], ...], list[JobCheck]] = {}
+    """Jobs with a sample to show, those that show the same (a sweep) together."""
+    groups: dict[str, list[JobCheck]] = {}
     for job in check.jobs:
         if job.data and job.data.rendered:
-            groups.setdefault(tuple(job.data.rendered), []).append(job)
+            shown = repr((job.data.rendered, [report.template_changes() for report in _reports(job)]))
+            groups.setdefault(shown, []).append(job)
     return list(groups.values())
+
+
+def _reports(job: JobCheck) -> list[DataReport]:
+    return [report for report in (job.data, job.eval_data) if report is not None]
 
 
 def _sample(jobs: list[JobCheck], colour: bool) -> Text:
     """The first sample of the jobs. What is trained is green; without colour it stands in [[ ]]."""
     job = jobs[0]
-    names = ", ".join(printable(job.name) for job in jobs[:4]) + (f" and {len(jobs) - 4} more" if len(jobs) > 4 else "")
+    names = printable(names_text([job.name for job in jobs]))
     text = Text()
     text.append(f"{names}: first sample, trained part {'green' if colour else 'in [[ ]]'}\n", style="bold")
     for piece, weight in job.data.rendered if job.data else []:
@@ -121,6 +115,8 @@ def _sample(jobs: list[JobCheck], colour: bool) -> Text:
             text.append(scale, style="dim")
         else:
             text.append(f"[[{shown}]]{scale}")
+    for report in _reports(job):
+        text.append("".join(f"\n{printable(line)}" for line in report.template_changes()), style="yellow")
     return text
 
 

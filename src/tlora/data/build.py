@@ -5,21 +5,23 @@ Owns the cache key, cutting to `max_length`, skipping what has nothing to train,
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
-from tlora.data.dataset import FORMAT_VERSION, Sample, Writer, is_whole
-from tlora.data.encode import Encoder, encode
-from tlora.data.formats import Example, Text, detect, read_example
+from tlora import durable
+from tlora.data.columns import format_of, unused_columns
+from tlora.data.dataset import FORMAT_VERSION, Sample, Writer, find_damage
+from tlora.data.encode import Encoded, Encoder, encode
+from tlora.data.formats import Example, Format, Text, read_example
+from tlora.data.report import DataReport
 from tlora.data.rows import list_files, read_rows
 from tlora.errors import DataError
 
@@ -32,30 +34,6 @@ Beat = Callable[[int, float], None]  # rows so far, share of the bytes; called a
 
 
 @dataclass(frozen=True)
-class DataReport:
-    """What a set holds. `rendered` is its first sample as runs of text with one loss weight; `longest` is before cutting."""
-
-    format: str
-    files: list[str]
-    rows: int
-    samples: int
-    skipped: int  # no trained token, or none left after cutting
-    truncated: int
-    tokens: int
-    trained_tokens: int  # targets whose loss weight is not 0
-    trained_tokens_lost: int  # by cutting
-    longest: int
-    rendered: list[tuple[str, float]]
-
-    @staticmethod
-    def from_meta(meta: dict[str, object], files: list[str]) -> DataReport:
-        """The report of a finished set, with the files' names of today: equal content may have moved."""
-        fields = cast("dict[str, object]", meta["report"]) | {"files": files}
-        rendered = [(str(text), float(weight)) for text, weight in cast("list[tuple[str, float]]", fields["rendered"])]
-        return DataReport(**cast("dict[str, int]", fields | {"rendered": rendered}))  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
 class Order:
     """One set to make: what of a job's `DataConfig` decides about its tokens, and where sets are kept."""
 
@@ -63,19 +41,6 @@ class Order:
     format: str
     max_length: int
     cache_dir: Path
-
-
-@dataclass
-class _Counts:
-    rows: int = 0
-    samples: int = 0
-    skipped: int = 0
-    truncated: int = 0
-    tokens: int = 0
-    trained_tokens: int = 0
-    trained_tokens_lost: int = 0
-    longest: int = 0
-    rendered: list[tuple[str, float]] = field(default_factory=list)
 
 
 def cache_key(order: Order, encoder: Encoder, file_hash: Callable[[Path], str]) -> str:
@@ -99,53 +64,53 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def hash_file(file: Path, beat: Beat) -> str:
-    """sha256 of the content, with a sign of life every 16 MiB."""
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while chunk := stream.read(16 << 20):
-            digest.update(chunk)
-            beat(0, 0.0)
-    return digest.hexdigest()
+    """sha256 of the content, with signs of life."""
+    return durable.sha256(file, lambda: beat(0, 0.0))
 
 
-def build(order: Order, encoder: Encoder, file_hash: Callable[[Path], str], beat: Beat) -> Path:
-    """The directory of the finished set. Raises DataError with file and row; leaves nothing half-made."""
+def build(order: Order, encoder: Encoder, file_hash: Callable[[Path], str], beat: Beat) -> tuple[Path, str | None]:
+    """The directory of the finished set, and what was wrong with an earlier one that had to be made again.
+
+    Raises DataError with file and row; leaves nothing half-made.
+    """
     final = order.cache_dir / cache_key(order, encoder, file_hash)
-    if is_whole(final):
-        return final
-    if final.exists():  # damaged
-        shutil.rmtree(final)
+
+    def damage_of() -> str | None:
+        return find_damage(final, encoder.vocab_size, lambda: beat(0, 0.0))
+
+    damage = damage_of() if final.exists() else ""
+    if damage is None:
+        return final, None
     writer = Writer(final)
     try:
-        data_format, counts = _fill(writer, order, encoder, beat)
-        files = [str(file) for file in list_files(order.path)]
-        report = DataReport(format=data_format, files=files, **vars(counts))
-        writer.finish({"report": dataclasses.asdict(report)})
+        report = _fill(writer, order, encoder, beat)
+        if final.exists() and damage_of() is not None:  # another process may have mended it meanwhile
+            shutil.rmtree(final)
+        writer.finish(report.as_meta())
     except BaseException:
         writer.abandon()
         raise
-    return final
+    return final, damage or None
 
 
-def _fill(writer: Writer, order: Order, encoder: Encoder, beat: Beat) -> tuple[str, _Counts]:
-    counts, data_format, only_numbers = _Counts(), order.format, True
-    for found_format, examples, places, share in _batches(order):
-        data_format = found_format
+def _fill(writer: Writer, order: Order, encoder: Encoder, beat: Beat) -> DataReport:
+    report, only_numbers = DataReport(files=[str(file) for file in list_files(order.path)]), True
+    for examples, places, share in _batches(order, report):
         only_numbers = only_numbers and all(isinstance(example, Text) and _is_number(example.completion) for example in examples)
-        for sample in encode(encoder, examples, places):
-            _add(writer, sample, order.max_length, counts, encoder)
-        counts.rows += len(examples)
-        beat(counts.rows, share)
-    if only_numbers and data_format == "text":
+        for encoded in encode(encoder, examples, places):
+            _add(writer, encoded, order.max_length, report, encoder)
+        report.rows += len(examples)
+        beat(report.rows, share)
+    if only_numbers and report.format == "text":
         raise DataError(
-            f"{order.path}: all {counts.rows} values of column 'text' are numbers; expected text: name the column of text 'text'"
+            f"{order.path}: all {report.rows} values of column 'text' are numbers; expected text: name the column of text 'text'"
         )
-    if not counts.samples:
+    if not report.samples:
         raise DataError(
-            f"{order.path}: none of {counts.rows} rows has a token to train on within max_length {order.max_length}; "
+            f"{order.path}: none of {report.rows} rows has a token to train on within max_length {order.max_length}; "
             "raise max_length, or check that the rows hold assistant turns or completions (train_on: all trains everything)"
         )
-    return data_format, counts
+    return report
 
 
 def _is_number(text: str) -> bool:
@@ -156,42 +121,45 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _batches(order: Order) -> Iterator[tuple[str, list[Example], list[str], float]]:
+def _batches(order: Order, report: DataReport) -> Iterator[tuple[list[Example], list[str], float]]:
     """Rows as examples, some at a time: by number, and by size, so that long rows do not pile up."""
     examples: list[Example] = []
     places: list[str] = []
-    data_format, size, share = order.format, 0, 0.0
+    data_format, size, share = cast("Format | Literal['auto']", order.format), 0, 0.0
     for row in read_rows(order.path):
-        if data_format == "auto":
-            data_format = detect(row)
-        examples.append(read_example(row, cast("Literal['text']", data_format)))
+        data_format = report.format = format_of(row, data_format)
+        report.count_columns(unused_columns(row, data_format))
+        examples.append(read_example(row, data_format))
         places.append(row.place)
         size += sum(len(value) if isinstance(value, (str, list)) else 0 for value in row.value.values())
         share = row.share
         if len(examples) >= BATCH_ROWS or size >= BATCH_CHARACTERS:
-            yield data_format, examples, places, share
+            yield examples, places, share
             examples, places, size = [], [], 0
     if examples:
-        yield data_format, examples, places, share
+        yield examples, places, share
 
 
-def _add(writer: Writer, sample: Sample, max_length: int, counts: _Counts, encoder: Encoder) -> None:
+def _add(writer: Writer, encoded: Encoded, max_length: int, report: DataReport, encoder: Encoder) -> None:
+    sample = encoded.sample
     length = len(sample.input_ids)
-    counts.longest = max(counts.longest, length)
+    report.longest = max(report.longest, length)
+    report.trained_characters += encoded.trained_characters
+    report.count_changes(encoded.changes)
     if length > max_length:
-        counts.truncated += 1
-        counts.trained_tokens_lost += int(np.count_nonzero(sample.loss_weights[max_length:]))
+        report.truncated += 1
+        report.trained_tokens_lost += int(np.count_nonzero(sample.loss_weights[max_length:]))
         sample = Sample(sample.input_ids[:max_length], sample.loss_weights[:max_length])
     trained = int(np.count_nonzero(sample.loss_weights[1:]))
     if not trained:
-        counts.skipped += 1
+        report.skipped += 1
         return
     writer.add(sample)
-    counts.samples += 1
-    counts.tokens += len(sample.input_ids)
-    counts.trained_tokens += trained
-    if not counts.rendered:
-        counts.rendered = _runs(sample, encoder)
+    report.samples += 1
+    report.tokens += len(sample.input_ids)
+    report.trained_tokens += trained
+    if not report.rendered:
+        report.rendered = _runs(sample, encoder)
 
 
 def _runs(sample: Sample, encoder: Encoder) -> list[tuple[str, float]]:

@@ -37,7 +37,7 @@ DEFAULT_TEMPLATE = """\
 """
 _MARK = "qzMARK{}zq"
 _MARKS = re.compile(r"qzMARK(\d+)zq")
-_THINK_END = "</think>"
+THINK_END = "</think>"
 
 Span = tuple[int, int, float]  # first character, one past the last, loss weight
 
@@ -224,7 +224,7 @@ def _marked(index: int, message: Message) -> tuple[Message, list[str]]:
         first = {**calls[0], "function": {**calls[0]["function"], "name": mark}}
         return message | {"tool_calls": [first, *calls[1:]]}, [name]
     # Templates drop the thinking of earlier turns; its own text stays in place so that they still find it.
-    head, end, tail = content.rpartition(_THINK_END) if message["role"] == "assistant" else ("", "", content)
+    head, end, tail = content.rpartition(THINK_END) if message["role"] == "assistant" else ("", "", content)
     as_json = [json.dumps(tail, ensure_ascii=False)[1:-1]] if message["role"] == "tool" else []
     return message | {"content": head + end + mark}, [tail, tail.strip(), tail.lstrip(), tail.rstrip(), *as_json]
 

@@ -1,7 +1,8 @@
 """Tokenized samples on disk: written once, then read through memory maps.
 
-A set is a directory of flat files (`tokens.bin`, `weights.bin`, `offsets.npy`, `trained.npy`) and `meta.json`. It appears whole or
-not at all. Owns the files and their check; what stands in the tokens is `encode.py`'s, the order of samples `order.py`'s.
+A set is a directory of flat files (`tokens.bin`, `weights.bin`, `offsets.npy`, `trained.npy`), `meta.json` and a manifest with their
+hashes. It appears whole or not at all. Owns the files and their check; what stands in the tokens is `encode.py`'s, the order of
+samples `order.py`'s.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import shutil
 import uuid
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,10 +23,11 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
+from tlora import durable
+
 FORMAT_VERSION = 1  # part of every cache key: raise it when the same input gives other tokens, weights or files
 SCRATCH_PREFIX = "tmp-"
 _arrays: WeakValueDictionary[tuple[int, int, int], Any] = WeakValueDictionary()  # by device, inode and time of the file
-_FILES = ("tokens.bin", "weights.bin", "offsets.npy", "trained.npy")
 
 
 @dataclass(frozen=True)
@@ -105,16 +107,15 @@ class Writer:
         self._weights.close()
         np.save(self.scratch / "offsets.npy", np.frombuffer(self.offsets, dtype=np.int64))
         np.save(self.scratch / "trained.npy", np.frombuffer(self.trained, dtype=np.float64))
-        sizes = {name: (self.scratch / name).stat().st_size for name in _FILES}
-        whole = meta | {"max_token_id": self.max_token_id, "sizes": sizes}
+        whole = meta | {"max_token_id": self.max_token_id}
         (self.scratch / "meta.json").write_text(json.dumps(whole, ensure_ascii=False), encoding="utf-8")
-        _flush([self.scratch / name for name in (*_FILES, "meta.json", ".")])
+        durable.write_manifest(self.scratch)
         try:
             self.scratch.rename(self.final)
         except OSError:
-            if not is_whole(self.final):
+            if durable.find_damage(self.final) is not None:
                 raise
-        _flush([self.final.parent])
+        _flush(self.final.parent)
         self.abandon()
 
     def abandon(self) -> None:
@@ -124,19 +125,26 @@ class Writer:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
-def is_whole(directory: Path) -> bool:
-    """Whether `directory` is a finished set whose files have the sizes written down; a damaged one is to be made again."""
+def find_damage(directory: Path, vocab_size: int, beat: Callable[[], None] = lambda: None) -> str | None:
+    """What is wrong with the finished set in `directory`, by its hashes and by the range of its ids; None for a whole one.
+
+    "" for a set without hashes: an earlier version made it, or it is none. `beat` is called every few MiB.
+    """
+    if not (directory / durable.MANIFEST).is_file():
+        return ""
+    damage = durable.find_damage(directory, beat)
+    if damage is not None:
+        return damage
+    tokens = np.memmap(directory / "tokens.bin", dtype=np.int32, mode="r")
+    lowest, highest = int(tokens.min()), int(tokens.max())
+    if lowest < 0 or highest >= vocab_size:
+        return f"{directory} is damaged: it holds token ids from {lowest} to {highest}, and the vocabulary has {vocab_size}"
+    return None
+
+
+def _flush(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
     try:
-        sizes = json.loads((directory / "meta.json").read_text(encoding="utf-8"))["sizes"]
-        return all((directory / name).stat().st_size == sizes[name] for name in _FILES)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _flush(paths: Iterable[Path]) -> None:
-    for path in paths:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from tlora.data.chat import Span, Template, open_template, render
 from tlora.data.dataset import Sample
 from tlora.data.formats import Chat, Example, Text, Tokens
+from tlora.data.template_changes import Change, find_changes
 from tlora.errors import DataError, ModelError
 
 if TYPE_CHECKING:
@@ -35,6 +36,15 @@ class Encoder:
     vocab_size: int  # of the model: rows of its embedding
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """One example as a sample, uncut; how many characters of its text are trained, and how its chat template changed it."""
+
+    sample: Sample
+    trained_characters: int = 0  # 0 for token ids
+    changes: tuple[Change, ...] = ()
+
+
 def open_encoder(tokenizer: PreTrainedTokenizerBase, template_source: str | None, train_all: bool, vocab_size: int) -> Encoder:
     """Find out once what does not depend on the data."""
     if not tokenizer.is_fast:
@@ -46,27 +56,29 @@ def open_encoder(tokenizer: PreTrainedTokenizerBase, template_source: str | None
     return Encoder(tokenizer, open_template(tokenizer, template_source), tuple(special[:start]), train_all, vocab_size)
 
 
-def encode(encoder: Encoder, examples: Sequence[Example], places: Sequence[str]) -> list[Sample]:
+def encode(encoder: Encoder, examples: Sequence[Example], places: Sequence[str]) -> list[Encoded]:
     """One sample per example, in order. Raises DataError with the place of the first that cannot be encoded."""
-    samples: list[Sample | None] = [None] * len(examples)
+    found: list[Encoded | None] = [None] * len(examples)
     chats = [i for i, example in enumerate(examples) if isinstance(example, Chat)]
     texts = [i for i, example in enumerate(examples) if isinstance(example, Text)]
     rendered = [render(encoder.template, cast("Chat", examples[i]), places[i]) for i in chats]
     for i, (text, _) in zip(chats, rendered, strict=True):
         _check_text(text, places[i])
-    for i, sample in zip(chats, _encode_rendered(encoder, rendered), strict=True):
-        samples[i] = sample
+    for i, (text, spans), sample in zip(chats, rendered, _encode_rendered(encoder, rendered), strict=True):
+        characters = len(text) if encoder.train_all else sum(end - start for start, end, _ in spans)
+        found[i] = Encoded(sample, characters, tuple(find_changes(encoder.template, cast("Chat", examples[i]), text)))
     for i in texts:
         _check_text(cast("Text", examples[i]).prompt + cast("Text", examples[i]).completion, places[i])
     for i, sample in zip(texts, _encode_texts(encoder, [cast("Text", examples[i]) for i in texts]), strict=True):
-        samples[i] = sample
+        example = cast("Text", examples[i])
+        found[i] = Encoded(sample, len(example.completion) + (len(example.prompt) if encoder.train_all else 0))
     for i, example in enumerate(examples):
         if isinstance(example, Tokens):
             _check_vocabulary(encoder, example.input_ids, places[i])
-            samples[i] = _sample(encoder, example.input_ids, np.array(example.weights, dtype=np.float32))
+            found[i] = Encoded(_sample(encoder, example.input_ids, np.array(example.weights, dtype=np.float32)))
     for i in chats + texts:
-        _check_vocabulary(encoder, cast("Sample", samples[i]).input_ids, places[i])
-    return cast("list[Sample]", samples)
+        _check_vocabulary(encoder, cast("Encoded", found[i]).sample.input_ids, places[i])
+    return cast("list[Encoded]", found)
 
 
 def _check_vocabulary(encoder: Encoder, ids: Sequence[int] | npt.NDArray[np.int32], place: str) -> None:

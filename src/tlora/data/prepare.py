@@ -15,13 +15,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, cast
 
-from tlora.data.build import DataReport
 from tlora.data.dataset import SCRATCH_PREFIX, Dataset
 from tlora.data.order import split
+from tlora.data.report import DataReport
 from tlora.data.rows import list_files
 from tlora.errors import DataError, ModelError
 from tlora.job import DataConfig
@@ -51,6 +51,16 @@ class Prepared:
     eval: Dataset | None
     report: DataReport
     eval_report: DataReport | None = None
+    remade: tuple[str, ...] = ()  # what was wrong with earlier sets in the cache, said for one job of all that share a set
+
+    @property
+    def reports(self) -> list[DataReport]:
+        return [report for report in (self.report, self.eval_report) if report is not None]
+
+    def warnings(self) -> list[str]:
+        """What a person should know of this data before it is trained on, but for `template_changes` of its reports."""
+        found = [f"tokenized data in the cache was damaged and has been made again ({damage})" for damage in self.remade]
+        return found + [warning for report in self.reports for warning in report.warnings()]
 
 
 @dataclass(frozen=True)
@@ -168,8 +178,9 @@ def _as_json(request: PrepareRequest) -> dict[str, object]:
 
 
 def _open_made(request: PrepareRequest, event: dict[str, object]) -> Prepared | DataError:
-    evaluation = event["eval"]
-    return open_sets(request, Path(str(event["train"])), Path(str(evaluation)) if evaluation is not None else None)
+    evaluation, remade = event["eval"], cast("list[str]", event["remade"])
+    opened = open_sets(request, Path(str(event["train"])), Path(str(evaluation)) if evaluation is not None else None)
+    return replace(opened, remade=tuple(remade)) if isinstance(opened, Prepared) else opened
 
 
 def open_sets(request: PrepareRequest, train_set: Path, eval_set: Path | None) -> Prepared | DataError:

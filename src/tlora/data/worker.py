@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 from tlora.data.build import Order, build, hash_file
 from tlora.data.dataset import SCRATCH_PREFIX
-from tlora.data.encode import open_encoder
+from tlora.data.encode import Encoder, open_encoder
 from tlora.data.tokenizer import load_tokenizer
 from tlora.errors import DataError, ModelError
 from tlora.job import DataConfig
@@ -39,6 +39,7 @@ class Worker:
         self.events = events
         self.tokenizers: dict[str, PreTrainedTokenizerBase] = {}
         self.hashes: dict[Path, str] = {}
+        self.sets: dict[str, str] = {}  # directories of sets that are made or checked, by what decides about them
         self.last_event = 0.0
 
     def send(self, event: str, key: str, **fields: object) -> None:
@@ -51,9 +52,10 @@ class Worker:
         key, data = str(request["key"]), DataConfig.model_validate(request["data"])
         self.send("start", key)
         try:
-            train = self.make(request, data, data.path)
-            evaluation = self.make(request, data, data.eval_path) if data.eval_path else None
-            self.send("done", key, train=train, eval=evaluation)
+            remade: list[str] = []
+            train = self.make(request, data, data.path, remade)
+            evaluation = self.make(request, data, data.eval_path, remade) if data.eval_path else None
+            self.send("done", key, train=train, eval=evaluation, remade=remade)
         except (DataError, ModelError) as error:
             self.send("model_error" if isinstance(error, ModelError) else "data_error", key, message=str(error))
         except OSError as error:
@@ -69,8 +71,23 @@ class Worker:
                 raise
             self.send("data_error", key, message=f"{data.path}: {type(error).__name__}: {error}")
 
-    def make(self, request: _Request, data: DataConfig, path: str) -> str:
-        key, base = str(request["key"]), Path(str(request["base_dir"]))
+    def make(self, request: _Request, data: DataConfig, path: str, remade: list[str]) -> str:
+        """The set's directory; jobs of one set share it. To `remade` goes what was wrong with an earlier set there."""
+        place, base = Path(str(request["cache_dir"])), Path(str(request["base_dir"]))
+        deciding = [str(place), str(base), str(request["tokenizer_path"]), request["vocab_size"]]
+        known = json.dumps([*deciding, path, data.format, data.max_length, data.train_on, data.chat_template])
+        if known not in self.sets:
+            source = _read_template(base / data.chat_template) if data.chat_template else None
+            tokenizer = self.tokenizer(str(request["tokenizer_path"]))
+            encoder = open_encoder(tokenizer, source, data.train_on == "all", int(str(request["vocab_size"])))
+            order = Order(base / path, data.format, data.max_length, place)
+            directory, damage = self.build(order, encoder, str(request["key"]))
+            remade += [damage] if damage else []
+            self.sets[known] = str(directory)
+        return self.sets[known]
+
+    def build(self, order: Order, encoder: Encoder, key: str) -> tuple[Path, str | None]:
+        """As `build`, with signs of life for the job `key`."""
 
         def beat(rows: int, share: float) -> None:
             if time.monotonic() - self.last_event >= EVENT_SECONDS:
@@ -81,11 +98,7 @@ class Worker:
                 self.hashes[file] = hash_file(file, beat)
             return self.hashes[file]
 
-        source = _read_template(base / data.chat_template) if data.chat_template else None
-        tokenizer = self.tokenizer(str(request["tokenizer_path"]))
-        encoder = open_encoder(tokenizer, source, data.train_on == "all", int(str(request["vocab_size"])))
-        order = Order(base / path, data.format, data.max_length, Path(str(request["cache_dir"])))
-        return str(build(order, encoder, file_hash, beat))
+        return build(order, encoder, file_hash, beat)
 
     def tokenizer(self, path: str) -> PreTrainedTokenizerBase:
         if path not in self.tokenizers:

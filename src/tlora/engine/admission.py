@@ -29,8 +29,6 @@ def open_run(job: PlannedJob, model: SuperModel, directory: Path, resume: bool, 
     Raises TloraError, for a job with problems as for a checkpoint that is not its own, and OSError.
     """
     name = job.spec.name
-    for warning in job.warnings:
-        note(f"{name}: {warning}")
     if job.problems or job.data is None or job.layout is None:
         raise ConfigError("; ".join(job.problems))
     run = JobRun(job.spec, directory, job.data.train, job.data.eval)
@@ -40,6 +38,10 @@ def open_run(job: PlannedJob, model: SuperModel, directory: Path, resume: bool, 
     state, run.progress = checkpoint.load(found, job.layout, model.bank.sum_dtype)
     if run.progress.data != run.data_key:
         raise DataError(f"{job.spec.data.path}: is not the data that {found} was trained on. Put it back, or use a new output_dir")
+    if run.progress.eval_data not in ("", run.eval_key):  # "": an earlier version did not write it down
+        changed = f"{job.spec.data.eval_path or job.spec.data.path}: is not the data that {found} was evaluated on"
+        raise DataError(f"{changed}, and losses of both would be mixed. Put it back, or use a new output_dir")
+    run.progress.eval_data = run.eval_key
     note(f"{name}: goes on from {found}")
     return run, state
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tlora.data.build import DataReport
+from tlora.data.report import DataReport
 from tlora.data.rows import list_files
 from tlora.engine.memory_probe import probe_key, recall
 from tlora.engine.metrics import check_trackers

@@ -44,6 +44,7 @@ class Progress:
     evals_without_gain: int = 0
     finished: bool = False
     data: str = ""  # which tokenized set the steps were taken on
+    eval_data: str = ""  # and the evaluations
 
 
 def adapter_bytes(layout: AdapterLayout, element_bytes: int) -> int:

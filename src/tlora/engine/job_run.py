@@ -48,7 +48,7 @@ class JobRun:
         self.train, self.evaluation = train, evaluation
         self.total_steps = spec.total_steps(len(train))
         self.steps_per_epoch = math.ceil(len(train) / spec.batch_size)
-        self.progress = Progress(data=self.data_key)
+        self.progress = Progress(data=self.data_key, eval_data=self.eval_key)
         self.flow = Flow(spec.name, spec.weight)
         self.passed = Passed()
         self._normalizer = 1.0
@@ -57,6 +57,11 @@ class JobRun:
     def data_key(self) -> str:
         """Names the tokenized training set: its cache key covers file, tokenizer, template and settings."""
         return f"{self.train.directory.name}/{len(self.train)}"
+
+    @property
+    def eval_key(self) -> str:
+        """As `data_key`, of the evaluation set; "" without one."""
+        return f"{self.evaluation.directory.name}/{len(self.evaluation)}" if self.evaluation is not None else ""
 
     # -- what it offers ------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from pydantic import ValidationError
 
@@ -19,8 +21,9 @@ from tlora.engine.memory import MemoryModel, bytes_in_fp8, measure, memory_limit
 from tlora.errors import CapacityError, DataError, ModelError, TloraError
 from tlora.job import JobSpec, RunSpec
 from tlora.jobs_file import explain
+from tlora.report.wording import by_jobs
 from tlora.supermodel.fp8_linear import has_fp8
-from tlora.supermodel.load import longest_safe_sequence
+from tlora.supermodel.load import learned_positions, longest_safe_sequence
 from tlora.supermodel.supermodel import SuperModel
 
 _CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is flat (docs/design.md)
@@ -40,6 +43,12 @@ class PlannedJob:
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     too_large: str | None = None  # that one of the problems which depends on the memory model
+
+    def said(self) -> list[str]:
+        """Its warnings, and what its chat template changes."""
+        return self.warnings + [
+            "\n".join(lines) for report in (self.data.reports if self.data else ()) if (lines := report.template_changes())
+        ]
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,10 @@ class RunPlan:
         while len(layouts) > 1 and not self.fits(layouts):
             layouts.pop()
         return layouts
+
+    def job_warnings(self) -> list[str]:
+        """What is said of single jobs: the same of several jobs (a sweep over one file) once, with their names."""
+        return by_jobs((job.spec.name, warning) for job in self.jobs for warning in job.said())
 
 
 def pick_device(device: str | None) -> torch.device:
@@ -142,7 +155,7 @@ def plan_job(spec: JobSpec, data: Prepared | DataError, model: SuperModel, resum
         job.problems.append(str(data))
     else:
         job.data = data
-        job.warnings += _data_warnings(data)
+        job.warnings += data.warnings() + _position_warnings(data, model.model.config.get_text_config())
     try:
         start = _start_of(spec, resumed)
         if start is not None:
@@ -154,7 +167,7 @@ def plan_job(spec: JobSpec, data: Prepared | DataError, model: SuperModel, resum
             load_params(start, job.layout, torch.float32)
     except TloraError as error:
         job.problems.append(str(error))
-    job.problems += _length_problems(job, longest_safe_sequence(model.model))
+    job.problems += _length_problems(job, model.model)
     return job
 
 
@@ -201,27 +214,26 @@ def start_state(spec: JobSpec, model: SuperModel, layout: AdapterLayout) -> Adap
     return AdapterState(layout, params, torch.zeros_like(params), torch.zeros_like(params))
 
 
-def _data_warnings(data: Prepared) -> list[str]:
-    """What training will not see."""
-    found: list[str] = []
-    for report in (data.report, data.eval_report):
-        if report is not None and report.truncated:
-            cut = f"{report.truncated:,} of {report.samples:,} samples are cut to max_length"
-            lost = f"{report.trained_tokens_lost:,} trained tokens lost; the longest has {report.longest:,} tokens"
-            found.append(f"{cut}, {lost} ({report.files[0]})")
-        if report is not None and report.skipped:
-            found.append(f"{report.skipped:,} of {report.rows:,} rows have no trained token and are left out ({report.files[0]})")
-    return found
-
-
-def _length_problems(job: PlannedJob, longest_allowed: int | None) -> list[str]:
-    """Some rotary embeddings stretch with the longest sequence in the batch: past this length a job would change its neighbours."""
+def _length_problems(job: PlannedJob, model: Any) -> list[str]:
+    """Samples that the base cannot take at all, or only by changing the other jobs' results."""
     longest = longest_sample(job.data) if job.data else 0
-    if longest_allowed is None or longest <= longest_allowed:
+    table, safe = learned_positions(model), longest_safe_sequence(model)
+    if table is not None and longest > table:
+        return [f"a sample has {longest} tokens, and this base has {table} learned positions. Set max_length: {table}"]
+    if safe is not None and longest > safe:
+        return [f"a sample has {longest} tokens, and this base's rotary embedding changes past {safe}. Set max_length: {safe}"]
+    return []
+
+
+def _position_warnings(data: Prepared, config: Any) -> list[str]:
+    """Samples that reach beyond the positions which the base is made for."""
+    most = getattr(config, "max_position_embeddings", None)
+    lengths = np.concatenate([found.lengths for found in (data.train, data.eval) if found is not None])
+    beyond = int(np.count_nonzero(lengths > most)) if most else 0
+    if not beyond:
         return []
-    return [
-        f"a sample has {longest} tokens, and this base's rotary embedding changes past {longest_allowed}. Set max_length: {longest_allowed}"
-    ]
+    longer = f"{beyond:,} of {len(lengths):,} samples (up to {lengths.max():,} tokens) are longer than the base's max_position_embeddings"
+    return [f"{longer} {most:,}, the positions that it is made for. Set max_length: {most} ({data.report.files[0]})"]
 
 
 def _rank_warnings(layout: AdapterLayout) -> list[str]:

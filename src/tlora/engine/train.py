@@ -85,7 +85,7 @@ def train(
     monitor.stage("measuring memory")
     plan = _measure_memory(run, plan, model, watcher.note)
     model.recomputed_layers = min(plan.recomputed_layers, model.num_layers)
-    for line in (*plan.warnings, describe_plan(plan)):
+    for line in (*plan.warnings, *plan.job_warnings(), describe_plan(plan)):
         watcher.note(line)
     engine = Engine(model, plan.token_budget, watcher.note, plan.longest)
     facts = _facts(plan, model, place) | {"base_parameters": sum(n for n, _ in sizes)}

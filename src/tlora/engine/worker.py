@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from tlora import durable
 from tlora.adapters.state import AdapterState
-from tlora.data.dataset import is_whole
+from tlora.data.dataset import find_damage
 from tlora.data.prepare import Prepared, open_sets, prepare
 from tlora.engine.admission import open_run, refuse
 from tlora.engine.engine import Engine
@@ -161,7 +161,9 @@ class Worker:
 
     def _data_of(self, join: Join) -> Prepared | DataError:
         (request,) = prepare_requests(self._run_of(join.job), self._engine.model.base.vocab_size)
-        train_set, eval_set = (Path(path) if path and is_whole(Path(path)) else None for path in (join.train_set, join.eval_set))
+        train_set, eval_set = (
+            Path(path) if path and find_damage(Path(path), request.vocab_size) is None else None for path in (join.train_set, join.eval_set)
+        )
         if train_set is not None and (eval_set is not None or not request.data.eval_path):
             return open_sets(request, train_set, eval_set)
         try:
@@ -181,6 +183,8 @@ class Worker:
             durable.make_directory(directory)
             planned = plan_job(spec, data, model, self._directory)
             check_same_jobs(self._directory, [planned.spec])
+            for warning in planned.said():
+                note(f"{spec.name}: {warning}")
             run, state = open_run(planned, model, directory, True, note)
             write_job_file(directory, planned.spec)
             self._inbox.put(_Opened(spec.name, run, state))

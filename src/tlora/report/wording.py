@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import colorsys
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 DASH = "\u2013"  # where there is no value
 MINUS = "\u2212"
@@ -73,6 +73,19 @@ def settings_text(settings: Mapping[str, object]) -> str:
 def shorten(name: str, length: int = 24) -> str:
     """Cut out the middle: the names of a sweep begin alike and differ at the end."""
     return name if len(name) <= length else f"{name[: length // 2 - 1]}…{name[-(length - length // 2) :]}"
+
+
+def names_text(names: Sequence[str]) -> str:
+    """The first four in full, then how many more: a sweep has hundreds of jobs."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def by_jobs(said: Iterable[tuple[str, str]]) -> list[str]:
+    """Lines about jobs, from pairs of a job's name and what is said of it: the same of several jobs is one line with their names."""
+    names: dict[str, list[str]] = {}
+    for name, text in said:
+        names.setdefault(text, []).append(name)
+    return [f"{names_text(list(dict.fromkeys(who)))}: {text}" for text, who in names.items()]
 
 
 def time_unit(seconds: float) -> tuple[float, str]:

@@ -176,6 +176,15 @@ def longest_safe_sequence(model: Any) -> int | None:
     return min(lengths, default=None)
 
 
+def learned_positions(model: Any) -> int | None:
+    """Rows of the base's table of positions (OPT, GPT-Neo), past which there is nothing to look up; None where positions are computed."""
+    config = model.config.get_text_config()
+    most = getattr(config, "max_position_embeddings", None)
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
+    # a table may have two rows more, for padding
+    return most if most and any(most <= table.num_embeddings <= most + 2 for table in tables) else None
+
+
 def hidden_states(base: Base, input_ids_T: Tensor, position_ids_T: Tensor, lengths: tuple[int, ...] | Tensor) -> Tensor:
     """Last hidden states [T, H] of packed samples, whose lengths are given, or the number of their flight (`kernels/in_flight.py`).
 

@@ -1,0 +1,129 @@
+"""Columns that say which answers are wanted are refused; others that a format does not read are named; what is read matters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_templates import CHATML
+from test_build import make, report_of, write
+
+from tlora.data.columns import OPTIONAL, format_of, unused_columns
+from tlora.data.formats import read_example
+from tlora.data.rows import Row
+from tlora.errors import DataError
+
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+TURNS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+ROWS: dict[str, dict[str, Any]] = {
+    "chat": {"messages": CHAT},
+    "sharegpt": {"conversations": TURNS},
+    "prompt_completion": {"prompt": CHAT[:1], "completion": CHAT[1:]},
+    "alpaca": {"instruction": "a", "output": "b"},
+    "text": {"text": "a"},
+    "tokenized": {"input_ids": [1, 2, 3]},
+}
+VALUES: dict[str, Any] = {
+    "tools": [{"name": "f"}],
+    "input": "i",
+    "system": "s",
+    "history": [["q", "r"]],
+    "labels": [-100, 2, 3],
+    "attention_mask": [1, 1, 0],
+}
+
+
+def row(value: dict[str, Any]) -> Row:
+    return Row("x.jsonl, line 3", value, 0)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ROWS["sharegpt"] | {"chosen": TURNS[1], "rejected": TURNS[1]},
+        ROWS["chat"] | {"rejected_response": "c"},
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"chosen": CHAT, "rejected": CHAT},
+        {"instruction": "a", "input": "", "chosen": "b", "rejected": "c"},
+        ROWS["text"] | {"rejected": "c"},
+    ],
+)
+@pytest.mark.parametrize("how", ["auto", "chat"])
+def test_pairs_are_refused_by_their_columns(value: dict[str, Any], how: Any) -> None:
+    """Also where the format is set, and where no format has the columns: that message would be of no help."""
+    pair = [column for column in value if column in ("chosen", "rejected", "rejected_response")]
+    with pytest.raises(DataError, match=f"x.jsonl, line 3: columns? {', '.join(map(repr, pair))}: .*preference data.*remove these columns"):
+        format_of(row(value), how)
+
+
+@pytest.mark.parametrize("name", ["chat", "sharegpt", "prompt_completion", "alpaca"])
+@pytest.mark.parametrize("column", ["label", "kto_tag"])
+@pytest.mark.parametrize("verdict", [False, True, 0, 1, 0.0, "False", "true", "1"])
+def test_verdicts_are_refused(name: str, column: str, verdict: object) -> None:
+    for how in ("auto", name):
+        with pytest.raises(DataError, match=rf"line 3: column '{column}' is {verdict!r}: .*preference data.*Keep the rows with wanted"):
+            format_of(row(ROWS[name] | {column: verdict}), how)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "value", [{"label": "sports"}, {"label": 7}, {"label": None}, {"chosen": None, "rejected": None}, {"rejected": ""}]
+)
+def test_what_is_no_preference_is_let_through(value: dict[str, Any]) -> None:
+    assert format_of(row(ROWS["chat"] | value), "auto") == "chat"
+
+
+@pytest.mark.parametrize("name", ["text", "tokenized"])
+def test_without_an_answer_a_label_is_a_class(name: str) -> None:
+    value = row(ROWS[name] | {"label": 1})
+    assert format_of(value, "auto") == name and unused_columns(value, name) == ["label"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "column"), [(name, column) for name, columns in OPTIONAL.items() for column in columns])
+def test_a_column_that_counts_as_used_is_read(name: Any, column: str) -> None:
+    value = ROWS[name] | {column: VALUES[column]}
+    assert unused_columns(row(value), name) == []
+    assert read_example(row(value), name) != read_example(row(ROWS[name]), name)
+
+
+def test_a_column_that_counts_as_unused_is_not_read() -> None:
+    for name, value in ROWS.items():
+        for column, extra in VALUES.items():
+            if column not in OPTIONAL[name]:  # type: ignore[index]
+                more = value | {column: extra}
+                assert unused_columns(row(more), name) == [column]  # type: ignore[arg-type]
+                assert read_example(row(more), name) == read_example(row(value), name)  # type: ignore[arg-type]
+
+
+def test_plain_prompts_have_no_place_for_tools() -> None:
+    value = {"prompt": "a", "completion": "b", "tools": VALUES["tools"]}
+    assert unused_columns(row(value), "prompt_completion") == ["tools"]
+
+
+def test_unused_columns_are_named_once_for_a_set(tmp_path: Path, tokenizers: Any) -> None:
+    rows = [ROWS["chat"] | {"id": i, "source": "web" if i % 2 else None, "empty": ""} for i in range(300)]
+    report = report_of(make(write(tmp_path / "x.jsonl", rows), tokenizers(CHATML)))
+    assert report.unused_columns == {"id": 300, "source": 150}
+    report.files = ["x.jsonl"]
+    assert report.warnings() == ["columns that format chat does not use: 'id', 'source' (x.jsonl)"]
+
+
+def test_a_file_of_random_columns_does_not_fill_the_report(tmp_path: Path, tokenizers: Any) -> None:
+    rows = [{"text": "Hello!", f"column-{i}": 1, "always": 1} for i in range(1000)]
+    report = report_of(make(write(tmp_path / "x.jsonl", rows), tokenizers(CHATML)))
+    assert len(report.unused_columns) == 100 and report.unused_columns["always"] == 1000
+    report.files = ["x.jsonl"]
+    assert report.warnings()[0].endswith("'column-10' and 88 more (x.jsonl)")
+
+
+@pytest.mark.parametrize("suffix", ["csv", "json"])
+def test_a_late_verdict_is_told_with_its_row(suffix: str, tmp_path: Path, tokenizers: Any) -> None:
+    path = tmp_path / f"x.{suffix}"
+    if suffix == "csv":
+        path.write_text("prompt,completion,label\n" + "a,b,\n" * 200 + "a,b,False\n")
+    else:
+        path.write_text(json.dumps([{"prompt": "a", "completion": "b"}] * 200 + [{"prompt": "a", "completion": "b", "label": False}]))
+    with pytest.raises(DataError, match=rf"x.{suffix}, (line 202|row 201): column 'label' is '?False'?: "):
+        make(path, tokenizers(None))
+    assert list((tmp_path / "cache").iterdir()) == []
