@@ -10,6 +10,7 @@ from plotly.offline import get_plotlyjs
 
 from tlora.report.looks import Look
 from tlora.report.page import Chart, LegendEntry, Section, render_page
+from tlora.report.page_script import ROWS_SHOWN
 
 X = list(range(20))
 
@@ -83,6 +84,11 @@ def test_a_scale_switch_starts_as_the_figure_does_and_tells_what_a_log_axis_leav
     assert pressed(log) == ["log"] and "2 values of zero or below are left out: see linear." in log.text and hidden(log) == [False]
     assert pressed(linear) == ["linear"] and hidden(linear) == [True]
     assert hidden(page("log", [1.0, 2.0])) == []
+
+
+def test_the_fold_of_a_long_table_hides_what_its_button_counts() -> None:
+    page = make_page()
+    assert f"ROWS_SHOWN = {ROWS_SHOWN}," in page and f".folded tbody tr:nth-child(n+{ROWS_SHOWN + 1}){{display:none" in page
 
 
 def test_without_scripts_a_page_says_where_its_numbers_are() -> None:

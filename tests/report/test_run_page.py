@@ -113,7 +113,7 @@ def test_train_loss_is_the_rows(eight: tuple[Path, list[str], str]) -> None:
         rows = [row for row in read_rows(run_dir / name / "metrics.jsonl") if "loss" in row]
         raw, smoothed = traces_of(read_charts(page)["Train loss"], name)
         assert raw["x"] == [row["step"] for row in rows] and raw["meta"]["role"] == "raw" and smoothed["meta"]["role"] == "mean"
-        assert smoothed["y"][0] == raw["y"][0] and smoothed["customdata"] == raw["y"]
+        assert smoothed["y"][0] == raw["y"][0] and smoothed["customdata"] == raw["y"] and raw["customdata"] == smoothed["y"]
         expected = [row["loss"] if math.isfinite(row["loss"]) else None for row in rows]
         assert raw["y"] == [value if value is None else pytest.approx(value, rel=1e-4) for value in expected]
         assert raw["meta"]["x"]["tokens"] == [row["num_tokens"] for row in rows]

@@ -37,6 +37,7 @@ class JobCurve:
     look: Look
     width: float
     window: int
+    marked: bool
     x: dict[str, list[float]]
     values: dict[str, list[float]]
 
@@ -52,7 +53,8 @@ def job_curves(run: RunView, looks: Mapping[str, Look]) -> list[JobCurve]:
     limit = max(300, min(_POINTS_PER_SERIES, _POINTS_PER_CHART // max(1, len(run.jobs))))
     per_unit, _ = time_unit(run.seconds)
     width = 2.0 if len(run.jobs) <= 20 else 1.2
-    window = smoothing_window(max((len(job.train_rows) for job in run.jobs), default=0))
+    longest = max((len(job.train_rows) for job in run.jobs), default=0)
+    window, marked = smoothing_window(longest), longest <= _MARKERS_UP_TO
     curves: list[JobCurve] = []
     for job in run.jobs:
         loss, norm = column(job.train_rows, "loss"), column(job.train_rows, "grad_norm")
@@ -66,7 +68,7 @@ def job_curves(run: RunView, looks: Mapping[str, Look]) -> list[JobCurve]:
         }
         picked = {key: [series[at] for at in kept] for key, series in values.items()}
         axes = _x_axes([job.train_rows[at] for at in kept], job, per_unit)
-        curves.append(JobCurve(job, looks[job.name], width, window, axes, picked))
+        curves.append(JobCurve(job, looks[job.name], width, window, marked, axes, picked))
     return curves
 
 
@@ -127,11 +129,10 @@ def _rate_figure(traces: list[Trace], x_titles: dict[str, str]) -> Figure:
 
 def _line(curve: JobCurve, key: str, number_format: str) -> Trace:
     """One logged value of one job over its steps."""
-    points = len(curve.x["step"])
     label = escape(curve.job.name)
     return {
         "type": "scatter",
-        "mode": "lines+markers" if points <= _MARKERS_UP_TO else "lines",
+        "mode": "lines+markers" if curve.marked or len(curve.x["step"]) == 1 else "lines",
         "name": label,
         "legendgroup": curve.job.name,
         "x": curve.x["step"],
@@ -144,14 +145,15 @@ def _line(curve: JobCurve, key: str, number_format: str) -> Trace:
 
 
 def _smoothed_pair(curve: JobCurve, key: str, number_format: str) -> list[Trace]:
-    """Every logged value faintly under its trailing average, whose hover tells both."""
+    """Every logged value faintly under its trailing average; the hover of either tells both."""
     if not curve.values["loss"]:
         return []
     raw, mean = _line(curve, key, number_format), _line(curve, f"{key} smoothed", number_format)
     raw["meta"], mean["meta"] = raw["meta"] | {"role": "raw"}, mean["meta"] | {"role": "mean"}
-    mean["customdata"] = curve.values[key]
-    told = f"%{{customdata:{number_format}}} at %{{x:,.6~g}}<br>average %{{y:{number_format}}}"
-    return [raw, mean | {"hovertemplate": f"{curve.title}<br>{told}<extra></extra>"}]
+    for trace, other, logged, average in ((raw, mean, "y", "customdata"), (mean, raw, "customdata", "y")):
+        told = f"%{{{logged}:{number_format}}} at %{{x:,.6~g}}<br>average %{{{average}:{number_format}}}"
+        trace |= {"customdata": other["y"], "hovertemplate": f"{curve.title}<br>{told}<extra></extra>"}
+    return [raw, mean]
 
 
 def _eval_trace(curve: JobCurve, run: RunView) -> Trace:

@@ -6,9 +6,10 @@ It reads the document that `page.py` writes and nothing else; the tables are com
 FAINT_UP_TO = 12  # groups switched on at once: above that, the raw values under the averages are a fog
 ROWS_SHOWN = 40  # of a table; a button under a longer one shows the rest
 CHIPS_OPEN = 24  # of the legend; a longer one is folded
+PRINT_WIDTH = 640  # pixels of a chart: A4 and letter without their margins
 
 SCRIPT = (
-    f"const FAINT_UP_TO = {FAINT_UP_TO}, ROWS_SHOWN = {ROWS_SHOWN}, CHIPS_OPEN = {CHIPS_OPEN};"
+    f"const FAINT_UP_TO = {FAINT_UP_TO}, ROWS_SHOWN = {ROWS_SHOWN}, CHIPS_OPEN = {CHIPS_OPEN}, PRINT_WIDTH = {PRINT_WIDTH};"
     + r"""
 const all = (selector, from = document) => [...from.querySelectorAll(selector)];
 const off = new Set();
@@ -47,13 +48,11 @@ function visible(trace, few) {
   return role !== 'raw' || lines === 'raw' || few;
 }
 
-// Under an average, the raw values are faint and silent: the average's hover tells both.
 function dimmed(trace) {
   if (!trace.meta || trace.meta.role !== 'raw') return;
   const faint = lines === 'mean';
   trace.meta.width = trace.meta.width || trace.line.width;
   trace.opacity = faint ? .28 : 1;
-  trace.hoverinfo = faint ? 'skip' : 'all';
   trace.line = {...trace.line, width: faint ? 1 : trace.meta.width};
 }
 
@@ -169,7 +168,7 @@ function wireTables() {
     const sign = document.createElement('p');
     sign.className = 'faint wider';
     sign.textContent = 'More columns to the right: scroll the table sideways.';
-    frame.after(sign);
+    frame.before(sign);
     new ResizeObserver(() => { sign.hidden = frame.scrollWidth <= frame.clientWidth + 1; }).observe(frame);
   }
 }
@@ -189,6 +188,14 @@ function wireSorting() {
     keyed.sort(([a], [b]) => a === null || b === null ? (a === null) - (b === null) : compare(a, b) * (down ? -1 : 1));
     body.append(...keyed.map(([, row]) => row));
   });
+}
+
+// A page of paper is narrower than a screen, and its width is not known before it is printed.
+function wirePrint() {
+  addEventListener('beforeprint', () => {
+    for (const {place} of drawn) Plotly.relayout(place, {autosize: false, width: PRINT_WIDTH});
+  });
+  addEventListener('afterprint', () => redraw());
 }
 
 async function start() {
@@ -216,6 +223,7 @@ async function start() {
   wireAxis();
   wireLines();
   wireScales();
+  wirePrint();
   await redraw();
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => redraw());
   document.documentElement.dataset.drawn = 'yes';

@@ -27,7 +27,7 @@ table{border-collapse:separate;border-spacing:0;width:100%;font-size:.88rem;font
 th,td{padding:.42rem .7rem;text-align:left;vertical-align:top;border-bottom:1px solid var(--line);white-space:nowrap}
 tbody tr:last-child>*{border-bottom:0}
 thead th{background:var(--card);color:var(--faint);font-weight:500;vertical-align:bottom}
-tbody th{font-weight:600;position:sticky;left:0;background:var(--card);z-index:1;min-width:9rem;max-width:20rem;
+tbody th{font-weight:600;position:sticky;left:0;background:var(--card);z-index:1;min-width:13rem;max-width:20rem;
 white-space:normal;overflow-wrap:anywhere}
 tbody tr:hover>*{background:var(--row)}
 .winner>*{background:var(--good-ground)!important}
@@ -42,10 +42,9 @@ tbody tr:hover>*{background:var(--row)}
 .text{white-space:normal;min-width:14rem}
 .key{display:flex;flex-wrap:wrap;gap:.2rem .9rem;margin:0 0 .6rem;font-size:.86rem;overflow-wrap:anywhere}
 .key span{display:inline-flex;align-items:center}
-.folded tbody tr:nth-child(n+41){display:none}
+@media screen{.folded tbody tr:nth-child(n+41){display:none!important}}
 .unfold{margin:.5rem 0}.wider{margin:.3rem 0}
 .unshown{color:var(--warn);font-size:.84rem;margin:.1rem 0}
-.name{display:inline-block;min-width:min(100%,11rem);max-width:18rem}
 .dot{display:inline-block;width:.72em;height:.72em;border-radius:50%;margin-right:.5em;flex:none}
 .status{display:inline-block;border-radius:99px;padding:0 .6em;font-size:.82rem;background:var(--row);color:var(--faint)}
 .status.done{background:var(--good-ground);color:var(--good)}
@@ -76,9 +75,10 @@ button:focus-visible,select:focus-visible,input:focus-visible{outline:2px solid 
 .scales [aria-pressed=true]{background:var(--accent);color:var(--card);border-color:var(--accent)}
 .chip[hidden]{display:none}
 .message{display:grid;place-items:center;height:100%;color:var(--faint)}
-@media(max-width:900px){.charts{grid-template-columns:minmax(0,1fr)}h1{font-size:1.3rem}tbody th{max-width:13rem}}
+@media(max-width:900px){.charts{grid-template-columns:minmax(0,1fr)}h1{font-size:1.3rem}}
 @media(max-width:640px){.tiles{grid-template-columns:repeat(auto-fit,minmax(9rem,1fr));gap:.5rem}.tile{padding:.45rem .6rem}
-.tile .value{font-size:1.05rem}
+.tile .value{font-size:1.05rem}}
+@media(max-width:900px),print{
 .blocks,.blocks tbody{display:block}.blocks thead{display:none}
 [data-script] .blocks thead{display:block;border-bottom:1px solid var(--line)}
 .blocks thead tr{display:flex;flex-wrap:wrap;align-items:baseline;padding:.3rem .6rem}
@@ -87,11 +87,12 @@ button:focus-visible,select:focus-visible,input:focus-visible{outline:2px solid 
 .blocks tbody tr{display:flex;flex-wrap:wrap;align-items:center;gap:.1rem .9rem;padding:.5rem .7rem;
 border-bottom:1px solid var(--line)}
 .blocks tbody tr>*{display:block;border:0;padding:0;text-align:left;white-space:normal;overflow-wrap:anywhere;background:none}
-.blocks tbody th{flex:1 1 60%;order:-2;position:static;max-width:none}.blocks td:empty,.blocks td[data-label=place]{display:none!important}
+.blocks tbody th{flex:1 1 60%;order:-2;position:static;min-width:0;max-width:none}
+.blocks td:empty,.blocks td[data-label=place]{display:none!important}
 .blocks td[data-label=status]{order:-1}.blocks td:is([data-label=status],[data-label=trend])::before{content:none}
-.blocks .spark{width:100px;height:25px}
+.blocks .spark{width:84px;height:21px}
 .blocks td::before{content:attr(data-label) " ";color:var(--faint);font-size:.76rem}
 .blocks tbody tr.winner{background:var(--good-ground)}.blocks .winner>*{background:none!important}}
-@media print{.legend,.scales,.unfold,.wider{display:none}.folded tbody tr{display:table-row!important}.scroll{overflow:visible}
-figure,tr{break-inside:avoid}}
+@media print{.legend,.scales,.unfold,.wider,.blocks thead{display:none!important}.folded tbody tr{display:table-row}
+.folded.blocks tbody tr{display:flex}.scroll{overflow:visible}.charts{grid-template-columns:minmax(0,1fr)}figure,tr{break-inside:avoid}}
 """

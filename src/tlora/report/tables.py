@@ -46,7 +46,7 @@ def results_table(jobs: Sequence[JobView], looks: Mapping[str, Look], window: in
 
 def name_cell(job: JobView, look: Look) -> Cell:
     reason = f'<div class="reason">{escape(job.reason)}</div>' if job.reason else ""
-    return Cell(f'<span class="name">{mark(look)}{escape(job.name)}</span>{reason}')
+    return Cell(f"{mark(look)}{escape(job.name)}{reason}")
 
 
 def result_cells(job: JobView, scale: SparkScale | None, look: Look) -> list[Cell]:
