@@ -21,8 +21,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WORTH_IT = peft_plugin.FEWEST_PRODUCTS
 
 
-def adapted(dtype: torch.dtype, device: str = "cuda", rank: int = 16) -> Any:
-    config = LoraConfig(r=rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+def adapted(dtype: torch.dtype, device: str = "cuda", rank: int = 16, dropout: float = 0.0) -> Any:
+    config = LoraConfig(r=rank, lora_alpha=32, lora_dropout=dropout, target_modules="all-linear", task_type="CAUSAL_LM")
     base = make_model("llama-tied", dtype, hidden_size=256, intermediate_size=768)  # with biases
     model = get_peft_model(base, config, autocast_adapter_dtype=False)
     draw = torch.Generator().manual_seed(1)
@@ -78,6 +78,25 @@ def test_one_linear_is_pefts(dtype: torch.dtype, rank: int, launches: list[int])
             assert f.dtype == p.dtype and f.stride() == p.stride()
             assert_close(f, t, KERNEL[FP32] if dtype == FP32 else KERNEL[BF16])
     assert launches == [128, 128, 1300, 1300, 4608, 4608]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_dropout_is_pefts_for_the_same_seed(autocast: bool, launches: list[int]) -> None:
+    """In bf16, and under autocast with fp32 adapters: ours and PEFT's drop the same, and are as near each other as bf16 is to the truth."""
+    model = adapted(BF16, dropout=0.3)
+    layer = layer_of(model)
+    if autocast:
+        layer.lora_A.float(), layer.lora_B.float()
+    peft = copy.deepcopy(layer)
+    accelerate_peft(model)
+    results = []
+    for which in (peft, layer):
+        torch.manual_seed(6)
+        results.append(run(which, 1300, autocast=autocast))
+    for p, f in zip(*results, strict=True):
+        assert f.dtype == p.dtype
+        assert_close(f, p, 2 * KERNEL[BF16])
+    assert launches == [1300, 1300]
 
 
 def test_the_same_bits_every_time() -> None:

@@ -138,6 +138,23 @@ def test_gradients_add_up_and_follow_parameters_that_move() -> None:
     assert_close(y, dense({**second, "w": first["w"]}, False)[0], KERNEL[torch.float32])
 
 
+@pytest.mark.parametrize(("tokens", "rank"), [(0, 3), (70, 5), (1100, 40)])
+def test_the_adapter_reads_a_tensor_of_its_own(tokens: int, rank: int) -> None:
+    """As x after dropout: its gradient is the adapter's alone, and that of x the base's alone."""
+    given = operands(tokens, 64, 48, rank)
+    other = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x, read, a, b = (leaf(t, torch.float32) for t in (given["x"], other, given["a"], given["b"]))
+    w, dy = (given[name].to(DEVICE, torch.float32) for name in ("w", "dy"))
+    y = single_lora_linear(x, w, None, a, b, 1.5, read)
+    y.backward(dy)
+    true = [leaf(t, torch.float64) for t in (given["x"], other, given["a"], given["b"])]
+    expected = true[0] @ given["w"].to(DEVICE).T + 1.5 * (true[1] @ true[2].T) @ true[3].T
+    expected.backward(given["dy"].to(DEVICE))
+    for name, found, exact in (("y", y, expected), *(("gradient", f.grad, t.grad) for f, t in zip((x, read, a, b), true, strict=True))):
+        assert found is not None and exact is not None
+        assert_close(found.detach(), exact.detach(), KERNEL[torch.float32], name)
+
+
 def test_no_token_at_all() -> None:
     given = operands(0, 32, 48, 3)
     y, dx, da, db = run(given, torch.float32)
@@ -151,4 +168,5 @@ def test_the_operation_keeps_the_rules_of_torch_library() -> None:
     given = operands(20, 32, 48, 3)
     for dtype in (torch.float64, torch.float32):
         x, a, b = (leaf(given[name], dtype) for name in ("x", "a", "b"))
-        torch.library.opcheck(compiled_single_lora_linear, (x, given["w"].to(DEVICE, dtype), None, a, b, 1.5))
+        for read in (None, leaf(given["x"] / 2, dtype)):
+            torch.library.opcheck(compiled_single_lora_linear, (x, given["w"].to(DEVICE, dtype), None, a, b, 1.5, read))

@@ -21,7 +21,7 @@ from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import sentence
 from tests.kernels.interpreter import MARKS, interpreted
 from tests.tiny import make_model
-from tests.tolerances import KERNEL, LOGITS, assert_close
+from tests.tolerances import KERNEL, LOGITS, assert_close, relative_error
 from tlora.errors import ModelError
 from tlora.kernels import single_lora
 from tlora.supermodel import peft_plugin
@@ -194,20 +194,71 @@ def test_activation_checkpointing(reentrant: bool, calls: list[int]) -> None:
     assert len(calls) == 28
 
 
+def seeded_step(model: Any, seed: int = 6) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    return step(model)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3"])
+def test_dropout_is_pefts_for_the_same_seed(family: str, calls: list[int]) -> None:
+    model = adapted(family=family, target_modules="all-linear", lora_dropout=0.3)
+    true = seeded_step(model)
+    done = accelerate_peft(model)
+    found, other = seeded_step(model), seeded_step(model, seed=7)
+    assert_same(found, true, LOGITS[torch.float64] * 1e-3)
+    assert len(calls) == 2 * len(done.accelerated) and not done.left
+    assert relative_error(other["logits"], true["logits"]) > 1e-3, "another seed drops the same"
+
+
+def test_dropout_on_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted(torch.float32, lora_dropout=0.3)
+    true = seeded_step(model)
+    accelerate_peft(model)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    launched: list[str] = []
+    whole = single_lora._place
+    monkeypatch.setattr(single_lora, "_place", lambda *a: launched.append("") or whole(*a))
+    assert_same(seeded_step(model), true, LOGITS[torch.float32])
+    assert len(launched) == 2 * 14
+
+
+def test_evaluation_drops_nothing(calls: list[int]) -> None:
+    model, without = adapted(lora_dropout=0.3).eval(), adapted().eval()
+    accelerate_peft(model), accelerate_peft(without)
+    state = torch.get_rng_state()
+    assert torch.equal(model(input_ids=IDS).logits, without(input_ids=IDS).logits) and len(calls) == 28
+    assert torch.equal(torch.get_rng_state(), state), "random numbers were drawn"
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_dropout_drops_the_same_twice(reentrant: bool) -> None:
+    model = adapted(lora_dropout=0.3)
+    true = seeded_step(model)
+    accelerate_peft(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    assert_same(seeded_step(model), true, LOGITS[torch.float64])
+
+
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize(("base", "adapter"), [(BF16, FP32), (FP32, FP32), (BF16, BF16)])
-def test_autocast(base: torch.dtype, adapter: torch.dtype, calls: list[int]) -> None:
+def test_autocast(base: torch.dtype, adapter: torch.dtype, dropout: float, calls: list[int]) -> None:
     """One layer under autocast in bf16: as near the truth as bf16 is, in PEFT's dtypes throughout."""
-    model = adapted(base)
+    model = adapted(base, lora_dropout=dropout)
     layer: Any = model.base_model.model.model.layers[0].self_attn.q_proj
     layer.lora_A.to(adapter), layer.lora_B.to(adapter)
-    plain = copy.deepcopy(layer)
+    plain, exact = copy.deepcopy(layer), copy.deepcopy(layer).double()
     accelerate_peft(model)
+    if dropout:  # the truth drops what PEFT drops: the numbers that are drawn hang on the dtype
+        exact.lora_dropout["default"].forward = lambda x: nn.functional.dropout(x.to(adapter), dropout).double()
     x, dy = (torch.randn(2, 40, 64, generator=torch.Generator().manual_seed(seed)).to(base) for seed in (3, 4))
     results = []
-    for which in (plain, layer, copy.deepcopy(plain).double()):
+    for which in (plain, layer, exact):
+        torch.manual_seed(6)
         own = x.to(which.base_layer.weight.dtype, copy=True).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=which.base_layer.weight.dtype != torch.float64):
             y = which(own)
@@ -230,6 +281,30 @@ def test_an_adapter_of_another_dtype_waits_for_autocast(calls: list[int]) -> Non
     with torch.autocast("cpu", torch.bfloat16):
         model(input_ids=IDS)
     assert len(calls) == 14
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_dropout_passes_back_what_it_kept() -> None:
+    """Compiled, other random numbers are drawn: the gradient is held against differences of outputs with the same seed."""
+    model = adapted(lora_dropout=0.5)
+    mlp = model.base_model.model.model.layers[0].mlp
+    accelerate_peft(model)
+    compiled = torch.compile(mlp.down_proj.forward, backend="aot_eager", fullgraph=True)
+    draw = torch.Generator().manual_seed(3)
+    x, along = (torch.randn(7, 96, dtype=torch.float64, generator=draw) for _ in range(2))
+    dy = torch.randn(7, 64, dtype=torch.float64, generator=draw)
+
+    def output(of: Tensor) -> Tensor:
+        torch.manual_seed(6)
+        return compiled(of)
+
+    (dx,) = torch.autograd.grad(output(x.requires_grad_()), x, dy)
+    change = output((x + along).detach().requires_grad_()) - output((x - along).detach().requires_grad_())  # linear, once the mask is drawn
+    assert_close((dx * along).sum(), (change * dy).sum() / 2, LOGITS[torch.float64])
+    model.eval()
+    torch.compiler.reset()
+    assert relative_error(mlp.down_proj(x), output(x)) < 1e-12
+    torch.compiler.reset()
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own look, which it hides elsewhere
@@ -298,9 +373,14 @@ def offloaded(model: Any) -> None:
     base.forward = lambda x: nn.Linear.forward(base, x)
 
 
+def dropping_otherwise(model: Any) -> None:
+    model.base_model.model.model.layers[0].self_attn.q_proj.lora_dropout["default"] = nn.AlphaDropout(0.0)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        (dropping_otherwise, "its dropout is a AlphaDropout"),
         (hooked, "hooks are on the linears"),
         (replaced, "its forward was replaced by someone else"),
         (trained_base, "its base weight or bias is trained too"),
@@ -330,7 +410,7 @@ def test_a_layer_that_stays_pefts(change: Callable[[Any], None], reason: str, ca
 @pytest.mark.parametrize(
     ("options", "family", "left", "reason"),
     [
-        ({"lora_dropout": 0.1}, "llama", 14, "its adapter has dropout: lora_dropout=0.1"),
+        ({"lora_dropout": 0.1}, "llama", 0, ""),
         ({"use_dora": True}, "llama", 14, "its adapter is a variant of LoRA: DoraLinearVariant"),
         ({"lora_bias": True}, "llama-tied", 14, "its adapter has a bias"),
         ({"bias": "all"}, "llama-tied", 14, "its base weight or bias is trained too"),

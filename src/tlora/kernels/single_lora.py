@@ -22,6 +22,7 @@ from tlora.kernels.segments import Segment
 if TYPE_CHECKING:
     from tlora.kernels.fused_linear import LinearGroup
 
+_A, _B, _DA, _DB = range(4)  # columns of `LoraTables.rows_LS5`
 _MOST_RUNS = 8
 _FEWEST_TOKENS_OF_A_RUN = 512
 _ROW_TILE = 128  # tokens; runs begin at multiples of it, so that each tile of the kernels has one run
@@ -33,81 +34,110 @@ def takes_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return runs and dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
-def single_lora_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, a_RK: Tensor, b_NR: Tensor, scale: float) -> Tensor:
+def single_lora_linear(
+    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, a_RK: Tensor, b_NR: Tensor, scale: float, dropped_TK: Tensor | None = None
+) -> Tensor:
     """y [T, N] = x @ weight.T + bias + scale * (x @ a.T) @ b.T.
 
     x, weight and y have one dtype; a and b, of any dtype, are cast to it. Backward gives the gradients of x, a and b, the last two in
     their own dtypes, summed in fp32 (fp64 for fp64). Weight and bias get none. On the kernels K and N must be multiples of 16.
+
+    With `dropped_TK` (shape and dtype of x; x after dropout, say) the adapter reads that instead of x, and it gets a gradient of its own.
     """
     if torch.compiler.is_compiling():
-        return compiled_single_lora_linear(x_TK, weight_NK, bias_N, a_RK, b_NR, scale)[0]
-    return _SingleLoraLinear.apply(x_TK, weight_NK, bias_N, a_RK, b_NR, scale)  # type: ignore[no-any-return]
+        return compiled_single_lora_linear(x_TK, weight_NK, bias_N, a_RK, b_NR, scale, dropped_TK)[0]
+    return _SingleLoraLinear.apply(x_TK, weight_NK, bias_N, a_RK, b_NR, scale, dropped_TK)  # type: ignore[no-any-return]
 
 
 class _SingleLoraLinear(torch.autograd.Function):
     """Eager torch's way to `_forward` and `_backward`: a custom op costs the host twice as long."""
 
     @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, a_RK: Tensor, b_NR: Tensor, scale: float) -> Tensor:
-        y_TN, s = _forward(x_TK, weight_NK, bias_N, a_RK, b_NR, scale)
-        ctx.scale = scale
-        ctx.save_for_backward(x_TK, s, weight_NK, a_RK, b_NR)
+    def forward(
+        ctx: Any,
+        x_TK: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        a_RK: Tensor,
+        b_NR: Tensor,
+        scale: float,
+        dropped_TK: Tensor | None,
+    ) -> Tensor:
+        y_TN, s = _forward(x_TK, weight_NK, bias_N, a_RK, b_NR, scale, dropped_TK)
+        ctx.scale, ctx.drops = scale, dropped_TK is not None
+        ctx.save_for_backward(x_TK if dropped_TK is None else dropped_TK, s, weight_NK, a_RK, b_NR)
         return y_TN
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x_TK, s, weight_NK, a_RK, b_NR = ctx.saved_tensors
-        dx_TK, da_RK, db_NR = _backward(dy_TN, x_TK, s, weight_NK, a_RK, b_NR, ctx.scale)
-        return dx_TK, None, None, da_RK, db_NR, None
+        read_TK, s, weight_NK, a_RK, b_NR = ctx.saved_tensors
+        dx_TK, da_RK, db_NR, d_dropped_TK = _backward(dy_TN, read_TK, s, weight_NK, a_RK, b_NR, ctx.scale, ctx.drops)
+        return dx_TK, None, None, da_RK, db_NR, None, d_dropped_TK if ctx.drops else None
 
 
-def _forward(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, a_RK: Tensor, b_NR: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(
+    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, a_RK: Tensor, b_NR: Tensor, scale: float, dropped_TK: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """y, and S as `_backward` wants it."""
+    read_TK = x_TK if dropped_TK is None else dropped_TK
     if not takes_kernels(x_TK.device, x_TK.dtype):
         y_TN = torch.nn.functional.linear(x_TK, weight_NK, bias_N)
         a, b = a_RK.to(x_TK.dtype), b_NR.to(x_TK.dtype).t()
-        return y_TN, lora_forward_(y_TN, x_TK, a, b, (_all_tokens(x_TK, a_RK, scale),))[0]
-    from tlora.kernels.fused_linear import forward
+        return y_TN, lora_forward_(y_TN, read_TK, a, b, (_all_tokens(x_TK, a_RK, scale),))[0]
+    from tlora.kernels.fused_linear import multiply, shrink
 
     if x_TK.shape[0] == 0:
         return x_TK.new_empty(0, weight_NK.shape[0]), x_TK.new_empty(0, _shrunk_width(x_TK, a_RK))
     with torch.cuda.device_of(x_TK):  # Triton launches on the current device, which need not be that of x
-        tables = _place(x_TK, a_RK, b_NR, scale, None)
-        biases = [] if bias_N is None else [bias_N]
-        (y_TN,), s = forward(_rows(x_TK), [_rows(weight_NK)], biases, _group(x_TK, b_NR), tables)
+        tables, group = _place(x_TK, a_RK, b_NR, scale, None), _group(x_TK, b_NR)
+        s = shrink([_rows(read_TK)], group, tables, _A)
+        (y_TN,) = multiply(_rows(x_TK), [_rows(weight_NK)], [] if bias_N is None else [bias_N], s, group, tables)
     return y_TN, s
 
 
 def _backward(
-    dy_TN: Tensor, x_TK: Tensor, s: Tensor, weight_NK: Tensor, a_RK: Tensor, b_NR: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, da, db. dx is made even where nobody asks for it: that is the first layer's q, k and v alone."""
-    if not takes_kernels(x_TK.device, x_TK.dtype):
-        return _reference_backward(dy_TN, x_TK, s, weight_NK, a_RK, b_NR, scale)
-    from tlora.kernels.fused_linear import backward
+    dy_TN: Tensor, read_TK: Tensor, s: Tensor, weight_NK: Tensor, a_RK: Tensor, b_NR: Tensor, scale: float, drops: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx, da, db, and the gradient of what the adapter read, `read_TK`, where that `drops` some of x; else it is part of dx, and empty.
 
-    if x_TK.shape[0] == 0:
-        return torch.empty_like(x_TK, memory_format=torch.contiguous_format), _zeros(a_RK), _zeros(b_NR)
+    dx is made even where nobody asks for it: that is the first layer's q, k and v alone.
+    """
+    if not takes_kernels(read_TK.device, read_TK.dtype):
+        return _reference_backward(dy_TN, read_TK, s, weight_NK, a_RK, b_NR, scale, drops)
+    from tlora.kernels.fused_linear import add_sums, multiply_back, shrink
+
+    if read_TK.shape[0] == 0:
+        dx_TK = torch.empty_like(read_TK, memory_format=torch.contiguous_format)
+        return dx_TK, _zeros(a_RK), _zeros(b_NR), torch.empty_like(dx_TK)
     (rank, inner), columns = a_RK.shape, b_NR.shape[0]
-    with torch.cuda.device_of(x_TK):
-        sums = torch.zeros(_num_runs(x_TK.shape[0]), rank * (inner + columns), dtype=torch.float32, device=x_TK.device)
-        tables = _place(x_TK, a_RK, b_NR, scale, sums)
-        dx_TK = backward([_rows(dy_TN)], _rows(x_TK), s, [_rows(weight_NK)], _group(x_TK, b_NR), tables)
+    with torch.cuda.device_of(read_TK):
+        sums = torch.zeros(_num_runs(read_TK.shape[0]), rank * (inner + columns), dtype=torch.float32, device=read_TK.device)
+        tables, group = _place(read_TK, a_RK, b_NR, scale, sums), _group(read_TK, b_NR)
+        dy_TN, read_TK = _rows(dy_TN), _rows(read_TK)
+        ds = shrink([dy_TN], group, tables, _B)
+        if drops:
+            dx_TK, d_read_TK = dy_TN @ weight_NK, ds[:, :rank] @ a_RK.to(ds.dtype)
+        else:
+            dx_TK, d_read_TK = multiply_back([dy_TN], [_rows(weight_NK)], ds, group, tables), dy_TN.new_empty(0)
+        add_sums([dy_TN], s, group, tables, _DB)
+        add_sums([read_TK], ds, group, tables, _DA)
         total = sums.sum(0) if len(sums) > 1 else sums[0]
         da_RK, db_RN = total[: rank * inner].view(rank, inner), total[rank * inner :].view(rank, columns)
-        return dx_TK, da_RK.to(a_RK.dtype, copy=True), _zeros(b_NR).copy_(db_RN.t())  # copies: .grad may hold on to what it gets
+        # copies: .grad may hold on to what it gets
+        return dx_TK, da_RK.to(a_RK.dtype, copy=True), _zeros(b_NR).copy_(db_RN.t()), d_read_TK
 
 
 def _reference_backward(
-    dy_TN: Tensor, x_TK: Tensor, s: Tensor, weight_NK: Tensor, a_RK: Tensor, b_NR: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy_TN: Tensor, read_TK: Tensor, s: Tensor, weight_NK: Tensor, a_RK: Tensor, b_NR: Tensor, scale: float, drops: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dx_TK = dy_TN @ weight_NK
-    a, b = a_RK.to(x_TK.dtype), b_NR.to(x_TK.dtype).t()
-    sum_dtype = torch.float64 if x_TK.dtype == torch.float64 else torch.float32
+    d_read_TK = torch.zeros_like(read_TK, memory_format=torch.contiguous_format) if drops else dx_TK.new_empty(0)
+    a, b = a_RK.to(read_TK.dtype), b_NR.to(read_TK.dtype).t()
+    sum_dtype = torch.float64 if read_TK.dtype == torch.float64 else torch.float32
     da_RK, db_RN = torch.zeros_like(a, dtype=sum_dtype), torch.zeros(b.shape, dtype=sum_dtype, device=b.device)
-    lora_backward_(dx_TK, dy_TN, x_TK, [s], a, b, da_RK, db_RN, (_all_tokens(x_TK, a_RK, scale),))
-    return dx_TK, da_RK.to(a_RK.dtype), _zeros(b_NR).copy_(db_RN.t())
+    lora_backward_(d_read_TK if drops else dx_TK, dy_TN, read_TK, [s], a, b, da_RK, db_RN, (_all_tokens(read_TK, a_RK, scale),))
+    return dx_TK, da_RK.to(a_RK.dtype), _zeros(b_NR).copy_(db_RN.t()), d_read_TK
 
 
 compiled_single_lora_linear = torch.library.custom_op("tlora::single_lora_linear", _forward, mutates_args=())
@@ -115,26 +145,32 @@ _compiled_backward = torch.library.custom_op("tlora::single_lora_linear_backward
 
 
 @compiled_single_lora_linear.register_fake
-def _(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, a_RK: Tensor, b_NR: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _(
+    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, a_RK: Tensor, b_NR: Tensor, scale: float, dropped_TK: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     return x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0]), x_TK.new_empty(x_TK.shape[0], _shrunk_width(x_TK, a_RK))
 
 
 @_compiled_backward.register_fake
-def _(dy_TN: Tensor, x_TK: Tensor, s: Tensor, weight_NK: Tensor, a_RK: Tensor, b_NR: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x_TK, a_RK, b_NR))  # type: ignore[return-value]
+def _(
+    dy_TN: Tensor, read_TK: Tensor, s: Tensor, weight_NK: Tensor, a_RK: Tensor, b_NR: Tensor, scale: float, drops: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dx_TK, da_RK, db_NR = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (read_TK, a_RK, b_NR))
+    return dx_TK, da_RK, db_NR, torch.empty_like(dx_TK) if drops else dx_TK.new_empty(0)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x_TK, weight_NK, _, a_RK, b_NR, ctx.scale = inputs
+    x_TK, weight_NK, _, a_RK, b_NR, ctx.scale, dropped_TK = inputs
+    ctx.drops = dropped_TK is not None
     ctx.set_materialize_grads(False)  # else each backward fills a gradient of S with zeros
-    ctx.save_for_backward(x_TK, output[1], weight_NK, a_RK, b_NR)
+    ctx.save_for_backward(dropped_TK if ctx.drops else x_TK, output[1], weight_NK, a_RK, b_NR)
 
 
 def _differentiate(ctx: Any, dy_TN: Tensor | None, _ds: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy_TN is None:
-        return (None,) * 6
-    dx_TK, da_RK, db_NR = _compiled_backward(dy_TN, *ctx.saved_tensors, ctx.scale)
-    return dx_TK, None, None, da_RK, db_NR, None
+        return (None,) * 7
+    dx_TK, da_RK, db_NR, d_dropped_TK = _compiled_backward(dy_TN, *ctx.saved_tensors, ctx.scale, ctx.drops)
+    return dx_TK, None, None, da_RK, db_NR, None, d_dropped_TK if ctx.drops else None
 
 
 compiled_single_lora_linear.register_autograd(_differentiate, setup_context=_save)

@@ -54,12 +54,12 @@ class Acceleration:
 def accelerate_peft(model: nn.Module) -> Acceleration:
     """Let each LoRA linear of a PEFT model run as one fused operation, forward and backward, with the same gradients up to rounding.
 
-    y = W x + b + scale * B A x. `lora_A.weight` and `lora_B.weight` get their `.grad` from autograd as before, so any optimizer, trainer,
-    gradient accumulation, checkpointing, autocast, DDP and `torch.compile` (after this call) work as before, and so do saving,
-    merging and `disable_adapter()`. Gradients of gradients do not.
+    y = W x + b + scale * B A dropout(x). `lora_A.weight` and `lora_B.weight` get their `.grad` from autograd as before, so any optimizer,
+    trainer, gradient accumulation, checkpointing, autocast, DDP and `torch.compile` (after this call) work as before, and so do saving,
+    merging and `disable_adapter()`. Gradients of gradients do not. Dropout is the layer's own nn.Dropout: the same seed drops the same.
 
     A layer is accelerated that is a `peft.tuners.lora.Linear` over a frozen, unquantised `nn.Linear` with one active adapter without
-    dropout, bias or variant (DoRA and the like), and whose features are multiples of 16. `Acceleration.left` names all others, with
+    bias or variant (DoRA and the like), and whose features are multiples of 16. `Acceleration.left` names all others, with
     the reason. A call that the kernels cannot take (merged or disabled adapters, dtypes that differ without autocast) or that is too
     small for them (on a GPU; 8,192 tokens are enough for a linear of 4096 x 4096) goes PEFT's own way. On a GPU the kernels are Triton's;
     elsewhere plain torch, right and not faster.
@@ -93,8 +93,16 @@ def forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return Linear.forward(layer, x, *args, **kwargs)
     bias = layer.base_layer.bias
     x_TK, bias_N = x.to(dtype).reshape(-1, x.shape[-1]), None if bias is None else bias.to(dtype)
-    y_TN = single_lora_linear(x_TK, weight_NK.to(dtype), bias_N, a_RK, b_NR, float(layer.scaling[adapter]))
+    dropout, dropped_TK = layer.lora_dropout[adapter], None
+    if _drops(dropout):  # in the dtype in which PEFT drops, since the random numbers may hang on it
+        dropped_TK = dropout(layer._cast_input_dtype(x, a_RK.dtype)).to(dtype).reshape(x_TK.shape)
+    y_TN = single_lora_linear(x_TK, weight_NK.to(dtype), bias_N, a_RK, b_NR, float(layer.scaling[adapter]), dropped_TK)
     return y_TN.view(*x.shape[:-1], y_TN.shape[1])
+
+
+def _drops(dropout: nn.Module) -> bool:
+    """Whether it does anything to its input just now."""
+    return type(dropout) is nn.Dropout and dropout.training and dropout.p > 0
 
 
 def _is_accelerated(layer: nn.Module) -> bool:
@@ -166,8 +174,8 @@ def _obstacle_of_adapter(layer: Any, adapter: str, halves: tuple[nn.Module, nn.M
     if adapter in layer.lora_variant:
         return f"its adapter is a variant of LoRA: {type(layer.lora_variant[adapter]).__name__}"
     dropout = layer.lora_dropout[adapter]
-    if type(dropout) is not nn.Identity and getattr(dropout, "p", 1.0) > 0:
-        return f"its adapter has dropout: lora_dropout={getattr(dropout, 'p', dropout)}"
+    if type(dropout) not in (nn.Identity, nn.Dropout):
+        return f"its dropout is a {type(dropout).__name__}, not a plain nn.Dropout"
     if not isinstance(layer.scaling[adapter], int | float):
         return "its scaling is a tensor, as for hot-swapping"
     if any(type(half) is not nn.Linear or half.bias is not None or type(half.weight) not in _PLAIN for half in halves):
