@@ -92,20 +92,21 @@ def _order(text: str, case: str, parser: argparse.ArgumentParser) -> Order:
 
 def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
     """The whole result, which is written to `options.out` after every launch."""
+    facts = machine.facts(torch.device("cpu"), options.commit)
     with tempfile.TemporaryDirectory(prefix="real-jobs-") as name:
         directory = options.work_dir or Path(name)
         directory.mkdir(parents=True, exist_ok=True)
         base_dir, caches = options.base_dir or Path(name) / "bases", options.caches or Path(name) / "caches"
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # so that no CUDA context stays beside the runs
             base = pool.submit(make_base, options.shape, base_dir, options.device).result()
-        facts = machine.facts(torch.device("cpu"), options.commit)
         facts["device"] = base.pop("device") or facts["device"]
         setup = {"shape": options.shape, "steps": options.steps, "settings": options.settings, "jobs_file": JOBS_FILE.name} | base
         found: dict[str, Any] = {"benchmark": "real_jobs", **facts, "setup": setup, "launches": []}
         print(format_head(found), flush=True)
         for order in options.orders:
             if order.kind == "cold":
-                shutil.rmtree(caches, ignore_errors=True)
+                for cache in _CACHES.values():
+                    shutil.rmtree(caches / cache, ignore_errors=True)
             row = _measure(order, options, Path(base["base"]), caches, directory / "run")
             found["launches"].append(row)
             machine.write(options.out, found)

@@ -112,13 +112,13 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
     if importlib.util.find_spec("trl") is None:
         raise SystemExit("TRL is not installed. Install it with: pip install trl liger-kernel")
     device = torch.device(options.device)
+    facts = machine.facts(device, options.commit)
     with tempfile.TemporaryDirectory(prefix="trl-baseline-") as name:
         os.environ["HF_DATASETS_CACHE"] = str(Path(name) / "datasets")
         tokenizer = Path(name) / "tokenizer"
         write_tokenizer(options.shape, tokenizer)
         tasks = make_tasks(options, tokenizer, Path(name))
         versions = {package: importlib.metadata.version(package) for package in ("trl", "accelerate", "datasets")}
-        facts = machine.facts(device, options.commit)
         setup = {"shape": options.shape, "jobs": [_describe(task) for task in tasks], "seconds": options.seconds}
         found: dict[str, Any] = {"benchmark": "trl_baseline", **facts, "setup": setup, "rows": []}
         found["versions"] |= versions

@@ -96,6 +96,9 @@ def tiny(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_a_launch_of_the_command_on_a_tiny_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "caches" / "tlora").mkdir(parents=True)
+    for name in ("mine", "tlora/of-an-earlier-run"):
+        (tmp_path / "caches" / name).touch()
     found = tiny(tmp_path, "--launches", "all-dropout:cold", "--steps", "2")
     (row,) = found["launches"]
     assert json.loads((tmp_path / "out.json").read_text())["launches"][0]["tokens"] == row["tokens"] > 0
@@ -103,7 +106,8 @@ def test_a_launch_of_the_command_on_a_tiny_base(tmp_path: Path, capsys: pytest.C
     assert 0 < row["first_step_seconds"] <= row["last_step_seconds"] < row["wall_seconds"]
     assert row["exit_seconds"] == pytest.approx(row["wall_seconds"] - row["last_step_seconds"], abs=0.01)
     assert row["exit_bytes"] > 0 and row["written_bytes"] >= row["exit_bytes"]
-    assert any((tmp_path / "caches" / "tlora").iterdir())
+    assert (tmp_path / "caches" / "mine").is_file(), "something that is no cache was deleted"
+    assert any((tmp_path / "caches" / "tlora").iterdir()) and not (tmp_path / "caches" / "tlora" / "of-an-earlier-run").exists()
     assert "all-dropout cold" in capsys.readouterr().out
 
 
