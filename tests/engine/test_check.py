@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
 from tests.engine.tiny_runs import job, run_spec, train
+from tests.tiny import FAMILIES, SHAPE, make_model
 from tlora.engine.check import check
 from tlora.engine.progress import Watcher
+from tlora.errors import ModelError
 from tlora.job import JobSpec, RunSpec
+from tlora.supermodel.load import load_config, load_weights
+from tlora.supermodel.weight_files import check_weights
 
 
 def test_a_missing_base_hides_no_missing_file(data: Path) -> None:
@@ -27,7 +38,7 @@ def test_a_budget_below_the_longest_sample_is_raised_and_said(base: Path, data: 
     notes: list[str] = []
     assert train(base, tmp_path / "out", jobs, token_budget=16, watcher=Watcher(note=notes.append)).status == "done"
     assert notes.count(warning) == 1
-    enough = check(run_spec(base, tmp_path / "out", jobs, token_budget=found.token_budget), device="cpu")
+    enough = check(run_spec(base, tmp_path / "other", jobs, token_budget=found.token_budget), device="cpu")
     assert enough.warnings == () and enough.token_budget == found.token_budget
 
 
@@ -38,3 +49,81 @@ def test_the_file_of_the_evaluation_is_reported(base: Path, data: Path, tmp_path
     ).jobs
     assert both.data and both.eval_data and (both.data.rows, both.eval_data.rows) == (24, 7)
     assert both.eval_data.files == [own["eval_path"]] and split.eval_data is None
+
+
+def broken_bases(base: Path, directory: Path) -> dict[str, Path]:
+    """What the refusal must say -> a copy of the base that is wrong in one way."""
+    tensors, name = load_file(base / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+
+    def copy(number: int) -> Path:
+        return Path(shutil.copytree(base, directory / str(number)))
+
+    def save(number: int, changed: dict[str, torch.Tensor]) -> Path:
+        made = copy(number)
+        save_file(changed, made / "model.safetensors", metadata={"format": "pt"})
+        return made
+
+    gone, cut = copy(0), copy(1)
+    (gone / "model.safetensors").unlink()
+    (cut / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes()[:-100])
+    sharded = copy(5)
+    (sharded / "model.safetensors").unlink()
+    make_model("llama", vocab_size=400, max_position_embeddings=2048).save_pretrained(sharded, max_shard_size="60KB")
+    lost = sorted(sharded.glob("model-*.safetensors"))[2]
+    lost.unlink()
+    return {
+        "has no weights": gone,
+        "model.safetensors is cut off": cut,
+        f"1 tensors are missing or of another shape, {name} first": save(2, {key: t for key, t in tensors.items() if key != name}),
+        f"another shape, {name}": save(3, tensors | {name: tensors[name][:-1].contiguous()}),
+        f"no plain numbers of 16 bits or more, {name} first": save(4, tensors | {name: tensors[name].to(torch.int8)}),
+        f"weight files are missing, {lost.name} first": sharded,
+    }
+
+
+def test_weights_that_training_would_refuse_are_refused_by_their_headers(base: Path, data: Path, tmp_path: Path) -> None:
+    jobs = [job("a", str(data / "b.jsonl"))]
+    for part, wrong in broken_bases(base, tmp_path).items():
+        found = check(run_spec(wrong, tmp_path / "out", jobs), device="cpu")
+        assert len(found.problems) == 1 and part in found.problems[0], (part, found.problems)
+        with pytest.raises(ModelError, match=re.escape(part)):
+            load_weights(str(wrong))
+    assert check(run_spec(base, tmp_path / "out", jobs), device="cpu").problems == ()
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "experts"])
+def test_the_headers_of_every_family_are_what_is_loaded(tmp_path: Path, family: str) -> None:
+    """Also of families whose tensors transformers ties, renames or fuses as it loads them, in shards."""
+    if family == "experts":
+        shape = SHAPE | {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+        AutoModelForCausalLM.from_config(Qwen3MoeConfig(**shape)).save_pretrained(tmp_path, max_shard_size="60KB")
+    else:
+        make_model(family).save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert check_weights(str(tmp_path), load_config(str(tmp_path))) is None
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"index\.json cannot be read"):
+        check_weights(str(tmp_path), load_config(str(tmp_path)))
+
+
+def test_pickled_weights_have_no_headers_and_that_is_said(base: Path, tmp_path: Path) -> None:
+    pickled = Path(shutil.copytree(base, tmp_path / "pickled"))
+    torch.save(load_file(base / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    assert "has no header" in str(check_weights(str(pickled), load_config(str(pickled))))
+    (pickled / "pytorch_model.bin").write_bytes((pickled / "pytorch_model.bin").read_bytes()[:-100])
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin is cut off"):
+        check_weights(str(pickled), load_config(str(pickled)))
+
+
+def test_an_output_directory_that_training_would_refuse(base: Path, data: Path, tmp_path: Path) -> None:
+    jobs = [job("a", str(data / "b.jsonl"), max_steps=1)]
+    (tmp_path / "file").write_text("")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
+    for name, part in (("file", "is a file"), ("file/out", "is a file"), ("thesis", "is no run of tlora")):
+        (problem,) = check(run_spec(base, tmp_path / name, jobs), device="cpu").problems
+        assert f"output_dir {tmp_path / name}" in problem and part in problem
+    train(base, tmp_path / "out", jobs)
+    found = check(run_spec(base, tmp_path / "out", jobs), device="cpu")
+    assert found.problems == () and any("holds an earlier run" in line and "--resume" in line for line in found.warnings)

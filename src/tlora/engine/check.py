@@ -1,4 +1,6 @@
-"""`tlora check`: everything that can be known about a run without its weights. All problems at once, none fatal to the others."""
+"""`tlora check`: all that can be known about a run without loading weights, whose headers are read. All problems at once, none fatal to
+the others.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,13 @@ from tlora.engine.memory_probe import probe_key, recall
 from tlora.engine.metrics import check_trackers
 from tlora.engine.plan import PlannedJob, RunPlan, pick_device, plan_run, settle
 from tlora.engine.progress import JobProgress, RunProgress, Watcher
+from tlora.engine.run_directory import check_run_directory
 from tlora.errors import ConfigError, DataError, ModelError
 from tlora.job import JobSpec, RunSpec
 from tlora.supermodel.fp8_linear import check_fp8
-from tlora.supermodel.load import outline
+from tlora.supermodel.load import load_config, outline
 from tlora.supermodel.supermodel import SuperModel
+from tlora.supermodel.weight_files import check_weights
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,13 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
         check_trackers(list(run.report_to))
     except ConfigError as error:
         problems.append(str(error))
+    warnings = _look_at_output(run, problems)
     try:
         base = outline(run.base_model, run.dtype, run.base_precision)
         if run.base_precision == "fp8":
             check_fp8(place, base.head.weight_VH.dtype)
+        if unknown := check_weights(run.base_model, load_config(run.base_model)):
+            warnings.append(unknown)
         sizes = [(p.numel(), p.element_size()) for p in base.model.parameters()]
         base_bytes = sum(count * size for count, size in sizes)
         jobs = tuple(JobProgress(job.name, "preparing", job.r) for job in run.jobs)
@@ -94,7 +101,7 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
     layouts = [job.layout for job in plan.jobs[:resident] if job.layout is not None]
     return RunCheck(
         problems=tuple(problems),
-        warnings=(*plan.warnings, *waiting),
+        warnings=(*warnings, *plan.warnings, *waiting),
         jobs=tuple(_job_check(job, plan) for job in plan.jobs),
         base_parameters=sum(count for count, _ in sizes),
         base_bytes=base_bytes,
@@ -109,6 +116,17 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
         num_layers=plan.memory.num_layers,
         measured=plan.memory.measured,
     )
+
+
+def _look_at_output(run: RunSpec, problems: list[str]) -> list[str]:
+    """Adds to `problems` an output directory that cannot be used; returns a warning of one that `train` takes with an option only."""
+    try:
+        check_run_directory(run, resume=False, overwrite=False)
+    except ConfigError as error:
+        if (Path(run.output_dir) / "run.json").is_file():
+            return [str(error)]
+        problems.append(str(error))
+    return []
 
 
 def _without_base(run: RunSpec, problems: tuple[str, ...], device: str) -> RunCheck:

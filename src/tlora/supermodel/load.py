@@ -17,6 +17,7 @@ from tlora.kernels.linear_cross_entropy import Head
 from tlora.supermodel import attention
 from tlora.supermodel.fp8_linear import check_fp8, hold_in_fp8
 from tlora.supermodel.inject import find_linears
+from tlora.supermodel.weight_files import check_weights, refuse_incomplete
 
 _COMPARE = "Compare it with the original's"
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
@@ -93,18 +94,17 @@ def load_base(
 
 def load_weights(base_model: str, dtype: str = "auto") -> Any:
     """The transformers model, whole: a tensor that is missing would be drawn at random. Raises ModelError."""
-    _pick_dtype(load_config(base_model), dtype, base_model)
+    config = load_config(base_model)
+    _pick_dtype(config, dtype, base_model)
+    if Path(base_model).is_dir():  # a hub id's files are not here yet
+        check_weights(base_model, config)
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(base_model, dtype=wanted, output_loading_info=True, trust_remote_code=False)
         model, found = loaded
     except Exception as error:  # a library's border: what it raises depends on family and version
         raise ModelError(f"base_model {base_model}: cannot be loaded: {_first_line(error)}. Copy the model again") from None
-    lacking = sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]]))
-    if lacking:
-        raise ModelError(
-            f"base_model {base_model}: {len(lacking)} tensors are missing or of another shape, {lacking[0]} first. Copy it again"
-        )
+    refuse_incomplete(found, base_model)
     return model
 
 

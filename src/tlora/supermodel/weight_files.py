@@ -1,0 +1,113 @@
+"""The weight files of a base by their headers: what is missing, cut off or quantised is known before any weight is loaded."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils import cached_file
+
+from tlora.errors import ModelError
+
+# In the order in which transformers looks for them.
+_WHOLE_OR_INDEX = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def check_weights(base_model: str, config: Any) -> str | None:
+    """Compare the headers of the base's files with the model that its `config` makes; no weight is read.
+
+    Raises ModelError for a file that is missing or cut off and for a tensor that is missing, of another shape or no plain number.
+    Returns what cannot be known: a hub id whose files are not in the cache yet, or files without headers.
+    """
+    is_local = Path(base_model).is_dir()
+    directory = Path(base_model) if is_local else _snapshot(base_model)
+    try:
+        files = _weight_files(directory, base_model)
+    except ModelError:
+        if is_local:
+            raise
+        return f"the weights of {base_model} are not in the hub's cache: they are checked when they have been downloaded"
+    if files[0].suffix == ".bin":
+        for file in files:
+            if not zipfile.is_zipfile(file):
+                raise ModelError(
+                    f"base_model {base_model}: cannot be loaded: {file.name} is cut off or no weight file. Copy the model again"
+                )
+        return f"{files[0].name} has no header that can be read by itself: whether all weights are there shows when they are loaded"
+    _compare(_read_headers(files, base_model), config, base_model)
+    return None
+
+
+def _snapshot(base_model: str) -> Path:
+    found = cached_file(base_model, "config.json")
+    assert found is not None, f"{base_model}: no config.json"
+    return Path(found).parent
+
+
+def _weight_files(directory: Path, base_model: str) -> list[Path]:
+    name = next((name for name in _WHOLE_OR_INDEX if (directory / name).is_file()), None)
+    if name is None:
+        raise ModelError(f"base_model {base_model}: has no weights (looked for {', '.join(_WHOLE_OR_INDEX)}). Copy the model again")
+    if not name.endswith(".json"):
+        return [directory / name]
+    try:
+        shards = sorted(set(json.loads((directory / name).read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"base_model {base_model}: {name} cannot be read ({type(error).__name__}: {error}). Copy it again") from None
+    lacking = [shard for shard in shards if not (directory / shard).is_file()]
+    if lacking or not shards:
+        what = f"{len(lacking)} of {len(shards)} weight files are missing, {lacking[0]} first" if lacking else f"{name} names no files"
+        raise ModelError(f"base_model {base_model}: {what}. Copy the model again")
+    return [directory / shard for shard in shards]
+
+
+def _read_headers(files: list[Path], base_model: str) -> dict[str, Tensor]:
+    """Every tensor of the files on the meta device."""
+    found: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    part = opened.get_slice(name)
+                    dtype = _DTYPES.get(part.get_dtype(), torch.uint8)  # stands for all that is no plain number
+                    found[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"base_model {base_model}: cannot be loaded: {file.name} is cut off or damaged ({error}). Copy the model again"
+            ) from None
+    return found
+
+
+def _compare(tensors: dict[str, Tensor], config: Any, base_model: str) -> None:
+    """By transformers' own matching of names, which knows what a family renames, ties and fuses."""
+    try:
+        model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
+        model, found = model_class.from_pretrained(
+            None, config=config, state_dict=tensors, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except Exception as error:  # a library's border: what it raises depends on family and version
+        why = " ".join(str(error).split())[:400]
+        raise ModelError(f"base_model {base_model}: its weights do not fit its config.json: {why}. Copy the model again") from None
+    refuse_incomplete(found, base_model)
+    quantized = sorted(name for name in tensors if tensors[name].dtype == torch.uint8 and name in dict(model.named_parameters()))
+    if quantized:
+        raise ModelError(
+            f"base_model {base_model}: {len(quantized)} tensors are no plain numbers of 16 bits or more, {quantized[0]} first. "
+            "Use the original, unquantised model"
+        )
+
+
+def refuse_incomplete(found: dict[str, Any], base_model: str) -> None:
+    """Raise ModelError by what transformers reports of a load: a tensor that is missing would be drawn at random."""
+    lacking = sorted(str(key[0] if isinstance(key, tuple) else key) for key in (*found["missing_keys"], *found["mismatched_keys"]))
+    if lacking:
+        raise ModelError(
+            f"base_model {base_model}: {len(lacking)} tensors are missing or of another shape, {lacking[0]} first. Copy it again"
+        )
