@@ -120,6 +120,8 @@ def generate(
 
         console = open_console()
         model = open_adapter(adapter, base_model=base_model, device=device)
+        for note in model.notes:
+            open_console(stderr=True).print(printable(note), style="dim", soft_wrap=True)
         sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
         for title, adapted in (("base", False), ("adapter", True)) if compare else (("", True),):
             if title:

@@ -14,6 +14,7 @@ from tlora.engine.metrics import check_trackers
 from tlora.engine.plan import PlannedJob, RunPlan, pick_device, plan_run, settle
 from tlora.engine.progress import JobProgress, RunProgress, Watcher
 from tlora.engine.run_directory import check_run_directory
+from tlora.engine.serving import ServingFiles
 from tlora.errors import ConfigError, DataError, ModelError
 from tlora.job import JobSpec, RunSpec
 from tlora.supermodel.fp8_linear import check_fp8
@@ -90,6 +91,7 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
             place,
             lambda p: watcher.progress(RunProgress(0.0, jobs, stage=f"tokenizing {p.key}: {p.rows:,} rows, {p.share:.0%}")),
         )
+        warnings += ServingFiles(run.base_model).warn([(job.spec, job.data.report.format) for job in plan.jobs if job.data])
     except (ModelError, ConfigError) as error:
         return _without_base(run, (*problems, str(error)), str(place))
     known = recall(probe_key(model, plan.can_run, run.deterministic, place)) if place.type == "cuda" else None

@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,13 @@ from transformers import GenerationConfig
 from tlora.adapters.peft import load_params, read_config
 from tlora.adapters.state import AdapterLayout, make_layout
 from tlora.data.encode import Encoder, open_encoder
-from tlora.data.formats import Chat, detect, read_example
-from tlora.data.rows import read_rows
-from tlora.data.tokenizer import load_tokenizer
 from tlora.engine.plan import adopt_adapter_config, pick_device
-from tlora.errors import DataError, ModelError
+from tlora.engine.serving import find_prompting
+from tlora.errors import ModelError
 from tlora.job import DataConfig, JobSpec
+from tlora.supermodel.base_name import same_base
 from tlora.supermodel.inject import find_linears, resolve_targets
-from tlora.supermodel.load import load_weights
+from tlora.supermodel.load import load_config, load_weights
 
 OnText = Callable[[str], None]
 
@@ -44,13 +42,16 @@ class Sampling:
 
 @dataclass(frozen=True)
 class AdaptedModel:
-    """A base, its tokenizer and one adapter that fits. `raw`: the adapter was trained on plain text, without a chat template."""
+    """A base, its tokenizer and one adapter that fits. `raw`: the adapter was trained on plain text, without a chat template.
+    `notes`: which template is used, and what a person should know beside.
+    """
 
     model: Any
     encoder: Encoder
     layout: AdapterLayout
     params: Tensor
     raw: bool
+    notes: tuple[str, ...] = ()
 
 
 def generate(
@@ -65,12 +66,18 @@ def open_adapter(directory: Path, *, base_model: str | None = None, device: str 
 
     Raises ModelError naming the first tensor that is missing, too many or of another shape.
     """
-    base = base_model or read_config(directory).get("base_model_name_or_path")
+    named = read_config(directory).get("base_model_name_or_path")
+    base = base_model or _find_base(directory, named)
     if not base:
         raise ModelError(f"{directory}: the adapter names no base model. Add --base-model")
+    notes = [] if not named or same_base(named, base) else [f"the adapter names {named} as its base, and is used over {base}"]
     place = pick_device(device)
+    try:
+        load_config(base)
+    except ModelError as error:
+        raise (error if base_model else ModelError(f"{error}. The adapter names this base: --base-model says where it is")) from None
+    prompting = find_prompting(directory, base)
     model: Any = load_weights(base).to(place).eval()
-    tokenizer = load_tokenizer(base)
     try:
         shape, _ = adopt_adapter_config(JobSpec(name="adapter", data=DataConfig(path="-")), directory)
     except ValueError as error:
@@ -80,9 +87,20 @@ def open_adapter(directory: Path, *, base_model: str | None = None, device: str 
     layout = make_layout(shape, resolve_targets(model, find_linears(model), shape))
     precision = torch.float64 if model.dtype == torch.float64 else torch.float32
     params = load_params(directory, layout, precision).to(place)
-    data = _trained_on(directory)
-    encoder = open_encoder(tokenizer, _template_of(data), False, model.get_input_embeddings().num_embeddings)
-    return AdaptedModel(model, encoder, layout, params, _is_raw(data))
+    encoder = open_encoder(prompting.tokenizer, prompting.template, False, model.get_input_embeddings().num_embeddings)
+    return AdaptedModel(model, encoder, layout, params, prompting.raw, (*notes, f"prompt: {prompting.said}"))
+
+
+def _find_base(directory: Path, named: str | None) -> str | None:
+    """Where the base that an adapter names lies on this machine: where its run had it, if that is still the same; else the name itself."""
+    for run in (directory.parent / "run.json", directory.parent.parent / "run.json"):
+        try:
+            found = json.loads(run.read_text(encoding="utf-8"))["base_model"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if named and isinstance(found, str) and Path(found).is_dir() and same_base(named, found):
+            return found
+    return named
 
 
 def answer(
@@ -187,37 +205,3 @@ class _Stream:
         if len(whole) > self._shown:
             self._on_text(whole[self._shown :])
             self._shown = len(whole)
-
-
-def _trained_on(directory: Path) -> DataConfig | None:
-    """The data that the job of this adapter, or of this checkpoint of it, was trained on; None for an adapter from elsewhere."""
-    for file in (directory / "job.json", directory.parent / "job.json"):
-        try:
-            return DataConfig.model_validate(json.loads(file.read_text(encoding="utf-8"))["data"])
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"{file}: cannot be read ({error}). Copy the directory again, or only the adapter's files") from None
-    return None
-
-
-def _template_of(data: DataConfig | None) -> str | None:
-    if data is None or data.chat_template is None:
-        return None
-    try:
-        return Path(data.chat_template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"the chat template {data.chat_template} of the training cannot be read: {error}. Put it back") from None
-
-
-def _is_raw(data: DataConfig | None) -> bool:
-    """Whether training saw plain text. The first row tells where the job left the format open; lost data counts as chat."""
-    if data is None or data.format in ("chat", "sharegpt", "alpaca"):
-        return False
-    if data.format in ("text", "tokenized"):
-        return True
-    try:
-        row = next(islice(read_rows(Path(data.path)), 1))
-        return not isinstance(read_example(row, detect(row) if data.format == "auto" else data.format), Chat)
-    except (DataError, OSError):
-        return False

@@ -22,6 +22,7 @@ from tlora.errors import CapacityError, DataError, ModelError, TloraError
 from tlora.job import JobSpec, RunSpec
 from tlora.jobs_file import explain
 from tlora.report.wording import by_jobs
+from tlora.supermodel.base_name import same_base
 from tlora.supermodel.fp8_linear import has_fp8
 from tlora.supermodel.load import learned_positions, longest_safe_sequence
 from tlora.supermodel.supermodel import SuperModel
@@ -160,7 +161,7 @@ def plan_job(spec: JobSpec, data: Prepared | DataError, model: SuperModel, resum
         start = _start_of(spec, resumed)
         if start is not None:
             job.spec, warnings = adopt_adapter_config(spec, start)
-            job.warnings += warnings
+            job.warnings += warnings + _base_warnings(start, model.base.name)
         job.layout = model.layout(job.spec)
         job.warnings += _rank_warnings(job.layout)
         if start is not None:
@@ -234,6 +235,13 @@ def _position_warnings(data: Prepared, config: Any) -> list[str]:
         return []
     longer = f"{beyond:,} of {len(lengths):,} samples (up to {lengths.max():,} tokens) are longer than the base's max_position_embeddings"
     return [f"{longer} {most:,}, the positions that it is made for. Set max_length: {most} ({data.report.files[0]})"]
+
+
+def _base_warnings(start: Path, base_model: str) -> list[str]:
+    named = read_config(start).get("base_model_name_or_path")
+    if not named or same_base(named, base_model):
+        return []
+    return [f"{start} names {named} as its base, and goes on over {base_model}: check that they are the same model"]
 
 
 def _rank_warnings(layout: AdapterLayout) -> list[str]:

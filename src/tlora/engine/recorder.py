@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from tlora import durable
 from tlora.adapters.optim import StepStats
@@ -17,6 +17,7 @@ from tlora.engine import checkpoint
 from tlora.engine.checkpoint import Progress
 from tlora.engine.job_run import JobRun
 from tlora.engine.metrics import RowWriter, Tracker, finite
+from tlora.engine.model_card import CARD_FILE, model_card
 from tlora.engine.reserve import Reserve
 from tlora.engine.writer import Writer
 from tlora.errors import CheckpointError, TloraError
@@ -272,8 +273,20 @@ class Recorder:
         )
         self._context.reserve.ended(run.spec.name)
         write_result(run.directory, result, self._context.note)
+        if status == "done":
+            self._write_card(result)
         self._tracker.close()
         return result
+
+    def _write_card(self, result: JobResult) -> None:
+        """One that is there may have been edited, and stays."""
+        run, path = self._run, self._run.directory / CARD_FILE
+        report = cast("dict[str, Any]", run.train.meta["report"])
+        try:
+            if not path.exists():
+                durable.write_file(path, model_card(run.spec, self._context.base_model, report, asdict(result), run.directory))
+        except (OSError, TloraError) as error:
+            self._context.note(f"{path}: {error}")
 
 
 def write_result(directory: Path, result: JobResult, note: Callable[[str], None]) -> None:

@@ -27,10 +27,12 @@ from tlora.engine.recorder import JobResult, Recorder, RunContext, write_result
 from tlora.engine.reserve import Reserve
 from tlora.engine.run_directory import check_run_directory, check_tiles, hold_run_directory, write_run_file
 from tlora.engine.run_monitor import RunMonitor
+from tlora.engine.serving import ServingFiles
 from tlora.errors import ConfigError, TloraError
 from tlora.job import JobSpec, RunSpec
 from tlora.jobs_file import explain, read_jobs_file
 from tlora.report.run_page import write_report
+from tlora.supermodel.base_name import public_name
 from tlora.supermodel.fp8_linear import check_fp8
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
@@ -85,14 +87,16 @@ def train(
     monitor.stage("measuring memory")
     plan = _measure_memory(run, plan, model, watcher.note)
     model.recomputed_layers = min(plan.recomputed_layers, model.num_layers)
-    for line in (*plan.warnings, *plan.job_warnings(), describe_plan(plan)):
+    serving = ServingFiles(run.base_model)
+    templates = serving.warn([(job.spec, job.data.report.format) for job in plan.jobs if job.data])
+    for line in (*plan.warnings, *plan.job_warnings(), *templates, describe_plan(plan)):
         watcher.note(line)
     engine = Engine(model, plan.token_budget, watcher.note, plan.longest)
     facts = _facts(plan, model, place) | {"base_parameters": sum(n for n, _ in sizes)}
     run = run.model_copy(update={"jobs": [job.spec for job in plan.jobs]})  # those that start from an adapter have its shape by now
     with hold_run_directory(run, resume, overwrite) as directory, _signals() as received:
         write_run_file(directory, run, facts | {"status": "running"})
-        session = _Session(run, plan, engine, monitor, resume)
+        session = _Session(run, plan, engine, monitor, resume, serving)
         try:
             session.go_on(received)
         except BaseException:
@@ -149,14 +153,15 @@ def resolve_run(jobs: Jobs, settings: dict[str, Any]) -> RunSpec:
 class _Session:
     """One run of `train`: the jobs that wait, the engine, and what is reported while it goes on."""
 
-    def __init__(self, run: RunSpec, plan: RunPlan, engine: Engine, monitor: RunMonitor, resume: bool) -> None:
+    def __init__(self, run: RunSpec, plan: RunPlan, engine: Engine, monitor: RunMonitor, resume: bool, serving: ServingFiles) -> None:
         self._run, self._plan, self._engine, self._directory = run, plan, engine, Path(run.output_dir)
         self._monitor, self._resume = monitor, resume
         self._waiting = list(plan.jobs)
         self._layouts: dict[str, AdapterLayout] = {}
         self._settings = {spec.name: _swept(spec, run.jobs) for spec in run.jobs}
         self._reserve = Reserve(self._directory, _last_saves(plan), monitor.note)
-        self._context = RunContext(run.base_model, monitor.seconds, monitor.note, self._reserve)
+        self._serving = serving
+        self._context = RunContext(public_name(run.base_model), monitor.seconds, monitor.note, self._reserve)
 
     def go_on(self, received: list[int]) -> None:
         """Until all jobs have ended or a signal has come."""
@@ -194,7 +199,8 @@ class _Session:
             return
         tracker = Tracker(self._run, job.spec, directory, self._monitor.note)
         recorder = Recorder(run, self._context, tracker, self._settings[name])
-        assert job.layout is not None, f"{name} was opened without a layout"
+        assert job.layout is not None and job.data is not None, f"{name} was opened without layout or data"
+        self._serving.write(directory, job.spec, job.data.report.format, self._monitor.note)
         self._layouts[name] = job.layout
         self._monitor.track(run)
         self._engine.join(run, recorder, state)

@@ -35,9 +35,11 @@ from tlora.engine.plan import plan_job, prepare_requests
 from tlora.engine.recorder import JobResult, Recorder, RunContext
 from tlora.engine.reserve import Reserve
 from tlora.engine.run_directory import check_same_jobs, write_job_file
+from tlora.engine.serving import ServingFiles
 from tlora.engine.writer import Writer
 from tlora.errors import DataError, TloraError
 from tlora.job import JobSpec, RunSpec
+from tlora.supermodel.base_name import public_name
 from tlora.supermodel.supermodel import SuperModel
 from tlora.worker_protocol import (
     Command,
@@ -96,7 +98,10 @@ class Worker:
         model = SuperModel.from_pretrained(load.base_model, device=load.device, deterministic=load.deterministic)
         self._engine = Engine(model, STARTING_BUDGET, note)
         clock: Callable[[], float] = lambda: time.time() - load.started_unix_seconds  # noqa: E731
-        self._context = RunContext(load.base_model, clock, note, Reserve(self._directory, {}, note), Writer(lambda: inbox.put(_Written())))
+        self._context = RunContext(
+            public_name(load.base_model), clock, note, Reserve(self._directory, {}, note), Writer(lambda: inbox.put(_Written()))
+        )
+        self._serving = ServingFiles(load.base_model)
         self._preparing: dict[str, Join] = {}
         self._opening: set[str] = set()
         self._unwanted: set[str] = set()  # of those: told to leave before they were in
@@ -187,6 +192,10 @@ class Worker:
                 note(f"{spec.name}: {warning}")
             run, state = open_run(planned, model, directory, True, note)
             write_job_file(directory, planned.spec)
+            assert planned.data is not None, f"{spec.name} was opened without data"
+            for line in self._serving.warn([(planned.spec, planned.data.report.format)]):
+                note(line)
+            self._serving.write(directory, planned.spec, planned.data.report.format, note)
             self._inbox.put(_Opened(spec.name, run, state))
         except Exception as error:
             reason = str(error) if isinstance(error, TloraError | OSError) else f"{type(error).__name__}: {error}"

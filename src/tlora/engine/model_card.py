@@ -1,0 +1,70 @@
+"""The model card of an adapter: README.md as the hub reads it, small and true."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tlora import __version__
+from tlora.engine.serving import read_prompt
+from tlora.job import JobSpec
+from tlora.supermodel.base_name import is_hub_id
+
+CARD_FILE = "README.md"
+_NOT_TOLD = {"name", "data", "sweep_of", "adapter_path", "weight", "logging_steps", "save_steps", "save_total_limit"}
+_DATA_TOLD = ("max_length", "train_on")
+
+
+def model_card(spec: JobSpec, base_model: str, report: dict[str, Any], result: dict[str, Any], directory: Path) -> str:
+    """`report` is that of the training set, `result` the job's; `directory` holds its `prompt.json`. No path is told, only files' names."""
+    public = is_hub_id(base_model)
+    shown = base_model if public else Path(base_model).name
+    head: dict[str, Any] = {"base_model": base_model} if public else {}
+    head |= {"library_name": "peft", "pipeline_tag": "text-generation"}
+    head["tags"] = ["lora", "peft", "tlora", "transformers", *([f"base_model:adapter:{base_model}"] if public else [])]
+    origin = "" if public else ", a model without a public name"
+    prompt = read_prompt(directory)
+    asked = f"Prompts in training: {prompt}." if prompt else "How prompts were made is in `job.json`."
+    lines = [
+        f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n",
+        f"# {spec.name}\n",
+        f"A LoRA adapter for `{shown}`{origin}, in PEFT's format. {asked} The tokenizer and its chat template are beside it.\n",
+        f"## Data\n\n{_data(spec, report)}\n",
+        f"## Settings\n\n{_table(_settings(spec))}\n",
+        f"## Result\n\n{_table(_result(result))}\n",
+        f"Trained with tlora {__version__}, torch {version('torch')} and transformers {version('transformers')}.\n",
+    ]
+    return "\n".join(lines)
+
+
+def _data(spec: JobSpec, report: dict[str, Any]) -> str:
+    names = {"Trained on": spec.data.path, "evaluated on": spec.data.eval_path}
+    told = [f"{what} `{Path(path).name}`" for what, path in names.items() if path]
+    if spec.data.eval_size:
+        told.append(f"evaluated on {spec.data.eval_size:g} {'of its rows' if spec.data.eval_size < 1 else 'rows of it'}")
+    counts = f"{report['rows']:,} rows of format {report['format']}, {report['tokens']:,} tokens"
+    return f"{', '.join(told)}: {counts}, {report['trained_tokens']:,} of them trained on."
+
+
+def _settings(spec: JobSpec) -> dict[str, Any]:
+    found = {key: value for key, value in spec.model_dump().items() if key not in _NOT_TOLD and value not in (None, {})}
+    started = {"started from": Path(spec.adapter_path).name} if spec.adapter_path else {}
+    return found | {key: getattr(spec.data, key) for key in _DATA_TOLD} | started
+
+
+def _result(result: dict[str, Any]) -> dict[str, Any]:
+    keys = ("steps", "num_tokens", "train_loss_first", "train_loss", "eval_loss_first", "eval_loss", "best_step")
+    return {key: result[key] for key in keys if result[key] is not None}
+
+
+def _table(rows: dict[str, Any]) -> str:
+    return "\n".join(["| | |", "| --- | --- |", *(f"| {key} | {_shown(value)} |" for key, value in rows.items())])
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:.6g}" if isinstance(value, float) else str(value).replace("|", "\\|")

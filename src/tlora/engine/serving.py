@@ -1,0 +1,179 @@
+"""What stands beside an adapter so that prompts are made as in its training: the tokenizer, the chat template, the format of the rows.
+
+Written when a job begins, so that its checkpoints are served alike; as TRL does, in transformers' own files. `prompt.json` adds what
+those cannot say: whether the prompts went through the template at all.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tlora import durable
+from tlora.data.chat import open_template
+from tlora.data.formats import Chat, detect, read_example
+from tlora.data.rows import read_rows
+from tlora.data.tokenizer import load_tokenizer
+from tlora.errors import DataError, ModelError, TloraError
+from tlora.job import DataConfig, JobSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROMPT_FILE = "prompt.json"
+_TEMPLATE_FILE, _MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+TemplateOrigin = Literal["job", "base", "tlora"]
+_SAID: dict[str | None, str] = {
+    "job": "the chat template that the job gave",
+    "base": "the base model's own chat template",
+    "tlora": "tlora's plain chat template, because the base model has none",
+    None: "plain text, without a chat template",
+}
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """How the samples of a job began: `template` is where their chat template came from, None for plain text or token ids."""
+
+    format: str  # of the rows, as a job's `format`
+    template: TemplateOrigin | None
+
+    def __str__(self) -> str:
+        return _SAID[self.template]
+
+
+class ServingFiles:
+    """Writes them for jobs over one base, whose tokenizer is loaded once."""
+
+    def __init__(self, base_model: str) -> None:
+        self._base_model = base_model
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self._base_model)
+
+    @cached_property
+    def _files(self) -> dict[str, bytes]:
+        """The tokenizer as `save_pretrained` writes it, by relative path."""
+        with tempfile.TemporaryDirectory() as scratch:
+            self._tokenizer.save_pretrained(scratch)
+            found = sorted(path for path in Path(scratch).rglob("*") if path.is_file())
+            return {str(path.relative_to(scratch)): path.read_bytes() for path in found}
+
+    def write(self, directory: Path, spec: JobSpec, data_format: str, note: Callable[[str], None]) -> None:
+        """Into the job's directory; `data_format` is that of its rows. What cannot be written costs a note: the adapter is worth more."""
+        try:
+            for name, content in self._contents(spec, data_format).items():
+                path = directory / name
+                if not (path.is_file() and path.read_bytes() == content):
+                    durable.make_directory(path.parent)
+                    durable.write_file(path, content)
+        except (TloraError, OSError) as error:
+            note(f"{spec.name}: its tokenizer and chat template are not saved beside its adapter: {error}")
+
+    def warn(self, jobs: Sequence[tuple[JobSpec, str]]) -> list[str]:
+        """Of jobs (with the format of their rows) that get a template which is neither theirs nor the base's. Raises ModelError."""
+        if self._tokenizer.chat_template:
+            return []
+        names = [spec.name for spec, found in jobs if not spec.data.chat_template and not is_plain(spec.data, found)]
+        if not names:
+            return []
+        who = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        return [f"{who}: the base model has no chat template, so tlora's plain one is used (### User: ...). chat_template sets another"]
+
+    def _contents(self, spec: JobSpec, data_format: str) -> dict[str, bytes]:
+        own = bool(self._tokenizer.chat_template)
+        origin: TemplateOrigin = "job" if spec.data.chat_template else "base" if own else "tlora"
+        prompt = PromptFormat(data_format, None if is_plain(spec.data, data_format) else origin)
+        files = dict(self._files)
+        if prompt.template in ("job", "tlora"):
+            source = Path(spec.data.chat_template).read_text(encoding="utf-8") if spec.data.chat_template else None
+            files = {name: content for name, content in files.items() if not name.startswith(_MORE_TEMPLATES)}
+            files[_TEMPLATE_FILE] = open_template(self._tokenizer, source).text().encode()
+        return files | {PROMPT_FILE: (json.dumps(asdict(prompt), indent=1) + "\n").encode()}
+
+
+def is_plain(data: DataConfig, data_format: str) -> bool:
+    """Whether samples are plain text or token ids. Raises DataError and OSError where only a row could tell, and there is none."""
+    if data_format in ("chat", "sharegpt", "alpaca"):
+        return False
+    if data_format in ("text", "tokenized"):
+        return True
+    row = next(islice(read_rows(Path(data.path)), 1))
+    return not isinstance(read_example(row, detect(row) if data_format == "auto" else data_format), Chat)  # type: ignore[arg-type]
+
+
+def read_prompt(directory: Path) -> PromptFormat | None:
+    """What `prompt.json` says there; None where there is none. Raises ModelError for a broken one."""
+    path = directory / PROMPT_FILE
+    try:
+        found = PromptFormat(**json.loads(path.read_text(encoding="utf-8")))
+        return found if str(found) else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ModelError(f"{path}: cannot be read ({error}). Copy the directory again, or only the adapter's files") from None
+
+
+@dataclass(frozen=True)
+class Prompting:
+    """What a prompt goes through: `template` as for `open_encoder`, `raw` for plain text; `said` names it for a person."""
+
+    tokenizer: Any
+    template: str | None
+    raw: bool
+    said: str
+
+
+def find_prompting(directory: Path, base_model: str) -> Prompting:
+    """As the adapter in `directory`, or the job whose checkpoint it is, was trained. Raises ModelError.
+
+    The files beside the adapter decide; without them, the order of the job; without that, the base.
+    """
+    for place in (directory, directory.parent):
+        found = read_prompt(place)
+        if found is not None:
+            return Prompting(load_tokenizer(str(place)), None, found.template is None, f"{found}, as saved with the adapter")
+    if (directory / "tokenizer_config.json").is_file():
+        tokenizer = load_tokenizer(str(directory))
+        if tokenizer.chat_template:
+            return Prompting(tokenizer, None, False, "the chat template saved with the adapter")
+    tokenizer = load_tokenizer(base_model)
+    data = _trained_on(directory)
+    source = _template_of(data)
+    prompt = PromptFormat("", "job" if source else "base" if tokenizer.chat_template else "tlora")
+    if data is None:
+        return Prompting(tokenizer, source, False, f"{prompt}; how the adapter was trained is not saved with it")
+    try:
+        raw = is_plain(data, data.format)
+    except (DataError, OSError, StopIteration) as error:
+        why = f"{prompt}; the training data cannot be read ({error}), and plain text would be prompted without a template"
+        return Prompting(tokenizer, source, False, why)
+    return Prompting(tokenizer, source, raw, str(PromptFormat("", None) if raw else prompt))
+
+
+def _trained_on(directory: Path) -> DataConfig | None:
+    """The data that the job of this adapter, or of this checkpoint of it, was trained on; None for an adapter from elsewhere."""
+    for file in (directory / "job.json", directory.parent / "job.json"):
+        try:
+            return DataConfig.model_validate(json.loads(file.read_text(encoding="utf-8"))["data"])
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{file}: cannot be read ({error}). Copy the directory again, or only the adapter's files") from None
+    return None
+
+
+def _template_of(data: DataConfig | None) -> str | None:
+    if data is None or data.chat_template is None:
+        return None
+    try:
+        return Path(data.chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"the chat template {data.chat_template} of the training cannot be read: {error}. Put it back") from None

@@ -1,0 +1,37 @@
+"""The name under which others can get a base: what an adapter's files call it, instead of a path of the machine it was trained on."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+")
+_CACHED = re.compile(r"models--(.+?)--(.+)")  # a model's directory in the hub's cache
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether `name` has the form org/name and is no directory here."""
+    return bool(_HUB_ID.fullmatch(name)) and not Path(name).exists()
+
+
+def public_name(base_model: str) -> str:
+    """The hub id of `base_model`, where it is one, lies in the hub's cache or has one in its config's `_name_or_path`; else itself."""
+    path = Path(base_model)
+    if not path.is_dir():
+        return base_model
+    for parent in path.absolute().parents:
+        if parent.name == "snapshots" and (found := _CACHED.fullmatch(parent.parent.name)):
+            return f"{found[1]}/{found[2]}"
+    try:
+        named = json.loads((path / "config.json").read_text(encoding="utf-8")).get("_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        return base_model
+    return named if isinstance(named, str) and is_hub_id(named) else base_model
+
+
+def same_base(named: str, base_model: str) -> bool:
+    """Whether an adapter that names `named` as its base means `base_model`, as far as names tell."""
+    if named in (base_model, public_name(base_model)):
+        return True
+    return Path(named).is_dir() and Path(base_model).is_dir() and Path(named).samefile(base_model)
