@@ -133,7 +133,8 @@ def test_a_job_that_hangs_fails_alone(tmp_path: Path, tokenizer_path: Path, monk
     def hurry_once_it_hangs(lines: Any) -> dict[str, object] | None:
         """A worker may take long to start on a busy machine, so the wait is short only after the hanging job has begun."""
         event = next_event(lines)
-        monkeypatch.setattr(prepare_module, "STALL_SECONDS", 0.5 if event and event["key"] == "hangs" else 180.0)
+        if event is not None:  # None is the stall itself, whose message tells the wait
+            monkeypatch.setattr(prepare_module, "STALL_SECONDS", 0.5 if event and event["key"] == "hangs" else 180.0)
         return event
 
     monkeypatch.setattr(prepare_module, "_next_event", hurry_once_it_hangs)
