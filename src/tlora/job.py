@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from typing import Annotated, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -173,6 +174,14 @@ class JobSpec(LoraConfig, TrainConfig):
                 "its first step and after its last only; set eval_steps (say 50, or epoch)"
             )
         return self
+
+
+def split_revision(base_model: str) -> tuple[str, str | None]:
+    """A hub id `org/name@revision` as its name and its branch, tag or commit; a directory, or a hub id without one, with None."""
+    name, _, revision = base_model.partition("@")
+    if not revision or base_model.startswith((".", "/", "~")) or Path(base_model).is_dir():
+        return base_model, None
+    return name, revision
 
 
 class RunSpec(BaseModel):

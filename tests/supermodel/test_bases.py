@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import transformers
 from torch import nn
 
 from tests.tiny import FAMILIES, SHAPE, make_model, make_samples
+from tests.tolerances import LOGITS, assert_close
 from tlora.errors import ModelError
 from tlora.job import LoraConfig
 from tlora.supermodel.inject import expert_modules, find_linears, resolve_targets
-from tlora.supermodel.load import load_base, make_base
+from tlora.supermodel.load import hidden_states, load_base, make_base
 from tlora.supermodel.lora_linear import LoraLinear
 from tlora.supermodel.supermodel import SuperModel
 
@@ -81,6 +83,13 @@ def test_a_head_that_is_not_linear_is_refused() -> None:
         make_base(model, "odd")
 
 
+def test_a_model_whose_decoder_is_nowhere_is_refused() -> None:
+    model = make_model()
+    del model.model
+    with pytest.raises(ModelError, match="LlamaForCausalLM keeps its decoder in no 'model'"):
+        make_base(model, "odd")
+
+
 def test_paths(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no such directory\. Give a directory with config\.json"):
         load_base(str(tmp_path / "absent"))
@@ -98,6 +107,127 @@ def test_from_a_directory(tmp_path: Path) -> None:
     make_model("qwen2").save_pretrained(tmp_path)
     model = SuperModel.from_pretrained(str(tmp_path), dtype="float64")
     assert model.bank.dtype == torch.float64 and model.base.vocab_size == 131 and model.base.name == str(tmp_path)
+
+
+# -- attention beyond what a few tokens show --------------------------------------------------------------------------
+
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}
+LATENT_SHAPE = {
+    **SHAPE,
+    "num_key_value_heads": 4,
+    **LATENT,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_routed_experts": 4,
+}
+INDEXED = {**LATENT_SHAPE, "num_experts_per_tok": 2, "n_shared_experts": 1, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 2048}
+LLAMA4 = {**SHAPE, "intermediate_size_mlp": 96, "head_dim": 16, "num_local_experts": 4, "no_rope_layers": [1, 0]}
+MINIMAX = {**SHAPE, "dense_intermediate_size": 96, "shared_intermediate_size": 32, "num_local_experts": 4, "head_dim": 16, "rotary_dim": 8}
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (transformers.DeepseekV32Config(**INDEXED), r"DeepseekV32Attention hands indices to its attention"),
+        (transformers.GlmMoeDsaConfig(**INDEXED), r"GlmMoeDsaAttention hands indices to its attention"),
+        (
+            transformers.MiniMaxM3VLTextConfig(
+                **MINIMAX, index_n_heads=2, index_head_dim=16, layer_types=["full_attention", "minimax_m3_sparse"]
+            ),
+            r"MiniMaxM3VLAttention hands block_indices to its attention",
+        ),
+        (
+            transformers.Llama4TextConfig(**LLAMA4, attention_chunk_size=100, attn_temperature_tuning=False),
+            r"Llama4TextAttention asks that token 100 of a sample does not see token 0, and packed",
+        ),
+        (
+            transformers.Llama4TextConfig(**LLAMA4, layer_types=["full_attention"] * 2),
+            r"Llama4TextAttention scales queries by their place in the batch",
+        ),
+    ],
+    ids=["deepseek-v3.2", "glm-moe-dsa", "minimax-m3", "llama4", "llama4-temperature"],
+)
+def test_attention_that_is_dense_only_in_short_samples_is_refused(config: Any, words: str) -> None:
+    """Limits above the 43 tokens of the check at load, as every real base of these families has them."""
+    with pytest.raises(ModelError, match=f"base_model some/name: .* cannot be packed: {words}"):
+        make_base(build(config), "some/name")
+
+
+WINDOWED = {
+    "mistral": FAMILIES["mistral"],
+    "gemma2": FAMILIES["gemma2"],
+    "gemma3": FAMILIES["gemma3"],
+    "gemma4": transformers.Gemma4TextConfig(
+        **SHAPE,
+        **ALTERNATING,
+        sliding_window=7,
+        head_dim=16,
+        global_head_dim=16,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=131,
+    ),
+    "qwen2": transformers.Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=7, max_window_layers=1),
+    "qwen3": transformers.Qwen3Config(**SHAPE, head_dim=16, use_sliding_window=True, sliding_window=7, max_window_layers=1),
+    "cohere2": transformers.Cohere2Config(**SHAPE, **ALTERNATING, sliding_window=7),
+    "olmo3": transformers.Olmo3Config(**SHAPE, **ALTERNATING, sliding_window=7),
+    "exaone4": transformers.Exaone4Config(**SHAPE, **ALTERNATING, sliding_window=7),
+    "ministral": transformers.MinistralConfig(**SHAPE, sliding_window=7, head_dim=16),
+    "phi3": transformers.Phi3Config(**SHAPE, sliding_window=7),
+    "starcoder2": transformers.Starcoder2Config(**SHAPE, sliding_window=7),
+    "mixtral": transformers.MixtralConfig(**SHAPE, sliding_window=7, num_local_experts=4, num_experts_per_tok=2),
+    "ministral3": transformers.Ministral3Config(  # queries are scaled by their position in the sample
+        **SHAPE,
+        head_dim=16,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 2.0,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.5,
+        },
+    ),
+    "deepseek-v3": transformers.DeepseekV3Config(**LATENT_SHAPE, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1),
+}
+
+
+@pytest.mark.parametrize("config", WINDOWED.values(), ids=WINDOWED)
+def test_samples_longer_than_the_window_get_the_logits_that_transformers_gives_each_alone(config: Any) -> None:
+    base, lengths = make_base(build(config), "windowed"), (97, 5, 64)
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, base.vocab_size, (n,), generator=generator) for n in lengths]
+    with torch.no_grad():
+        packed = base.head.logits(hidden_states(base, torch.cat(ids), torch.cat([torch.arange(n) for n in lengths]), lengths))
+        base.model.set_attn_implementation("eager")
+        alone = torch.cat([base.model(input_ids=i[None], use_cache=False).logits[0] for i in ids])
+    assert_close(packed, alone.double(), LOGITS[torch.float32], "logits")
+
+
+class _OwnMask(nn.Module):
+    """An attention that narrows the mask it was given, as a family might whose code is not in transformers."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, hidden_states: Any, attention_mask: Any = None, **keywords: Any) -> Any:
+        return self.attention(hidden_states=hidden_states, attention_mask=attention_mask * 1, **keywords)
+
+
+def test_a_layer_with_a_mask_of_its_own_is_refused() -> None:
+    model = make_model()
+    model.model.layers[1].self_attn = _OwnMask(model.model.layers[1].self_attn)
+    with pytest.raises(ModelError, match=r"LlamaAttention makes an attention mask of its own"):
+        make_base(model, "odd")
+
+
+def test_an_attention_that_is_not_causal_is_refused() -> None:
+    model = make_model()
+    attend = partial(model.model.layers[1].self_attn.forward, is_causal=False)
+    model.model.layers[1].self_attn.forward = attend
+    with pytest.raises(ModelError, match=r"LlamaAttention is not causal"):
+        make_base(model, "odd")
 
 
 # -- targets -------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tlora.adapters.state import AdapterLayout
 from tlora.errors import ModelError
-from tlora.job import LoraConfig
+from tlora.job import LoraConfig, split_revision
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -65,10 +65,12 @@ def adapter_config(layout: AdapterLayout, lora: LoraConfig, base_model: str) -> 
         targets = sorted({s.module.rsplit(".", 1)[-1] for s in layout.shapes})
     else:
         targets = sorted(lora.target_modules)
+    name, revision = split_revision(base_model)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
+        "base_model_name_or_path": name,
+        "revision": revision,
         "inference_mode": True,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -66,7 +66,7 @@ def open_adapter(directory: Path, *, base_model: str | None = None, device: str 
 
     Raises ModelError naming the first tensor that is missing, too many or of another shape.
     """
-    named = read_config(directory).get("base_model_name_or_path")
+    named = _base_of(read_config(directory))
     base = base_model or _find_base(directory, named)
     if not base:
         raise ModelError(f"{directory}: the adapter names no base model. Add --base-model")
@@ -101,6 +101,12 @@ def _find_base(directory: Path, named: str | None) -> str | None:
         if named and isinstance(found, str) and Path(found).is_dir() and same_base(named, found):
             return found
     return named
+
+
+def _base_of(config: dict[str, Any]) -> str | None:
+    """The base that an adapter's config names, with the revision of the hub that it was trained over."""
+    name, revision = config.get("base_model_name_or_path"), config.get("revision")
+    return f"{name}@{revision}" if name and revision and not Path(name).exists() else name
 
 
 def answer(

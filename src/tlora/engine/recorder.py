@@ -53,13 +53,16 @@ class JobResult:
 
 @dataclass(frozen=True)
 class RunContext:
-    """What the recorders of a run share. `clock` gives seconds since its start; `note` is told what a person should know."""
+    """What the recorders of a run share. `clock` gives seconds since its start; `note` is told what a person should know; `before_save` is
+    called before each checkpoint, by the thread that writes it, and raises TloraError where none may be written.
+    """
 
     base_model: str
     clock: Callable[[], float]
     note: Callable[[str], None]
     reserve: Reserve
     writer: Writer = field(default_factory=Writer)
+    before_save: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -216,6 +219,7 @@ class Recorder:
         """Durable before older ones go. `last`: no later save makes up for this one, so on a full disk it gets the room that is kept for
         it.
         """
+        self._context.before_save()
         run, state, p = self._run, moment.state, moment.progress
         directory = run.directory / f"checkpoint-{p.step}"
         needed = checkpoint.checkpoint_bytes(state.layout, state.params.element_size()) if last else 0

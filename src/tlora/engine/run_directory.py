@@ -17,8 +17,10 @@ from typing import Any
 
 from tlora import __version__, durable
 from tlora.engine.checkpoint import read_progress
+from tlora.engine.fingerprint import Fingerprint, read_fingerprint
 from tlora.errors import ConfigError
-from tlora.job import JobSpec, RunSpec
+from tlora.job import JobSpec, RunSpec, split_revision
+from tlora.supermodel.load import pin_revision
 
 _FREE_TO_CHANGE = {"weight", "logging_steps", "save_steps", "save_total_limit", "sweep_of"}  # by --resume: no number depends on them
 
@@ -41,11 +43,39 @@ def check_run_directory(run: RunSpec, resume: bool, overwrite: bool) -> None:
         raise ConfigError(f"output_dir {directory} holds an earlier run. {remedy}")
     before, now = _read_run_file(earlier), json.loads(run.model_dump_json())
     shared = [key for key in ("base_model", "dtype", "base_precision", "deterministic") if before.get(key) != now[key]]
+    if before.get("base_model") == split_revision(run.base_model)[0] and "base_model" in shared:
+        shared.remove("base_model")  # of a version that did not pin the hub's revision
     if resume and shared:
         _refuse_other_run([f"{key} was {before.get(key)!r} and is {getattr(run, key)!r}" for key in shared])
     for job in run.jobs if overwrite and not resume else ():
         if job.adapter_path and directory.resolve() in Path(job.adapter_path).resolve().parents:
             raise ConfigError(f"job {job.name!r} starts from {job.adapter_path}, which --overwrite would delete. Choose another output_dir")
+
+
+def pin_base(run: RunSpec, resume: bool) -> RunSpec:
+    """`run` with the commit of a hub id in its `base_model`: on a resume the one that `run.json` names, else today's.
+
+    Raises ConfigError and ModelError.
+    """
+    earlier = Path(run.output_dir) / "run.json"
+    name, revision = split_revision(run.base_model)
+    if resume and revision is None and earlier.is_file():
+        before = _read_run_file(earlier)["base_model"]
+        if split_revision(before) != (before, None) and split_revision(before)[0] == name:
+            return run.model_copy(update={"base_model": before})
+    return run.model_copy(update={"base_model": pin_revision(run.base_model)})
+
+
+def earlier_base(run: RunSpec, resume: bool) -> Fingerprint | None:
+    """What `run.json` has of the base's files, on a resume of a run that recorded them. Raises ConfigError for a damaged one."""
+    path = Path(run.output_dir) / "run.json"
+    if not (resume and path.is_file()):
+        return None
+    _read_run_file(path)
+    try:
+        return read_fingerprint(json.loads(path.read_text(encoding="utf-8")))
+    except (TypeError, ValueError, KeyError) as error:
+        raise ConfigError(f"{path} is damaged (base_files: {error}). Use a new output_dir; the adapters there stay") from None
 
 
 @contextmanager
@@ -157,8 +187,10 @@ def write_run_file(directory: Path, run: RunSpec, facts: dict[str, Any], forget:
     content = json.loads(run.model_dump_json()) | {"versions": versions} | facts
     if not forget and path.is_file():
         names = {job.name for job in run.jobs}
-        if tiles := _tiles_before(path):
-            content.setdefault("tiles", tiles)  # a kill before they are known again must not forget them
+        before = json.loads(path.read_text(encoding="utf-8"))
+        for key in ("tiles", "base_files"):  # a kill before they are known again must not forget them
+            if before.get(key):
+                content.setdefault(key, before[key])
         content["jobs"] += [job for job in _read_run_file(path)["jobs"] if job["name"] not in names]
     durable.write_file(path, json.dumps(content, indent=1) + "\n")
 

@@ -39,6 +39,7 @@ class RunMonitor:
 
     def __init__(self, directory: Path, ranks: dict[str, int], watcher: Watcher, resume: bool) -> None:
         self._watcher, self._names, self._ranks = watcher, list(ranks), ranks
+        self.resume = resume
         self._start = time.monotonic() - (_last_second(directory / "run.jsonl") if resume else 0.0)
         self._rows = RowWriter(directory / "run.jsonl", watcher.note)
         self._runs: dict[str, JobRun] = {}

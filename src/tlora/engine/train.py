@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,14 @@ from tlora.adapters.state import AdapterLayout
 from tlora.engine import checkpoint
 from tlora.engine.admission import open_run, refuse
 from tlora.engine.engine import Engine
+from tlora.engine.fingerprint import BaseGuard
 from tlora.engine.memory_probe import DeviceMeter, probe, probe_key, remember
 from tlora.engine.metrics import Tracker, check_trackers
 from tlora.engine.plan import PlannedJob, RunPlan, check_base_fits, describe_plan, pick_device, plan_run, settle
 from tlora.engine.progress import Watcher
 from tlora.engine.recorder import JobResult, Recorder, RunContext, write_result
 from tlora.engine.reserve import Reserve
-from tlora.engine.run_directory import check_run_directory, check_tiles, hold_run_directory, write_run_file
+from tlora.engine.run_directory import check_run_directory, check_tiles, earlier_base, hold_run_directory, pin_base, write_run_file
 from tlora.engine.run_monitor import RunMonitor
 from tlora.engine.serving import ServingFiles
 from tlora.errors import ConfigError, TloraError
@@ -34,7 +35,7 @@ from tlora.jobs_file import explain, read_jobs_file
 from tlora.report.run_page import write_report
 from tlora.supermodel.base_name import public_name
 from tlora.supermodel.fp8_linear import check_fp8
-from tlora.supermodel.load import outline
+from tlora.supermodel.load import find_directory, outline
 from tlora.supermodel.supermodel import SuperModel
 
 Jobs = str | os.PathLike[str] | RunSpec | Sequence[JobSpec]
@@ -68,11 +69,12 @@ def train(
     every job and return. A job that fails has status "failed" and a reason; the others finish. Raises TloraError for what
     concerns all: a wrong file, a missing base model, an output directory in use.
     """
-    run = resolve_run(jobs, settings)
+    run = pin_base(resolve_run(jobs, settings), resume)
     watcher = watcher or Watcher()
     check_trackers(list(run.report_to))
     check_run_directory(run, resume, overwrite)
     place = pick_device(device)
+    guard = BaseGuard(run.base_model, find_directory(run.base_model), earlier_base(run, resume))
     base = outline(run.base_model, run.dtype, run.base_precision)
     if run.base_precision == "fp8":
         check_fp8(place, base.head.weight_VH.dtype)
@@ -94,19 +96,24 @@ def train(
     engine = Engine(model, plan.token_budget, watcher.note, plan.longest)
     facts = _facts(plan, model, place) | {"base_parameters": sum(n for n, _ in sizes)}
     run = run.model_copy(update={"jobs": [job.spec for job in plan.jobs]})  # those that start from an adapter have its shape by now
-    with hold_run_directory(run, resume, overwrite) as directory, _signals() as received:
-        write_run_file(directory, run, facts | {"status": "running"})
-        session = _Session(run, plan, engine, monitor, resume, serving)
+    with hold_run_directory(run, resume, overwrite) as directory, closing(guard), _signals() as received:
+
+        def record(status: str) -> None:
+            write_run_file(directory, run, facts | guard.facts() | {"status": status})
+
+        record("running")
+        guard.start()
+        session = _Session(run, plan, engine, monitor, serving, guard)
         try:
-            session.go_on(received)
+            session.go_on(received, record)
         except BaseException:
-            write_run_file(directory, run, facts | {"status": "failed"})
+            record("failed")
             raise
         finally:
             session.close()
         results = session.results(received)
         try:
-            write_run_file(directory, run, facts | {"status": results.status})
+            record(results.status)
             results.report = write_report(directory)
         except (OSError, TloraError) as error:  # a full disk: the results are worth more than their page
             watcher.note(str(error))
@@ -153,22 +160,25 @@ def resolve_run(jobs: Jobs, settings: dict[str, Any]) -> RunSpec:
 class _Session:
     """One run of `train`: the jobs that wait, the engine, and what is reported while it goes on."""
 
-    def __init__(self, run: RunSpec, plan: RunPlan, engine: Engine, monitor: RunMonitor, resume: bool, serving: ServingFiles) -> None:
+    def __init__(self, run: RunSpec, plan: RunPlan, engine: Engine, monitor: RunMonitor, serving: ServingFiles, guard: BaseGuard) -> None:
         self._run, self._plan, self._engine, self._directory = run, plan, engine, Path(run.output_dir)
-        self._monitor, self._resume = monitor, resume
+        self._monitor = monitor
         self._waiting = list(plan.jobs)
         self._layouts: dict[str, AdapterLayout] = {}
         self._settings = {spec.name: _swept(spec, run.jobs) for spec in run.jobs}
         self._reserve = Reserve(self._directory, _last_saves(plan), monitor.note)
-        self._serving = serving
-        self._context = RunContext(public_name(run.base_model), monitor.seconds, monitor.note, self._reserve)
+        self._serving, self._guard = serving, guard
+        name = public_name(run.base_model)
+        self._context = RunContext(name, monitor.seconds, monitor.note, self._reserve, before_save=guard.wait_for_verdict)
 
-    def go_on(self, received: list[int]) -> None:
-        """Until all jobs have ended or a signal has come."""
+    def go_on(self, received: list[int], record: Callable[[str], None]) -> None:
+        """Until all jobs have ended or a signal has come; `record` writes `run.json` with a status."""
         try:
             while not received:
                 self._admit()
                 packed = self._engine.run_micro_batch()
+                if self._guard.check():
+                    self._try_to(record)
                 self._monitor.update(self._engine, [job.spec.name for job in self._waiting], packed)
                 if packed is None and not self._waiting:
                     break
@@ -178,6 +188,12 @@ class _Session:
         if received:
             self._engine.stop()
         self._monitor.close(self._engine)
+
+    def _try_to(self, record: Callable[[str], None]) -> None:
+        try:
+            record("running")
+        except (OSError, TloraError) as error:  # a full disk: the run's end writes it once more
+            self._monitor.note(str(error))
 
     def _admit(self) -> None:
         """Let waiting jobs in, in their order, while they fit."""
@@ -192,7 +208,7 @@ class _Session:
         name = job.spec.name
         directory = self._directory / name
         try:
-            run, state = open_run(job, self._engine.model, directory, self._resume, self._monitor.note)
+            run, state = open_run(job, self._engine.model, directory, self._monitor.resume, self._monitor.note)
         except (TloraError, OSError) as error:
             self._reserve.ended(name)
             self._engine.results[name] = refuse(job.spec, directory, str(error), self._settings[name], self._monitor.note)

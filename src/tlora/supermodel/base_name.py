@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+from tlora.job import split_revision
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+")
 _CACHED = re.compile(r"models--(.+?)--(.+)")  # a model's directory in the hub's cache
 
@@ -32,6 +34,7 @@ def public_name(base_model: str) -> str:
 
 def same_base(named: str, base_model: str) -> bool:
     """Whether an adapter that names `named` as its base means `base_model`, as far as names tell."""
+    named, base_model = split_revision(named)[0], split_revision(base_model)[0]
     if named in (base_model, public_name(base_model)):
         return True
     return Path(named).is_dir() and Path(base_model).is_dir() and Path(named).samefile(base_model)

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import cached_file
 
 from tlora.errors import ModelError
-from tlora.job import BasePrecision
+from tlora.job import BasePrecision, split_revision
 from tlora.kernels.linear_cross_entropy import Head
-from tlora.supermodel import attention
+from tlora.supermodel import attention, attention_probe
 from tlora.supermodel.fp8_linear import check_fp8, hold_in_fp8
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.weight_files import check_weights, refuse_incomplete
@@ -39,18 +40,41 @@ class Base:
 
 def check_path(base_model: str) -> None:
     """Raise ModelError early for a local path that holds no model; anything that looks like a hub id is left to transformers."""
-    path = Path(base_model)
+    name, _ = split_revision(base_model)
+    path = Path(name)
     if path.exists() and not (path / "config.json").is_file():
         raise ModelError(f"base_model {base_model}: has no config.json. Give a directory as save_pretrained makes it, or a hub id")
-    if not path.exists() and (base_model.startswith((".", "/", "~")) or base_model.count("/") > 1):
+    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ModelError(f"base_model {base_model}: no such directory. Give a directory with config.json, or a hub id such as org/name")
+
+
+def find_directory(base_model: str) -> Path:
+    """The directory with the base's config.json: for a hub id, the snapshot of its revision in the hub's cache. Raises ModelError."""
+    check_path(base_model)
+    name, revision = split_revision(base_model)
+    try:
+        found = cached_file(name, "config.json", revision=revision)
+    except Exception as error:  # a library's border, as below
+        raise ModelError(f"base_model {base_model}: cannot be read: {_told(error)}. Is it a whole model directory?") from None
+    assert found is not None, f"{base_model}: cached_file found no config.json and did not say so"
+    return Path(found).parent
+
+
+def pin_revision(base_model: str) -> str:
+    """A hub id with the commit that its branch or tag names today, `org/name@<commit>`; a directory as it is. Raises ModelError."""
+    if Path(base_model).exists():
+        return base_model
+    directory = find_directory(base_model)
+    is_snapshot = directory.parent.name == "snapshots"
+    return f"{split_revision(base_model)[0]}@{directory.name}" if is_snapshot else base_model
 
 
 def load_config(base_model: str) -> Any:
     """The base's transformers config. Raises ModelError."""
     check_path(base_model)
+    name, revision = split_revision(base_model)
     try:
-        config = AutoConfig.from_pretrained(base_model, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     except Exception as error:  # a library's border: what it raises depends on family and version
         if "trust_remote_code" in str(error):
             raise ModelError(
@@ -98,9 +122,12 @@ def load_weights(base_model: str, dtype: str = "auto") -> Any:
     _pick_dtype(config, dtype, base_model)
     if Path(base_model).is_dir():  # a hub id's files are not here yet
         check_weights(base_model, config)
+    name, revision = split_revision(base_model)
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(base_model, dtype=wanted, output_loading_info=True, trust_remote_code=False)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name, revision=revision, dtype=wanted, output_loading_info=True, trust_remote_code=False
+        )
         model, found = loaded
     except Exception as error:  # a library's border: what it raises depends on family and version
         raise ModelError(f"base_model {base_model}: cannot be loaded: {_first_line(error)}. Copy the model again") from None
@@ -122,9 +149,11 @@ def _pick_dtype(config: Any, dtype: str, base_model: str) -> torch.dtype:
 def make_base(model: Any, name: str) -> Base:
     """Freeze a loaded transformers causal LM and check that packed samples get the logits that each gets alone."""
     model.requires_grad_(False).eval()
-    base = Base(model, getattr(model, model.base_model_prefix), find_head(model, name), name)
+    base = Base(model, _decoder_of(model, name), find_head(model, name), name)
     attention.register()
+    attention_probe.register()
     _check_packing(base)
+    _check_reach(base)
     return base
 
 
@@ -144,7 +173,15 @@ def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision 
     if base_precision == "fp8":
         hold_in_fp8(model, list(find_linears(model)), torch.device("meta"))
     model.requires_grad_(False).eval()
-    return Base(model, getattr(model, model.base_model_prefix), find_head(model, base_model), base_model)
+    return Base(model, _decoder_of(model, base_model), find_head(model, base_model), base_model)
+
+
+def _decoder_of(model: Any, name: str) -> Any:
+    """The part that ends at the last norm. Llama 4's text model names a prefix that it does not have. Raises ModelError."""
+    decoder = getattr(model, model.base_model_prefix, None) or getattr(model, "model", None)
+    if decoder is None:
+        raise ModelError(f"base_model {name}: {type(model).__name__} keeps its decoder in no {model.base_model_prefix!r}. Use another base")
+    return decoder
 
 
 def find_head(model: Any, name: str) -> Head:
@@ -222,6 +259,23 @@ def _check_packing(base: Base) -> None:
             f"base_model {base.name}: {type(model).__name__} gives packed samples other logits than single ones "
             f"(relative difference {difference:.1e}), so jobs cannot share it. Use a decoder made of attention and linear layers"
         )
+
+
+@torch.no_grad()
+def _check_reach(base: Base) -> None:
+    """The samples above are short: here each layer's rule of who sees whom is compared at all distances (`attention_probe.py`)."""
+    device, kind = base.head.weight_VH.device, type(base.model).__name__
+    tokens = torch.arange(3, device=device)
+    base.model.set_attn_implementation(attention_probe.NAME)
+    try:
+        # without a mask and without lengths of two samples: transformers then makes each layer's mask from the family's rule
+        base.decoder(input_ids=tokens[None], position_ids=tokens[None], attention_mask=None, use_cache=False, sequence_lengths=(3,))
+    except ModelError as error:
+        raise ModelError(f"base_model {base.name}: {kind} cannot be packed: {error}") from None
+    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
+        raise ModelError(f"base_model {base.name}: {kind} cannot run packed samples: {_first_line(error)}") from error
+    finally:
+        base.model.set_attn_implementation(attention.NAME)
 
 
 def _leaks(base: Base, ids_T: Tensor, positions_T: Tensor, lengths: tuple[int, ...]) -> bool:

@@ -1,0 +1,91 @@
+"""What a base's layers ask of their attention, against what packed attention gives them; asked once, at load.
+
+A few packed tokens show too little: sparse and chunked attention are dense as long as a sample is shorter than their limits. So this
+compares rules. transformers describes each layer's mask as a function of two positions, which can be evaluated at any distance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from tlora.errors import ModelError
+from tlora.supermodel.attention import packed_attention
+
+NAME = "tlora_probe"
+_MOST_POSITIONS = 1 << 18
+# What layers hand to their attention beside tensors, scale, window and cap. None of it changes who sees whom.
+_WITHOUT_EFFECT = {"dropout", "position_ids", "use_cache", "output_attentions", "is_causal"}
+_OTHERWISE = (
+    "Samples longer than a limit would be trained with another attention than the model's. Use a base with full or sliding-window attention"
+)
+
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | bool]
+"""(batch, head, query position, key position) -> whether the query sees the key, as transformers writes a mask."""
+
+
+def register() -> None:
+    """Make the name known to transformers."""
+    AttentionInterface.register(NAME, probe_attention)
+    AttentionMaskInterface.register(NAME, _mask_with_rule)
+
+
+def _mask_with_rule(*, mask_function: Rule, device: torch.device | str = "cpu", **_: Any) -> Tensor:
+    """A mask of one element that carries its rule. A layer that makes a mask of its own out of it loses the rule."""
+    mask = torch.ones(1, 1, 1, 1, device=device)
+    mask.rule = mask_function  # type: ignore[attr-defined]
+    return mask
+
+
+def probe_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    sliding_window: int | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """`packed_attention`, which raises ModelError if this layer asks for anything else at any distance up to its longest context."""
+    kind = type(module).__name__
+    known = {"scaling", "softcap", "sequence_lengths", "s_aux", *_WITHOUT_EFFECT}
+    unknown = sorted(name for name, given in keywords.items() if given is not None and name not in known)
+    if unknown or keywords.get("is_causal") is False:
+        what = f"hands {', '.join(unknown)} to its attention" if unknown else "is not causal"
+        raise ModelError(f"{kind} {what}, which packed attention does not do. {_OTHERWISE}")
+    if getattr(module, "attn_temperature_tuning", False):
+        raise ModelError(
+            f"{kind} scales queries by their place in the batch, not in their sample. Use a base without attn_temperature_tuning"
+        )
+    rule = getattr(attention_mask, "rule", None)
+    if rule is None:
+        raise ModelError(f"{kind} makes an attention mask of its own, which packed attention does not use. {_OTHERWISE}")
+    config: Any = getattr(module, "config", None)
+    longest = getattr(config, "max_position_embeddings", None) or _MOST_POSITIONS
+    wrong = _first_difference(rule, sliding_window, min(longest, _MOST_POSITIONS), query.device)
+    if wrong is not None:
+        raise ModelError(f"{kind} {wrong}, and packed attention does otherwise. {_OTHERWISE}")
+    return packed_attention(module, query, key, value, None, sliding_window=sliding_window, **keywords)
+
+
+def _first_difference(rule: Rule, window: int | None, positions: int, device: torch.device) -> str | None:
+    """Where `rule` is not causal attention within `window`. Checked for each query position: itself, the next token, the farthest that it
+    sees, the one before that, and the first of the sample.
+    """
+    query = torch.arange(positions, device=device)
+    reach = window or positions
+    zero = torch.zeros((), dtype=torch.long, device=device)
+    for key in (query, query + 1, (query - reach + 1).clamp(min=0), query - reach, torch.zeros_like(query)):
+        inside = key >= 0
+        q, k = query[inside], key[inside]
+        asked = torch.as_tensor(rule(zero, zero, q, k), device=device).bool().expand(len(q))
+        differs = asked != ((k <= q) & (q - k < reach))
+        if bool(differs.any()):
+            first = int(differs.nonzero()[0])
+            seen = "sees" if bool(asked[first]) else "does not see"
+            return f"asks that token {int(q[first])} of a sample {seen} token {int(k[first])}"
+    return None
