@@ -21,7 +21,7 @@ from tlora.job import BasePrecision, LoraConfig, TrainConfig
 from tlora.kernels.linear_cross_entropy import linear_cross_entropy
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.fast_path import FastPath, can_take_fast_path
-from tlora.supermodel.inject import find_linears, inject, resolve_targets, sizes
+from tlora.supermodel.inject import expert_modules, find_linears, inject, resolve_targets, sizes
 from tlora.supermodel.load import Base, hidden_states, load_base, longest_safe_sequence
 from tlora.supermodel.lora_linear import ActiveBatch, Context
 
@@ -84,7 +84,8 @@ class SuperModel(nn.Module):
         self.context = Context()
         self._linears = inject(base.model, found, self.context)
         self._fast = None
-        if can_take_fast_path(base, self._linears):
+        by_sample = deterministic and bool(expert_modules(base.model))  # routers and experts give a row other bits beside other rows
+        if not by_sample and can_take_fast_path(base, self._linears):
             self._fast = FastPath(base, self._linears, self.context, deterministic)
         self._residents: dict[str, _Resident] = {}
         self._anchor = torch.zeros((), device=weight.device, requires_grad=True)

@@ -1,0 +1,97 @@
+"""Bases with experts, whose attention is adapted: together is alone bitwise in deterministic mode, on the CPU and on a GPU.
+
+Routers and experts run as transformers wrote them, outside our kernels, and the bits of their products depend on how many rows they have.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from tests.kernels.interpreter import DEVICE
+from tests.tiny import SHAPE, make_samples
+from tlora.job import LoraConfig, TrainConfig
+from tlora.supermodel.batch import BatchRow, PackedBatch, collate
+from tlora.supermodel.load import make_base
+from tlora.supermodel.supermodel import SuperModel
+
+SIZE: dict[str, Any] = {**SHAPE, "hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2}
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64, "num_key_value_heads": 4}
+GROUPED = {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+FAMILIES: dict[str, Any] = {
+    "mixtral": transformers.MixtralConfig(**SIZE, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3-moe": transformers.Qwen3MoeConfig(**SIZE, head_dim=64, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=96),
+    "deepseek-v3": transformers.DeepseekV3Config(**SIZE | LATENT, **GROUPED, num_experts_per_tok=3, moe_intermediate_size=96),
+}
+TARGETS = {"deepseek-v3": ["kv_b_proj", "o_proj"]}
+RANKS, DROPOUT = {"a": 4, "b": 16, "c": 64}, {"b": 0.1}
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]),
+]
+
+
+def make_shared(family: str, dtype: torch.dtype, device: str, deterministic: bool) -> SuperModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: Any = transformers.AutoModelForCausalLM.from_config(FAMILIES[family], dtype=dtype)
+    return SuperModel(make_base(model.to(device), family), deterministic)
+
+
+def batch_of(job_ids: str, step: int, device: str) -> PackedBatch:
+    rows: list[BatchRow] = []
+    for job_id in job_ids:
+        own = make_samples(3, seed=100 * step + ord(job_id), low=3, high=60)
+        normalizer = float(sum(s.loss_weights[1:].sum() for s in own))
+        rows += [BatchRow(job_id, s.input_ids, s.loss_weights, normalizer, (7, step, i)) for i, s in enumerate(own)]
+    return collate(rows, device, pad_to=1024 if device == "cuda" else 0)
+
+
+def train(shared: SuperModel, job_ids: str, device: str, family: str, steps: int) -> dict[str, Tensor]:
+    """Each job's adapter after `steps`: more than three on a GPU replay what was captured."""
+    for job_id in job_ids:
+        targets = TARGETS.get(family, ["q_proj", "k_proj", "v_proj", "o_proj"])
+        lora = LoraConfig(r=RANKS[job_id], lora_dropout=DROPOUT.get(job_id, 0.0), target_modules=targets)
+        shared.join(job_id, lora, TrainConfig(learning_rate=1e-2, lr_scheduler_type="constant", seed=ord(job_id)))
+    for step in range(steps):
+        shared.forward_backward(batch_of(job_ids, step, device))
+        assert all(stats.applied for stats in shared.optim_step(job_ids).values())
+    return {job_id: shared.leave(job_id).params.cpu() for job_id in job_ids}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_together_is_alone_bitwise(family: str, dtype: torch.dtype, device: str) -> None:
+    shared = make_shared(family, dtype, device, deterministic=True)
+    together = train(shared, "abc", device, family, 3)
+    for job_id in "abc":
+        assert torch.equal(train(shared, job_id, device, family, 3)[job_id], together[job_id]), job_id
+    assert torch.equal(train(shared, "cab", device, family, 3)["a"], together["a"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_deterministic_it_trains(family: str, device: str) -> None:
+    """On a GPU: compiled layers, and passes captured as CUDA graphs, since a capture that fails is a warning. `-s` shows how near it is."""
+    shared = make_shared(family, torch.bfloat16, device, deterministic=False)
+    together = train(shared, "abc", device, family, 6)
+    for job_id in "abc":
+        alone = train(shared, job_id, device, family, 6)[job_id]
+        assert bool(together[job_id].isfinite().all())
+        difference = float((together[job_id] - alone).norm() / alone.norm())
+        print(f"{family} {device} {job_id}: relative difference {difference:.1e}, same bytes: {torch.equal(together[job_id], alone)}")
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+def test_experts_keep_deterministic_mode_off_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' path computes all samples of a batch together, and with them what experts do."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert make_shared("mixtral", torch.float32, DEVICE.type, deterministic=False)._fast is not None
+    assert make_shared("mixtral", torch.float32, DEVICE.type, deterministic=True)._fast is None
