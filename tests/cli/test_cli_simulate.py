@@ -95,7 +95,7 @@ def test_help_is_fast_and_names_every_option() -> None:
     )
     options += ("drift", "delay", "mtbf-hours", "csv", "html", "sweep", "out", "quiet", "debug")
     assert all(f"--{option}" in done.stdout for option in options)
-    words = set(re.findall(r"[\w+]+", done.stdout))
+    words = set(re.findall(r"[\w+-]+", done.stdout))
     assert {*POLICIES, *SHIPPED} <= words and "128" in words
 
 

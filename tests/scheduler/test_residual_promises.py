@@ -1,4 +1,4 @@
-"""What `residual_capacity` promises, on the first jobs of a real trace: bounds, backfill without its three means, GPUs that come back."""
+"""What `residual_capacity` promises, on the first jobs of a real trace: bounds, backfill without its three means, its two ablations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from tlora.protocol import JobGroup
 from tlora.scheduler.exclusive import backfill
+from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Policy
 from tlora.scheduler.settings import Settings
@@ -68,3 +69,27 @@ def test_each_means_is_used_and_mean_completion_is_shorter_than_backfills() -> N
         }.items()
     }
     assert mean["ours"] < mean["backfill"] and mean["ours"] != mean["rigid"]
+
+
+def test_without_sharing_no_group_has_two_jobs() -> None:
+    with_sharing, without = replay(POLICIES["residual_capacity"]()), replay(POLICIES["residual_capacity-no-sharing"]())
+    assert max(len(span.job_ids) for span in with_sharing.spans) > 1
+    assert {len(span.job_ids) for span in without.spans} == {1}
+    assert _most_extra_gpus(without) > 0, "growth is still on"
+
+
+def test_without_growth_no_group_has_more_gpus_than_the_job_that_opened_it_asked_for() -> None:
+    """Not even after that job has left: who stays keeps the GPUs that the group has, and no more."""
+    with_growth, without = replay(POLICIES["residual_capacity"]()), replay(POLICIES["residual_capacity-no-growth"]())
+    assert _most_extra_gpus(with_growth) > 0
+    assert _most_extra_gpus(without) == 0
+    assert max(len(span.job_ids) for span in without.spans) > 1, "sharing is still on"
+
+
+def _most_extra_gpus(result: SimulationResult) -> int:
+    """The most GPUs by which any group exceeds what the job that opened it asked for."""
+    asked = {job.job_id: job.gpus for job in result.jobs}
+    opener: dict[str, str] = {}
+    for span in sorted(result.spans, key=lambda span: span.start_seconds):
+        opener.setdefault(span.group_id, span.job_ids[0])
+    return max(len(span.gpus) - asked[opener[span.group_id]] for span in result.spans)

@@ -21,8 +21,8 @@ _SEEDS = re.compile(r"\d{1,15}(-\d{1,15})?(,\d{1,15}(-\d{1,15})?)*")
 _CLUSTER, _TRUTH, _RESULTS = "Cluster", "What the scheduler does not know (by default only what moves cost)", "Results"
 _TRACES = "A CSV file, an event log, or ee9e8c, 6c71a0+b436b2, window_15k, synth_sft."
 _POLICIES = (
-    "Of fifo, backfill, sjf, srtf, las, memory, tlora, residual_capacity; NAME/peft without our kernels' gain. Gains are over fifo/peft, "
-    "or else over the first."
+    "Of fifo, backfill, sjf, srtf, las, memory, tlora, residual_capacity, residual_capacity-no-sharing, residual_capacity-no-growth; "
+    "NAME/peft without our kernels' gain. Gains are over fifo/peft, or else over the first."
 )
 _SWEEP = (
     "Simulate every combination, such as load=0.5..1.1/7,delta=1.2:2:inf; also gpus, seed, policy, kappa, scale.CONSTANT "

@@ -1,4 +1,7 @@
-"""The policies by the names under which users choose them. Each is made anew for each scheduler: it may remember what it has worked out."""
+"""The policies by the names under which users choose them. Each is made anew for each scheduler: it may remember what it has worked out.
+
+The last two are ablations: `residual_capacity` with one of its means switched off, to measure what that means is worth.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from tlora.scheduler.exclusive import backfill, fifo, las, sjf, srtf
 from tlora.scheduler.grouping import memory_only, tlora_published
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Policy
+from tlora.scheduler.settings import Settings
 
 POLICIES: Mapping[str, Callable[[], Policy]] = {
     "fifo": fifo,
@@ -18,4 +22,6 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     "memory": memory_only,
     "tlora": tlora_published,
     "residual_capacity": residual_capacity,
+    "residual_capacity-no-sharing": lambda: residual_capacity(Settings(sharing=False)),
+    "residual_capacity-no-growth": lambda: residual_capacity(Settings(elastic=False)),
 }
