@@ -114,8 +114,8 @@ def scaled_mm_backward(world: World, fast: bool) -> Tensor:
 
 
 def _blocks(s: Tensor, world: World, linear: int) -> Tensor:
-    """[jobs, tokens, rank] of one linear: every tile has one run here, so its first block of S is the run's."""
-    start = linear * world.tables.blocks * world.tables.width
+    """[jobs, tokens, rank] of one linear's columns of S."""
+    start = linear * world.tables.width
     return s[:, start : start + RANK].unflatten(0, (NUM_JOBS, -1))
 
 

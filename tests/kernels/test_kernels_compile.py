@@ -16,21 +16,25 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from tlora.kernels import triton_fp8, triton_gemm, triton_lora
 
-POINTERS = {"rows_ptr": "*i64", "scales_ptr": "*fp32", "dropouts_ptr": "*fp32", "s_ptr": "*bf16", "column_scale_ptr": "*fp32",
+POINTERS = {"rows_ptr": "*i64", "scales_ptr": "*fp32", "s_ptr": "*bf16", "column_scale_ptr": "*fp32",
             "scale_ptr": "*fp32", "q_ptr": "*fp8e4nv", "x0_ptr": "*bf16", "x1_ptr": "*bf16"}
 ROWS, COLUMNS, INNER, WIDTH, SKINNY = 128, 256, 64, 64, 128
 tile = lambda *sides: f"tensordesc<bf16[{','.join(map(str, sides))}]>"
-GEMM = {"bias_ptr": None, "x_scale_ptr": None, "w_scale_ptr": None, "x1": None, "x2": None, "w1": None, "w2": None, "M": 1, "W": WIDTH,
+GEMM = {"ADAPTERS": True, "MANY": True, "SKIP": True, "R": WIDTH,
+        "bias_ptr": None, "x_scale_ptr": None, "w_scale_ptr": None, "x1": None, "x2": None, "w1": None, "w2": None, "M": 1, "W": WIDTH,
         "NK": True, "FIRST": False, "SCALED": False, "HALVES": True, "IMPRECISE": None, "PRECISION": "tf32", "BM": ROWS, "BN": COLUMNS,
         "BK": INNER, "BAND": 8, "PROGRAMS": 132}
 TILES = {"x0": tile(ROWS, INNER), "w0": tile(COLUMNS, INNER), "y": tile(ROWS, COLUMNS // 2), "s": tile(ROWS, WIDTH),
          "r0": tile(WIDTH, COLUMNS)}
-LORA = {"M": 1, "BLOCKS": 2, "W": WIDTH, "BT": 64, "SPLIT": False, "DROPOUT": False, "PRECISION": "tf32"}
+LORA = {"M": 1, "W": WIDTH, "BT": 64, "SPLIT": True, "PRECISION": "tf32"}
 CASES = {
-    "gemm": (triton_gemm.gemm_kernel, TILES, GEMM | {"r1": None, "r2": None, "RUNS": 2}, 8),
-    "general": (triton_gemm.general_gemm_kernel, TILES, GEMM | {"WHICH": 1, "DROPOUT": False}, 8),
+    "gemm": (triton_gemm.gemm_kernel, TILES, GEMM | {"r1": None, "r2": None, "MANY": False, "SKIP": False}, 8),
+    "many runs": (triton_gemm.gemm_kernel, TILES, GEMM | {"r1": None, "r2": None}, 8),
+    "wide": (triton_gemm.gemm_kernel, TILES, GEMM | {"r1": None, "r2": None, "W": 3 * WIDTH}, 8),
     "shrink": (triton_lora.shrink_kernel, {"x": tile(64, SKINNY)}, LORA | {"WHICH": 0, "BK": SKINNY}, 8),
-    "sum": (triton_lora.sum_kernel, {"x": tile(64, SKINNY)}, LORA | {"WHICH": 2, "BC": SKINNY, "W": 16, "BLOCKS": 1}, 4),
+    "sum": (triton_lora.sum_kernel, {"x": tile(64, SKINNY), "s": tile(64, 16)}, LORA | {"WHICH": 2, "BC": SKINNY, "W": 16, "R": 16}, 4),
+    "dropped": (triton_lora.add_dropped_kernel, {"y_ptr": "*bf16"}, {"WHICH": 0, "M": 2, "W": WIDTH, "R": WIDTH, "BT": 64,
+                "BC": SKINNY, "PRECISION": "tf32"}, 4),
     "quantize": (triton_fp8.quantize_kernel, {}, {"x2_ptr": None, "SOURCES": 2, "BLOCK": 4096}, 16),
 }
 kernel, given, constants, warps = CASES[sys.argv[1]]
@@ -46,7 +50,7 @@ assert not special, f"compiled once more for some {special}"
 """
 
 
-@pytest.mark.parametrize("case", ["gemm", "general", "shrink", "sum", "quantize"])
+@pytest.mark.parametrize("case", ["gemm", "many runs", "wide", "shrink", "sum", "dropped", "quantize"])
 def test_it_compiles(case: str, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", COMPILE, case], env=environment, capture_output=True, text=True, timeout=300, check=False)

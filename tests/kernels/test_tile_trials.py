@@ -43,8 +43,8 @@ def test_tiles_of_shrink_and_sum_agree(key: Key, tile: SkinnyTile) -> None:
 
 def test_the_harder_batches_are_what_they_should_be() -> None:
     plain, dropped = (tile_trials.make_problem(FORWARD, (), jobs, DEVICE).tables for jobs in tile_trials.HARD)
-    assert plain.runs_in_a_tile == 2 and plain.width == 64 and not plain.general
-    assert dropped.general and dropped.has_dropout
+    assert plain.runs_in_a_tile == 2 and plain.width == 64 and not plain.has_dropout
+    assert plain.many and dropped.has_dropout
     firsts = plain.tiles_X2[:, 0].tolist()
     assert any(a != b for a, b in zip(firsts[::2], firsts[1::2], strict=True)), "no half of a tile begins with another run"
 
@@ -66,7 +66,7 @@ def test_a_tile_with_wrong_results_is_found(key: Key, name: str, monkeypatch: py
 
 
 def test_other_bits_among_more_runs_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = fused_linear.general_gemm_kernel
+    kernel = fused_linear.gemm_kernel
 
     class Rounded:
         def __getitem__(self, grid: tuple[int, ...]) -> object:
@@ -77,7 +77,7 @@ def test_other_bits_among_more_runs_are_found(monkeypatch: pytest.MonkeyPatch) -
 
             return launch
 
-    monkeypatch.setattr(fused_linear, "general_gemm_kernel", Rounded())
+    monkeypatch.setattr(fused_linear, "gemm_kernel", Rounded())
     assert fault(FORWARD, tile_by_rule(FORWARD)) == "has other bits where more runs share its tokens"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -13,14 +12,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tlora.kernels.fp8 import quantize_rows, transpose
-from tlora.kernels.lora_tables import LoraTables
+from tlora.kernels.lora_tables import TILE, WIDEST_PIECE, LoraTables
 from tlora.kernels.tile_files import table_of
-from tlora.kernels.tiles import Tile, TileTable
-from tlora.kernels.triton_gemm import gemm_kernel, general_gemm_kernel
-from tlora.kernels.triton_lora import shrink_kernel, sum_kernel
+from tlora.kernels.tiles import SkinnyTile, TileTable
+from tlora.kernels.triton_gemm import gemm_kernel
+from tlora.kernels.triton_lora import add_dropped_kernel, shrink_kernel, sum_kernel
 
-_A, _B, _DA, _DB = range(4)  # columns of `LoraTables.rows_LS5`
+A, B, DA, DB = range(4)  # which of an adapter's rows: columns of `LoraTables.rows_LS5`
 LARGEST_GROUP = 3
+_DROPPED = SkinnyTile(TILE, 64, 2, 4)  # of `add_dropped_kernel`: tokens and columns of dx
 Item = TypeVar("Item")
 
 
@@ -37,6 +37,7 @@ class LinearGroup:
     weight_scale_N: Tensor | None = None  # fp32, of all linears beside each other, where their weights are fp8 (`fp8.py`)
     tiles: TileTable = field(default_factory=TileTable)
     passes_back: bool = True
+    programs: int = 4  # of a GEMM: one for each SM of a GPU
 
     @property
     def size(self) -> int:
@@ -49,7 +50,8 @@ def make_group(
     """Widths must be multiples of 16: other linears take the reference path. Raises ConfigError for a damaged table of tiles."""
     assert all(w % 16 == 0 for w in (*widths, in_features)), f"widths {widths} and {in_features} must be multiples of 16"
     assert len(widths) <= LARGEST_GROUP, f"{len(widths)} linears in one group; the kernels take {LARGEST_GROUP}"
-    return LinearGroup(first, widths, in_features, weight_scale_N, table_of(device))
+    programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return LinearGroup(first, widths, in_features, weight_scale_N, table_of(device), programs=programs)
 
 
 def forward(
@@ -59,7 +61,7 @@ def forward(
 
     `weights` [N_m, K]; `biases` [N_m], or none at all.
     """
-    s = shrink([x_TK], group, tables, _A)
+    s = shrink([x_TK], group, tables, A)
     return multiply(x_TK, weights, biases, s, group, tables), s
 
 
@@ -73,32 +75,47 @@ def multiply(
         x, x_scale_T = quantize_rows([x_TK])
         weight_scales = group.weight_scale_N.split(group.widths)
     for slot, (weight, y) in enumerate(zip(weights, ys, strict=True)):
-        product = _Product(_B, [x], [weight], y, biases[slot] if biases else None, True, x_scale_T, weight_scales[slot])
-        _gemm(product, s, group.first + slot, slot, tables, group.tiles)
+        product = _Product(B, [x], [weight], y, biases[slot] if biases else None, True, x_scale_T, weight_scales[slot])
+        _gemm(product, s, group, slot, tables)
     return ys
 
 
 def backward(dys: Sequence[Tensor], x_TK: Tensor, s: Tensor, weights: Sequence[Tensor], group: LinearGroup, tables: LoraTables) -> Tensor:
     """dx [T, K] of contiguous dy [T, N_m] of each linear; adds to the gradient sums of every run's rows."""
-    ds = shrink(dys, group, tables, _B)
+    ds = shrink(dys, group, tables, B)
     if group.passes_back:
         dx_TK = multiply_back(dys, weights, ds, group, tables)
     else:
         dx_TK = torch.zeros_like(x_TK, memory_format=torch.contiguous_format)
-    add_sums(dys, s, group, tables, _DB)
-    add_sums([x_TK], ds, group, tables, _DA)
+    add_sums(dys, s, group, tables, DB)
+    add_sums([x_TK], ds, group, tables, DA)
     return dx_TK
 
 
 def multiply_back(dys: Sequence[Tensor], weights: Sequence[Tensor], ds: Tensor, group: LinearGroup, tables: LoraTables) -> Tensor:
     """dx [T, K] of `backward`, behind the shrink."""
     dx_TK = torch.empty(dys[0].shape[0], weights[0].shape[1], dtype=dys[0].dtype, device=dys[0].device)
-    product = _Product(_A, dys, weights, dx_TK, None, transposed=False)
+    product = _Product(A, dys, weights, dx_TK, None, transposed=False)
     if group.weight_scale_N is not None:  # one scale per token for all dy: they are one sum
         q_TN, scale_T = quantize_rows(dys, group.weight_scale_N)
-        product = _Product(_A, q_TN.split(group.widths, 1), [transpose(w) for w in weights], dx_TK, None, True, scale_T)
-    _gemm(product, ds, group.first, 0, tables, group.tiles)
+        product = _Product(A, q_TN.split(group.widths, 1), [transpose(w) for w in weights], dx_TK, None, True, scale_T)
+    _gemm(product, ds, group, 0, tables)
+    if tables.has_dropout:
+        _add_dropped(dx_TK, ds, group, tables)
     return dx_TK
+
+
+def _add_dropped(dx_TK: Tensor, ds: Tensor, group: LinearGroup, tables: LoraTables) -> None:
+    """dx of the runs with dropout, whose adapters the GEMM left out: their inputs were masked, linear by linear."""
+    num_tokens, num_columns = dx_TK.shape
+    tile = _DROPPED
+    launch: Any = add_dropped_kernel[(triton.cdiv(num_columns, tile.columns), triton.cdiv(num_tokens, tile.tokens))]
+    launch(
+        dx_TK, ds, tables.runs_S4, tables.tiles_X2, tables.rows_LS5, tables.thresholds_S, tables.module_keys_L, tables.keys_T, group.first,
+        num_tokens, num_columns, tables.num_runs, ds.stride(0),
+        WHICH=A, M=group.size, W=tables.width, R=min(tables.width, WIDEST_PIECE), BT=tile.tokens, BC=tile.columns,
+        PRECISION=_precision(dx_TK), num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
 
 
 def _precision(x: Tensor) -> str:
@@ -114,49 +131,42 @@ def shrink(xs: Sequence[Tensor], group: LinearGroup, tables: LoraTables, which: 
     """The scaled S of one x for all linears (which A), or dS of one dy for each (which B)."""
     x = xs[0]
     # The GEMM reads all of S: ranks above a run's own, and tokens of no run, must be zeros.
-    s = torch.zeros(x.shape[0], group.size * tables.blocks * tables.width, dtype=x.dtype, device=x.device)
-    for slot, x, together, dropout in _launches(xs, group.size, tables, which == _A):
+    s = torch.zeros(x.shape[0], group.size * tables.width, dtype=x.dtype, device=x.device)
+    splits = tables.has_dropout and which == A
+    for slot, x, together in _launches(xs, group.size, tables):
         tile = group.tiles.shrink(x.dtype, x.shape[1], together)
-        launch: Any = shrink_kernel[(triton.cdiv(x.shape[0], tile.tokens),)]
+        launch: Any = shrink_kernel[(triton.cdiv(x.shape[0], tile.tokens), together + 1 if splits else 1)]
         launch(
             TensorDescriptor.from_tensor(x, [tile.tokens, tile.columns]), s, tables.runs_S4, tables.tiles_X2, tables.rows_LS5,
-            tables.scales_LS, tables.dropouts_S, tables.thresholds_S, tables.module_keys_L, tables.keys_T, group.first + slot, slot,
-            *x.shape, tables.num_runs, s.stride(0),
-            WHICH=which, M=together, BLOCKS=tables.blocks, W=tables.width, BT=tile.tokens, BK=tile.columns,
-            SPLIT=tables.has_dropout and which == _A, DROPOUT=dropout, PRECISION=_precision(x), num_warps=tile.warps,
-            num_stages=tile.stages,
+            tables.scales_LS, tables.thresholds_S, tables.module_keys_L, tables.keys_T, group.first + slot, slot, *x.shape,
+            tables.num_runs, s.stride(0),
+            WHICH=which, M=together, W=tables.width, BT=tile.tokens, BK=tile.columns, SPLIT=splits, PRECISION=_precision(x),
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return s
 
 
 def add_sums(xs: Sequence[Tensor], s: Tensor, group: LinearGroup, tables: LoraTables, which: int) -> None:
     """dA of one x for all linears (which dA), or dB of one dy for each (which dB)."""
-    for slot, x, together, dropout in _launches(xs, group.size, tables, which == _DA):
+    piece, splits = min(tables.width, WIDEST_PIECE), tables.has_dropout and which == DA
+    for slot, x, together in _launches(xs, group.size, tables):
         tile = group.tiles.sum(x.dtype, x.shape[1], together)
-        launch: Any = sum_kernel[(triton.cdiv(x.shape[1], tile.columns), tables.num_runs)]
+        grid = (triton.cdiv(x.shape[1], tile.columns), tables.num_runs, together + 1 if splits else 1)
+        launch: Any = sum_kernel[grid]
         launch(
-            TensorDescriptor.from_tensor(x, [tile.tokens, tile.columns]), s, tables.runs_S4, tables.order_S, tables.samples_P2,
-            tables.tiles_X2, tables.rows_LS5, tables.dropouts_S, tables.thresholds_S, tables.module_keys_L, tables.keys_T,
-            group.first + slot, slot, x.shape[1], tables.num_runs, s.stride(0),
-            WHICH=which, M=together, BLOCKS=tables.blocks, W=tables.width, BT=tile.tokens, BC=tile.columns,
-            SPLIT=tables.has_dropout and which == _DA, DROPOUT=dropout, PRECISION=_precision(x), num_warps=tile.warps,
-            num_stages=tile.stages,
+            TensorDescriptor.from_tensor(x, [tile.tokens, tile.columns]), TensorDescriptor.from_tensor(s, [tile.tokens, piece]),
+            tables.runs_S4, tables.order_S, tables.samples_P2, tables.rows_LS5, tables.thresholds_S, tables.module_keys_L, tables.keys_T,
+            group.first + slot, slot, x.shape[1], tables.num_runs,
+            WHICH=which, M=together, W=tables.width, R=piece, BT=tile.tokens, BC=tile.columns, SPLIT=splits, PRECISION=_precision(x),
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
 
-def _launches(xs: Sequence[Tensor], size: int, tables: LoraTables, drops: bool) -> list[tuple[int, Tensor, int, bool]]:
-    """(first linear, x, how many linears share it, whether for the runs with dropout): dropout gives each linear an x of its own."""
+def _launches(xs: Sequence[Tensor], size: int, tables: LoraTables) -> list[tuple[int, Tensor, int]]:
+    """(first linear, x, how many linears share it)."""
     if not tables.num_runs:
         return []
-    launches = [(slot, x, 1, False) for slot, x in enumerate(xs)] if len(xs) == size else [(0, xs[0], size, False)]
-    if drops and tables.has_dropout:
-        launches += [(slot, xs[0], 1, True) for slot in range(size)]
-    return launches
-
-
-@functools.cache
-def _programs(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return [(slot, x, 1) for slot, x in enumerate(xs)] if len(xs) == size else [(0, xs[0], size)]
 
 
 @dataclass(frozen=True)
@@ -176,12 +186,12 @@ class _Product:
     column_scale_N: Tensor | None = None
 
 
-def _gemm(product: _Product, s: Tensor, linear: int, slot: int, tables: LoraTables, tiles: TileTable) -> None:
-    """The base's product with the expand of linears `linear`, `linear + 1`, … inside, whose blocks of S begin at place `slot`."""
-    x, y, m = product.xs[0], product.y, len(product.xs)
+def _gemm(product: _Product, s: Tensor, group: LinearGroup, slot: int, tables: LoraTables) -> None:
+    """The base's product with the expand of the group's linears `slot`, `slot + 1`, … inside, as many as there are pairs."""
+    x, y, m, linear = product.xs[0], product.y, len(product.xs), group.first + slot
     num_tokens, num_columns = y.shape
-    tile = tiles.gemm(product.which == _B, x.dtype, num_columns, sum(x.shape[1] for x in product.xs), m)
-    programs = min(_programs(x.device), triton.cdiv(num_tokens, tile.rows) * triton.cdiv(num_columns, tile.columns))
+    tile = group.tiles.gemm(product.which == B, x.dtype, num_columns, sum(x.shape[1] for x in product.xs), m)
+    programs = min(group.programs, triton.cdiv(num_tokens, tile.rows) * triton.cdiv(num_columns, tile.columns))
     weight_block = [tile.columns, tile.inner] if product.transposed else [tile.inner, tile.columns]
     operands = [
         *_three([TensorDescriptor.from_tensor(x, [tile.rows, tile.inner]) for x in product.xs], None),
@@ -190,32 +200,23 @@ def _gemm(product: _Product, s: Tensor, linear: int, slot: int, tables: LoraTabl
     ]
     epilogue = (product.bias, product.row_scale_T, product.column_scale_N)
     sizes = [num_tokens, num_columns, *_three([x.shape[1] for x in product.xs], 0)]
-    shape = {
-        "M": m, "W": tables.width, "NK": product.transposed, "SCALED": product.row_scale_T is not None, "HALVES": tile.halves,
-        "FIRST": tile.first and product.row_scale_T is None,
-        "IMPRECISE": tile.inner if tile.promote else None, "PRECISION": _precision(s),
-        "BM": tile.rows, "BN": tile.columns, "BK": tile.inner, "BAND": tile.band, "PROGRAMS": _programs(x.device),
-        "num_warps": tile.warps, "num_stages": tile.stages,
-    }  # fmt: skip
-    if tables.general:
-        launch: Any = general_gemm_kernel[(programs,)]
-        launch(
-            *operands, *epilogue, s, tables.runs_S4, tables.tiles_X2, tables.rows_LS5, tables.dropouts_S, tables.thresholds_S,
-            tables.module_keys_L, tables.keys_T, linear, slot, *sizes, tables.num_runs, s.stride(0), WHICH=product.which,
-            DROPOUT=tables.has_dropout and product.which == _A, **shape,
-        )  # fmt: skip
-        return
-    runs = tables.runs_in_a_tile if any(tables.weights[linear : linear + m]) else 0
-    rows = _banks(tables, linear, m, product.which, tile) if runs else [None] * m
-    launch = gemm_kernel[(programs,)]
+    has_adapters = tables.runs_in_a_tile > 0 and any(tables.weights[linear : linear + m])
+    skips = tables.has_dropout and product.which == A
+    piece = min(tables.width, WIDEST_PIECE)
+    rows = _banks(tables, linear, m, product.which, [piece, tile.columns]) if has_adapters else [None] * m
+    launch: Any = gemm_kernel[(programs,)]
     launch(
-        *operands, TensorDescriptor.from_tensor(s, [tile.rows, tables.width]), *_three(rows, None), *epilogue, tables.tiles_X2,
-        tables.starts_LS[linear], *sizes, tables.num_runs, slot * tables.blocks * tables.width, RUNS=runs, **shape,
+        *operands, TensorDescriptor.from_tensor(s, [tile.rows, piece]), *_three(rows, None), *epilogue, tables.runs_S4, tables.tiles_X2,
+        tables.starts_LS[linear], tables.thresholds_S, *sizes, tables.num_runs, slot * tables.width,
+        M=m, ADAPTERS=has_adapters, MANY=tables.many or skips, SKIP=skips, W=tables.width, R=piece, NK=product.transposed,
+        SCALED=product.row_scale_T is not None, HALVES=tile.halves, FIRST=tile.first and product.row_scale_T is None,
+        IMPRECISE=tile.inner if tile.promote else None, PRECISION=_precision(s), BM=tile.rows, BN=tile.columns, BK=tile.inner,
+        BAND=tile.band, PROGRAMS=group.programs, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
-def _banks(tables: LoraTables, linear: int, count: int, which: int, tile: Tile) -> list[TensorDescriptor]:
+def _banks(tables: LoraTables, linear: int, count: int, which: int, block: list[int]) -> list[TensorDescriptor]:
     """The rows that S of each linear meets. Where nobody has an adapter S is zero, and a sibling's finite rows will do."""
     found = [bank[which] if bank else None for bank in tables.weights[linear : linear + count]]
     anybody = next(rows for rows in found if rows is not None)
-    return [TensorDescriptor.from_tensor(anybody if rows is None else rows, [tables.width, tile.columns]) for rows in found]
+    return [TensorDescriptor.from_tensor(anybody if rows is None else rows, block) for rows in found]

@@ -35,7 +35,7 @@ class LoraTables:
 
     `weights` are the linears' banks, A [R, K] and B [R, N] (None where nobody has an adapter); `starts_LS` int32 a run's first row there,
     and `rows_LS5` int64 its addresses and rank. `runs_S4` int32: t0, t1, first and last sample; `samples_P2` int32: t0, t1; `tiles_X2`
-    int32: a tile's first and last run. `scales_LS` and `dropouts_S` fp32; `module_keys_L` int32, of dropout.
+    int32: a tile's first and last run. `scales_LS` fp32, over the share that dropout keeps; `module_keys_L` int32, of dropout.
     """
 
     runs_S4: Tensor
@@ -45,7 +45,6 @@ class LoraTables:
     rows_LS5: Tensor
     starts_LS: Tensor
     scales_LS: Tensor
-    dropouts_S: Tensor
     thresholds_S: Tensor  # int32: int(dropout * 2^31), as `dropout.keep_mask` draws the line
     module_keys_L: Tensor
     keys_T: Tensor | None
@@ -56,14 +55,9 @@ class LoraTables:
     has_dropout: bool
 
     @property
-    def general(self) -> bool:
-        """Whether the GEMM must be ready for any number of runs in a tile, ranks above 64, or dropout."""
-        return self.runs_in_a_tile > 2 or self.width > WIDEST_PIECE or self.has_dropout
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of `width` columns that S has for each linear: run j of a GEMM's row tile uses block j, unless `general`."""
-        return 1 if self.general else max(1, self.runs_in_a_tile)
+    def many(self) -> bool:
+        """Whether the GEMM must be ready for several runs in a tile, or ranks above `WIDEST_PIECE`."""
+        return self.runs_in_a_tile > 1 or self.width > WIDEST_PIECE
 
     @property
     def num_runs(self) -> int:
@@ -72,7 +66,7 @@ class LoraTables:
     @property
     def shape(self) -> tuple[int | bool, ...]:
         """All that launches depend on, beside the number of tokens and where the banks lie."""
-        return self.num_runs, len(self.samples_P2), self.width, self.blocks, self.general, self.has_dropout, self.keys_T is None
+        return self.num_runs, len(self.samples_P2), self.width, self.many, self.has_dropout, self.keys_T is None
 
 
 def rank_width(rank: int) -> int:
@@ -104,7 +98,7 @@ def build_tables(runs: Sequence[Run], slots: Slots, num_tokens: int, keys_T: Ten
         table[i] = run.t0, run.t1, first, len(samples)
     edges = np.arange(-(-num_tokens // TILE)) * TILE
     tiles = np.stack([np.searchsorted(table[:, 1], edges, "right"), np.searchsorted(table[:, 0], edges + TILE, "left")], 1)
-    dropouts = np.array([run.dropout for run in runs], np.float32)
+    dropouts = np.array([run.dropout if keys_T is not None else 0.0 for run in runs])
     wide = np.stack([tiles[::2, 0], np.append(tiles[1::2, 1], tiles[-1:, 1])[: len(tiles[::2])]])
     ranks = slots.rows_LS5[:, :, 4].max(0, initial=0).clip(16)
     parts = [
@@ -114,13 +108,12 @@ def build_tables(runs: Sequence[Run], slots: Slots, num_tokens: int, keys_T: Ten
         np.argsort(-(table[:, 1] - table[:, 0]) * ranks, kind="stable").astype(np.int32),
         np.array(samples, np.int32).reshape(-1, 2),
         tiles.astype(np.int32),
-        slots.scales_LS.astype(np.float32, copy=False),
-        dropouts,
-        np.array([int(run.dropout * 2**31) for run in runs], np.int32),
+        (slots.scales_LS / (1 - dropouts)).astype(np.float32),
+        np.array([int(dropout * 2**31) for dropout in dropouts], np.int32),
         slots.module_keys_L.astype(np.int32, copy=False),
     ]
     buffer, moved = _to_device(parts, device)
-    rows_t, starts_t, table_t, order_t, samples_t, tiles_t, scales_t, dropouts_t, thresholds_t, module_keys_t = moved
+    rows_t, starts_t, table_t, order_t, samples_t, tiles_t, scales_t, thresholds_t, module_keys_t = moved
     return LoraTables(
         runs_S4=table_t,
         order_S=order_t,
@@ -129,15 +122,14 @@ def build_tables(runs: Sequence[Run], slots: Slots, num_tokens: int, keys_T: Ten
         rows_LS5=rows_t,
         starts_LS=starts_t,
         scales_LS=scales_t,
-        dropouts_S=dropouts_t,
         thresholds_S=thresholds_t,
         module_keys_L=module_keys_t,
-        keys_T=keys_T,
+        keys_T=keys_T if dropouts.any() else None,  # a kernel with a pointer is another one than with none
         buffer=buffer,
         weights=slots.weights,
         runs_in_a_tile=int((wide[1] - wide[0]).max(initial=0)),
         width=rank_width(int(slots.rows_LS5[:, :, 4].max(initial=16))),
-        has_dropout=keys_T is not None and bool(dropouts.any()),
+        has_dropout=bool(dropouts.any()),
     )
 
 

@@ -35,9 +35,11 @@ def table_path(directory: Path, gpu: str) -> Path:
 @functools.cache
 def table_of(device: torch.device) -> TileTable:
     """The tiles of `device`, read once per process: a run keeps its tiles whatever becomes of the files. Raises ConfigError."""
-    if device.type != "cuda":
-        return TileTable()
-    gpu = torch.cuda.get_device_name(device)
+    return table_of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else TileTable()
+
+
+def table_of_gpu(gpu: str) -> TileTable:
+    """The tiles of a GPU of that name, as the files have them now. Raises ConfigError."""
     return merged([table_path(SHIPPED, gpu), table_path(user_directory(), gpu)])
 
 
@@ -106,7 +108,7 @@ def _tile_of(key: Key, row: Mapping[str, Any], path: Path) -> AnyTile:
 
 
 def _problem(tile: AnyTile, key: Key) -> str | None:
-    """What the kernels do not take. Tables of a micro-batch count in 64 tokens and the blocks of S in 128 (`lora_tables.py`)."""
+    """What the kernels do not take. Tables of a micro-batch count in 64 tokens (`lora_tables.py`)."""
     if isinstance(tile, Tile):
         sizes, tokens = {"columns": tile.columns, "inner": tile.inner}, tile.rows
         if tile.halves and tile.columns < 32:

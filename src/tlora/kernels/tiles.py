@@ -131,7 +131,7 @@ def sum_tile(dtype: torch.dtype, together: int) -> SkinnyTile:
     """For `together` linears that share x."""
     if dtype.itemsize == 4:
         return SkinnyTile(32, 64, 2, 4)
-    return SkinnyTile(64, 128, 3, 4 if together <= 2 else 8)
+    return SkinnyTile(64, 128, 3, 4 if together == 1 else 8)
 
 
 def expand_first(together: int, num_columns: int, is_forward: bool) -> bool:

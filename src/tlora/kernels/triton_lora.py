@@ -11,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PLACES = ["linear", "slot", "num_runs", "s_column"]  # else Triton compiles once more for a first linear, a second, and every sixteenth
+# Else Triton compiles once more for a first linear, a second, and every sixteenth, and for numbers of tokens that are multiples of 16.
+PLACES = ["linear", "slot", "num_runs", "s_column", "T"]
 
 
 @triton.jit
@@ -33,156 +34,242 @@ def keep_tile(keys_ptr, module_key, rows, cols, in_run, threshold):
 
 
 @triton.jit
-def _row_pointers(rows_ptr, linear, num_runs, run, which: tl.constexpr, first, width, R: tl.constexpr, M: tl.constexpr, like):
-    """Pointers to rows `first + 0..R-1` of each of M linears, [M' * R] with M' a power of two, which of them exist, and of which linear."""
-    j = tl.arange(0, R * (1 if M == 1 else 2 if M == 2 else 4))
-    member, r = j // R, first + j % R
-    at = rows_ptr + ((linear + member) * num_runs + run) * 5
-    real = member < M
-    rank = tl.load(at + 4, mask=real, other=0).to(tl.int32)
-    base = tl.load(at + which, mask=real, other=0).to(like.dtype)
-    exists = real & (r < rank)
-    return tl.multiple_of(base + tl.where(exists, r, 0).to(tl.int64) * width, 16), exists, member, r
+def _rows_of(rows_ptr, linear, num_runs, run, which: tl.constexpr, dtype: tl.constexpr):
+    """Address of the first of a run's rows at a linear, and its rank there."""
+    at = rows_ptr + (linear * num_runs + run) * 5
+    base = tl.multiple_of(tl.load(at + which).to(tl.pointer_type(dtype)), 16)
+    return base, tl.load(at + 4).to(tl.int32)
 
 
 @triton.jit
-def _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, module_key, t0, t1, threshold, factor, run, num_runs, linear, slot, block,
-                first, start, K, stride_s,
-                WHICH: tl.constexpr, M: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+def _largest_rank(rows_ptr, linear, num_runs, run, M: tl.constexpr):
+    rank = 0
+    for m in tl.static_range(M):
+        rank = max(rank, tl.load(rows_ptr + ((linear + m) * num_runs + run) * 5 + 4).to(tl.int32))
+    return rank
+
+
+@triton.jit
+def _shrink(s, a, base, offsets, mask, PRECISION: tl.constexpr):
+    """s + a @ rows^T."""
+    return tl.dot(a, tl.trans(tl.load(base + offsets, mask=mask, other=0.0)), s, input_precision=PRECISION)
+
+
+@triton.jit
+def _store_scaled(s, s_at, scale_ptr, mask, own):
+    tl.store(s_at, (s * tl.load(scale_ptr)).to(s_at.dtype.element_ty), mask=mask & own)
+
+
+@triton.jit
+def _dropped_out(a, keys_ptr, module_key, t, c, own, threshold, DROPOUT: tl.constexpr):
+    """a as the adapter of a run with dropout sees it; what is kept is scaled in S (`build_tables`)."""
+    if DROPOUT:
+        a = tl.where(keep_tile(keys_ptr, module_key, t, c, own, threshold), a, 0.0).to(a.dtype)
+    return a
+
+
+@triton.jit
+def _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, module_key, t0, t1, threshold, run, num_runs, linear, slot, first, start, K,
+                stride_s,
+                WHICH: tl.constexpr, M: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
                 BT: tl.constexpr, BK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """S of the tokens of one run in one tile, ranks `first + 0..R-1` of M linears. Other tokens' rows are computed and not stored."""
-    t = start + tl.arange(0, BT)
+    t, r, k = start + tl.arange(0, BT), first + tl.arange(0, R), tl.arange(0, BK)
     in_run = (t >= t0) & (t < t1)
-    like = tl.cast(0, tl.int64).to(tl.pointer_type(x.dtype))
-    rows, exists, member, r = _row_pointers(rows_ptr, linear, num_runs, run, WHICH, first, K, R, M, like)
-    k = tl.arange(0, BK)
-    w_at = rows[:, None] + k[None, :]
-    s = tl.zeros((BT, R * (1 if M == 1 else 2 if M == 2 else 4)), tl.float32)
+    base0, rank0 = _rows_of(rows_ptr, linear, num_runs, run, WHICH, x.dtype)
+    base1, rank1 = _rows_of(rows_ptr, linear + (M > 1), num_runs, run, WHICH, x.dtype)
+    base2, rank2 = _rows_of(rows_ptr, linear + 2 * (M > 2), num_runs, run, WHICH, x.dtype)
+    offsets = r[:, None] * K + k[None, :]  # shared by the linears: pointers of each would spill
+    s0 = tl.zeros((BT, R), tl.float32)
+    s1, s2 = s0, s0
     for k0 in range(0, K, BK):
-        a = x.load([start, k0])
-        if DROPOUT:
-            keep = keep_tile(keys_ptr, module_key, t, k0 + k, in_run, threshold)
-            a = tl.where(keep, a * factor, 0.0).to(x.dtype)
-        w = tl.load(w_at + k0, mask=exists[:, None] & (k0 + k < K)[None, :], other=0.0)
-        s = tl.dot(a, tl.trans(w), s, input_precision=PRECISION)
-    scale = tl.load(scales_ptr + (linear + member) * num_runs + run, mask=member < M, other=0.0)
-    s_at = s_ptr + t.to(tl.int64)[:, None] * stride_s + (((slot + member) * BLOCKS + block) * W + r)[None, :]
-    tl.store(s_at, (s * scale[None, :]).to(s_ptr.dtype.element_ty), mask=in_run[:, None] & ((member < M) & (r < W))[None, :])
+        a = _dropped_out(x.load([start, k0]), keys_ptr, module_key, t, k0 + k, in_run, threshold, DROPOUT)
+        inside = (k0 + k < K)[None, :]
+        s0 = _shrink(s0, a, base0 + k0, offsets, (r < rank0)[:, None] & inside, PRECISION)
+        if M > 1:
+            s1 = _shrink(s1, a, base1 + k0, offsets, (r < rank1)[:, None] & inside, PRECISION)
+        if M > 2:
+            s2 = _shrink(s2, a, base2 + k0, offsets, (r < rank2)[:, None] & inside, PRECISION)
+    s_at = s_ptr + t.to(tl.int64)[:, None] * stride_s + (slot * W + r)[None, :]
+    scale_at = scales_ptr + linear * num_runs + run
+    _store_scaled(s0, s_at, scale_at, in_run[:, None], (r < rank0)[None, :])
+    if M > 1:
+        _store_scaled(s1, s_at + W, scale_at + num_runs, in_run[:, None], (r < rank1)[None, :])
+    if M > 2:
+        _store_scaled(s2, s_at + 2 * W, scale_at + 2 * num_runs, in_run[:, None], (r < rank2)[None, :])
 
 
-@triton.jit(do_not_specialize=PLACES)
-def shrink_kernel(x, s_ptr, runs_ptr, tiles_ptr, rows_ptr, scales_ptr, dropouts_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear,
-                  slot, T, K, num_runs, stride_s,
-                  WHICH: tl.constexpr, M: tl.constexpr, BLOCKS: tl.constexpr, W: tl.constexpr,
-                  BT: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """scale * x @ rows^T of M linears from `linear` on, for each run in a tile of BT tokens. Grid (tiles)."""
-    start = tl.program_id(0) * BT
+@triton.jit
+def _shrink_tile(x, s_ptr, runs_ptr, tiles_ptr, rows_ptr, scales_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, start, T, K,
+                 num_runs, stride_s,
+                 WHICH: tl.constexpr, M: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                 SPLIT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """S of each run in one tile. With SPLIT only of the runs with dropout (DROPOUT), or only of those without."""
     lo = tl.load(tiles_ptr + start // 64 * 2)
     hi = tl.load(tiles_ptr + ((min(start + BT, T) - 1) // 64) * 2 + 1)
-    first_run = tl.load(tiles_ptr + start // 128 * 4)  # of the GEMM's row tile, whose run j has block j of S
     for run in range(lo, hi):
-        block = 0
-        if BLOCKS > 1:
-            block = run - first_run
         t0, t1 = tl.load(runs_ptr + run * 4), tl.load(runs_ptr + run * 4 + 1)
-        rank = 0
-        for m in tl.static_range(M):
-            rank = max(rank, tl.load(rows_ptr + ((linear + m) * num_runs + run) * 5 + 4).to(tl.int32))
-        threshold, factor, key = 0, 1.0, 0
-        if SPLIT:  # this launch takes the runs with dropout, or those without: a neighbour's must not change how mine is computed
+        rank = _largest_rank(rows_ptr, linear, num_runs, run, M)
+        threshold, key = 0, 0
+        if SPLIT:
             threshold = tl.load(thresholds_ptr + run)
             if (threshold > 0) != DROPOUT:
                 rank = 0
         if DROPOUT:
-            factor, key = 1 / (1 - tl.load(dropouts_ptr + run)), tl.load(module_keys_ptr + linear)
+            key = tl.load(module_keys_ptr + linear)
         if rank == 0:
             pass
         elif rank <= 16 or W == 16:
-            _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, key, t0, t1, threshold, factor, run, num_runs, linear, slot, block, 0,
-                        start, K, stride_s,
-                        WHICH, M, BLOCKS, 16, W, BT, BK, DROPOUT, PRECISION)  # fmt: skip
+            _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, key, t0, t1, threshold, run, num_runs, linear, slot, 0, start, K,
+                        stride_s, WHICH, M, 16, W, BT, BK, DROPOUT, PRECISION)  # fmt: skip
         elif rank <= 32 or W == 32:
-            _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, key, t0, t1, threshold, factor, run, num_runs, linear, slot, block, 0,
-                        start, K, stride_s,
-                        WHICH, M, BLOCKS, 32, W, BT, BK, DROPOUT, PRECISION)  # fmt: skip
+            _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, key, t0, t1, threshold, run, num_runs, linear, slot, 0, start, K,
+                        stride_s, WHICH, M, 32, W, BT, BK, DROPOUT, PRECISION)  # fmt: skip
         else:
             for first in range(0, rank, 64):
-                _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, key, t0, t1, threshold, factor, run, num_runs, linear, slot, block,
-                            first, start, K,
-                            stride_s, WHICH, M, BLOCKS, 64, W, BT, BK, DROPOUT, PRECISION)  # fmt: skip
+                _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, key, t0, t1, threshold, run, num_runs, linear, slot, first, start, K,
+                            stride_s, WHICH, M, 64, W, BT, BK, DROPOUT, PRECISION)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=PLACES)
+def shrink_kernel(x, s_ptr, runs_ptr, tiles_ptr, rows_ptr, scales_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, T, K,
+                  num_runs, stride_s,
+                  WHICH: tl.constexpr, M: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+                  PRECISION: tl.constexpr):  # fmt: skip
+    """scale * x @ rows^T of M linears from `linear` on, for each run in a tile of BT tokens. S has W columns for each linear.
+
+    Grid (tiles, 1). With SPLIT, which is for runs with dropout, (tiles, M + 1): each linear has an x of its own for those, so that
+    programs m < M do linear m for them and the last does all linears for the others. A neighbour's dropout changes no bit of mine.
+    """
+    start, member = tl.program_id(0) * BT, tl.program_id(1)
+    if SPLIT and member < M:
+        _shrink_tile(x, s_ptr, runs_ptr, tiles_ptr, rows_ptr, scales_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear + member,
+                     slot + member, start, T, K, num_runs, stride_s, WHICH, 1, W, BT, BK, True, True, PRECISION)  # fmt: skip
+    else:
+        _shrink_tile(x, s_ptr, runs_ptr, tiles_ptr, rows_ptr, scales_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, start, T,
+                     K, num_runs, stride_s, WHICH, M, W, BT, BK, SPLIT, False, PRECISION)  # fmt: skip
 
 
 @triton.jit
-def _sum_run(x, s_ptr, samples_ptr, tiles_ptr, rows_ptr, keys_ptr, module_key, p0, p1, threshold, factor, run, num_runs, linear, slot,
-             first, c0, K, stride_s,
-             WHICH: tl.constexpr, M: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
-             BT: tl.constexpr, BC: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _own_s(s, start, column, own):
+    s_TR = s.load([start, column])
+    return tl.where(own[:, None], s_TR, 0.0).to(s_TR.dtype)
+
+
+@triton.jit
+def _sum_run(x, s, samples_ptr, rows_ptr, keys_ptr, module_key, p0, p1, threshold, run, num_runs, linear, slot, first, c0, K,
+             WHICH: tl.constexpr, M: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+             DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """rows += s^T x over the samples of one run, for BC columns and ranks `first + 0..R-1` of M linears."""
-    c = c0 + tl.arange(0, BC)
-    like = tl.cast(0, tl.int64).to(tl.pointer_type(tl.float32))
-    rows, exists, member, r = _row_pointers(rows_ptr, linear, num_runs, run, WHICH, first, K, R, M, like)
-    out_at = rows[None, :] + c[:, None]
-    mask = (c < K)[:, None] & exists[None, :]
-    total = tl.load(out_at, mask=mask, other=0.0)
-    s_column = (slot + tl.minimum(member, M - 1)) * BLOCKS * W + r  # ranks that are not there are read too, for wide loads, and not stored
+    c, r = c0 + tl.arange(0, BC), first + tl.arange(0, R)
+    base0, rank0 = _rows_of(rows_ptr, linear, num_runs, run, WHICH, tl.float32)
+    base1, rank1 = _rows_of(rows_ptr, linear + (M > 1), num_runs, run, WHICH, tl.float32)
+    base2, rank2 = _rows_of(rows_ptr, linear + 2 * (M > 2), num_runs, run, WHICH, tl.float32)
+    offsets, inside = r[None, :] * K + c[:, None], (c < K)[:, None]
+    total0 = tl.load(base0 + offsets, mask=inside & (r < rank0)[None, :], other=0.0)
+    total1, total2 = total0, total0
+    if M > 1:
+        total1 = tl.load(base1 + offsets, mask=inside & (r < rank1)[None, :], other=0.0)
+    if M > 2:
+        total2 = tl.load(base2 + offsets, mask=inside & (r < rank2)[None, :], other=0.0)
+    column = slot * W + first
     for p in range(p0, p1):
         t0, t1 = tl.load(samples_ptr + p * 2), tl.load(samples_ptr + p * 2 + 1)
         full = t0 + (t1 - t0) // BT * BT
         for start in range(t0, full, BT):
             t = start + tl.arange(0, BT)
-            a = x.load([start, c0])
-            if DROPOUT:
-                keep = keep_tile(keys_ptr, module_key, t, c, t < t1, threshold)
-                a = tl.where(keep, a * factor, 0.0).to(x.dtype)
-            s_row = t.to(tl.int64) * stride_s
-            if BLOCKS > 1:
-                s_row += (run - tl.load(tiles_ptr + t // 128 * 4)) * W
-            s = tl.load(s_ptr + s_row[:, None] + s_column[None, :])
-            total = tl.dot(tl.trans(a), s, total, input_precision=PRECISION)
+            a = tl.trans(_dropped_out(x.load([start, c0]), keys_ptr, module_key, t, c, t < t1, threshold, DROPOUT))
+            total0 = tl.dot(a, s.load([start, column]), total0, input_precision=PRECISION)
+            if M > 1:
+                total1 = tl.dot(a, s.load([start, column + W]), total1, input_precision=PRECISION)
+            if M > 2:
+                total2 = tl.dot(a, s.load([start, column + 2 * W]), total2, input_precision=PRECISION)
         if full < t1:  # the tokens behind the sample's last are another's: selected away in both operands
             t = full + tl.arange(0, BT)
             own = t < t1
             a = tl.where(own[:, None], x.load([full, c0]), 0.0)
-            if DROPOUT:
-                keep = keep_tile(keys_ptr, module_key, t, c, own, threshold)
-                a = tl.where(keep, a * factor, 0.0).to(x.dtype)
-            s_row = t.to(tl.int64) * stride_s
-            if BLOCKS > 1:
-                s_row += (run - tl.load(tiles_ptr + t // 128 * 4, mask=own, other=0)) * W
-            s = tl.load(s_ptr + s_row[:, None] + s_column[None, :], mask=own[:, None], other=0.0)
-            total = tl.dot(tl.trans(a), s, total, input_precision=PRECISION)
-    tl.store(out_at, total, mask=mask)
+            a = tl.trans(_dropped_out(a, keys_ptr, module_key, t, c, own, threshold, DROPOUT))
+            total0 = tl.dot(a, _own_s(s, full, column, own), total0, input_precision=PRECISION)
+            if M > 1:
+                total1 = tl.dot(a, _own_s(s, full, column + W, own), total1, input_precision=PRECISION)
+            if M > 2:
+                total2 = tl.dot(a, _own_s(s, full, column + 2 * W, own), total2, input_precision=PRECISION)
+    # A zero that the compiler does not know: it makes the addresses anew instead of keeping them through the loop, which would spill.
+    nothing = tl.load(rows_ptr + (linear * num_runs + run) * 5 + 4, volatile=True).to(tl.int32) - rank0
+    offsets = r[None, :] * K + (c + nothing)[:, None]
+    tl.store(base0 + offsets, total0, mask=inside & (r < rank0)[None, :])
+    if M > 1:
+        tl.store(base1 + offsets, total1, mask=inside & (r < rank1)[None, :])
+    if M > 2:
+        tl.store(base2 + offsets, total2, mask=inside & (r < rank2)[None, :])
 
 
-@triton.jit(do_not_specialize=PLACES)
-def sum_kernel(x, s_ptr, runs_ptr, order_ptr, samples_ptr, tiles_ptr, rows_ptr, dropouts_ptr, thresholds_ptr, module_keys_ptr, keys_ptr,
-               linear, slot, K, num_runs,
-               stride_s, WHICH: tl.constexpr, M: tl.constexpr, BLOCKS: tl.constexpr, W: tl.constexpr,
-               BT: tl.constexpr, BC: tl.constexpr, SPLIT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Gradient sums of each run's rows of M linears from `linear` on: += s^T x. Grid (columns / BC, runs), the longest runs first."""
-    c0, run = tl.program_id(0) * BC, tl.load(order_ptr + tl.program_id(1))
-    rank = 0
-    for m in tl.static_range(M):
-        rank = max(rank, tl.load(rows_ptr + ((linear + m) * num_runs + run) * 5 + 4).to(tl.int32))
-    threshold, factor, key = 0, 1.0, 0
+@triton.jit
+def _sum_columns(x, s, runs_ptr, samples_ptr, rows_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, c0, run, K, num_runs,
+                 WHICH: tl.constexpr, M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+                 SPLIT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Gradient sums of one run's rows, for BC columns. SPLIT and DROPOUT as in `_shrink_tile`."""
+    rank = _largest_rank(rows_ptr, linear, num_runs, run, M)
+    threshold, key = 0, 0
     if SPLIT:
         threshold = tl.load(thresholds_ptr + run)
         if (threshold > 0) != DROPOUT:
             rank = 0
-    if rank > 0:
-        p0, p1 = tl.load(runs_ptr + run * 4 + 2), tl.load(runs_ptr + run * 4 + 3)
-        if DROPOUT:
-            factor, key = 1 / (1 - tl.load(dropouts_ptr + run)), tl.load(module_keys_ptr + linear)
-        if rank <= 16 or W == 16:
-            _sum_run(x, s_ptr, samples_ptr, tiles_ptr, rows_ptr, keys_ptr, key, p0, p1, threshold, factor, run, num_runs, linear, slot, 0,
-                     c0, K, stride_s,
-                     WHICH, M, BLOCKS, 16, W, BT, BC, DROPOUT, PRECISION)  # fmt: skip
-        elif rank <= 32 or W == 32:
-            _sum_run(x, s_ptr, samples_ptr, tiles_ptr, rows_ptr, keys_ptr, key, p0, p1, threshold, factor, run, num_runs, linear, slot, 0,
-                     c0, K, stride_s,
-                     WHICH, M, BLOCKS, 32, W, BT, BC, DROPOUT, PRECISION)  # fmt: skip
-        else:
-            for first in range(0, rank, 64):
-                _sum_run(x, s_ptr, samples_ptr, tiles_ptr, rows_ptr, keys_ptr, key, p0, p1, threshold, factor, run, num_runs, linear,
-                         slot, first, c0, K,
-                         stride_s, WHICH, M, BLOCKS, 64, W, BT, BC, DROPOUT, PRECISION)  # fmt: skip
+    if DROPOUT:
+        key = tl.load(module_keys_ptr + linear)
+    p0, p1 = tl.load(runs_ptr + run * 4 + 2), tl.load(runs_ptr + run * 4 + 3)
+    for first in range(0, rank, R):
+        _sum_run(x, s, samples_ptr, rows_ptr, keys_ptr, key, p0, p1, threshold, run, num_runs, linear, slot, first, c0, K,
+                 WHICH, M, R, W, BT, BC, DROPOUT, PRECISION)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=PLACES)
+def sum_kernel(x, s, runs_ptr, order_ptr, samples_ptr, rows_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, K, num_runs,
+               WHICH: tl.constexpr, M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+               SPLIT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Gradient sums of each run's rows of M linears from `linear` on: += s^T x. S [T, W for each linear] by descriptor, R columns a time.
+
+    Grid (columns / BC, runs, 1), the longest runs first; with SPLIT, as in `shrink_kernel`, (…, M + 1).
+    """
+    c0, run, member = tl.program_id(0) * BC, tl.load(order_ptr + tl.program_id(1)), tl.program_id(2)
+    if SPLIT and member < M:
+        _sum_columns(x, s, runs_ptr, samples_ptr, rows_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear + member, slot + member, c0,
+                     run, K, num_runs, WHICH, 1, W, R, BT, BC, True, True, PRECISION)  # fmt: skip
+    else:
+        _sum_columns(x, s, runs_ptr, samples_ptr, rows_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, c0, run, K, num_runs,
+                     WHICH, M, W, R, BT, BC, SPLIT, False, PRECISION)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=PLACES)
+def add_dropped_kernel(y_ptr, s_ptr, runs_ptr, tiles_ptr, rows_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, T, N, num_runs,
+                       stride_s, WHICH: tl.constexpr, M: tl.constexpr, W: tl.constexpr,
+                       R: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """y += the sum over M linears of keep * (S @ rows), for the runs with dropout. Grid (columns / BC, tokens / BT).
+
+    y [T, N] holds the GEMM's product already, which left these runs out.
+    """
+    start = tl.program_id(1) * BT
+    lo = tl.load(tiles_ptr + start // 64 * 2)
+    hi = tl.load(tiles_ptr + ((min(start + BT, T) - 1) // 64) * 2 + 1)
+    i, c, r = tl.arange(0, BT), tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, R)
+    t = start + i
+    s_tile, y_tile = s_ptr + tl.cast(start, tl.int64) * stride_s, y_ptr + tl.cast(start, tl.int64) * N  # 32 bits do within a tile
+    s_offsets, b_offsets = i[:, None] * stride_s + r[None, :], r[:, None] * N + c[None, :]
+    for run in range(lo, hi):
+        threshold = tl.load(thresholds_ptr + run)
+        if threshold > 0:
+            in_run = (t >= tl.load(runs_ptr + run * 4)) & (t < tl.load(runs_ptr + run * 4 + 1))
+            total = tl.zeros((BT, BC), tl.float32)
+            for m in tl.static_range(M):
+                rows, rank = _rows_of(rows_ptr, linear + m, num_runs, run, WHICH, s_ptr.dtype.element_ty)
+                delta = tl.zeros((BT, BC), tl.float32)
+                for first in range(0, rank, R):
+                    s = tl.load(s_tile + (m * W + first) + s_offsets, mask=in_run[:, None], other=0.0)
+                    mask = (first + r < rank)[:, None] & (c < N)[None, :]
+                    b = tl.load(rows + first * N + b_offsets, mask=mask, other=0.0)
+                    delta = tl.dot(s, b, delta, input_precision=PRECISION)
+                keep = keep_tile(keys_ptr, tl.load(module_keys_ptr + linear + m), t, c, in_run, threshold)
+                total += tl.where(keep, delta, 0.0)
+            y_at, mask = y_tile + (i[:, None] * N + c[None, :]), in_run[:, None] & (c < N)[None, :]
+            y = tl.load(y_at, mask=mask, other=0.0).to(tl.float32) + total
+            tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
