@@ -11,7 +11,7 @@ import pytest
 from tests.data.chat_templates import CHATML, make_tokenizer
 from tests.engine.tiny_runs import write_rows
 from tests.tiny import make_model
-from tlora.data.prepare import Prepared, PrepareProgress, PrepareRequest, prepare
+from tlora.data.prepare import Prepared, PrepareProgress, PrepareRequest, WorkerProcess, prepare
 from tlora.engine import plan
 from tlora.errors import DataError
 
@@ -55,10 +55,12 @@ def tokenize_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def prepare_once(
-    requests: Sequence[PrepareRequest], on_progress: Callable[[PrepareProgress], None] | None = None
+    requests: Sequence[PrepareRequest],
+    on_progress: Callable[[PrepareProgress], None] | None = None,
+    started: WorkerProcess | None = None,
 ) -> dict[str, Prepared | DataError]:
     missing = [request for request in requests if _anonymous(request) not in _PREPARED]
-    made = prepare(missing, on_progress) if missing else {}
+    made = prepare(missing, on_progress, started) if missing else {}
     for request in missing:
         found = made[request.key]
         if isinstance(found, Prepared):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from tlora.job import LoraConfig
+
+_LARGE, _DRAWERS = 1 << 22, 16  # parameters; one thread draws 50 million a second
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,13 @@ class AdapterState:
         return replace(self, params=self.params.clone(), exp_avg=self.exp_avg.clone(), exp_avg_sq=self.exp_avg_sq.clone())
 
     def to(self, device: torch.device) -> AdapterState:
-        """This one where it is there already, else a copy."""
+        """This one where it is there already, else a copy. Moments that no update has changed yet are made there, not copied."""
         if self.params.device == device:
             return self
-        params, exp_avg, exp_avg_sq = (t.to(device) for t in (self.params, self.exp_avg, self.exp_avg_sq))
-        return replace(self, params=params, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+        params = self.params.to(device)
+        if self.updates == 0:
+            return replace(self, params=params, exp_avg=torch.zeros_like(params), exp_avg_sq=torch.zeros_like(params))
+        return replace(self, params=params, exp_avg=self.exp_avg.to(device), exp_avg_sq=self.exp_avg_sq.to(device))
 
     def on_host(self) -> AdapterState:
         """A copy in the host's memory, wherever this one is; waits for the device."""
@@ -92,11 +97,21 @@ class AdapterState:
 def init_state(layout: AdapterLayout, seed: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> AdapterState:
     """A fresh adapter as PEFT makes one: A uniform in ±1/sqrt(K) (Kaiming with a = sqrt 5), B zero.
 
-    Each module draws from a generator of its own, keyed by seed and name, so that targets do not change each other's start.
+    Each module draws from a generator of its own, keyed by seed and name: targets do not change each other's start, and a large adapter
+    is drawn by several threads.
     """
     params = torch.zeros(layout.numel, dtype=dtype)
-    for shape, a_rK, _ in layout.views(params):
+
+    def draw(module: tuple[AdapterShape, Tensor, Tensor]) -> None:
+        shape, a_rK, _ = module
         generator = torch.Generator().manual_seed(zlib.crc32(shape.module.encode(), seed))  # 32 bits are all that it takes in
-        a_rK.copy_(torch.empty(a_rK.shape, dtype=torch.float32).uniform_(-1, 1, generator=generator) / math.sqrt(shape.in_features))
+        a_rK.copy_(torch.empty(a_rK.shape, dtype=torch.float32).uniform_(-1, 1, generator=generator).div_(math.sqrt(shape.in_features)))
+
+    if layout.numel < _LARGE:
+        for module in layout.views(params):
+            draw(module)
+    else:
+        with ThreadPoolExecutor(_DRAWERS) as pool:
+            list(pool.map(draw, layout.views(params)))
     params = params.to(device)
     return AdapterState(layout, params, torch.zeros_like(params), torch.zeros_like(params))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -189,6 +190,7 @@ def _open_view(console: Console, quiet: bool) -> LiveView | PlainView | SilentVi
 
 def _tame_libraries() -> None:
     """transformers draws bars, which would run through the live table; and nothing that a library asks is answered by our stdin."""
+    sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]  # transformers takes it, scipy and pandas along where they are: 2 s
     from transformers.utils import logging
 
     from tlora.cli.terminal import close_stdin

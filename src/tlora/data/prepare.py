@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, cast
@@ -75,22 +75,18 @@ class PrepareProgress:
 OnProgress = Callable[[PrepareProgress], None]
 
 
-def prepare(requests: Sequence[PrepareRequest], on_progress: OnProgress | None = None) -> dict[str, Prepared | DataError]:
-    """Tokenize what is not in the cache yet and open it, for each request under its key.
+@dataclass(frozen=True)
+class WorkerProcess:
+    """The process that prepares data, its output line by line, and what it says on stderr."""
 
-    Raises ModelError when the tokenizer cannot be loaded, which all jobs share.
-    """
-    assert len({request.key for request in requests}) == len(requests), [request.key for request in requests]
-    results: dict[str, Prepared | DataError] = {}
-    waiting = list(requests)
-    while waiting:
-        results |= _run_worker(waiting, on_progress or (lambda _: None))
-        waiting = [request for request in waiting if request.key not in results]
-    return {request.key: results[request.key] for request in requests}
+    process: subprocess.Popen[bytes]
+    lines: queue.Queue[bytes]
+    log: IO[bytes]
 
 
-def _run_worker(requests: Sequence[PrepareRequest], on_progress: OnProgress) -> dict[str, Prepared | DataError]:
-    """Results until all are done or the worker dies; then the job that it was on is failed too, so at least one result."""
+@contextlib.contextmanager
+def start_worker() -> Iterator[WorkerProcess]:
+    """A process that loads its libraries and waits for requests. It is ended with the block, whatever it is doing."""
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "true", "PYTHONUNBUFFERED": "1", "TRANSFORMERS_VERBOSITY": "error"}
     # -P: without it the current directory comes first on the path, and a user's queue.py beside the jobs file would be run
     command = [sys.executable, "-P", "-m", "tlora.data.worker"]
@@ -101,10 +97,7 @@ def _run_worker(requests: Sequence[PrepareRequest], on_progress: OnProgress) -> 
         reader = threading.Thread(target=_read_lines, args=(process.stdout, lines), daemon=True)
         reader.start()
         try:
-            with contextlib.suppress(BrokenPipeError):  # it died at once: its output ends, which is told below
-                process.stdin.write(json.dumps([_as_json(request) for request in requests]).encode() + b"\n")
-                process.stdin.flush()
-            return _follow(process, lines, requests, on_progress, log)
+            yield WorkerProcess(process, lines, log)
         finally:
             process.kill()
             process.wait()
@@ -112,9 +105,50 @@ def _run_worker(requests: Sequence[PrepareRequest], on_progress: OnProgress) -> 
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
             process.stdout.close()
-            for cache_dir in {request.cache_dir for request in requests}:
-                for scratch in cache_dir.glob(f"{SCRATCH_PREFIX}{process.pid}-*"):
-                    shutil.rmtree(scratch, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Who is told how far it is, and a process that has been started for it already."""
+
+    on_progress: OnProgress
+    started: WorkerProcess | None = None
+
+
+def prepare(
+    requests: Sequence[PrepareRequest], on_progress: OnProgress | None = None, started: WorkerProcess | None = None
+) -> dict[str, Prepared | DataError]:
+    """Tokenize what is not in the cache yet and open it, for each request under its key. `started` is a process of `start_worker` that
+    has had no requests yet.
+
+    Raises ModelError when the tokenizer cannot be loaded, which all jobs share.
+    """
+    assert len({request.key for request in requests}) == len(requests), [request.key for request in requests]
+    results: dict[str, Prepared | DataError] = {}
+    waiting = list(requests)
+    while waiting:
+        with start_worker() if started is None else contextlib.nullcontext(started) as worker:
+            results |= _run_worker(worker, waiting, on_progress or (lambda _: None))
+        started = None  # after a death the rest goes to a new one
+        waiting = [request for request in waiting if request.key not in results]
+    return {request.key: results[request.key] for request in requests}
+
+
+def _run_worker(worker: WorkerProcess, requests: Sequence[PrepareRequest], on_progress: OnProgress) -> dict[str, Prepared | DataError]:
+    """Results until all are done or the worker dies; then the job that it was on is failed too, so at least one result."""
+    process = worker.process
+    assert process.stdin
+    try:
+        with contextlib.suppress(BrokenPipeError):  # it died at once: its output ends, which is told below
+            process.stdin.write(json.dumps([_as_json(request) for request in requests]).encode() + b"\n")
+            process.stdin.flush()
+        return _follow(worker, requests, on_progress)
+    finally:
+        process.kill()
+        process.wait()
+        for cache_dir in {request.cache_dir for request in requests}:
+            for scratch in cache_dir.glob(f"{SCRATCH_PREFIX}{process.pid}-*"):
+                shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _read_lines(stream: IO[bytes], lines: queue.Queue[bytes]) -> None:
@@ -123,21 +157,15 @@ def _read_lines(stream: IO[bytes], lines: queue.Queue[bytes]) -> None:
     lines.put(b"")
 
 
-def _follow(
-    process: subprocess.Popen[bytes],
-    lines: queue.Queue[bytes],
-    requests: Sequence[PrepareRequest],
-    on_progress: OnProgress,
-    log: IO[bytes],
-) -> dict[str, Prepared | DataError]:
+def _follow(worker: WorkerProcess, requests: Sequence[PrepareRequest], on_progress: OnProgress) -> dict[str, Prepared | DataError]:
     by_key = {request.key: request for request in requests}
     results: dict[str, Prepared | DataError] = {}
     current = ""
     while len(results) < len(requests):
-        event = _next_event(lines)
+        event = _next_event(worker.lines)
         if event is None or not event:
-            ended = f"gave no sign of life for {STALL_SECONDS:g} seconds" if event is None else _how_it_ended(process.wait())
-            message = f"the data worker {ended}{_tail(log)}"
+            ended = f"gave no sign of life for {STALL_SECONDS:g} seconds" if event is None else _how_it_ended(worker.process.wait())
+            message = f"the data worker {ended}{_tail(worker.log)}"
             if current:
                 path = by_key[current].data.path
                 results[current] = DataError(f"{path}: {message}; look for a row, or a chat template, that takes too much time or memory")

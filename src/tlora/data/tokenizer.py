@@ -11,6 +11,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+def load_libraries() -> None:
+    """What `load_tokenizer` imports, which takes a second or two."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+
+
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer in a directory, or of a hub id (`org/name@revision` too). Raises ModelError."""
     from transformers import AutoTokenizer

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 from tlora.data.build import Order, build, hash_file
 from tlora.data.dataset import SCRATCH_PREFIX
 from tlora.data.encode import Encoder, open_encoder
-from tlora.data.tokenizer import load_tokenizer
+from tlora.data.tokenizer import load_libraries, load_tokenizer
 from tlora.errors import DataError, ModelError
 from tlora.job import DataConfig
 
@@ -152,7 +152,8 @@ def main() -> None:
     os.dup2(2, 1)  # whatever a library prints must not look like an event
     line = os.fdopen(os.dup(0), "rb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # whatever a library reads must not be a request
-    requests = cast("list[_Request]", json.loads(line.readline()))
+    load_libraries()  # before the requests are there: the parent has other things to do meanwhile
+    requests = cast("list[_Request]", json.loads(line.readline() or b"[]"))
     threading.Thread(target=_leave_with_parent, args=(line,), daemon=True).start()
     worker = Worker(events)
     for cache_dir in {str(request["cache_dir"]) for request in requests}:

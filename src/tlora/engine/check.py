@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from tlora.data.prepare import Preparation
 from tlora.data.report import DataReport
 from tlora.data.rows import list_files
 from tlora.engine.memory_probe import probe_key, recall
@@ -89,7 +90,7 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
             model,
             base_bytes,
             place,
-            lambda p: watcher.progress(RunProgress(0.0, jobs, stage=f"tokenizing {p.key}: {p.rows:,} rows, {p.share:.0%}")),
+            Preparation(lambda p: watcher.progress(RunProgress(0.0, jobs, stage=f"tokenizing {p.key}: {p.rows:,} rows, {p.share:.0%}"))),
         )
         warnings += ServingFiles(run.base_model).warn([(job.spec, job.data.report.format) for job in plan.jobs if job.data])
     except (ModelError, ConfigError) as error:

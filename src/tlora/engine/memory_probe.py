@@ -92,6 +92,12 @@ def probe(model: SuperModel, specs: Sequence[JobSpec], counted: MemoryModel, met
     return None
 
 
+def compile_evaluation(model: SuperModel, specs: Sequence[JobSpec]) -> None:
+    """Compile the layers as an evaluation runs them, which else the first evaluation would wait for."""
+    with _residents(model, specs[:1]) as names:
+        model.evaluate(_batch(names, PROBE_TOKENS[-1][0], model))
+
+
 def _measure(
     model: SuperModel, specs: Sequence[JobSpec], counted: MemoryModel, meter: Meter, sizes: Sequence[int]
 ) -> tuple[MemoryModel, tuple[Peaks, ...], float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -16,7 +16,7 @@ from tlora import durable
 from tlora.adapters.peft import load_params, read_config
 from tlora.adapters.state import AdapterLayout, AdapterState
 from tlora.batching.pack import auto_token_budget
-from tlora.data.prepare import Prepared, PrepareProgress, PrepareRequest, prepare
+from tlora.data.prepare import Preparation, Prepared, PrepareRequest, prepare
 from tlora.engine.memory import MemoryModel, bytes_in_fp8, measure, memory_limit
 from tlora.errors import CapacityError, DataError, ModelError, TloraError
 from tlora.job import JobSpec, RunSpec
@@ -108,7 +108,7 @@ def plan_run(
     model: SuperModel,
     base_bytes: int,
     device: torch.device,
-    on_progress: Callable[[PrepareProgress], None],
+    preparation: Preparation,
     resume: bool = False,
 ) -> RunPlan:
     """Tokenize all data and plan every job on `model` (meta device). What is wrong with a job is in its `problems`.
@@ -116,7 +116,7 @@ def plan_run(
     Call it before the base is loaded: the memory that is free then is the limit. With `resume`, a job that has a checkpoint in the
     run's directory goes on from that, and the adapter that it once started from may be gone.
     """
-    jobs = plan_jobs(run, model, on_progress, Path(run.output_dir) if resume else None)
+    jobs = plan_jobs(run, model, preparation, Path(run.output_dir) if resume else None)
     rank = max((s.rank for job in jobs if job.layout for s in job.layout.shapes), default=1)
     memory = measure(model, base_bytes, device, rank)
     limit = memory_limit(device) if run.memory_limit == "auto" else run.memory_limit
@@ -141,11 +141,9 @@ def settle(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.devic
     return plan
 
 
-def plan_jobs(
-    run: RunSpec, model: SuperModel, on_progress: Callable[[PrepareProgress], None], resumed: Path | None
-) -> tuple[PlannedJob, ...]:
+def plan_jobs(run: RunSpec, model: SuperModel, preparation: Preparation, resumed: Path | None) -> tuple[PlannedJob, ...]:
     """Tokenize all data and plan each job by itself (`plan_job`). Raises ModelError for a tokenizer that cannot be loaded."""
-    data = prepare(prepare_requests(run, model.base.vocab_size), on_progress)
+    data = prepare(prepare_requests(run, model.base.vocab_size), preparation.on_progress, preparation.started)
     return tuple(plan_job(spec, data[spec.name], model, resumed) for spec in run.jobs)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tlora.data.order import global_batch
-from tlora.data.prepare import PrepareProgress
+from tlora.data.prepare import Preparation, PrepareProgress
 from tlora.engine.plan import PlannedJob, longest_sample, plan_jobs
 from tlora.errors import ConfigError
 from tlora.job import JobSpec, RunSpec
@@ -38,7 +38,7 @@ def profile_jobs(run: RunSpec, on_progress: Callable[[PrepareProgress], None] = 
     cannot be read.
     """
     model = SuperModel(outline(run.base_model, run.dtype, run.base_precision))
-    return {job.spec.name: _profile(job) for job in plan_jobs(run, model, on_progress, None)}
+    return {job.spec.name: _profile(job) for job in plan_jobs(run, model, Preparation(on_progress), None)}
 
 
 def _profile(job: PlannedJob) -> ProfiledJob | ConfigError:

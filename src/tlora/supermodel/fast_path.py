@@ -5,6 +5,7 @@ Any family: which linears share an input is seen by running the model, and layer
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,8 +18,9 @@ from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
 from tlora.adapters.bank import AdapterBank
+from tlora.job import LoraConfig
 from tlora.kernels.device import runs_kernels
-from tlora.kernels.lora_tables import ADDRESS_FIELDS, WIDEST_PIECE, Run, Slots, build_tables, rank_width
+from tlora.kernels.lora_tables import ADDRESS_FIELDS, Run, Slots, build_tables, rank_width
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.fp8_linear import Fp8Linear
 from tlora.supermodel.load import Base, hidden_states
@@ -58,6 +60,7 @@ class FastPath:
 
         self._base, self._context, self._deterministic = base, context, deterministic
         self.recomputed_layers = 0  # from the first on: backward runs them again instead of keeping what they made
+        self.largest_rank = 0  # that there was or will be: S is as wide from the start, so that nothing is compiled when it comes or goes
         self._names: list[str] = []  # of all linears, group by group: the order of the tables
         self.groups: list[LinearGroup] = []
         device = base.head.weight_VH.device
@@ -113,8 +116,8 @@ class FastPath:
         empty = [Run(_BEHIND, _BEHIND, ())] * (_RUNS - len(runs) % _RUNS)
         empty[-1] = Run(_BEHIND, _BEHIND, (0,) * (len(lengths) - sum(len(run.lengths) for run in runs)))
         tables = build_tables([*runs, *empty], self._slots(batch, bank, len(empty)), len(batch.input_ids_T), batch.keys_T, device)
-        # Kernels are compiled for a width, which up to 64 does not depend on who of the residents is in the batch.
-        tables = replace(tables, width=max(tables.width, rank_width(min(bank.largest_rank, WIDEST_PIECE))))
+        self.largest_rank = max(self.largest_rank, bank.largest_rank)
+        tables = replace(tables, width=rank_width(self.largest_rank))
         flight = Flight(self.groups, tables, plan_attention(lengths, device, self._deterministic))
         with self._launch(flight):
             yield flight
@@ -208,6 +211,25 @@ def find_groups(base: Base, linears: Mapping[str, nn.Linear | Fp8Linear | LoraLi
             groups.append([name])
         last = x
     return groups
+
+
+def compile_ahead(
+    base: Base, linears: Mapping[str, LoraLinear], device: torch.device, loras: Sequence[LoraConfig]
+) -> subprocess.Popen[bytes] | None:
+    """Start compiling the kernels that `loras` over a base on the meta device will need on `device`; None where it takes none."""
+    dtype = base.head.weight_VH.dtype
+    widths = [width for linear in linears.values() for width in (linear.in_features, linear.out_features)]
+    if device.type != "cuda" or not runs_kernels(device) or not fit_kernels(dtype, widths):
+        return None
+    from tlora.kernels.compile_ahead import GroupOrder, order_for, start
+
+    members = [[linears[name] for name in names] for names in find_groups(base, linears)]
+    groups = [
+        GroupOrder(m[0].in_features, tuple(x.out_features for x in m), m[0].bias is not None, m[0].scale_N is not None) for m in members
+    ]
+    ranks = [rank for lora in loras for rank in (lora.r, *lora.rank_pattern.values())]
+    dropout = any(lora.lora_dropout > 0 for lora in loras)
+    return start(order_for(device, dtype, rank_width(max(ranks, default=1)), dropout, groups))
 
 
 def _digest_of(groups: Sequence[LinearGroup], linears: Sequence[LoraLinear], dtype: torch.dtype) -> str:

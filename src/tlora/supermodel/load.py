@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,13 @@ from transformers.utils import cached_file
 from tlora.errors import ModelError
 from tlora.job import BasePrecision, split_revision
 from tlora.kernels.linear_cross_entropy import Head
+from tlora.kernels.transfer import upload
 from tlora.supermodel import attention, attention_probe
 from tlora.supermodel.fp8_linear import check_fp8, hold_in_fp8
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.weight_files import check_weights, refuse_incomplete
 
+_LARGE = 1 << 20  # numbers; what is smaller is moved one by one
 _COMPARE = "Compare it with the original's"
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 
@@ -113,7 +116,18 @@ def load_base(
     if base_precision == "fp8":
         check_fp8(place, model.dtype)
         hold_in_fp8(model, list(find_linears(model)), place)
-    return make_base(model.to(place), base_model)
+    return make_base(_move(model, place), base_model)
+
+
+def _move(model: Any, place: torch.device) -> Any:
+    """The model on `place`; large weights go onto a GPU by several threads."""
+    if place.type == "cuda":
+        large = [p for p in model.parameters() if p.device.type == "cpu" and p.numel() >= _LARGE]
+        uploads = upload([p.data for p in large], place)
+        importlib.import_module("torch._inductor.compile_fx")  # takes 1.6 s, and compiling the layers will want it
+        for parameter, uploaded in zip(large, uploads, strict=True):
+            parameter.data = uploaded.result()
+    return model.to(place)
 
 
 def load_weights(base_model: str, dtype: str = "auto") -> Any:

@@ -5,7 +5,8 @@ It owns weights, gradients and optimizer state. Data, order, evaluation, files a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from tlora.errors import ConfigError
 from tlora.job import BasePrecision, LoraConfig, TrainConfig
 from tlora.kernels.linear_cross_entropy import linear_cross_entropy
 from tlora.supermodel.batch import PackedBatch
-from tlora.supermodel.fast_path import FastPath, can_take_fast_path
+from tlora.supermodel.fast_path import FastPath, can_take_fast_path, compile_ahead
 from tlora.supermodel.inject import expert_modules, find_linears, inject, resolve_targets, sizes
 from tlora.supermodel.load import Base, hidden_states, load_base, longest_safe_sequence
 from tlora.supermodel.lora_linear import ActiveBatch, Context
@@ -131,6 +132,16 @@ class SuperModel(nn.Module):
         assert 0 <= count <= self.num_layers, f"{count} of {self.num_layers} layers"
         if self._fast is not None:
             self._fast.recomputed_layers = count
+
+    def compile_ahead(self, device: torch.device, loras: Sequence[LoraConfig]) -> subprocess.Popen[bytes] | None:
+        """For a base on the meta device: start compiling what `loras` will launch on `device`. None where there is nothing to compile."""
+        return compile_ahead(self.base, self._linears, device, loras)
+
+    def expect(self, loras: Sequence[LoraConfig]) -> None:
+        """Be ready for adapters as large as the largest of `loras`, so that no kernel is compiled when it joins."""
+        if self._fast is not None:
+            ranks = [rank for lora in loras for rank in (lora.r, *lora.rank_pattern.values())]
+            self._fast.largest_rank = max([self._fast.largest_rank, *ranks])
 
     def layout(self, lora: LoraConfig) -> AdapterLayout:
         """Where the parameters of an adapter of this shape lie. Raises ModelError for targets that do not exist."""

@@ -1,0 +1,191 @@
+"""Compiles the kernels of a run into Triton's cache before the first step, in a process of its own that needs no GPU.
+
+Triton compiles a kernel when it is first launched, 1 to 3 s each, one after another. A run knows what it will launch as soon as it
+knows its base and its jobs. This process makes the same launches on tensors without memory (torch's meta device), on all cores, while the
+run loads its base; it stops each where a GPU would be needed. What is missing in the cache after that is compiled when it is met.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+
+from tlora.kernels import fused_linear
+from tlora.kernels.fp8 import DTYPE
+from tlora.kernels.fused_linear import LinearGroup
+from tlora.kernels.lora_tables import LoraTables, Run, Slots, build_tables
+from tlora.kernels.tile_files import table_of_gpu
+from tlora.kernels.tiles import TileTable, keys_of
+
+META = torch.device("meta")
+Name = Literal["shrink x", "forward", "shrink dy", "input gradient", "sum dy", "sum x"]
+_TOKENS = 128
+_RUNS = 4  # tables are filled up to a multiple of it (`fast_path.py`): their rows start at multiples of 16 bytes
+
+
+@dataclass(frozen=True)
+class GroupOrder:
+    """Linears that read the same x, as `fused_linear.LinearGroup` has them."""
+
+    in_features: int
+    widths: tuple[int, ...]
+    bias: bool
+    fp8: bool
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be compiled: launches of `groups` in `dtype` with S `width` wide, for GPUs like `gpu`.
+
+    `capability` is 90 for 9.0; `programs` the number of SMs. With `dropout` some job has it.
+    """
+
+    gpu: str
+    capability: int
+    programs: int
+    dtype: str
+    width: int
+    dropout: bool
+    groups: tuple[GroupOrder, ...]
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """One kernel of one group over one kind of micro-batch."""
+
+    name: Name
+    group: GroupOrder
+    many: bool
+    dropout: bool
+
+
+def order_for(device: torch.device, dtype: torch.dtype, width: int, dropout: bool, groups: Sequence[GroupOrder]) -> Order:
+    """The order for a GPU that is there."""
+    found = torch.cuda.get_device_properties(device)
+    name = str(dtype).removeprefix("torch.")
+    capability = found.major * 10 + found.minor
+    return Order(found.name, capability, found.multi_processor_count, name, width, dropout, tuple(dict.fromkeys(groups)))
+
+
+def start(order: Order) -> subprocess.Popen[bytes]:
+    """Compile in the background. The process ends by itself; whoever waits for it takes 0 as "all is in the cache"."""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([sys.executable, "-m", __spec__.name], stdin=subprocess.PIPE, **quiet)  # type: ignore[call-overload]
+    assert process.stdin is not None
+    with process.stdin as pipe:
+        pipe.write(json.dumps(asdict(order)).encode())
+    return process
+
+
+def read_order(text: str) -> Order:
+    """The inverse of what `start` writes."""
+    row = json.loads(text)
+    groups = tuple(GroupOrder(**(group | {"widths": tuple(group["widths"])})) for group in row.pop("groups"))
+    return Order(**row, groups=groups)
+
+
+def compile_all(order: Order, workers: int) -> None:
+    """Compile everything in `order` with as many processes. Raises what the compiler raises."""
+    _without_a_gpu(order.capability)
+    table, dtype = table_of_gpu(order.gpu), getattr(torch, order.dtype)
+    kernels: list[_Kernel] = []
+    for group in _unlike(order.groups, table, dtype):
+        for name in get_args(Name):
+            kernels += [_Kernel(name, group, many, dropout) for many in (False, True) for dropout in {False, order.dropout}]
+    if workers == 1:
+        for kernel in kernels:
+            _compile(order, table, kernel)
+        return
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        list(pool.imap_unordered(partial(_compile, order, table), kernels, chunksize=1))
+
+
+def _unlike(groups: Sequence[GroupOrder], table: TileTable, dtype: torch.dtype) -> list[GroupOrder]:
+    """One of all groups that launch the same kernels: sizes are arguments, tiles are compiled in."""
+    found: dict[object, GroupOrder] = {}
+    for group in groups:
+        keys = keys_of(group.in_features, group.widths, dtype, DTYPE if group.fp8 else dtype)
+        tiles = frozenset((key.kernel, key.together, table.find(key)) for key in keys)
+        found.setdefault((len(group.widths), group.bias, group.fp8, tiles), group)
+    return list(found.values())
+
+
+def _without_a_gpu(capability: int) -> None:
+    """Make Triton's launches stop where the compiled kernel would be loaded onto a GPU."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    class NoDevice:
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", capability, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, _device: int) -> int:
+            return 0
+
+    driver.set_active(NoDevice())  # type: ignore[arg-type]
+    JITFunction.__getitem__ = lambda self, grid: partial(self.run, grid=grid, warmup=True)  # type: ignore[method-assign]
+
+
+def _compile(order: Order, table: TileTable, kernel: _Kernel) -> None:
+    """Launch it; Triton finds what is in its cache already."""
+    group, dtype = kernel.group, getattr(torch, order.dtype)
+    empty = partial(torch.empty, dtype=dtype, device=META)
+    scale_N = torch.empty(sum(group.widths), dtype=torch.float32, device=META) if group.fp8 else None
+    linears = LinearGroup(0, group.widths, group.in_features, scale_N, table, programs=order.programs)
+    tables = _tables(order, kernel)
+    weights = [torch.empty(width, group.in_features, dtype=DTYPE if group.fp8 else dtype, device=META) for width in group.widths]
+    biases = [empty(width) for width in group.widths] if group.bias else []
+    x, dys = empty(_TOKENS, group.in_features), [empty(_TOKENS, width) for width in group.widths]
+    s = empty(_TOKENS, len(group.widths) * order.width)
+    match kernel.name:
+        case "shrink x":
+            fused_linear.shrink([x], linears, tables, fused_linear.A)
+        case "forward":
+            fused_linear.multiply(x, weights, biases, s, linears, tables)
+        case "shrink dy":
+            fused_linear.shrink(dys, linears, tables, fused_linear.B)
+        case "input gradient":
+            fused_linear.multiply_back(dys, weights, s, linears, tables)
+        case "sum dy":
+            fused_linear.add_sums(dys, s, linears, tables, fused_linear.DB)
+        case "sum x":
+            fused_linear.add_sums([x], s, linears, tables, fused_linear.DA)
+
+
+def _tables(order: Order, kernel: _Kernel) -> LoraTables:
+    """Of a micro-batch with one run or, for `many`, two in a tile."""
+    group, num = kernel.group, len(kernel.group.widths)
+    lengths = (_TOKENS // 2,) * 2 if kernel.many else (_TOKENS,)
+    ends = np.cumsum(lengths).tolist()
+    runs = [Run(end - n, end, (n,), 0.5 if kernel.dropout else 0.0) for n, end in zip(lengths, ends, strict=True)]
+    runs += [Run(_TOKENS, _TOKENS, ())] * (_RUNS - len(runs))
+    rows = np.zeros((num, _RUNS, 5), np.int64)
+    rows[:, :, 4] = order.width
+    empty = partial(torch.empty, dtype=getattr(torch, order.dtype), device=META)
+    banks = [(empty(order.width, group.in_features), empty(order.width, width)) for width in group.widths]
+    nothing = np.zeros((num, _RUNS))
+    slots = Slots(rows, nothing.astype(np.int32), nothing.astype(np.float32), np.zeros(num, np.int32), banks)
+    return build_tables(runs, slots, _TOKENS, torch.empty(_TOKENS, dtype=torch.int32, device=META), META)
+
+
+def main() -> int:
+    compile_all(read_order(sys.stdin.read()), max(1, min(16, len(os.sched_getaffinity(0)))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""Kernels compiled ahead by the process that does it, for a GPU that need not be there; and what its order says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kernels.interpreter import interpreted
+
+with interpreted():
+    from tlora.kernels import compile_ahead
+    from tlora.kernels.compile_ahead import GroupOrder, Order
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the same with real launches")
+NARROW = GroupOrder(32, (32,), bias=False, fp8=False)
+ORDER = Order("no GPU of this name", 90, 132, "bfloat16", 16, dropout=False, groups=(NARROW, replace(NARROW, in_features=64)))
+
+
+def test_every_kernel_of_a_plan_is_in_the_cache_afterwards(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    text = json.dumps(asdict(ORDER))
+    command = [sys.executable, "-m", "tlora.kernels.compile_ahead"]
+    done = subprocess.run(command, input=text, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = sorted(path.stem for path in tmp_path.rglob("*.cubin"))
+    # Forward and input gradient for one run in a tile and for many; the shrink of x and of dy, and the sums of both, are other kernels.
+    assert found == ["gemm_kernel"] * 4 + ["shrink_kernel"] * 2 + ["sum_kernel"] * 2
+
+
+def test_an_order_survives_its_way_to_the_process() -> None:
+    assert compile_ahead.read_order(json.dumps(asdict(ORDER))) == ORDER
+
+
+def test_groups_that_launch_the_same_kernels_are_compiled_once() -> None:
+    from tlora.kernels.tiles import TileTable
+
+    wide = replace(NARROW, widths=(256,))
+    groups = [*ORDER.groups, NARROW, wide, replace(NARROW, bias=True), replace(NARROW, widths=(32, 32))]
+    assert compile_ahead._unlike(groups, TileTable(), torch.bfloat16) == [NARROW, *groups[3:]]
