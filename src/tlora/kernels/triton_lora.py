@@ -37,7 +37,7 @@ def keep_tile(keys_ptr, module_key, rows, cols, in_run, threshold):
 def _rows_of(rows_ptr, linear, num_runs, run, which: tl.constexpr, dtype: tl.constexpr):
     """Address of the first of a run's rows at a linear, and its rank there."""
     at = rows_ptr + (linear * num_runs + run) * 5
-    base = tl.multiple_of(tl.load(at + which).to(tl.pointer_type(dtype)), 16)
+    base = tl.multiple_of(tl.load(at + which).to(tl.pointer_type(dtype)), 16)  # type: ignore[arg-type]
     return base, tl.load(at + 4).to(tl.int32)
 
 
