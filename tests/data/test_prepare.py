@@ -137,7 +137,14 @@ def test_a_job_that_hangs_fails_alone(tmp_path: Path, tokenizer_path: Path, monk
             monkeypatch.setattr(prepare_module, "STALL_SECONDS", 0.5 if event and event["key"] == "hangs" else 180.0)
         return event
 
+    run_worker = prepare_module._run_worker
+
+    def start_without_hurry(*arguments: Any) -> Any:
+        monkeypatch.setattr(prepare_module, "STALL_SECONDS", 180.0)
+        return run_worker(*arguments)
+
     monkeypatch.setattr(prepare_module, "_next_event", hurry_once_it_hangs)
+    monkeypatch.setattr(prepare_module, "_run_worker", start_without_hurry)
     write(tmp_path / "x.jsonl", ROWS)
     (tmp_path / "hangs.jinja").write_text(HANGS)
     jobs: dict[str, dict[str, Any]] = {"first": {}, "hangs": {"chat_template": "hangs.jinja"}, "last": {"max_length": 64}}
