@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import itertools
 import json
 import os
@@ -14,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.durable_files import FILES, holds, names, writer
-from tlora import durable
+from tests.durable_files import FILES, content, holds, names, writer
+from tlora import durable, manifest
 from tlora.durable import (
-    MANIFEST,
     clean,
     find_verified,
     is_full,
+    link_file,
     make_directory,
     newest_verified,
     prune,
@@ -30,6 +31,7 @@ from tlora.durable import (
     write_file,
 )
 from tlora.errors import CheckpointError
+from tlora.manifest import MANIFEST
 
 # --- what it does when nothing goes wrong ---------------------------------------------------------------------------
 
@@ -39,8 +41,8 @@ def test_a_directory_is_written_with_its_manifest_and_verifies(tmp_path: Path) -
     write_directory(final, writer("a"))
     assert names(tmp_path) == ["checkpoint-10"]
     assert names(final) == sorted([*FILES, MANIFEST])
-    manifest = json.loads((final / MANIFEST).read_text())
-    assert {name: entry["bytes"] for name, entry in manifest["files"].items()} == {name: 900 + len(name) for name in FILES}
+    entries = json.loads((final / MANIFEST).read_text())["files"]
+    assert {name: entry["bytes"] for name, entry in entries.items()} == {name: 900 + len(name) for name in FILES}
     verify(final)
     (final / "notes.txt").write_text("mine")
     verify(final)  # what the manifest does not name is nobody's business
@@ -82,7 +84,7 @@ def test_the_newest_that_verifies_is_found_by_number(tmp_path: Path) -> None:
     assert newest_verified(tmp_path) == (path, [])
 
 
-def test_prune_keeps_the_newest_the_protected_and_the_last_that_verifies(tmp_path: Path) -> None:
+def test_prune_keeps_the_newest_the_protected_and_the_last_that_verifies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def make() -> None:
         for step in (1, 2, 3, 4, 10):
             write_directory(tmp_path / f"checkpoint-{step}", writer(str(step)))
@@ -97,6 +99,11 @@ def test_prune_keeps_the_newest_the_protected_and_the_last_that_verifies(tmp_pat
         (tmp_path / f"checkpoint-{step}" / FILES[0]).write_bytes(b"rot")
     prune(tmp_path, 1, set())
     assert names(tmp_path) == ["checkpoint-10", "checkpoint-3"]
+    make()
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "verify", refuse)
+        prune(tmp_path, 1, {"checkpoint-2"}, whole="checkpoint-10")  # known, so nothing is read
+    assert names(tmp_path) == ["bad-checkpoint-10", "checkpoint-10", "checkpoint-2"]
     with pytest.raises(AssertionError, match="keep 0"):
         prune(tmp_path, 0, set())
 
@@ -119,6 +126,37 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     assert path.read_bytes() == "ä".encode()
     write_file(path, b"\x00\x01")
     assert path.read_bytes() == b"\x00\x01" and names(tmp_path) == ["run.json"]
+
+
+@pytest.mark.parametrize("error", [None, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK], ids=str)
+def test_a_file_gets_a_second_name_or_a_copy_where_it_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int | None) -> None:
+    def no_links(*_: object, **__: object) -> None:
+        raise OSError(error, "no links here")
+
+    if error is not None:
+        monkeypatch.setattr(os, "link", no_links)
+    source, path = tmp_path / "source", tmp_path / "path"
+    source.write_bytes(b"new")
+    path.write_bytes(b"old")
+    for _ in range(2):  # the second time they are the same file already
+        link_file(source, path)
+        assert path.read_bytes() == b"new" and names(tmp_path) == ["path", "source"]
+        assert path.samefile(source) == (error is None)
+
+
+def test_digests_that_are_known_are_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(durable, "sha256", lambda path: read.append(path.name) or "0" * 64)
+
+    def write(directory: Path) -> dict[str, str]:
+        writer("a")(directory)
+        return {FILES[0]: hashlib.sha256(content("a", FILES[0])).hexdigest()}
+
+    write_directory(tmp_path / "checkpoint-1", write)
+    assert sorted(read) == sorted(FILES[1:])
+    verify(tmp_path / "checkpoint-1", {FILES[0]})
+    with pytest.raises(CheckpointError, match=FILES[1]):
+        verify(tmp_path / "checkpoint-1", {FILES[1]})
 
 
 def test_directories_are_made_with_their_parents(tmp_path: Path) -> None:
@@ -303,7 +341,7 @@ def test_a_directory_that_cannot_be_changed_is_reported(tmp_path: Path, monkeypa
         newest, notes = newest_verified(tmp_path)
         assert newest == tmp_path / "checkpoint-1"
         assert "checkpoint-2 is damaged and skipped (it cannot be renamed: Permission denied)" in notes[0]
-    monkeypatch.setattr(durable, "sha256", refuse)
+    monkeypatch.setattr(manifest, "sha256", refuse)
     with pytest.raises(CheckpointError, match="Permission denied"):
         verify(tmp_path / "checkpoint-1")
     monkeypatch.setattr(Path, "read_bytes", refuse)

@@ -17,7 +17,7 @@ import pytest
 
 from tests.durable_files import FILES, content, holds, names, writer
 from tlora import durable
-from tlora.durable import clean, newest_verified, prune, write_directory, write_file
+from tlora.durable import clean, link_file, newest_verified, prune, write_directory, write_file
 
 # --- kill -9 --------------------------------------------------------------------------------------------------------
 
@@ -57,7 +57,8 @@ def save(parent: Path, mark: str, step: int, failpoint: Callable[[str], None]) -
 
     write_directory(parent / f"checkpoint-{step}", write, failpoint=failpoint)
     failpoint("acknowledged")
-    prune(parent, 1, set(), failpoint=failpoint)
+    prune(parent, 1, set(), whole=f"checkpoint-{step}", failpoint=failpoint)
+    link_file(parent / f"checkpoint-{step}" / FILES[0], parent / "adapter", failpoint=failpoint)
     write_file(parent / "result.json", mark * 100, failpoint=failpoint)
 
 
@@ -65,6 +66,7 @@ def prepare(parent: Path, scenario: str) -> None:
     """A directory as a run may find it when it saves step 20."""
     write_directory(parent / "checkpoint-10", writer("10"))
     write_file(parent / "result.json", "old")
+    write_file(parent / "adapter", content("10", FILES[0]))
     if scenario != "new step":
         write_directory(parent / "checkpoint-20", writer("20" if scenario == "same again" else "20 before"))
     if scenario == "damaged before":
@@ -92,6 +94,7 @@ def test_kill_at_every_failpoint_leaves_the_old_or_the_new(tmp_path: Path, scena
         assert any(newest.name == final and holds(newest, mark) for final, mark in allowed), (name, newest)
         assert len(notes) <= (scenario == "damaged before"), (name, notes)
         assert (parent / "result.json").read_text() in ("old", "20" * 100)
+        assert (parent / "adapter").read_bytes() in (content("10", FILES[0]), content("20", FILES[0])), name
         clean(parent)
         assert all(not path.startswith("tmp-") and not path.endswith(".replaced") for path in names(parent))
         save(parent, "20", 20, lambda _: None)  # and the run goes on
@@ -203,7 +206,7 @@ class Disk:
         self.inode: dict[int, int] = {root.stat().st_ino: 0}
         self.count = 0
         self.observe()
-        for call in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync"):
+        for call in ("mkdir", "rename", "replace", "link", "unlink", "rmdir", "fsync"):
             monkeypatch.setattr(os, call, self.wrap(getattr(os, call), call))
 
     def wrap(self, real: Callable[..., None], call: str) -> Callable[..., None]:
@@ -217,9 +220,13 @@ class Disk:
                 for old in [path for path in self.live if path == paths[0] or paths[0] in path.parents]:
                     self.live[paths[1] / old.relative_to(paths[0])] = self.live.pop(old)
                 self.log.append(("entry", self.live[paths[0].parent], (paths[0].name, paths[1].name, self.live[paths[1]])))
+            if call == "link":
+                self.live[paths[1]] = self.live[paths[0]]
+                self.log.append(("entry", self.live[paths[1].parent], (None, paths[1].name, self.live[paths[1]])))
             if call in ("unlink", "rmdir"):
                 gone = self.live.pop(paths[0])
-                self.inode = {real_number: number for real_number, number in self.inode.items() if number != gone}
+                if gone not in self.live.values():
+                    self.inode = {real_number: number for real_number, number in self.inode.items() if number != gone}
                 self.log.append(("entry", self.live[paths[0].parent], (paths[0].name, None, gone)))
             self.observe()
 
@@ -292,7 +299,8 @@ def power_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scenario: str, f
         patch.setattr(durable, "_sync", lambda path: None if forget(path) else real(path))
         write_directory(parent / "checkpoint-20", small("20"))
         acknowledged = len(disk.log)
-        prune(parent, 1, set())
+        prune(parent, 1, set(), whole="checkpoint-20")
+        link_file(parent / "checkpoint-20" / "weights", parent / "adapter")
         write_file(parent / "result", "new")
     olds = {"new step": ("checkpoint-10", "10"), "same again": ("checkpoint-20", "20"), "other before": ("checkpoint-20", "20 before")}
     cuts = 0
@@ -312,6 +320,7 @@ def power_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scenario: str, f
         whole = any(newest == found / final and (newest / "weights").read_bytes() == mark.encode() for final, mark in allowed)
         _, older_notes = newest_verified(found, prefix="checkpoint-1")  # also what is being deleted is whole or has another name
         lost += not whole or bool(notes + older_notes) or (found / "result").read_text() not in ("old", "new")
+        lost += (found / "adapter").read_text() not in ("10", "20")
     return cuts, len(states), lost
 
 
@@ -325,6 +334,7 @@ def small(mark: str) -> Callable[[Path], None]:
 
 def prepare_small(parent: Path, scenario: str) -> None:
     write_file(parent / "result", "old")
+    write_file(parent / "adapter", "10")
     write_directory(parent / "checkpoint-10", small("10"))
     if scenario != "new step":
         write_directory(parent / "checkpoint-20", small("20" if scenario == "same again" else "20 before"))

@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import re
+import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import cast
 
 from tlora.errors import CheckpointError
+from tlora.manifest import MANIFEST, Files, find_damage, manifest_of, sha256, verify
 
-MANIFEST = "MANIFEST.json"
 Failpoint = Callable[[str], None]  # called with a name between any two steps; tests kill the process in it
 
 _LEFTOVER = re.compile(r"tmp-[0-9a-f]{32}")
 _REPLACED = ".replaced"  # the old directory while a new one takes its name
 _OS_ERROR = re.compile(r"os error ([0-9]{1,4})")
-_PIECE_BYTES = 4 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -52,10 +51,11 @@ def make_directory(path: Path) -> None:
         raise _failure(path, error) from error
 
 
-def write_directory(final: Path, write: Callable[[Path], None], *, failpoint: Failpoint = _pass) -> None:
+def write_directory(final: Path, write: Callable[[Path], Mapping[str, str] | None], *, failpoint: Failpoint = _pass) -> None:
     """Make the directory `final` hold the plain files that `write(temporary)` writes, and a manifest of them.
 
-    When this returns, it survives a power cut. At every moment before, `final` is what it was: absent, or its old self,
+    `write` may return sha256 digests by file name (`write_pieces` computes them on the way); the other files are read again for
+    theirs. When this returns, it survives a power cut. At every moment before, `final` is what it was: absent, or its old self,
     which `newest_verified` and `clean` put back if the end comes between the two renames. On an error (disk full, no
     permission) the temporary directory is gone and CheckpointError says what to do.
     """
@@ -64,9 +64,9 @@ def write_directory(final: Path, write: Callable[[Path], None], *, failpoint: Fa
         _settle(final)
         temporary.mkdir()
         failpoint("made the temporary directory")
-        write(temporary)
+        digests = write(temporary) or {}
         failpoint("wrote the files")
-        write_manifest(temporary, failpoint)
+        write_manifest(temporary, digests, failpoint)
         failpoint("synced the temporary directory")
         _put_in_place(temporary, final, failpoint)
     except BaseException as error:
@@ -79,15 +79,38 @@ def write_directory(final: Path, write: Callable[[Path], None], *, failpoint: Fa
         raise
 
 
-def write_manifest(directory: Path, failpoint: Failpoint = _pass) -> None:
-    """Fsync the plain files in `directory` and write a manifest of their sizes and hashes, for `find_damage` and `verify`."""
-    files: dict[str, dict[str, int | str]] = {}
+def link_file(source: Path, path: Path, *, failpoint: Failpoint = _pass) -> None:
+    """Make `path` the same file as `source`, atomically, and a copy where the file system has no hard links."""
+    temporary = _beside(path)
+    try:
+        try:
+            temporary.hardlink_to(source)
+        except OSError as error:
+            if error.errno in _NO_SPACE:
+                raise
+            shutil.copyfile(source, temporary)
+        _sync(temporary)
+        failpoint(f"linked {path.name}")
+        temporary.replace(path)
+        failpoint("renamed")
+        _remove(temporary)  # a rename onto the same file does nothing
+        _sync(path.parent)
+    except OSError as error:
+        _give_up(temporary, path)
+        raise _failure(path, error) from error
+
+
+def write_manifest(directory: Path, digests: Mapping[str, str] | None = None, failpoint: Failpoint = _pass) -> None:
+    """Fsync the plain files in `directory` and write a manifest of their sizes and hashes, for `find_damage` and `verify`. `digests`: the
+    sha256 of those files that need not be read for it.
+    """
+    known, files = digests or {}, Files()
     for path in sorted(directory.iterdir()):
         assert path.is_file() and path.name != MANIFEST, f"{path}: only plain files belong into a durable directory"
         _sync(path)
         failpoint(f"synced {path.name}")
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
-    _write_synced(directory / MANIFEST, _manifest(files), failpoint)
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": known.get(path.name) or sha256(path)}
+    _write_synced(directory / MANIFEST, manifest_of(files), failpoint)
     _sync(directory)
 
 
@@ -122,37 +145,6 @@ def _give_up(temporary: Path, final: Path) -> None:
         _remove(temporary)
     with contextlib.suppress(OSError):
         _settle(final)
-
-
-def verify(directory: Path) -> None:
-    """Raise CheckpointError naming file, expected and found if `directory` is not what its manifest says."""
-    damage = find_damage(directory)
-    if damage is not None:
-        raise CheckpointError(f"{damage}. Remedy: use another checkpoint; --resume takes the newest undamaged one")
-
-
-def find_damage(directory: Path, beat: Callable[[], None] = lambda: None) -> str | None:
-    """File, expected and found where `directory` is not what its manifest says; None where it is.
-
-    Files that the manifest does not name are left alone: people put notes beside their adapters. `beat` is called every few MiB.
-    """
-    try:
-        files = _read_manifest(directory / MANIFEST)
-        if isinstance(files, str):
-            return files
-        for name, expected in files.items():
-            path = directory / name
-            if not path.is_file():
-                return f"{path} is damaged: expected {expected['bytes']} bytes, found no file"
-            size = path.stat().st_size
-            if size != expected["bytes"]:
-                return f"{path} is damaged: expected {expected['bytes']} bytes, found {size}"
-            digest = sha256(path, beat)
-            if digest != expected["sha256"]:
-                return f"{path} is damaged: expected sha256 {expected['sha256']}, found {digest}"
-    except OSError as error:
-        return f"{directory} is damaged: expected to read it, found {error.strerror or error}"
-    return None
 
 
 def newest_verified(parent: Path, prefix: str = "checkpoint-") -> tuple[Path | None, list[str]]:
@@ -191,20 +183,27 @@ def find_verified(parent: Path, prefix: str = "checkpoint-") -> Path | None:
         return None
 
 
-def prune(parent: Path, keep: int | None, protect: set[str], *, prefix: str = "checkpoint-", failpoint: Failpoint = _pass) -> None:
+def prune(parent: Path, keep: int | None, protect: set[str], *, whole: str | None = None, failpoint: Failpoint = _pass) -> None:
     """Delete all but the newest `keep` checkpoints (None: all stay) and those named in `protect`.
 
-    Call it after the newest is acknowledged. The newest that verifies always stays. Each is renamed before it is emptied,
-    so no half-deleted one is ever taken for a checkpoint.
+    Call it after the newest is acknowledged, and with its name as `whole`: it stays. Without a name, they are read to find the newest
+    that verifies.
     """
     assert keep is None or keep >= 1, f"keep {keep} checkpoints"
     if keep is None:
         return
-    paths = _by_step(parent, prefix)
-    verified = next((path for path in paths if find_damage(path) is None), None)
-    doomed = [path for path in paths[keep:] if path.name not in protect and path != verified]
+    paths = _by_step(parent, "checkpoint-")
+    kept = whole or next((path.name for path in paths if find_damage(path) is None), "")
+    remove_checkpoints(parent, {*protect, kept, *(path.name for path in paths[:keep])}, failpoint=failpoint)
+
+
+def remove_checkpoints(parent: Path, keep: set[str], *, failpoint: Failpoint = _pass) -> bool:
+    """Delete all checkpoints but those named in `keep`; False when there are no others. Each is renamed before it is emptied, so no
+    half-deleted one is ever taken for a checkpoint.
+    """
+    doomed = [path for path in _by_step(parent, "checkpoint-") if path.name not in keep]
     if not doomed:
-        return
+        return False
     try:
         leftovers = [_beside(path) for path in doomed]
         for path, leftover in zip(doomed, leftovers, strict=True):
@@ -217,6 +216,7 @@ def prune(parent: Path, keep: int | None, protect: set[str], *, prefix: str = "c
             failpoint("removed one")
     except OSError as error:
         raise _failure(parent, error) from error
+    return True
 
 
 def is_full(error: OSError) -> bool:
@@ -227,6 +227,20 @@ def is_full(error: OSError) -> bool:
 def scratch_path(directory: Path) -> Path:
     """A name in `directory` that `is_leftover` knows."""
     return directory / f"tmp-{uuid.uuid4().hex}"
+
+
+@contextlib.contextmanager
+def scratch_directory(directory: Path) -> Generator[Path]:
+    """A directory in `directory` that is gone at the end. Raises CheckpointError for what the file system refuses meanwhile."""
+    scratch = scratch_path(directory)
+    try:
+        scratch.mkdir()
+        yield scratch
+    except OSError as error:
+        raise error if isinstance(error, CheckpointError) else _failure(directory, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            _remove(scratch)
 
 
 def is_leftover(path: Path) -> bool:
@@ -280,26 +294,6 @@ def _row(line: bytes) -> dict[str, object] | None:
     except (ValueError, RecursionError):
         return None
     return cast(dict[str, object], row) if isinstance(row, dict) else None
-
-
-def _manifest(files: dict[str, dict[str, int | str]]) -> bytes:
-    return (json.dumps({"files": files}, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _read_manifest(path: Path) -> dict[str, dict[str, int | str]] | str:
-    """What it says, or what is wrong with it. Only the exact bytes that `_manifest` writes are accepted, so that a flipped bit of
-    white space is seen too.
-    """
-    if not path.is_file():
-        return f"{path} is damaged: expected a manifest, found no file"
-    content = path.read_bytes()
-    try:
-        files = cast(dict[str, dict[str, int | str]], json.loads(content)["files"])
-        well_formed = _manifest(files) == content
-        well_formed &= all(entry.keys() == {"bytes", "sha256"} and Path(name).name == name for name, entry in files.items())
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        well_formed, files = False, {}
-    return files if well_formed else f"{path} is damaged: expected a manifest as written, found {len(content)} other bytes"
 
 
 def _failure(path: Path, error: OSError) -> CheckpointError:
@@ -375,19 +369,6 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def sha256(path: Path, beat: Callable[[], None] = lambda: None) -> str:
-    """Of a file's bytes, in large pieces: each asks for Python's lock, for which a thread beside one that computes waits up to 5 ms.
-
-    `beat` is called after each.
-    """
-    digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while size := file.readinto(piece):
-            digest.update(piece[:size])
-            beat()
-    return digest.hexdigest()
 
 
 def _remove(path: Path) -> None:

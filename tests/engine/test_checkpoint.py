@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from tlora.adapters import tensor_file
 from tlora.adapters.state import AdapterState, init_state, make_layout
 from tlora.engine import checkpoint
 from tlora.engine.checkpoint import Progress
@@ -34,6 +37,17 @@ def test_counters_come_back_with_the_state(tmp_path: Path) -> None:
     assert (again.step, again.updates, again.skipped) == (9, 6, 2) and (progress.step, progress.losses) == (9, [1.5])
     for name in ("params", "exp_avg", "exp_avg_sq"):
         assert torch.equal(getattr(again, name), getattr(state, name)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_tensor_files_are_those_of_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(tensor_file, "_PIECE_BYTES", 100)
+    tensors = {name: torch.randn(7, 5).to(dtype) for name in ("b", "a", "ä")} | {"none": torch.empty(0, 3, dtype=dtype)}
+    for number, metadata in enumerate((None, {"format": "pt"})):
+        ours, theirs = tmp_path / f"ours{number}", tmp_path / f"theirs{number}"
+        digest = tensor_file.write_tensors(ours, {"turned": torch.randn(3, 4).to(dtype).t(), **tensors}, metadata)
+        save_file({"turned": load_file(ours)["turned"], **tensors}, theirs, metadata)
+        assert ours.read_bytes() == theirs.read_bytes() and digest == hashlib.sha256(theirs.read_bytes()).hexdigest()
 
 
 @pytest.mark.parametrize("change", [{"updates": None}, {"skipped": "x"}, {"unknown": 1}])

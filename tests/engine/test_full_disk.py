@@ -86,7 +86,7 @@ class Ballast:
     def __init__(self, disk: Path) -> None:
         self._path = disk / "ballast"
 
-    def grow(self) -> None:
+    def grow(self, leave: int = 0) -> None:
         wait_for_writes()  # what one in between leaves behind, or removes, would be space again
         with self._path.open("ab", buffering=0) as file:
             for size in (1 << 16, 1):
@@ -95,6 +95,7 @@ class Ballast:
                         file.write(bytes(size))
                 except OSError as error:
                     assert error.errno == errno.ENOSPC
+            file.truncate(file.seek(0, os.SEEK_END) - leave)
 
     def remove(self) -> None:
         wait_for_writes()
@@ -149,14 +150,101 @@ def test_the_last_save_has_a_place_on_a_full_disk(
 def test_without_a_reserve_the_last_save_is_lost(
     base: Path, orders: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same disk: what the test above sees is the reserve's doing. What was saved before it was full stays."""
+    """The same disk, and no older checkpoint that could go. What was saved before it was full stays."""
     look_always(monkeypatch)
     monkeypatch.setattr(Reserve, "_allocate", lambda self, wanted: 0)
     with mounted(tmp_path / "disk", "size=40m") as disk:
-        results = train(base, disk / "out", orders[:1], watcher=Watcher(full_from(3, Ballast(disk).grow)))
+        results = train(base, disk / "out", [{**orders[0], "save_total_limit": 1}], watcher=Watcher(full_from(3, Ballast(disk).grow)))
         assert results["last"].status == "failed" and "No space left on device" in results["last"].reason
         kept = sorted((disk / "out" / "last").glob("checkpoint-*"))
-        assert len(kept) == 2 and all(durable.verify(path) is None for path in kept)
+        assert len(kept) == 1 and all(durable.verify(path) is None for path in kept)
+
+
+@pytest.fixture
+def three(data: Path) -> list[dict[str, Any]]:
+    """Adapters of 0.5 MB, checkpoints of 1.4 MB."""
+    return [job(name, str(data / f"{name}.jsonl"), r=64, save_steps=1, max_steps=5) for name in ("a", "c", "d")]
+
+
+def test_older_checkpoints_go_before_an_adapter_does(base: Path, three: list[dict[str, Any]], tmp_path: Path) -> None:
+    """The two checkpoints of each of three jobs have no room on this disk. What a resume needs stays to the end."""
+    train(base, tmp_path / "whole", three, deterministic=True)
+    notes: list[str] = []
+    with mounted(tmp_path / "disk", "size=8m") as disk:
+        results = train(base, disk / "out", three, deterministic=True, watcher=Watcher(None, notes.append))
+        assert [(r.status, r.reason) for r in results.values()] == [("done", "")] * 3, (results, notes)
+        for name in results:
+            assert sha256(disk / "out" / name) == sha256(tmp_path / "whole" / name)
+            assert all(durable.verify(kept) is None for kept in (disk / "out" / name).glob("checkpoint-*"))
+
+
+def test_what_may_go_and_in_which_order(tmp_path: Path) -> None:
+    kept = Reserve(tmp_path, {}, print)
+    for name in ("going on", "done", "unknown"):
+        for step in (1, 2, 3, 4):
+            durable.make_directory(tmp_path / name)
+            durable.write_directory(tmp_path / name / f"checkpoint-{step}", lambda d: (d / "weights").write_bytes(b"w") and None)
+    kept.keep(tmp_path / "going on", {"checkpoint-2", "checkpoint-4"})
+    kept.keep(tmp_path / "done", {"checkpoint-4"}, ended=True)
+
+    def left() -> dict[str, list[str]]:
+        return {path.name: sorted(each.name[-1] for each in path.iterdir()) for path in sorted(tmp_path.iterdir())}
+
+    assert "no resume needs" in kept.remove_older()
+    assert left() == {"done": ["4"], "going on": ["2", "4"], "unknown": ["1", "2", "3", "4"]}
+    assert "jobs that are done" in kept.remove_older()
+    assert left() == {"done": [], "going on": ["2", "4"], "unknown": ["1", "2", "3", "4"]}
+    assert kept.remove_older() == ""
+    kept.keep(tmp_path / "going on", {"checkpoint-4"})
+    kept.forget(tmp_path / "going on")  # another process may have it
+    assert kept.remove_older() == "" and left()["going on"] == ["2", "4"]
+
+
+def test_a_save_that_needs_kept_room_is_alone(tmp_path: Path) -> None:
+    kept, order = Reserve(tmp_path, {}, print), list[str]()
+    begun, go = threading.Event(), threading.Event()
+
+    def save() -> None:
+        with kept.saving():
+            begun.set()
+            assert go.wait(60)
+            order.append("saved")
+
+    def save_alone() -> None:
+        with kept.saving_alone():
+            order.append("saved alone")
+
+    threads = [threading.Thread(target=action) for action in (save, save_alone)]
+    threads[0].start()
+    assert begun.wait(60)
+    threads[1].start()
+    go.set()
+    for thread in threads:
+        thread.join(60)
+    assert order == ["saved", "saved alone"]
+
+
+def test_an_adapter_is_saved_where_its_last_checkpoint_has_no_room(
+    base: Path, three: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_always(monkeypatch)
+    monkeypatch.setattr(Reserve, "_allocate", lambda self, wanted: 0)
+    order = {**three[0], "save_total_limit": 1, "max_steps": 8}
+    train(base, tmp_path / "whole", [order], deterministic=True)
+    with mounted(tmp_path / "disk", "size=40m") as disk:
+        ballast, notes = Ballast(disk), list[str]()
+        watcher = Watcher(full_from(3, lambda: ballast.grow(leave=800_000)), notes.append)
+        result = train(base, disk / "out", [order], deterministic=True, watcher=watcher)["a"]
+        assert (result.status, result.reason) == ("done", "")
+        assert sha256(disk / "out" / "a") == sha256(tmp_path / "whole" / "a")
+        (left,) = (disk / "out" / "a").glob("checkpoint-*")
+        durable.verify(left)
+        assert left.name != "checkpoint-8" and sum("its adapter is saved, its last checkpoint is not" in note for note in notes) == 1
+        assert not [path for path in (disk / "out" / "a").iterdir() if durable.is_leftover(path)]
+        ballast.remove()
+        again = train(base, disk / "out", [order], deterministic=True, resume=True)["a"]
+        assert again.status == "done" and sha256(disk / "out" / "a") == sha256(tmp_path / "whole" / "a")
+        assert (disk / "out" / "a" / "checkpoint-8").is_dir()
 
 
 def test_a_checkpoint_is_tried_again_when_the_next_is_due(

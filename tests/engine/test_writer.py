@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engine.tiny_runs import job, rows, sha256, steps_taken, train
-from tlora import durable
+from tlora import durable, manifest
 from tlora.engine import checkpoint, run_monitor
 from tlora.engine.engine import Engine
 from tlora.engine.progress import RunProgress, Watcher
@@ -88,6 +88,46 @@ def test_each_checkpoint_is_written_once(
     assert result.status == "done" and written[-2:] == ["checkpoint-2", "checkpoint-4"] and len(written) == len(set(written))
 
 
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+@pytest.mark.parametrize("own", [{}, {"load_best_model_at_end": True, "eval_steps": 2, "learning_rate": 100.0}], ids=["last", "best"])
+def test_nothing_is_written_or_read_twice(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: dict[str, Any], links: bool
+) -> None:
+    """The adapter is the checkpoint's file, and no file is read for its hash, but for an older checkpoint's that is handed over."""
+    read = list[str]()
+    monkeypatch.setattr(manifest, "sha256", lambda path, *beat, of=manifest.sha256: read.append(path.name) or of(path, *beat))
+    monkeypatch.setattr(durable, "sha256", lambda path, *beat, of=durable.sha256: read.append(path.name) or of(path, *beat))
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(OSError(1, "no links here")))
+    source = {"path": str(data / "a.jsonl"), "eval_size": 3}
+    result = train(base, tmp_path / "out", [job("one", source, save_steps=2, max_steps=4, **own)])["one"]
+    assert (result.best_step != 4) == bool(own), "a learning rate of 100 does harm"
+    directory, weights = tmp_path / "out" / "one", "adapter_model.safetensors"
+    kept = f"checkpoint-{result.best_step if own else 4}"
+    assert (directory / weights).samefile(directory / kept / weights) == links
+    assert (directory / weights).read_bytes() == (directory / kept / weights).read_bytes()
+    assert read.count(weights) == (1 if own else 0) and "optimizer.safetensors" not in read
+
+
+def test_a_step_that_was_just_saved_is_not_saved_again(base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an interruption at a step that was due, and by one right after a resume."""
+    save, written = checkpoint.save, list[str]()
+    monkeypatch.setattr(checkpoint, "save", lambda directory, *args: written.append(directory.name) or save(directory, *args))
+
+    def look(engine: Engine) -> None:
+        run = engine.runs.get("one")
+        if run is not None and run.progress.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    watch_micro_batches(monkeypatch, look)
+    jobs = [job("one", str(data / "a.jsonl"), save_steps=2, max_steps=4)]
+    for resume in (False, True):
+        result = train(base, tmp_path / "out", jobs, resume=resume)["one"]
+        assert (result.status, result.steps) == ("stopped", 2), result
+    where = tmp_path / "out" / "one" / "checkpoint-2"
+    assert written == ["checkpoint-2"] and result.reason == f"interrupted at step 2; {where} continues with resume"
+
+
 def status_of(progress: RunProgress, name: str) -> list[str]:
     return [each.status for each in progress.jobs if each.name == name]
 
@@ -96,10 +136,10 @@ def test_an_end_that_cannot_be_written_fails_its_job_alone(base: Path, data: Pat
     jobs = [job("lost", str(data / "a.jsonl"), max_steps=2), job("other", str(data / "b.jsonl"), max_steps=5)]
     export, notes = checkpoint.export, list[str]()
 
-    def refuse(chosen: Path, directory: Path) -> None:
+    def refuse(chosen: Path, directory: Path, *, known_whole: bool) -> None:
         if directory.name == "lost":
             raise CheckpointError("the disk says no")
-        export(chosen, directory)
+        export(chosen, directory, known_whole=known_whole)
 
     monkeypatch.setattr(checkpoint, "export", refuse)
     results = train(base, tmp_path / "out", jobs, watcher=Watcher(lambda _: None, notes.append))
@@ -156,10 +196,10 @@ def test_a_due_checkpoint_that_fails_costs_a_note(
     """Whatever of the file system raises it."""
     prune, notes = durable.prune, list[str]()
 
-    def refuse(parent: Path, keep: int | None, protect: set[str]) -> None:
+    def refuse(parent: Path, keep: int | None, protect: set[str], *, whole: str) -> None:
         if len(list(parent.glob("checkpoint-*"))) == 1:
             raise error
-        prune(parent, keep, protect)
+        prune(parent, keep, protect, whole=whole)
 
     monkeypatch.setattr(durable, "prune", refuse)
     jobs = [job("a", str(data / "a.jsonl"), save_steps=2, max_steps=4)]
@@ -187,19 +227,38 @@ def test_rows_and_checkpoints_of_a_cut_run_agree(base: Path, data: Path, tmp_pat
     assert sha256(Path(train(base, tmp_path / "cut", jobs, deterministic=True, resume=True)["a"].path)) == sha256(Path(whole["a"].path))
 
 
-def test_writes_are_in_order_and_only_so_many_behind() -> None:
+def test_writes_of_several_jobs_are_under_way_at_once() -> None:
+    """Each waits for all the others to begin."""
+    writer, all_begun = Writer(), threading.Barrier(4)
+    futures = [writer.write(f"job {n}", lambda: all_begun.wait(PATIENCE_SECONDS)) for n in range(4)]
+    assert sorted(future.result(PATIENCE_SECONDS) for future in futures) == [0, 1, 2, 3]
+    writer.close()
+
+
+def test_writes_of_many_jobs_keep_each_job_in_order() -> None:
+    writer, done = Writer(), list[tuple[str, int]]()
+    for n in range(300):
+        writer.write(f"job {n % 7}", lambda n=n: done.append((f"job {n % 7}", n)))
+    writer.close()
+    for job_name in {name for name, _ in done}:
+        own = [n for name, n in done if name == job_name]
+        assert own == sorted(own)
+    assert len(done) == 300
+
+
+def test_writes_of_a_job_are_in_order_and_only_so_many_behind() -> None:
     woken: list[int] = []
     writer, go, done = Writer(lambda: woken.append(len(done))), threading.Event(), list[int]()
-    futures = [writer.write(lambda: go.wait(PATIENCE_SECONDS))]
-    futures += [writer.write(lambda n=n: done.append(n) or True) for n in range(3)]
-    fifth = threading.Thread(target=lambda: futures.append(writer.write(lambda: done.append(3) or True)))
+    futures = [writer.write("a", lambda: go.wait(PATIENCE_SECONDS))]
+    futures += [writer.write("a", lambda n=n: done.append(n) or True) for n in range(3)]
+    fifth = threading.Thread(target=lambda: futures.append(writer.write("a", lambda: done.append(3) or True)))
     fifth.start()
     fifth.join(0.2)
     assert fifth.is_alive() and not done, "four are behind, and the fifth waits"
     go.set()
     fifth.join(PATIENCE_SECONDS)
     assert all(future.result(PATIENCE_SECONDS) for future in futures) and done == [0, 1, 2, 3]
-    refused = writer.write(lambda: durable.write_file(Path("/nowhere/file"), b""))
+    refused = writer.write("b", lambda: durable.write_file(Path("/nowhere/file"), b""))
     with pytest.raises(CheckpointError):
         refused.result(PATIENCE_SECONDS)
     assert len(woken) >= 5
@@ -219,7 +278,7 @@ def test_without_a_thread_whoever_wants_it_written_writes(monkeypatch: pytest.Mo
     writer = Writer()
     monkeypatch.setattr(threading.Thread, "start", scarce)
     for n in range(3):
-        assert writer.write(lambda n=n: done.append(n) or n).result(PATIENCE_SECONDS) == n
+        assert writer.write("a", lambda n=n: done.append(n) or n).result(PATIENCE_SECONDS) == n
         writer.close()
     assert done == [0, 1, 2]
 
@@ -229,15 +288,15 @@ def test_a_wake_that_raises_ends_no_writing() -> None:
         raise ValueError("nobody is there")
 
     writer = Writer(wake)
-    assert [writer.write(lambda n=n: n).result(PATIENCE_SECONDS) for n in range(2)] == [0, 1]
+    assert [writer.write("a", lambda n=n: n).result(PATIENCE_SECONDS) for n in range(2)] == [0, 1]
 
 
 def test_what_is_to_be_written_is_written_though_the_wait_is_interrupted() -> None:
     """A second Ctrl-C."""
     writer, go, done = Writer(), threading.Event(), list[int]()
-    writer.write(lambda: go.wait(PATIENCE_SECONDS))
+    writer.write("a", lambda: go.wait(PATIENCE_SECONDS))
     for n in range(3):
-        writer.write(lambda n=n: done.append(n))
+        writer.write("a", lambda n=n: done.append(n))
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -247,7 +306,7 @@ def test_what_is_to_be_written_is_written_though_the_wait_is_interrupted() -> No
     timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            writer.write(lambda: done.append(3))
+            writer.write("a", lambda: done.append(3))
     finally:
         timer.join()
         signal.signal(signal.SIGUSR1, before)

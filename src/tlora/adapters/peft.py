@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tlora.adapters.state import AdapterLayout
+from tlora.adapters.tensor_file import write_tensors
 from tlora.errors import ModelError
 from tlora.job import LoraConfig, split_revision
 
@@ -51,12 +51,19 @@ def _names(module: str) -> tuple[str, str]:
 
 def save_adapter(directory: Path, layout: AdapterLayout, params: Tensor, lora: LoraConfig, base_model: str) -> None:
     """Write both files into `directory`. A is [r, in], B is [out, r], in the precision of `params`."""
+    (directory / WEIGHTS_FILE).unlink(missing_ok=True)
+    write_adapter(directory, layout, params, lora, base_model)
+
+
+def write_adapter(directory: Path, layout: AdapterLayout, params: Tensor, lora: LoraConfig, base_model: str) -> dict[str, str]:
+    """As `save_adapter`, into a directory without these files; returns the sha256 of the weights by file name."""
     tensors: dict[str, Tensor] = {}
     for shape, a_rK, b_rN in layout.views(params.detach().cpu()):
         name_a, name_b = _names(shape.module)
-        tensors[name_a], tensors[name_b] = a_rK.contiguous(), b_rN.t().contiguous()
-    save_file(dict(sorted(tensors.items())), directory / WEIGHTS_FILE, metadata={"format": "pt"})
+        tensors[name_a], tensors[name_b] = a_rK, b_rN.t()
+    digest = write_tensors(directory / WEIGHTS_FILE, tensors, {"format": "pt"})
     (directory / CONFIG_FILE).write_text(json.dumps(adapter_config(layout, lora, base_model), indent=2, sort_keys=True) + "\n")
+    return {WEIGHTS_FILE: digest}
 
 
 def adapter_config(layout: AdapterLayout, lora: LoraConfig, base_model: str) -> dict[str, Any]:

@@ -88,10 +88,19 @@ class AdapterState:
             return replace(self, params=params, exp_avg=torch.zeros_like(params), exp_avg_sq=torch.zeros_like(params))
         return replace(self, params=params, exp_avg=self.exp_avg.to(device), exp_avg_sq=self.exp_avg_sq.to(device))
 
-    def on_host(self) -> AdapterState:
-        """A copy in the host's memory, wherever this one is; waits for the device."""
-        params, exp_avg, exp_avg_sq = (t.to("cpu", copy=True) for t in (self.params, self.exp_avg, self.exp_avg_sq))
+    def on_host(self, *, owned: bool = False) -> AdapterState:
+        """In the host's memory: a copy, unless it is there already and `owned` by the caller alone. Waits for the device."""
+        if owned and self.params.device.type == "cpu":
+            return self
+        params, exp_avg, exp_avg_sq = (_copy_to_host(t) for t in (self.params, self.exp_avg, self.exp_avg_sq))
         return replace(self, params=params, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+
+
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    host = torch.empty_like(tensor, device="cpu")
+    if tensor.device.type != "cpu":
+        host.zero_()  # fresh pages are made by all threads; a copy from a device would make them by one
+    return host.copy_(tensor)
 
 
 def init_state(layout: AdapterLayout, seed: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> AdapterState:

@@ -10,16 +10,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tlora import durable
-from tlora.adapters.peft import CONFIG_FILE, WEIGHTS_FILE, load_params, save_adapter
+from tlora.adapters.peft import CONFIG_FILE, WEIGHTS_FILE, load_params, write_adapter
 from tlora.adapters.state import AdapterLayout, AdapterState
+from tlora.adapters.tensor_file import write_tensors
 from tlora.errors import CheckpointError
 from tlora.job import LoraConfig
 
 OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"
+_ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 _COUNTERS = ("updates", "skipped")  # of AdapterState, in STATE_FILE
 _SMALL_FILES_BYTES = 64 << 10  # config, manifest, state, and what file systems round up: together far below
 
@@ -60,16 +61,14 @@ def checkpoint_bytes(layout: AdapterLayout, element_bytes: int) -> int:
 def save(directory: Path, state: AdapterState, progress: Progress, lora: LoraConfig, base_model: str) -> None:
     """Write `directory` durably. Raises CheckpointError (disk full, no permission) with nothing half-written."""
 
-    def write(scratch: Path) -> None:
-        save_adapter(scratch, state.layout, state.params, lora, base_model)
+    def write(scratch: Path) -> dict[str, str]:
+        digests = write_adapter(scratch, state.layout, state.params, lora, base_model)
         moments = {"exp_avg": state.exp_avg.cpu(), "exp_avg_sq": state.exp_avg_sq.cpu()}
-        save_file(moments, scratch / OPTIMIZER_FILE)
+        digests[OPTIMIZER_FILE] = write_tensors(scratch / OPTIMIZER_FILE, moments)
         (scratch / STATE_FILE).write_text(json.dumps(asdict(progress) | {key: getattr(state, key) for key in _COUNTERS}) + "\n")
+        return digests
 
-    try:
-        durable.write_directory(directory, write)
-    except SafetensorError as error:
-        raise CheckpointError(f"cannot write {directory}: {error}. Remedy: free some space there, or choose another output_dir") from error
+    durable.write_directory(directory, write)
 
 
 def load(directory: Path, layout: AdapterLayout, dtype: torch.dtype) -> tuple[AdapterState, Progress]:
@@ -103,16 +102,27 @@ def _read_state(path: Path) -> tuple[Progress, dict[str, int]]:
 
 
 def export_bytes(checkpoint: Path) -> int:
-    """What `export` writes at most."""
+    """What `export` writes at most: where the file system has no hard links."""
     weights = checkpoint / WEIGHTS_FILE
     return (weights.stat().st_size if weights.is_file() else 0) + _SMALL_FILES_BYTES
 
 
-def export(checkpoint: Path, directory: Path) -> None:
-    """Put the adapter of a checkpoint into `directory` as the job's result: config first, then the weights, each atomically.
+def save_alone(directory: Path, state: AdapterState, lora: LoraConfig, base_model: str) -> None:
+    """Make the adapter of `state` the job's result in `directory`, without a checkpoint. Raises CheckpointError."""
+    with durable.scratch_directory(directory) as scratch:
+        write_adapter(scratch, state.layout, state.params, lora, base_model)
+        for name in _ADAPTER_FILES:
+            durable.link_file(scratch / name, directory / name)
 
-    Raises CheckpointError when the checkpoint is damaged or the files cannot be written.
+
+def export(checkpoint: Path, directory: Path, *, known_whole: bool) -> None:
+    """Make the adapter of a checkpoint the job's result in `directory`: config first, then the weights, each atomically. They are the
+    checkpoint's own files under a second name where the file system has hard links, and copies elsewhere.
+
+    Without `known_whole` the two are read and compared with the checkpoint's manifest first. Raises CheckpointError when they are damaged
+    or cannot be written.
     """
-    durable.verify(checkpoint)
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        durable.write_file(directory / name, (checkpoint / name).read_bytes())
+    if not known_whole:
+        durable.verify(checkpoint, _ADAPTER_FILES)
+    for name in _ADAPTER_FILES:
+        durable.link_file(checkpoint / name, directory / name)

@@ -19,7 +19,7 @@ from tlora.engine.job_run import JobRun
 from tlora.engine.metrics import RowWriter, Tracker, finite
 from tlora.engine.model_card import CARD_FILE, model_card
 from tlora.engine.reserve import Reserve
-from tlora.engine.writer import Writer
+from tlora.engine.writer import Writer, Written
 from tlora.errors import CheckpointError, TloraError
 
 Status = Literal["done", "failed", "stopped"]
@@ -83,10 +83,14 @@ class Recorder:
         self._row_tokens = run.progress.num_tokens
         self._seconds_before = run.progress.seconds
         self._saved_step = run.progress.step if run.progress.step else -1
+        self._written: Progress | None = None  # of the newest checkpoint that is known to be whole; the writing thread's
         self._stats: StepStats | None = None
         self._broke: BaseException | None = None  # a write that nobody waits for, and not for the disk's sake
         if not run.progress.finished:  # what an interrupted run said of this job is over
             (run.directory / "result.json").unlink(missing_ok=True)
+        if (run.directory / f"checkpoint-{run.progress.step}").is_dir():  # the one from which it goes on, which was verified
+            self._written = _copy(run.progress)
+            context.reserve.keep(run.directory, self._needed_by_resume(run.progress))
 
     @property
     def seconds(self) -> float:
@@ -136,7 +140,7 @@ class Recorder:
         if (best_here or (p.step > 0 and run.due(run.spec.save_steps))) and self._saved_step != p.step:
             self._raise_what_broke()
             self._saved_step = p.step
-            written = self._context.writer.write(partial(self._try_to_write, self._moment(state), last=best_here))
+            written = self._queue(partial(self._try_to_write, self._moment(state, owned=False), last=best_here))
             written.add_done_callback(self._see_whether_it_broke)
 
     def finish(self, state: AdapterState) -> Future[Outcome]:
@@ -144,24 +148,27 @@ class Recorder:
         self._run.progress.finished = True
         if self._run.progress.unlogged and self._stats:  # an early stop comes between two rows
             self._log_steps(self._stats)
-        return self._context.writer.write(partial(self._write_end, self._moment(state)))
+        return self._queue(partial(self._write_end, self._moment(state)))
 
     def interrupt(self, state: AdapterState) -> Future[Outcome]:
         """A checkpoint of the present state, with which the job can go on."""
-        return self._context.writer.write(partial(self._write_interruption, self._moment(state)))
+        return self._queue(partial(self._write_interruption, self._moment(state)))
 
     def fail(self, state: AdapterState, reason: str) -> Future[Outcome]:
         """A checkpoint of the last finite state, if the disk takes it."""
-        return self._context.writer.write(partial(self._write_failure, self._moment(state), reason))
+        return self._queue(partial(self._write_failure, self._moment(state), reason))
 
     def hand_over(self) -> Future[Outcome]:
         """The adapter of a job that was finished before this run: its last checkpoint stands."""
-        return self._context.writer.write(partial(self._write_adapter, self._run.progress))
+        return self._queue(partial(self._write_adapter, self._run.progress))
 
-    def _moment(self, state: AdapterState) -> _Moment:
-        p = self._run.progress
-        p.seconds = self.seconds
-        return _Moment(state.on_host(), replace(p, losses=[*p.losses], unlogged=[*p.unlogged]))
+    def _queue(self, action: Callable[[], Written]) -> Future[Written]:
+        return self._context.writer.write(self._run.spec.name, action)
+
+    def _moment(self, state: AdapterState, *, owned: bool = True) -> _Moment:
+        """`owned`: the job has left, and nobody steps this state any more."""
+        self._run.progress.seconds = self.seconds
+        return _Moment(state.on_host(owned=owned), _copy(self._run.progress))
 
     # -- by the writing thread -----------------------------------------------------------------------------------------
 
@@ -186,8 +193,15 @@ class Recorder:
 
     def _write_end(self, moment: _Moment) -> Outcome:
         try:
-            self._write_checkpoint(moment, last=True)
-            self._export(moment.progress)
+            try:
+                self._write_checkpoint(moment, last=True)
+            except CheckpointError as error:
+                if not durable.is_full(error):
+                    raise
+                self._write_adapter_alone(moment)
+                self._context.note(f"{self._run.spec.name}: its adapter is saved, its last checkpoint is not: {error}")
+            else:
+                self._export(moment.progress)
         except (OSError, TloraError) as error:
             return self._write_failure(moment, str(error))
         self._raise_what_broke()
@@ -216,39 +230,82 @@ class Recorder:
             return "failed", f"{reason}; its state could not be saved ({error})"
 
     def _write_checkpoint(self, moment: _Moment, *, last: bool) -> Path:
-        """Durable before older ones go. `last`: no later save makes up for this one, so on a full disk it gets the room that is kept for
-        it.
+        """Durable before older ones go; not written again where the newest one holds this moment. `last`: no later save makes up for
+        this one, so on a full disk it gets the room that is kept for it, and that of older checkpoints.
         """
         self._context.before_save()
         run, state, p = self._run, moment.state, moment.progress
         directory = run.directory / f"checkpoint-{p.step}"
-        needed = checkpoint.checkpoint_bytes(state.layout, state.params.element_size()) if last else 0
-        self._write_durably(lambda: checkpoint.save(directory, state, p, run.spec, self._context.base_model), needed)
+        if self._written is not None and replace(p, seconds=self._written.seconds) == self._written and directory.is_dir():
+            return directory
+
+        def write() -> None:
+            checkpoint.save(directory, state, p, run.spec, self._context.base_model)
+            self._written = p
+            needed = self._needed_by_resume(p)
+            durable.prune(run.directory, run.spec.save_total_limit, needed, whole=directory.name)
+            self._context.reserve.keep(run.directory, needed)
+
+        self._write_durably(write, checkpoint.checkpoint_bytes(state.layout, state.params.element_size()) if last else 0)
         self._context.reserve.saved()
-        protect = {f"checkpoint-{p.best_step}"} if run.spec.load_best_model_at_end else set[str]()
-        durable.prune(run.directory, run.spec.save_total_limit, protect)
         return directory
 
+    def _needed_by_resume(self, p: Progress) -> set[str]:
+        """The checkpoints that a resume from this moment needs."""
+        best = {f"checkpoint-{p.best_step}"} if self._run.spec.load_best_model_at_end and p.best_step >= 0 else set[str]()
+        return {f"checkpoint-{p.step}", *best}
+
+    def _exported_step(self, p: Progress) -> int:
+        return p.best_step if self._run.spec.load_best_model_at_end and p.best_step >= 0 else p.step
+
     def _export(self, p: Progress) -> None:
-        run = self._run
-        wanted = p.best_step if run.spec.load_best_model_at_end and p.best_step >= 0 else p.step
+        run, wanted = self._run, self._exported_step(p)
         chosen = run.directory / f"checkpoint-{wanted}"
         if not chosen.is_dir():
             raise CheckpointError(
                 f"{chosen}: the checkpoint of the best evaluation is gone, or could not be written. "
                 f"checkpoint-{p.step} holds the last step; take it, or train again"
             )
-        self._write_durably(lambda: checkpoint.export(chosen, run.directory), checkpoint.export_bytes(chosen))
+        just_written = self._written is not None and self._written.step == wanted
+        size = checkpoint.export_bytes(chosen)
+        self._write_durably(lambda: checkpoint.export(chosen, run.directory, known_whole=just_written), size)
+        self._context.reserve.keep(run.directory, self._needed_by_resume(p), ended=True)
+
+    def _write_adapter_alone(self, moment: _Moment) -> None:
+        """Where a last checkpoint has no room, its adapter may have, which is a third of it."""
+        run, state = self._run, moment.state
+        if self._exported_step(moment.progress) != moment.progress.step:
+            self._export(moment.progress)
+            return
+        size = checkpoint.adapter_bytes(state.layout, state.params.element_size())
+        self._write_durably(lambda: checkpoint.save_alone(run.directory, state, run.spec, self._context.base_model), size)
 
     def _write_durably(self, write: Callable[[], None], needed_bytes: int) -> None:
-        """`write`, on a full disk once more with `needed_bytes` of the reserve. Raises CheckpointError."""
+        """`write`; on a full disk, with `needed_bytes`, again with as much of the reserve, and again as long as older checkpoints can go.
+        Raises CheckpointError.
+        """
+        reserve, name = self._context.reserve, self._run.spec.name
         try:
-            write()
+            with reserve.saving():
+                write()
+            return
         except CheckpointError as error:
-            if not (durable.is_full(error) and needed_bytes and self._context.reserve.release(self._run.spec.name, needed_bytes)):
+            if not (durable.is_full(error) and needed_bytes):
                 raise
-            self._context.note(f"{self._run.spec.name}: the disk is full; what it must keep goes where room was kept for it")
-            write()
+            full = error
+        with reserve.saving_alone():
+            for make_room in (partial(reserve.release, name, needed_bytes), reserve.remove_older, reserve.remove_older):
+                if not (what := make_room()):
+                    continue
+                self._context.note(f"{name}: the disk is full; {what}")
+                try:
+                    write()
+                    return
+                except CheckpointError as error:
+                    if not durable.is_full(error):
+                        raise
+                    full = error
+        raise full
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -276,6 +333,8 @@ class Recorder:
             settings=dict(self._settings),
         )
         self._context.reserve.ended(run.spec.name)
+        if status != "done":
+            self._context.reserve.forget(run.directory)
         write_result(run.directory, result, self._context.note)
         if status == "done":
             self._write_card(result)
@@ -291,6 +350,10 @@ class Recorder:
                 durable.write_file(path, model_card(run.spec, self._context.base_model, report, asdict(result), run.directory))
         except (OSError, TloraError) as error:
             self._context.note(f"{path}: {error}")
+
+
+def _copy(progress: Progress) -> Progress:
+    return replace(progress, losses=[*progress.losses], unlogged=[*progress.unlogged])
 
 
 def write_result(directory: Path, result: JobResult, note: Callable[[str], None]) -> None:

@@ -1,7 +1,8 @@
-"""Room on the disk that is kept for the last save of each job: when the disk is full by then, its adapter still has a place.
+"""Room on the disk for the last save of each job: what is kept back for it, and what may go for it.
 
-The room is a file beside the jobs' directories, as large as what they will write at their ends, and it shrinks as they end. Its name is
-that of a leftover, so that a killed run's is removed by the next one. What a save writes is not known here.
+Kept back is a file beside the jobs' directories, as large as what they will write at their ends, and it shrinks as they end. Its name is
+that of a leftover, so that a killed run's is removed by the next one. What may go are older checkpoints. What a save writes is not known
+here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import contextlib
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from tlora import durable
@@ -22,13 +24,16 @@ _MOST_BYTES = 1 << 30
 class Reserve:
     """Bytes kept back for the jobs that have not ended. `needs`: what the last save of each takes, by name.
 
-    Invariant: the file is never larger than what the jobs that have not ended will need. Whoever writes and whoever trains may be two
-    threads.
+    Invariant: the file is never larger than what the jobs that have not ended will need. Several threads write and another one trains:
+    each save is made inside `saving`, and one that needs room that was kept inside `saving_alone`, so that no other save takes it.
     """
 
     def __init__(self, directory: Path, needs: Mapping[str, int], note: Callable[[str], None]) -> None:
         self._path, self._needs, self._note = durable.scratch_path(directory), dict(needs), note
         self._told, self._lock = False, threading.Lock()
+        self._saves, self._changed = 0, threading.Condition()
+        self._kept: dict[Path, set[str]] = {}  # a job's directory -> the checkpoints there that its resume needs
+        self._ended: list[Path] = []  # of jobs that have handed their adapters over, and need none
         self._bytes = self._allocate(min(sum(needs.values()), max(_MOST_BYTES, *needs.values(), 0))) if needs else 0
 
     def _allocate(self, wanted: int) -> int:
@@ -43,6 +48,50 @@ class Reserve:
             return 0
         return wanted
 
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        with self._changed:
+            self._saves += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._saves -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def saving_alone(self) -> Iterator[None]:
+        """Waits for the saves that are under way, and keeps others from beginning."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._saves)
+            yield
+
+    def keep(self, directory: Path, checkpoints: set[str], *, ended: bool = False) -> None:
+        """Of the job's checkpoints only these must stay; once it has `ended`, not even they, but they are the last to go."""
+        with self._lock:
+            self._kept[directory] = checkpoints
+            if ended:
+                self._ended.append(directory)
+
+    def forget(self, directory: Path) -> None:
+        """Nothing of this job may go any more: it may train on elsewhere."""
+        with self._lock:
+            self._kept.pop(directory, None)
+
+    def remove_older(self) -> str:
+        """Inside `saving_alone`: remove the checkpoints that no resume needs, or, where there are none, those of jobs that have ended.
+        What was done, in words; empty when there was nothing to remove.
+        """
+        with self._lock:
+            removed = [durable.remove_checkpoints(directory, kept) for directory, kept in self._kept.items()]
+            if any(removed):
+                return "older checkpoints, which no resume needs, made room for what it must keep"
+            ended, self._ended = self._ended, []
+            for directory in ended:
+                del self._kept[directory]
+            removed = [durable.remove_checkpoints(directory, set()) for directory in ended]
+            return "the checkpoints of jobs that are done made room for what it must keep" if any(removed) else ""
+
     def full(self, error: OSError) -> None:
         """A save that can be made up for found no space: said once, until one succeeds again."""
         if not self._told:
@@ -54,14 +103,16 @@ class Reserve:
         """There is space again."""
         self._told = False
 
-    def release(self, name: str, size: int) -> bool:
-        """Give the disk `size` bytes for a save of the job's that nothing will make up for, or all that is left. False when nothing is."""
+    def release(self, name: str, size: int) -> str:
+        """Give the disk `size` bytes for a save of the job's that nothing will make up for, or all that is left. What was done, in words;
+        empty when nothing is left.
+        """
         with self._lock:
             if not self._bytes:
-                return False
+                return ""
             self._needs[name] = max(0, self._needs.get(name, 0) - size)
             self._shrink(self._bytes - size)
-            return True
+            return "what it must keep goes where room was kept for it"
 
     def ended(self, name: str) -> None:
         """The job will write no more."""

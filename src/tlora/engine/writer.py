@@ -1,6 +1,7 @@
-"""Files are written beside the training, by one thread, in the order in which it is told.
+"""Files are written beside the training, by a few threads: each job's in the order in which they were asked for.
 
 A checkpoint of 17 million parameters takes more than half a second to write, sync and hash: as long, everybody in the group would wait.
+Several threads, because hashing and syncing both leave Python's lock alone: jobs that end together wait for the disk together.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+_MOST_THREADS = 4
 _MOST_BEHIND = 4  # writes that have not begun; each holds what it writes in memory
 
 Written = TypeVar("Written")
@@ -19,18 +21,19 @@ Written = TypeVar("Written")
 class Writer:
     """`wake` is called, by the writing thread, after each write.
 
-    The thread lives while there is something to write, and the interpreter does not exit before; an executor's would take nothing more
-    once the main thread has ended, where others may still train. Where no thread can be had, whoever wants something written writes.
+    Threads live while there is something to write, and the interpreter does not exit before; an executor's would take nothing more
+    once the main thread has ended, where others may still train. If no thread can start, the caller writes.
     """
 
     def __init__(self, wake: Callable[[], object] = lambda: None) -> None:
         self._wake, self._changed = wake, threading.Condition()
-        self._queue: deque[Callable[[], None]] = deque()
-        self._busy = False
+        self._waiting: dict[str, deque[Callable[[], None]]] = {}  # by job; a job is there while one of its writes is waiting or under way
+        self._ready: deque[str] = deque()  # jobs with a write that could begin
+        self._threads = 0
 
-    def write(self, action: Callable[[], Written]) -> Future[Written]:
-        """What `action` returns or raises, once it is through. Waits until fewer than `_MOST_BEHIND` others are before it; who is
-        interrupted in that has it written all the same.
+    def write(self, job: str, action: Callable[[], Written]) -> Future[Written]:
+        """What `action` returns or raises, once it is through; writes of one `job` come one after another. Waits until fewer than
+        `_MOST_BEHIND` have not begun; who is interrupted in that has it written all the same.
         """
         future: Future[Written] = Future()
         future.add_done_callback(lambda _: self._wake())
@@ -44,27 +47,42 @@ class Writer:
                 future.set_result(written)
 
         with self._changed:
-            self._queue.append(act)
-            start, self._busy = not self._busy, True
+            if job not in self._waiting:
+                self._waiting[job] = deque()
+                self._ready.append(job)
+            self._waiting[job].append(act)
+            start = bool(self._ready) and self._threads < _MOST_THREADS
+            self._threads += start
         if start:
-            try:
-                threading.Thread(target=self._work, name="writer").start()
-            except RuntimeError:  # no more threads for this process
-                self._work()
+            self._start()
         with self._changed:
-            self._changed.wait_for(lambda: len(self._queue) < _MOST_BEHIND)
+            self._changed.wait_for(lambda: sum(map(len, self._waiting.values())) < _MOST_BEHIND)
         return future
 
     def close(self) -> None:
         """Wait until all is written."""
-        self.write(lambda: None).result()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting)
+
+    def _start(self) -> None:
+        try:
+            threading.Thread(target=self._work, name="writer").start()
+        except RuntimeError:  # no more threads for this process
+            self._work()
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                if not self._queue:
-                    self._busy = False
+                if not self._ready:
+                    self._threads -= 1
                     return
-                act = self._queue.popleft()
+                job = self._ready.popleft()
+                act = self._waiting[job].popleft()
                 self._changed.notify_all()
             act()
+            with self._changed:
+                if self._waiting[job]:
+                    self._ready.append(job)
+                else:
+                    del self._waiting[job]
+                self._changed.notify_all()
