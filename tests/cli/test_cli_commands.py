@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tlora import __version__
 from tlora.cli.commands import app
 from tlora.data.report import ChangeCount, DataReport
 from tlora.engine.progress import JobProgress, RunProgress, Watcher
@@ -107,6 +108,31 @@ def test_python_m_tlora():
     assert all(option in done.stdout for option in options)
 
 
+@pytest.mark.parametrize("arguments", [["--version"], ["-h"], ["train", "-h"], ["--show-completion"]], ids=" ".join)
+def test_what_every_program_answers(arguments: list[str]):
+    environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", "SHELL": "/bin/bash"}
+    if arguments == ["--show-completion"]:
+        arguments = ["--show-completion", "bash"]
+    done = subprocess.run([sys.executable, "-m", "tlora", *arguments], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    expected = {"--version": f"tlora {__version__}\n", "--show-completion": "complete -o default -F"}
+    assert expected.get(arguments[0], "Usage: ") in done.stdout
+
+
+def test_a_full_stdout_at_the_end_is_said_and_fails_nothing(jobs_file: Path):
+    code = (
+        "import sys, types\nfrom tests.cli.test_cli_commands import DONE, FakeEngine\nfrom tlora.cli import main\n"
+        "module = types.ModuleType('tlora.engine.train')\nmodule.train = FakeEngine(DONE).train\nsys.modules[module.__name__] = module\n"
+        "sys.argv = ['tlora', 'train', 'jobs.yaml', '--quiet']\nmain()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, cwd=jobs_file.parent, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == 1 and "the table of results is lost" in done.stderr and "No space left on device" in done.stderr
+
+
 def test_train_hands_its_options_on_and_ends_with_0(jobs_file: Path, use: Callable[..., None]):
     engine = FakeEngine(DONE)
     use("tlora.engine.train", train=engine.train)
@@ -147,7 +173,7 @@ def test_an_interruption_tells_how_to_go_on(jobs_file: Path, use: Callable[..., 
     code, out, _ = call("train", *arguments, "--overwrite")
     assert code == expected
     name = signal.Signals(number).name
-    assert f"stopped by {name}" in out
+    assert f"Interrupted by {name}" in out
     assert "tlora train jobs.yaml --output-dir 'a b' --device cpu --set jobs.sql.r=3 --resume" in out
 
 

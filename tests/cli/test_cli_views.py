@@ -212,12 +212,12 @@ def test_an_interruption_tells_what_was_saved(tmp_path: Path):
     def line(*results: JobResult) -> str:
         return resume_line(results, ["jobs.yaml"], 2)
 
-    again = " To go on: tlora train jobs.yaml --resume"
-    assert line(saved, also, done) == f"stopped by SIGINT; 2 jobs to go on with: 2 saved as a checkpoint.{again}"
-    assert line(lost) == f"stopped by SIGINT; 1 job to go on with: 1 not saved.{again}"
-    everything = "5 jobs to go on with: 2 saved as a checkpoint, 2 not saved, 1 not begun"
-    assert line(saved, done, lost, failed, never, waiting, also) == f"stopped by SIGINT; {everything}.{again}"
-    assert line(done, failed) == "stopped by SIGINT, when all jobs had ended"
+    again = " Resume with: tlora train jobs.yaml --resume"
+    assert line(saved, also, done) == f"Interrupted by SIGINT; 2 jobs unfinished: 2 saved as a checkpoint.{again}"
+    assert line(lost) == f"Interrupted by SIGINT; 1 job unfinished: 1 not saved.{again}"
+    everything = "5 jobs unfinished: 2 saved as a checkpoint, 2 not saved, 1 not begun"
+    assert line(saved, done, lost, failed, never, waiting, also) == f"Interrupted by SIGINT; {everything}.{again}"
+    assert line(done, failed) == "Interrupted by SIGINT, when all jobs had ended"
     told = printed([saved, lost, waiting])
     assert "lost stopped: interrupted at step 5 and not saved: cannot write" in told
     assert "waiting stopped" not in told and "saved stopped" not in told

@@ -26,7 +26,7 @@ from tlora.engine import train as front_door
 from tlora.engine.recorder import Recorder
 from tlora.supermodel.batch import BatchRow
 
-SYSTEM_CALLS = ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+SYSTEM_CALLS = ("fsync", "rename", "replace", "link", "mkdir", "unlink", "rmdir")
 
 
 def crash_jobs(data: Path) -> list[dict[str, Any]]:

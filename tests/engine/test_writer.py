@@ -313,21 +313,3 @@ def test_what_is_to_be_written_is_written_though_the_wait_is_interrupted() -> No
     go.set()
     writer.close()
     assert done == [0, 1, 2, 3]
-
-
-def test_a_watcher_that_raises_is_heard(base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the writing thread tells it of a checkpoint that failed."""
-    save = checkpoint.save
-
-    def refuse(directory: Path, *args: Any) -> None:
-        if directory.name == "checkpoint-2":
-            raise OSError(5, "input/output error")
-        save(directory, *args)
-
-    def note(line: str) -> None:
-        if "the job goes on without it" in line:
-            raise ValueError("the watcher fell asleep")
-
-    monkeypatch.setattr(checkpoint, "save", refuse)
-    with pytest.raises(ValueError, match="asleep"):
-        train(base, tmp_path / "out", [job("a", str(data / "a.jsonl"), save_steps=2, max_steps=9)], watcher=Watcher(lambda _: None, note))

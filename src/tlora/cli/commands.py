@@ -20,8 +20,8 @@ app = typer.Typer(
     name="tlora",
     help="Train many LoRA adapters at once over one frozen language model.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 JobsFile = Annotated[Path, typer.Argument(metavar="JOBS.YAML", help="The jobs file: base model, defaults, jobs.", show_default=False)]
@@ -36,6 +36,21 @@ Settings = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Where to compute; the GPU if there is one.", show_default=False)]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from tlora import __version__
+
+        typer.echo(f"tlora {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def tlora(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")] = False,
+) -> None:
+    """Train many LoRA adapters at once over one frozen language model."""
 
 
 @app.command()
@@ -74,7 +89,7 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train every job of the file. Ctrl-C writes checkpoints; --resume goes on from them."""
-    from tlora.cli.terminal import errors_told, open_console, path_text
+    from tlora.cli.terminal import errors_told, open_console
 
     with errors_told(debug):
         if resume and overwrite:
@@ -87,16 +102,12 @@ def train(
             from tlora.engine.train import train as train_run
 
             results = train_run(run, resume=resume, overwrite=overwrite, device=device, watcher=Watcher(view.progress, view.note))
-        from tlora.cli.result_view import exit_code, print_results, resume_line
+        from tlora.cli.result_view import exit_code, print_end
 
-        print_results(console, results)
-        if results.report:
-            console.print(f"\nreport: {path_text(results.report)}", soft_wrap=True)
-        if results.signal_number is not None:
-            again = [str(jobs_file), *(["--output-dir", str(output_dir)] if output_dir else [])]
-            again += ["--device", device] if device else []
-            again += [part for setting in settings or [] for part in ("--set", setting)]
-            console.print(f"\n{resume_line(results.values(), again, results.signal_number)}", soft_wrap=True)
+        again = [str(jobs_file), *(["--output-dir", str(output_dir)] if output_dir else [])]
+        again += ["--device", device] if device else []
+        again += [part for setting in settings or [] for part in ("--set", setting)]
+        print_end(console, results, again)
         raise typer.Exit(exit_code(results.values(), results.signal_number))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -42,7 +43,8 @@ class LiveView:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._live.stop()
+        with suppress(OSError):  # the terminal may be gone
+            self._live.stop()
 
     def progress(self, state: RunProgress) -> None:
         width, height = self._console.size

@@ -6,6 +6,7 @@ import math
 import shlex
 import signal
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,11 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from tlora.cli.progress import STYLES
-from tlora.cli.terminal import path_text, printable
+from tlora.cli.terminal import open_console, path_text, printable
+from tlora.errors import ConfigError
 from tlora.report.wording import count_text, duration_text, loss_text, setting_text
 
 if TYPE_CHECKING:
-    from tlora.engine.train import JobResult
+    from tlora.engine.train import JobResult, Results
 
 
 def exit_code(results: Iterable[JobResult], signal_number: int | None) -> int:
@@ -43,17 +45,34 @@ def print_results(console: Console, results: Mapping[str, JobResult]) -> None:
         console.print(_sweep_table(sweep, [result for result in results.values() if result.sweep_of == sweep]))
 
 
+def print_end(console: Console, results: Results, again: list[str]) -> None:
+    """The results, the page, and after a signal how to resume with the arguments `again`. The adapters are there by now: a stdout that
+    takes no more is said on stderr and fails nothing.
+    """
+    try:
+        print_results(console, results)
+        if results.report:
+            console.print(f"\nreport: {path_text(results.report)}", soft_wrap=True)
+        if results.signal_number is not None:
+            console.print(f"\n{resume_line(results.values(), again, results.signal_number)}", soft_wrap=True)
+    except (ConfigError, BrokenPipeError) as error:
+        with suppress(OSError):
+            open_console(stderr=True).print(
+                f"the table of results is lost, result.json in each job's directory is not: {error}", soft_wrap=True
+            )
+
+
 def resume_line(results: Iterable[JobResult], arguments: list[str], signal_number: int) -> str:
     """What was saved, and what to type after an interruption. `arguments` are those of the interrupted command."""
     name = signal.Signals(signal_number).name
     stopped = [result for result in results if result.status == "stopped"]
     if not stopped:
-        return f"stopped by {name}, when all jobs had ended"
+        return f"Interrupted by {name}, when all jobs had ended"
     saved, lost = sum(map(_has_checkpoint, stopped)), sum(map(_lost_steps, stopped))
     counts = ((saved, "saved as a checkpoint"), (lost, "not saved"), (len(stopped) - saved - lost, "not begun"))
     told = ", ".join(f"{count} {what}" for count, what in counts if count)
     jobs = "1 job" if len(stopped) == 1 else f"{len(stopped)} jobs"
-    return f"stopped by {name}; {jobs} to go on with: {told}. To go on: {shlex.join(['tlora', 'train', *arguments, '--resume'])}"
+    return f"Interrupted by {name}; {jobs} unfinished: {told}. Resume with: {shlex.join(['tlora', 'train', *arguments, '--resume'])}"
 
 
 def _has_checkpoint(result: JobResult) -> bool:

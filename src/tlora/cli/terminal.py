@@ -21,16 +21,24 @@ _KEPT_CONTROLS = "\n\t"
 
 
 class _Console(Console):
-    """Raises ConfigError where stdout cannot be written, such as on a full disk. A reader that has gone is no error of that kind."""
+    """Raises ConfigError where stdout cannot be written, such as on a full disk, and BrokenPipeError where its reader has gone. The first
+    time: what comes later is discarded.
+    """
 
     def print(self, *objects: Any, **options: Any) -> None:
         try:
             super().print(*objects, **options)
         except OSError as error:
-            if self.stderr or error.errno == EPIPE:
+            if self.stderr:
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in buffers would fail again at the exit
+            if error.errno == EPIPE:
+                raise
             raise ConfigError(f"stdout cannot be written ({error.strerror}). Free space there, or send it elsewhere") from error
+
+    def on_broken_pipe(self) -> None:
+        """rich would end the program here."""
+        raise BrokenPipeError(EPIPE, "the reader of stdout has gone")
 
 
 def open_console(stderr: bool = False) -> Console:

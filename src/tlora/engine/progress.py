@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
+
+from tlora.errors import TloraError
 
 JobStatus = Literal["preparing", "queued", "training", "evaluating", "saving", "done", "stopped", "failed"]
+
+
+Shown = TypeVar("Shown")
 
 
 @dataclass(frozen=True)
@@ -41,15 +48,29 @@ class RunProgress:
 
 
 class Watcher:
-    """Receives progress (about four times a second) and notable lines (a checkpoint, a failure) as they happen."""
+    """Receives progress (about four times a second) and notable lines (a checkpoint, a failure) as they happen.
+
+    What a callback raises ends no run: the first time it is said on stderr, and `lost` keeps it for `run.json`.
+    """
 
     def __init__(self, progress: Callable[[RunProgress], None] | None = None, note: Callable[[str], None] | None = None) -> None:
         self._progress, self._note = progress, note
+        self.lost = ""
 
     def progress(self, state: RunProgress) -> None:
         if self._progress:
-            self._progress(state)
+            self._show(self._progress, state)
 
     def note(self, line: str) -> None:
         if self._note:
-            self._note(line)
+            self._show(self._note, line)
+
+    def _show(self, callback: Callable[[Shown], None], what: Shown) -> None:
+        try:
+            callback(what)
+        except Exception as error:
+            if not self.lost:
+                self.lost = str(error) if isinstance(error, OSError | TloraError) else f"{type(error).__name__}: {error}"
+                with suppress(OSError, ValueError, AttributeError):  # a stderr that is full, or closed, or none at all
+                    sys.stderr.write(f"output is lost from here on, and training goes on: {self.lost}\n")
+                    sys.stderr.flush()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -105,27 +106,30 @@ def train(
     engine = Engine(model, plan.token_budget, watcher.note, plan.longest)
     facts = _facts(plan, model, place) | {"base_parameters": sum(n for n, _ in sizes)}
     run = run.model_copy(update={"jobs": [job.spec for job in plan.jobs]})  # those that start from an adapter have its shape by now
-    with hold_run_directory(run, resume, overwrite) as directory, closing(guard), _signals() as received:
+    with hold_run_directory(run, resume, overwrite) as directory, closing(guard):
 
         def record(status: str) -> None:
-            write_run_file(directory, run, facts | guard.facts() | {"status": status})
+            lost = {"output_lost": watcher.lost} if watcher.lost else {}
+            write_run_file(directory, run, facts | guard.facts() | {"status": status} | lost)
 
         record("running")
         guard.start()
         session = _Session(run, plan, engine, monitor, serving, guard)
-        try:
-            session.go_on(received, record)
-        except BaseException:
-            record("failed")
-            raise
-        finally:
+        with _signals(session.tell_interrupted) as received:
+            try:
+                session.go_on(received, record)
+            except BaseException as error:
+                quit_at_once = isinstance(error, KeyboardInterrupt)
+                session.close(wait=not quit_at_once)
+                record("stopped" if quit_at_once else "failed")
+                raise
             session.close()
-        results = session.results(received)
-        try:
-            record(results.status)
-            results.report = write_report(directory)
-        except (OSError, TloraError) as error:  # a full disk: the results are worth more than their page
-            watcher.note(str(error))
+            results = session.results(received)
+            try:
+                record(results.status)
+                results.report = write_report(directory)
+            except (OSError, TloraError) as error:  # a full disk: the results are worth more than their page
+                watcher.note(str(error))
     return results
 
 
@@ -241,9 +245,17 @@ class _Session:
         self._monitor.track(run)
         self._engine.join(run, recorder, state)
 
-    def close(self) -> None:
-        """All is written, and nothing more will be: what was kept for that on the disk is free."""
-        self._context.writer.close()
+    def tell_interrupted(self, number: int) -> None:
+        """In a thread of its own: the first signal has come."""
+        unfinished = len(self._engine.runs) + len(self._engine.ending)
+        jobs = "1 unfinished job" if unfinished == 1 else f"{unfinished} unfinished jobs"
+        more = "; press Ctrl-C again to quit at once, without what is not saved by then" if number == signal.SIGINT else ""
+        self._monitor.note(f"Interrupted: saving {jobs}{more}" if unfinished else "Interrupted: all jobs have ended, the page is written")
+
+    def close(self, *, wait: bool = True) -> None:
+        """With `wait`, all is written, and nothing more will be. What was kept for that on the disk is free."""
+        if wait:
+            self._context.writer.close()
         self._reserve.close()
 
     def results(self, received: list[int]) -> Results:
@@ -288,8 +300,10 @@ def _swept(spec: JobSpec, jobs: Sequence[JobSpec]) -> dict[str, Any]:
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM instead of dying; a second SIGINT ends as soon as what is being written is. Only the main thread can."""
+def _signals(tell: Callable[[int], None]) -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM instead of dying, and has the first told; a second SIGINT raises KeyboardInterrupt. Only the main thread
+    can.
+    """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -299,6 +313,9 @@ def _signals() -> Iterator[list[int]]:
         if received and number == signal.SIGINT:
             raise KeyboardInterrupt
         received.append(number)
+        if len(received) == 1:
+            with suppress(RuntimeError):  # no more threads for this process
+                _thread.start_new_thread(tell, (number,))  # what was interrupted may hold stdout's lock, or one of threading.Thread
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
