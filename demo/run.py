@@ -9,7 +9,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from checkers import CHECKERS
 from rich.table import Table
 from rich.text import Text
@@ -111,10 +110,9 @@ def _one_line(value: str) -> str:
 def main() -> int:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     transformers_logging.disable_progress_bar()
-    torch.set_num_threads(1)  # 40 s whatever else runs; two threads took 114 s beside one busy process
     console = open_console()
     run = read_jobs_file(HERE / "jobs.yaml").model_copy(update={"output_dir": str(HERE / "out")})
-    console.print(f"{len(run.jobs)} jobs over one frozen base ({path_text(run.base_model)}), on one core")
+    console.print(f"{len(run.jobs)} jobs over one frozen base ({path_text(run.base_model)})")
     try:
         with LiveView(console) if shows_live(console) else PlainView(console) as view:
             started = time.monotonic()

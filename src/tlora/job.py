@@ -197,6 +197,7 @@ class RunSpec(BaseModel):
     token_budget: Literal["auto"] | Annotated[int, Field(ge=16, le=10**9)] = "auto"  # tokens per micro-batch
     recompute: Literal["auto", "none", "all"] | Annotated[int, Field(ge=0, le=10**9)] = "auto"  # decoder layers computed again in backward
     memory_limit: Literal["auto"] | Annotated[int, Field(ge=1, le=10**18)] = "auto"  # bytes of device memory that the run may use
+    cpu_threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"  # that a run on a CPU computes with
     report_to: list[Literal["tensorboard", "wandb", "trackio"]] = []
     jobs: Annotated[list[JobSpec], Field(min_length=1)]
 

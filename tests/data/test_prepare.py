@@ -128,13 +128,13 @@ def test_containers_and_progress(name: str, tmp_path: Path, tokenizer_path: Path
 
 
 def test_a_job_that_hangs_fails_alone(tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    next_event = prepare_module._next_event
+    next_event, begun = prepare_module._next_event, [""]
 
     def hurry_once_it_hangs(lines: Any) -> dict[str, object] | None:
         """A worker may take long to start on a busy machine, so the wait is short only after the hanging job has begun."""
+        monkeypatch.setattr(prepare_module, "STALL_SECONDS", 0.5 if begun[-1] == "hangs" else 180.0)
         event = next_event(lines)
-        if event is not None:  # None is the stall itself, whose message tells the wait
-            monkeypatch.setattr(prepare_module, "STALL_SECONDS", 0.5 if event and event["key"] == "hangs" else 180.0)
+        begun.append(str(event["key"]) if event else "")
         return event
 
     run_worker = prepare_module._run_worker

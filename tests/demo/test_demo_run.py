@@ -46,7 +46,6 @@ def test_an_error_that_a_user_can_mend_is_one_line(
         raise ConfigError("output_dir demo/out is in use by another run. Wait for it, or choose another")
 
     monkeypatch.setattr(run, "train", refuse)
-    monkeypatch.setattr(run.torch, "set_num_threads", lambda _: None)
     monkeypatch.setenv("COLUMNS", "200")
     assert run.main() == 2
     assert capsys.readouterr().err == "error: output_dir demo/out is in use by another run. Wait for it, or choose another\n"

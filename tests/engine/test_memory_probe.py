@@ -21,7 +21,7 @@ from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
 
 with interpreted():
-    from tlora.kernels import in_flight  # noqa: F401  (imported late otherwise, when the variable may not be set any more)
+    from tlora.kernels import in_flight, packed_attention  # noqa: F401  (imported late otherwise, when the variable may not be set)
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")]
 LAYERS, SMALL = 2, ((8, 16), (4, 8))
@@ -33,8 +33,9 @@ SPECS = [JobSpec.model_validate({"name": f"j{r}", "data": "d", "r": r, "target_m
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Layers run as they are, over a few tokens: compiling and the interpreter take minutes otherwise."""
+    """Layers run as they are, over a few tokens, and attention over no empty samples: minutes in the interpreter otherwise."""
     monkeypatch.setattr(memory_probe, "PROBE_TOKENS", SMALL)
+    monkeypatch.setattr(packed_attention, "_SAMPLES", 2)
     with torch.compiler.set_stance("force_eager"):
         yield
     torch._dynamo.reset()

@@ -67,6 +67,7 @@ OTHER_VALUES: dict[str, Any] = {  # a value of each key that is not its default
     "token_budget": 4096,
     "recompute": "all",
     "memory_limit": 123456789,
+    "cpu_threads": 3,
     "report_to": ["wandb", "trackio"],
 }
 JOB_KEYS = [*LoraConfig.model_fields, *TrainConfig.model_fields]

@@ -163,7 +163,7 @@ ONE = {"name": "a", "data": "d"}
         (RunSpec, {"base_model": "b", "jobs": [ONE], "lr": 3}, "lr: unknown key; did you mean 'learning_rate' of JobSpec?"),
         (RunSpec, {"base_model": "b", "jobs": [ONE], "r": 3}, "r: unknown key; it belongs to JobSpec"),
         (RunSpec, {"base_model": "b", "jobs": [ONE], "token_budgt": 99}, "token_budgt: unknown key; did you mean 'token_budget'?"),
-        (RunSpec, {"base_model": "b", "jobs": [ONE], "zzz": 1}, "zzz: unknown key; known here: base_model, base_precision, deterministic"),
+        (RunSpec, {"base_model": "b", "jobs": [ONE], "zzz": 1}, "zzz: unknown key; known here: base_model, base_precision, cpu_threads"),
         (
             RunSpec,
             {"base_model": "b", "jobs": [ONE], "token_budget": 3},

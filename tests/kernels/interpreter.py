@@ -64,10 +64,24 @@ def _create_dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
     return interpreter.TensorHandle(dot(numbers(a), numbers(b), d.data.dtype) + d.data, d.dtype.scalar)
 
 
+def _call_from_kernel(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """As Triton's, which looks through all of `triton.language` for what to replace at each call, though the kernel's launch did."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    used = [value for value in function.fn.__globals__.values() if value is language or value is language.core]
+    if any(language.core.is_builtin(module.load) for module in used):
+        interpreter._patch_lang(function.fn)
+    return function.rewrite()(*args, **kwargs)
+
+
 if find_spec("triton") is not None:
     assert "triton" not in sys.modules or _VARIABLE in os.environ or DEVICE.type == "cuda", "triton was imported before tests/conftest.py"
     with interpreted():
         import triton.experimental.gluon  # noqa: F401  (its first use, by the interpreter, would define things late)
-        from triton.runtime.interpreter import InterpreterBuilder
+        from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, InterpreterOptions, interpreter_builder
 
         InterpreterBuilder.create_dot = _create_dot
+        InterpretedFunction.__call__ = _call_from_kernel
+        # It computes each integer sum and product again in 64 bits, for an assertion that it makes with `debug` only: a third of the time.
+        interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)

@@ -20,8 +20,9 @@ from transformers import GenerationConfig
 from tlora.adapters.peft import load_params, read_config
 from tlora.adapters.state import AdapterLayout, make_layout
 from tlora.data.encode import Encoder, open_encoder
-from tlora.engine.plan import adopt_adapter_config, pick_device
+from tlora.engine.plan import CPU_BUDGET_CAP, adopt_adapter_config, pick_device
 from tlora.engine.serving import find_prompting
+from tlora.engine.threads import compute_with, default_threads
 from tlora.errors import ModelError
 from tlora.job import DataConfig, JobSpec
 from tlora.supermodel.base_name import same_base
@@ -132,6 +133,9 @@ def answer(
     )
     with ExitStack() as stack, torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(sampling.seed)
+        if device.type == "cpu":
+            linears = [(shape.in_features, shape.out_features) for shape in model.layout.shapes]
+            stack.enter_context(compute_with(min(default_threads(linears, CPU_BUDGET_CAP), torch.get_num_threads())))
         if adapted:
             for hook in _attach(model):
                 stack.callback(hook.remove)

@@ -27,7 +27,7 @@ from tlora.supermodel.fp8_linear import has_fp8
 from tlora.supermodel.load import learned_positions, longest_safe_sequence
 from tlora.supermodel.supermodel import SuperModel
 
-_CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is flat (docs/design.md)
+CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is flat (docs/design.md)
 # Llama-3-8B on one H200 (bench/results/h200_memory.json): recomputing all layers takes 43 % longer; a micro-batch costs each layer as much
 # again as 216 tokens (2,048 tokens against 8,192), which in a smaller layer are more.
 _RECOMPUTE_SHARE, _FIXED_WORK = 0.43, 216 * 218e6  # the latter in tokens times weights of a layer
@@ -284,7 +284,7 @@ def _budgets(run: RunSpec, jobs: list[PlannedJob], longest: int, device: torch.d
     if run.token_budget != "auto":
         return [max(run.token_budget, longest)]
     offered = [float(j.data.train.lengths.mean()) * min(j.spec.batch_size, len(j.data.train)) for j in jobs if j.data]
-    budgets = [auto_token_budget(longest, offered, _GPU_BUDGET_CAP if device.type == "cuda" else _CPU_BUDGET_CAP)]
+    budgets = [auto_token_budget(longest, offered, _GPU_BUDGET_CAP if device.type == "cuda" else CPU_BUDGET_CAP)]
     while budgets[-1] // 2 >= longest:
         budgets.append(budgets[-1] // 2)
     return budgets

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import torch
+
 from tlora import durable
 from tlora.adapters.optim import StepStats
 from tlora.adapters.state import AdapterState
@@ -21,6 +23,7 @@ from tlora.engine.model_card import CARD_FILE, model_card
 from tlora.engine.reserve import Reserve
 from tlora.engine.writer import Writer, Written
 from tlora.errors import CheckpointError, TloraError
+from tlora.kernels.transfer import download
 
 Status = Literal["done", "failed", "stopped"]
 Outcome = tuple[Status, str]  # how a job ended, and why
@@ -67,10 +70,21 @@ class RunContext:
 
 @dataclass(frozen=True)
 class _Moment:
-    """A job as it stood when it was to be written: on the host, and nobody else's."""
+    """A job as it stood when it was to be written, and nobody else's: on the host or, where its device goes on with others `after` an
+    event, still there.
+    """
 
     state: AdapterState
     progress: Progress
+    after: torch.Event | None = None
+
+    def on_host(self) -> _Moment:
+        """Brought there by the calling thread, while the device goes on."""
+        if self.after is None:
+            return self
+        state = self.state
+        moved = [f.result() for f in download([state.params, state.exp_avg, state.exp_avg_sq], state.params.device, self.after)]
+        return _Moment(replace(state, params=moved[0], exp_avg=moved[1], exp_avg_sq=moved[2]), self.progress)
 
 
 class Recorder:
@@ -148,15 +162,18 @@ class Recorder:
         self._run.progress.finished = True
         if self._run.progress.unlogged and self._stats:  # an early stop comes between two rows
             self._log_steps(self._stats)
-        return self._queue(partial(self._write_end, self._moment(state)))
+        moment = self._moment(state)
+        return self._queue(lambda: self._write_end(moment.on_host()))
 
     def interrupt(self, state: AdapterState) -> Future[Outcome]:
         """A checkpoint of the present state, with which the job can go on."""
-        return self._queue(partial(self._write_interruption, self._moment(state)))
+        moment = self._moment(state)
+        return self._queue(lambda: self._write_interruption(moment.on_host()))
 
     def fail(self, state: AdapterState, reason: str) -> Future[Outcome]:
         """A checkpoint of the last finite state, if the disk takes it."""
-        return self._queue(partial(self._write_failure, self._moment(state), reason))
+        moment = self._moment(state)
+        return self._queue(lambda: self._write_failure(moment.on_host(), reason))
 
     def hand_over(self) -> Future[Outcome]:
         """The adapter of a job that was finished before this run: its last checkpoint stands."""
@@ -168,7 +185,10 @@ class Recorder:
     def _moment(self, state: AdapterState, *, owned: bool = True) -> _Moment:
         """`owned`: the job has left, and nobody steps this state any more."""
         self._run.progress.seconds = self.seconds
-        return _Moment(state.on_host(owned=owned), _copy(self._run.progress))
+        progress, device = _copy(self._run.progress), state.params.device
+        if owned and device.type == "cuda":
+            return _Moment(state, progress, torch.cuda.current_stream(device).record_event())
+        return _Moment(state.on_host(owned=owned), progress)
 
     # -- by the writing thread -----------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from tlora.engine.reserve import Reserve
 from tlora.engine.run_directory import check_run_directory, check_tiles, earlier_base, hold_run_directory, pin_base, write_run_file
 from tlora.engine.run_monitor import RunMonitor
 from tlora.engine.serving import ServingFiles
+from tlora.engine.threads import choose_threads, compute_with
 from tlora.errors import ConfigError, TloraError
 from tlora.job import JobSpec, RunSpec
 from tlora.jobs_file import explain, read_jobs_file
@@ -88,6 +89,7 @@ def train(
         base_bytes = sum(n * size for n, size in sizes)
         plan = plan_run(run, outlined, base_bytes, place, Preparation(monitor.preparing, worker), resume)
     check_base_fits(plan)
+    threads = choose_threads(run, plan, outlined.targets().values(), place, resume, watcher.note)
     monitor.stage(f"loading {run.base_model}")
     model = SuperModel.from_pretrained(run.base_model, run.dtype, str(place), run.deterministic, run.base_precision)
     if resume and (changed := check_tiles(run, model.tiles)):
@@ -104,9 +106,10 @@ def train(
     for line in (*plan.warnings, *plan.job_warnings(), *templates, describe_plan(plan)):
         watcher.note(line)
     engine = Engine(model, plan.token_budget, watcher.note, plan.longest)
-    facts = _facts(plan, model, place) | {"base_parameters": sum(n for n, _ in sizes)}
-    run = run.model_copy(update={"jobs": [job.spec for job in plan.jobs]})  # those that start from an adapter have its shape by now
-    with hold_run_directory(run, resume, overwrite) as directory, closing(guard):
+    facts = _facts(plan, model, place, threads) | {"base_parameters": sum(n for n, _ in sizes)}
+    adopted = [job.spec for job in plan.jobs]  # those that start from an adapter have its shape by now
+    run = run.model_copy(update={"jobs": adopted, "cpu_threads": threads or run.cpu_threads})
+    with hold_run_directory(run, resume, overwrite) as directory, closing(guard), compute_with(threads):
 
         def record(status: str) -> None:
             lost = {"output_lost": watcher.lost} if watcher.lost else {}
@@ -138,11 +141,11 @@ def _data_worker(place: torch.device) -> AbstractContextManager[WorkerProcess | 
     return start_worker() if place.type == "cuda" else nullcontext()
 
 
-def _facts(plan: RunPlan, model: SuperModel, device: torch.device) -> dict[str, Any]:
+def _facts(plan: RunPlan, model: SuperModel, device: torch.device, threads: int | None) -> dict[str, Any]:
     """What `run.json` tells of a run beside its order."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": _device_name(device),
+        "device": f"cpu ({threads} thread{'s' * (threads > 1)})" if threads else torch.cuda.get_device_name(device),
         "token_budget": plan.token_budget,
         "recomputed_layers": plan.recomputed_layers,
     } | ({"tiles": model.tiles} if model.tiles else {})
@@ -223,7 +226,8 @@ class _Session:
         """Let waiting jobs in, in their order, while they fit."""
         while self._waiting:
             job = self._waiting[0]
-            resident = [layout for name, layout in self._layouts.items() if name in self._engine.runs]
+            taken = self._engine.runs.keys() | self._engine.ending.keys()  # the latter hold memory until their files are written
+            resident = [layout for name, layout in self._layouts.items() if name in taken]
             if job.layout is not None and not job.problems and resident and not self._plan.fits([*resident, job.layout]):
                 return
             self._start(self._waiting.pop(0))
@@ -323,7 +327,3 @@ def _signals(tell: Callable[[int], None]) -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({torch.get_num_threads()} threads)"

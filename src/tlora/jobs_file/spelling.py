@@ -62,6 +62,7 @@ _OLD: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("logger", "loggers", "tracker"), ("report_to", "")),
     **dict.fromkeys(("max_tokens", "max_tokens_per_batch"), ("token_budget", "tokens per micro-batch")),
     **dict.fromkeys(("max_memory", "gpu_memory_limit"), ("memory_limit", "bytes")),
+    **dict.fromkeys(("threads", "num_threads", "omp_num_threads"), ("cpu_threads", "")),
     **dict.fromkeys(("tasks", "runs", "adapters"), ("jobs", "")),
     **dict.fromkeys(("default", "common"), ("defaults", "")),
     **dict.fromkeys(("grid", "search"), ("sweep", "")),

@@ -48,14 +48,14 @@ def hashes(base: Path, out: Path, jobs: list[Order], **more: Any) -> dict[str, s
     return {name: sha256(out / name) for name, result in results.items() if result.status == "done"}
 
 
-def check_engine_l1(base: Path, out: Path, jobs: list[Order], budgets: tuple[int | str, ...] = ("auto", 256)) -> None:
+def check_engine_l1(base: Path, out: Path, jobs: list[Order], budgets: tuple[int | str, ...] = ("auto", 256), **more: Any) -> None:
     """Alone = together, in the file's order and backwards, under each token budget."""
     alone: dict[str, str] = {}
     for order in jobs:
-        alone |= hashes(base, out / f"alone-{order['name']}", [order])
+        alone |= hashes(base, out / f"alone-{order['name']}", [order], **more)
     assert set(alone) == {order["name"] for order in jobs}
     for i, budget in enumerate(budgets):
-        together = hashes(base, out / f"together-{i}", jobs if i % 2 == 0 else list(reversed(jobs)), token_budget=budget)
+        together = hashes(base, out / f"together-{i}", jobs if i % 2 == 0 else list(reversed(jobs)), token_budget=budget, **more)
         assert together == alone, (
             f"with token_budget {budget}: {[n for n in alone if together.get(n) != alone[n]]} have other bytes than alone"
         )
@@ -68,7 +68,7 @@ def test_l1_of_whole_runs(wide_base: Path, data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("two_threads")
 def test_l1_of_whole_runs_with_two_threads(wide_base: Path, data: Path, tmp_path: Path) -> None:
-    check_engine_l1(wide_base, tmp_path, orders(data)[:2], budgets=(256,))
+    check_engine_l1(wide_base, tmp_path, orders(data)[:2], budgets=(256,), cpu_threads=2)
 
 
 def evaluations(directory: Path) -> list[tuple[int, float]]:
