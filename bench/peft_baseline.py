@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bench.machine import wait
 from bench.shapes import SHAPES, make_model
-from bench.together import gib
+from bench.together import compiled_graphs, gib
 from bench.workload import Job
 from tlora.data.dataset import Sample
 
@@ -51,9 +51,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Target:
-    """What the settings are measured on: `steps` optimizer steps (a quarter of it of each job where jobs differ), none begun after
-    `deadline`.
-    """
+    """What the settings are measured on: `steps` optimizer steps, of each job where jobs differ. No setting begins after `deadline`."""
 
     shape: str
     device: torch.device
@@ -83,10 +81,15 @@ def middle_rank(jobs: Sequence[Job]) -> int:
     return statistics.median_low(job.spec.r for job in jobs)
 
 
-def measure(jobs: Sequence[Job], target: Target, mix: Mapping[str, int]) -> list[dict[str, Any]]:
-    """A row per setting, the best one marked. Tokens per second are those of doing `mix`, tokens by job name, one job after another."""
+def measure(jobs: Sequence[Job], target: Target, mix: Mapping[str, int], names: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """A row per setting (all, or those called `names`), the best one marked. Tokens per second are those of doing `mix`, tokens by job
+    name, one job after another.
+    """
+    settings = {setting.name: setting for setting in settings_for(jobs)}
+    if unknown := [name for name in names if name not in settings]:
+        raise SystemExit(f"--peft-settings {unknown[0]}: no such setting for these jobs; there are {', '.join(settings)}")
     rows: list[dict[str, Any]] = []
-    for setting in settings_for(jobs):
+    for setting in [each for each in settings.values() if not names or each.name in names]:
         row: dict[str, Any] = {"system": "peft", "setting": setting.name, "rank": middle_rank(jobs), **asdict(setting)}
         if setting.liger and importlib.util.find_spec("liger_kernel") is None:
             row["skipped"] = "liger_kernel is not installed"
@@ -123,12 +126,12 @@ def _train(setting: Setting, jobs: Sequence[Job], target: Target, mix: Mapping[s
     params = [p for p in model.parameters() if p.requires_grad]
     step = partial(_step, model, params, torch.optim.AdamW(params, lr=1e-4, weight_decay=0.0, fused=True), setting)
     kinds = list(jobs[:1]) if equal_lengths(jobs) else list(jobs)
-    steps = target.steps if len(kinds) == 1 else max(2, target.steps // 4)
-    batches = {job.spec.name: [_collate(job.batch(i), setting, target.device) for i in range(steps)] for job in kinds}
-    for i in range(max(WARM_UP_STEPS, len(kinds))):  # each kind once: its shapes bring kernels, and memory from the device
-        step(batches[kinds[i % len(kinds)].spec.name][0][0])
+    batches = {job.spec.name: [_collate(job.batch(i), setting, target.device) for i in range(target.steps)] for job in kinds}
+    shapes = _one_of_each_shape([batch for of_job in batches.values() for batch, _ in of_job])
+    for i in range(max(WARM_UP_STEPS, len(shapes))):  # a new shape may bring compilation, tuned kernels and memory from the device
+        step(shapes[i % len(shapes)])
     wait(target.device)
-    warm = time.perf_counter()
+    warm, graphs = time.perf_counter(), compiled_graphs()
     if cuda:
         if setting.graphs:
             torch.cuda.empty_cache()  # what is reserved from here on: the graphs' pools, and what is beside them
@@ -144,7 +147,18 @@ def _train(setting: Setting, jobs: Sequence[Job], target: Target, mix: Mapping[s
         "peak_gib": gib(peak),
         "build_seconds": built - start,
         "warm_up_seconds": warm - built,
+        "steps_per_job": target.steps,
+        "shapes_warmed": len(shapes),
+        "graphs_compiled_after_warm_up": compiled_graphs() - graphs,
     }
+
+
+def _one_of_each_shape(batches: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The first batch of each shape, in the order in which they come."""
+    first: dict[torch.Size, dict[str, Tensor]] = {}
+    for batch in batches:
+        first.setdefault(batch["input_ids"].shape, batch)
+    return list(first.values())
 
 
 def _build(setting: Setting, rank: int, target: Target, dynamic: bool) -> tuple[Any, int]:

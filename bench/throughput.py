@@ -55,7 +55,10 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=10.0, help="measured for each system of ours, after its warm-up")
     parser.add_argument("--warm-up", type=int, default=2, help="windows before those; mixed lengths bring new shapes for longer")
     parser.add_argument(
-        "--peft-steps", type=int, default=12, help="measured for each of PEFT's settings; a quarter of it of each job where jobs differ"
+        "--peft-steps", type=int, default=32, help="measured for each of PEFT's settings, of each job where jobs differ; shapes warmed first"
+    )
+    parser.add_argument(
+        "--peft-settings", type=lambda text: text.split(","), default=(), metavar="NAME,...", help="only these, as compiled + liger; all"
     )
     parser.add_argument("--time-limit", type=float, default=600.0, help="seconds after which no further setting of PEFT is begun")
     parser.add_argument("--out", type=Path)
@@ -122,7 +125,7 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
             torch.cuda.empty_cache()
         if "peft" in options.systems:
             target = peft_baseline.Target(options.shape, device, dtype_of(options), options.peft_steps, started + options.time_limit)
-            found["rows"] += peft_baseline.measure(jobs, target, mix)
+            found["rows"] += peft_baseline.measure(jobs, target, mix, options.peft_settings)
     found["seconds"] = time.perf_counter() - started
     machine.write(options.out, found)
     return found

@@ -105,7 +105,7 @@ def window_tokens(jobs: Sequence[Job], token_budget: int) -> float:
 def train_together(model: SuperModel, jobs: Sequence[Job], plan: Plan) -> Run:
     """Train `jobs` for as long as `plan` says, then let them leave."""
     device, run = model.device, Run()
-    before, graphs = _allocated(device), _graphs()
+    before, graphs = _allocated(device), compiled_graphs()
     if device.type == "cuda":  # the warm-up counts: a replayed pass allocates nothing, but holds what it held when it was captured
         torch.cuda.reset_peak_memory_stats(device)
     start = time.perf_counter()
@@ -118,13 +118,13 @@ def train_together(model: SuperModel, jobs: Sequence[Job], plan: Plan) -> Run:
     window = window_tokens(jobs, plan.token_budget)
     for _ in range(plan.warm_up):
         run_window(engine, window)
-    warm_graphs, warm = _graphs(), dict(engine.traffic.tokens)
+    warm_graphs, warm = compiled_graphs(), dict(engine.traffic.tokens)
     computed, steps = engine.traffic.computed, _steps(engine)
     while len(run.windows) < FEWEST_WINDOWS or sum(seconds for _, seconds in run.windows) < plan.seconds:
         run.windows.append(run_window(engine, window))
     run.tokens = {name: tokens - warm.get(name, 0) for name, tokens in engine.traffic.tokens.items()}
     run.computed_tokens, run.steps = engine.traffic.computed - computed, _steps(engine) - steps
-    run.graphs, run.graphs_after_warm_up = _graphs() - graphs, _graphs() - warm_graphs
+    run.graphs, run.graphs_after_warm_up = compiled_graphs() - graphs, compiled_graphs() - warm_graphs
     run.peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     run.activation_bytes = max(0, run.peak_bytes - before - run.adapter_bytes)
     engine.stop()
@@ -157,7 +157,8 @@ def _steps(engine: Engine) -> int:
     return sum(run.progress.step for run in engine.runs.values())
 
 
-def _graphs() -> int:
+def compiled_graphs() -> int:
+    """Graphs that torch.compile has made in this process."""
     return int(counters["stats"]["unique_graphs"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from bench import peft_baseline
 from bench.peft_baseline import IGNORED, Setting, Target, measure, middle_rank, settings_for
 from bench.shapes import make_model
 from bench.workload import Job, Order, make_jobs
-from tlora.data.dataset import Sample
+from tlora.data.dataset import Dataset, Sample, Writer
 
 CPU = torch.device("cpu")
 
@@ -114,3 +115,44 @@ def test_different_jobs_are_each_measured_and_weighed_by_their_tokens(tmp_path: 
 def _job(tmp_path: Path, name: str, length: int) -> list[Job]:
     (job,) = make_jobs(Order(1, (4,), 2, length), 512, None, tmp_path / name)
     return [Job(job.spec.model_copy(update={"name": name}), job.data)]
+
+
+def test_every_shape_is_trained_once_before_any_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A job whose batches are padded to different lengths: none of its shapes is new when the clock runs, and the result says so."""
+    job = _mixed_job(tmp_path)
+    target, order = replace(_target(), steps=6), list[str]()
+    step, speed = peft_baseline._step, peft_baseline._speed
+
+    def stepping(*arguments: Any) -> None:
+        order.append(str(tuple(arguments[-1]["input_ids"].shape)))
+        step(*arguments)
+
+    def timing(*arguments: Any) -> float:
+        order.append("timed from here")
+        return speed(*arguments)
+
+    monkeypatch.setattr(peft_baseline, "_step", stepping)
+    monkeypatch.setattr(peft_baseline, "_speed", timing)
+    found = peft_baseline._measure_setting(Setting(), [job], target, {"mixed": 1})
+    warmed, timed = order[: order.index("timed from here")], order[order.index("timed from here") + 1 :]
+    assert len(timed) == found["steps_per_job"] == 6 and len(set(timed)) > 1
+    assert set(timed) <= set(warmed) and found["shapes_warmed"] == len(set(timed))
+
+
+def test_only_the_settings_asked_for_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peft_baseline, "_train", _made)
+    jobs = make_jobs(Order(1, (4,), 2, 16), 512, None, tmp_path)
+    assert [row["setting"] for row in measure(jobs, _target(), {"job0": 1}, ["plain"])] == ["plain"]
+    with pytest.raises(SystemExit, match="no such setting"):
+        measure(jobs, _target(), {"job0": 1}, ["packed"])
+
+
+def _mixed_job(tmp_path: Path) -> Job:
+    """Samples of 4 to 60 tokens."""
+    (job,) = make_jobs(Order(1, (4,), 2, 60), 512, None, tmp_path / "plain")
+    writer = Writer(tmp_path / "mixed")
+    for index in range(12):
+        sample = job.data[index]
+        writer.add(Sample(sample.input_ids[: 4 + 5 * index], sample.loss_weights[: 4 + 5 * index]))
+    writer.finish({})
+    return Job(job.spec.model_copy(update={"name": "mixed"}), Dataset(tmp_path / "mixed"))
