@@ -55,7 +55,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=10.0, help="measured for each system of ours, after its warm-up")
     parser.add_argument("--warm-up", type=int, default=2, help="windows before those; mixed lengths bring new shapes for longer")
     parser.add_argument(
-        "--peft-steps", type=int, default=32, help="measured for each of PEFT's settings, of each job where jobs differ; shapes warmed first"
+        "--peft-steps", type=int, default=32, help="measured for each of PEFT's settings, of each job where jobs differ, its shapes warmed"
     )
     parser.add_argument(
         "--peft-settings", type=lambda text: text.split(","), default=(), metavar="NAME,...", help="only these, as compiled + liger; all"
