@@ -1,0 +1,147 @@
+"""Measured numbers in the README are what the files of bench/results say.
+
+Such a number is a link whose title is the key of its value: [17,181](bench/results/FILE.json "rows[system=together].tokens_per_second").
+A key is names and selectors: `rows[2]` is the third, `rows[system=peft][best=true]` those for which it holds, `rows[]` all. It must
+find one value, or begin with `mean`, `max` or `min`. `KEY / KEY` and `KEY / 1024` divide. 12% shows a share of 0.12, +5% and -5% a
+ratio of 1.05 and 0.95. A text in "quotes" must occur in what the key finds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r'\[([^\[\]]+)\]\((bench/results/[^\s)]+\.json)(?: "([^"]+)")?\)')
+ANY_LINK = re.compile(r"\[([^\[\]]*)\]\([^)]*\)")
+NUMBER = re.compile(r"(?<![\w.,/-])[+-]?\d+(?:,\d{3})*(?:\.\d+)?(?![\w/]|-\w|[.,]\d)%?")
+SENTENCE_END = re.compile(r'(?<=[.!?])\s+(?=[A-Z`"*\[])')
+STEP = re.compile(r"([^.\[\]]+)|\[([^\]]*)\]")
+AGGREGATES: dict[str, Callable[[list[float]], float]] = {"mean": statistics.fmean, "max": max, "min": min}
+
+
+@dataclass(frozen=True)
+class Tie:
+    """What is shown, and where its value is."""
+
+    shown: str
+    file: str
+    key: str
+
+
+def units(text: str) -> Iterator[str]:
+    """Each row of a table, and each sentence; code blocks are left out."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    for block in re.split(r"\n\s*\n|\n(?=- )", text):
+        rows = [line for line in block.splitlines() if line.startswith("|")]
+        yield from rows or SENTENCE_END.split(" ".join(block.split()))
+
+
+def ties(text: str) -> list[Tie]:
+    return [Tie(*found) for found in LINK.findall(text) if found[2]]
+
+
+def untied_numbers(unit: str) -> list[str]:
+    """Numbers of a sentence or row, but for those that are tied to a key."""
+    return NUMBER.findall(ANY_LINK.sub(lambda link: "" if ties(link[0]) else link[1], unit))
+
+
+@cache
+def text_of(file: str) -> str:
+    return (ROOT / file).read_text(encoding="utf-8")
+
+
+def values_at(document: Any, key: str) -> list[Any]:
+    """All values that a key without arithmetic finds."""
+    nodes = [document]
+    for name, selector in STEP.findall(key):
+        if name:
+            nodes = [node[name] for node in nodes]
+        elif selector.isdigit():
+            nodes = [node[int(selector)] for node in nodes]
+        else:
+            items = [item for node in nodes for item in (node if isinstance(node, list) else [node])]
+            field, _, wanted = selector.partition("=")
+            nodes = [item for item in items if not field or _spelled(item.get(field)) == wanted]
+    return nodes
+
+
+def _spelled(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def number_at(document: Any, key: str) -> float:
+    above, slash, below = key.partition(" / ")
+    if slash:
+        return number_at(document, above) / (float(below) if below.isdigit() else number_at(document, below))
+    for name, aggregate in AGGREGATES.items():
+        if key.startswith(f"{name} "):
+            return aggregate(values_at(document, key.removeprefix(f"{name} ")))
+    (value,) = values_at(document, key)
+    return float(value)
+
+
+def agrees(tie: Tie) -> bool:
+    """Whether the file says what is shown, up to its rounding."""
+    document = json.loads(text_of(tie.file))
+    if tie.shown.startswith('"'):
+        return any(tie.shown.strip('"') in _spelled(value) for value in values_at(document, tie.key))
+    value = number_at(document, tie.key)
+    if tie.shown.endswith("%"):
+        value = 100 * (value - 1 if tie.shown[0] in "+-" else value)
+    digits = tie.shown.rstrip("%").replace(",", "")
+    return abs(value - float(digits)) <= 0.5 * _last_place(digits) + 1e-9
+
+
+def _last_place(digits: str) -> float:
+    """What one more in the last digit means."""
+    return 10.0 ** -len(digits.partition(".")[2])
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TIES = ties(README)
+
+
+@pytest.mark.parametrize("tie", TIES, ids=lambda tie: tie.shown)
+def test_a_number_is_what_its_file_says(tie: Tie) -> None:
+    assert agrees(tie), f"{tie.shown} is not what {tie.file} has at {tie.key}"
+
+
+@pytest.mark.parametrize("tie", [tie for tie in TIES if not tie.shown.startswith('"')], ids=lambda tie: tie.shown)
+def test_one_more_in_its_last_digit_is_noticed(tie: Tie) -> None:
+    digits = tie.shown.rstrip("%").replace(",", "")
+    places = len(digits.partition(".")[2])
+    sign = "+" if tie.shown.startswith("+") else ""
+    for change in (1, -1):
+        number = float(digits) + change * _last_place(digits)
+        assert not agrees(Tie(f"{sign}{number:.{places}f}{'%' if '%' in tie.shown else ''}", tie.file, tie.key))
+
+
+def test_numbers_beside_a_result_file_are_tied_to_a_key_of_it() -> None:
+    """In a table all but the first column; in a sentence with a link to a file all but those that stand in the file as shown: settings."""
+    wrong: list[str] = []
+    for unit in units(README):
+        if unit.startswith("|"):
+            first, *others = unit.strip().strip("|").split(" | ")
+            wrong += [f"{number} in the row {first!r}" for cell in others for number in untied_numbers(cell)]
+        files = [file for _, file, _ in LINK.findall(unit)]
+        if files and not unit.startswith("|"):
+            wrong += [f"{number} in {unit!r}" for number in untied_numbers(unit) if not any(_has(file, number) for file in files)]
+    assert not wrong, 'write [NUMBER](bench/results/FILE.json "KEY"), as tests/test_readme_numbers.py explains:\n' + "\n".join(wrong)
+
+
+def _has(file: str, number: str) -> bool:
+    """Whether the number stands in the file as it is shown."""
+    return re.search(rf"(?<![\w.]){re.escape(number.replace(',', ''))}(?![\w]|\.\d)", text_of(file)) is not None
+
+
+def test_files_that_are_named_exist() -> None:
+    assert not [file for _, file, _ in LINK.findall(README) if not (ROOT / file).is_file()]
