@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.engine.tiny_runs import job, rows, sha256, train
@@ -93,6 +94,18 @@ def test_a_learning_rate_of_a_billion(neighbourhood: Neighbourhood) -> None:
     for result in results.values():  # whatever became of it, no weight in a file is NaN
         for file in Path(result.path).rglob("adapter_model.safetensors"):
             assert all(bool(t.isfinite().all()) for t in load_file(file).values())
+
+
+def test_a_job_without_a_finite_loss_is_not_done(wide_base: Path, data: Path, poisoned: Path, tmp_path: Path) -> None:
+    """Two steps, too few for quarantine, on samples that all hold a token whose embedding is NaN."""
+    base = Path(shutil.copytree(wide_base, tmp_path / "base"))
+    weights = load_file(base / "model.safetensors")
+    weights["model.embed_tokens.weight"][POISON] = float("nan")
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    poisoned.write_text(json.dumps({"input_ids": [10, POISON, 12, 13], "labels": [10, POISON, 12, 13]}) + "\n")
+    results = train(base, tmp_path / "out", [job("none", str(poisoned), max_steps=2), job("sound", str(data / "a.jsonl"), max_steps=2)])
+    assert results["none"].status == "failed" and "none of its last 2 steps had a finite loss" in results["none"].reason
+    assert results["sound"].status == "done"
 
 
 def test_quarantine_after_three_steps_keeps_the_last_finite_state(neighbourhood: Neighbourhood, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,7 +200,10 @@ class Engine:
         name, recorder = run.spec.name, self._recorders[run.spec.name]
         if self._quarantine(run):
             return
-        if not run.offer():
+        offers = run.offer()
+        if not offers and run.has_no_finite_loss:
+            self._fail(run, f"none of its last {len(run.progress.losses)} steps had a finite loss; look at its data and its learning rate")
+        elif not offers:
             self.ending[name] = Ending(self.runs.pop(name), recorder.finish(self.model.leave(name)))
         elif not run.needs_evaluation:
             recorder.save_if_due(self.model.state(name))

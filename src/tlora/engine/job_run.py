@@ -150,6 +150,11 @@ class JobRun:
         p.losses = [*p.losses, loss][-RECENT_STEPS:]
         p.unlogged.append(loss)
 
+    @property
+    def has_no_finite_loss(self) -> bool:
+        """Whether none of the latest steps had one: such a job has learned nothing, however many steps it took."""
+        return bool(self.progress.losses) and not any(map(math.isfinite, self.progress.losses))
+
     def evaluated(self, loss: float) -> None:
         """The evaluation is through, with `loss` per trained token; remembers whether it is the best."""
         p = self.progress
