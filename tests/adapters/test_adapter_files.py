@@ -139,10 +139,13 @@ def test_config_broken(content: bytes, tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize("config", [{"peft_type": "IA3"}, {}, [1]])
-def test_config_of_another_kind(config: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [({"peft_type": "IA3"}, "peft_type must be LORA, and is 'IA3'"), ({}, "peft_type must be LORA"), ([1], "holds a list, not an object")],
+)
+def test_config_of_another_kind(config: object, why: str, tmp_path: Path) -> None:
     (tmp_path / CONFIG_FILE).write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="peft_type must be LORA"):
+    with pytest.raises(ModelError, match=why):
         read_config(tmp_path)
 
 

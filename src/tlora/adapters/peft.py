@@ -14,9 +14,11 @@ from tlora.adapters.state import AdapterLayout
 from tlora.adapters.tensor_file import write_tensors
 from tlora.errors import ModelError
 from tlora.job import LoraConfig, split_revision
+from tlora.json_file import read_object
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _CONVERT = "Save it with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...), which makes a plain LoRA adapter of it"
 _PLAIN_INITS = (True, False, None, "gaussian", "orthogonal")  # the others change the base's weights, or lean on data that is not here
@@ -102,13 +104,13 @@ def read_config(directory: Path) -> dict[str, Any]:
     """`adapter_config.json` of a LoRA adapter. Raises ModelError when it is missing, broken or of a kind that cannot be trained here."""
     path = directory / CONFIG_FILE
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_object(path)
     except FileNotFoundError:
         raise ModelError(f"{path}: not found. An adapter is a directory with {CONFIG_FILE} and {WEIGHTS_FILE}, as PEFT saves it") from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read ({error}). Save the adapter again with PEFT's save_pretrained") from None
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise ModelError(f"{path}: peft_type must be LORA, and is {config.get('peft_type') if isinstance(config, dict) else config!r}")
+    if config.get("peft_type") != "LORA":
+        raise ModelError(f"{path}: peft_type must be LORA, and is {config.get('peft_type')!r}")
     for key, (why, remedy) in _NOT_PLAIN.items():
         value = config.get(key)
         if value or (key == "layers_to_transform" and value == 0 and value is not None):  # the first layer
@@ -131,6 +133,8 @@ def load_params(directory: Path, layout: AdapterLayout, dtype: torch.dtype) -> T
     other targets.
     """
     path = directory / WEIGHTS_FILE
+    if path.exists() and not path.is_file():
+        raise ModelError(f"{path}: is not a plain file. An adapter is a directory with {CONFIG_FILE} and {WEIGHTS_FILE}")
     params = torch.empty(layout.numel, dtype=dtype)
     try:
         with safe_open(path, framework="pt") as file:
@@ -142,6 +146,8 @@ def load_params(directory: Path, layout: AdapterLayout, dtype: torch.dtype) -> T
         raise ModelError(f"{path}: not found. An adapter is a directory with {CONFIG_FILE} and {WEIGHTS_FILE}") from None
     except SafetensorError as error:
         raise ModelError(f"{path}: is no whole safetensors file ({error}). Copy it again") from None
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error}). Copy it again, or make it readable") from None
     if left:
         raise ModelError(f"{path}: has a tensor for a layer that this job does not train: {min(left)}. Add the layer to target_modules")
     return params
@@ -151,6 +157,11 @@ def _copy_tensor(file: Any, name: str, out: Tensor, left: set[str], path: Path) 
     if name not in left:
         raise ModelError(f"{path}: has no tensor {name}. The adapter is of another base model, or has other target_modules than this job")
     tensor: Tensor = file.get_tensor(name)
+    if tensor.dtype not in _WEIGHT_DTYPES:
+        raise ModelError(
+            f"{path}: {name} is {str(tensor.dtype).removeprefix('torch.')}. Weights must be float32, bfloat16, float16 or float64: "
+            "save the adapter again in one of them"
+        )
     if tensor.shape != out.shape:
         raise ModelError(
             f"{path}: {name} is {list(tensor.shape)}, and this job needs {list(out.shape)}. "

@@ -9,12 +9,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tlora.adapters.state import AdapterState, init_state
+import torch
+
+from tlora import durable
+from tlora.adapters.state import AdapterLayout, AdapterState, init_state
 from tlora.engine import checkpoint
 from tlora.engine.job_run import JobRun
-from tlora.engine.plan import PlannedJob, start_state
+from tlora.engine.plan import PlannedJob
 from tlora.engine.recorder import JobResult, write_result
-from tlora.engine.run_directory import find_checkpoint
+from tlora.engine.run_directory import check_same_job, find_checkpoint, write_job_file
+from tlora.engine.start import start_state
 from tlora.errors import ConfigError, DataError
 from tlora.job import JobSpec
 from tlora.supermodel.supermodel import SuperModel
@@ -24,26 +28,39 @@ Note = Callable[[str], None]
 
 def open_run(job: PlannedJob, model: SuperModel, directory: Path, resume: bool, note: Note) -> tuple[JobRun, AdapterState]:
     """The job's run, and the state to join with, on the host: of its newest whole checkpoint in `directory` with `resume`, of
-    `adapter_path`, or a fresh one. The model is asked what it has and not touched.
+    `adapter_path`, or a fresh one. The model is asked what it has and not touched. `directory` is made, and gets its `job.json`.
 
-    Raises TloraError, for a job with problems as for a checkpoint that is not its own, and OSError.
+    Raises TloraError, for a job with problems as for a checkpoint that is not its own, and whatever damaged files make their readers
+    raise: call it behind the wall.
     """
     name = job.spec.name
+    durable.make_directory(directory)
     if job.problems or job.data is None or job.layout is None:
         raise ConfigError("; ".join(job.problems))
+    if resume:
+        check_same_job(directory, job.spec)
     run = JobRun(job.spec, directory, job.data.train, job.data.eval)
     found = find_checkpoint(directory, note) if resume else None
     if found is None:
-        return run, start_state(job.spec, model, job.layout) or init_state(job.layout, job.spec.seed, model.bank.sum_dtype)
-    state, run.progress = checkpoint.load(found, job.layout, model.bank.sum_dtype)
+        state = start_state(job.spec, model, job.layout) or init_state(job.layout, job.spec.seed, model.bank.sum_dtype)
+    else:
+        state = _load(found, run, job.layout, model.bank.sum_dtype)
+        note(f"{name}: goes on from {found}")
+    write_job_file(directory, job.spec)
+    return run, state
+
+
+def _load(found: Path, run: JobRun, layout: AdapterLayout, dtype: torch.dtype) -> AdapterState:
+    """The state in the checkpoint `found`; `run` is where that was."""
+    state, run.progress = checkpoint.load(found, layout, dtype)
+    data = run.spec.data
     if run.progress.data != run.data_key:
-        raise DataError(f"{job.spec.data.path}: is not the data that {found} was trained on. Put it back, or use a new output_dir")
+        raise DataError(f"{data.path}: is not the data that {found} was trained on. Put it back, or use a new output_dir")
     if run.progress.eval_data not in ("", run.eval_key):  # "": an earlier version did not write it down
-        changed = f"{job.spec.data.eval_path or job.spec.data.path}: is not the data that {found} was evaluated on"
+        changed = f"{data.eval_path or data.path}: is not the data that {found} was evaluated on"
         raise DataError(f"{changed}, and losses of both would be mixed. Put it back, or use a new output_dir")
     run.progress.eval_data = run.eval_key
-    note(f"{name}: goes on from {found}")
-    return run, state
+    return state
 
 
 def refuse(spec: JobSpec, directory: Path, reason: str, settings: Mapping[str, Any], note: Note) -> JobResult:

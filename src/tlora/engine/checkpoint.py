@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
 from tlora import durable
 from tlora.adapters.peft import CONFIG_FILE, WEIGHTS_FILE, load_params, write_adapter
@@ -18,6 +20,7 @@ from tlora.adapters.state import AdapterLayout, AdapterState
 from tlora.adapters.tensor_file import write_tensors
 from tlora.errors import CheckpointError
 from tlora.job import LoraConfig
+from tlora.json_file import read_object
 
 OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"
 _ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
@@ -75,16 +78,26 @@ def load(directory: Path, layout: AdapterLayout, dtype: torch.dtype) -> tuple[Ad
     """What `save` wrote, on the host. Raises CheckpointError or ModelError when it does not belong to `layout`."""
     durable.verify(directory)
     progress, counters = _read_state(directory / STATE_FILE)
-    moments = load_file(directory / OPTIMIZER_FILE)
-    for name, tensor in moments.items():
-        if tensor.numel() != layout.numel:
-            raise CheckpointError(
-                f"{directory / OPTIMIZER_FILE}: {name} has {tensor.numel()} numbers, and this job's adapter {layout.numel}. "
-                "The job's rank or target_modules changed since; use a new output_dir"
-            )
+    moments = _read_moments(directory / OPTIMIZER_FILE, layout)
     params = load_params(directory, layout, dtype)
     exp_avg, exp_avg_sq = (moments[name].to(dtype) for name in ("exp_avg", "exp_avg_sq"))
     return AdapterState(layout, params, exp_avg, exp_avg_sq, progress.step, **counters), progress
+
+
+def _read_moments(path: Path, layout: AdapterLayout) -> dict[str, Tensor]:
+    try:
+        moments = load_file(path)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: is no whole safetensors file ({error}). Remove this checkpoint; the one before is taken") from None
+    if moments.keys() != {"exp_avg", "exp_avg_sq"}:
+        raise CheckpointError(f"{path}: holds {sorted(moments)}, not exp_avg and exp_avg_sq. Resume with the version that wrote it")
+    for name, tensor in moments.items():
+        if tensor.numel() != layout.numel:
+            raise CheckpointError(
+                f"{path}: {name} has {tensor.numel()} numbers, and this job's adapter {layout.numel}. "
+                "The job's rank or target_modules changed since; use a new output_dir"
+            )
+    return moments
 
 
 def read_progress(directory: Path) -> Progress:
@@ -94,7 +107,7 @@ def read_progress(directory: Path) -> Progress:
 
 def _read_state(path: Path) -> tuple[Progress, dict[str, int]]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_object(path)
         counters = {key: int(content.pop(key)) for key in _COUNTERS}
         return Progress(**content), counters
     except (TypeError, ValueError, KeyError, AttributeError) as error:

@@ -20,7 +20,7 @@ from tlora.batching.pack import MicroBatch, Row, pack, prepared_budget
 from tlora.engine.job_run import QUARANTINE_AFTER, JobRun, Passed, mean_loss
 from tlora.engine.recorder import JobResult, Outcome, Recorder, Status
 from tlora.engine.traffic import Traffic
-from tlora.errors import TloraError
+from tlora.engine.wall import Failure, attempt, is_out_of_memory
 from tlora.kernels.device import ToHost
 from tlora.supermodel.batch import PackedBatch, collate
 from tlora.supermodel.supermodel import JobLoss, QueuedSteps, SuperModel
@@ -82,13 +82,12 @@ class Engine:
         """
         name = run.spec.name
         self._recorders[name] = recorder
-        try:
-            if run.progress.finished:
-                self.ending[name] = Ending(run, recorder.hand_over())
-                return
-            self.model.join(name, run.spec, run.spec, run.total_steps, state)
-        except (TloraError, torch.OutOfMemoryError) as error:
-            self._end(name, "failed", str(error))
+        if run.progress.finished:
+            self.ending[name] = Ending(run, recorder.hand_over())
+            return
+        joined = attempt(self.model.join, name, run.spec, run.spec, run.total_steps, state)
+        if isinstance(joined, Failure):
+            self._end(name, "failed", joined.reason)
             return
         self.runs[name] = run
         self._advance(run)
@@ -123,13 +122,11 @@ class Engine:
         if packed is None:
             self.see_ended(wait=True)
             return None
-        try:
-            losses = self._compute(packed.kind, packed.rows, packed.tokens)
-        except (Exception, torch.OutOfMemoryError) as error:
-            self._settle()
-            self._find_culprit(packed, error)
-            return packed
+        losses = attempt(self._compute, packed.kind, packed.rows, packed.tokens)
         self._settle()
+        if isinstance(losses, Failure):
+            self._find_culprit(packed, losses.error)
+            return packed
         self._count(packed)
         for name, loss in losses.items():
             if name in self.runs:
@@ -155,7 +152,7 @@ class Engine:
         steps = self.model.queue_optim_step([run.spec.name for run in through])
         for run in through:
             if (error := steps.errors.get(run.spec.name)) is not None:
-                self._fail(run, f"{type(error).__name__}: {error}")
+                self._fail(run, Failure(error).reason)
             else:
                 run.step_queued()
         stepping = [run for run in through if run.spec.name not in steps.errors]
@@ -253,15 +250,16 @@ class Engine:
         for name in names:
             self.model.zero_grad_of(name)
         smaller = max(self.token_budget // 2, self._longest(), self._smallest_budget)
-        if isinstance(error, torch.OutOfMemoryError) and smaller < self.token_budget:
+        if is_out_of_memory(error) and smaller < self.token_budget:
             self.token_budget = smaller
             self._note(f"out of memory: the token budget is now {self.token_budget}")
         else:
-            guilty = {name: why for name in names if (why := self._try_alone(name, packed)) is not None}
+            alone = {name: self._try_alone(name, packed) for name in names}
+            guilty = {name: tried.reason for name, tried in alone.items() if isinstance(tried, Failure)}
             if not guilty:
                 self._forgive(error)
-            for name, why in guilty.items():
-                self._fail(self.runs[name], f"{type(why).__name__}: {why}")
+            for name, reason in guilty.items():
+                self._fail(self.runs[name], reason)
         for name in names:
             if name in self.runs:
                 self.model.zero_grad_of(name)
@@ -278,10 +276,6 @@ class Engine:
         sets = (data for run in self.runs.values() for data in (run.train, run.evaluation) if data is not None)
         return max((int(data.lengths.max()) for data in sets), default=1)
 
-    def _try_alone(self, name: str, packed: MicroBatch) -> BaseException | None:
+    def _try_alone(self, name: str, packed: MicroBatch) -> dict[str, JobLoss] | Failure:
         rows = tuple(row for row in packed.rows if row.job_id == name)
-        try:
-            self._compute(packed.kind, rows, sum(row.tokens for row in rows))
-        except (Exception, torch.OutOfMemoryError) as error:
-            return error
-        return None
+        return attempt(self._compute, packed.kind, rows, sum(row.tokens for row in rows))

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tlora.engine.wall import Failure, attempt
 from tlora.errors import ConfigError
 from tlora.job import JobSpec, RunSpec
 
@@ -33,13 +34,14 @@ class RowWriter:
         self._path, self._note, self._broken = path, note, False
 
     def write(self, row: Row) -> None:
-        try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({k: finite(v) if isinstance(v, float) else v for k, v in row.items()}) + "\n")
-        except OSError as error:
+        if isinstance(failed := attempt(self._append, row), Failure):
             if not self._broken:
-                self._note(f"{self._path}: {error.strerror}; rows are dropped until it can be written again")
+                self._note(f"{failed.reason}; rows of {self._path} are dropped until it can be written again")
             self._broken = True
+
+    def _append(self, row: Row) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({k: finite(v) if isinstance(v, float) else v for k, v in row.items()}) + "\n")
 
 
 def check_trackers(names: list[str]) -> None:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 
 from tlora import durable
 from tlora.adapters.peft import load_params, read_config
-from tlora.adapters.state import AdapterLayout, AdapterState
+from tlora.adapters.state import AdapterLayout
 from tlora.batching.pack import auto_token_budget
 from tlora.data.prepare import Preparation, Prepared, PrepareRequest, prepare
 from tlora.engine.memory import MemoryModel, bytes_in_fp8, measure, memory_limit
-from tlora.errors import CapacityError, DataError, ModelError, TloraError
+from tlora.engine.start import adopt_adapter_config, find_start
+from tlora.engine.wall import Failure, attempt
+from tlora.errors import CapacityError, DataError, ModelError
 from tlora.job import JobSpec, RunSpec
-from tlora.jobs_file import explain
 from tlora.report.wording import by_jobs
 from tlora.supermodel.base_name import same_base
 from tlora.supermodel.fp8_linear import has_fp8
@@ -148,26 +149,35 @@ def plan_jobs(run: RunSpec, model: SuperModel, preparation: Preparation, resumed
 
 
 def plan_job(spec: JobSpec, data: Prepared | DataError, model: SuperModel, resumed: Path | None) -> PlannedJob:
-    """What is known of a job by itself: all but whether it fits into memory. `resumed`: the run's directory, with a checkpoint perhaps."""
+    """What is known of a job by itself: all but whether it fits into memory. `resumed`: the run's directory, with a checkpoint perhaps.
+
+    Never raises: each of its steps stands behind the wall, and what they raise are the job's problems.
+    """
     job = PlannedJob(spec)
-    if isinstance(data, DataError):
-        job.problems.append(str(data))
-    else:
-        job.data = data
-        job.warnings += data.warnings() + _position_warnings(data, model.model.config.get_text_config())
-    try:
-        start = _start_of(spec, resumed)
-        if start is not None:
-            job.spec, warnings = adopt_adapter_config(spec, start)
-            job.warnings += warnings + _base_warnings(start, model.base.name)
-        job.layout = model.layout(job.spec)
-        job.warnings += _rank_warnings(job.layout)
-        if start is not None:
-            load_params(start, job.layout, torch.float32)
-    except TloraError as error:
-        job.problems.append(str(error))
-    job.problems += _length_problems(job, model.model)
+    steps = partial(_take_data, job, data, model.model), partial(_take_shape, job, model, resumed), partial(_check_length, job, model.model)
+    for step in steps:
+        if isinstance(failed := attempt(step), Failure):
+            job.problems.append(failed.reason)
     return job
+
+
+def _take_data(job: PlannedJob, data: Prepared | DataError, model: Any) -> None:
+    if isinstance(data, DataError):
+        raise data
+    job.data = data
+    job.warnings += data.warnings() + _position_warnings(data, model.config.get_text_config())
+
+
+def _take_shape(job: PlannedJob, model: SuperModel, resumed: Path | None) -> None:
+    """The adapter's layout; where the job starts from an adapter, that one's shape, and its weights read once to see that they fit."""
+    start = find_start(job.spec, resumed)
+    if start is not None:
+        job.spec, warnings = adopt_adapter_config(job.spec, start)
+        job.warnings += warnings + _base_warnings(start, model.base.name)
+    job.layout = model.layout(job.spec)
+    job.warnings += _rank_warnings(job.layout)
+    if start is not None:
+        load_params(start, job.layout, torch.float32)
 
 
 def prepare_requests(run: RunSpec, vocab_size: int) -> list[PrepareRequest]:
@@ -175,53 +185,14 @@ def prepare_requests(run: RunSpec, vocab_size: int) -> list[PrepareRequest]:
     return [PrepareRequest(job.name, job.data, job.seed, run.base_model, vocab_size, durable.cache_dir(), Path.cwd()) for job in run.jobs]
 
 
-def _start_of(spec: JobSpec, resumed: Path | None) -> Path | None:
-    """The adapter whose shape a job with `adapter_path` has: its own newest checkpoint in the `resumed` run, or else that adapter."""
-    if not spec.adapter_path:
-        return None
-    return (durable.find_verified(resumed / spec.name) if resumed else None) or Path(spec.adapter_path)
-
-
-def adopt_adapter_config(spec: JobSpec, start: Path) -> tuple[JobSpec, list[str]]:
-    """A job that starts from an adapter has that adapter's shape, with a warning where the jobs file says otherwise. Raises ModelError."""
-    config = read_config(start)
-    if isinstance(config.get("target_modules"), str):
-        raise ModelError(f"{start}: target_modules is the pattern {config['target_modules']!r}. List the layers' names there")
-    shape = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
-    adopted = {key: config[key] for key in shape if config.get(key) is not None}
-    if not isinstance(config.get("target_modules"), list):
-        raise ModelError(f"{start}: target_modules must be a list of names, and is {config.get('target_modules')!r}")
-    adopted["target_modules"] = sorted(config["target_modules"])
-    differ = [key for key in shape if key in spec.model_fields_set and key in adopted and getattr(spec, key) != adopted[key]]
-    warnings = [f"{key} is {adopted[key]}, as in {start} (the job says {getattr(spec, key)})" for key in differ]
-    try:
-        return JobSpec.model_validate(spec.model_dump() | adopted), warnings
-    except ValidationError as error:
-        raise ModelError(f"{start}: its adapter_config.json cannot be continued: {_one_line(explain(error))}") from None
-
-
-def _one_line(problems: str) -> str:
-    """A job's reason stands in a table: several problems follow each other instead of standing in a list."""
-    return "; ".join(line.strip() for line in problems.splitlines() if not line.endswith("problems:"))
-
-
-def start_state(spec: JobSpec, model: SuperModel, layout: AdapterLayout) -> AdapterState | None:
-    """The adapter that `adapter_path` names, on the host, with a fresh optimizer; None for a new one."""
-    if not spec.adapter_path:
-        return None
-    params = load_params(Path(spec.adapter_path), layout, model.bank.sum_dtype)
-    return AdapterState(layout, params, torch.zeros_like(params), torch.zeros_like(params))
-
-
-def _length_problems(job: PlannedJob, model: Any) -> list[str]:
+def _check_length(job: PlannedJob, model: Any) -> None:
     """Samples that the base cannot take at all, or only by changing the other jobs' results."""
     longest = longest_sample(job.data) if job.data else 0
     table, safe = learned_positions(model), longest_safe_sequence(model)
     if table is not None and longest > table:
-        return [f"a sample has {longest} tokens, and this base has {table} learned positions. Set max_length: {table}"]
+        raise DataError(f"a sample has {longest} tokens, and this base has {table} learned positions. Set max_length: {table}")
     if safe is not None and longest > safe:
-        return [f"a sample has {longest} tokens, and this base's rotary embedding changes past {safe}. Set max_length: {safe}"]
-    return []
+        raise DataError(f"a sample has {longest} tokens, and this base's rotary embedding changes past {safe}. Set max_length: {safe}")
 
 
 def _position_warnings(data: Prepared, config: Any) -> list[str]:

@@ -21,8 +21,9 @@ from tlora.engine.job_run import JobRun
 from tlora.engine.metrics import RowWriter, Tracker, finite
 from tlora.engine.model_card import CARD_FILE, model_card
 from tlora.engine.reserve import Reserve
+from tlora.engine.wall import Failure, attempt
 from tlora.engine.writer import Writer, Written
-from tlora.errors import CheckpointError, TloraError
+from tlora.errors import CheckpointError
 from tlora.kernels.transfer import download
 
 Status = Literal["done", "failed", "stopped"]
@@ -87,6 +88,10 @@ class _Moment:
         return _Moment(replace(state, params=moved[0], exp_avg=moved[1], exp_avg_sq=moved[2]), self.progress)
 
 
+def _on_host(moment: _Moment | Failure) -> _Moment | Failure:
+    return moment if isinstance(moment, Failure) else attempt(moment.on_host)
+
+
 class Recorder:
     """Writes for one job. `settings`: its values of the fields that a sweep varies, for its result."""
 
@@ -99,7 +104,7 @@ class Recorder:
         self._saved_step = run.progress.step if run.progress.step else -1
         self._written: Progress | None = None  # of the newest checkpoint that is known to be whole; the writing thread's
         self._stats: StepStats | None = None
-        self._broke: BaseException | None = None  # a write that nobody waits for, and not for the disk's sake
+        self._broke: BaseException | None = None  # what passed the wall in a write that nobody waits for
         if not run.progress.finished:  # what an interrupted run said of this job is over
             (run.directory / "result.json").unlink(missing_ok=True)
         if (run.directory / f"checkpoint-{run.progress.step}").is_dir():  # the one from which it goes on, which was verified
@@ -154,7 +159,8 @@ class Recorder:
         if (best_here or (p.step > 0 and run.due(run.spec.save_steps))) and self._saved_step != p.step:
             self._raise_what_broke()
             self._saved_step = p.step
-            written = self._queue(partial(self._try_to_write, self._moment(state, owned=False), last=best_here))
+            moment = attempt(self._moment, state, owned=False)
+            written = self._queue(partial(self._write_due, moment, p.step, last=best_here))
             written.add_done_callback(self._see_whether_it_broke)
 
     def finish(self, state: AdapterState) -> Future[Outcome]:
@@ -162,18 +168,18 @@ class Recorder:
         self._run.progress.finished = True
         if self._run.progress.unlogged and self._stats:  # an early stop comes between two rows
             self._log_steps(self._stats)
-        moment = self._moment(state)
-        return self._queue(lambda: self._write_end(moment.on_host()))
+        moment = attempt(self._moment, state)
+        return self._queue(lambda: self._write_end(_on_host(moment)))
 
     def interrupt(self, state: AdapterState) -> Future[Outcome]:
         """A checkpoint of the present state, with which the job can go on."""
-        moment = self._moment(state)
-        return self._queue(lambda: self._write_interruption(moment.on_host()))
+        moment = attempt(self._moment, state)
+        return self._queue(lambda: self._write_interruption(_on_host(moment)))
 
     def fail(self, state: AdapterState, reason: str) -> Future[Outcome]:
         """A checkpoint of the last finite state, if the disk takes it."""
-        moment = self._moment(state)
-        return self._queue(lambda: self._write_failure(moment.on_host(), reason))
+        moment = attempt(self._moment, state)
+        return self._queue(lambda: self._write_failure(_on_host(moment), reason))
 
     def hand_over(self) -> Future[Outcome]:
         """The adapter of a job that was finished before this run: its last checkpoint stands."""
@@ -190,64 +196,64 @@ class Recorder:
             return _Moment(state, progress, torch.cuda.current_stream(device).record_event())
         return _Moment(state.on_host(owned=owned), progress)
 
-    # -- by the writing thread -----------------------------------------------------------------------------------------
+    # -- by the writing thread; what fails there, as a moment that could not be taken, is this job's failure -------------
 
-    def _try_to_write(self, moment: _Moment, *, last: bool) -> None:
-        try:
-            self._write_checkpoint(moment, last=last)
-        except (OSError, TloraError) as error:
-            if isinstance(error, OSError) and durable.is_full(error):
-                self._context.reserve.full(error)
-            else:
-                failed = f"checkpoint at step {moment.progress.step} failed, the job goes on without it: {error}"
-                self._context.note(f"{self._run.spec.name}: {failed}")
+    def _write_due(self, moment: _Moment | Failure, step: int, *, last: bool) -> None:
+        saved = self._save(moment, last=last)
+        if not isinstance(saved, Failure):
+            return
+        if isinstance(saved.error, OSError) and durable.is_full(saved.error):
+            self._context.reserve.full(saved.error)
+        else:
+            failed = f"checkpoint at step {step} failed, the job goes on without it: {saved.reason}"
+            self._context.note(f"{self._run.spec.name}: {failed}")
 
     def _see_whether_it_broke(self, written: Future[None]) -> None:
         self._broke = written.exception() or self._broke
 
     def _raise_what_broke(self) -> None:
-        """What a write raised that is no failure of a disk, but a bug: ends the run as it would anywhere else, and loses nothing more."""
+        """An interrupt that met the main thread while it wrote ends the run as it would anywhere else, and loses nothing more."""
         if (broke := self._broke) is not None:
             self._broke = None
             raise broke
 
-    def _write_end(self, moment: _Moment) -> Outcome:
-        try:
-            try:
-                self._write_checkpoint(moment, last=True)
-            except CheckpointError as error:
-                if not durable.is_full(error):
-                    raise
-                self._write_adapter_alone(moment)
-                self._context.note(f"{self._run.spec.name}: its adapter is saved, its last checkpoint is not: {error}")
-            else:
-                self._export(moment.progress)
-        except (OSError, TloraError) as error:
-            return self._write_failure(moment, str(error))
+    def _write_end(self, moment: _Moment | Failure) -> Outcome:
+        written = moment if isinstance(moment, Failure) else attempt(self._write_last, moment)
+        if isinstance(written, Failure):
+            return self._write_failure(moment, written.reason)
         self._raise_what_broke()
         return "done", ""
+
+    def _write_last(self, moment: _Moment) -> None:
+        try:
+            self._write_checkpoint(moment, last=True)
+        except CheckpointError as error:
+            if not durable.is_full(error):
+                raise
+            self._write_adapter_alone(moment)
+            self._context.note(f"{self._run.spec.name}: its adapter is saved, its last checkpoint is not: {error}")
+        else:
+            self._export(moment.progress)
 
     def _write_adapter(self, progress: Progress) -> Outcome:
-        try:
-            self._export(progress)
-        except (OSError, TloraError) as error:
-            return "failed", str(error)
-        return "done", ""
+        exported = attempt(self._export, progress)
+        return ("failed", exported.reason) if isinstance(exported, Failure) else ("done", "")
 
-    def _write_interruption(self, moment: _Moment) -> Outcome:
-        at = f"interrupted at step {moment.progress.step}"
-        try:
-            where = self._write_checkpoint(moment, last=True)
-        except OSError as error:
-            return "stopped", f"{at} and not saved: {error}"
+    def _write_interruption(self, moment: _Moment | Failure) -> Outcome:
+        at, saved = f"interrupted at step {self._run.progress.step}", self._save(moment, last=True)
+        if isinstance(saved, Failure):
+            return "stopped", f"{at} and not saved: {saved.reason}"
         self._raise_what_broke()
-        return "stopped", f"{at}; {where} continues with resume"
+        return "stopped", f"{at}; {saved} continues with resume"
 
-    def _write_failure(self, moment: _Moment, reason: str) -> Outcome:
-        try:
-            return "failed", f"{reason}; its last finite state is {self._write_checkpoint(moment, last=True)}"
-        except OSError as error:
-            return "failed", f"{reason}; its state could not be saved ({error})"
+    def _write_failure(self, moment: _Moment | Failure, reason: str) -> Outcome:
+        saved = self._save(moment, last=True)
+        if isinstance(saved, Failure):
+            return "failed", f"{reason}; its state could not be saved ({saved.reason})"
+        return "failed", f"{reason}; its last finite state is {saved}"
+
+    def _save(self, moment: _Moment | Failure, *, last: bool) -> Path | Failure:
+        return moment if isinstance(moment, Failure) else attempt(self._write_checkpoint, moment, last=last)
 
     def _write_checkpoint(self, moment: _Moment, *, last: bool) -> Path:
         """Durable before older ones go; not written again where the newest one holds this moment. `last`: no later save makes up for
@@ -364,12 +370,14 @@ class Recorder:
     def _write_card(self, result: JobResult) -> None:
         """One that is there may have been edited, and stays."""
         run, path = self._run, self._run.directory / CARD_FILE
-        report = cast("dict[str, Any]", run.train.meta["report"])
-        try:
+
+        def write() -> None:
             if not path.exists():
+                report = cast("dict[str, Any]", run.train.meta["report"])
                 durable.write_file(path, model_card(run.spec, self._context.base_model, report, asdict(result), run.directory))
-        except (OSError, TloraError) as error:
-            self._context.note(f"{path}: {error}")
+
+        if isinstance(failed := attempt(write), Failure):
+            self._context.note(f"{path}: {failed.reason}")
 
 
 def _copy(progress: Progress) -> Progress:
@@ -378,7 +386,11 @@ def _copy(progress: Progress) -> Progress:
 
 def write_result(directory: Path, result: JobResult, note: Callable[[str], None]) -> None:
     """`result.json`; where it cannot be written, the result still goes back to the caller."""
-    try:
-        durable.write_file(directory / "result.json", json.dumps(asdict(result), indent=1) + "\n")
-    except OSError as error:
-        note(f"{directory / 'result.json'}: {error}")
+    path = directory / "result.json"
+
+    def write() -> None:
+        durable.make_directory(directory)
+        durable.write_file(path, json.dumps(asdict(result), indent=1) + "\n")
+
+    if isinstance(failed := attempt(write), Failure):
+        note(f"{path}: {failed.reason}")

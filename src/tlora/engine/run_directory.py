@@ -18,8 +18,10 @@ from typing import Any
 from tlora import __version__, durable
 from tlora.engine.checkpoint import read_progress
 from tlora.engine.fingerprint import Fingerprint, read_fingerprint
+from tlora.engine.wall import Failure, attempt
 from tlora.errors import ConfigError
 from tlora.job import JobSpec, RunSpec, split_revision
+from tlora.json_file import read_object
 from tlora.supermodel.load import pin_revision
 
 _FREE_TO_CHANGE = {"weight", "logging_steps", "save_steps", "save_total_limit", "sweep_of"}  # by --resume: no number depends on them
@@ -80,7 +82,7 @@ def earlier_base(run: RunSpec, resume: bool) -> Fingerprint | None:
 
 @contextmanager
 def hold_run_directory(run: RunSpec, resume: bool, overwrite: bool) -> Iterator[Path]:
-    """Make `output_dir` with a directory per job, or take up an earlier run's, and hold it until the end. Raises ConfigError.
+    """Make `output_dir`, or take up an earlier run's, and hold it until the end. Raises ConfigError.
 
     Called when everything else is known to be right: what `overwrite` deletes is deleted here.
     """
@@ -112,7 +114,7 @@ def _cannot_write(directory: Path, error: OSError) -> ConfigError:
 def _take_up(directory: Path, run: RunSpec, resume: bool) -> None:
     durable.clean(directory)
     if resume:
-        check_same_jobs(directory, run.jobs)
+        _check_same_jobs(directory, run.jobs)
         durable.truncate_rows(directory / "run.jsonl", lambda _: True)  # a kill may have torn its last line
     elif (directory / "run.json").is_file():
         for name in {job["name"] for job in _read_run_file(directory / "run.json")["jobs"]} | {job.name for job in run.jobs}:
@@ -120,9 +122,6 @@ def _take_up(directory: Path, run: RunSpec, resume: bool) -> None:
         for name in ("run.jsonl", "report.html"):  # run.json is replaced: without it nobody would know this for a run
             (directory / name).unlink(missing_ok=True)
     write_run_file(directory, run, {"status": "preparing"}, forget=not resume)  # first of all: whatever is killed from here on is a run
-    for job in run.jobs:
-        durable.make_directory(directory / job.name)
-        write_job_file(directory / job.name, job)
 
 
 def check_tiles(run: RunSpec, tiles: str | None) -> str | None:
@@ -152,21 +151,40 @@ def _read_run_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is damaged ({str(error).splitlines()[0]}). Use a new output_dir; the adapters there stay") from None
 
 
-def check_same_jobs(directory: Path, jobs: Sequence[JobSpec]) -> None:
-    """A resumed job must be the same order, or its adapter would be nobody's. New jobs may be added, others left out for now.
-
-    A job without a checkpoint starts anew: what an earlier run wrote of its order binds nobody (its start may have been missing then).
-    Raises ConfigError.
-    """
-    changed: list[str] = []
-    for job in jobs:
-        path = directory / job.name / "job.json"
-        if path.is_file() and any(path.parent.glob("checkpoint-*")):
-            old, now = json.loads(path.read_text(encoding="utf-8")), json.loads(job.model_dump_json())
-            differ = [key for key in now if key not in _FREE_TO_CHANGE and old.get(key) != now[key]]
-            changed += [f"{job.name}: {key} was {old.get(key)!r} and is {now[key]!r}" for key in differ]
-    if changed:
+def check_same_job(directory: Path, job: JobSpec) -> None:
+    """A resumed job must be the same order, or its adapter would be nobody's. Raises ConfigError, also where that cannot be seen."""
+    if changed := _changes(directory, job):
         _refuse_other_run(changed)
+
+
+def _check_same_jobs(directory: Path, jobs: Sequence[JobSpec]) -> None:
+    """The same for all jobs of a run, which is then not the run that was interrupted. New jobs may be added, others left out for now. A
+    job whose `job.json` cannot be read fails by itself, when it is opened.
+    """
+    found = [attempt(_changes, directory / job.name, job) for job in jobs]
+    if changed := [change for changes in found if not isinstance(changes, Failure) for change in changes]:
+        _refuse_other_run(changed)
+
+
+def _changes(directory: Path, job: JobSpec) -> list[str]:
+    """In what `job` differs from the order whose checkpoints lie in `directory`. Raises ConfigError for a damaged `job.json`.
+
+    Without a checkpoint the job starts anew: what an earlier run wrote of its order binds nobody (its start may have been missing then).
+    """
+    path = directory / "job.json"
+    if not path.exists() or not any(directory.glob("checkpoint-*")):
+        return []
+    try:
+        content = read_object(path)
+        earlier = JobSpec.model_validate({key: value for key, value in content.items() if key in JobSpec.model_fields})
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is damaged ({str(error).splitlines()[0]}): it cannot be seen whether the checkpoints there are of this order. "
+            "Put it back; or remove it, if you know that they are"
+        ) from None
+    old, now = (json.loads(spec.model_dump_json()) for spec in (earlier, job))
+    differ = [key for key in now if key not in _FREE_TO_CHANGE and old[key] != now[key]]
+    return [f"{job.name}: {key} was {old[key]!r} and is {now[key]!r}" for key in differ]
 
 
 def _refuse_other_run(changed: list[str]) -> None:

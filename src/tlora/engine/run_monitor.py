@@ -141,6 +141,6 @@ def _last_second(path: Path) -> float:
     except OSError:
         return last
     for line in lines:
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
             last = max(last, float(json.loads(line)["seconds"]))
     return last

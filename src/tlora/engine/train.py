@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import _thread
-import json
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from tlora.adapters.state import AdapterLayout
+from tlora.adapters.state import AdapterLayout, AdapterState
 from tlora.data.prepare import Preparation, WorkerProcess, start_worker
 from tlora.engine import checkpoint
 from tlora.engine.admission import open_run, refuse
 from tlora.engine.engine import Engine
 from tlora.engine.fingerprint import BaseGuard
+from tlora.engine.job_run import JobRun
 from tlora.engine.memory_probe import DeviceMeter, compile_evaluation, probe, probe_key, recall, remember
 from tlora.engine.metrics import Tracker, check_trackers
 from tlora.engine.plan import PlannedJob, RunPlan, check_base_fits, describe_plan, pick_device, plan_run, settle
@@ -32,9 +33,11 @@ from tlora.engine.run_directory import check_run_directory, check_tiles, earlier
 from tlora.engine.run_monitor import RunMonitor
 from tlora.engine.serving import ServingFiles
 from tlora.engine.threads import choose_threads, compute_with
+from tlora.engine.wall import Failure, attempt
 from tlora.errors import ConfigError, TloraError
 from tlora.job import JobSpec, RunSpec
 from tlora.jobs_file import explain, read_jobs_file
+from tlora.json_file import read_object
 from tlora.report.run_page import write_report
 from tlora.supermodel.base_name import public_name
 from tlora.supermodel.fp8_linear import check_fp8
@@ -79,34 +82,14 @@ def train(
     place = pick_device(device)
     guard = BaseGuard(run.base_model, find_directory(run.base_model), earlier_base(run, resume))
     monitor = RunMonitor(Path(run.output_dir), {job.name: job.r for job in run.jobs}, watcher, resume)
-    with _data_worker(place) as worker:
-        base = outline(run.base_model, run.dtype, run.base_precision)
-        if run.base_precision == "fp8":
-            check_fp8(place, base.head.weight_VH.dtype)
-        sizes = [(p.numel(), p.element_size()) for p in base.model.parameters()]
-        outlined = SuperModel(base)
-        compiling = outlined.compile_ahead(place, run.jobs)
-        base_bytes = sum(n * size for n, size in sizes)
-        plan = plan_run(run, outlined, base_bytes, place, Preparation(monitor.preparing, worker), resume)
-    check_base_fits(plan)
-    threads = choose_threads(run, plan, outlined.targets().values(), place, resume, watcher.note)
-    monitor.stage(f"loading {run.base_model}")
-    model = SuperModel.from_pretrained(run.base_model, run.dtype, str(place), run.deterministic, run.base_precision)
-    if resume and (changed := check_tiles(run, model.tiles)):
-        watcher.note(changed)
-    model.expect(plan.can_run)
-    if compiling is not None:
-        monitor.stage("compiling kernels")
-        compiling.wait()
-    monitor.stage("measuring memory")
-    plan = _measure_memory(run, plan, model, watcher.note)
-    model.recomputed_layers = min(plan.recomputed_layers, model.num_layers)
+    loaded = _load(run, place, monitor, resume)
+    plan, model, threads = loaded.plan, loaded.model, loaded.threads
     serving = ServingFiles(run.base_model)
     templates = serving.warn([(job.spec, job.data.report.format) for job in plan.jobs if job.data])
     for line in (*plan.warnings, *plan.job_warnings(), *templates, describe_plan(plan)):
         watcher.note(line)
     engine = Engine(model, plan.token_budget, watcher.note, plan.longest)
-    facts = _facts(plan, model, place, threads) | {"base_parameters": sum(n for n, _ in sizes)}
+    facts = _facts(loaded, place)
     adopted = [job.spec for job in plan.jobs]  # those that start from an adapter have its shape by now
     run = run.model_copy(update={"jobs": adopted, "cpu_threads": threads or run.cpu_threads})
     with hold_run_directory(run, resume, overwrite) as directory, closing(guard), compute_with(threads):
@@ -136,19 +119,58 @@ def train(
     return results
 
 
+@dataclass(frozen=True)
+class _Loaded:
+    """What a run needs for its first step. `threads`: those of the CPU that it computes with, None on a GPU."""
+
+    plan: RunPlan
+    model: SuperModel
+    threads: int | None
+    base_parameters: int
+
+
+def _load(run: RunSpec, place: torch.device, monitor: RunMonitor, resume: bool) -> _Loaded:
+    """Plan all jobs on an outline of the base, then load it, and measure what it takes of the memory."""
+    with _data_worker(place) as worker:
+        base = outline(run.base_model, run.dtype, run.base_precision)
+        if run.base_precision == "fp8":
+            check_fp8(place, base.head.weight_VH.dtype)
+        sizes = [(p.numel(), p.element_size()) for p in base.model.parameters()]
+        outlined = SuperModel(base)
+        compiling = outlined.compile_ahead(place, run.jobs)
+        base_bytes = sum(n * size for n, size in sizes)
+        plan = plan_run(run, outlined, base_bytes, place, Preparation(monitor.preparing, worker), resume)
+    check_base_fits(plan)
+    threads = choose_threads(run, plan, outlined.targets().values(), place, resume, monitor.note)
+    monitor.stage(f"loading {run.base_model}")
+    model = SuperModel.from_pretrained(run.base_model, run.dtype, str(place), run.deterministic, run.base_precision)
+    if resume and (changed := check_tiles(run, model.tiles)):
+        monitor.note(changed)
+    model.expect(plan.can_run)
+    if compiling is not None:
+        monitor.stage("compiling kernels")
+        compiling.wait()
+    monitor.stage("measuring memory")
+    plan = _measure_memory(run, plan, model, monitor.note)
+    model.recomputed_layers = min(plan.recomputed_layers, model.num_layers)
+    return _Loaded(plan, model, threads, base_parameters=sum(n for n, _ in sizes))
+
+
 def _data_worker(place: torch.device) -> AbstractContextManager[WorkerProcess | None]:
     """Beside a GPU there are cores to spare, so that it loads its libraries while this process loads its own: 3 s of 30."""
     return start_worker() if place.type == "cuda" else nullcontext()
 
 
-def _facts(plan: RunPlan, model: SuperModel, device: torch.device, threads: int | None) -> dict[str, Any]:
+def _facts(loaded: _Loaded, device: torch.device) -> dict[str, Any]:
     """What `run.json` tells of a run beside its order."""
+    threads, tiles = loaded.threads, loaded.model.tiles
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": f"cpu ({threads} thread{'s' * (threads > 1)})" if threads else torch.cuda.get_device_name(device),
-        "token_budget": plan.token_budget,
-        "recomputed_layers": plan.recomputed_layers,
-    } | ({"tiles": model.tiles} if model.tiles else {})
+        "token_budget": loaded.plan.token_budget,
+        "recomputed_layers": loaded.plan.recomputed_layers,
+        "base_parameters": loaded.base_parameters,
+    } | ({"tiles": tiles} if tiles else {})
 
 
 def _measure_memory(run: RunSpec, plan: RunPlan, model: SuperModel, note: Callable[[str], None]) -> RunPlan:
@@ -234,20 +256,24 @@ class _Session:
 
     def _start(self, job: PlannedJob) -> None:
         name = job.spec.name
-        directory = self._directory / name
-        try:
-            run, state = open_run(job, self._engine.model, directory, self._monitor.resume, self._monitor.note)
-        except (TloraError, OSError) as error:
+        opened = attempt(self._open, job)
+        if isinstance(opened, Failure):
             self._reserve.ended(name)
-            self._engine.results[name] = refuse(job.spec, directory, str(error), self._settings[name], self._monitor.note)
+            directory, settings = self._directory / name, self._settings[name]
+            self._engine.results[name] = refuse(job.spec, directory, opened.reason, settings, self._monitor.note)
             return
-        tracker = Tracker(self._run, job.spec, directory, self._monitor.note)
-        recorder = Recorder(run, self._context, tracker, self._settings[name])
-        assert job.layout is not None and job.data is not None, f"{name} was opened without layout or data"
-        self._serving.write(directory, job.spec, job.data.report.format, self._monitor.note)
+        assert job.layout is not None, f"{name} was opened without a layout"
         self._layouts[name] = job.layout
+        run, state, recorder = opened
         self._monitor.track(run)
         self._engine.join(run, recorder, state)
+
+    def _open(self, job: PlannedJob) -> tuple[JobRun, AdapterState, Recorder]:
+        run, state = open_run(job, self._engine.model, self._directory / job.spec.name, self._monitor.resume, self._monitor.note)
+        assert job.data is not None, f"{job.spec.name} was opened without data"
+        self._serving.write(run.directory, job.spec, job.data.report.format, self._monitor.note)
+        tracker = Tracker(self._run, job.spec, run.directory, self._monitor.note)
+        return run, state, Recorder(run, self._context, tracker, self._settings[job.spec.name])
 
     def tell_interrupted(self, number: int) -> None:
         """In a thread of its own: the first signal has come."""
@@ -274,7 +300,7 @@ class _Session:
         """A job whose turn did not come: as an earlier run left it, or interrupted before it began."""
         directory = self._directory / spec.name
         try:
-            return JobResult(**json.loads((directory / "result.json").read_text(encoding="utf-8")))
+            return JobResult(**read_object(directory / "result.json"))
         except (OSError, ValueError, TypeError):
             settings = self._settings[spec.name]
             result = JobResult(spec.name, "stopped", "interrupted before it began", spec.r, sweep_of=spec.sweep_of, settings=settings)

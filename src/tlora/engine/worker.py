@@ -22,7 +22,6 @@ from typing import BinaryIO
 
 from transformers.utils import logging
 
-from tlora import durable
 from tlora.adapters.state import AdapterState
 from tlora.data.dataset import find_damage
 from tlora.data.prepare import Prepared, open_sets, prepare
@@ -31,13 +30,13 @@ from tlora.engine.engine import Engine
 from tlora.engine.job_run import JobRun
 from tlora.engine.metrics import Tracker
 from tlora.engine.pace import Pace
-from tlora.engine.plan import plan_job, prepare_requests
+from tlora.engine.plan import PlannedJob, plan_job, prepare_requests
 from tlora.engine.recorder import JobResult, Recorder, RunContext
 from tlora.engine.reserve import Reserve
-from tlora.engine.run_directory import check_same_jobs, write_job_file
 from tlora.engine.serving import ServingFiles
+from tlora.engine.wall import Failure, attempt
 from tlora.engine.writer import Writer
-from tlora.errors import DataError, TloraError
+from tlora.errors import DataError
 from tlora.job import JobSpec, RunSpec
 from tlora.supermodel.base_name import public_name
 from tlora.supermodel.supermodel import SuperModel
@@ -159,10 +158,8 @@ class Worker:
 
     def _prepare(self, join: Join) -> None:
         """In a thread of its own: the sets that were made before, or, where there are none, a process that makes them."""
-        try:
-            self._inbox.put(_Prepared(join, self._data_of(join)))
-        except Exception as error:  # whatever it is, it is this job's, and the thread has nobody else to tell
-            self._inbox.put(_Prepared(join, DataError(f"{join.job.data.path}: {type(error).__name__}: {error}")))
+        data = attempt(self._data_of, join)
+        self._inbox.put(_Prepared(join, DataError(data.reason) if isinstance(data, Failure) else data))
 
     def _data_of(self, join: Join) -> Prepared | DataError:
         (request,) = prepare_requests(self._run_of(join.job), self._engine.model.base.vocab_size)
@@ -171,10 +168,7 @@ class Worker:
         )
         if train_set is not None and (eval_set is not None or not request.data.eval_path):
             return open_sets(request, train_set, eval_set)
-        try:
-            return prepare([request])[request.key]
-        except TloraError as error:
-            return DataError(str(error))
+        return prepare([request])[request.key]
 
     def _run_of(self, spec: JobSpec) -> RunSpec:
         """The job's order as a file of its own would have it."""
@@ -183,24 +177,24 @@ class Worker:
 
     def _open(self, spec: JobSpec, data: Prepared | DataError) -> None:
         """In a thread of its own, which has the job's directory to itself until the job is in, or refused, or has been let go."""
-        model, directory = self._engine.model, self._directory / spec.name
-        try:
-            durable.make_directory(directory)
-            planned = plan_job(spec, data, model, self._directory)
-            check_same_jobs(self._directory, [planned.spec])
-            for warning in planned.said():
-                note(f"{spec.name}: {warning}")
-            run, state = open_run(planned, model, directory, True, note)
-            write_job_file(directory, planned.spec)
-            assert planned.data is not None, f"{spec.name} was opened without data"
-            for line in self._serving.warn([(planned.spec, planned.data.report.format)]):
-                note(line)
-            self._serving.write(directory, planned.spec, planned.data.report.format, note)
-            self._inbox.put(_Opened(spec.name, run, state))
-        except Exception as error:
-            reason = str(error) if isinstance(error, TloraError | OSError) else f"{type(error).__name__}: {error}"
-            refuse(spec, directory, reason, {}, note)
-            self._inbox.put(_Opened(spec.name, reason=reason))
+        directory = self._directory / spec.name
+        planned = plan_job(spec, data, self._engine.model, self._directory)
+        for warning in planned.said():
+            note(f"{spec.name}: {warning}")
+        opened = attempt(self._open_run, planned, directory)
+        if isinstance(opened, Failure):
+            refuse(spec, directory, opened.reason, {}, note)
+            self._inbox.put(_Opened(spec.name, reason=opened.reason))
+        else:
+            self._inbox.put(_Opened(spec.name, *opened))
+
+    def _open_run(self, planned: PlannedJob, directory: Path) -> tuple[JobRun, AdapterState]:
+        opened = open_run(planned, self._engine.model, directory, True, note)
+        assert planned.data is not None, f"{planned.spec.name} was opened without data"
+        for line in self._serving.warn([(planned.spec, planned.data.report.format)]):
+            note(line)
+        self._serving.write(directory, planned.spec, planned.data.report.format, note)
+        return opened
 
     def _let_in(self, opened: _Opened) -> None:
         name, run = opened.job_id, opened.run
@@ -213,12 +207,19 @@ class Worker:
             self._send(Failed(name, opened.reason))
             return
         run.set_weight(self._weights.get(name, run.spec.weight))
-        tracker = Tracker(self._run_of(run.spec), run.spec, run.directory, note)
+        recorder = attempt(self._recorder_of, run)
+        if isinstance(recorder, Failure):
+            refuse(run.spec, run.directory, recorder.reason, {}, note)
+            self._send(Failed(name, recorder.reason))
+            return
         self._paces[name] = Pace(run.progress.step, time.monotonic())
-        self._engine.join(run, Recorder(run, self._context, tracker, {}), opened.state)
+        self._engine.join(run, recorder, opened.state)
         self._engine.set_token_budget(self._engine.token_budget)
         if name in self._engine.runs:  # and not at its end already
             self._send(Joined(name, run.progress.step))
+
+    def _recorder_of(self, run: JobRun) -> Recorder:
+        return Recorder(run, self._context, Tracker(self._run_of(run.spec), run.spec, run.directory, note), {})
 
     # -- staying -------------------------------------------------------------------------------------------------------
 

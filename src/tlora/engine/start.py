@@ -1,0 +1,60 @@
+"""Where a job starts from: the adapter that its `adapter_path` names, with its shape and its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError
+
+from tlora import durable
+from tlora.adapters.peft import load_params, read_config
+from tlora.adapters.state import AdapterLayout, AdapterState
+from tlora.errors import ModelError
+from tlora.job import JobSpec
+from tlora.jobs_file import explain
+from tlora.supermodel.supermodel import SuperModel
+
+
+def find_start(spec: JobSpec, resumed: Path | None) -> Path | None:
+    """The adapter whose shape a job with `adapter_path` has: its own newest checkpoint in the `resumed` run, or else that adapter."""
+    if not spec.adapter_path:
+        return None
+    return (durable.find_verified(resumed / spec.name) if resumed else None) or Path(spec.adapter_path)
+
+
+def adopt_adapter_config(spec: JobSpec, start: Path) -> tuple[JobSpec, list[str]]:
+    """A job that starts from an adapter has that adapter's shape, with a warning where the jobs file says otherwise. Raises ModelError."""
+    config = read_config(start)
+    targets = config.get("target_modules")
+    if isinstance(targets, str):
+        raise ModelError(f"{start}: target_modules is the pattern {targets!r}. List the layers' names there")
+    if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
+        raise ModelError(f"{start}: target_modules must be a list of names, and is {targets!r}. List the layers' names there")
+    shape = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+    adopted = {key: config[key] for key in shape if config.get(key) is not None}
+    adopted["target_modules"] = sorted(targets)
+    differ = [key for key in shape if key in spec.model_fields_set and key in adopted and getattr(spec, key) != adopted[key]]
+    warnings = [f"{key} is {adopted[key]}, as in {start} (the job says {getattr(spec, key)})" for key in differ]
+    try:
+        adopting = JobSpec.model_validate(spec.model_dump() | adopted)
+        adopting.model_dump_json()  # half a surrogate pair may stand in a name, and could not be written into job.json
+    except ValidationError as error:
+        raise ModelError(f"{start}: its adapter_config.json cannot be continued: {_one_line(explain(error))}") from None
+    except PydanticSerializationError as error:
+        raise ModelError(f"{start}: its adapter_config.json has a name that is no text ({error}). Correct it there") from None
+    return adopting, warnings
+
+
+def _one_line(problems: str) -> str:
+    """A job's reason stands in a table: several problems follow each other instead of standing in a list."""
+    return "; ".join(line.strip() for line in problems.splitlines() if not line.endswith("problems:"))
+
+
+def start_state(spec: JobSpec, model: SuperModel, layout: AdapterLayout) -> AdapterState | None:
+    """The adapter that `adapter_path` names, on the host, with a fresh optimizer; None for a new one."""
+    if not spec.adapter_path:
+        return None
+    params = load_params(Path(spec.adapter_path), layout, model.bank.sum_dtype)
+    return AdapterState(layout, params, torch.zeros_like(params), torch.zeros_like(params))
