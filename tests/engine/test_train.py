@@ -112,7 +112,8 @@ def test_eight_jobs_that_differ_in_everything(base: Path, tmp_path: Path) -> Non
         assert written[-1]["num_tokens"] == result.num_tokens
     check_steps_and_evaluations(tmp_path / "out")
     check_run_files(tmp_path / "out", jobs)
-    assert seen[0].stage.startswith("tokenizing") and {job.status for job in seen[-1].jobs} == {"done"}
+    assert seen[0].stage.startswith(("tokenizing", "loading"))  # the former where it takes long enough to be told
+    assert {job.status for job in seen[-1].jobs} == {"done"}
     assert 0 <= seen[-1].padding < 0.2
 
 

@@ -295,9 +295,9 @@ def test_a_returning_name_is_another_adapter() -> None:
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize(("resident", "width"), [("a", 16), ("ab", 32), ("abc", 64)])
+@pytest.mark.parametrize(("resident", "width"), [("a", 16), ("ab", 32), ("abc", 128)])
 def test_kernels_are_compiled_for_who_is_resident_not_for_who_is_in_the_batch(resident: str, width: int) -> None:
-    """The largest rank counts, up to 64: any other would be a kernel that is compiled in the midst of training."""
+    """The largest rank counts, also of a job that has left: any other width would be a kernel that is compiled in mid-run."""
     shared = make_shared("llama", **ONE_LAYER)
     for job_id in resident:
         join(shared, "llama", job_id)
@@ -305,7 +305,11 @@ def test_kernels_are_compiled_for_who_is_resident_not_for_who_is_in_the_batch(re
     with shared._fast.fly(batch_of("a"), shared.bank, {}) as flight:
         assert flight.tables.width == width
     with shared._fast.fly(batch_of(resident), shared.bank, {}) as flight:
-        assert flight.tables.width == (128 if "c" in resident else width)  # rank 70
+        assert flight.tables.width == width
+    for job_id in resident[1:]:
+        shared.leave(job_id)
+    with shared._fast.fly(batch_of("a"), shared.bank, {}) as flight:
+        assert flight.tables.width == width
 
 
 def test_kernels_of_this_module_are_those_of_the_interpreter() -> None:
