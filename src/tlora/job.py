@@ -40,6 +40,11 @@ class LoraConfig(BaseModel):
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
     adapter_path: str | None = None  # an existing PEFT adapter to start from
 
+    @property
+    def largest_rank(self) -> int:
+        """Of all modules; at least 1."""
+        return max(self.r, *self.rank_pattern.values(), 1)
+
     def rank_of(self, module: str) -> int:
         """Rank of the adapter at `module` (its dotted name in the base): `rank_pattern` first, then `r`."""
         return _pattern_value(self.rank_pattern, module, self.r)

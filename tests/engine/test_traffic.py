@@ -54,7 +54,8 @@ def test_a_run_tells_its_tail_apart(base: Path, data: Path, tmp_path: Path) -> N
     assert f"fill {full:.1%} over {total['micro_batches']} micro-batches; tail" in note
     assert note.endswith(f"padding 0.0%, fill {tail:.1%} over {total['tail_micro_batches']} micro-batches")
     page = (tmp_path / "out" / "report.html").read_text()
-    assert f"fill {100 * tail:.1f} %, padding 0.0 %" in page and f"fill {100 * full:.1f} %, padding 0.0 %" in page
+    for share, key in ((full, "micro_batches"), (tail, "tail_micro_batches")):
+        assert f"{100 * share:.1f} % full" in page and f"padding 0.0 %; {total[key]} micro-batches" in page
 
 
 def test_nothing_packed_has_no_shares() -> None:

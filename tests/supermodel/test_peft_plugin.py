@@ -89,14 +89,20 @@ def test_outputs_and_gradients_are_pefts(family: str, calls: list[int]) -> None:
     assert set(calls) == {26}
 
 
-def test_the_kernels_give_pefts_outputs_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = adapted(torch.float32)
-    true = step(copy.deepcopy(model).double())
-    accelerate_peft(model)
+def interpreted_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Linears run on the kernels from now on, under the interpreter; one entry for each forward and each backward of one."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     launched: list[str] = []
     whole = single_lora._place
     monkeypatch.setattr(single_lora, "_place", lambda *a: launched.append("") or whole(*a))
+    return launched
+
+
+def test_the_kernels_give_pefts_outputs_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted(torch.float32)
+    true = step(copy.deepcopy(model).double())
+    accelerate_peft(model)
+    launched = interpreted_launches(monkeypatch)
     assert_same(step(model), true, LOGITS[torch.float32])
     assert len(launched) == 2 * 14  # forward and backward of each linear
 
@@ -214,10 +220,7 @@ def test_dropout_on_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted(torch.float32, lora_dropout=0.3)
     true = seeded_step(model)
     accelerate_peft(model)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    launched: list[str] = []
-    whole = single_lora._place
-    monkeypatch.setattr(single_lora, "_place", lambda *a: launched.append("") or whole(*a))
+    launched = interpreted_launches(monkeypatch)
     assert_same(seeded_step(model), true, LOGITS[torch.float32])
     assert len(launched) == 2 * 14
 

@@ -122,7 +122,7 @@ def _measure(
 @contextmanager
 def _residents(model: SuperModel, specs: Sequence[JobSpec]) -> Iterator[list[str]]:
     """Adapters like the largest two of `specs`: two in one tile are the most that the kernels hold side by side."""
-    largest = sorted(specs, key=_largest_rank, reverse=True)[:2]
+    largest = sorted(specs, key=lambda spec: spec.largest_rank, reverse=True)[:2]
     names: list[str] = []
     try:
         for i, spec in enumerate(largest):
@@ -222,11 +222,7 @@ def _file_of(key: str) -> Path:
 def probe_key(model: SuperModel, specs: Sequence[JobSpec], deterministic: bool, device: torch.device) -> str:
     """Of all that the measured bytes depend on: the base's shape, device, versions, and the ranks of the largest two adapters."""
     sizes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.model.named_parameters()]
-    ranks = sorted((_largest_rank(spec) for spec in specs), reverse=True)[:2]
+    ranks = sorted((spec.largest_rank for spec in specs), reverse=True)[:2]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     facts = (sizes, ranks, deterministic, name, torch.__version__, __version__)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-
-
-def _largest_rank(spec: JobSpec) -> int:
-    return max(spec.r, *spec.rank_pattern.values(), 1)

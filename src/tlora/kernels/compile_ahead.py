@@ -23,14 +23,13 @@ import torch
 from tlora.kernels import fused_linear
 from tlora.kernels.fp8 import DTYPE
 from tlora.kernels.fused_linear import LinearGroup
-from tlora.kernels.lora_tables import LoraTables, Run, Slots, build_tables
+from tlora.kernels.lora_tables import DA, DB, RUNS_STEP, A, B, LoraTables, Run, Slots, build_tables
 from tlora.kernels.tile_files import table_of_gpu
 from tlora.kernels.tiles import TileTable, keys_of
 
 META = torch.device("meta")
 Name = Literal["shrink x", "forward", "shrink dy", "input gradient", "sum dy", "sum x"]
 _TOKENS = 128
-_RUNS = 4  # tables are filled up to a multiple of it (`fast_path.py`): their rows start at multiples of 16 bytes
 
 
 @dataclass(frozen=True)
@@ -153,17 +152,17 @@ def _compile(order: Order, table: TileTable, kernel: _Kernel) -> None:
     s = empty(_TOKENS, len(group.widths) * order.width)
     match kernel.name:
         case "shrink x":
-            fused_linear.shrink([x], linears, tables, fused_linear.A)
+            fused_linear.shrink([x], linears, tables, A)
         case "forward":
             fused_linear.multiply(x, weights, biases, s, linears, tables)
         case "shrink dy":
-            fused_linear.shrink(dys, linears, tables, fused_linear.B)
+            fused_linear.shrink(dys, linears, tables, B)
         case "input gradient":
             fused_linear.multiply_back(dys, weights, s, linears, tables)
         case "sum dy":
-            fused_linear.add_sums(dys, s, linears, tables, fused_linear.DB)
+            fused_linear.add_sums(dys, s, linears, tables, DB)
         case "sum x":
-            fused_linear.add_sums([x], s, linears, tables, fused_linear.DA)
+            fused_linear.add_sums([x], s, linears, tables, DA)
 
 
 def _tables(order: Order, kernel: _Kernel) -> LoraTables:
@@ -172,12 +171,12 @@ def _tables(order: Order, kernel: _Kernel) -> LoraTables:
     lengths = (_TOKENS // 2,) * 2 if kernel.many else (_TOKENS,)
     ends = np.cumsum(lengths).tolist()
     runs = [Run(end - n, end, (n,), 0.5 if kernel.dropout else 0.0) for n, end in zip(lengths, ends, strict=True)]
-    runs += [Run(_TOKENS, _TOKENS, ())] * (_RUNS - len(runs))
-    rows = np.zeros((num, _RUNS, 5), np.int64)
+    runs += [Run(_TOKENS, _TOKENS, ())] * (RUNS_STEP - len(runs))
+    rows = np.zeros((num, RUNS_STEP, 5), np.int64)
     rows[:, :, 4] = order.width
     empty = partial(torch.empty, dtype=getattr(torch, order.dtype), device=META)
     banks = [(empty(order.width, group.in_features), empty(order.width, width)) for width in group.widths]
-    nothing = np.zeros((num, _RUNS))
+    nothing = np.zeros((num, RUNS_STEP))
     slots = Slots(rows, nothing.astype(np.int32), nothing.astype(np.float32), np.zeros(num, np.int32), banks)
     return build_tables(runs, slots, _TOKENS, torch.empty(_TOKENS, dtype=torch.int32, device=META), META)
 

@@ -12,13 +12,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tlora.kernels.fp8 import quantize_rows, transpose
-from tlora.kernels.lora_tables import TILE, WIDEST_PIECE, LoraTables
+from tlora.kernels.lora_tables import DA, DB, TILE, WIDEST_PIECE, A, B, LoraTables
 from tlora.kernels.tile_files import table_of
 from tlora.kernels.tiles import SkinnyTile, TileTable
 from tlora.kernels.triton_gemm import gemm_kernel
 from tlora.kernels.triton_lora import add_dropped_kernel, shrink_kernel, sum_kernel
 
-A, B, DA, DB = range(4)  # which of an adapter's rows: columns of `LoraTables.rows_LS5`
 LARGEST_GROUP = 3
 _DROPPED = SkinnyTile(TILE, 64, 2, 4)  # of `add_dropped_kernel`: tokens and columns of dx
 Item = TypeVar("Item")

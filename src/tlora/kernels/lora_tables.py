@@ -17,6 +17,8 @@ from tlora.kernels.device import to_device
 TILE = 64  # tokens; the kernels' row tiles are multiples of it
 WIDEST_PIECE = 64  # ranks that a kernel takes at a time
 ADDRESS_FIELDS = 5  # of a row of `rows_LS5`: addresses of the first row of A, B, dA, dB, and the rank
+A, B, DA, DB = range(4)  # the first four of them
+RUNS_STEP = 4  # runs are filled up to a multiple of it with empty ones: fewer shapes, and rows of tables at multiples of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)

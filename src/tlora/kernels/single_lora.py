@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tlora.kernels.device import runs_kernels
-from tlora.kernels.lora_tables import ADDRESS_FIELDS, LoraTables, Run, Slots, build_tables, rank_width
+from tlora.kernels.lora_tables import ADDRESS_FIELDS, DA, DB, A, B, LoraTables, Run, Slots, build_tables, rank_width
 from tlora.kernels.reference import lora_backward_, lora_forward_
 from tlora.kernels.segments import Segment
 
 if TYPE_CHECKING:
     from tlora.kernels.fused_linear import LinearGroup
 
-_A, _B, _DA, _DB = range(4)  # columns of `LoraTables.rows_LS5`
 _MOST_RUNS = 8
 _FEWEST_TOKENS_OF_A_RUN = 512
 _ROW_TILE = 128  # tokens; runs begin at multiples of it, so that each tile of the kernels has one run
@@ -91,7 +90,7 @@ def _forward(
         return x_TK.new_empty(0, weight_NK.shape[0]), x_TK.new_empty(0, _shrunk_width(x_TK, a_RK))
     with torch.cuda.device_of(x_TK):  # Triton launches on the current device, which need not be that of x
         tables, group = _place(x_TK, a_RK, b_NR, scale, None), _group(x_TK, b_NR)
-        s = shrink([_rows(read_TK)], group, tables, _A)
+        s = shrink([_rows(read_TK)], group, tables, A)
         (y_TN,) = multiply(_rows(x_TK), [_rows(weight_NK)], [] if bias_N is None else [bias_N], s, group, tables)
     return y_TN, s
 
@@ -115,13 +114,13 @@ def _backward(
         sums = torch.zeros(_num_runs(read_TK.shape[0]), rank * (inner + columns), dtype=torch.float32, device=read_TK.device)
         tables, group = _place(read_TK, a_RK, b_NR, scale, sums), _group(read_TK, b_NR)
         dy_TN, read_TK = _rows(dy_TN), _rows(read_TK)
-        ds = shrink([dy_TN], group, tables, _B)
+        ds = shrink([dy_TN], group, tables, B)
         if drops:
             dx_TK, d_read_TK = dy_TN @ weight_NK, ds[:, :rank] @ a_RK.to(ds.dtype)
         else:
             dx_TK, d_read_TK = multiply_back([dy_TN], [_rows(weight_NK)], ds, group, tables), dy_TN.new_empty(0)
-        add_sums([dy_TN], s, group, tables, _DB)
-        add_sums([read_TK], ds, group, tables, _DA)
+        add_sums([dy_TN], s, group, tables, DB)
+        add_sums([read_TK], ds, group, tables, DA)
         total = sums.sum(0) if len(sums) > 1 else sums[0]
         da_RK, db_RN = total[: rank * inner].view(rank, inner), total[rank * inner :].view(rank, columns)
         # copies: .grad may hold on to what it gets

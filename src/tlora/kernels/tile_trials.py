@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tlora.kernels import fused_linear
 from tlora.kernels.fused_linear import LinearGroup
-from tlora.kernels.lora_tables import LoraTables, Run, Slots, build_tables
+from tlora.kernels.lora_tables import DA, A, B, LoraTables, Run, Slots, build_tables
 from tlora.kernels.tiles import AnyTile, Key, SkinnyTile, Tile, TileTable, tile_by_rule
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -122,9 +122,9 @@ class Launch:
             case "input_gradient":
                 return [fused_linear.multiply_back(p.dys, p.weights, self.shrunk, self.group, p.tables)]
             case "shrink":
-                return [fused_linear.shrink([p.x_TK], self.group, p.tables, 0)]
+                return [fused_linear.shrink([p.x_TK], self.group, p.tables, A)]
             case "sum":
-                fused_linear.add_sums([p.x_TK], self.shrunk, self.group, p.tables, 2)
+                fused_linear.add_sums([p.x_TK], self.shrunk, self.group, p.tables, DA)
                 return p.sums
 
 
@@ -132,7 +132,7 @@ def prepare(problem: Problem, tile: AnyTile) -> Launch:
     """The S that it reads is made with the rule's tiles, whatever `tile` is."""
     p = problem
     reads_x = p.key.kernel in ("forward", "shrink")
-    shrunk = fused_linear.shrink([p.x_TK] if reads_x else p.dys, p.group, p.tables, 0 if reads_x else 1)
+    shrunk = fused_linear.shrink([p.x_TK] if reads_x else p.dys, p.group, p.tables, A if reads_x else B)
     return Launch(p, replace(p.group, tiles=TileTable({p.key: tile})), shrunk)
 
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from tlora.adapters.bank import AdapterBank
 from tlora.job import LoraConfig
 from tlora.kernels.device import runs_kernels
-from tlora.kernels.lora_tables import ADDRESS_FIELDS, Run, Slots, build_tables, rank_width
+from tlora.kernels.lora_tables import ADDRESS_FIELDS, RUNS_STEP, Run, Slots, build_tables, rank_width
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.fp8_linear import Fp8Linear
 from tlora.supermodel.load import Base, hidden_states
@@ -31,15 +31,13 @@ if TYPE_CHECKING:
     from tlora.kernels.fused_linear import LinearGroup  # these bring triton, which not every CPU install has
     from tlora.kernels.in_flight import Flight
 
-_RUNS = 4  # a batch's runs are filled up, by one at least, to a multiple of it with empty ones: fewer shapes of batches
-_BEHIND = 2**31 - 1  # where those lie: behind all tokens
+_BEHIND = 2**31 - 1  # where empty runs lie, of which a batch has one at least: behind all tokens
 
 
-def can_take_fast_path(base: Base, linears: Mapping[str, LoraLinear]) -> bool:
-    """On a device that runs the kernels, in fp32 or 16 bits, with every width a multiple of 16."""
-    weight = base.head.weight_VH
+def can_take_fast_path(base: Base, linears: Mapping[str, LoraLinear], device: torch.device) -> bool:
+    """On a `device` that runs the kernels, in fp32 or 16 bits, with every width a multiple of 16."""
     widths = [width for linear in linears.values() for width in (linear.in_features, linear.out_features)]
-    return runs_kernels(weight.device) and fit_kernels(weight.dtype, widths)
+    return runs_kernels(device) and fit_kernels(base.head.weight_VH.dtype, widths)
 
 
 def fit_kernels(dtype: torch.dtype, widths: Sequence[int]) -> bool:
@@ -113,7 +111,7 @@ class FastPath:
 
         device, lengths = batch.input_ids_T.device, padded(batch.lengths)
         runs = list(_runs(batch, dropout))
-        empty = [Run(_BEHIND, _BEHIND, ())] * (_RUNS - len(runs) % _RUNS)
+        empty = [Run(_BEHIND, _BEHIND, ())] * (RUNS_STEP - len(runs) % RUNS_STEP)
         empty[-1] = Run(_BEHIND, _BEHIND, (0,) * (len(lengths) - sum(len(run.lengths) for run in runs)))
         tables = build_tables([*runs, *empty], self._slots(batch, bank, len(empty)), len(batch.input_ids_T), batch.keys_T, device)
         self.largest_rank = max(self.largest_rank, bank.largest_rank)
@@ -217,9 +215,7 @@ def compile_ahead(
     base: Base, linears: Mapping[str, LoraLinear], device: torch.device, loras: Sequence[LoraConfig]
 ) -> subprocess.Popen[bytes] | None:
     """Start compiling the kernels that `loras` over a base on the meta device will need on `device`; None where it takes none."""
-    dtype = base.head.weight_VH.dtype
-    widths = [width for linear in linears.values() for width in (linear.in_features, linear.out_features)]
-    if device.type != "cuda" or not runs_kernels(device) or not fit_kernels(dtype, widths):
+    if device.type != "cuda" or not can_take_fast_path(base, linears, device):
         return None
     from tlora.kernels.compile_ahead import GroupOrder, order_for, start
 
@@ -227,9 +223,9 @@ def compile_ahead(
     groups = [
         GroupOrder(m[0].in_features, tuple(x.out_features for x in m), m[0].bias is not None, m[0].scale_N is not None) for m in members
     ]
-    ranks = [rank for lora in loras for rank in (lora.r, *lora.rank_pattern.values())]
+    width = rank_width(max((lora.largest_rank for lora in loras), default=1))
     dropout = any(lora.lora_dropout > 0 for lora in loras)
-    return start(order_for(device, dtype, rank_width(max(ranks, default=1)), dropout, groups))
+    return start(order_for(device, base.head.weight_VH.dtype, width, dropout, groups))
 
 
 def _digest_of(groups: Sequence[LinearGroup], linears: Sequence[LoraLinear], dtype: torch.dtype) -> str:

@@ -86,7 +86,7 @@ class SuperModel(nn.Module):
         self._linears = inject(base.model, found, self.context)
         self._fast = None
         by_sample = deterministic and bool(expert_modules(base.model))  # routers and experts give a row other bits beside other rows
-        if not by_sample and can_take_fast_path(base, self._linears):
+        if not by_sample and can_take_fast_path(base, self._linears, weight.device):
             self._fast = FastPath(base, self._linears, self.context, deterministic)
         self._residents: dict[str, _Resident] = {}
         self._anchor = torch.zeros((), device=weight.device, requires_grad=True)
@@ -140,8 +140,7 @@ class SuperModel(nn.Module):
     def expect(self, loras: Sequence[LoraConfig]) -> None:
         """Be ready for adapters as large as the largest of `loras`, so that no kernel is compiled when it joins."""
         if self._fast is not None:
-            ranks = [rank for lora in loras for rank in (lora.r, *lora.rank_pattern.values())]
-            self._fast.largest_rank = max([self._fast.largest_rank, *ranks])
+            self._fast.largest_rank = max([self._fast.largest_rank, *(lora.largest_rank for lora in loras)])
 
     def layout(self, lora: LoraConfig) -> AdapterLayout:
         """Where the parameters of an adapter of this shape lie. Raises ModelError for targets that do not exist."""
