@@ -119,6 +119,18 @@ def test_what_every_program_answers(arguments: list[str]):
     assert expected.get(arguments[0], "Usage: ") in done.stdout
 
 
+@pytest.mark.parametrize("given", [{}, {"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}], ids=str)
+def test_waiting_threads_let_others_have_their_core_unless_the_user_says_how_they_wait(given: dict[str, str]):
+    """Before torch is loaded, which reads it."""
+    code = (
+        "import os, sys, tlora.cli\nsys.argv = ['tlora', '--version']\nassert 'torch' not in sys.modules\n"
+        "try: tlora.cli.main()\nfinally: print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")} | given
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split()[-2:] == [given.get("GOMP_SPINCOUNT", "None" if given else "3000"), "False"]
+
+
 def test_a_full_stdout_at_the_end_is_said_and_fails_nothing(jobs_file: Path):
     code = (
         "import sys, types\nfrom tests.cli.test_cli_commands import DONE, FakeEngine\nfrom tlora.cli import main\n"

@@ -20,7 +20,7 @@ from tlora.engine.check import check
 from tlora.engine.generate import Sampling, _prompt_ids, answer, open_adapter
 from tlora.engine.model_card import CARD_FILE
 from tlora.engine.progress import Watcher
-from tlora.engine.serving import PROMPT_FILE
+from tlora.engine.serving import PROMPT_FILE, ServingFiles
 from tlora.errors import ModelError
 from tlora.supermodel.base_name import public_name
 
@@ -158,6 +158,8 @@ def test_an_adapter_names_its_base_as_others_know_it(base: Path, data: Path, tmp
         written = [out / "a" / "adapter_config.json", out / "a" / "checkpoint-1" / "adapter_config.json"]
         assert {json.loads(path.read_text())["base_model_name_or_path"] for path in written} == {"acme/tiny-1B"}
         assert len(open_adapter(out / "a").notes) == 1 and len(open_adapter(out / "a" / "checkpoint-1").notes) == 1
+    doubts = {place: "acme/tiny-1B, as _name_or_path" in "".join(ServingFiles(str(place)).warn([])) for place in (base, cached, named)}
+    assert doubts == {base: False, cached: False, named: True}
     for path in ("/scratch/x", "./base", "base", "a/b/c", "", 7, str(base)):
         (named / "config.json").write_text(json.dumps(config | {"_name_or_path": path}))
         assert public_name(str(named)) == str(named)

@@ -22,6 +22,7 @@ from tlora.data.rows import read_rows
 from tlora.data.tokenizer import load_tokenizer
 from tlora.errors import DataError, ModelError, TloraError
 from tlora.job import DataConfig, JobSpec
+from tlora.supermodel.base_name import naming_warning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,14 +79,21 @@ class ServingFiles:
             note(f"{spec.name}: its tokenizer and chat template are not saved beside its adapter: {error}")
 
     def warn(self, jobs: Sequence[tuple[JobSpec, str]]) -> list[str]:
-        """Of jobs (with the format of their rows) that get a template which is neither theirs nor the base's. Raises ModelError."""
+        """Of jobs (with the format of their rows) that get a template which is neither theirs nor the base's, and of a name of the base
+        that may be another's. Raises ModelError.
+        """
+        naming = naming_warning(self._base_model)
+        warnings = [naming] if naming else []
         if self._tokenizer.chat_template:
-            return []
+            return warnings
         names = [spec.name for spec, found in jobs if not spec.data.chat_template and not is_plain(spec.data, found)]
         if not names:
-            return []
+            return warnings
         who = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        return [f"{who}: the base model has no chat template, so tlora's plain one is used (### User: ...). chat_template sets another"]
+        return [
+            *warnings,
+            f"{who}: the base model has no chat template, so tlora's plain one is used (### User: ...). chat_template sets another",
+        ]
 
     def _contents(self, spec: JobSpec, data_format: str) -> dict[str, bytes]:
         own = bool(self._tokenizer.chat_template)

@@ -25,11 +25,26 @@ def public_name(base_model: str) -> str:
     for parent in path.absolute().parents:
         if parent.name == "snapshots" and (found := _CACHED.fullmatch(parent.parent.name)):
             return f"{found[1]}/{found[2]}"
+    return _named_by_config(path) or base_model
+
+
+def naming_warning(base_model: str) -> str | None:
+    """Where its config alone says what `base_model` is called: a fine-tuned model often keeps the name of the one it was made from."""
+    name = _named_by_config(Path(base_model))
+    if name is None or public_name(base_model) != name:
+        return None
+    return (
+        f"adapters will name their base {name}, as _name_or_path in the config.json of {base_model} says. "
+        "If that is the model which it was fine-tuned from, remove _name_or_path there"
+    )
+
+
+def _named_by_config(directory: Path) -> str | None:
     try:
-        named = json.loads((path / "config.json").read_text(encoding="utf-8")).get("_name_or_path")
+        named = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("_name_or_path")
     except (OSError, ValueError, AttributeError):
-        return base_model
-    return named if isinstance(named, str) and is_hub_id(named) else base_model
+        return None
+    return named if isinstance(named, str) and is_hub_id(named) else None
 
 
 def same_base(named: str, base_model: str) -> bool:
