@@ -319,19 +319,30 @@ def test_settings_at_their_bounds_are_simulated(trace: str) -> None:
     assert code == 0 and out.endswith("16 rows: rows.csv\n")
 
 
+KILLED_AFTER_3_ROWS = """
+import os, signal, sys
+from tlora.cli import main
+from tlora.sim import sweep
+write_table = sweep.write_table
+def write_and_die(path, rows):
+    write_table(path, rows)
+    if len(rows) == 3:
+        os.killpg(0, signal.SIGKILL)
+sweep.write_table = write_and_die
+main()
+"""
+
+
 def test_a_sweep_goes_on_after_a_kill(tmp_path: Path) -> None:
     def command(out: str) -> list[str]:
         trace = ["--trace", "ee9e8c", "--jobs", "60", "--policy", "fifo/peft,sjf"]
         return [sys.executable, "-m", "tlora", "simulate", *trace, "--sweep", "load=0.5..1.1/10", "--out", out, "--quiet"]
 
-    process = subprocess.Popen(command("rows.csv"), cwd=tmp_path, start_new_session=True, stdout=subprocess.PIPE)
-    path, deadline = tmp_path / "rows.csv", time.monotonic() + 60
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    killed = [sys.executable, "-c", KILLED_AFTER_3_ROWS, *command("rows.csv")[3:]]
+    assert subprocess.run(killed, cwd=tmp_path, start_new_session=True, check=False).returncode == -signal.SIGKILL
+    path = tmp_path / "rows.csv"
     there = rows_of(path)
-    assert 1 <= len(there) < 20 and all(row["mean_jct_seconds"] for row in there)
+    assert len(there) == 3 and all(row["mean_jct_seconds"] for row in there)
     for out in ("rows.csv", "whole.csv"):
         done = subprocess.run(command(out), cwd=tmp_path, capture_output=True, text=True, check=True)
         assert done.stdout.endswith(f"20 rows: {out}\n") and not done.stderr

@@ -26,7 +26,7 @@ def test_jobs_of_a_file_are_trained_and_their_log_is_a_trace(tmp_path: Path) -> 
     (tmp_path / "jobs.yaml").write_text(json.dumps({"base_model": str(base), "output_dir": "out", "jobs": jobs}))
     environment = os.environ | {"TLORA_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", LAUNCH, str(EXAMPLE), str(tmp_path / "jobs.yaml"), "cpu", "0", "1"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     for name in "abc":
         assert (tmp_path / "out" / "jobs" / name / "adapter_model.safetensors").exists(), done.stdout

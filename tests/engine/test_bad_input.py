@@ -298,7 +298,7 @@ def test_no_write_permission(base: Path) -> None:
 def command(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "tlora", *map(str, args)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    return subprocess.run(line, check=False, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(line, check=False, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_the_command_says_which_job_failed_and_why(base: Path, data: Path, tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def test_a_save_that_needs_kept_room_is_alone(tmp_path: Path) -> None:
     def save() -> None:
         with kept.saving():
             begun.set()
-            assert go.wait(60)
+            assert go.wait(600)
             order.append("saved")
 
     def save_alone() -> None:
@@ -216,11 +216,11 @@ def test_a_save_that_needs_kept_room_is_alone(tmp_path: Path) -> None:
 
     threads = [threading.Thread(target=action) for action in (save, save_alone)]
     threads[0].start()
-    assert begun.wait(60)
+    assert begun.wait(600)
     threads[1].start()
     go.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     assert order == ["saved", "saved alone"]
 
 

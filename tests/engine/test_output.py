@@ -19,7 +19,7 @@ from tlora import durable
 from tlora.engine import checkpoint
 from tlora.engine.progress import Watcher
 
-PATIENCE_SECONDS = 250
+PATIENCE_SECONDS = 600
 
 
 def jobs_file(base: Path, data: Path, directory: Path, **fields: Any) -> Path:

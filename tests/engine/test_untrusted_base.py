@@ -68,7 +68,7 @@ def test_the_command_asks_nothing_either(base: Path, data: Path, tmp_path: Path)
     evil, marker = with_code(base, tmp_path, "config.json")
     (tmp_path / "jobs.yaml").write_text(f"base_model: {evil}\njobs:\n  - {{name: a, data: {data / 'b.jsonl'}}}\n")
     line = [sys.executable, "-m", "tlora", "check", "jobs.yaml", "--device", "cpu"]
-    done = subprocess.run(line, check=False, cwd=tmp_path, input="y\n" * 1000, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(line, check=False, cwd=tmp_path, input="y\n" * 1000, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2 and done.stderr.startswith("error: base_model") and done.stderr.count("\n") == 1, done.stderr
     assert "code of its own" in done.stderr and "[y/N]" not in done.stdout + done.stderr
     assert not marker.exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -107,9 +106,7 @@ def test_helios_has_no_time_zone_and_no_type(tmp_path: Path) -> None:
     ],
 )
 def test_shipped_traces_are_found_by_name(name: str, rows: int, of_gpus: dict[int, int]) -> None:
-    start = time.process_time()
     trace = read_trace(name)
-    assert time.process_time() - start < 1  # 0.1 s for the 17,376 rows on one core of a server
     assert trace.name == name and len(trace.jobs) == rows and not trace.skipped
     assert Counter(job.gpus for job in trace.jobs) == of_gpus
     assert trace.jobs[0].submit_seconds == 0
