@@ -12,6 +12,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.kernels import interpreter as interpreter  # before whatever imports triton
+from tests.parts import pytest_addoption as pytest_addoption
+from tests.parts import pytest_collection_modifyitems as pytest_collection_modifyitems
+from tests.parts import read_part
 
 _SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 settings.register_profile("sample", max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=_SLOW_IS_FINE)
@@ -23,6 +26,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tests fork after tok
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT 0.21 asks transformers the old way
+    if config.getoption("part"):
+        read_part(config.getoption("part"))
     torch.set_num_threads(1)  # small matrices: a second thread costs more than it brings, and other workers want the cores
 
 
