@@ -120,7 +120,7 @@ def _put_in_place(temporary: Path, final: Path, failpoint: Failpoint) -> None:
         try:
             verify(final)
         except CheckpointError:
-            _set_aside(final)
+            set_aside(final)
             failpoint("set the damaged one aside")
         else:
             if (final / MANIFEST).read_bytes() == (temporary / MANIFEST).read_bytes():
@@ -163,7 +163,7 @@ def newest_verified(parent: Path, prefix: str = "checkpoint-") -> tuple[Path | N
             verify(path)
         except CheckpointError as error:
             try:
-                notes.append(f"{path.name} is damaged and set aside as {_set_aside(path).name}: {error}")
+                notes.append(f"{path.name} is damaged and set aside as {set_aside(path).name}: {error}")
             except OSError as cannot:
                 notes.append(f"{path.name} is damaged and skipped (it cannot be renamed: {cannot.strerror}): {error}")
         else:
@@ -332,7 +332,7 @@ def _settle(final: Path) -> None:
     if not replaced.exists():
         return
     if final.exists() and find_damage(final) is not None:
-        _set_aside(final)
+        set_aside(final)
     if final.exists():
         _sync(final.parent)
         _remove(replaced)
@@ -341,7 +341,8 @@ def _settle(final: Path) -> None:
         _sync(final.parent)
 
 
-def _set_aside(path: Path) -> Path:
+def set_aside(path: Path) -> Path:
+    """Rename `path` to `bad-…` beside it, for a person to look at; returns the new path."""
     aside = path.with_name(f"bad-{path.name}")
     if aside.exists():
         aside = path.with_name(f"bad-{path.name}-{uuid.uuid4().hex[:8]}")

@@ -209,6 +209,7 @@ def test_a_damaged_fingerprint_is_said(own_base: Path, data: Path, tmp_path: Pat
     jobs = begun_run(own_base, data, out)
     content = json.loads((out / "run.json").read_text())
     (out / "run.json").write_text(json.dumps(content | {"base_files": {"quick": 3}}))
+    (out / "a" / "base.json").unlink()  # or it would be put right from there
     with pytest.raises(ConfigError, match=r"run\.json is damaged \(base_files: 'sha256'\)"):
         train(own_base, out, jobs, resume=True)
 

@@ -101,6 +101,7 @@ def test_eight_jobs_that_differ_in_everything(base: Path, tmp_path: Path) -> Non
         assert {path.name for path in directory.iterdir()} >= {
             "adapter_config.json",
             "adapter_model.safetensors",
+            "base.json",
             "job.json",
             "metrics.jsonl",
         }

@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +24,7 @@ from tlora.job import JobSpec, RunSpec, split_revision
 from tlora.json_file import read_object
 from tlora.supermodel.load import pin_revision
 
+BASE_FILE = "base.json"  # in each job's directory: what `run.json` has of the base and how it computes (run_recovery.py)
 _FREE_TO_CHANGE = {"weight", "logging_steps", "save_steps", "save_total_limit", "sweep_of"}  # by --resume: no number depends on them
 
 
@@ -39,11 +40,16 @@ def check_run_directory(run: RunSpec, resume: bool, overwrite: bool) -> None:
         return
     earlier = directory / "run.json"
     if not earlier.is_file():
+        if not resume and next(directory.glob(f"*/{BASE_FILE}"), None):
+            raise ConfigError(
+                f"output_dir {directory} holds jobs of an earlier run, whose run.json is lost. "
+                "Continue it with --resume, which makes run.json again, or choose another"
+            )
         raise ConfigError(f"output_dir {directory} exists and is no run of tlora. Choose another, so that nothing of it is lost")
     if not resume and not overwrite:
         remedy = "Continue it with --resume, replace it with --overwrite, or choose another"
         raise ConfigError(f"output_dir {directory} holds an earlier run. {remedy}")
-    before, now = _read_run_file(earlier), json.loads(run.model_dump_json())
+    before, now = read_run_file(earlier), json.loads(run.model_dump_json())
     shared = [key for key in ("base_model", "dtype", "base_precision", "deterministic") if before.get(key) != now[key]]
     if before.get("base_model") == split_revision(run.base_model)[0] and "base_model" in shared:
         shared.remove("base_model")  # of a version that did not pin the hub's revision
@@ -62,7 +68,7 @@ def pin_base(run: RunSpec, resume: bool) -> RunSpec:
     earlier = Path(run.output_dir) / "run.json"
     name, revision = split_revision(run.base_model)
     if resume and revision is None and earlier.is_file():
-        before = _read_run_file(earlier)["base_model"]
+        before = read_run_file(earlier)["base_model"]
         if split_revision(before) != (before, None) and split_revision(before)[0] == name:
             return run.model_copy(update={"base_model": before})
     return run.model_copy(update={"base_model": pin_revision(run.base_model)})
@@ -73,7 +79,7 @@ def earlier_base(run: RunSpec, resume: bool) -> Fingerprint | None:
     path = Path(run.output_dir) / "run.json"
     if not (resume and path.is_file()):
         return None
-    _read_run_file(path)
+    read_run_file(path)
     try:
         return read_fingerprint(json.loads(path.read_text(encoding="utf-8")))
     except (TypeError, ValueError, KeyError) as error:
@@ -90,19 +96,30 @@ def hold_run_directory(run: RunSpec, resume: bool, overwrite: bool) -> Iterator[
     directory = Path(run.output_dir)
     try:
         durable.make_directory(directory)
-        handle = os.open(directory, os.O_RDONLY)
     except OSError as error:
         raise _cannot_write(directory, error) from None
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # on the directory itself: a killed run holds nothing
-        except BlockingIOError:
-            raise ConfigError(f"output_dir {directory} is in use by another run. Wait for it, or choose another") from None
+    with lock_directory(directory):
         try:
             _take_up(directory, run, resume)
         except OSError as error:
             raise _cannot_write(directory, error) from None
         yield directory
+
+
+@contextmanager
+def lock_directory(directory: Path) -> Iterator[None]:
+    """Keep other runs out of `directory`. Raises ConfigError where one is in it."""
+    try:
+        handle = os.open(directory, os.O_RDONLY)
+    except OSError as error:
+        raise _cannot_write(directory, error) from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # on the directory itself: a killed run holds nothing
+    except BlockingIOError:
+        os.close(handle)
+        raise ConfigError(f"output_dir {directory} is in use by another run. Wait for it, or choose another") from None
+    try:
+        yield
     finally:
         os.close(handle)
 
@@ -117,7 +134,7 @@ def _take_up(directory: Path, run: RunSpec, resume: bool) -> None:
         _check_same_jobs(directory, run.jobs)
         durable.truncate_rows(directory / "run.jsonl", lambda _: True)  # a kill may have torn its last line
     elif (directory / "run.json").is_file():
-        for name in {job["name"] for job in _read_run_file(directory / "run.json")["jobs"]} | {job.name for job in run.jobs}:
+        for name in {job["name"] for job in read_run_file(directory / "run.json")["jobs"]} | {job.name for job in run.jobs}:
             shutil.rmtree(directory / name, ignore_errors=True)
         for name in ("run.jsonl", "report.html"):  # run.json is replaced: without it nobody would know this for a run
             (directory / name).unlink(missing_ok=True)
@@ -142,13 +159,22 @@ def _tiles_before(path: Path) -> str | None:
     return json.loads(path.read_text(encoding="utf-8")).get("tiles") if path.is_file() else None
 
 
-def _read_run_file(path: Path) -> dict[str, Any]:
+def read_run_file(path: Path) -> dict[str, Any]:
+    """The resolved RunSpec in a `run.json`. Raises ConfigError for a damaged one."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        specs = RunSpec.model_validate({key: value for key, value in content.items() if key in RunSpec.model_fields})
-        return json.loads(specs.model_dump_json())
-    except (ValueError, AttributeError) as error:
+        return json.loads(run_spec_in(read_object(path)).model_dump_json())
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is damaged ({str(error).splitlines()[0]}). Use a new output_dir; the adapters there stay") from None
+
+
+def run_spec_in(content: Mapping[str, Any]) -> RunSpec:
+    """The RunSpec among the facts of a `run.json`. Raises ValidationError, which is a ValueError."""
+    return RunSpec.model_validate({key: value for key, value in content.items() if key in RunSpec.model_fields})
+
+
+def job_spec_in(content: Mapping[str, Any]) -> JobSpec:
+    """The JobSpec in a `job.json`, perhaps of another version. Raises ValidationError."""
+    return JobSpec.model_validate({key: value for key, value in content.items() if key in JobSpec.model_fields})
 
 
 def check_same_job(directory: Path, job: JobSpec) -> None:
@@ -175,8 +201,7 @@ def _changes(directory: Path, job: JobSpec) -> list[str]:
     if not path.exists() or not any(directory.glob("checkpoint-*")):
         return []
     try:
-        content = read_object(path)
-        earlier = JobSpec.model_validate({key: value for key, value in content.items() if key in JobSpec.model_fields})
+        earlier = job_spec_in(read_object(path))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} is damaged ({str(error).splitlines()[0]}): it cannot be seen whether the checkpoints there are of this order. "
@@ -209,7 +234,7 @@ def write_run_file(directory: Path, run: RunSpec, facts: dict[str, Any], forget:
         for key in ("tiles", "base_files"):  # a kill before they are known again must not forget them
             if before.get(key):
                 content.setdefault(key, before[key])
-        content["jobs"] += [job for job in _read_run_file(path)["jobs"] if job["name"] not in names]
+        content["jobs"] += [job for job in read_run_file(path)["jobs"] if job["name"] not in names]
     durable.write_file(path, json.dumps(content, indent=1) + "\n")
 
 

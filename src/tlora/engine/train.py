@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from tlora.engine.recorder import JobResult, Recorder, RunContext, write_result
 from tlora.engine.reserve import Reserve
 from tlora.engine.run_directory import check_run_directory, check_tiles, earlier_base, hold_run_directory, pin_base, write_run_file
 from tlora.engine.run_monitor import RunMonitor
+from tlora.engine.run_recovery import base_facts, restore_run_file, write_base_file
 from tlora.engine.serving import ServingFiles
 from tlora.engine.threads import choose_threads, compute_with
 from tlora.engine.wall import Failure, attempt
@@ -75,8 +77,11 @@ def train(
     every job and return. A job that fails has status "failed" and a reason; the others finish. Raises TloraError for what
     concerns all: a wrong file, a missing base model, an output directory in use.
     """
-    run = pin_base(resolve_run(jobs, settings), resume)
+    run = resolve_run(jobs, settings)
     watcher = watcher or Watcher()
+    if resume:
+        restore_run_file(run, watcher.note)
+    run = pin_base(run, resume)
     check_trackers(list(run.report_to))
     check_run_directory(run, resume, overwrite)
     place = pick_device(device)
@@ -217,6 +222,7 @@ class _Session:
         self._settings = {spec.name: _swept(spec, run.jobs) for spec in run.jobs}
         self._reserve = Reserve(self._directory, _last_saves(plan), monitor.note)
         self._serving, self._guard = serving, guard
+        self._opened: list[str] = []
         name = public_name(run.base_model)
         self._context = RunContext(name, monitor.seconds, monitor.note, self._reserve, before_save=guard.wait_for_verdict)
 
@@ -227,7 +233,7 @@ class _Session:
                 self._admit()
                 packed = self._engine.run_micro_batch()
                 if self._guard.check():
-                    self._try_to(record)
+                    self._write_hashes(record)
                 self._monitor.update(self._engine, [job.spec.name for job in self._waiting], packed)
                 if packed is None and not self._waiting:
                     break
@@ -238,11 +244,16 @@ class _Session:
             self._engine.stop()
         self._monitor.close(self._engine)
 
-    def _try_to(self, record: Callable[[str], None]) -> None:
-        try:
-            record("running")
-        except (OSError, TloraError) as error:  # a full disk: the run's end writes it once more
-            self._monitor.note(str(error))
+    def _write_hashes(self, record: Callable[[str], None]) -> None:
+        """The base's sha256 have become known: into `run.json`, and beside each job."""
+        if isinstance(failed := attempt(record, "running"), Failure):  # a full disk: the run's end writes it once more
+            self._monitor.note(failed.reason)
+        for name in self._opened:
+            self._context.writer.write(name, partial(self._write_base_file, name))
+
+    def _write_base_file(self, name: str) -> None:
+        """Raises CheckpointError. The future of the writer takes it: the file that is there holds all but the sha256."""
+        write_base_file(self._directory / name, base_facts(self._run, self._engine.model.tiles, self._guard.facts()))
 
     def _admit(self) -> None:
         """Let waiting jobs in, in their order, while they fit."""
@@ -271,6 +282,8 @@ class _Session:
     def _open(self, job: PlannedJob) -> tuple[JobRun, AdapterState, Recorder]:
         run, state = open_run(job, self._engine.model, self._directory / job.spec.name, self._monitor.resume, self._monitor.note)
         assert job.data is not None, f"{job.spec.name} was opened without data"
+        self._write_base_file(job.spec.name)
+        self._opened.append(job.spec.name)
         self._serving.write(run.directory, job.spec, job.data.report.format, self._monitor.note)
         tracker = Tracker(self._run, job.spec, run.directory, self._monitor.note)
         return run, state, Recorder(run, self._context, tracker, self._settings[job.spec.name])
