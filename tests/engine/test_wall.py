@@ -17,7 +17,7 @@ import torch
 from tests.engine.tiny_runs import job, sha256, train
 from tlora import durable
 from tlora.adapters.state import AdapterState
-from tlora.engine import admission, checkpoint, plan
+from tlora.engine import admission, checkpoint, plan, start
 from tlora.engine import recorder as recorder_room
 from tlora.engine.progress import Watcher
 from tlora.engine.recorder import Recorder
@@ -92,7 +92,7 @@ STEPS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "length": (plan, "longest_sample", lambda data: len(data.train) == 17),
     "directory": (durable, "make_directory", lambda path: path.name == "victim"),
     "job.json": (admission, "write_job_file", lambda directory, _: directory.name == "victim"),
-    "start": (admission, "init_state", lambda layout, *_: layout.largest_rank == 5),
+    "start": (start, "init_state", lambda layout, *_: layout.largest_rank == 5),
     "recorder": (Recorder, "__init__", lambda _, run, *__: run.spec.name == "victim"),
     "join": (SuperModel, "join", lambda _, name, *__: name == "victim"),
     "end": (checkpoint, "save", lambda path, *_: path.parent.name == "victim"),

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -109,7 +110,7 @@ def init_state(layout: AdapterLayout, seed: int, dtype: torch.dtype, device: tor
     Each module draws from a generator of its own, keyed by seed and name: targets do not change each other's start, and a large adapter
     is drawn by several threads.
     """
-    params = torch.zeros(layout.numel, dtype=dtype)
+    params, exp_avg, exp_avg_sq = (_zeros(layout.numel, dtype) for _ in range(3))
 
     def draw(module: tuple[AdapterShape, Tensor, Tensor]) -> None:
         shape, a_rK, _ = module
@@ -122,5 +123,9 @@ def init_state(layout: AdapterLayout, seed: int, dtype: torch.dtype, device: tor
     else:
         with ThreadPoolExecutor(_DRAWERS) as pool:
             list(pool.map(draw, layout.views(params)))
-    params = params.to(device)
-    return AdapterState(layout, params, torch.zeros_like(params), torch.zeros_like(params))
+    return AdapterState(layout, params, exp_avg, exp_avg_sq).to(torch.device(device))
+
+
+def _zeros(count: int, dtype: torch.dtype) -> Tensor:
+    """Of the host, which takes memory where something else is written; torch.zeros writes its zeros, 12 bytes a parameter in all."""
+    return torch.from_numpy(np.zeros(count * dtype.itemsize, np.uint8)).view(dtype)

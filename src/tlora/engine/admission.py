@@ -6,13 +6,14 @@ Shared by `train`, where all jobs are known beforehand, and `worker`, where they
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tlora import durable
-from tlora.adapters.state import AdapterLayout, AdapterState, init_state
+from tlora.adapters.state import AdapterLayout, AdapterState
 from tlora.engine import checkpoint
 from tlora.engine.job_run import JobRun
 from tlora.engine.plan import PlannedJob
@@ -21,14 +22,15 @@ from tlora.engine.run_directory import check_same_job, find_checkpoint, write_jo
 from tlora.engine.start import start_state
 from tlora.errors import ConfigError, DataError
 from tlora.job import JobSpec
-from tlora.supermodel.supermodel import SuperModel
 
 Note = Callable[[str], None]
 
 
-def open_run(job: PlannedJob, model: SuperModel, directory: Path, resume: bool, note: Note) -> tuple[JobRun, AdapterState]:
-    """The job's run, and the state to join with, on the host: of its newest whole checkpoint in `directory` with `resume`, of
-    `adapter_path`, or a fresh one. The model is asked what it has and not touched. `directory` is made, and gets its `job.json`.
+def open_run(
+    job: PlannedJob, dtype: torch.dtype, directory: Path, resume: bool, note: Note, start: Future[AdapterState] | None = None
+) -> tuple[JobRun, AdapterState]:
+    """The job's run, and the state to join with, on the host in `dtype`: of its newest whole checkpoint in `directory` with `resume`,
+    else its start, which may have been made ahead. `directory` is made, and gets its `job.json`.
 
     Raises TloraError, for a job with problems as for a checkpoint that is not its own, and whatever damaged files make their readers
     raise: call it behind the wall.
@@ -42,9 +44,9 @@ def open_run(job: PlannedJob, model: SuperModel, directory: Path, resume: bool, 
     run = JobRun(job.spec, directory, job.data.train, job.data.eval)
     found = find_checkpoint(directory, note) if resume else None
     if found is None:
-        state = start_state(job.spec, model, job.layout) or init_state(job.layout, job.spec.seed, model.bank.sum_dtype)
+        state = start.result() if start else start_state(job.spec, job.layout, dtype)
     else:
-        state = _load(found, run, job.layout, model.bank.sum_dtype)
+        state = _load(found, run, job.layout, dtype)
         note(f"{name}: goes on from {found}")
     write_job_file(directory, job.spec)
     return run, state

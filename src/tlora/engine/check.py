@@ -98,10 +98,10 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
     known = recall(probe_key(model, plan.can_run, run.deterministic, place)) if place.type == "cuda" else None
     if known is not None:
         plan = settle(run, plan, known, place)
-    resident = _resident(plan)
-    late = len(plan.jobs) - resident
+    resident = plan.residents
+    late = len(plan.jobs) - len(resident)
     waiting = [f"{late} jobs wait until others have left: memory is full"] if late else []
-    layouts = [job.layout for job in plan.jobs[:resident] if job.layout is not None]
+    layouts = [job.layout for job in resident if job.layout is not None]
     return RunCheck(
         problems=tuple(problems),
         warnings=(*warnings, *plan.warnings, *waiting),
@@ -112,7 +112,7 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
         predicted_bytes=plan.total_bytes(layouts),
         limit_bytes=plan.limit_bytes,
         device=str(place),
-        resident_jobs=resident,
+        resident_jobs=len(resident),
         adapter_bytes=sum(plan.memory.job_bytes(layout) for layout in layouts),
         activation_bytes=plan.activation_bytes,
         recomputed_layers=plan.recomputed_layers,
@@ -145,14 +145,6 @@ def _missing_files(job: JobSpec) -> tuple[str, ...]:
         except DataError as error:
             found.append(str(error))
     return tuple(found)
-
-
-def _resident(plan: RunPlan) -> int:
-    """How many of the first jobs fit at once."""
-    count = len(plan.jobs)
-    while count > 1 and not plan.fits([job.layout for job in plan.jobs[:count] if job.layout is not None]):
-        count -= 1
-    return count
 
 
 def _job_check(job: PlannedJob, plan: RunPlan) -> JobCheck:

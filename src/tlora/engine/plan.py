@@ -73,6 +73,14 @@ class RunPlan:
         return self.total_bytes(layouts) <= self.limit_bytes
 
     @property
+    def residents(self) -> Sequence[PlannedJob]:
+        """The first jobs, as many as fit at once; at least one."""
+        count = len(self.jobs)
+        while count > 1 and not self.fits([job.layout for job in self.jobs[:count] if job.layout is not None]):
+            count -= 1
+        return self.jobs[:count]
+
+    @property
     def activation_bytes(self) -> int:
         return self.memory.activation_bytes(self.token_budget, self.recomputed_layers)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from pydantic import ValidationError
@@ -10,11 +13,13 @@ from pydantic_core import PydanticSerializationError
 
 from tlora import durable
 from tlora.adapters.peft import load_params, read_config
-from tlora.adapters.state import AdapterLayout, AdapterState
+from tlora.adapters.state import AdapterLayout, AdapterState, init_state
 from tlora.errors import ModelError
 from tlora.job import JobSpec
 from tlora.jobs_file import explain
-from tlora.supermodel.supermodel import SuperModel
+
+if TYPE_CHECKING:
+    from tlora.engine.plan import PlannedJob  # which adopts the shape of a start
 
 
 def find_start(spec: JobSpec, resumed: Path | None) -> Path | None:
@@ -52,9 +57,18 @@ def _one_line(problems: str) -> str:
     return "; ".join(line.strip() for line in problems.splitlines() if not line.endswith("problems:"))
 
 
-def start_state(spec: JobSpec, model: SuperModel, layout: AdapterLayout) -> AdapterState | None:
-    """The adapter that `adapter_path` names, on the host, with a fresh optimizer; None for a new one."""
+def start_state(spec: JobSpec, layout: AdapterLayout, dtype: torch.dtype) -> AdapterState:
+    """On the host: the adapter that `adapter_path` names, with a fresh optimizer, or a new one."""
     if not spec.adapter_path:
-        return None
-    params = load_params(Path(spec.adapter_path), layout, model.bank.sum_dtype)
+        return init_state(layout, spec.seed, dtype)
+    params = load_params(Path(spec.adapter_path), layout, dtype)
     return AdapterState(layout, params, torch.zeros_like(params), torch.zeros_like(params))
+
+
+def start_ahead(jobs: Sequence[PlannedJob], dtype: torch.dtype) -> dict[str, Future[AdapterState]]:
+    """`start_state` of `jobs` by name, one after another in a thread, beside the rest of the launch. Jobs that cannot run have none."""
+    with_layout = [(job.spec, job.layout) for job in jobs if job.layout is not None and not job.problems]
+    pool = ThreadPoolExecutor(1)
+    starts = {spec.name: pool.submit(start_state, spec, layout, dtype) for spec, layout in with_layout}
+    pool.shutdown(wait=False)
+    return starts

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -34,6 +35,7 @@ from tlora.engine.run_directory import check_run_directory, check_tiles, earlier
 from tlora.engine.run_monitor import RunMonitor
 from tlora.engine.run_recovery import base_facts, restore_run_file, write_base_file
 from tlora.engine.serving import ServingFiles
+from tlora.engine.start import start_ahead
 from tlora.engine.threads import choose_threads, compute_with
 from tlora.engine.wall import Failure, attempt
 from tlora.errors import ConfigError, TloraError
@@ -105,7 +107,7 @@ def train(
 
         record("running")
         guard.start()
-        session = _Session(run, plan, engine, monitor, serving, guard)
+        session = _Session(run, loaded, engine, monitor, serving, guard)
         with _signals(session.tell_interrupted) as received:
             try:
                 session.go_on(received, record)
@@ -126,11 +128,14 @@ def train(
 
 @dataclass(frozen=True)
 class _Loaded:
-    """What a run needs for its first step. `threads`: those of the CPU that it computes with, None on a GPU."""
+    """What a run needs for its first step. `threads`: those of the CPU that it computes with, None on a GPU. `starts`: states that are
+    being made ahead, by job.
+    """
 
     plan: RunPlan
     model: SuperModel
     threads: int | None
+    starts: dict[str, Future[AdapterState]]
     base_parameters: int
 
 
@@ -147,6 +152,7 @@ def _load(run: RunSpec, place: torch.device, monitor: RunMonitor, resume: bool) 
         plan = plan_run(run, outlined, base_bytes, place, Preparation(monitor.preparing, worker), resume)
     check_base_fits(plan)
     threads = choose_threads(run, plan, outlined.targets().values(), place, resume, monitor.note)
+    starts = {} if resume else start_ahead(plan.residents, outlined.bank.sum_dtype)
     monitor.stage(f"loading {run.base_model}")
     model = SuperModel.from_pretrained(run.base_model, run.dtype, str(place), run.deterministic, run.base_precision)
     if resume and (changed := check_tiles(run, model.tiles)):
@@ -158,7 +164,7 @@ def _load(run: RunSpec, place: torch.device, monitor: RunMonitor, resume: bool) 
     monitor.stage("measuring memory")
     plan = _measure_memory(run, plan, model, monitor.note)
     model.recomputed_layers = min(plan.recomputed_layers, model.num_layers)
-    return _Loaded(plan, model, threads, base_parameters=sum(n for n, _ in sizes))
+    return _Loaded(plan, model, threads, starts, base_parameters=sum(n for n, _ in sizes))
 
 
 def _data_worker(place: torch.device) -> AbstractContextManager[WorkerProcess | None]:
@@ -214,9 +220,10 @@ def resolve_run(jobs: Jobs, settings: dict[str, Any]) -> RunSpec:
 class _Session:
     """One run of `train`: the jobs that wait, the engine, and what is reported while it goes on."""
 
-    def __init__(self, run: RunSpec, plan: RunPlan, engine: Engine, monitor: RunMonitor, serving: ServingFiles, guard: BaseGuard) -> None:
+    def __init__(self, run: RunSpec, loaded: _Loaded, engine: Engine, monitor: RunMonitor, serving: ServingFiles, guard: BaseGuard) -> None:
+        plan = loaded.plan
         self._run, self._plan, self._engine, self._directory = run, plan, engine, Path(run.output_dir)
-        self._monitor = monitor
+        self._monitor, self._starts, self._dtype = monitor, loaded.starts, engine.model.bank.sum_dtype
         self._waiting = list(plan.jobs)
         self._layouts: dict[str, AdapterLayout] = {}
         self._settings = {spec.name: _swept(spec, run.jobs) for spec in run.jobs}
@@ -280,13 +287,14 @@ class _Session:
         self._engine.join(run, recorder, state)
 
     def _open(self, job: PlannedJob) -> tuple[JobRun, AdapterState, Recorder]:
-        run, state = open_run(job, self._engine.model, self._directory / job.spec.name, self._monitor.resume, self._monitor.note)
-        assert job.data is not None, f"{job.spec.name} was opened without data"
-        self._write_base_file(job.spec.name)
-        self._opened.append(job.spec.name)
-        self._serving.write(run.directory, job.spec, job.data.report.format, self._monitor.note)
-        tracker = Tracker(self._run, job.spec, run.directory, self._monitor.note)
-        return run, state, Recorder(run, self._context, tracker, self._settings[job.spec.name])
+        name, monitor = job.spec.name, self._monitor
+        run, state = open_run(job, self._dtype, self._directory / name, monitor.resume, monitor.note, self._starts.pop(name, None))
+        assert job.data is not None, f"{name} was opened without data"
+        self._write_base_file(name)
+        self._opened.append(name)
+        self._serving.write(run.directory, job.spec, job.data.report.format, monitor.note)
+        tracker = Tracker(self._run, job.spec, run.directory, monitor.note)
+        return run, state, Recorder(run, self._context, tracker, self._settings[name])
 
     def tell_interrupted(self, number: int) -> None:
         """In a thread of its own: the first signal has come."""

@@ -189,7 +189,7 @@ class Worker:
             self._inbox.put(_Opened(spec.name, *opened))
 
     def _open_run(self, planned: PlannedJob, directory: Path) -> tuple[JobRun, AdapterState]:
-        opened = open_run(planned, self._engine.model, directory, True, note)
+        opened = open_run(planned, self._engine.model.bank.sum_dtype, directory, True, note)
         assert planned.data is not None, f"{planned.spec.name} was opened without data"
         for line in self._serving.warn([(planned.spec, planned.data.report.format)]):
             note(line)
