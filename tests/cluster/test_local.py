@@ -168,15 +168,83 @@ def test_ended_jobs_are_told_once_and_never_join_again(backend: LocalBackend) ->
     assert backend.poll() == [] and worker.stopping
 
 
+def heard(backend: LocalBackend) -> None:
+    """What the workers have said is taken in, and what follows from it is told them."""
+    backend._listen()
+    backend._settle()
+
+
 def test_a_killed_worker_loses_its_group_and_its_jobs_wait(backend: LocalBackend) -> None:
-    first, _ = running(backend, group("g0", 0, "a", "b"), group("g1", 1, "c"))
+    first, _ = running(backend, group("g0", 0, "a"), group("g1", 1, "c"))
     first.say(None)
     assert backend.poll() == [GroupLost("g0", "the worker of GPU 0 was killed by signal 9")]
     backend.execute(ChangeGroup(group("g0", 0, "a")))  # decided before the loss was heard: void
     backend.execute(StopGroup("g0"))
     assert len(STARTED) == 2
     backend.execute(StartGroup(group("g2", 0, "b", "a")))
-    assert STARTED[2].asked == ["+b", "+a"]
+    assert STARTED[2].asked == ["+b", "+a"], "it was alone: there is nobody to tell it from"
+
+
+def test_after_a_death_each_job_runs_alone_until_it_is_past_the_place(backend: LocalBackend) -> None:
+    (worker,) = running(backend, group("g0", 0, "a", "b"))
+    worker.say(Stepped("a", 7, 0.1), Stepped("b", 2, 0.1), None)
+    assert backend.poll()[-1] == GroupLost("g0", "the worker of GPU 0 was killed by signal 9")
+    backend.execute(StartGroup(group("g1", 0, "a", "c", "b")))
+    worker = STARTED[-1]
+    assert worker.asked == ["+a"]
+    worker.obey()
+    worker.say(Stepped("a", 10, 0.1))
+    heard(backend)
+    assert worker.asked == []
+    worker.say(Stepped("a", 11, 0.1))  # 4 further than what was known of it
+    heard(backend)
+    assert worker.asked == ["-a"], "b is next, when a has left"
+    worker.obey()
+    heard(backend)
+    assert worker.asked == ["+b"]
+    worker.obey()
+    worker.say(Stepped("b", 6, 0.1))
+    heard(backend)
+    assert worker.asked == ["+a", "+c"]
+    worker.obey()
+    while GroupReady("g1") not in backend._events:
+        heard(backend)
+
+
+def test_a_suspect_in_a_group_that_runs_has_it_to_itself_for_a_while(backend: LocalBackend) -> None:
+    first, second = running(backend, group("g0", 0, "a", "b"), group("g1", 1, "c"))
+    first.say(None)
+    backend.poll()
+    backend.execute(ChangeGroup(group("g1", 1, "c", "a")))
+    assert second.asked == ["-c"]
+    second.obey()
+    heard(backend)
+    assert second.asked == ["+a"]
+    second.obey()
+    second.say(Stepped("a", 4, 0.1))
+    heard(backend)
+    assert second.asked == ["+c"]
+
+
+def test_each_death_in_company_makes_the_time_alone_longer(backend: LocalBackend) -> None:
+    """A job that kills only among others, or now and then, costs ever fewer deaths."""
+    alone: list[int] = []
+    for number in range(3):
+        backend.execute(StartGroup(group(f"g{number}", 0, "a", "b")))
+        worker = STARTED[-1]
+        for name in ("a", "b") if number else ():
+            assert worker.asked == [f"+{name}"]
+            worker.obey()
+            worker.say(Stepped(name, backend._alone_until[name], 0.1))
+            heard(backend)
+            worker.obey()
+            heard(backend)
+        worker.obey()
+        worker.say(None)
+        while worker.gpu in backend._workers:
+            backend._listen()
+        alone.append(backend._alone_until["a"] - backend._furthest["a"])
+    assert alone == [4, 16, 64] and {"a", "b"} <= backend._open
 
 
 def test_a_worker_that_others_end_lets_its_jobs_go_first(backend: LocalBackend) -> None:
@@ -187,13 +255,34 @@ def test_a_worker_that_others_end_lets_its_jobs_go_first(backend: LocalBackend) 
 
 
 def test_a_job_that_kills_its_workers_fails(backend: LocalBackend) -> None:
+    """Also one that takes steps, but none that it had not taken before; and only when it was alone."""
+    (worker,) = running(backend, group("g0", 0, "a", "b"))
+    worker.say(Stepped("a", 3, 0.1), None)
+    events: list[Event] = []
+    for number in range(1, local.MOST_DEATHS):
+        while not isinstance(events[-1] if events else None, GroupLost):
+            events += backend.poll()
+        assert not any(isinstance(event, JobFailed) for event in events)
+        events.clear()
+        backend.execute(StartGroup(group(f"g{number}", 0, "a", "b")))
+        assert STARTED[-1].asked == ["+a"]
+        STARTED[-1].obey()
+        STARTED[-1].say(Stepped("a", 2, 0.1), Stepped("a", 3, 0.1), None)
+    events = backend.poll()
+    assert [type(event) for event in events] == [StepsDone, StepsDone, JobFailed, GroupLost]
+    assert isinstance(events[2], JobFailed) and events[2].job_id == "a" and "3 workers in a row" in events[2].reason
+    backend.execute(StartGroup(group("g9", 0, "b")))
+    assert STARTED[-1].asked == ["+b"]
+
+
+def test_a_base_that_kills_its_workers_costs_no_more_of_them(backend: LocalBackend) -> None:
+    """The jobs have not begun, so none is tried alone."""
     for number in range(local.MOST_DEATHS):
-        worker = running(backend, group(f"g{number}", 0, "a", "b"))[-1]
-        worker.say(Stepped("b", number + 1, 0.1), None)
-        STARTED.clear()
+        backend.execute(StartGroup(group(f"g{number}", 0, "a", "b")))
+        assert STARTED[-1].asked == ["+a", "+b"]
+        STARTED[-1].say(None)
         events = backend.poll()
-    assert [type(event) for event in events] == [StepsDone, JobFailed, GroupLost]
-    assert isinstance(events[1], JobFailed) and events[1].job_id == "a" and "3 workers in a row" in events[1].reason
+    assert [type(event) for event in events] == [JobFailed, JobFailed, GroupLost]
 
 
 def test_cancelled_and_rejected_jobs_end_the_day(tmp_path: Path) -> None:

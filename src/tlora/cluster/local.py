@@ -44,7 +44,8 @@ from tlora.worker_protocol import Failed, Finished, Join, Joined, Leave, Left, L
 
 STOP_SECONDS = 25.0  # for a worker to checkpoint its jobs and exit
 _LOCK_SECONDS = 0.1  # between two looks whether a directory is free
-MOST_DEATHS = 3  # of workers in a row, without a step of the job between them: then it is taken to be what kills them
+MOST_DEATHS = 3  # of workers in a row, without progress of a job: then it fails, if it was alone in the last
+_MORE_STEPS_ALONE = 4  # to its nth power: the steps that a job must get further alone after it was among others in n workers that died
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,10 @@ class LocalBackend:
         self._groups: dict[str, JobGroup] = {}  # as they are wanted
         self._unready: set[str] = set()  # groups whose last change is not through
         self._open: set[str] = set()  # jobs that were submitted and have not ended
-        self._deaths: Counter[str] = Counter()
+        self._furthest: Counter[str] = Counter()  # steps of each job, as far as any worker has reported
+        self._deaths: Counter[str] = Counter()  # of workers in a row, without progress of the job (`_see_steps`)
+        self._suspicions: Counter[str] = Counter()  # deaths of workers that it shared with others
+        self._alone_until: dict[str, int] = {}  # steps to which a suspect is alone in its worker
 
     def __enter__(self) -> LocalBackend:
         return self
@@ -201,7 +205,7 @@ class LocalBackend:
                 if worker.jobs.get(job_id) == "joining":
                     worker.jobs[job_id] = "resident"
             case Stepped(job_id, steps, step_seconds):
-                self._deaths.pop(job_id, None)
+                self._see_steps(job_id, steps)
                 group = self._group_on(worker.gpu)
                 if group is not None and job_id in group.job_ids:
                     self._events.append(StepsDone(job_id, group.group_id, steps, step_seconds))
@@ -226,15 +230,34 @@ class LocalBackend:
         if worker.stopping:
             return
         reason = worker.how_it_ended()
-        for job_id in worker.jobs:
-            self._deaths[job_id] += 1
-            if self._deaths[job_id] == MOST_DEATHS:
-                self._end(JobFailed(job_id, f"{MOST_DEATHS} workers in a row ended with this job and without a step of it; {reason}"))
+        self._blame(worker, reason)
         group = self._group_on(worker.gpu)
         if group is not None:
             del self._groups[group.group_id]
             self._unready.discard(group.group_id)
             self._events.append(GroupLost(group.group_id, reason))
+
+    def _blame(self, worker: WorkerProcess, reason: str) -> None:
+        """Any job in a worker that died may be what killed it: each is suspected, and has its next worker to itself. One whose workers
+        die even so fails. A worker that dies before its base is loaded has not begun with its jobs: being alone would tell nothing.
+        """
+        together = worker.loaded and len(worker.jobs) > 1
+        for job_id in worker.jobs:
+            self._deaths[job_id] += 1
+            if together:
+                self._suspicions[job_id] += 1
+                self._alone_until[job_id] = self._furthest[job_id] + _MORE_STEPS_ALONE ** self._suspicions[job_id]
+            elif self._deaths[job_id] >= MOST_DEATHS:
+                self._end(
+                    JobFailed(job_id, f"{self._deaths[job_id]} workers in a row ended with this job and without progress of it; {reason}")
+                )
+
+    def _see_steps(self, job_id: str, steps: int) -> None:
+        """A job that gets further than it ever was, or a suspect that gets as far as it must alone, is not what killed its workers."""
+        if steps >= self._alone_until.get(job_id, self._furthest[job_id] + 1):
+            self._alone_until.pop(job_id, None)
+            self._deaths.pop(job_id, None)
+        self._furthest[job_id] = max(steps, self._furthest[job_id])
 
     # -- what is to be done about it -----------------------------------------------------------------------------------
 
@@ -245,7 +268,7 @@ class LocalBackend:
             if group is not None and worker.load.base_model != self._machine.base_models[group.base_model]:
                 worker.stop()
             for job_id, state in worker.jobs.items():
-                if state != "leaving" and worker.obeys and (group is None or job_id not in group.job_ids):
+                if state != "leaving" and worker.obeys and (group is None or job_id not in self._wanted(group)):
                     worker.jobs[job_id] = "leaving"
                     worker.send(Leave(job_id))
         held = {job_id for worker in self._workers.values() for job_id in worker.jobs}
@@ -253,6 +276,12 @@ class LocalBackend:
             worker = self._workers.get(group.gpus[0]) or self._start_worker(group)
             if worker.obeys:
                 self._let_in(group, worker, held)
+
+    def _wanted(self, group: JobGroup) -> tuple[str, ...]:
+        """Who shall be in the group's worker now: its jobs, or the first of them that is suspected, alone."""
+        suspects = (job_id for job_id in group.job_ids if job_id in self._alone_until and job_id in self._open)
+        suspect = next(suspects, None)
+        return group.job_ids if suspect is None else (suspect,)
 
     def _start_worker(self, group: JobGroup) -> WorkerProcess:
         (gpu,) = group.gpus
@@ -263,14 +292,16 @@ class LocalBackend:
         return worker
 
     def _let_in(self, group: JobGroup, worker: WorkerProcess, held: set[str]) -> None:
-        """Those of the group's jobs that no worker has; and, when all are in, say that the group is ready."""
+        """Those that are wanted there and that no worker has; and, when all of the group are in, say that it is ready."""
         share = Share(group.plan.token_budget, group.plan.recomputed_layers, dict(zip(group.job_ids, group.weights, strict=True)))
         if worker.told != share:
             worker.told = share
             worker.send(share)
         living = [job_id for job_id in group.job_ids if job_id in self._open]
+        wanted = self._wanted(group)
+        others = any(job_id not in wanted for job_id in worker.jobs)  # on their way out
         for job_id in living:
-            if job_id not in held:
+            if job_id in wanted and job_id not in held and not (others and job_id in self._alone_until):
                 worker.jobs[job_id] = "joining"
                 job = self._jobs[job_id]
                 worker.send(Join(job.spec, job.train_set, job.eval_set))
