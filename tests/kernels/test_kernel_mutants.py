@@ -123,7 +123,6 @@ LINEAR = (
         "return tl.where(own[:, None], s_TR, 0.0).to(s_TR.dtype)",
         "return (s_TR * own[:, None]).to(s_TR.dtype)",
         p.linear_keeps_nan_next_door,
-        p.linear_alone_is_together,
     ),
     Mutant(
         "x behind a sample's last token is masked by multiplication",
@@ -147,7 +146,6 @@ LINEAR = (
         "total0 = tl.load(base0 + offsets, mask=inside & (r < rank0)[None, :], other=0.0)",
         "total0 = tl.zeros((BC, R), tl.float32)",
         p.linear_sums_in_any_cut,
-        p.linear_alone_is_together,
     ),
     Mutant(
         "sums of the padding to 16 ranks are written, into the next slot's rows",

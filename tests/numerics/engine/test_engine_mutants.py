@@ -1,0 +1,183 @@
+"""Bugs planted in the engine's own path, from a job's data to its optimizer step: each must break the promise that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.numerics.engine import promises as p
+from tests.numerics.engine.promises import Runs
+from tests.planted import Changes, planted
+from tlora.adapters import optim
+from tlora.engine import checkpoint, engine, job_run
+from tlora.supermodel import supermodel
+
+Promise = Callable[[Runs], None]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """What `changes` plants must make `caught_by` fail; `gets_past` holds with it, which is why that promise alone would not do."""
+
+    name: str
+    module: ModuleType
+    changes: Changes
+    caught_by: Promise
+    gets_past: Promise | None = None
+    soak: bool = False  # like another one here
+
+
+NORM_OF_ALL = (
+    "        for job_id, resident in residents.items():\n            try:\n",
+    '        sums = [rows for name in residents for rows in self.bank._rows(name, "da_RK", "db_RN")]\n'
+    "        self.norm = sum(float(rows.norm()) ** 2 for rows in sums) ** 0.5\n"
+    "        for job_id, resident in residents.items():\n            try:\n",
+)
+MUTANTS = (
+    Mutant(
+        "of several micro-batches only the last counts",
+        engine,
+        [
+            (
+                "        self._count(packed)\n        for name",
+                "        self._count(packed)\n"
+                "        [self.model.zero_grad_of(n) for n in losses if n in self.runs and not self.runs[n].flow.complete]\n"
+                "        for name",
+            )
+        ],
+        p.a_run_alone_is_one_together,
+        p.a_run_is_pefts,
+    ),
+    Mutant(
+        "samples are taken as they fit best",
+        engine,
+        [("in_order=self.model.deterministic", "in_order=False")],
+        p.a_run_alone_is_one_together,
+        soak=True,
+    ),
+    Mutant(
+        "gradients of the try alone stay",
+        engine,
+        [
+            (
+                "            if name in self.runs:\n                self.model.zero_grad_of(name)\n",
+                "            if name in self.runs:\n",
+            )
+        ],
+        p.a_neighbour_that_raises_changes_nothing,
+    ),
+    Mutant(
+        "loss divided by the tokens of the batch that was offered last, whoever's",
+        job_run,
+        [
+            ("self._normalizer = float(sum(", "JobRun.last = float(sum("),
+            ("sample.loss_weights, self._normalizer, key)", "sample.loss_weights, JobRun.last, key)"),
+        ],
+        p.a_run_alone_is_one_together,
+        p.a_run_is_pefts,
+    ),
+    Mutant(
+        "dropout by the place in the queue",
+        job_run,
+        [("(self.spec.seed, self.progress.step, row.sample)", "(self.spec.seed, self.progress.step, self.flow.pending_tokens)")],
+        p.a_run_alone_is_one_together,
+        p.a_run_is_pefts,
+        soak=True,
+    ),
+    Mutant(
+        "a batch of the step before",
+        job_run,
+        [("samples = global_batch(self.progress.step,", "samples = global_batch(max(0, self.progress.step - 1),")],
+        p.a_run_is_pefts,
+        p.a_run_alone_is_one_together,
+        soak=True,
+    ),
+    Mutant(
+        "the learning rate of the next step",
+        optim,
+        [("rate = learning_rate(config, state.step, total_steps)", "rate = learning_rate(config, state.step + 1, total_steps)")],
+        p.a_run_is_pefts,
+        p.a_run_alone_is_one_together,
+    ),
+    Mutant(
+        "the rule of the first due job for all",
+        supermodel,
+        [
+            (
+                "self._step(job_id, resident)",
+                "self._step(job_id, _Resident(resident.lora, next(iter(residents.values())).train, resident.total_steps, resident.state))",
+            )
+        ],
+        p.a_run_alone_is_one_together,
+        p.a_run_is_pefts,
+        soak=True,
+    ),
+    Mutant(
+        "clipped by the norm of all gradients that are due",
+        supermodel,
+        [
+            NORM_OF_ALL,
+            (
+                "grad = self.bank.take_grad(job_id)",
+                "grad = self.bank.take_grad(job_id) * min(1.0, (resident.train.max_grad_norm or 1e9) / (self.norm + 1e-6))",
+            ),
+        ],
+        p.a_run_alone_is_one_together,
+    ),
+    Mutant(
+        "no step where a neighbour's gradient is not finite",
+        supermodel,
+        [
+            NORM_OF_ALL,
+            (
+                "grad = self.bank.take_grad(job_id)",
+                'grad = self.bank.take_grad(job_id) * (1.0 if self.norm < float("inf") else self.norm)',
+            ),
+        ],
+        p.a_neighbour_of_nan_changes_nothing,
+    ),
+    Mutant(
+        "a checkpoint without the moments",
+        checkpoint,
+        [("(moments[name].to(dtype) for name in", "(moments[name].to(dtype) * 0 for name in")],
+        p.a_run_that_is_resumed_is_the_same,
+        p.a_run_alone_is_one_together,
+        soak=True,
+    ),
+    Mutant(
+        "a checkpoint without the number of updates",
+        checkpoint,
+        [("progress.step, **counters), progress", 'progress.step, **counters | {"updates": 0}), progress')],
+        p.a_run_that_is_resumed_is_the_same,
+    ),
+)
+PROMISES = list(dict.fromkeys(mutant.caught_by for mutant in MUTANTS))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return p.write_data(tmp_path_factory.mktemp("written"))
+
+
+@pytest.fixture
+def runs(wide_base: Path, written: Path, tmp_path: Path) -> Runs:
+    return Runs(wide_base, written, tmp_path)
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+def test_without_a_mutant_the_promise_is_kept(promise: Promise, runs: Runs) -> None:
+    promise(runs)
+
+
+@pytest.mark.parametrize("mutant", [pytest.param(m, id=m.name, marks=[pytest.mark.soak] if m.soak else []) for m in MUTANTS])
+def test_mutant_is_caught(mutant: Mutant, runs: Runs, tmp_path: Path) -> None:
+    with planted(mutant.module, mutant.changes, tmp_path):
+        with pytest.raises(AssertionError) as caught:
+            mutant.caught_by(runs)
+        if mutant.gets_past is not None:
+            mutant.gets_past(runs)
+    print(f"{mutant.name}: {caught.value}")
