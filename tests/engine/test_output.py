@@ -72,7 +72,7 @@ def test_ctrl_c_is_answered_and_says_how_to_resume(base: Path, data: Path, tmp_p
             os.killpg(process.pid, signal.SIGINT)
             break
     told, errors = process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == 130 and not re.sub(r".*(Loading weights|Writing).*\\s", "", errors).strip(), errors
+    assert process.returncode == 130 and not re.sub(r".*(Loading weights|Writing).*\\s", "", errors).strip(), (told, errors)
     assert "Interrupted: saving 3 unfinished jobs; press Ctrl-C again to quit at once" in told
     assert told.rstrip().endswith(f"Resume with: tlora train {file} --device cpu --resume")
     for name in ("a", "b", "c"):

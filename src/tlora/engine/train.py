@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -108,7 +108,7 @@ def train(
         record("running")
         guard.start()
         session = _Session(run, loaded, engine, monitor, serving, guard)
-        with _signals(session.tell_interrupted) as received:
+        with _signals(session.describe_interrupt, monitor.note) as received:
             try:
                 session.go_on(received, record)
             except BaseException as error:
@@ -296,12 +296,12 @@ class _Session:
         tracker = Tracker(self._run, job.spec, run.directory, monitor.note)
         return run, state, Recorder(run, self._context, tracker, self._settings[name])
 
-    def tell_interrupted(self, number: int) -> None:
-        """In a thread of its own: the first signal has come."""
+    def describe_interrupt(self, number: int) -> str:
+        """What the signal `number` will bring about, as the first that has come."""
         unfinished = len(self._engine.runs) + len(self._engine.ending)
         jobs = "1 unfinished job" if unfinished == 1 else f"{unfinished} unfinished jobs"
         more = "; press Ctrl-C again to quit at once, without what is not saved by then" if number == signal.SIGINT else ""
-        self._monitor.note(f"Interrupted: saving {jobs}{more}" if unfinished else "Interrupted: all jobs have ended, the page is written")
+        return f"Interrupted: saving {jobs}{more}" if unfinished else "Interrupted: all jobs have ended, the page is written"
 
     def close(self, *, wait: bool = True) -> None:
         """With `wait`, all is written, and nothing more will be. What was kept for that on the disk is free."""
@@ -351,11 +351,19 @@ def _swept(spec: JobSpec, jobs: Sequence[JobSpec]) -> dict[str, Any]:
 
 
 @contextmanager
-def _signals(tell: Callable[[int], None]) -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM instead of dying, and has the first told; a second SIGINT raises KeyboardInterrupt. Only the main thread
-    can.
+def _signals(describe: Callable[[int], str], note: Callable[[str], None]) -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM instead of dying, and notes how things stood at the first; a second SIGINT raises KeyboardInterrupt.
+    Only the main thread can.
     """
     received: list[int] = []
+    noted = threading.Event()
+
+    def tell(message: str) -> None:
+        try:
+            note(message)
+        finally:
+            noted.set()
+
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
@@ -365,12 +373,16 @@ def _signals(tell: Callable[[int], None]) -> Iterator[list[int]]:
             raise KeyboardInterrupt
         received.append(number)
         if len(received) == 1:
-            with suppress(RuntimeError):  # no more threads for this process
-                _thread.start_new_thread(tell, (number,))  # what was interrupted may hold stdout's lock, or one of threading.Thread
+            try:  # what was interrupted may hold stdout's lock, or one of threading.Thread
+                _thread.start_new_thread(tell, (describe(number),))
+            except RuntimeError:  # no more threads for this process
+                noted.set()
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield received
+        if received:
+            noted.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
