@@ -28,7 +28,7 @@ def test_on_a_cpu(): pass
 
 
 def collect(directory: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *options]
+    command = [sys.executable, "-m", "pytest", "--collect-only", *options]
     given = {key: value for key, value in os.environ.items() if key != "PART"} | {"PYTHONPATH": str(REPOSITORY)} | environment
     return subprocess.run(command, cwd=directory, env=given, capture_output=True, text=True, timeout=500, check=False)
 
@@ -50,7 +50,7 @@ def test_parts_are_stretches_alike_in_time(files: list[str], count: int) -> None
 
 def test_every_test_of_a_gpu_is_in_exactly_one_part(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -q\nmarkers = gpu\n")
     for name in ("test_a.py", "test_b.py"):
         (tmp_path / name).write_text(ONE_FILE)
     whole = names_in(collect(tmp_path, "-m", "gpu"))
@@ -78,7 +78,7 @@ def test_the_gpus_own_tests_in_three_parts(tmp_path: Path) -> None:
     """As they are collected where there is a GPU, which is only pretended."""
     (tmp_path / "pretended_gpu.py").write_text("import torch\ntorch.cuda.is_available = lambda: True\n")
     path = f"{REPOSITORY}{os.pathsep}{tmp_path}"
-    names = names_in(collect(REPOSITORY, "-v", "-m", "gpu", "-p", "pretended_gpu", PYTHONPATH=path))
+    names = names_in(collect(REPOSITORY, "-m", "gpu", "-p", "pretended_gpu", PYTHONPATH=path))
     assert set(SECONDS) <= {name.split("::")[0] for name in names}
     parts = parts_of(names, 3)
     seconds = [sum(seconds_of(name) for name, its in zip(names, parts, strict=True) if its == part) for part in (1, 2, 3)]

@@ -31,6 +31,12 @@ MARKS = [
 ]
 """`pytestmark` of a module whose kernels run on `DEVICE`."""
 
+INTERPRETED_ALONE = [
+    *(mark for mark in MARKS if mark.name != "gpu"),
+    pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU interprets nothing"),
+]
+"""`pytestmark` of a module that is about the interpreter, or needs it."""
+
 
 @contextmanager
 def interpreted() -> Iterator[None]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.interpreter import DEVICE, MARKS, dot, interpreted
+from tests.kernels.interpreter import INTERPRETED_ALONE, dot, interpreted
 
 pytest.importorskip("triton")
 with interpreted():
@@ -21,7 +21,7 @@ with interpreted():
         tl.store(out_ptr + m[:, None] * N + n[None, :], tl.dot(a, tl.trans(b), input_precision="ieee"))
 
 
-pytestmark = [*MARKS, pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU interprets nothing")]
+pytestmark = INTERPRETED_ALONE
 SHAPES = [(16, 16, 16), (16, 128, 32), (64, 64, 64), (128, 32, 16), (32, 256, 128)]
 
 

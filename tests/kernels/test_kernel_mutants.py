@@ -12,18 +12,14 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.kernels import promises as p
-from tests.kernels.interpreter import DEVICE, MARKS, interpreted
+from tests.kernels.interpreter import INTERPRETED_ALONE, interpreted
 from tests.planted import planted
 
 with interpreted():
     from tlora.kernels import fused_adamw, triton_adamw, triton_attention, triton_cross_entropy, triton_fp8, triton_gemm, triton_lora
     from tlora.supermodel import optimizer
 
-pytestmark = [
-    *(mark for mark in MARKS if mark.name != "gpu"),
-    pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning"),
-    pytest.mark.skipif(DEVICE.type == "cuda", reason="a planted bug is interpreted, and a GPU interprets nothing"),
-]
+pytestmark = [*INTERPRETED_ALONE, pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")]
 
 
 @dataclass(frozen=True)

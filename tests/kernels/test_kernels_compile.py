@@ -1,4 +1,4 @@
-"""The kernels of linears through Triton's compiler for a GPU that need not be there: the interpreter runs what the compiler refuses."""
+"""Kernels of linears and of the loss through Triton's compiler for a GPU that need not be there: the interpreter accepts more."""
 
 from __future__ import annotations
 
@@ -50,8 +50,35 @@ assert not special, f"compiled once more for some {special}"
 """
 
 
+COMPILE_CROSS_ENTROPY = """
+import sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from tlora.kernels.triton_cross_entropy import _BLOCK_V, _WARPS, cross_entropy_kernel
+dtype, has_cap, gradient = sys.argv[1], sys.argv[2] == "True", sys.argv[3] == "True"
+kinds = ["*" + dtype, "*i64", "*fp32", "*fp32", "fp32", "fp32", "i32", "i32"] + 3 * ["constexpr"]
+signature = dict(zip(cross_entropy_kernel.arg_names, kinds, strict=True))
+constants = {"HAS_CAP": has_cap, "GRADIENT": gradient, "BLOCK_V": _BLOCK_V}
+aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 3, 7)}  # pointers and stride, not the vocabulary
+source = ASTSource(cross_entropy_kernel, signature, constants, aligned)
+ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": _WARPS}).asm["ptx"]
+assert ptx.count("ld.global.v4") >= 1 + gradient, "an odd vocabulary is read one element at a time"
+"""
+
+
+def compiles(script: str, cache: Path, *arguments: object) -> None:
+    """In another process: here kernels are interpreted."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @pytest.mark.parametrize("case", ["gemm", "many runs", "wide", "shrink", "sum", "dropped", "quantize"])
 def test_it_compiles(case: str, tmp_path: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", COMPILE, case], env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    compiles(COMPILE, tmp_path, case)
+
+
+@pytest.mark.parametrize(("dtype", "has_cap", "gradient"), [("bf16", False, True), ("fp16", True, True), ("fp32", True, False)])
+def test_the_cross_entropy_compiles(dtype: str, has_cap: bool, gradient: bool, tmp_path: Path) -> None:
+    compiles(COMPILE_CROSS_ENTROPY, tmp_path, dtype, has_cap, gradient)
