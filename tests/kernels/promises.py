@@ -56,6 +56,13 @@ def linear_alone_is_together() -> None:
         _assert_same(found, bits_of(base, [replace(job, gap=0)], 0), job)
 
 
+def linear_alone_is_together_in_tiles_apart() -> None:
+    """L1: the same where no tile has two runs, which is another kernel."""
+    base, apart = Base(32, (32,)), Job((5,), (4,), seed=2, gap=128)
+    found = _bits(base, [Job((20,), (8,), seed=1), apart])[1]
+    _assert_same(found, bits_of(base, [replace(apart, gap=0)], 0), apart)
+
+
 def linear_keeps_nan_next_door() -> None:
     """L2: what is in the neighbours before and behind changes no bit."""
     base = Base(32, (32, 16))

@@ -52,6 +52,14 @@ LINEAR = (
         soak=True,
     ),
     Mutant(
+        "the bank's rows of the first run where each tile has one",
+        triton_gemm,
+        "at = starts_ptr + min(tl.load(tiles_ptr + m0 // 64 * 2), num_runs - 1)",
+        "at = starts_ptr",
+        p.linear_alone_is_together_in_tiles_apart,
+        p.linear_alone_is_together,
+    ),
+    Mutant(
         "the product is rounded once more where runs share a tile",
         triton_gemm,
         "        acc = _product(acc, x0, w0, m0, n0, K0, NK, BK, PRECISION, IMPRECISE)",
