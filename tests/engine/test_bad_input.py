@@ -6,20 +6,21 @@ import ctypes
 import json
 import os
 import resource
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
 import tlora
 from tests.engine.test_crash import fork
 from tests.engine.tiny_runs import job, run_spec, sha256, train
 from tlora import durable
+from tlora.cli import commands
 from tlora.engine.check import check
 from tlora.engine.progress import Watcher
 from tlora.engine.run_directory import check_run_directory
@@ -294,25 +295,29 @@ def test_no_write_permission(base: Path) -> None:
 # -- through the command ---------------------------------------------------------------------------------------------------
 
 
-def command(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "tlora", *map(str, args)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    return subprocess.run(line, check=False, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """The command in this process, which has loaded the libraries already. `Result.output` is stdout and stderr."""
+    monkeypatch.setattr(commands, "_tame_libraries", lambda: None)
+    monkeypatch.setenv("COLUMNS", "200")
+    return lambda *args: CliRunner().invoke(commands.app, [str(arg) for arg in args])
 
 
-def test_the_command_says_which_job_failed_and_why(base: Path, data: Path, tmp_path: Path) -> None:
+def test_the_command_says_which_job_failed_and_why(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Result]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "good.jsonl").write_text((data / "b.jsonl").read_text())
     (tmp_path / "jobs.yaml").write_text(
         f"base_model: {base}\ndefaults: {{max_steps: 2}}\n"
         "jobs:\n  - {name: good, data: good.jsonl}\n  - {name: lost, data: lost.jsonl}\n"
     )
-    done = command("train", "jobs.yaml", "--device", "cpu", cwd=tmp_path)
-    assert done.returncode == 1, (done.stdout, done.stderr)
-    said = done.stdout + done.stderr
-    assert "lost.jsonl" in said and "Traceback" not in said
+    done = command("train", "jobs.yaml", "--device", "cpu")
+    assert done.exit_code == 1 and isinstance(done.exception, SystemExit), done.output
+    assert "lost.jsonl" in done.output and "Traceback" not in done.output
     assert (tmp_path / "out" / "good" / "adapter_model.safetensors").exists()
-    again = command("train", "jobs.yaml", "--device", "cpu", cwd=tmp_path)
-    assert again.returncode == 2 and "--resume" in again.stderr and "--overwrite" in again.stderr and "Traceback" not in again.stderr
+    again = command("train", "jobs.yaml", "--device", "cpu")
+    assert again.exit_code == 2 and "--resume" in again.stderr and "--overwrite" in again.stderr and "Traceback" not in again.stderr
 
 
 @pytest.mark.parametrize(
@@ -324,9 +329,11 @@ def test_the_command_says_which_job_failed_and_why(base: Path, data: Path, tmp_p
         ("a: &a [x, x, x, x, x, x, x, x, x]\nb: &b [*a, *a, *a, *a, *a, *a]\nbase_model: [*b, *b, *b]\njobs: []\n", ["jobs.yaml"]),
     ],
 )  # fmt: skip
-def test_the_command_refuses_a_wrong_file_before_anything_is_written(tmp_path: Path, content: str, parts: list[str]) -> None:
+def test_the_command_refuses_a_wrong_file_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Result], content: str, parts: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "jobs.yaml").write_text(content)
-    done = command("train", "jobs.yaml", cwd=tmp_path)
-    print(done.stderr)
-    assert done.returncode == 2 and all(part in done.stderr for part in parts), done.stderr
+    done = command("train", "jobs.yaml")
+    assert done.exit_code == 2 and all(part in done.stderr for part in parts), done.stderr
     assert "Traceback" not in done.stderr and [path.name for path in tmp_path.iterdir()] == ["jobs.yaml"]

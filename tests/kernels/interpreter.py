@@ -4,16 +4,21 @@ A kernel is interpreted when `TRITON_INTERPRET` was set as it was defined, and s
 `tests/conftest.py` imports this before anything that imports triton (transformers does). The variable does not stay set, since the
 super-model would then take its GPU path on the CPU; a test module wraps its imports of kernels in `interpreted`.
 
+Nine tenths of the interpreter's time goes to the types of small tensors. Three of its functions are replaced by ones that remember, by
+shape or by element type, what those give: the tests take half the time.
+
 The interpreter's `tl.dot` is numpy's matmul, and so a BLAS. Some BLAS kernels (OpenBLAS's for Haswell and Zen) sum an element in an order
 that depends on where it stands in the tile, which no GPU does. Here `tl.dot` is `dot`, which has one order on every machine.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -36,6 +41,12 @@ INTERPRETED_ALONE = [
     pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU interprets nothing"),
 ]
 """`pytestmark` of a module that is about the interpreter, or needs it."""
+
+
+def thinned(cases: Iterable[tuple[Any, ...]], keep: Callable[..., bool]) -> list[Any]:
+    """Parameters of a test: the cases that `keep` are in every run, all of them in `make soak`."""
+    marks = {True: (), False: (pytest.mark.soak,)}
+    return [pytest.param(*case, marks=marks[bool(keep(*case))], id="-".join(map(str, case))) for case in cases]
 
 
 @contextmanager
@@ -81,6 +92,35 @@ def _call_from_kernel(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function.rewrite()(*args, **kwargs)
 
 
+def _remember_types() -> None:
+    """Types of shapes, the shapes of tensors, and numpy's names for element types are made once each."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    make_tuple_type, find_numpy_type = core._type_for_tuple_values, cache(interpreter._get_np_dtype)
+    pointer = np.dtype(np.uint64)
+    type_of_sizes = cache(lambda sizes: make_tuple_type(list(sizes)))
+    shape_of_sizes = cache(lambda sizes: core.tuple([core.constexpr(size) for size in sizes]))
+
+    def type_for_tuple_values(values: Any, fields: Any = None) -> Any:
+        sizes = tuple(value.value if type(value) is core.constexpr else value for value in values)
+        if fields is None and all(type(size) is int for size in sizes):
+            return type_of_sizes(sizes)
+        return make_tuple_type(values, fields)
+
+    def make_tensor(self: Any, handle: Any, kind: Any) -> None:
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        sizes = tuple(kind.shape.values) if kind.is_block() else ()
+        self.shape, self.numel = shape_of_sizes(sizes), core.constexpr(math.prod(sizes))
+
+    def numpy_type(kind: Any) -> np.dtype:
+        return pointer if kind.scalar.is_ptr() else find_numpy_type(kind.scalar)
+
+    core._type_for_tuple_values = type_for_tuple_values
+    core.tensor.__init__ = make_tensor
+    interpreter._get_np_dtype = numpy_type
+
+
 if find_spec("triton") is not None:
     assert "triton" not in sys.modules or _VARIABLE in os.environ or DEVICE.type == "cuda", "triton was imported before tests/conftest.py"
     with interpreted():
@@ -89,5 +129,6 @@ if find_spec("triton") is not None:
 
         InterpreterBuilder.create_dot = _create_dot
         InterpretedFunction.__call__ = _call_from_kernel
+        _remember_types()
         # It computes each integer sum and product again in 64 bits, for an assertion that it makes with `debug` only: a third of the time.
         interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)

@@ -65,8 +65,15 @@ def train(shared: SuperModel, job_ids: str, device: str, family: str, steps: int
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *((family, torch.float32) for family in FAMILIES),
+        ("qwen3-moe", torch.bfloat16),
+        *(pytest.param(family, torch.bfloat16, marks=pytest.mark.soak) for family in ("mixtral", "deepseek-v3")),  # slow on a CPU
+    ],
+    ids=str,
+)
 def test_together_is_alone_bitwise(family: str, dtype: torch.dtype, device: str) -> None:
     shared = make_shared(family, dtype, device, deterministic=True)
     together = train(shared, "abc", device, family, 3)
@@ -80,9 +87,10 @@ def test_together_is_alone_bitwise(family: str, dtype: torch.dtype, device: str)
 def test_without_deterministic_it_trains(family: str, device: str) -> None:
     """On a GPU: compiled layers, and passes captured as CUDA graphs, since a capture that fails is a warning. `-s` shows how near it is."""
     shared = make_shared(family, torch.bfloat16, device, deterministic=False)
-    together = train(shared, "abc", device, family, 6)
+    steps = 6 if device == "cuda" else 2
+    together = train(shared, "abc", device, family, steps)
     for job_id in "abc":
-        alone = train(shared, job_id, device, family, 6)[job_id]
+        alone = train(shared, job_id, device, family, steps)[job_id]
         assert bool(together[job_id].isfinite().all())
         difference = float((together[job_id] - alone).norm() / alone.norm())
         print(f"{family} {device} {job_id}: relative difference {difference:.1e}, same bytes: {torch.equal(together[job_id], alone)}")
