@@ -81,6 +81,7 @@ LINEAR = (
         "scale_at = scales_ptr + linear * num_runs + run\n",
         "scale_at = scales_ptr + linear * num_runs\n",
         p.linear_alone_is_together,
+        soak=True,
     ),
     Mutant(
         "the last run of a tile is left out",
@@ -120,6 +121,7 @@ LINEAR = (
         "full = t0 + (t1 - t0) // BT * BT",
         "full = t0 + (t1 - t0 + BT - 1) // BT * BT",
         p.linear_alone_is_together,
+        soak=True,
     ),
     Mutant(
         "S behind a sample's last token is masked by multiplication",
@@ -220,6 +222,7 @@ HEAD_AND_ATTENTION = (
         "        at = head * num_tokens + start\n        dk, dv",
         "        at = start\n        dk, dv",
         p.attention_is_the_formula,
+        soak=True,
     ),
     Mutant(
         "blocks are counted from the batch's first token",

@@ -78,7 +78,6 @@ MUTANTS = (
             ("sample.loss_weights, self._normalizer, key)", "sample.loss_weights, JobRun.last, key)"),
         ],
         p.a_run_alone_is_one_together,
-        p.a_run_is_pefts,
     ),
     Mutant(
         "dropout by the place in the queue",
