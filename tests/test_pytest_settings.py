@@ -23,7 +23,7 @@ def run_pytest(directory: Path, test: str, *options: str) -> subprocess.Complete
     (directory / "tests").mkdir()
     (directory / "tests" / "test_one.py").write_text(test)
     command = [sys.executable, "-m", "pytest", *options]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_other_plugins_and_torchs_warning_about_its_own_threads_are_no_errors(tmp_path: Path) -> None:
