@@ -341,11 +341,11 @@ def _settle(final: Path) -> None:
         _sync(final.parent)
 
 
-def set_aside(path: Path) -> Path:
-    """Rename `path` to `bad-…` beside it, for a person to look at; returns the new path."""
-    aside = path.with_name(f"bad-{path.name}")
+def set_aside(path: Path, mark: str = "bad") -> Path:
+    """Rename `path` to `<mark>-…` beside it, for a person to look at; returns the new path."""
+    aside = path.with_name(f"{mark}-{path.name}")
     if aside.exists():
-        aside = path.with_name(f"bad-{path.name}-{uuid.uuid4().hex[:8]}")
+        aside = path.with_name(f"{mark}-{path.name}-{uuid.uuid4().hex[:8]}")
     path.rename(aside)
     return aside
 

@@ -19,6 +19,7 @@ from typing import Any
 from tlora import durable
 from tlora.errors import ModelError
 
+BASE_FILE = "base.json"  # in each job's directory: what `run.json` has of the base and how it computes (run_recovery.py)
 _BLOCK_BYTES = 4096
 _MOST_BLOCKS = 512  # per base: 512 reads take 3 ms from memory, and about 0.1 s from an NVMe drive
 _LARGEST_HEADER = 100_000_000  # bytes, the limit of safetensors itself

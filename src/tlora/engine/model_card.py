@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from tlora.job import JobSpec
 from tlora.supermodel.base_name import is_hub_id
 
 CARD_FILE = "README.md"
+_SEAL = re.compile(r"<!-- written by tlora, sha256 of the text above: ([0-9a-f]{64}) -->\n")
 _NOT_TOLD = {"name", "data", "sweep_of", "adapter_path", "weight", "logging_steps", "save_steps", "save_total_limit"}
 _DATA_TOLD = ("max_length", "train_on")
 
@@ -37,7 +40,18 @@ def model_card(spec: JobSpec, base_model: str, report: dict[str, Any], result: d
         f"## Result\n\n{_table(_result(result))}\n",
         f"Trained with tlora {__version__}, torch {version('torch')} and transformers {version('transformers')}.\n",
     ]
-    return "\n".join(lines)
+    text = "\n".join(lines) + "\n"
+    return text + f"<!-- written by tlora, sha256 of the text above: {hashlib.sha256(text.encode()).hexdigest()} -->\n"
+
+
+def is_unedited(path: Path) -> bool:
+    """Whether a card is as `model_card` made it. One of an earlier version does not tell, and counts as edited."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    sealed = next(iter(_SEAL.finditer(text)), None)
+    return sealed is not None and sealed.end() == len(text) and hashlib.sha256(text[: sealed.start()].encode()).hexdigest() == sealed[1]
 
 
 def _data(spec: JobSpec, report: dict[str, Any]) -> str:

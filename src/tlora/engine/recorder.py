@@ -19,7 +19,7 @@ from tlora.engine import checkpoint
 from tlora.engine.checkpoint import Progress
 from tlora.engine.job_run import JobRun
 from tlora.engine.metrics import RowWriter, Tracker, finite
-from tlora.engine.model_card import CARD_FILE, model_card
+from tlora.engine.model_card import CARD_FILE, is_unedited, model_card
 from tlora.engine.reserve import Reserve
 from tlora.engine.wall import Failure, attempt
 from tlora.engine.writer import Writer, Written
@@ -368,11 +368,11 @@ class Recorder:
         return result
 
     def _write_card(self, result: JobResult) -> None:
-        """One that is there may have been edited, and stays."""
+        """One that was edited stays."""
         run, path = self._run, self._run.directory / CARD_FILE
 
         def write() -> None:
-            if not path.exists():
+            if not path.exists() or is_unedited(path):
                 report = cast("dict[str, Any]", run.train.meta["report"])
                 durable.write_file(path, model_card(run.spec, self._context.base_model, report, asdict(result), run.directory))
 

@@ -8,7 +8,6 @@ import fcntl
 import json
 import os
 import platform
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -17,14 +16,14 @@ from typing import Any
 
 from tlora import __version__, durable
 from tlora.engine.checkpoint import read_progress
-from tlora.engine.fingerprint import Fingerprint, read_fingerprint
+from tlora.engine.fingerprint import BASE_FILE, Fingerprint, read_fingerprint
+from tlora.engine.overwrite import check_links, remove_run
 from tlora.engine.wall import Failure, attempt
 from tlora.errors import ConfigError
 from tlora.job import JobSpec, RunSpec, split_revision
 from tlora.json_file import read_object
 from tlora.supermodel.load import pin_revision
 
-BASE_FILE = "base.json"  # in each job's directory: what `run.json` has of the base and how it computes (run_recovery.py)
 _FREE_TO_CHANGE = {"weight", "logging_steps", "save_steps", "save_total_limit", "sweep_of"}  # by --resume: no number depends on them
 
 
@@ -38,26 +37,79 @@ def check_run_directory(run: RunSpec, resume: bool, overwrite: bool) -> None:
         raise ConfigError(f"output_dir {directory} cannot be written ({existing} is read-only for you). Choose one where you may write")
     if existing != directory or all(durable.is_leftover(path) for path in directory.iterdir()):
         return
-    earlier = directory / "run.json"
-    if not earlier.is_file():
-        if not resume and next(directory.glob(f"*/{BASE_FILE}"), None):
-            raise ConfigError(
-                f"output_dir {directory} holds jobs of an earlier run, whose run.json is lost. "
-                "Continue it with --resume, which makes run.json again, or choose another"
-            )
-        raise ConfigError(f"output_dir {directory} exists and is no run of tlora. Choose another, so that nothing of it is lost")
-    if not resume and not overwrite:
-        remedy = "Continue it with --resume, replace it with --overwrite, or choose another"
-        raise ConfigError(f"output_dir {directory} holds an earlier run. {remedy}")
-    before, now = read_run_file(earlier), json.loads(run.model_dump_json())
+    if resume:
+        _check_resume(run, directory)
+    elif overwrite:
+        _check_overwrite(run, directory)
+    else:
+        _refuse_occupied(directory)
+
+
+def _check_resume(run: RunSpec, directory: Path) -> None:
+    if not (directory / "run.json").is_file():
+        raise _no_run(directory)
+    before, now = read_run_file(directory / "run.json"), json.loads(run.model_dump_json())
     shared = [key for key in ("base_model", "dtype", "base_precision", "deterministic") if before.get(key) != now[key]]
     if before.get("base_model") == split_revision(run.base_model)[0] and "base_model" in shared:
         shared.remove("base_model")  # of a version that did not pin the hub's revision
-    if resume and shared:
+    if shared:
         _refuse_other_run([f"{key} was {before.get(key)!r} and is {getattr(run, key)!r}" for key in shared])
-    for job in run.jobs if overwrite and not resume else ():
+
+
+def _refuse_occupied(directory: Path) -> None:
+    if (directory / "run.json").is_file():
+        remedy = "Continue it with --resume, replace it with --overwrite, or choose another"
+        raise ConfigError(f"output_dir {directory} holds an earlier run. {remedy}")
+    if next(directory.glob(f"*/{BASE_FILE}"), None):
+        raise ConfigError(
+            f"output_dir {directory} holds jobs of an earlier run, whose run.json is lost. "
+            "Continue it with --resume, which makes run.json again, replace it with --overwrite, or choose another"
+        )
+    raise _no_run(directory)
+
+
+def _no_run(directory: Path) -> ConfigError:
+    return ConfigError(f"output_dir {directory} exists and is no run of tlora. Choose another, so that nothing of it is lost")
+
+
+def _check_overwrite(run: RunSpec, directory: Path) -> None:
+    """Raises ConfigError where files that are not the earlier run's would be deleted, or written over."""
+    earlier = _earlier_jobs(directory)
+    if not (earlier or (directory / "run.json").is_file()):
+        raise _no_run(directory)
+    for job in run.jobs:
         if job.adapter_path and directory.resolve() in Path(job.adapter_path).resolve().parents:
             raise ConfigError(f"job {job.name!r} starts from {job.adapter_path}, which --overwrite would delete. Choose another output_dir")
+        path = directory / job.name
+        if job.name not in earlier and os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
+            raise ConfigError(
+                f"--overwrite: {path} is no job of the earlier run, and job {job.name!r} would write there. Move it away, or rename the job"
+            )
+    check_links(directory, earlier)
+
+
+def _earlier_jobs(directory: Path) -> set[str]:
+    """Those that `run.json` names; where it is lost or damaged, those whose own directory says so. Raises ConfigError where a damaged
+    `run.json` is all that there is: it may be another program's.
+    """
+    path = directory / "run.json"
+    try:
+        if path.is_file():
+            return {job["name"] for job in read_run_file(path)["jobs"]}
+    except ConfigError:
+        if not (found := _jobs_by_themselves(directory)):
+            raise
+        return found
+    return _jobs_by_themselves(directory)
+
+
+def _jobs_by_themselves(directory: Path) -> set[str]:
+    """Directories with a `job.json` of their own name."""
+
+    def name(path: Path) -> str:
+        return job_spec_in(read_object(path)).name
+
+    return {path.parent.name for path in directory.glob("*/job.json") if attempt(name, path) == path.parent.name}
 
 
 def pin_base(run: RunSpec, resume: bool) -> RunSpec:
@@ -87,7 +139,7 @@ def earlier_base(run: RunSpec, resume: bool) -> Fingerprint | None:
 
 
 @contextmanager
-def hold_run_directory(run: RunSpec, resume: bool, overwrite: bool) -> Iterator[Path]:
+def hold_run_directory(run: RunSpec, resume: bool, overwrite: bool, note: Callable[[str], None]) -> Iterator[Path]:
     """Make `output_dir`, or take up an earlier run's, and hold it until the end. Raises ConfigError.
 
     Called when everything else is known to be right: what `overwrite` deletes is deleted here.
@@ -100,7 +152,7 @@ def hold_run_directory(run: RunSpec, resume: bool, overwrite: bool) -> Iterator[
         raise _cannot_write(directory, error) from None
     with lock_directory(directory):
         try:
-            _take_up(directory, run, resume)
+            _take_up(directory, run, resume, note)
         except OSError as error:
             raise _cannot_write(directory, error) from None
         yield directory
@@ -128,16 +180,19 @@ def _cannot_write(directory: Path, error: OSError) -> ConfigError:
     return ConfigError(f"output_dir {directory} cannot be written ({error.strerror or error}). Choose one where you may write")
 
 
-def _take_up(directory: Path, run: RunSpec, resume: bool) -> None:
-    durable.clean(directory)
+def _take_up(directory: Path, run: RunSpec, resume: bool, note: Callable[[str], None]) -> None:
+    for path in directory.iterdir():
+        if durable.is_leftover(path) and path.is_file():
+            path.unlink()
     if resume:
         _check_same_jobs(directory, run.jobs)
         durable.truncate_rows(directory / "run.jsonl", lambda _: True)  # a kill may have torn its last line
-    elif (directory / "run.json").is_file():
-        for name in {job["name"] for job in read_run_file(directory / "run.json")["jobs"]} | {job.name for job in run.jobs}:
-            shutil.rmtree(directory / name, ignore_errors=True)
-        for name in ("run.jsonl", "report.html"):  # run.json is replaced: without it nobody would know this for a run
-            (directory / name).unlink(missing_ok=True)
+    elif any(directory.iterdir()):
+        kept = remove_run(directory, _earlier_jobs(directory))
+        if (directory / "run.json").is_file() and isinstance(attempt(read_run_file, directory / "run.json"), Failure):
+            kept.append(durable.set_aside(directory / "run.json").name)
+        if kept:
+            note(f"--overwrite kept what tlora did not write: {', '.join(kept[:5])}{f' and {len(kept) - 5} more' if len(kept) > 5 else ''}")
     write_run_file(directory, run, {"status": "preparing"}, forget=not resume)  # first of all: whatever is killed from here on is a run
 
 

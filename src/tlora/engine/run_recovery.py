@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from tlora import durable
-from tlora.engine.fingerprint import read_fingerprint
-from tlora.engine.run_directory import BASE_FILE, job_spec_in, lock_directory, run_spec_in
+from tlora.engine.fingerprint import BASE_FILE, read_fingerprint
+from tlora.engine.run_directory import job_spec_in, lock_directory, run_spec_in
 from tlora.errors import ConfigError
 from tlora.job import JobSpec, RunSpec
 from tlora.json_file import read_object

@@ -99,7 +99,7 @@ def train(
     facts = _facts(loaded, place)
     adopted = [job.spec for job in plan.jobs]  # those that start from an adapter have its shape by now
     run = run.model_copy(update={"jobs": adopted, "cpu_threads": threads or run.cpu_threads})
-    with hold_run_directory(run, resume, overwrite) as directory, closing(guard), compute_with(threads):
+    with hold_run_directory(run, resume, overwrite, watcher.note) as directory, closing(guard), compute_with(threads):
 
         def record(status: str) -> None:
             lost = {"output_lost": watcher.lost} if watcher.lost else {}
