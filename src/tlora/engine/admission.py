@@ -62,6 +62,12 @@ def _load(found: Path, run: JobRun, layout: AdapterLayout, dtype: torch.dtype) -
         changed = f"{data.eval_path or data.path}: is not the data that {found} was evaluated on"
         raise DataError(f"{changed}, and losses of both would be mixed. Put it back, or use a new output_dir")
     run.progress.eval_data = run.eval_key
+    if run.total_steps < run.progress.step:
+        raise ConfigError(
+            f"{found} has more than the {run.total_steps} steps that {run.spec.name} shall have, and steps cannot be taken back. "
+            "Raise max_steps or num_train_epochs, or use a new output_dir"
+        )
+    run.progress.finished &= run.exhausted  # else it shall have more steps than when it ended
     return state
 
 

@@ -40,6 +40,12 @@ def mean_loss(parts: Sequence[tuple[float, float]]) -> float:
     return loss / weight if weight else math.nan
 
 
+def stopped_early(spec: JobSpec, progress: Progress) -> bool:
+    """Whether a job ends here by `early_stopping_patience`."""
+    patience = spec.early_stopping_patience
+    return bool(patience and progress.evals_without_gain >= patience)
+
+
 class JobRun:
     """A job's progress through its global batches and evaluations. `flow` is what it offers now."""
 
@@ -72,8 +78,7 @@ class JobRun:
     @property
     def exhausted(self) -> bool:
         """No step is left: all taken, or stopped early."""
-        patience = self.spec.early_stopping_patience
-        return self.progress.step >= self.total_steps or bool(patience and self.progress.evals_without_gain >= patience)
+        return self.progress.step >= self.total_steps or stopped_early(self.spec, self.progress)
 
     @property
     def epoch(self) -> float:

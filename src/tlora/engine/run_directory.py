@@ -24,7 +24,9 @@ from tlora.job import JobSpec, RunSpec, split_revision
 from tlora.json_file import read_object
 from tlora.supermodel.load import pin_revision
 
-_FREE_TO_CHANGE = {"weight", "logging_steps", "save_steps", "save_total_limit", "sweep_of"}  # by --resume: no number depends on them
+_NO_NUMBER = ("weight", "logging_steps", "save_steps", "save_total_limit", "sweep_of")  # of any step depends on them
+_LENGTH = ("max_steps", "num_train_epochs")  # what follows is said by job_length.py
+_FREE_TO_CHANGE = {*_NO_NUMBER, *_LENGTH}  # by --resume
 
 
 def check_run_directory(run: RunSpec, resume: bool, overwrite: bool) -> None:
@@ -247,24 +249,36 @@ def _check_same_jobs(directory: Path, jobs: Sequence[JobSpec]) -> None:
         _refuse_other_run(changed)
 
 
-def _changes(directory: Path, job: JobSpec) -> list[str]:
-    """In what `job` differs from the order whose checkpoints lie in `directory`. Raises ConfigError for a damaged `job.json`.
+def earlier_order(directory: Path) -> JobSpec | None:
+    """The order whose checkpoints lie in `directory`. Raises ConfigError for a damaged `job.json`.
 
     Without a checkpoint the job starts anew: what an earlier run wrote of its order binds nobody (its start may have been missing then).
     """
     path = directory / "job.json"
     if not path.exists() or not any(directory.glob("checkpoint-*")):
-        return []
+        return None
     try:
-        earlier = job_spec_in(read_object(path))
+        return job_spec_in(read_object(path))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} is damaged ({str(error).splitlines()[0]}): it cannot be seen whether the checkpoints there are of this order. "
             "Put it back; or remove it, if you know that they are"
         ) from None
-    old, now = (json.loads(spec.model_dump_json()) for spec in (earlier, job))
-    differ = [key for key in now if key not in _FREE_TO_CHANGE and old[key] != now[key]]
-    return [f"{job.name}: {key} was {old[key]!r} and is {now[key]!r}" for key in differ]
+
+
+def _changes(directory: Path, job: JobSpec) -> list[str]:
+    """In what `job` differs from the order whose checkpoints lie in `directory`. Raises ConfigError as `earlier_order`."""
+    earlier = earlier_order(directory)
+    if earlier is None:
+        return []
+    old, now = _fields(earlier), _fields(job)
+    return [f"{job.name}: {key} was {old[key]!r} and is {now[key]!r}" for key in now if key not in _FREE_TO_CHANGE and old[key] != now[key]]
+
+
+def _fields(job: JobSpec) -> dict[str, Any]:
+    """As they are written: those of `data` by names of their own."""
+    fields = json.loads(job.model_dump_json())
+    return {key: value for key, value in fields.items() if key != "data"} | {f"data.{key}": value for key, value in fields["data"].items()}
 
 
 def _refuse_other_run(changed: list[str]) -> None:

@@ -24,6 +24,7 @@ from tlora.engine import checkpoint
 from tlora.engine.admission import open_run, refuse
 from tlora.engine.engine import Engine
 from tlora.engine.fingerprint import BaseGuard
+from tlora.engine.job_length import check_lengths
 from tlora.engine.job_run import JobRun
 from tlora.engine.memory_probe import DeviceMeter, compile_evaluation, probe, probe_key, recall, remember
 from tlora.engine.metrics import Tracker, check_trackers
@@ -93,7 +94,8 @@ def train(
     plan, model, threads = loaded.plan, loaded.model, loaded.threads
     serving = ServingFiles(run.base_model)
     templates = serving.warn([(job.spec, job.data.report.format) for job in plan.jobs if job.data])
-    for line in (*plan.warnings, *plan.job_warnings(), *templates, describe_plan(plan)):
+    lengths = check_lengths(plan.jobs, Path(run.output_dir)) if resume else []
+    for line in (*plan.warnings, *plan.job_warnings(), *templates, *lengths, describe_plan(plan)):
         watcher.note(line)
     engine = Engine(model, plan.token_budget, watcher.note, plan.longest)
     facts = _facts(loaded, place)

@@ -1,0 +1,63 @@
+"""A resumed job may take more or fewer steps than it was ordered to before: what that does to its learning rate, and when it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tlora import durable
+from tlora.adapters.optim import learning_rate
+from tlora.engine.checkpoint import read_progress
+from tlora.engine.job_run import stopped_early
+from tlora.engine.plan import PlannedJob
+from tlora.engine.run_directory import earlier_order
+from tlora.engine.wall import Failure, attempt
+from tlora.errors import ConfigError
+from tlora.job import JobSpec
+from tlora.report.wording import by_jobs
+
+
+def check_lengths(jobs: Sequence[PlannedJob], directory: Path) -> list[str]:
+    """What to say of jobs of the run in `directory` whose number of steps has changed. Raises ConfigError where one has taken more steps
+    than it shall have.
+
+    What cannot be read is left to the opening of the job.
+    """
+    said: list[tuple[str, str]] = []
+    too_short: list[str] = []
+    for job in jobs:
+        place = directory / job.spec.name
+        earlier = attempt(earlier_order, place)
+        if job.data is None or earlier is None or isinstance(earlier, Failure):
+            continue
+        before, now = (spec.total_steps(len(job.data.train)) for spec in (earlier, job.spec))
+        found = durable.find_verified(place) if before != now else None
+        progress = attempt(read_progress, found) if found is not None else None
+        if progress is None or isinstance(progress, Failure):
+            continue
+        if now < progress.step:
+            too_short.append(f"{job.spec.name} is at step {progress.step} and would end at step {now}")
+        elif progress.finished and stopped_early(job.spec, progress):
+            said.append((job.spec.name, f"it stopped early at step {progress.step} and stays ended; {now} steps change nothing"))
+        else:
+            said.append((job.spec.name, _describe(job.spec, before, now, progress.step)))
+    if too_short:
+        raise ConfigError(
+            f"resume: {'; '.join(too_short)}, and steps cannot be taken back. Raise max_steps or num_train_epochs to at least the step "
+            "where it is, or use a new output_dir"
+        )
+    return by_jobs(said)
+
+
+def _describe(spec: JobSpec, before: int, now: int, done: int) -> str:
+    length = f"{now} steps instead of {before}"
+    warmup_stays = spec.warmup_count(before) == spec.warmup_count(now)
+    if spec.lr_scheduler_type == "constant" or (spec.lr_scheduler_type == "constant_with_warmup" and warmup_stays):
+        return length
+    told = f"{length}: from step {done + 1} on the learning rate follows the {spec.lr_scheduler_type} schedule over {now} steps"
+    if done < now:
+        told += f" ({learning_rate(spec, done, now):.3g} there; {learning_rate(spec, done, before):.3g} over {before})"
+    return (
+        f"{told}, as in transformers' Trainer. The {done} steps already taken followed the one over {before}, so the result is not that "
+        f"of {now} steps from the start"
+    )

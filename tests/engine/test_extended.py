@@ -1,0 +1,148 @@
+"""`--resume` with other lengths and more jobs: what goes on, at which learning rate, what is said and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import get_scheduler
+
+from tests.engine.tiny_runs import job, rows, sha256, steps_taken, train
+from tlora.engine.model_card import CARD_FILE
+from tlora.engine.progress import Watcher
+from tlora.errors import ConfigError
+
+
+def order(data: Path, name: str = "a", **fields: Any) -> dict[str, Any]:
+    return job(name, str(data / "a.jsonl"), **{"max_steps": 4, "save_steps": 2, "lora_dropout": 0.1} | fields)
+
+
+def resume(base: Path, out: Path, jobs: list[dict[str, Any]], **settings: Any) -> tuple[Any, list[str]]:
+    lines: list[str] = []
+    return train(base, out, jobs, resume=True, watcher=Watcher(note=lines.append), **settings), lines
+
+
+def rates(directory: Path) -> list[float]:
+    return [row["learning_rate"] for row in rows(directory / "metrics.jsonl") if "loss" in row]
+
+
+def trainers_rates(kind: str, warmup: float, total: int) -> list[float]:
+    """Learning rates of a run of `total` steps by transformers."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
+    scheduler = get_scheduler(kind, optimizer, num_warmup_steps=int(warmup * total), num_training_steps=total)
+    found: list[float] = []
+    for _ in range(total):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def test_more_steps_at_a_constant_rate_are_those_of_a_longer_run(base: Path, data: Path, tmp_path: Path) -> None:
+    """To the last byte; and so is the job that the resume adds."""
+    longer = [order(data, max_steps=7, lr_scheduler_type="constant"), order(data, "added", seed=1)]
+    train(base, tmp_path / "whole", longer, deterministic=True)
+    train(base, tmp_path / "out", [order(data, lr_scheduler_type="constant")], deterministic=True)
+    assert "| steps | 4 |" in (tmp_path / "out" / "a" / CARD_FILE).read_text()
+    results, lines = resume(base, tmp_path / "out", longer, deterministic=True)
+    assert results.status == "done" and (results["a"].steps, results["a"].total_steps) == (7, 7)
+    for name in ("a", "added"):
+        assert sha256(tmp_path / "out" / name) == sha256(tmp_path / "whole" / name)
+    assert steps_taken(tmp_path / "out" / "a") == list(range(1, 8))
+    assert [line for line in lines if "instead of" in line] == ["a: 7 steps instead of 4"]
+    assert "| steps | 7 |" in (tmp_path / "out" / "a" / CARD_FILE).read_text()
+
+
+@pytest.mark.parametrize(("kind", "warmup"), [("linear", 0.0), ("cosine", 0.25)])
+def test_from_there_on_the_rate_is_that_of_the_longer_schedule(base: Path, data: Path, tmp_path: Path, kind: str, warmup: float) -> None:
+    """As transformers' Trainer makes its scheduler anew with the new number of steps; and that is said once for all jobs."""
+    names = ("a", "b")
+    settings: dict[str, Any] = {"lr_scheduler_type": kind, "warmup_steps": warmup}
+    train(base, tmp_path / "out", [order(data, name, **settings) for name in names])
+    longer = [order(data, name, max_steps=8, **settings) for name in names]
+    results, lines = resume(base, tmp_path / "out", longer)
+    assert [result.steps for result in results.values()] == [8, 8]
+    before, after = trainers_rates(kind, warmup, 4), trainers_rates(kind, warmup, 8)
+    for name in names:
+        assert rates(tmp_path / "out" / name) == pytest.approx(before + after[4:], rel=1e-12)
+    (said,) = [line for line in lines if "schedule" in line]
+    assert "a, b" in said or "a and b" in said
+    assert (
+        f"8 steps instead of 4: from step 5 on the learning rate follows the {kind} schedule over 8 steps ({after[4]:.3g} there; 0 " in said
+    )
+    assert "the result is not that of 8 steps from the start" in said
+    assert not any("instead of" in line for line in resume(base, tmp_path / "out", longer)[1]), "and not again"
+
+
+def test_epochs_count_as_steps(base: Path, data: Path, tmp_path: Path) -> None:
+    """24 rows in batches of 4 are 6 steps an epoch."""
+    train(base, tmp_path / "out", [order(data, max_steps=None, num_train_epochs=0.5)])
+    results, lines = resume(base, tmp_path / "out", [order(data, max_steps=None, num_train_epochs=1)])
+    assert results["a"].steps == 6 and any(line.startswith("a: 6 steps instead of 3: from step 4 on") for line in lines)
+    results, lines = resume(base, tmp_path / "out", [order(data, max_steps=6, num_train_epochs=3)])
+    assert results["a"].steps == 6 and not any("instead of" in line for line in lines), "it is the same length"
+
+
+@pytest.fixture(scope="module")
+def interrupted(base: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job of 8 steps that was interrupted at step 4."""
+    out = tmp_path_factory.mktemp("interrupted") / "out"
+    train(base, out, [order(data, max_steps=8, save_total_limit=None)], deterministic=True)
+    for path in (out / "a" / "checkpoint-6", out / "a" / "checkpoint-8"):
+        shutil.rmtree(path)
+    (out / "a" / "result.json").unlink()
+    return out
+
+
+@pytest.mark.parametrize("steps", [4, 6])
+def test_a_shorter_job_ends_sooner(base: Path, data: Path, interrupted: Path, tmp_path: Path, steps: int) -> None:
+    out = Path(shutil.copytree(interrupted, tmp_path / "out"))
+    results, lines = resume(base, out, [order(data, max_steps=steps)], deterministic=True)
+    assert (results["a"].status, results["a"].steps) == ("done", steps) and steps_taken(out / "a") == list(range(1, steps + 1))
+    assert any(f"a: {steps} steps instead of 8" in line for line in lines)
+
+
+def test_steps_are_not_taken_back(base: Path, data: Path, interrupted: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(interrupted, tmp_path / "out"))
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with pytest.raises(
+        ConfigError, match=r"resume: a is at step 4 and would end at step 3, and steps cannot be taken back\. Raise max_steps"
+    ):
+        train(base, out, [order(data, max_steps=3), order(data, "new")], deterministic=True, resume=True)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_a_job_that_stopped_early_stays_ended(base: Path, data: Path, tmp_path: Path) -> None:
+    own = {"path": str(data / "a.jsonl"), "eval_path": str(data / "held-out.jsonl")}
+    patient = {"eval_steps": 1, "early_stopping_patience": 1, "learning_rate": 1.0}
+    first = train(base, tmp_path / "out", [job("a", own, max_steps=20, **patient)])["a"]
+    assert first.status == "done" and first.steps < 20
+    results, lines = resume(base, tmp_path / "out", [job("a", own, max_steps=30, **patient)])
+    assert (results["a"].status, results["a"].steps) == ("done", first.steps)
+    assert f"a: it stopped early at step {first.steps} and stays ended; 30 steps change nothing" in lines
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"r": 8}, "a: r was 4 and is 8"),
+        ({"learning_rate": 0.5}, "a: learning_rate was 0.01 and is 0.5"),
+        ({"seed": 7}, "a: seed was 42 and is 7"),
+        ({"batch_size": 2}, "a: batch_size was 4 and is 2"),
+        ({"lr_scheduler_type": "cosine"}, "a: lr_scheduler_type was 'linear' and is 'cosine'"),
+        ({"max_length": 64}, "a: data.max_length was 1024 and is 64"),
+        ({"data": "b.jsonl"}, "a: data.path was '.*a.jsonl' and is '.*b.jsonl'"),
+    ],
+)
+def test_all_else_that_would_change_the_training_is_refused(
+    base: Path, data: Path, interrupted: Path, tmp_path: Path, change: dict[str, Any], why: str
+) -> None:
+    out = Path(shutil.copytree(interrupted, tmp_path / "out"))
+    changed = {**order(data, max_steps=9), **change}
+    if "data" in change:
+        changed["data"] = str(data / change["data"])
+    with pytest.raises(ConfigError, match=rf"not the run that was interrupted: {why}\. Put it back, or use a new output_dir"):
+        train(base, out, [changed], deterministic=True, resume=True)
