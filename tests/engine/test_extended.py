@@ -11,6 +11,7 @@ import torch
 from transformers import get_scheduler
 
 from tests.engine.tiny_runs import job, rows, sha256, steps_taken, train
+from tlora.engine import train as front_door
 from tlora.engine.model_card import CARD_FILE
 from tlora.engine.progress import Watcher
 from tlora.errors import ConfigError
@@ -113,6 +114,17 @@ def test_steps_are_not_taken_back(base: Path, data: Path, interrupted: Path, tmp
     ):
         train(base, out, [order(data, max_steps=3), order(data, "new")], deterministic=True, resume=True)
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_where_jobs_come_and_go_the_job_alone_is_refused(
+    base: Path, data: Path, interrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker opens jobs one by one and has no look at all of them before."""
+    monkeypatch.setattr(front_door, "check_lengths", lambda *_: [])
+    out = Path(shutil.copytree(interrupted, tmp_path / "out"))
+    results = train(base, out, [order(data, max_steps=3), order(data, "new", max_steps=1)], deterministic=True, resume=True)
+    assert results["new"].status == "done" and results["a"].status == "failed"
+    assert "checkpoint-4 has more than the 3 steps that a shall have, and steps cannot be taken back" in results["a"].reason
 
 
 def test_a_job_that_stopped_early_stays_ended(base: Path, data: Path, tmp_path: Path) -> None:
