@@ -7,15 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.data.chat_templates import CHATML, make_tokenizer
 from tests.engine.tiny_runs import write_rows
 from tests.tiny import make_model
 from tlora.data.prepare import Prepared, PrepareProgress, PrepareRequest, WorkerProcess, prepare
 from tlora.engine import plan
+from tlora.engine.memory import MemoryModel, measure
 from tlora.errors import DataError
+from tlora.supermodel.supermodel import SuperModel
 
 _PREPARED: dict[PrepareRequest, Prepared] = {}
+_MEASURED: dict[tuple[object, ...], MemoryModel] = {}
 
 
 def save_base(directory: Path, **changes: object) -> Path:
@@ -47,10 +51,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package", autouse=True)
 def tokenize_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Each file goes through the data worker once for this room's tests; a process of its own for every run takes seconds."""
+    """Each file goes through the data worker once for this room's tests, and each base's memory is counted once: a process of its own for
+    every run takes seconds, and the count a quarter of a short run.
+    """
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TLORA_CACHE", str(tmp_path_factory.getbasetemp() / "tokens"))
         monkeypatch.setattr(plan, "prepare", prepare_once)
+        monkeypatch.setattr(plan, "measure", measure_once)
         yield
 
 
@@ -66,6 +73,13 @@ def prepare_once(
         if isinstance(found, Prepared):
             _PREPARED[_anonymous(request)] = found
     return {r.key: made[r.key] if r.key in made else _PREPARED[_anonymous(r)] for r in requests}
+
+
+def measure_once(model: SuperModel, base_bytes: int, device: torch.device, rank: int) -> MemoryModel:
+    key = (model.model.config.to_json_string(), str(model.base.head.weight_VH.dtype), tuple(model.targets()), base_bytes, str(device), rank)
+    if key not in _MEASURED:
+        _MEASURED[key] = measure(model, base_bytes, device, rank)
+    return _MEASURED[key]
 
 
 def _anonymous(request: PrepareRequest) -> PrepareRequest:

@@ -5,7 +5,7 @@ A kernel is interpreted when `TRITON_INTERPRET` was set as it was defined, and s
 super-model would then take its GPU path on the CPU; a test module wraps its imports of kernels in `interpreted`.
 
 Nine tenths of the interpreter's time goes to the types of small tensors. Three of its functions are replaced by ones that remember, by
-shape or by element type, what those give: the tests take half the time.
+shape or by element type, what those give.
 
 The interpreter's `tl.dot` is numpy's matmul, and so a BLAS. Some BLAS kernels (OpenBLAS's for Haswell and Zen) sum an element in an order
 that depends on where it stands in the tile, which no GPU does. Here `tl.dot` is `dot`, which has one order on every machine.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,16 @@ def model_card(spec: JobSpec, base_model: str, report: dict[str, Any], result: d
         f"## Data\n\n{_data(spec, report)}\n",
         f"## Settings\n\n{_table(_settings(spec))}\n",
         f"## Result\n\n{_table(_result(result))}\n",
-        f"Trained with tlora {__version__}, torch {version('torch')} and transformers {version('transformers')}.\n",
+        f"Trained with tlora {__version__}, {' and '.join(f'{name} {of}' for name, of in library_versions().items())}.\n",
     ]
     text = "\n".join(lines) + "\n"
     return text + f"<!-- written by tlora, sha256 of the text above: {hashlib.sha256(text.encode()).hexdigest()} -->\n"
+
+
+@cache
+def library_versions() -> dict[str, str]:
+    """Of torch and transformers, as they are installed."""
+    return {name: version(name) for name in ("torch", "transformers")}
 
 
 def is_unedited(path: Path) -> bool:

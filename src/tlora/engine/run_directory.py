@@ -10,13 +10,13 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from tlora import __version__, durable
 from tlora.engine.checkpoint import read_progress
 from tlora.engine.fingerprint import BASE_FILE, Fingerprint, read_fingerprint
+from tlora.engine.model_card import library_versions
 from tlora.engine.overwrite import check_links, remove_run
 from tlora.engine.wall import Failure, attempt
 from tlora.errors import ConfigError
@@ -294,8 +294,7 @@ def write_job_file(directory: Path, job: JobSpec) -> None:
 def write_run_file(directory: Path, run: RunSpec, facts: dict[str, Any], forget: bool = False) -> None:
     """`run.json`: the resolved run with its status and the versions it ran with. Jobs of earlier runs there stay in its list."""
     path = directory / "run.json"
-    versions = {name: version(name) for name in ("torch", "transformers")}
-    versions |= {"tlora": __version__, "python": platform.python_version()}
+    versions = library_versions() | {"tlora": __version__, "python": platform.python_version()}
     content = json.loads(run.model_dump_json()) | {"versions": versions} | facts
     if not forget and path.is_file():
         names = {job.name for job in run.jobs}
