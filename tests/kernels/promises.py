@@ -94,7 +94,7 @@ def fp8_spoils_one_row() -> None:
 
 
 def fp8_linear_is_the_formula() -> None:
-    test_fp8.test_a_group_over_an_fp8_weight_equals_fp64(32, (32, 16), (8, 20), bias=True)
+    test_fp8.test_a_group_over_an_fp8_weight_equals_fp64((32, (32, 16)), (8, 20), bias=True)
 
 
 # -- head and loss -------------------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.engine.tiny_runs import job, rows, sha256, train
-from tlora.adapters.state import AdapterLayout, AdapterState, init_state
-from tlora.engine import admission
+from tlora.adapters.state import AdapterLayout, AdapterState
+from tlora.engine import start
 from tlora.job import JobSpec
 from tlora.supermodel import supermodel
 from tlora.supermodel.supermodel import SuperModel
@@ -124,16 +124,15 @@ def test_l1_of_drawn_runs(
 
 @contextmanager
 def _start_at(value: float) -> Iterator[None]:
-    healthy = admission.start_state
+    healthy = start.start_state
 
-    def start(spec: JobSpec, model: SuperModel, layout: AdapterLayout) -> AdapterState | None:
-        if spec.name != "bad":
-            return healthy(spec, model, layout)
-        state = init_state(layout, spec.seed, torch.float32)
-        state.params.fill_(value)
+    def spoil(spec: JobSpec, layout: AdapterLayout, dtype: torch.dtype) -> AdapterState:
+        state = healthy(spec, layout, dtype)
+        if spec.name == "bad":
+            state.params.fill_(value)
         return state
 
-    with patch.object(admission, "start_state", start):
+    with patch.object(start, "start_state", spoil):
         yield
 
 
