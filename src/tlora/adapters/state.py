@@ -110,7 +110,7 @@ def init_state(layout: AdapterLayout, seed: int, dtype: torch.dtype, device: tor
     Each module draws from a generator of its own, keyed by seed and name: targets do not change each other's start, and a large adapter
     is drawn by several threads.
     """
-    params, exp_avg, exp_avg_sq = (_zeros(layout.numel, dtype) for _ in range(3))
+    params = _zeros(layout.numel, dtype)
 
     def draw(module: tuple[AdapterShape, Tensor, Tensor]) -> None:
         shape, a_rK, _ = module
@@ -123,7 +123,13 @@ def init_state(layout: AdapterLayout, seed: int, dtype: torch.dtype, device: tor
     else:
         with ThreadPoolExecutor(_DRAWERS) as pool:
             list(pool.map(draw, layout.views(params)))
-    return AdapterState(layout, params, exp_avg, exp_avg_sq).to(torch.device(device))
+    return fresh_state(layout, params).to(torch.device(device))
+
+
+def fresh_state(layout: AdapterLayout, params: Tensor) -> AdapterState:
+    """An adapter on the host whose optimizer has not begun."""
+    exp_avg, exp_avg_sq = (_zeros(layout.numel, params.dtype) for _ in range(2))
+    return AdapterState(layout, params, exp_avg, exp_avg_sq)
 
 
 def _zeros(count: int, dtype: torch.dtype) -> Tensor:

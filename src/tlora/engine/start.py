@@ -13,7 +13,7 @@ from pydantic_core import PydanticSerializationError
 
 from tlora import durable
 from tlora.adapters.peft import load_params, read_config
-from tlora.adapters.state import AdapterLayout, AdapterState, init_state
+from tlora.adapters.state import AdapterLayout, AdapterState, fresh_state, init_state
 from tlora.errors import ModelError
 from tlora.job import JobSpec
 from tlora.jobs_file import explain
@@ -61,8 +61,7 @@ def start_state(spec: JobSpec, layout: AdapterLayout, dtype: torch.dtype) -> Ada
     """On the host: the adapter that `adapter_path` names, with a fresh optimizer, or a new one."""
     if not spec.adapter_path:
         return init_state(layout, spec.seed, dtype)
-    params = load_params(Path(spec.adapter_path), layout, dtype)
-    return AdapterState(layout, params, torch.zeros_like(params), torch.zeros_like(params))
+    return fresh_state(layout, load_params(Path(spec.adapter_path), layout, dtype))
 
 
 def start_ahead(jobs: Sequence[PlannedJob], dtype: torch.dtype) -> dict[str, Future[AdapterState]]:

@@ -93,9 +93,7 @@ def train(
     loaded = _load(run, place, monitor, resume)
     plan, model, threads = loaded.plan, loaded.model, loaded.threads
     serving = ServingFiles(run.base_model)
-    templates = serving.warn([(job.spec, job.data.report.format) for job in plan.jobs if job.data])
-    lengths = check_lengths(plan.jobs, Path(run.output_dir)) if resume else []
-    for line in (*plan.warnings, *plan.job_warnings(), *templates, *lengths, describe_plan(plan)):
+    for line in _opening_notes(run, plan, serving, resume):
         watcher.note(line)
     engine = Engine(model, plan.token_budget, watcher.note, plan.longest)
     facts = _facts(loaded, place)
@@ -126,6 +124,13 @@ def train(
             except (OSError, TloraError) as error:  # a full disk: the results are worth more than their page
                 watcher.note(str(error))
     return results
+
+
+def _opening_notes(run: RunSpec, plan: RunPlan, serving: ServingFiles, resume: bool) -> list[str]:
+    """What is said before the first step. Raises ConfigError where a resumed job has taken more steps than it shall have."""
+    templates = serving.warn([(job.spec, job.data.report.format) for job in plan.jobs if job.data])
+    lengths = check_lengths(plan.jobs, Path(run.output_dir)) if resume else []
+    return [*plan.warnings, *plan.job_warnings(), *templates, *lengths, describe_plan(plan)]
 
 
 @dataclass(frozen=True)
