@@ -336,11 +336,12 @@ def test_the_search_for_a_full_micro_batch_is_bounded(lengths: str, in_order: bo
 # --- budgets --------------------------------------------------------------------------------------------------------
 
 
-def test_the_prepared_sizes_are_few_and_the_smallest_that_holds() -> None:
-    sizes = sorted({prepared_budget(tokens, 8192) for tokens in range(1, 8193)})
-    assert sizes == [256, 512, 768, 1024, *range(1536, 8193, 512)]
-    assert all(prepared_budget(size, 8192) == size for size in sizes)
-    assert all(prepared_budget(size + 1, 8192) == larger for size, larger in pairwise(sizes))
+@pytest.mark.parametrize(("budget", "expected"), [(8192, [*range(128, 8193, 128)]), (1000, [*range(64, 1000, 64), 1000])])
+def test_the_prepared_sizes_are_few_and_the_smallest_that_holds(budget: int, expected: list[int]) -> None:
+    sizes = sorted({prepared_budget(tokens, budget) for tokens in range(1, budget + 1)})
+    assert sizes == expected
+    assert all(prepared_budget(size, budget) == size for size in sizes)
+    assert all(prepared_budget(size + 1, budget) == larger for size, larger in pairwise(sizes))
 
 
 @given(st.integers(1, 100_000), st.data())
@@ -366,8 +367,15 @@ def test_the_default_budget_can_be_filled_by_the_others() -> None:
     assert auto_token_budget(300, [], 8192) == 384
 
 
-@given(st.integers(1, 5000), st.lists(st.floats(1, 1e6), max_size=12), st.integers(1, 100_000))
-def test_the_default_budget_holds_the_longest_sample(longest: int, batches: list[float], cap: int) -> None:
-    budget = auto_token_budget(longest, batches, cap)
+def test_a_budget_that_need_not_be_filled_holds_the_batches_of_all_jobs() -> None:
+    assert auto_token_budget(300, [1000.0, 2000.0, 600.0, 700.0], 8192, filled=False) == 4300 // 128 * 128
+    assert auto_token_budget(300, [1000.0, 2000.0], 8192, filled=False) == 3000 // 128 * 128
+    assert auto_token_budget(300, [3000.0] * 4, 8192, filled=False) == 8192  # the cap
+    assert auto_token_budget(300, [], 8192, filled=False) == 384  # the longest sample
+
+
+@given(st.integers(1, 5000), st.lists(st.floats(1, 1e6), max_size=12), st.integers(1, 100_000), st.booleans())
+def test_the_default_budget_holds_the_longest_sample(longest: int, batches: list[float], cap: int, filled: bool) -> None:
+    budget = auto_token_budget(longest, batches, cap, filled=filled)
     assert budget % 128 == 0 and budget >= longest
     assert budget <= cap or budget < longest + 128

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -17,7 +18,7 @@ from tlora.engine import train as training
 from tlora.engine.check import check
 from tlora.engine.memory import MemoryModel, Stage, measure
 from tlora.engine.memory_probe import Probe
-from tlora.engine.plan import PlannedJob, RunPlan, describe_plan, settle
+from tlora.engine.plan import PlannedJob, RunPlan, _budgets, describe_plan, settle
 from tlora.engine.progress import Watcher
 from tlora.errors import CapacityError
 from tlora.job import JobSpec, RunSpec
@@ -89,6 +90,21 @@ def test_the_faster_of_a_smaller_budget_and_recomputation_is_chosen(
     memory = replace(MODEL, layer_weights=layer_weights)
     plan = plan_of(memory, 1000 + 1500 + MODEL.job_bytes(LAYOUT) / MIB)
     assert (plan.token_budget, plan.recomputed_layers) == chosen
+
+
+@pytest.mark.parametrize(
+    ("layer_weights", "device", "budget"),
+    [(218_000_000, "cuda", 6400), (50_000_000, "cuda", 6400), (15_000_000, "cuda", 3200), (218_000_000, "cpu", 2048)],
+    ids=["8B", "1.7B", "0.6B", "8B on a CPU"],
+)
+def test_micro_batches_may_vary_in_size_where_the_gpu_hides_their_launches(layer_weights: int, device: str, budget: int) -> None:
+    """Four jobs of 8 samples of 200 tokens: all that they offer, or two thirds of what all but the largest do."""
+    specs = [JobSpec.model_validate({"name": f"job{i}", "data": "d", "batch_size": 8}) for i in range(4)]
+    run = RunSpec.model_validate({"base_model": "b", "jobs": specs})
+    data: Any = SimpleNamespace(train=np.recarray(100, [("lengths", "i4")]))
+    data.train.lengths[:] = 200
+    jobs = [PlannedJob(spec, data) for spec in specs]
+    assert _budgets(run, jobs, 300, replace(MODEL, layer_weights=layer_weights), torch.device(device))[0] == budget
 
 
 @pytest.mark.parametrize(("recompute", "depth"), [("none", 0), ("all", 10), (0, 0), (4, 4), (99, 10), ("auto", 0)])

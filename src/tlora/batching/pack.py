@@ -12,9 +12,7 @@ from dataclasses import dataclass
 
 from tlora.batching.flow import Flow, Kind, enter_line
 
-# Prepared sizes as parts of the token budget: sixteenths, and four below. A micro-batch that flows cannot quite fill, as each waits for its
-# own optimizer step, pads a ninth at worst while it is more than half full; a tail pads more of less.
-_LADDER = (*((part, 16) for part in range(16, 2, -1)), (1, 8), (3, 32), (1, 16), (1, 32))
+_LARGEST_STEP = 128  # tokens between prepared sizes: a GEMM computes whole tiles of 128 rows, so that finer sizes save it nothing
 _CHOICES_PER_FLOW = 64  # samples (or runs of samples) of one flow that the search for the fullest fill looks at
 _MOST_CHOICES = 256  # and of all flows: equal lengths, which no choice can fill better, still take under 2 ms
 _GOOD_ENOUGH = 256  # stop searching once padding is at most budget/256
@@ -197,23 +195,26 @@ def _alternatives(flow: Flow, first: int, space: int, in_order: bool) -> list[li
 
 
 def prepared_budget(tokens: int, token_budget: int) -> int:
-    """The smallest prepared size that holds `tokens`: parts of `token_budget` down to 1/32, rounded up to multiples of 16."""
+    """The smallest prepared size that holds `tokens`: a multiple of 128 (of a sixteenth of the budget below 2,048), or `token_budget`."""
     assert 0 < tokens <= token_budget, f"{tokens} tokens do not fit into a budget of {token_budget}"
-    sizes = (min(token_budget, -(-token_budget * part // (whole * 16)) * 16) for part, whole in _LADDER)
-    return min(size for size in sizes if size >= tokens)
+    step = min(_LARGEST_STEP, -(-token_budget // 256) * 16)
+    return min(token_budget, -(-tokens // step) * step)
 
 
-def auto_token_budget(longest_tokens: int, global_batch_tokens: Sequence[float], cap_tokens: int) -> int:
+def auto_token_budget(longest_tokens: int, global_batch_tokens: Sequence[float], cap_tokens: int, *, filled: bool = True) -> int:
     """The default budget for jobs whose global batches have about `global_batch_tokens` each: a multiple of 128, at most
     `cap_tokens`, at least the longest sample (even above the cap: a sample cannot be split).
 
-    Four jobs or more: two thirds of what all but the largest offer, so that they can fill a micro-batch while that one ends
-    its batch, or a twelfth of the largest batch if that is more: then its ends are rare. Over 60 random mixes of four jobs
-    padding was at most 2.5 %, ends of batches included. Fewer jobs: the largest batch in one micro-batch.
+    `filled`: micro-batches should all be full. Four jobs or more: two thirds of what all but the largest offer, so that they can
+    fill a micro-batch while that one ends its batch, or a twelfth of the largest batch if that is more: then its ends are rare. Over
+    60 random mixes of four jobs padding was at most 2.5 %, ends of batches included. Fewer jobs: the largest batch in one micro-batch.
+    Else the batches of all jobs in one micro-batch, which varies in size with their samples: fewer micro-batches.
     """
     assert longest_tokens > 0, f"the longest sample has {longest_tokens} tokens"
     largest = max(global_batch_tokens, default=0.0)
-    if len(global_batch_tokens) < 4:
+    if not filled:
+        wanted = sum(global_batch_tokens)
+    elif len(global_batch_tokens) < 4:
         wanted = largest
     else:
         wanted = max(sum(global_batch_tokens) - largest, largest / 8) * 2 / 3

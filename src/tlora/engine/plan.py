@@ -32,6 +32,9 @@ CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is 
 # Llama-3-8B on one H200 (bench/results/h200_memory.json): recomputing all layers takes 43 % longer; a micro-batch costs each layer as much
 # again as 216 tokens (2,048 tokens against 8,192), which in a smaller layer are more.
 _RECOMPUTE_SHARE, _FIXED_WORK = 0.43, 216 * 218e6  # the latter in tokens times weights of a layer
+# A pass whose shape is new is launched kernel by kernel, 4.2 ms a layer of a CPU's time. From so much work in a micro-batch on, in tokens
+# times weights of a layer, the GPU takes longer than that (1.7B: 5.9 ms a layer for 8,192 tokens), and shapes may vary.
+_HIDES_LAUNCHES = 4.2 / 5.9 * 8192 * 50e6
 _MOST_SLOWED = 1.5  # rather than that, jobs take turns
 
 
@@ -235,7 +238,7 @@ def _fit(run: RunSpec, jobs: list[PlannedJob], plan: RunPlan, memory: MemoryMode
     """Token budget and recomputed layers: the fastest that hold all jobs at once, if that does not slow them down too much; or else
     the fastest that hold the largest of the jobs that can be held at all.
     """
-    budgets, depths = _budgets(run, jobs, plan.longest, device), _depths(run, memory)
+    budgets, depths = _budgets(run, jobs, plan.longest, memory, device), _depths(run, memory)
     choices = sorted(product(budgets, depths), key=lambda choice: _token_cost(*choice, memory))
     layouts = [job.layout for job in jobs if job.layout is not None]
 
@@ -256,14 +259,15 @@ def _token_cost(budget: int, depth: int, memory: MemoryModel) -> float:
     return fixed * (1 + _RECOMPUTE_SHARE * depth / max(memory.num_layers, 1))
 
 
-def _budgets(run: RunSpec, jobs: list[PlannedJob], longest: int, device: torch.device) -> list[int]:
+def _budgets(run: RunSpec, jobs: list[PlannedJob], longest: int, memory: MemoryModel, device: torch.device) -> list[int]:
     """What the user set (but the longest sample must fit), or the largest that the jobs can fill and the device gains from, and
     halves of it.
     """
     if run.token_budget != "auto":
         return [max(run.token_budget, longest)]
     offered = [float(j.data.train.lengths.mean()) * min(j.spec.batch_size, len(j.data.train)) for j in jobs if j.data]
-    budgets = [auto_token_budget(longest, offered, _GPU_BUDGET_CAP if device.type == "cuda" else CPU_BUDGET_CAP)]
+    cap = _GPU_BUDGET_CAP if device.type == "cuda" else CPU_BUDGET_CAP
+    budgets = [auto_token_budget(longest, offered, cap, filled=min(sum(offered), cap) * memory.layer_weights < _HIDES_LAUNCHES)]
     while budgets[-1] // 2 >= longest:
         budgets.append(budgets[-1] // 2)
     return budgets

@@ -166,11 +166,11 @@ def _compile(order: Order, table: TileTable, kernel: _Kernel) -> None:
 
 
 def _tables(order: Order, kernel: _Kernel) -> LoraTables:
-    """Of a micro-batch with one run or, for `many`, two in a tile."""
+    """Of a micro-batch with one run or, for `many`, two in a tile, of which one has no dropout."""
     group, num = kernel.group, len(kernel.group.widths)
     lengths = (_TOKENS // 2,) * 2 if kernel.many else (_TOKENS,)
     ends = np.cumsum(lengths).tolist()
-    runs = [Run(end - n, end, (n,), 0.5 if kernel.dropout else 0.0) for n, end in zip(lengths, ends, strict=True)]
+    runs = [Run(end - n, end, (n,), 0.5 if kernel.dropout and n == end else 0.0) for n, end in zip(lengths, ends, strict=True)]
     runs += [Run(_TOKENS, _TOKENS, ())] * (RUNS_STEP - len(runs))
     rows = np.zeros((num, RUNS_STEP, 5), np.int64)
     rows[:, :, 4] = order.width

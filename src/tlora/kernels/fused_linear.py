@@ -12,14 +12,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tlora.kernels.fp8 import quantize_rows, transpose
-from tlora.kernels.lora_tables import DA, DB, TILE, WIDEST_PIECE, A, B, LoraTables
+from tlora.kernels.lora_tables import DA, DB, WIDEST_PIECE, A, B, LoraTables
 from tlora.kernels.tile_files import table_of
 from tlora.kernels.tiles import SkinnyTile, TileTable
 from tlora.kernels.triton_gemm import gemm_kernel
 from tlora.kernels.triton_lora import add_dropped_kernel, shrink_kernel, sum_kernel
 
 LARGEST_GROUP = 3
-_DROPPED = SkinnyTile(TILE, 64, 2, 4)  # of `add_dropped_kernel`: tokens and columns of dx
+_DROPPED = SkinnyTile(64, 64, 2, 4)  # of `add_dropped_kernel`: tokens and columns of dx
 Item = TypeVar("Item")
 
 
@@ -199,16 +199,16 @@ def _gemm(product: _Product, s: Tensor, group: LinearGroup, slot: int, tables: L
     ]
     epilogue = (product.bias, product.row_scale_T, product.column_scale_N)
     sizes = [num_tokens, num_columns, *_three([x.shape[1] for x in product.xs], 0)]
-    has_adapters = tables.runs_in_a_tile > 0 and any(tables.weights[linear : linear + m])
-    skips = tables.has_dropout and product.which == A
+    drops = product.which == A and tables.has_dropout  # `add_dropped_kernel` adds what runs with dropout give to dx
+    expands = tables.runs_in_a_tile > 0 and any(tables.weights[linear : linear + m]) and not (drops and tables.all_dropout)
     piece = min(tables.width, WIDEST_PIECE)
-    rows = _banks(tables, linear, m, product.which, [piece, tile.columns]) if has_adapters else [None] * m
+    rows = _banks(tables, linear, m, product.which, [piece, tile.columns]) if expands else [None] * m
     launch: Any = gemm_kernel[(programs,)]
     launch(
         *operands, TensorDescriptor.from_tensor(s, [tile.rows, piece]), *_three(rows, None), *epilogue, tables.runs_S4, tables.tiles_X2,
         tables.starts_LS[linear], tables.thresholds_S, *sizes, tables.num_runs, slot * tables.width,
-        M=m, ADAPTERS=has_adapters, MANY=tables.many or skips, SKIP=skips, W=tables.width, R=piece, NK=product.transposed,
-        SCALED=product.row_scale_T is not None, HALVES=tile.halves, FIRST=tile.first and product.row_scale_T is None,
+        M=m, ADAPTERS=expands, MANY=expands and (tables.many or drops), SKIP=expands and drops, W=tables.width, R=piece,
+        NK=product.transposed, SCALED=product.row_scale_T is not None, HALVES=tile.halves, FIRST=tile.first and product.row_scale_T is None,
         IMPRECISE=tile.inner if tile.promote else None, PRECISION=_precision(s), BM=tile.rows, BN=tile.columns, BK=tile.inner,
         BAND=tile.band, PROGRAMS=group.programs, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

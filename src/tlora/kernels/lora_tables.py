@@ -55,6 +55,7 @@ class LoraTables:
     runs_in_a_tile: int  # at most, in 128 tokens from a multiple of 128
     width: int  # of S for one linear: the largest rank or, up to 64, more; 16, 32, 64 or a multiple of 64
     has_dropout: bool
+    all_dropout: bool  # every run that has tokens
 
     @property
     def many(self) -> bool:
@@ -68,7 +69,7 @@ class LoraTables:
     @property
     def shape(self) -> tuple[int | bool, ...]:
         """All that launches depend on, beside the number of tokens and where the banks lie."""
-        return self.num_runs, len(self.samples_P2), self.width, self.many, self.has_dropout, self.keys_T is None
+        return self.num_runs, len(self.samples_P2), self.width, self.many, self.has_dropout, self.all_dropout, self.keys_T is None
 
 
 def rank_width(rank: int) -> int:
@@ -132,6 +133,7 @@ def build_tables(runs: Sequence[Run], slots: Slots, num_tokens: int, keys_T: Ten
         runs_in_a_tile=int((wide[1] - wide[0]).max(initial=0)),
         width=rank_width(int(slots.rows_LS5[:, :, 4].max(initial=16))),
         has_dropout=bool(dropouts.any()),
+        all_dropout=bool(dropouts.any() and dropouts[table[:, 0] < table[:, 1]].all()),
     )
 
 

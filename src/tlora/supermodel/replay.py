@@ -179,8 +179,17 @@ class Replays:
             self._ends = _Ends(*(self._like.new_empty(num_tokens, self._like.shape[-1]) for _ in range(2)))
         return _Ends(self._ends.hidden_TH[:num_tokens], self._ends.dhidden_TH[:num_tokens])
 
-    def _into(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
-        return torch.cuda.graph(graph, self._pool.id, self._stream, "thread_local")  # type: ignore[arg-type]
+    @contextmanager
+    def _into(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """What is launched within becomes `graph`. Unlike `torch.cuda.graph` it neither waits for the device nor empties the allocator's
+        caches: capturing hides behind the micro-batch that runs meanwhile.
+        """
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool.id, capture_error_mode="thread_local")  # type: ignore[arg-type]
+            try:
+                yield
+            finally:
+                graph.capture_end()
 
 
 def _inputs(batch: PackedBatch, flight: Flight) -> list[Tensor]:
