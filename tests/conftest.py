@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import subprocess
+from collections.abc import Generator, Iterator
 
 # Before torch: on a busy machine, threads that spin as they wait take the cores from those they wait for (78 ms an operation, not 3).
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -11,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests import forked
 from tests.kernels import interpreter as interpreter  # before whatever imports triton
 from tests.parts import pytest_addoption as pytest_addoption
 from tests.parts import pytest_collection_modifyitems as pytest_collection_modifyitems
@@ -29,6 +33,38 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("part"):
         read_part(config.getoption("part"))
     torch.set_num_threads(1)  # small matrices: a second thread costs more than it brings, and other workers want the cores
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported stays: looking through all of torch and transformers for garbage, again and again, takes 0.3 s each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def fork_servers() -> Iterator[dict[str, forked.Server]]:
+    yield forked.ForkingPopen.servers
+    for server in forked.ForkingPopen.servers.values():
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def forked_children(fork_servers: dict[str, forked.Server]) -> Iterator[None]:
+    """`python -m tlora …` is forked from a process that has imported its libraries: a start takes 2 s of CPU time for data, else 7."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", forked.ForkingPopen)
+        yield
+
+
+@pytest.fixture
+def real_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a test is about the start itself."""
+    monkeypatch.setattr(subprocess, "Popen", forked.ForkingPopen.__base__)
 
 
 @pytest.fixture

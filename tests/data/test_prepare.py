@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -29,6 +29,7 @@ from tlora.data.prepare import Prepared, PrepareProgress, PrepareRequest, prepar
 from tlora.errors import DataError, ModelError
 from tlora.job import DataConfig
 
+pytestmark = pytest.mark.usefixtures("forked_children")
 ROWS = [{"instruction": f"What is {i}?", "output": f"It is {i * 7}."} for i in range(40)]
 HANGS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
@@ -153,21 +154,27 @@ def test_a_job_that_hangs_fails_alone(tmp_path: Path, tokenizer_path: Path, monk
     assert len(good(results["first"]).train) == len(good(results["last"]).train) == 40 and len(sets_in(tmp_path)) == 2
 
 
-def test_a_job_that_kills_its_worker_fails_alone_and_leaves_nothing(tmp_path: Path, tokenizer_path: Path) -> None:
+def test_a_job_that_kills_its_worker_fails_alone_and_leaves_nothing(
+    tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path / "x.jsonl", ROWS)
     write(tmp_path / "large.jsonl", ROWS * 1000)
-    killed: list[int] = []
+    run_worker, workers, killed = prepare_module._run_worker, list[prepare_module.WorkerProcess](), list[int]()
+
+    def noted(worker: prepare_module.WorkerProcess, *arguments: Any) -> Any:
+        workers.append(worker)
+        return run_worker(worker, *arguments)
 
     def kill(progress: PrepareProgress) -> None:
         if progress.key == "killed" and progress.rows > 200 and not killed:
             assert any(path.name.startswith("tmp-") for path in (tmp_path / "cache").iterdir())
-            [worker] = [child for child in psutil.Process().children() if "tlora.data.worker" in child.cmdline()]
-            killed.append(worker.pid)
-            worker.send_signal(signal.SIGKILL)
+            killed.append(workers[-1].process.pid)
+            os.kill(killed[0], signal.SIGKILL)
 
+    monkeypatch.setattr(prepare_module, "_run_worker", noted)
     keys = {"first": "x.jsonl", "killed": "large.jsonl", "last": "x.jsonl"}
     results = prepare([request(key, tmp_path, tokenizer_path, {"path": path}) for key, path in keys.items()], kill)
-    assert killed
+    assert len(workers) == 2 and killed == [workers[0].process.pid]
     assert "large.jsonl: the data worker was killed by signal 9" in bad(results["killed"])
     assert good(results["first"]).train.directory == good(results["last"]).train.directory
     assert len(sets_in(tmp_path)) == 1
@@ -200,6 +207,7 @@ def test_worker_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         prepare([request("job", tmp_path, tmp_path)])
 
 
+@pytest.mark.usefixtures("real_start")
 def test_worker_runs_no_module_of_the_current_directory(tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of the user's that is named as a module is data like any other; what PYTHONPATH names still counts."""
     write(tmp_path / "x.jsonl", ROWS)
@@ -267,10 +275,11 @@ MEASURE = """
 import json, resource, sys
 from pathlib import Path
 from tlora.data.prepare import *
-directory, tokenizer, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
-for name in names:
-    [made] = prepare([PrepareRequest(name, DataConfig(path=name), 1, tokenizer, 1000, directory / "cache", directory)]).values()
-    print(json.dumps([made.report.rows, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss]))
+directory, tokenizer = Path(sys.argv[1]), sys.argv[2]
+for names in sys.argv[3:]:
+    requests = [PrepareRequest(n, DataConfig(path=n), 1, tokenizer, 1000, directory / "cache", directory) for n in names.split(",")]
+    rows = [made.report.rows for made in prepare(requests).values()]
+    print(json.dumps([rows, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss]))
 """
 
 
@@ -286,22 +295,12 @@ def test_memory_does_not_grow_with_the_rows(count: int, tmp_path: Path, tokenize
         stream.writelines(",\n" + row for _ in range(count - 1))
         stream.write("]")
     pq.write_table(pa.Table.from_pylist([json.loads(row)] * (count // 10)), tmp_path / "large.parquet")
-    command = [
-        sys.executable,
-        "-c",
-        MEASURE,
-        str(tmp_path),
-        str(tokenizer_path),
-        "small.jsonl",
-        "large.jsonl",
-        "large.json",
-        "large.parquet",
-    ]
+    command = [sys.executable, "-c", MEASURE, str(tmp_path), str(tokenizer_path), "small.jsonl", "large.jsonl,large.json,large.parquet"]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-    (few, base), *larger = [json.loads(line) for line in lines]
-    assert few == 100 and [rows for rows, _ in larger] == [count, count, count // 10]
-    growth = [peak_kib - base for _, peak_kib in larger]
-    assert max(growth) < 30 * 1024 + count * 24 / 1024, growth  # an offset and a sum a sample: 16 bytes, and the list's spare room
+    (few, base), (many, peak_kib) = (json.loads(line) for line in lines)
+    assert few == [100] and many == [count, count, count // 10]
+    # an offset and a sum a sample: 16 bytes, and the list's spare room
+    assert peak_kib - base < 30 * 1024 + count * 24 / 1024, (base, peak_kib)
 
 
 def test_a_damaged_set_is_made_again_and_told_to_one_job_of_its_sweep(tmp_path: Path, tokenizer_path: Path) -> None:
@@ -333,7 +332,7 @@ def test_jobs_of_one_set_have_it_checked_once(tmp_path: Path, tokenizer_path: Pa
         worker.run(prepare_module._as_json(request(f"job-{i}", tmp_path, tokenizer_path, {"eval_size": 0.01 * i}, seed=i)))
     worker.run(prepare_module._as_json(request("other", tmp_path, tokenizer_path, {"max_length": 64})))
     worker.run(prepare_module._as_json(request("base", tmp_path, tokenizer_path, vocab_size=2000)))
-    ends = [event for line in stream.getvalue().splitlines() if (event := json.loads(line))["event"] != "start"]
+    ends = [event for line in stream.getvalue().splitlines() if (event := json.loads(line))["event"] not in ("start", "progress")]
     assert len(ends) == 22 and len({event["train"] for event in ends}) == 3
     assert checked == []  # nothing was there before
     again = worker_module.Worker(stream)

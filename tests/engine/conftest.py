@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +23,11 @@ _PREPARED: dict[PrepareRequest, Prepared] = {}
 _MEASURED: dict[tuple[object, ...], MemoryModel] = {}
 
 
-def save_base(directory: Path, **changes: object) -> Path:
+def save_base(directory: Path, **changes: Any) -> Path:
     tokenizer = make_tokenizer(CHATML)
     tokenizer.save_pretrained(directory)
-    make_model("llama", vocab_size=len(tokenizer) + 3, max_position_embeddings=2048, **changes).save_pretrained(directory)
+    shape = {"num_hidden_layers": 1, "max_position_embeddings": 2048, **changes}
+    make_model("llama", vocab_size=len(tokenizer) + 3, **shape).save_pretrained(directory)
     return directory
 
 
@@ -37,7 +39,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def wide_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Wide enough that the bits of a matrix product depend on how many rows it has: at width 64 they are equal by luck."""
-    return save_base(tmp_path_factory.mktemp("wide"), hidden_size=256, intermediate_size=320, num_hidden_layers=1)
+    return save_base(tmp_path_factory.mktemp("wide"), hidden_size=256, intermediate_size=320)
 
 
 @pytest.fixture(scope="session")
@@ -47,6 +49,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, (name, count, high) in enumerate([("a", 24, 8), ("b", 9, 4), ("c", 40, 30), ("d", 17, 8), ("held-out", 7, 8)]):
         write_rows(directory / f"{name}.jsonl", count, number, high=high)
     return directory
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked(forked_children: None) -> None:
+    """Whatever a run starts."""
 
 
 @pytest.fixture(scope="package", autouse=True)

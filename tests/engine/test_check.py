@@ -53,7 +53,7 @@ def test_the_file_of_the_evaluation_is_reported(base: Path, data: Path, tmp_path
 
 def broken_bases(base: Path, directory: Path) -> dict[str, Path]:
     """What the refusal must say -> a copy of the base that is wrong in one way."""
-    tensors, name = load_file(base / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    tensors, name = load_file(base / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
 
     def copy(number: int) -> Path:
         return Path(shutil.copytree(base, directory / str(number)))

@@ -241,11 +241,12 @@ def test_a_revision_is_what_follows_the_name_of_a_hub_model(tmp_path: Path, monk
     assert split_revision("org/name") == ("org/name", None)
 
 
+@pytest.mark.usefixtures("real_start")  # the process that tokenizes reads HF_HUB_CACHE as it loads its libraries
 def test_a_hub_revision_that_moves_is_pinned(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub, out = tmp_path / "hub", tmp_path / "out"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("HF_HUB_CACHE", str(hub))  # for the process that tokenizes
+    monkeypatch.setenv("HF_HUB_CACHE", str(hub))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     name, old, new = Path("org/name"), "a" * 40, "b" * 40
     add_snapshot(hub, old)

@@ -233,7 +233,7 @@ def test_an_adapter_is_saved_where_its_last_checkpoint_has_no_room(
     train(base, tmp_path / "whole", [order], deterministic=True)
     with mounted(tmp_path / "disk", "size=40m") as disk:
         ballast, notes = Ballast(disk), list[str]()
-        watcher = Watcher(full_from(3, lambda: ballast.grow(leave=800_000)), notes.append)
+        watcher = Watcher(full_from(3, lambda: ballast.grow(leave=400_000)), notes.append)
         result = train(base, disk / "out", [order], deterministic=True, watcher=watcher)["a"]
         assert (result.status, result.reason) == ("done", "")
         assert sha256(disk / "out" / "a") == sha256(tmp_path / "whole" / "a")

@@ -80,6 +80,7 @@ def test_ctrl_c_is_answered_and_says_how_to_resume(base: Path, data: Path, tmp_p
         durable.verify(kept)
 
 
+@pytest.mark.usefixtures("real_start")
 def test_ctrl_c_while_libraries_are_loaded(base: Path, data: Path, tmp_path: Path) -> None:
     process = start(jobs_file(base, data, tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     while "libtorch_cpu" not in Path(f"/proc/{process.pid}/maps").read_text():

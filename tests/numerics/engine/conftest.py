@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.engine.conftest import data, tokenize_once, wide_base
+from tests.engine.conftest import data, forked, tokenize_once, wide_base
 
-__all__ = ["data", "tokenize_once", "wide_base"]
+__all__ = ["data", "forked", "tokenize_once", "wide_base"]

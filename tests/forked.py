@@ -1,0 +1,174 @@
+"""Child processes that start in milliseconds: `python -m tlora …` forked from a server that has imported the libraries once.
+
+A child is a process of its own, and a child of the test's: pid, session, environment, directory, standard streams, signals and exit code
+are those of any process. What it cannot show is its start: what is imported when, the interpreter's own options, what a library reads from
+the environment as it is loaded (OMP_WAIT_POLICY). A test of these starts a real one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import inspect
+import io
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+REPOSITORY, PYTHON = Path(__file__).parents[1], sys.executable  # a test may put another in place of the latter
+SERVERS = {"tlora": "training", "tlora.engine.worker": "training", "tlora.data.worker": "tokenizing"}
+"""Which server forks the process of a module: those that tokenize go without torch."""
+IMPORTS = {
+    "training": ("tlora.engine.train", "tlora.engine.worker", "tlora.engine.check", "tlora.cli.commands", "tlora.cli.terminal"),
+    "tokenizing": ("tlora.data.worker",),
+}
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
+_LARGEST_REQUEST = 1 << 20
+
+
+class Server:
+    """A process that forks children for this one. It ends with it: its end of the socket is closed then, however this one ends."""
+
+    def __init__(self, kind: str) -> None:
+        self._lock = threading.Lock()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
+        command = [PYTHON, "-m", "tests.forked", kind, str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, cwd=REPOSITORY)
+
+    def fork(self, request: dict[str, Any], streams: Sequence[int]) -> int:
+        """The pid of a child that runs `request`; the process that forked it has ended by then, and the child been handed to this one."""
+        prctl = ctypes.CDLL(None).prctl
+        with self._lock:
+            prctl(_SUBREAPER, 1, 0, 0, 0)
+            try:
+                socket.send_fds(self._socket, [json.dumps(request).encode()], streams)
+                return int(self._socket.recv(100))
+            finally:
+                prctl(_SUBREAPER, 0, 0, 0, 0)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+
+class ForkingPopen(subprocess.Popen[Any]):
+    """`subprocess.Popen`, whose `python -m tlora …` is forked; all other commands are started as ever."""
+
+    servers: ClassVar[dict[str, Server]] = {}
+
+    def _execute_child(self, *given: Any) -> None:
+        asked = inspect.signature(super()._execute_child).bind(*given).arguments  # type: ignore[misc]
+        command = [os.fspath(part) for part in asked["args"]] if isinstance(asked["args"], list) else []
+        python = command[:1] == [PYTHON]
+        safe_path = command[1:2] == ["-P"]
+        rest = command[2 if safe_path else 1 :]
+        kind = SERVERS.get(rest[1]) if python and rest[:1] == ["-m"] else None
+        if kind is None or asked["preexec_fn"] or asked["shell"]:
+            super()._execute_child(*given)  # type: ignore[misc]
+            return
+        if kind not in self.servers:
+            self.servers[kind] = Server(kind)
+        streams = [asked[name] if asked[name] != -1 else place for place, name in enumerate(("p2cread", "c2pwrite", "errwrite"))]
+        request = {
+            "arguments": rest[1:],
+            "command": command,
+            "environment": dict(os.environ if asked["env"] is None else asked["env"]),
+            "directory": os.path.abspath(asked["cwd"] or "."),  # noqa: PTH100
+            "safe_path": safe_path,
+            "new_session": bool(asked["start_new_session"]),
+            "kept": list(asked["pass_fds"]),
+        }
+        self.pid = self.servers[kind].fork(request, [*streams, *asked["pass_fds"]])
+        self._child_created = True
+        self._close_pipe_fds(*(asked[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")))  # type: ignore[attr-defined]
+
+
+def _serve(kind: str, requests: socket.socket) -> dict[str, Any]:
+    """Import, then fork a child for each request. Returns in each child, with its request."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test run, which ends this one
+    if kind == "tokenizing":
+        sys.modules["torch"] = None  # type: ignore[assignment]  # as the worker's own start has it
+        os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # as its parent has it
+        importlib.import_module("tlora.data.tokenizer").load_libraries()
+    for module in IMPORTS[kind]:
+        importlib.import_module(module)
+    gc.freeze()
+    while True:
+        line, streams, *_ = socket.recv_fds(requests, _LARGEST_REQUEST, 16)
+        if not line:
+            os._exit(0)
+        reading, writing = os.pipe()
+        between = os.fork()
+        if not between:
+            between = os.getpid()
+            child = os.fork()
+            if not child:
+                requests.detach()
+                while os.getppid() == between:
+                    os.sched_yield()
+                return json.loads(line) | {"streams": streams}
+            os.write(writing, str(child).encode())
+            os._exit(0)
+        os.waitpid(between, 0)
+        requests.send(os.read(reading, 100))
+        for number in (reading, writing, *streams):
+            os.close(number)
+
+
+def _become(request: dict[str, Any]) -> None:
+    """What the kernel and the interpreter do between fork and `__main__`."""
+    if request["new_session"]:
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    places = [0, 1, 2, *request["kept"]]
+    beyond = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, max(places) + 1) for number in request["streams"]]
+    for number, place in zip(beyond, places, strict=True):
+        os.dup2(number, place)
+    for number in {int(name) for name in os.listdir("/proc/self/fd")} - set(places):  # noqa: PTH208
+        with contextlib.suppress(OSError):  # the listing's own
+            os.close(number)
+    os.chdir(request["directory"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    buffered = not os.environ.get("PYTHONUNBUFFERED")
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(open(0, "rb"))  # type: ignore[misc]  # noqa: SIM115
+    for number, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
+        lines = number == 2 or os.isatty(number)
+        stream = io.TextIOWrapper(open(number, "wb"), errors=errors, line_buffering=lines, write_through=not buffered)  # noqa: PTH123, SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    extra = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:0] = extra if request["safe_path"] else [request["directory"], *extra]
+    sys.orig_argv[:], sys.argv[:] = request["command"], request["arguments"]
+    if (threads := os.environ.get("OMP_NUM_THREADS")) and (torch := sys.modules.get("torch")):
+        torch.set_num_threads(int(threads))
+    if extra:
+        sys.modules.pop("sitecustomize", None)
+        with contextlib.suppress(ImportError):
+            importlib.import_module("sitecustomize")
+
+
+def main() -> None:
+    request = _serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))
+    _become(request)
+    module = request["arguments"][0]
+    if module != "tlora":
+        sys.modules.pop(module)  # what others import of it is another copy, as ever
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

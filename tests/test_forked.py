@@ -1,0 +1,77 @@
+"""A forked child is a process like one that was started: what tests of processes look at is the same of both."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import forked
+
+pytestmark = pytest.mark.usefixtures("forked_children")
+WORKER = [sys.executable, "-P", "-m", "tlora.data.worker"]  # waits for a line of requests
+FACTS = """
+import json, os, signal, sys
+facts = {"directory": os.getcwd(), "mark": os.environ.get("MARK"), "none": os.environ.get("NONE"), "command": sys.orig_argv}
+facts |= {"parent": os.getppid(), "leads": os.getsid(0) == os.getpgid(0) == os.getpid()}
+facts |= {"interrupt": str(signal.getsignal(signal.SIGINT)).split(" at ")[0], "pipe": str(signal.getsignal(signal.SIGPIPE))}
+facts["files"] = [number for number in range(100) if os.path.exists(f"/proc/self/fd/{number}")]
+with open(os.environ["FACTS"], "w") as file:
+    json.dump(facts, file)
+"""
+
+
+def test_streams_and_exit_code_of_a_command(tmp_path: Path) -> None:
+    ended = [
+        subprocess.run([sys.executable, "-m", "tlora", *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
+        for arguments in (["--version"], ["train", "nowhere.yaml"], ["--no-such-option"])
+    ]
+    assert [done.returncode for done in ended] == [0, 2, 2]
+    assert ended[0].stdout.startswith("tlora ") and ended[1].stderr.startswith("error: nowhere.yaml") and "Usage" in ended[2].stderr
+
+
+def test_a_child_is_what_a_started_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NONE", "of the test's, and not of its children's")
+    (tmp_path / "sitecustomize.py").write_text(FACTS)
+    (tmp_path / "elsewhere").mkdir()
+    kept, others = os.open(tmp_path, os.O_RDONLY), os.open(tmp_path, os.O_RDONLY)
+    found: list[Any] = []
+    for popen in (subprocess.Popen, forked.ForkingPopen.__base__):
+        assert popen is not None
+        path = tmp_path / f"{popen.__name__}.json"
+        environment = {k: v for k, v in os.environ.items() if k != "NONE"} | {"MARK": "m", "PYTHONPATH": str(tmp_path), "FACTS": str(path)}
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with popen(WORKER, cwd=tmp_path / "elsewhere", env=environment, start_new_session=True, pass_fds=[kept], **streams) as child:
+            _, errors = child.communicate(b"[]\n", timeout=600)
+        assert child.returncode == 0, errors
+        found.append(json.loads(path.read_text()))
+    assert found[0] == found[1]
+    assert (found[0]["mark"], found[0]["none"], found[0]["leads"], found[0]["parent"]) == ("m", None, True, os.getpid())
+    assert found[0]["files"] == sorted([0, 1, 2, kept]) and found[0]["directory"] == str(tmp_path / "elsewhere")
+    os.close(kept)
+    os.close(others)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_signal_ends_it(number: signal.Signals) -> None:
+    with subprocess.Popen(WORKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.send_signal(number)
+        assert child.wait(600) == -number
+
+
+def test_other_commands_are_started(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", "import sys; print('torch' in sys.modules)"], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_a_server_ends_with_its_test_run() -> None:
+    """However that ends: here it is killed. The server holds its stdout, whose end is seen when it has gone."""
+    code = "import os\nfrom tests.forked import Server\nServer('tokenizing')\nos.kill(os.getpid(), 9)"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=forked.REPOSITORY, stdout=subprocess.PIPE) as run:
+        assert run.stdout is not None and run.stdout.read() == b"" and run.wait() == -signal.SIGKILL
