@@ -168,6 +168,20 @@ def test_directories_are_made_with_their_parents(tmp_path: Path) -> None:
         make_directory(tmp_path / "file")
 
 
+def test_a_directory_that_another_thread_makes_meanwhile_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs that are opened at once make their run's directory."""
+    is_dir = Path.is_dir
+
+    def just_before(path: Path) -> bool:
+        there = is_dir(path)
+        if not there:
+            path.mkdir()
+        return there
+
+    monkeypatch.setattr(Path, "is_dir", just_before)
+    make_directory(tmp_path / "out")
+
+
 def test_rows_beyond_the_checkpoint_and_a_torn_one_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     truncate_rows(path, lambda row: True)

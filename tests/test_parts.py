@@ -29,7 +29,8 @@ def test_on_a_cpu(): pass
 
 def collect(directory: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "--collect-only", *options]
-    given = {key: value for key, value in os.environ.items() if key != "PART"} | {"PYTHONPATH": str(REPOSITORY)} | environment
+    given = {key: value for key, value in os.environ.items() if key != "PART"}
+    given |= {"PYTHONPATH": str(REPOSITORY), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | environment
     return subprocess.run(command, cwd=directory, env=given, capture_output=True, text=True, timeout=500, check=False)
 
 

@@ -40,12 +40,12 @@ def cache_dir() -> Path:
 
 
 def make_directory(path: Path) -> None:
-    """Make `path` and its missing parents so that they survive a power cut; fine if it exists."""
+    """Make `path` and its missing parents so that they survive a power cut; fine if it exists, or another thread makes it meanwhile."""
     if path.is_dir():
         return
     make_directory(path.parent)
     try:
-        path.mkdir()
+        path.mkdir(exist_ok=True)
         _sync(path.parent)
     except OSError as error:
         raise _failure(path, error) from error

@@ -26,6 +26,7 @@ from tlora.engine import train as front_door
 from tlora.engine.recorder import Recorder
 from tlora.supermodel.batch import BatchRow
 
+DAMAGES = ["flipped bit", "truncated", "removed", "swapped", "manifest"]
 SYSTEM_CALLS = ("fsync", "rename", "replace", "link", "mkdir", "unlink", "rmdir")
 
 
@@ -34,10 +35,10 @@ def crash_jobs(data: Path) -> list[dict[str, Any]]:
     own = {"path": str(data / "a.jsonl"), "eval_path": str(data / "held-out.jsonl")}
     best = {"eval_steps": 2, "load_best_model_at_end": True, "early_stopping_patience": 2}
     return [
-        job("often", str(data / "c.jsonl"), lora_dropout=0.1, save_steps=1, max_steps=7, batch_size=6, logging_steps=2),
-        job("best", own, **best, save_steps=3, max_steps=12, learning_rate=0.1, save_total_limit=1),
+        job("often", str(data / "c.jsonl"), lora_dropout=0.1, save_steps=1, max_steps=7, batch_size=4, logging_steps=2),
+        job("best", own, **best, save_steps=3, max_steps=8, learning_rate=0.1, save_total_limit=1),
         job("short", str(data / "b.jsonl"), max_steps=2, r=9),
-        job("rare", str(data / "d.jsonl"), save_steps=100, batch_size=9, max_steps=5, weight=0.3),
+        job("rare", str(data / "d.jsonl"), save_steps=100, batch_size=4, max_steps=5, weight=0.3),
     ]
 
 
@@ -311,7 +312,7 @@ def stopped_run(runs: Runs, out: Path, after_saves: int) -> None:
     assert runs.child(out, dying) == signal.SIGKILL
 
 
-@pytest.mark.parametrize("how", ["flipped bit", "truncated", "removed", "swapped", "manifest"])
+@pytest.mark.parametrize("how", ["flipped bit", "manifest", *(pytest.param(how, marks=pytest.mark.soak) for how in DAMAGES[1:4])])
 def test_a_damaged_checkpoint_is_found_and_the_one_before_taken(runs: Runs, tmp_path: Path, how: str) -> None:
     out = tmp_path / "out"
     stopped_run(runs, out, 9)
@@ -339,17 +340,16 @@ def damage(checkpoint: Path, how: str, rng: random.Random) -> None:
         (checkpoint / "MANIFEST.json").write_text("{}")
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-def test_two_hundred_damages_are_all_found(runs: Runs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.soak)])
+def test_damages_are_all_found(runs: Runs, tmp_path: Path, count: int) -> None:
     stopped_run(runs, tmp_path / "out", 9)
     newest, _ = durable.newest_verified(tmp_path / "out" / "often")
     assert newest is not None
     rng = random.Random(4)
-    for number in range(200):
+    for number in range(count):
         copy = tmp_path / str(number)
         shutil.copytree(newest.parent, copy)
-        damage(copy / newest.name, ["flipped bit", "truncated", "removed", "swapped", "manifest"][number % 5], rng)
+        damage(copy / newest.name, DAMAGES[number % 5], rng)
         found, notes = durable.newest_verified(copy)
         assert found is not None and found.name != newest.name and len(notes) == 1, number
         shutil.rmtree(copy)

@@ -28,8 +28,8 @@ POISON = 260  # a token that stands in the victim's data alone
 
 def neighbours(data: Path) -> list[dict[str, Any]]:
     return [
-        job("left", {"path": str(data / "a.jsonl"), "eval_size": 0.2}, lora_dropout=0.1, eval_steps=2, max_steps=8),
-        job("right", str(data / "c.jsonl"), r=9, batch_size=10, max_steps=5),
+        job("left", {"path": str(data / "a.jsonl"), "eval_size": 0.2}, lora_dropout=0.1, eval_steps=2, max_steps=6),
+        job("right", str(data / "c.jsonl"), r=9, batch_size=6, max_steps=4),
     ]
 
 
@@ -180,7 +180,7 @@ def test_two_guilty_jobs_and_a_third_that_waits(neighbourhood: Neighbourhood, po
     assert [r.status for r in results.values()] == ["failed", "failed"]
 
 
-@pytest.mark.parametrize("at", [1, 4, 17, 40])
+@pytest.mark.parametrize("at", [1, 17, *(pytest.param(at, marks=pytest.mark.soak) for at in (4, 40))])
 def test_out_of_memory_once_halves_the_budget(neighbourhood: Neighbourhood, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     count = [0]
 

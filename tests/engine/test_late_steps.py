@@ -153,7 +153,7 @@ def test_what_raises_about_a_step_leaves_checkpoints_that_agree(
 
 
 def worker_of(base: Path, data: Path, out: Path) -> tuple[Load, dict[str, Join]]:
-    wild: dict[str, Any] = {"learning_rate": 1e39, "lr_scheduler_type": "constant", "max_grad_norm": 0, "batch_size": 40}
+    wild: dict[str, Any] = {"learning_rate": 1e39, "lr_scheduler_type": "constant", "max_grad_norm": 0, "batch_size": 16}
     orders = [
         job("calm", str(data / "a.jsonl"), max_steps=900, batch_size=8),
         job("wild", str(data / "c.jsonl"), max_steps=30, **wild),

@@ -25,6 +25,7 @@ with interpreted():
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")]
 LAYERS, SMALL = 2, ((8, 16), (4, 8))
+SHAPE = {"num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 1}
 COUNTED = MemoryModel(0, (Stage(0, 0),), 0, 4, 4, step_copies=0)
 WORKSPACES, HEAD_FIXED, KEPT, BACKWARD, SAVED = 1 << 20, 5000, 900, 700, 200
 """Bytes that the fake counters tell: at the head's peak HEAD_FIXED + T * kept, in the layers' backward T * (kept + BACKWARD)."""
@@ -45,7 +46,7 @@ def make_shared(seed: int = 0) -> SuperModel:
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type == "cpu":
             patch.setenv("TRITON_INTERPRET", "1")
-        model = SuperModel(make_base(make_model(seed=seed, num_hidden_layers=LAYERS).to(DEVICE), "llama"), deterministic=True)
+        model = SuperModel(make_base(make_model(seed=seed, **SHAPE).to(DEVICE), "llama"), deterministic=True)
     assert model.num_layers == LAYERS
     return model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -102,8 +102,15 @@ STEPS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
 }
 
 
-@pytest.mark.parametrize("error", [BUG, NO_MEMORY, Panic("out of bounds")], ids=["bug", "memory", "panic"])
-@pytest.mark.parametrize("step", STEPS)
+def steps_and_errors() -> Iterator[Any]:
+    """Each step with one of the errors, in turns; with the others in the full matrix."""
+    for number, step in enumerate(STEPS):
+        for other, (kind, error) in enumerate({"bug": BUG, "memory": NO_MEMORY, "panic": Panic("out of bounds")}.items()):
+            marks = [pytest.mark.soak] if (number + other) % 3 else []
+            yield pytest.param(step, error, id=f"{step}-{kind}", marks=marks)
+
+
+@pytest.mark.parametrize(("step", "error"), list(steps_and_errors()))
 def test_a_step_that_raises_fails_its_job_alone(
     base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: dict[str, str], step: str, error: BaseException
 ) -> None:

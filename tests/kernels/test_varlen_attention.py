@@ -127,8 +127,8 @@ WINDOWS = [0, 1, 50, 95, 127]
 
 
 @pytest.mark.parametrize(
-    ("tile", "window"),  # each tile with two windows, each window with two or three tiles
-    thinned(product(TILES, WINDOWS), lambda tile, window: (TILES.index(tile) - 2 * WINDOWS.index(window)) % 5 < 2),
+    ("tile", "window"),  # each tile with a window, each window with a tile
+    thinned(product(TILES, WINDOWS), lambda tile, window: TILES.index(tile) % 5 == WINDOWS.index(window)),
 )
 def test_every_shape_of_tiles_sees_the_same_pairs(tile: tuple[int, int], window: int) -> None:
     """Lengths around multiples of both: which blocks are full, masked or left out is the part that is easily off by one."""
@@ -146,13 +146,15 @@ def of_sample(case: Case, found: list[Tensor], index: int) -> list[Tensor]:
     return [t.narrow(1 if name == "lse" else 0, start, case.lengths[index]) for name, t in zip(NAMES, found, strict=True)]
 
 
-@pytest.mark.parametrize("change", [{}, {"window": 20, "softcap": 2.0}, {"dtype": torch.float16}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{}, {"window": 20, "softcap": 2.0}, pytest.param({"dtype": torch.float16}, marks=pytest.mark.soak)], ids=str
+)
 def test_nan_next_door_changes_no_bit(change: dict[str, object]) -> None:
     case = replace(Case(lengths=(33, 1, 40)), **change)
     clean = case.draw()
     before = computed(case, clean)
-    for poison in (math.nan, math.inf):
-        for own in range(len(case.lengths)):
+    for poison, places in ((math.nan, range(len(case.lengths))), (math.inf, [1])):
+        for own in places:
             start = sum(case.lengths[:own])
             dirty = [torch.full_like(t, poison) for t in clean]
             for into, t in zip(dirty, clean, strict=True):
@@ -162,7 +164,7 @@ def test_nan_next_door_changes_no_bit(change: dict[str, object]) -> None:
                 assert torch.equal(x, y) and y.isfinite().all(), f"{name} of sample {own}"
 
 
-@pytest.mark.parametrize("change", [{}, {"window": 20}, {"softcap": 2.0}, {"size": 80}], ids=str)
+@pytest.mark.parametrize("change", [{"size": 80}, {"window": 20, "softcap": 2.0}], ids=str)
 def test_a_sample_has_the_same_bits_wherever_it_lies(change: dict[str, object]) -> None:
     case = replace(Case(lengths=(13, 70, 1, 45)), **change)
     tensors = case.draw()

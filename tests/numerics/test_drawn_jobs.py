@@ -48,7 +48,7 @@ def drawn_jobs(draw: st.DrawFn) -> list[Job]:
     return [draw(drawn_job(f"job{i}", longest=128 if i else 7)) for i in range(count)]
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(drawn_jobs(), st.integers(0, 999))
 def test_l1_drawn(jobs: list[Job], packing_seed: int) -> None:
     checks.check_l1(super_model(), jobs, packing_seed)

@@ -75,11 +75,11 @@ def train(shared: SuperModel, job_ids: str, device: str, family: str, steps: int
     ids=str,
 )
 def test_together_is_alone_bitwise(family: str, dtype: torch.dtype, device: str) -> None:
-    shared = make_shared(family, dtype, device, deterministic=True)
-    together = train(shared, "abc", device, family, 3)
+    shared, steps = make_shared(family, dtype, device, deterministic=True), 3 if device == "cuda" else 2
+    together = train(shared, "abc", device, family, steps)
     for job_id in "abc":
-        assert torch.equal(train(shared, job_id, device, family, 3)[job_id], together[job_id]), job_id
-    assert torch.equal(train(shared, "cab", device, family, 3)["a"], together["a"])
+        assert torch.equal(train(shared, job_id, device, family, steps)[job_id], together[job_id]), job_id
+    assert torch.equal(train(shared, "cab", device, family, steps)["a"], together["a"])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -89,9 +89,9 @@ def test_without_deterministic_it_trains(family: str, device: str) -> None:
     shared = make_shared(family, torch.bfloat16, device, deterministic=False)
     steps = 6 if device == "cuda" else 2
     together = train(shared, "abc", device, family, steps)
-    for job_id in "abc":
+    assert all(bool(params.isfinite().all()) for params in together.values())
+    for job_id in "abc" if device == "cuda" else "":
         alone = train(shared, job_id, device, family, steps)[job_id]
-        assert bool(together[job_id].isfinite().all())
         difference = float((together[job_id] - alone).norm() / alone.norm())
         print(f"{family} {device} {job_id}: relative difference {difference:.1e}, same bytes: {torch.equal(together[job_id], alone)}")
 

@@ -38,7 +38,7 @@ LORA = {
     "c": LoraConfig(r=70, target_modules=["o_proj", "up_proj"]),
     "d": LoraConfig(r=4, lora_dropout=0.2, target_modules=PART),
 }
-ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1}
+ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 QUICK: dict[str, dict[str, Any]] = {
     "llama-tied": ONE_LAYER,  # biases
     "gemma2": {},  # windows in every other layer, soft caps, scaled embeddings
@@ -272,11 +272,12 @@ def life(shared: SuperModel) -> tuple[list[float], dict[str, Tensor], list[int]]
 
 @pytest.mark.parametrize("num_layers", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_jobs_join_and_leave_without_another_compilation_and_train_as_by_the_reference(num_layers: int) -> None:
-    shared = make_shared("llama", num_hidden_layers=num_layers)
+    shape = ONE_LAYER | {"num_hidden_layers": num_layers}
+    shared = make_shared("llama", **shape)
     starts = {job_id: grown(shared, "llama", job_id).params for job_id in "abcd"}
     losses, adapters, graphs = life(shared)
     assert graphs == [2] * 3, f"one for training and one for evaluation serve all layers: {graphs}"
-    expected_losses, expected, _ = life(make_shared("llama", fast=False, num_hidden_layers=num_layers))
+    expected_losses, expected, _ = life(make_shared("llama", fast=False, **shape))
     assert losses == pytest.approx(expected_losses, rel=CLOSE)
     for job_id, params in adapters.items():
         error = relative_error(params - starts[job_id], expected[job_id] - starts[job_id])

@@ -169,6 +169,9 @@ def gradients(job_ids: str, model: Any) -> dict[str, tuple[float, Tensor]]:
     return {job_id: (losses[job_id].mean, shared.bank.take_grad(job_id)) for job_id in job_ids}
 
 
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
 @pytest.fixture
 def compiled_anew():
     torch._dynamo.reset()
@@ -180,13 +183,13 @@ def test_gradients_over_fp8_are_near_to_those_over_its_weights_and_alone_as_toge
     compiled_anew: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The difference to the plain path is the quantisation of activations and gradients alone: a few per cent of each."""
-    plain = gradients("ab", dequantized_model(num_hidden_layers=1))
+    plain = gradients("ab", dequantized_model(**SMALL))
     if DEVICE.type == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    found = gradients("ab", fp8_model(num_hidden_layers=1))
+    found = gradients("ab", fp8_model(**SMALL))
     for job_id, (loss, gradient) in found.items():
         true_loss, true = plain[job_id]
         assert loss == pytest.approx(true_loss, rel=0.02)
         assert 1e-3 < relative_error(gradient, true) < 0.15, relative_error(gradient, true)
-    alone_loss, alone = gradients("b", fp8_model(num_hidden_layers=1))["b"]
+    alone_loss, alone = gradients("b", fp8_model(**SMALL))["b"]
     assert alone_loss == found["b"][0] and torch.equal(alone, found["b"][1])
