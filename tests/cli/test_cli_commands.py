@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 
 from tlora import __version__
 from tlora.cli.commands import app
+from tlora.cli.terminal import interrupts_kept
 from tlora.data.report import ChangeCount, DataReport
 from tlora.engine.progress import JobProgress, RunProgress, Watcher
 from tlora.engine.recorder import JobResult
@@ -146,6 +148,21 @@ def test_a_full_stdout_at_the_end_is_said_and_fails_nothing(jobs_file: Path):
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, cwd=jobs_file.parent)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("\n") == 1 and "the table of results is lost" in done.stderr and "No space left on device" in done.stderr
+
+
+def test_a_ctrl_c_that_a_library_swallows_still_ends_the_command():
+    """It catches whatever an import that it only tries raises."""
+    done: list[str] = []
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), interrupts_kept():
+        with suppress(BaseException):
+            signal.raise_signal(signal.SIGINT)
+            done.append("went on at once")
+        done.append("loaded")
+    assert done == ["loaded"] and signal.getsignal(signal.SIGINT) is before
+    with interrupts_kept():
+        done.append("none came")
+    assert done == ["loaded", "none came"]
 
 
 def test_train_hands_its_options_on_and_ends_with_0(jobs_file: Path, use: Callable[..., None]):

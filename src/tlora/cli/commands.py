@@ -56,14 +56,15 @@ def tlora(
 @app.command()
 def check(jobs_file: JobsFile, settings: Settings = None, device: Device = None, debug: Debug = False) -> None:
     """Validate everything without training: data, one sample per job, parameters, memory."""
-    from tlora.cli.terminal import errors_told, open_console, printable
+    from tlora.cli.terminal import errors_told, interrupts_kept, open_console, printable
 
     with errors_told(debug):
         run = _read(jobs_file, settings, None)
-        _tame_libraries()
-        from tlora.cli.check_view import print_check, problems_of
-        from tlora.engine.check import check as check_run
-        from tlora.engine.progress import Watcher
+        with interrupts_kept():
+            _tame_libraries()
+            from tlora.cli.check_view import print_check, problems_of
+            from tlora.engine.check import check as check_run
+            from tlora.engine.progress import Watcher
 
         console = open_console()
         with _open_view(open_console(stderr=True), quiet=False) as view:
@@ -89,7 +90,7 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train every job of the file. Ctrl-C writes checkpoints; --resume goes on from them."""
-    from tlora.cli.terminal import errors_told, open_console
+    from tlora.cli.terminal import errors_told, interrupts_kept, open_console
 
     with errors_told(debug):
         if resume and overwrite:
@@ -97,9 +98,10 @@ def train(
         run = _read(jobs_file, settings, output_dir)
         console = open_console()
         with _open_view(console, quiet) as view:
-            _tame_libraries()
-            from tlora.engine.progress import Watcher
-            from tlora.engine.train import train as train_run
+            with interrupts_kept():
+                _tame_libraries()
+                from tlora.engine.progress import Watcher
+                from tlora.engine.train import train as train_run
 
             results = train_run(run, resume=resume, overwrite=overwrite, device=device, watcher=Watcher(view.progress, view.note))
         from tlora.cli.result_view import exit_code, print_end
@@ -124,11 +126,12 @@ def generate(
     debug: Debug = False,
 ) -> None:
     """Answer a prompt with an adapter."""
-    from tlora.cli.terminal import errors_told, open_console, printable
+    from tlora.cli.terminal import errors_told, interrupts_kept, open_console, printable
 
     with errors_told(debug):
-        _tame_libraries()
-        from tlora.engine.generate import Sampling, answer, open_adapter
+        with interrupts_kept():
+            _tame_libraries()
+            from tlora.engine.generate import Sampling, answer, open_adapter
 
         console = open_console()
         model = open_adapter(adapter, base_model=base_model, device=device)
@@ -166,14 +169,15 @@ def tune(
     debug: Debug = False,
 ) -> None:
     """Time the GPU kernels' tiles at a base's shapes; training takes the fastest from then on."""
-    from tlora.cli.terminal import errors_told, open_console, printable
+    from tlora.cli.terminal import errors_told, interrupts_kept, open_console, printable
 
     with errors_told(debug):
         if dtype not in ("auto", "bfloat16", "float16"):
             raise typer.BadParameter(f"--dtype must be auto, bfloat16 or float16, and is {dtype}")
-        _tame_libraries()
-        from tlora.cli.tune_view import print_tuned
-        from tlora.engine.tune import tune as tune_tiles
+        with interrupts_kept():
+            _tame_libraries()
+            from tlora.cli.tune_view import print_tuned
+            from tlora.engine.tune import tune as tune_tiles
 
         console, lines = open_console(), open_console(stderr=True)
         tuned = tune_tiles(base_model, dtype, device, out, lambda line: lines.print(printable(line), style="dim", soft_wrap=True))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -102,3 +104,24 @@ def errors_told(debug: bool) -> Iterator[None]:
         raise typer.Exit(2) from None
     except KeyboardInterrupt:  # before or after training; during it the engine writes its checkpoints
         raise typer.Exit(130) from None
+
+
+@contextmanager
+def interrupts_kept() -> Iterator[None]:
+    """Around an import of large libraries: a Ctrl-C that one of them swallows, in an import that it only tries, is raised at the end."""
+    if threading.current_thread() is not threading.main_thread():  # elsewhere there are no signals
+        yield
+        return
+    swallowed: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        swallowed.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if swallowed:
+        raise KeyboardInterrupt
