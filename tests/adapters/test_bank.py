@@ -132,6 +132,25 @@ def test_growing_keeps_weights_and_half_summed_gradients() -> None:
     assert torch.equal(bank.linear("layers.0.q_proj").a_RK[rows.start : rows.stop].flatten(), numbered(layout)[: 3 * 8])
 
 
+def test_adapters_for_which_room_was_made_move_nothing() -> None:
+    """Of three layouts, one over fewer linears."""
+    layouts = {"a": layout_of(5), "b": layout_of(20), "c": layout_of(33, {"layers.0.q_proj": (8, 12)})}
+    bank = make_bank()
+    bank.make_room(layouts.values())
+    version = bank.version
+    before = {module: bank.linear(module).a_RK for module in TARGETS}
+    live: dict[str, tuple[AdapterLayout, torch.Tensor]] = {}
+    for name, layout in layouts.items():
+        bank.add(name, layout)
+        live[name] = layout, numbered(layout)
+        bank.write(name, live[name][1])
+    assert bank.version == version and all(bank.linear(module).a_RK is rows for module, rows in before.items())
+    assert [len(bank.linear(module).a_RK) for module in TARGETS] == [96, 48, 48]
+    check_rows(bank, live)
+    bank.make_room(layouts.values())
+    assert all(bank.linear(module).a_RK is rows for module, rows in before.items())
+
+
 def test_taking_a_gradient_takes_the_jobs_own_in_layout_order_and_forgets_it() -> None:
     bank, layouts = make_bank(), {"a": layout_of(3), "b": layout_of(20)}
     for job, layout in layouts.items():

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from tlora import __version__
 from tlora.cli.commands import app
 from tlora.cli.terminal import interrupts_kept
+from tlora.data.prepare import WorkerProcess
 from tlora.data.report import ChangeCount, DataReport
 from tlora.engine.progress import JobProgress, RunProgress, Watcher
 from tlora.engine.recorder import JobResult
@@ -44,9 +45,11 @@ class FakeEngine:
         self.results.signal_number = signal_number
         self.run: RunSpec | None = None
         self.options: dict[str, Any] = {}
+        self.data_worker: subprocess.Popen[bytes] | None = None
 
-    def train(self, run: RunSpec, *, watcher: Watcher, **options: Any) -> Results:
-        self.run, self.options = run, options
+    def train(self, run: RunSpec, *, watcher: Watcher, data_worker: WorkerProcess, **options: Any) -> Results:
+        self.run, self.options, self.data_worker = run, options, data_worker.process
+        assert self.data_worker.poll() is None, "the process that prepares data is not running"
         if self.error:
             raise self.error
         watcher.note("a notable line")
@@ -172,6 +175,7 @@ def test_train_hands_its_options_on_and_ends_with_0(jobs_file: Path, use: Callab
     assert code == 0
     assert engine.run and engine.run.output_dir == "other" and [job.r for job in engine.run.jobs] == [16, 3]
     assert engine.options == {"resume": True, "overwrite": False, "device": "cpu"}
+    assert engine.data_worker is not None and engine.data_worker.poll() is not None, "the process that prepares data outlives the command"
     assert "a notable line" in out and "[1.0 s] polite: training, step 1/5, loss 2.0000" in out
     assert "out/sql" in out and "report: out/report.html" in out and "\x1b" not in out
 
@@ -420,7 +424,7 @@ def train(run, *, watcher, **_):
 fake = ModuleType("fake")
 fake.train = train
 sys.modules["tlora.engine.train"] = fake
-commands._tame_libraries = lambda: None
+commands._load_libraries = lambda: None
 sys.argv = ["tlora", "train", sys.argv[1]]
 main()
 """

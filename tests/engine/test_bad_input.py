@@ -295,7 +295,7 @@ def test_no_write_permission(base: Path) -> None:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """The command in this process, which has loaded the libraries already. `Result.output` is stdout and stderr."""
-    monkeypatch.setattr(commands, "_tame_libraries", lambda: None)
+    monkeypatch.setattr(commands, "_load_libraries", lambda: None)
     monkeypatch.setenv("COLUMNS", "200")
     return lambda *args: CliRunner().invoke(commands.app, [str(arg) for arg in args])
 

@@ -5,7 +5,8 @@ The bank holds what the kernels read (weights in the compute dtype) and write (g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -31,6 +32,10 @@ class SlotAddress:
     db: int
 
 
+def _aligned(rank: int) -> int:
+    return -(-rank // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
 @dataclass
 class LinearRows:
     """The rows of all slots at one linear: `a_RK`, `b_RN` (B transposed) and the sums of their gradients."""
@@ -43,15 +48,19 @@ class LinearRows:
 
     def reserve(self, job_id: str, rank: int) -> range:
         """The first gap that holds `rank` rows; grows the tensors, by no row more than it takes, when there is none."""
-        size, start = -(-rank // ROW_ALIGNMENT) * ROW_ALIGNMENT, 0
+        size, start = _aligned(rank), 0
         for rows in sorted(self.used.values(), key=lambda r: r.start):
             if rows.start - start >= size:
                 break
             start = rows.stop
-        if start + size > self.a_RK.shape[0]:
-            self._grow(start + size)
+        self.make_room(start + size)
         self.used[job_id] = range(start, start + size)
         return self.used[job_id]
+
+    def make_room(self, rows: int) -> None:
+        """Tensors of at least so many rows."""
+        if rows > self.a_RK.shape[0]:
+            self._grow(rows)
 
     def _grow(self, rows: int) -> None:
         grown: list[Tensor] = []
@@ -147,6 +156,16 @@ class AdapterBank:
             self.version += self._total_rows() != rows_before
         self._layouts[job_id] = layout
         self._shapes[job_id] = {s.module: s for s in layout.shapes}
+
+    def make_room(self, layouts: Iterable[AdapterLayout]) -> None:
+        """For adapters of all `layouts` at once, that will be added: one after another, each would move those before it."""
+        rows = Counter[str]()
+        for layout in layouts:
+            rows.update({shape.module: _aligned(shape.rank) for shape in layout.shapes})
+        for module, count in rows.items():
+            self._linear_at(module).make_room(count)
+        self._addresses.clear()
+        self.version += 1
 
     def _total_rows(self) -> int:
         return sum(linear.a_RK.shape[0] for linear in self._linears.values())

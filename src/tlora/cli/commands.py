@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tlora.cli.simulate_command import simulate
+from tlora.garbage import no_collection
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,6 +38,7 @@ Settings = Annotated[
     ),
 ]
 Device = Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Where to compute; the GPU if there is one.", show_default=False)]
+_UNUSED = ("sklearn", "scipy", "torchvision", "torchaudio")  # where they are installed, transformers loads them: 3 s for nothing
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
 
@@ -61,7 +65,7 @@ def check(jobs_file: JobsFile, settings: Settings = None, device: Device = None,
     with errors_told(debug):
         run = _read(jobs_file, settings, None)
         with interrupts_kept():
-            _tame_libraries()
+            _load_libraries()
             from tlora.cli.check_view import print_check, problems_of
             from tlora.engine.check import check as check_run
             from tlora.engine.progress import Watcher
@@ -97,13 +101,16 @@ def train(
             raise typer.BadParameter("--resume keeps what --overwrite removes; give one of the two")
         run = _read(jobs_file, settings, output_dir)
         console = open_console()
-        with _open_view(console, quiet) as view:
+        from tlora.data.prepare import start_worker
+
+        with _open_view(console, quiet) as view, start_worker() as data_worker:  # it loads its libraries while this process loads its own
             with interrupts_kept():
-                _tame_libraries()
+                _load_libraries()
                 from tlora.engine.progress import Watcher
                 from tlora.engine.train import train as train_run
 
-            results = train_run(run, resume=resume, overwrite=overwrite, device=device, watcher=Watcher(view.progress, view.note))
+            watcher = Watcher(view.progress, view.note)
+            results = train_run(run, resume=resume, overwrite=overwrite, device=device, watcher=watcher, data_worker=data_worker)
         from tlora.cli.result_view import exit_code, print_end
 
         again = [str(jobs_file), *(["--output-dir", str(output_dir)] if output_dir else [])]
@@ -130,7 +137,7 @@ def generate(
 
     with errors_told(debug):
         with interrupts_kept():
-            _tame_libraries()
+            _load_libraries()
             from tlora.engine.generate import Sampling, answer, open_adapter
 
         console = open_console()
@@ -175,7 +182,7 @@ def tune(
         if dtype not in ("auto", "bfloat16", "float16"):
             raise typer.BadParameter(f"--dtype must be auto, bfloat16 or float16, and is {dtype}")
         with interrupts_kept():
-            _tame_libraries()
+            _load_libraries()
             from tlora.cli.tune_view import print_tuned
             from tlora.engine.tune import tune as tune_tiles
 
@@ -203,11 +210,18 @@ def _open_view(console: Console, quiet: bool) -> LiveView | PlainView | SilentVi
     return LiveView(console) if shows_live(console) else PlainView(console)
 
 
-def _tame_libraries() -> None:
-    """transformers draws bars, which would run through the live table; and nothing that a library asks is answered by our stdin."""
-    sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]  # transformers takes it, scipy and pandas along where they are: 2 s
-    from transformers.utils import logging
+def _load_libraries() -> None:
+    """torch, transformers and the engine, without a search for garbage in them: a fifth of the time.
 
+    transformers draws bars, which would run through the live table; and nothing that a library asks is answered by our stdin.
+    """
+    for name in _UNUSED:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    with no_collection():
+        from transformers.utils import logging
+
+        import_module("tlora.engine.plan")
+    gc.freeze()  # nor later
     from tlora.cli.terminal import close_stdin
 
     close_stdin()

@@ -72,13 +72,15 @@ def train(
     overwrite: bool = False,
     device: str | None = None,
     watcher: Watcher | None = None,
+    data_worker: WorkerProcess | None = None,
     **settings: Any,
 ) -> Results:
     """Train all jobs of a jobs file, a RunSpec, or a list of JobSpecs (then with `base_model=`, `output_dir=` and the rest).
 
     `resume` goes on from each job's newest whole checkpoint; `overwrite` replaces an earlier run. SIGINT and SIGTERM checkpoint
     every job and return. A job that fails has status "failed" and a reason; the others finish. Raises TloraError for what
-    concerns all: a wrong file, a missing base model, an output directory in use.
+    concerns all: a wrong file, a missing base model, an output directory in use. `data_worker`: a process of
+    `tlora.data.prepare.start_worker` that has been started ahead.
     """
     run = resolve_run(jobs, settings)
     watcher = watcher or Watcher()
@@ -90,7 +92,7 @@ def train(
     place = pick_device(device)
     guard = BaseGuard(run.base_model, find_directory(run.base_model), earlier_base(run, resume))
     monitor = RunMonitor(Path(run.output_dir), {job.name: job.r for job in run.jobs}, watcher, resume)
-    loaded = _load(run, place, monitor, resume)
+    loaded = _load(run, place, monitor, resume, data_worker)
     plan, model, threads = loaded.plan, loaded.model, loaded.threads
     serving = ServingFiles(run.base_model)
     for line in _opening_notes(run, plan, serving, resume):
@@ -146,9 +148,9 @@ class _Loaded:
     base_parameters: int
 
 
-def _load(run: RunSpec, place: torch.device, monitor: RunMonitor, resume: bool) -> _Loaded:
+def _load(run: RunSpec, place: torch.device, monitor: RunMonitor, resume: bool, data_worker: WorkerProcess | None) -> _Loaded:
     """Plan all jobs on an outline of the base, then load it, and measure what it takes of the memory."""
-    with _data_worker(place) as worker:
+    with _data_worker(place) if data_worker is None else nullcontext(data_worker) as worker:
         base = outline(run.base_model, run.dtype, run.base_precision)
         if run.base_precision == "fp8":
             check_fp8(place, base.head.weight_VH.dtype)
@@ -171,6 +173,8 @@ def _load(run: RunSpec, place: torch.device, monitor: RunMonitor, resume: bool) 
     monitor.stage("measuring memory")
     plan = _measure_memory(run, plan, model, monitor.note)
     model.recomputed_layers = min(plan.recomputed_layers, model.num_layers)
+    if not resume:  # some of a resumed run's jobs have ended
+        attempt(model.bank.make_room, plan.resident)  # where it fails, for want of memory, they find room one by one
     return _Loaded(plan, model, threads, starts, base_parameters=sum(n for n, _ in sizes))
 
 

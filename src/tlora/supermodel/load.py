@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import cached_file
 
 from tlora.errors import ModelError
+from tlora.garbage import no_collection
 from tlora.job import BasePrecision, split_revision
 from tlora.kernels.linear_cross_entropy import Head
 from tlora.kernels.transfer import upload
@@ -124,7 +125,8 @@ def _move(model: Any, place: torch.device) -> Any:
     if place.type == "cuda":
         large = [p for p in model.parameters() if p.device.type == "cpu" and p.numel() >= _LARGE]
         uploads = upload([p.data for p in large], place)
-        importlib.import_module("torch._inductor.compile_fx")  # takes 1.6 s, and compiling the layers will want it
+        with no_collection():
+            importlib.import_module("torch._inductor.compile_fx")  # takes 2 to 4 s, and compiling the layers will want it
         for parameter, uploaded in zip(large, uploads, strict=True):
             parameter.data = uploaded.result()
     return model.to(place)

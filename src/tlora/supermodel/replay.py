@@ -8,7 +8,6 @@ one of them does.
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tlora.garbage import no_collection
 from tlora.supermodel.batch import PackedBatch
 
 if TYPE_CHECKING:
@@ -65,18 +65,6 @@ class _Pool:
     """
 
     id: tuple[int, int]
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Python collects no garbage within: a graph that dies while another is captured would spoil it."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 class Replays:
@@ -165,7 +153,11 @@ class Replays:
         tables = replace(flight.tables, keys_T=None if keys_T is None else keys_T.clone())
         mine = replace(flight, tables=tables, shrunk={})
         captured = _Captured(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), _inputs(own, mine), self._ends_of(len(own.input_ids_T)))
-        with self._fly(mine), torch.autograd.set_multithreading_enabled(False), _no_collection():
+        with (
+            self._fly(mine),
+            torch.autograd.set_multithreading_enabled(False),
+            no_collection(),
+        ):  # a graph that died meanwhile would spoil it
             with self._into(captured.forward):
                 hidden_TH = self._decode(own)
                 captured.ends.hidden_TH.copy_(hidden_TH.detach())
