@@ -21,7 +21,10 @@ from tests.parts import pytest_collection_modifyitems as pytest_collection_modif
 from tests.parts import read_part
 
 _SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-settings.register_profile("sample", max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=_SLOW_IS_FINE)
+for _name, _count in {"sample": 10, "soak": 20}.items():
+    settings.register_profile(
+        _name, max_examples=_count, deadline=None, derandomize=True, database=None, suppress_health_check=_SLOW_IS_FINE
+    )
 settings.load_profile("sample")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need a network
@@ -30,6 +33,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tests fork after tok
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT 0.21 asks transformers the old way
+    if "not soak" not in config.option.markexpr:
+        settings.load_profile("soak")
     if config.getoption("part"):
         read_part(config.getoption("part"))
     torch.set_num_threads(1)  # small matrices: a second thread costs more than it brings, and other workers want the cores

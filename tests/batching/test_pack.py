@@ -115,7 +115,7 @@ def play(
     return [b for b in made if b], [each for each, _ in jobs if each.flow.job_id not in gone]
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(jobs_of_a_run, st.integers(300, 900), st.dictionaries(st.integers(0, 6), st.integers(1, 20), max_size=2), st.booleans())
 def test_exactly_once_within_budget_in_batches_and_deterministic(drawn, budget, leave_at, in_order) -> None:
     batches, stayed = play(drawn, budget, leave_at, in_order)

@@ -64,7 +64,10 @@ ARRANGEMENTS: dict[str, tuple[Callable[[Jobs], Jobs], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ARRANGEMENTS)
+IN_EVERY_RUN = ("in reverse", "small micro-batches", "other weights")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in IN_EVERY_RUN else [pytest.mark.soak]) for n in ARRANGEMENTS])
 def test_bytes_do_not_depend_on_the_company(wide_base: Path, data: Path, tmp_path: Path, alone: dict[str, str], name: str) -> None:
     arrange, settings = ARRANGEMENTS[name]
     together = shas(train(wide_base, tmp_path / "out", arrange(four_jobs(data)), deterministic=True, **settings))

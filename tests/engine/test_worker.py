@@ -52,8 +52,8 @@ def orders(data: Path) -> list[dict[str, Any]]:
     """One with dropout and evaluation, of several micro-batches a step; one whose checkpoints are rare; a short one."""
     evaluated = {"path": str(data / "c.jsonl"), "eval_path": str(data / "held-out.jsonl")}
     return [
-        job("mover", evaluated, lora_dropout=0.1, eval_steps=5, max_steps=14, batch_size=6, logging_steps=3, save_steps=4),
-        job("stays", str(data / "d.jsonl"), batch_size=9, max_steps=12, r=9),
+        job("mover", evaluated, lora_dropout=0.1, eval_steps=5, max_steps=14, batch_size=4, logging_steps=3, save_steps=4),
+        job("stays", str(data / "d.jsonl"), batch_size=5, max_steps=12, r=9),
         job("short", str(data / "b.jsonl"), max_steps=3),
     ]
 
