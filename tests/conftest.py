@@ -33,6 +33,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tests fork after tok
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT 0.21 asks transformers the old way
+    forked.ForkingPopen.environment = dict(os.environ)
     if "not soak" not in config.option.markexpr:
         settings.load_profile("soak")
     if config.getoption("part"):

@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -40,13 +40,13 @@ _LARGEST_REQUEST = 1 << 20
 class Server:
     """A process that forks children for this one. It ends with it: its end of the socket is closed then, however this one ends."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, environment: Mapping[str, str] = os.environ) -> None:
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
+        given = {**environment, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
         command = [PYTHON, "-m", "tests.forked", kind, str(theirs.fileno())]
         with theirs:
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, cwd=REPOSITORY)
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=given, cwd=REPOSITORY)
 
     def fork(self, request: dict[str, Any], streams: Sequence[int]) -> int:
         """The pid of a child that runs `request`; the process that forked it has ended by then, and the child been handed to this one."""
@@ -65,9 +65,14 @@ class Server:
 
 
 class ForkingPopen(subprocess.Popen[Any]):
-    """`subprocess.Popen`, whose `python -m tlora …` is forked; all other commands are started as ever."""
+    """`subprocess.Popen`, whose `python -m tlora …` is forked on Linux; all other commands are started as ever.
+
+    `environment` is what the servers load libraries with: that of the test run, and not of the test that needs one first.
+    """
 
     servers: ClassVar[dict[str, Server]] = {}
+    environment: ClassVar[Mapping[str, str]] = os.environ
+    _starting: ClassVar[threading.Lock] = threading.Lock()
 
     def _execute_child(self, *given: Any) -> None:
         asked = inspect.signature(super()._execute_child).bind(*given).arguments  # type: ignore[misc]
@@ -76,11 +81,12 @@ class ForkingPopen(subprocess.Popen[Any]):
         safe_path = command[1:2] == ["-P"]
         rest = command[2 if safe_path else 1 :]
         kind = SERVERS.get(rest[1]) if python and rest[:1] == ["-m"] else None
-        if kind is None or asked["preexec_fn"] or asked["shell"]:
+        if kind is None or asked["preexec_fn"] or asked["shell"] or sys.platform != "linux":
             super()._execute_child(*given)  # type: ignore[misc]
             return
-        if kind not in self.servers:
-            self.servers[kind] = Server(kind)
+        with self._starting:
+            if kind not in self.servers:
+                self.servers[kind] = Server(kind, self.environment)
         streams = [asked[name] if asked[name] != -1 else place for place, name in enumerate(("p2cread", "c2pwrite", "errwrite"))]
         request = {
             "arguments": rest[1:],
