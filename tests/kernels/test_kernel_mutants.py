@@ -84,10 +84,10 @@ LINEAR = (
         soak=True,
     ),
     Mutant(
-        "the last run of a tile is left out",
+        "the first run shrinks to nothing",
         triton_lora,
-        "    for run in range(lo, hi):\n        t0, t1 =",
-        "    for run in range(lo, hi - 1):\n        t0, t1 =",
+        "    if run >= 0:\n",
+        "    if run > 0:\n",
         p.linear_is_the_formula,
         soak=True,
     ),

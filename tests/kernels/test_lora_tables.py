@@ -68,6 +68,9 @@ def test_a_tile_names_the_runs_whose_tokens_it_holds(drawn: Drawn) -> None:
     for x, (first, last) in enumerate(tables.tiles_X2.tolist()):
         inside = {run for run in owner[x * TILE : (x + 1) * TILE] if run is not None}
         assert set(range(first, last)) == inside
+    pairs = [(x * TILE, run) for x, (first, last) in enumerate(tables.tiles_X2.tolist()) for run in range(first, last)]
+    assert len(tables.items_I2) == len(tables.tiles_X2) + len(drawn.runs), "as many for every batch of one shape"
+    assert tables.items_I2.tolist() == [*map(list, pairs), *[[0, -1]] * (len(tables.items_I2) - len(pairs))]
     wide = [owner[t : t + 2 * TILE] for t in range(0, drawn.num_tokens, 2 * TILE)]
     assert tables.runs_in_a_tile == max(len({run for run in tile if run is not None}) for tile in wide)
 
@@ -95,7 +98,7 @@ def test_what_is_copied_arrives_whole(drawn: Drawn) -> None:
     kept = np.array([1 - (run.dropout if tables.keys_T is not None else 0) for run in drawn.runs])
     assert np.array_equal(tables.scales_LS.numpy(), (slots.scales_LS / kept).astype(np.float32))
     assert np.array_equal(tables.module_keys_L.numpy(), slots.module_keys_L.astype(np.int32))
-    ints = (tables.runs_S4, tables.samples_P2, tables.tiles_X2, tables.starts_LS, tables.module_keys_L)
+    ints = (tables.runs_S4, tables.samples_P2, tables.tiles_X2, tables.items_I2, tables.starts_LS, tables.module_keys_L)
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in ints)
 
 

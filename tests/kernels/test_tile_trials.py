@@ -46,10 +46,11 @@ def test_tiles_of_a_gemm_agree(key: Key, rows: int, columns: int, first: bool, h
     assert fault(key, Tile(rows, columns, 32, 2, 4, halves=halves, first=first)) is None
 
 
-SKINNY_TILES = product([SHRINK, SUM], [SkinnyTile(64, 128, 2, 4), SkinnyTile(128, 32, 2, 4)])
+SKINNY_TILES = [(SHRINK, SkinnyTile(64, 128, 2, 4)), (SHRINK, SkinnyTile(64, 32, 2, 4)), (SUM, SkinnyTile(64, 128, 2, 4))]
+SKINNY_TILES += [(SUM, SkinnyTile(128, 32, 2, 4))]
 
 
-@pytest.mark.parametrize(("key", "tile"), thinned(SKINNY_TILES, lambda key, tile: (key == SUM) == (tile.tokens == 64)))
+@pytest.mark.parametrize(("key", "tile"), thinned(SKINNY_TILES, lambda key, tile: (key == SUM) == (tile.columns == 128)))
 def test_tiles_of_shrink_and_sum_agree(key: Key, tile: SkinnyTile) -> None:
     assert fault(key, tile) is None
 

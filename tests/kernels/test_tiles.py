@@ -26,9 +26,9 @@ def write(path: Path, *rows: Any) -> Path:
 
 
 def test_an_exact_entry_goes_before_the_rule_and_no_other_does() -> None:
-    table = TileTable({FORWARD: TILE, SHRINK: SkinnyTile(128, 32, 2, 4)})
+    table = TileTable({FORWARD: TILE, SHRINK: SkinnyTile(64, 32, 2, 4)})
     assert table.gemm(True, BF16, 4096, 1024, 1) == TILE
-    assert table.shrink(BF16, 1024, 2) == SkinnyTile(128, 32, 2, 4)
+    assert table.shrink(BF16, 1024, 2) == SkinnyTile(64, 32, 2, 4)
     for other in (
         FORWARD._replace(columns=4112),
         FORWARD._replace(inner=1040),
@@ -125,6 +125,7 @@ def test_a_broken_file_is_one_clear_error(text: str, tmp_path: Path) -> None:
         (FORWARD, {"tile": asdict(TILE) | {"rows": 256}}, "rows must be one of"),
         (FORWARD, {"tile": asdict(TILE) | {"rows": 32}}, "rows must be one of"),
         (SHRINK, {"tile": asdict(SkinnyTile(32, 64, 2, 4))}, "tokens must be one of"),
+        (SHRINK, {"tile": asdict(SkinnyTile(128, 64, 2, 4))}, "tokens must be one of"),
         (FORWARD, {"tile": asdict(TILE) | {"columns": 48}}, "columns must be a power of two"),
         (FORWARD, {"tile": asdict(TILE) | {"inner": 512}}, "inner must be a power of two"),
         (FORWARD, {"tile": asdict(TILE) | {"warps": 3}}, "warps must be 4 or 8"),

@@ -12,14 +12,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tlora.kernels.fp8 import quantize_rows, transpose
-from tlora.kernels.lora_tables import DA, DB, WIDEST_PIECE, A, B, LoraTables
+from tlora.kernels.lora_tables import DA, DB, TILE, WIDEST_PIECE, A, B, LoraTables
 from tlora.kernels.tile_files import table_of
 from tlora.kernels.tiles import SkinnyTile, TileTable
 from tlora.kernels.triton_gemm import gemm_kernel
 from tlora.kernels.triton_lora import add_dropped_kernel, shrink_kernel, sum_kernel
 
 LARGEST_GROUP = 3
-_DROPPED = SkinnyTile(64, 64, 2, 4)  # of `add_dropped_kernel`: tokens and columns of dx
+_DROPPED = SkinnyTile(TILE, 64, 2, 4)  # of `add_dropped_kernel`: tokens and columns of dx
 Item = TypeVar("Item")
 
 
@@ -134,10 +134,11 @@ def shrink(xs: Sequence[Tensor], group: LinearGroup, tables: LoraTables, which: 
     splits = tables.has_dropout and which == A
     for slot, x, together in _launches(xs, group.size, tables):
         tile = group.tiles.shrink(x.dtype, x.shape[1], together)
-        launch: Any = shrink_kernel[(triton.cdiv(x.shape[0], tile.tokens), together + 1 if splits else 1)]
+        assert tile.tokens == TILE, f"{tile} is of other tiles than the tables"
+        launch: Any = shrink_kernel[(len(tables.items_I2), together + 1 if splits else 1)]
         launch(
-            TensorDescriptor.from_tensor(x, [tile.tokens, tile.columns]), s, tables.runs_S4, tables.tiles_X2, tables.rows_LS5,
-            tables.scales_LS, tables.thresholds_S, tables.module_keys_L, tables.keys_T, group.first + slot, slot, *x.shape,
+            TensorDescriptor.from_tensor(x, [tile.tokens, tile.columns]), s, tables.runs_S4, tables.items_I2, tables.rows_LS5,
+            tables.scales_LS, tables.thresholds_S, tables.module_keys_L, tables.keys_T, group.first + slot, slot, x.shape[1],
             tables.num_runs, s.stride(0),
             WHICH=which, M=together, W=tables.width, BT=tile.tokens, BK=tile.columns, SPLIT=splits, PRECISION=_precision(x),
             num_warps=tile.warps, num_stages=tile.stages,

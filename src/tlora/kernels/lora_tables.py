@@ -37,13 +37,15 @@ class LoraTables:
 
     `weights` are the linears' banks, A [R, K] and B [R, N] (None where nobody has an adapter); `starts_LS` int32 a run's first row there,
     and `rows_LS5` int64 its addresses and rank. `runs_S4` int32: t0, t1, first and last sample; `samples_P2` int32: t0, t1; `tiles_X2`
-    int32: a tile's first and last run. `scales_LS` fp32, over the share that dropout keeps; `module_keys_L` int32, of dropout.
+    int32: a tile's first and last run; `items_I2` int32: a tile's first token and one of its runs, or -1. `scales_LS` fp32, over the share
+    that dropout keeps; `module_keys_L` int32, of dropout.
     """
 
     runs_S4: Tensor
     order_S: Tensor  # int32: runs by their work, the most first: a long one that starts last is waited for
     samples_P2: Tensor
     tiles_X2: Tensor
+    items_I2: Tensor
     rows_LS5: Tensor
     starts_LS: Tensor
     scales_LS: Tensor
@@ -111,17 +113,19 @@ def build_tables(runs: Sequence[Run], slots: Slots, num_tokens: int, keys_T: Ten
         np.argsort(-(table[:, 1] - table[:, 0]) * ranks, kind="stable").astype(np.int32),
         np.array(samples, np.int32).reshape(-1, 2),
         tiles.astype(np.int32),
+        _items(tiles, len(runs)),
         (slots.scales_LS / (1 - dropouts)).astype(np.float32),
         np.array([int(dropout * 2**31) for dropout in dropouts], np.int32),
         slots.module_keys_L.astype(np.int32, copy=False),
     ]
     buffer, moved = _to_device(parts, device)
-    rows_t, starts_t, table_t, order_t, samples_t, tiles_t, scales_t, thresholds_t, module_keys_t = moved
+    rows_t, starts_t, table_t, order_t, samples_t, tiles_t, items_t, scales_t, thresholds_t, module_keys_t = moved
     return LoraTables(
         runs_S4=table_t,
         order_S=order_t,
         samples_P2=samples_t,
         tiles_X2=tiles_t,
+        items_I2=items_t,
         rows_LS5=rows_t,
         starts_LS=starts_t,
         scales_LS=scales_t,
@@ -135,6 +139,15 @@ def build_tables(runs: Sequence[Run], slots: Slots, num_tokens: int, keys_T: Ten
         has_dropout=bool(dropouts.any()),
         all_dropout=bool(dropouts.any() and dropouts[table[:, 0] < table[:, 1]].all()),
     )
+
+
+def _items(tiles_X2: np.ndarray, num_runs: int) -> np.ndarray:
+    """int32 [X + S, 2]: each tile's first token with each of its runs. A run lies in one tile more than it begins in, at most."""
+    counts = (tiles_X2[:, 1] - tiles_X2[:, 0]).clip(0)
+    items = np.full((len(tiles_X2) + num_runs, 2), (0, -1), np.int32)
+    place = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    items[: len(place)] = np.stack([np.repeat(np.arange(len(tiles_X2)) * TILE, counts), np.repeat(tiles_X2[:, 0], counts) + place], 1)
+    return items
 
 
 def _to_device(parts: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, list[Tensor]]:

@@ -108,7 +108,7 @@ def _tile_of(key: Key, row: Mapping[str, Any], path: Path) -> AnyTile:
 
 
 def _problem(tile: AnyTile, key: Key) -> str | None:
-    """What the kernels do not take. Tables of a micro-batch count in 64 tokens (`lora_tables.py`)."""
+    """What the kernels do not take. Tables of a micro-batch are of tiles of 64 tokens, a shrink's own (`lora_tables.py`)."""
     if isinstance(tile, Tile):
         sizes, tokens = {"columns": tile.columns, "inner": tile.inner}, tile.rows
         if tile.halves and tile.columns < 32:
@@ -117,7 +117,7 @@ def _problem(tile: AnyTile, key: Key) -> str | None:
             return "band must be 1 or more"
     else:
         sizes, tokens = {"columns": tile.columns}, tile.tokens
-    allowed = (64, 128) if key.kernel != "sum" else (16, 32, 64, 128)
+    allowed = {"shrink": (64,), "sum": (16, 32, 64, 128)}.get(key.kernel, (64, 128))
     if tokens not in allowed:
         return f"{'rows' if isinstance(tile, Tile) else 'tokens'} must be one of {allowed}, and is {tokens}"
     for name, size in sizes.items():

@@ -100,54 +100,54 @@ def _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, module_key, t0, t1, th
 
 
 @triton.jit
-def _shrink_tile(x, s_ptr, runs_ptr, tiles_ptr, rows_ptr, scales_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, start, T, K,
+def _shrink_item(x, s_ptr, runs_ptr, rows_ptr, scales_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, start, run, K,
                  num_runs, stride_s,
                  WHICH: tl.constexpr, M: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                  SPLIT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """S of each run in one tile. With SPLIT only of the runs with dropout (DROPOUT), or only of those without."""
-    lo = tl.load(tiles_ptr + start // 64 * 2)
-    hi = tl.load(tiles_ptr + ((min(start + BT, T) - 1) // 64) * 2 + 1)
-    for run in range(lo, hi):
-        t0, t1 = tl.load(runs_ptr + run * 4), tl.load(runs_ptr + run * 4 + 1)
-        rank = _largest_rank(rows_ptr, linear, num_runs, run, M)
-        threshold, key = 0, 0
-        if SPLIT:
-            threshold = tl.load(thresholds_ptr + run)
-            if (threshold > 0) != DROPOUT:
-                rank = 0
-        if DROPOUT:
-            key = tl.load(module_keys_ptr + linear)
-        if rank == 0:
-            pass
-        elif rank <= 16 or W == 16:
-            _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, key, t0, t1, threshold, run, num_runs, linear, slot, 0, start, K,
-                        stride_s, WHICH, M, 16, W, BT, BK, DROPOUT, PRECISION)  # fmt: skip
-        elif rank <= 32 or W == 32:
-            _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, key, t0, t1, threshold, run, num_runs, linear, slot, 0, start, K,
-                        stride_s, WHICH, M, 32, W, BT, BK, DROPOUT, PRECISION)  # fmt: skip
-        else:
-            for first in range(0, rank, 64):
-                _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, key, t0, t1, threshold, run, num_runs, linear, slot, first, start, K,
-                            stride_s, WHICH, M, 64, W, BT, BK, DROPOUT, PRECISION)  # fmt: skip
+    """S of one run in one tile. With SPLIT only if the run has dropout (DROPOUT), or only if it has none."""
+    t0, t1 = tl.load(runs_ptr + run * 4), tl.load(runs_ptr + run * 4 + 1)
+    rank = _largest_rank(rows_ptr, linear, num_runs, run, M)
+    threshold, key = 0, 0
+    if SPLIT:
+        threshold = tl.load(thresholds_ptr + run)
+        if (threshold > 0) != DROPOUT:
+            rank = 0
+    if DROPOUT:
+        key = tl.load(module_keys_ptr + linear)
+    if rank == 0:
+        pass
+    elif rank <= 16 or W == 16:
+        _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, key, t0, t1, threshold, run, num_runs, linear, slot, 0, start, K,
+                    stride_s, WHICH, M, 16, W, BT, BK, DROPOUT, PRECISION)  # fmt: skip
+    elif rank <= 32 or W == 32:
+        _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, key, t0, t1, threshold, run, num_runs, linear, slot, 0, start, K,
+                    stride_s, WHICH, M, 32, W, BT, BK, DROPOUT, PRECISION)  # fmt: skip
+    else:
+        for first in range(0, rank, 64):
+            _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, key, t0, t1, threshold, run, num_runs, linear, slot, first, start, K,
+                        stride_s, WHICH, M, 64, W, BT, BK, DROPOUT, PRECISION)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=PLACES)
-def shrink_kernel(x, s_ptr, runs_ptr, tiles_ptr, rows_ptr, scales_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, T, K,
+def shrink_kernel(x, s_ptr, runs_ptr, items_ptr, rows_ptr, scales_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, K,
                   num_runs, stride_s,
                   WHICH: tl.constexpr, M: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
                   PRECISION: tl.constexpr):  # fmt: skip
-    """scale * x @ rows^T of M linears from `linear` on, for each run in a tile of BT tokens. S has W columns for each linear.
+    """scale * x @ rows^T of M linears from `linear` on. S has W columns for each linear.
 
-    Grid (tiles, 1). With SPLIT, which is for runs with dropout, (tiles, M + 1): each linear has an x of its own for those, so that
-    programs m < M do linear m for them and the last does all linears for the others. A neighbour's dropout changes no bit of mine.
+    Grid (items, 1): each item is one run in one tile of BT tokens. A program that did all runs of its tile, one after another, would be
+    waited for by all others. With SPLIT, which is for runs with dropout, (items, M + 1): each linear has an x of its own for those, so
+    that programs m < M do linear m for them and the last does all linears for the others. A neighbour's dropout changes no bit of mine.
     """
-    start, member = tl.program_id(0) * BT, tl.program_id(1)
-    if SPLIT and member < M:
-        _shrink_tile(x, s_ptr, runs_ptr, tiles_ptr, rows_ptr, scales_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear + member,
-                     slot + member, start, T, K, num_runs, stride_s, WHICH, 1, W, BT, BK, True, True, PRECISION)  # fmt: skip
-    else:
-        _shrink_tile(x, s_ptr, runs_ptr, tiles_ptr, rows_ptr, scales_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, start, T,
-                     K, num_runs, stride_s, WHICH, M, W, BT, BK, SPLIT, False, PRECISION)  # fmt: skip
+    item, member = items_ptr + tl.program_id(0) * 2, tl.program_id(1)
+    start, run = tl.load(item), tl.load(item + 1)
+    if run >= 0:
+        if SPLIT and member < M:
+            _shrink_item(x, s_ptr, runs_ptr, rows_ptr, scales_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear + member,
+                         slot + member, start, run, K, num_runs, stride_s, WHICH, 1, W, BT, BK, True, True, PRECISION)  # fmt: skip
+        else:
+            _shrink_item(x, s_ptr, runs_ptr, rows_ptr, scales_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, start, run, K,
+                         num_runs, stride_s, WHICH, M, W, BT, BK, SPLIT, False, PRECISION)  # fmt: skip
 
 
 @triton.jit
@@ -208,7 +208,7 @@ def _sum_run(x, s, samples_ptr, rows_ptr, keys_ptr, module_key, p0, p1, threshol
 def _sum_columns(x, s, runs_ptr, samples_ptr, rows_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, c0, run, K, num_runs,
                  WHICH: tl.constexpr, M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
                  SPLIT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Gradient sums of one run's rows, for BC columns. SPLIT and DROPOUT as in `_shrink_tile`."""
+    """Gradient sums of one run's rows, for BC columns. SPLIT and DROPOUT as in `_shrink_item`."""
     rank = _largest_rank(rows_ptr, linear, num_runs, run, M)
     threshold, key = 0, 0
     if SPLIT:
