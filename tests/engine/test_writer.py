@@ -13,9 +13,11 @@ import pytest
 
 from tests.engine.tiny_runs import job, rows, sha256, steps_taken, train
 from tlora import durable, manifest
+from tlora.adapters.state import AdapterState
 from tlora.engine import checkpoint, run_monitor
 from tlora.engine.engine import Engine
 from tlora.engine.progress import RunProgress, Watcher
+from tlora.engine.recorder import Recorder
 from tlora.engine.writer import Writer
 from tlora.errors import CheckpointError
 
@@ -69,6 +71,21 @@ def test_others_train_while_one_is_written(base: Path, data: Path, tmp_path: Pat
     assert sha256(tmp_path / "out" / "saved") == sha256(Path(alone["saved"].path))
     durable.verify(tmp_path / "out" / "saved" / "checkpoint-4")
     assert steps_taken(tmp_path / "out" / "saved") == steps_taken(Path(alone["saved"].path))
+
+
+def test_of_jobs_that_end_together_the_largest_is_written_first(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish, order = Recorder.finish, list[str]()
+
+    def noted(self: Recorder, state: AdapterState) -> Any:
+        order.append(f"r{state.layout.shapes[0].rank}")
+        return finish(self, state)
+
+    monkeypatch.setattr(Recorder, "finish", noted)
+    jobs = [job(f"j{rank}", str(data / "a.jsonl"), r=rank, batch_size=2, max_steps=2) for rank in (2, 8, 4)]
+    results = train(base, tmp_path / "out", jobs, token_budget=4096)
+    assert {result.status for result in results.values()} == {"done"} and order == ["r8", "r4", "r2"]
 
 
 @pytest.mark.parametrize("own", [{}, {"load_best_model_at_end": True, "eval_steps": 2, "learning_rate": 1e-3}], ids=["last", "best"])

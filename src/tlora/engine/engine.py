@@ -176,11 +176,14 @@ class Engine:
             name = run.spec.name
             run.stepped(stats[name], loss)
             self._recorders[name].stepped(stats[name])
-        for run, _ in stepped:
+        for run in sorted((run for run, _ in stepped), key=self._numel, reverse=True):  # of jobs that end together, the longest write first
             if not stepping.offered:
                 self._advance(run)
             else:
                 self._quarantine(run)
+
+    def _numel(self, run: JobRun) -> int:
+        return self.model.state(run.spec.name).layout.numel
 
     def _compute(self, kind: str, rows: tuple[Row, ...], tokens: int) -> dict[str, JobLoss]:
         pad_to = prepared_budget(tokens, self.token_budget) if self.model.device.type == "cuda" else 0
