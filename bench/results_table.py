@@ -81,6 +81,7 @@ def _workload(setup: dict[str, Any]) -> str:
     span = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
     lengths = "real lengths" if setup["lengths"] == "real" else f"{setup['lengths']:,} tokens"
     mode = ", deterministic" if setup["deterministic"] else ""
+    mode += ", fp32" if setup.get("dtype") == "torch.float32" else ""
     mode += f", {setup['base_precision']} base" if setup.get("base_precision") else ""
     mode += f", {setup['recompute']} layers recomputed" if setup.get("recompute") else ""
     budget = f", micro-batches of {setup['token_budget']:,}"

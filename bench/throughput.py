@@ -2,11 +2,13 @@
 
     python -m bench.throughput --shape llama-3-8b --jobs 8 --ranks 8,16,32,64 --batch-size 4 --lengths 2048 --token-budget 8192 --out FILE
     python -m bench.throughput --shape qwen3-0.6b --batch-size 2 --lengths 512 --out FILE
+    python -m bench.throughput --shape qwen3-1.7b --dtype float32 --lengths 512 --peft-settings compiled,plain --out FILE
     python -m bench.throughput --shape llama-3-8b --lengths real --data DIRECTORY --token-budget auto --out FILE
     python -m bench.throughput --shape tiny --device cpu --lengths 64 --token-budget 512 --seconds 1 --peft-steps 3
 
 Random weights; tokens are useful ones, without padding, and seconds those of whole windows in which every job takes its optimizer
 steps; medians. All systems get the same samples in the same order. `--lengths real` trains on the .json and .jsonl files of --data.
+With `--dtype float32` torch does not use TF32, for ours and for PEFT alike; our own kernels multiply as `kernels/triton_dot.py` says.
 """
 
 from __future__ import annotations
@@ -109,11 +111,13 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
     """The whole result, which is written to `options.out` after every system."""
     started = time.perf_counter()
     device = torch.device(options.device)
+    torch.set_float32_matmul_precision("highest")  # torch's default: no product of its own in TF32
     order = Order(options.jobs, options.ranks, options.batch_size, options.lengths, min(2048, most_tokens(options)))
     with tempfile.TemporaryDirectory() as directory:
         jobs = make_jobs(order, SHAPES[options.shape].vocab_size, options.data, Path(directory))
         keys = ("shape", "batch_size", "lengths", "token_budget", "deterministic", "base_precision", "recompute")
         setup = {key: getattr(options, key) for key in keys} | {"dtype": str(dtype_of(options)), "jobs": describe(jobs)}
+        setup["float32_matmul_precision"] = torch.get_float32_matmul_precision()
         setup["token_budget"] = token_budget(options, jobs)
         found: dict[str, Any] = {"benchmark": "throughput", **machine.facts(device, options.commit), "setup": setup, "rows": []}
         mix = {job.spec.name: int(job.data.lengths.sum()) for job in jobs}

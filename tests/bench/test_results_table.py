@@ -28,13 +28,13 @@ def test_speeds_ratios_and_what_was_not_measured(tmp_path: Path):
     ]
     (tmp_path / "a.json").write_text(json.dumps(_result("throughput", "abc", setup=_setup(), rows=rows)))
     (tmp_path / "b.json").write_text(
-        json.dumps(_result("throughput", "def", setup=_setup(lengths="real", deterministic=True), rows=[ours]))
+        json.dumps(_result("throughput", "def", setup=_setup(lengths="real", deterministic=True, dtype="torch.float32"), rows=[ours]))
     )
     (tmp_path / "cpu.json").write_text(json.dumps({"commit": "abc", "tokens_per_second": {}}))
     text = format_tables(read_results(sorted(tmp_path.glob("*.json"))))
     lines = [line for line in text.splitlines() if line.startswith("| llama")]
     assert "17,500 | — | 15,600 (liger) | 1.12 | 525 | 33.3 |" in lines[0] and "2,048 tokens" in lines[0] and "r 8-64" in lines[0]
-    assert "17,500 | — | — | — | 525 | 33.3 |" in lines[1] and "real lengths" in lines[1] and "deterministic" in lines[1]
+    assert "17,500 | — | — | — | 525 | 33.3 |" in lines[1] and "real lengths" in lines[1] and "deterministic, fp32" in lines[1]
     assert text.count("commit abc") == text.count("commit def") == 1, "results of two commits stand in one table"
     assert "a.json" in text and "cpu.json" not in text and "`python -m bench.throughput`" in text
 

@@ -76,7 +76,9 @@ def test_the_whole_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     arguments = "--shape tiny --device cpu --jobs 2 --ranks 4 --batch-size 2 --lengths 16 --token-budget 64 --seconds 0 --peft-steps 2"
     out = tmp_path / "out.json"
     options = throughput.read_options([*arguments.split(), "--out", str(out), "--commit", "a copy"])
+    torch.set_float32_matmul_precision("high")
     found: dict[str, Any] = throughput.run_benchmark(options)
+    assert found["setup"]["float32_matmul_precision"] == torch.get_float32_matmul_precision() == "highest", "fp32 would be TF32 on a GPU"
     assert json.loads(out.read_text()) == found
     assert [row["system"] for row in found["rows"]] == ["together", "one-by-one", "peft"]
     assert found["rows"][2]["best"] and found["commit"] == "a copy"

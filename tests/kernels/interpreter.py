@@ -8,7 +8,8 @@ Nine tenths of the interpreter's time goes to the types of small tensors. Three 
 shape or by element type, what those give.
 
 The interpreter's `tl.dot` is numpy's matmul, and so a BLAS. Some BLAS kernels (OpenBLAS's for Haswell and Zen) sum an element in an order
-that depends on where it stands in the tile, which no GPU does. Here `tl.dot` is `dot`, which has one order on every machine.
+that depends on where it stands in the tile, which no GPU does. Here `tl.dot` is `dot`, which has one order on every machine. Nor does the
+interpreter look at the precision that is asked for. Here fp32 operands are cut to TF32, or in two TF32 numbers each, as a GPU does it.
 """
 
 from __future__ import annotations
@@ -68,7 +69,22 @@ def dot(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return np.einsum("...ik,...kj->...ij", np.ascontiguousarray(a, dtype), np.ascontiguousarray(b, dtype), optimize=False)
 
 
-def _create_dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
+def tf32(x: np.ndarray) -> np.ndarray:
+    """fp32 to the nearest number with TF32's 10 bits after the point, halves away from zero (`cvt.rna.tf32.f32`). NaN and Inf stay."""
+    rounded = ((x.view(np.uint32) + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)).view(np.float32)
+    return np.where(np.isfinite(x), rounded, x)
+
+
+def dot_tf32x3(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a @ b of fp32 operands as Triton computes it in three passes: the small products first, not counted where they are NaN."""
+    a_high, b_high, fp32 = tf32(a), tf32(b), np.dtype(np.float32)
+    a_low, b_low = ((x - high).view(np.uint32) & np.uint32(0xFFFFE000) for x, high in ((a, a_high), (b, b_high)))
+    small = dot(a_low.view(fp32), b_high, fp32) + dot(a_high, b_low.view(fp32), fp32)
+    return np.where(np.isnan(small), np.float32(0), small) + dot(a_high, b_high, fp32)
+
+
+def _create_dot(_: Any, a: Any, b: Any, d: Any, precision: Any, _max_imprecise: Any) -> Any:
+    from triton._C.libtriton.ir import INPUT_PRECISION
     from triton.language import float16
     from triton.runtime import interpreter
 
@@ -78,7 +94,14 @@ def _create_dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
             return interpreter._convert_float(of.data, of.dtype, float16, None).view(np.float16)
         return of.data
 
-    return interpreter.TensorHandle(dot(numbers(a), numbers(b), d.data.dtype) + d.data, d.dtype.scalar)
+    left, right = numbers(a), numbers(b)
+    if left.dtype == np.float32 and precision != INPUT_PRECISION.IEEE:
+        assert precision in (INPUT_PRECISION.TF32, INPUT_PRECISION.TF32x3), f"{precision} is not interpreted"
+        is_tf32 = precision == INPUT_PRECISION.TF32
+        product = dot(tf32(left), tf32(right), left.dtype) if is_tf32 else dot_tf32x3(left, right)
+    else:
+        product = dot(left, right, d.data.dtype)
+    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
 
 def _call_from_kernel(function: Any, *args: Any, **kwargs: Any) -> Any:

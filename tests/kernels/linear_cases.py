@@ -84,7 +84,7 @@ class Slot:
 class Bank:
     """Slots of `jobs` in one tensor for each linear. Gradient sums do not start at zero.
 
-    Rows of nobody lie around each slot: 1e30 in the weights, which must be finite, and NaN in the sums.
+    Rows of nobody lie around each slot: the largest finite number in the weights, which must be finite, and NaN in the sums.
     """
 
     def __init__(self, base: Base, jobs: Sequence[Job]) -> None:
@@ -97,9 +97,8 @@ class Bank:
                 columns = base.in_features if name.endswith("a") else width
                 grad = name.startswith("d")
                 shape = (sum(sizes) + FRAME, columns)
-                self.tensors[name].append(
-                    torch.full(shape, math.nan if grad else 1e30, dtype=torch.float32 if grad else base.dtype, device=DEVICE)
-                )
+                dtype = torch.float32 if grad else base.dtype
+                self.tensors[name].append(torch.full(shape, math.nan if grad else torch.finfo(dtype).max, dtype=dtype, device=DEVICE))
         self.slots = [Slot(self, tuple(own), job.ranks) for job, own in zip(jobs, zip(*starts, strict=True), strict=True)]
         for job, slot in zip(jobs, self.slots, strict=True):
             for i, name in enumerate(ROW):

@@ -16,7 +16,16 @@ from tests.kernels.interpreter import INTERPRETED_ALONE, interpreted
 from tests.planted import planted
 
 with interpreted():
-    from tlora.kernels import fused_adamw, triton_adamw, triton_attention, triton_cross_entropy, triton_fp8, triton_gemm, triton_lora
+    from tlora.kernels import (
+        fused_adamw,
+        triton_adamw,
+        triton_attention,
+        triton_cross_entropy,
+        triton_dot,
+        triton_fp8,
+        triton_gemm,
+        triton_lora,
+    )
     from tlora.supermodel import optimizer
 
 pytestmark = [*INTERPRETED_ALONE, pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")]
@@ -36,6 +45,13 @@ class Mutant:
 
 
 LINEAR = (
+    Mutant(
+        "fp32 is multiplied in one pass of TF32",
+        triton_dot,
+        "PRECISION: tl.constexpr = FP32 if a.dtype",
+        'PRECISION: tl.constexpr = "tf32" if a.dtype',
+        p.linear_is_the_formula,
+    ),
     Mutant(
         "a neighbour's rows of S in my tile",
         triton_gemm,
@@ -62,9 +78,8 @@ LINEAR = (
     Mutant(
         "the product is rounded once more where runs share a tile",
         triton_gemm,
-        "        acc = _product(acc, x0, w0, m0, n0, K0, NK, BK, PRECISION, IMPRECISE)",
-        "        acc = _product(acc, x0, w0, m0, n0, K0, NK, BK, PRECISION, IMPRECISE)\n"
-        "        if MANY:\n            acc = (acc + 1.0) - 1.0",
+        "        acc = _product(acc, x0, w0, m0, n0, K0, NK, BK, IMPRECISE)",
+        "        acc = _product(acc, x0, w0, m0, n0, K0, NK, BK, IMPRECISE)\n        if MANY:\n            acc = (acc + 1.0) - 1.0",
         p.linear_alone_is_together,
         p.linear_is_the_formula,
     ),

@@ -128,6 +128,7 @@ def test_a_broken_file_is_one_clear_error(text: str, tmp_path: Path) -> None:
         (SHRINK, {"tile": asdict(SkinnyTile(128, 64, 2, 4))}, "tokens must be one of"),
         (FORWARD, {"tile": asdict(TILE) | {"columns": 48}}, "columns must be a power of two"),
         (FORWARD, {"tile": asdict(TILE) | {"inner": 512}}, "inner must be a power of two"),
+        (FORWARD, {"dtype": "float32", "tile": asdict(TILE) | {"columns": 256}}, "columns must be a power of two from 16 to 128"),
         (FORWARD, {"tile": asdict(TILE) | {"warps": 3}}, "warps must be 4 or 8"),
         (FORWARD, {"tile": asdict(TILE) | {"stages": 0}}, "stages 1 to 8"),
         (FORWARD, {"tile": asdict(TILE) | {"band": 0}}, "band must be 1"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 CAPABILITY = (9, 0)  # Hopper, the first with bulk tensor copies
-_SHARED_MEMORY = 227 * 1024  # bytes for one block: three stages of a 128 x 256 tile, and its adapter's rows
+SHARED_MEMORY = 227 * 1024  # bytes for one block: three stages of a 128 x 256 tile, and its adapter's rows
 
 
 def runs_kernels(device: torch.device) -> bool:
@@ -19,7 +19,7 @@ def runs_kernels(device: torch.device) -> bool:
         return os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < CAPABILITY:
         return False
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= _SHARED_MEMORY
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= SHARED_MEMORY
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

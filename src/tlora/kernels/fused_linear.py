@@ -113,12 +113,8 @@ def _add_dropped(dx_TK: Tensor, ds: Tensor, group: LinearGroup, tables: LoraTabl
         dx_TK, ds, tables.runs_S4, tables.tiles_X2, tables.rows_LS5, tables.thresholds_S, tables.module_keys_L, tables.keys_T, group.first,
         num_tokens, num_columns, tables.num_runs, ds.stride(0),
         WHICH=A, M=group.size, W=tables.width, R=min(tables.width, WIDEST_PIECE), BT=tile.tokens, BC=tile.columns,
-        PRECISION=_precision(dx_TK), num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-
-
-def _precision(x: Tensor) -> str:
-    return "ieee" if x.dtype == torch.float32 else "tf32"  # the latter has no meaning for 16-bit operands
 
 
 def _three(items: Sequence[Item], filler: Item) -> list[Item]:
@@ -140,7 +136,7 @@ def shrink(xs: Sequence[Tensor], group: LinearGroup, tables: LoraTables, which: 
             TensorDescriptor.from_tensor(x, [tile.tokens, tile.columns]), s, tables.runs_S4, tables.items_I2, tables.rows_LS5,
             tables.scales_LS, tables.thresholds_S, tables.module_keys_L, tables.keys_T, group.first + slot, slot, x.shape[1],
             tables.num_runs, s.stride(0),
-            WHICH=which, M=together, W=tables.width, BT=tile.tokens, BK=tile.columns, SPLIT=splits, PRECISION=_precision(x),
+            WHICH=which, M=together, W=tables.width, BT=tile.tokens, BK=tile.columns, SPLIT=splits,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return s
@@ -157,7 +153,7 @@ def add_sums(xs: Sequence[Tensor], s: Tensor, group: LinearGroup, tables: LoraTa
             TensorDescriptor.from_tensor(x, [tile.tokens, tile.columns]), TensorDescriptor.from_tensor(s, [tile.tokens, piece]),
             tables.runs_S4, tables.order_S, tables.samples_P2, tables.rows_LS5, tables.thresholds_S, tables.module_keys_L, tables.keys_T,
             group.first + slot, slot, x.shape[1], tables.num_runs,
-            WHICH=which, M=together, W=tables.width, R=piece, BT=tile.tokens, BC=tile.columns, SPLIT=splits, PRECISION=_precision(x),
+            WHICH=which, M=together, W=tables.width, R=piece, BT=tile.tokens, BC=tile.columns, SPLIT=splits,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
@@ -210,8 +206,8 @@ def _gemm(product: _Product, s: Tensor, group: LinearGroup, slot: int, tables: L
         tables.starts_LS[linear], tables.thresholds_S, *sizes, tables.num_runs, slot * tables.width,
         M=m, ADAPTERS=expands, MANY=expands and (tables.many or drops), SKIP=expands and drops, W=tables.width, R=piece,
         NK=product.transposed, SCALED=product.row_scale_T is not None, HALVES=tile.halves, FIRST=tile.first and product.row_scale_T is None,
-        IMPRECISE=tile.inner if tile.promote else None, PRECISION=_precision(s), BM=tile.rows, BN=tile.columns, BK=tile.inner,
-        BAND=tile.band, PROGRAMS=group.programs, num_warps=tile.warps, num_stages=tile.stages,
+        IMPRECISE=tile.inner if tile.promote else None, BM=tile.rows, BN=tile.columns, BK=tile.inner, BAND=tile.band,
+        PROGRAMS=group.programs, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 

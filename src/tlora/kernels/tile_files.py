@@ -120,9 +120,10 @@ def _problem(tile: AnyTile, key: Key) -> str | None:
     allowed = {"shrink": (64,), "sum": (16, 32, 64, 128)}.get(key.kernel, (64, 128))
     if tokens not in allowed:
         return f"{'rows' if isinstance(tile, Tile) else 'tokens'} must be one of {allowed}, and is {tokens}"
+    widest = 128 if key.dtype == torch.float32 else 256  # fp32 beyond that does not run on tensor cores: triton_dot.py
     for name, size in sizes.items():
-        if size not in (16, 32, 64, 128, 256):
-            return f"{name} must be a power of two from 16 to 256, and is {size}"
+        if size not in (16, 32, 64, 128, 256) or size > widest:
+            return f"{name} must be a power of two from 16 to {widest}, and is {size}"
     if tile.warps not in (4, 8) or not 1 <= tile.stages <= 8:
         return f"warps must be 4 or 8 and stages 1 to 8, and are {tile.warps} and {tile.stages}"
     return None

@@ -123,14 +123,14 @@ def tile_by_rule(key: Key) -> AnyTile:
 def shrink_tile(dtype: torch.dtype, together: int) -> SkinnyTile:
     """For `together` linears that share x."""
     if dtype.itemsize == 4:
-        return SkinnyTile(64, 32, 2, 4)
+        return SkinnyTile(64, 32, 4, 4)
     return SkinnyTile(64, 128 if together == 1 else 64, 4, 8)
 
 
 def sum_tile(dtype: torch.dtype, together: int) -> SkinnyTile:
     """For `together` linears that share x."""
     if dtype.itemsize == 4:
-        return SkinnyTile(32, 64, 2, 4)
+        return SkinnyTile(32, 64, 4, 4)
     return SkinnyTile(64, 128, 3, 4 if together == 1 else 8)
 
 
@@ -144,10 +144,13 @@ def expand_first(together: int, num_columns: int, is_forward: bool) -> bool:
 
 
 def gemm_tile(num_columns: int, dtype: torch.dtype) -> Tile:
-    """The tile for an output of `num_columns`."""
+    """The tile for an output of `num_columns`.
+
+    fp32's is narrower: three passes (`triton_dot.py`) take a second accumulator. 128 x 128 with 8 warps has the registers for both.
+    """
     columns = next((c for c in (16, 32, 64, 128) if num_columns <= c), 256)
     if dtype.itemsize == 4:
-        return Tile(128, min(columns, 64), 32, 2, 4)
+        return Tile(128, min(columns, 128), 32, 3, 8)
     if columns < 128:
         return Tile(128, columns, 64, 3, 4)
     return Tile(128, columns, 64 if dtype.itemsize == 2 else 128, 3, 8, halves=columns == 256)

@@ -19,6 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tlora.kernels.triton_dot import dot
+
 LOG2E = tl.constexpr(1.4426950408889634)
 NO_SPECIAL_CASE = ["num_tokens"]  # a kernel of its own for a number of tokens that 16 divides could round otherwise than its sibling
 
@@ -103,7 +105,7 @@ def _attend_blocks(acc, total, top, q, k_ptr, v_ptr, i, begin, end, length, stri
     """One loop of the online softmax: sum of p v, sum of p, and the largest score so far in bits, of each query of the tile."""
     for j0 in range(begin, end, BN):
         k = _load_rows(k_ptr, j0, length, stride_k, BN, D, BD, MASKED)
-        s = _scores(tl.dot(q, tl.trans(k), input_precision="ieee"), inner, SOFTCAP, EXACT)
+        s = _scores(dot(q, tl.trans(k)), inner, SOFTCAP, EXACT)
         if MASKED:
             s = tl.where(_visible(i[:, None], (j0 + tl.arange(0, BN))[None, :], WINDOW), s, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1) * factor)
@@ -115,7 +117,7 @@ def _attend_blocks(acc, total, top, q, k_ptr, v_ptr, i, begin, end, length, stri
         total = total * decay + tl.sum(p, 1)
         acc = acc * decay[:, None]
         v = _load_rows(v_ptr, j0, length, stride_v, BN, D, BD, MASKED)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        acc = dot(p.to(v.dtype), v, acc)
         top = higher
     return acc, total, top
 
@@ -154,15 +156,15 @@ def _dq_blocks(dq, q, dout, lse, delta, k_ptr, v_ptr, i, begin, end, length, str
     """dq + ds k over some blocks of keys, `scale` left out; lse in bits."""
     for j0 in range(begin, end, BN):
         k = _load_rows(k_ptr, j0, length, stride_k, BN, D, BD, MASKED)
-        s = _scores(tl.dot(q, tl.trans(k), input_precision="ieee"), inner, SOFTCAP, EXACT)
+        s = _scores(dot(q, tl.trans(k)), inner, SOFTCAP, EXACT)
         p = tl.exp2(s * factor - lse[:, None])
         if MASKED:
             p = tl.where(_visible(i[:, None], (j0 + tl.arange(0, BN))[None, :], WINDOW), p, 0.0)
         v = _load_rows(v_ptr, j0, length, stride_v, BN, D, BD, MASKED)
-        ds = p * (tl.dot(dout, tl.trans(v), input_precision="ieee") - delta[:, None])
+        ds = p * (dot(dout, tl.trans(v)) - delta[:, None])
         if SOFTCAP:
             ds *= 1 - s * s
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+        dq = dot(ds.to(k.dtype), k, dq)
     return dq
 
 
@@ -222,16 +224,16 @@ def _dkv_blocks(dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, j, begin, end
             delta = tl.load(delta_ptr + i, mask=i < length, other=0.0)
         else:
             lse, delta = tl.load(lse_ptr + i), tl.load(delta_ptr + i)
-        s = _scores(tl.dot(k, tl.trans(q), input_precision="ieee"), inner, SOFTCAP, EXACT)
+        s = _scores(dot(k, tl.trans(q)), inner, SOFTCAP, EXACT)
         p = tl.exp2(s * factor - (lse * LOG2E)[None, :])
         if MASKED:
             p = tl.where(_visible(i[None, :], j[:, None], WINDOW), p, 0.0)
         dout = _load_rows(dout_ptr, i0, length, stride_d, BM, D, BD, MASKED)
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
-        ds = p * (tl.dot(v, tl.trans(dout), input_precision="ieee") - delta[None, :])
+        dv = dot(p.to(dout.dtype), dout, dv)
+        ds = p * (dot(v, tl.trans(dout)) - delta[None, :])
         if SOFTCAP:
             ds *= 1 - s * s
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+        dk = dot(ds.to(q.dtype), q, dk)
     return dk, dv
 
 

@@ -11,18 +11,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tlora.kernels.triton_dot import LARGEST, dot
 from tlora.kernels.triton_lora import PLACES
 
 
 @triton.jit
-def _product(acc, x, w, m0, n0, K, NK: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE: tl.constexpr):
+def _product(acc, x, w, m0, n0, K, NK: tl.constexpr, BK: tl.constexpr, IMPRECISE: tl.constexpr):
     """acc + x[m0:] @ (w^T if NK else w)[:, n0:]; what x lacks of a last tile is read as zeros."""
     for i in range(tl.cdiv(K, BK)):
         a = x.load([m0, i * BK])
         if NK:
-            acc = tl.dot(a, w.load([n0, i * BK]).T, acc, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE)
+            acc = dot(a, w.load([n0, i * BK]).T, acc, IMPRECISE)
         else:
-            acc = tl.dot(a, w.load([i * BK, n0]), acc, input_precision=PRECISION)
+            acc = dot(a, w.load([i * BK, n0]), acc)
     return acc
 
 
@@ -46,21 +47,24 @@ def _place(tile, num_row_tiles, num_column_tiles, BAND: tl.constexpr):
 
 
 @triton.jit
-def _add(acc, s_BR, rows, row, n0, PRECISION: tl.constexpr):
-    """acc + S @ R rows of the bank from `row` on."""
-    return tl.dot(s_BR, rows.load([row, n0]), acc, input_precision=PRECISION)
+def _add(acc, s_BR, rows, row, n0):
+    """acc + S @ R rows of the bank from `row` on. Rows beyond the run's own meet zeros of S."""
+    rows_RN = rows.load([row, n0])
+    if rows_RN.dtype == tl.float32:  # finite ones must stay so when they are split: zero times Inf is NaN
+        rows_RN = tl.minimum(tl.maximum(rows_RN, -LARGEST), LARGEST)
+    return dot(s_BR, rows_RN, acc)
 
 
 @triton.jit
 def _expand_one(acc, s, r0, r1, r2, tiles_ptr, starts_ptr, num_runs, s_column, m0, n0,
-                M: tl.constexpr, W: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                M: tl.constexpr, W: tl.constexpr):  # fmt: skip
     """acc + S @ rows of M linears, for a tile whose tokens are one run's, or nobody's with zeros in S. No rank is above W."""
     at = starts_ptr + min(tl.load(tiles_ptr + m0 // 64 * 2), num_runs - 1)
-    acc = _add(acc, s.load([m0, s_column]), r0, tl.load(at), n0, PRECISION)
+    acc = _add(acc, s.load([m0, s_column]), r0, tl.load(at), n0)
     if M > 1:
-        acc = _add(acc, s.load([m0, s_column + W]), r1, tl.load(at + num_runs), n0, PRECISION)
+        acc = _add(acc, s.load([m0, s_column + W]), r1, tl.load(at + num_runs), n0)
     if M > 2:
-        acc = _add(acc, s.load([m0, s_column + 2 * W]), r2, tl.load(at + 2 * num_runs), n0, PRECISION)
+        acc = _add(acc, s.load([m0, s_column + 2 * W]), r2, tl.load(at + 2 * num_runs), n0)
     return acc
 
 
@@ -73,7 +77,7 @@ def _own_rows(s, m0, column, own):
 
 @triton.jit
 def _expand_many(acc, s, r0, r1, r2, runs_ptr, tiles_ptr, starts_ptr, thresholds_ptr, num_runs, s_column, m0, n0, T,
-                 M: tl.constexpr, SKIP: tl.constexpr, W: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                 M: tl.constexpr, SKIP: tl.constexpr, W: tl.constexpr, R: tl.constexpr):  # fmt: skip
     """The same for any number of runs in a tile, and any rank, R at a time. SKIP leaves out the runs with dropout."""
     t = m0 + tl.arange(0, acc.shape[0])
     lo = tl.load(tiles_ptr + m0 // 64 * 2)
@@ -85,23 +89,22 @@ def _expand_many(acc, s, r0, r1, r2, runs_ptr, tiles_ptr, starts_ptr, thresholds
         at = starts_ptr + run
         for first in tl.range(0, W, R, num_stages=1):
             column = s_column + first
-            acc = _add(acc, _own_rows(s, m0, column, own), r0, tl.load(at) + first, n0, PRECISION)
+            acc = _add(acc, _own_rows(s, m0, column, own), r0, tl.load(at) + first, n0)
             if M > 1:
-                acc = _add(acc, _own_rows(s, m0, column + W, own), r1, tl.load(at + num_runs) + first, n0, PRECISION)
+                acc = _add(acc, _own_rows(s, m0, column + W, own), r1, tl.load(at + num_runs) + first, n0)
             if M > 2:
-                acc = _add(acc, _own_rows(s, m0, column + 2 * W, own), r2, tl.load(at + 2 * num_runs) + first, n0, PRECISION)
+                acc = _add(acc, _own_rows(s, m0, column + 2 * W, own), r2, tl.load(at + 2 * num_runs) + first, n0)
     return acc
 
 
 @triton.jit
 def _expand(acc, s, r0, r1, r2, runs_ptr, tiles_ptr, starts_ptr, thresholds_ptr, num_runs, s_column, m0, n0, T,
-            M: tl.constexpr, MANY: tl.constexpr, SKIP: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
-            PRECISION: tl.constexpr):  # fmt: skip
+            M: tl.constexpr, MANY: tl.constexpr, SKIP: tl.constexpr, W: tl.constexpr, R: tl.constexpr):  # fmt: skip
     if MANY:
         acc = _expand_many(acc, s, r0, r1, r2, runs_ptr, tiles_ptr, starts_ptr, thresholds_ptr, num_runs, s_column, m0, n0, T, M, SKIP, W,
-                           R, PRECISION)  # fmt: skip
+                           R)  # fmt: skip
     else:
-        acc = _expand_one(acc, s, r0, r1, r2, tiles_ptr, starts_ptr, num_runs, s_column, m0, n0, M, W, PRECISION)
+        acc = _expand_one(acc, s, r0, r1, r2, tiles_ptr, starts_ptr, num_runs, s_column, m0, n0, M, W)
     return acc
 
 
@@ -110,8 +113,7 @@ def gemm_kernel(x0, x1, x2, w0, w1, w2, y, s, r0, r1, r2, bias_ptr, x_scale_ptr,
                 thresholds_ptr, T, N, K0, K1, K2, num_runs, s_column,
                 M: tl.constexpr, ADAPTERS: tl.constexpr, MANY: tl.constexpr, SKIP: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
                 NK: tl.constexpr, FIRST: tl.constexpr, SCALED: tl.constexpr, HALVES: tl.constexpr, IMPRECISE: tl.constexpr,
-                PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
-                PROGRAMS: tl.constexpr):  # fmt: skip
+                BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, PROGRAMS: tl.constexpr):  # fmt: skip
     """y = sum over M of x @ (w^T if NK else w) + S @ rows, all loads by descriptor.
 
     S has W columns for each linear, those from `s_column` on for the first. A run's rows begin at `starts_ptr[linear, run]` of the bank.
@@ -126,12 +128,12 @@ def gemm_kernel(x0, x1, x2, w0, w1, w2, y, s, r0, r1, r2, bias_ptr, x_scale_ptr,
         acc = tl.zeros((BM, BN), tl.float32)
         if ADAPTERS and FIRST:
             acc = _expand(acc, s, r0, r1, r2, runs_ptr, tiles_ptr, starts_ptr, thresholds_ptr, num_runs, s_column, m0, n0, T, M, MANY, SKIP,
-                          W, R, PRECISION)  # fmt: skip
-        acc = _product(acc, x0, w0, m0, n0, K0, NK, BK, PRECISION, IMPRECISE)
+                          W, R)  # fmt: skip
+        acc = _product(acc, x0, w0, m0, n0, K0, NK, BK, IMPRECISE)
         if M > 1:
-            acc = _product(acc, x1, w1, m0, n0, K1, NK, BK, PRECISION, IMPRECISE)
+            acc = _product(acc, x1, w1, m0, n0, K1, NK, BK, IMPRECISE)
         if M > 2:
-            acc = _product(acc, x2, w2, m0, n0, K2, NK, BK, PRECISION, IMPRECISE)
+            acc = _product(acc, x2, w2, m0, n0, K2, NK, BK, IMPRECISE)
         if SCALED:
             acc *= tl.load(x_scale_ptr + m0 + tl.arange(0, BM), mask=m0 + tl.arange(0, BM) < T, other=0.0)[:, None]
             if w_scale_ptr is not None:
@@ -140,5 +142,5 @@ def gemm_kernel(x0, x1, x2, w0, w1, w2, y, s, r0, r1, r2, bias_ptr, x_scale_ptr,
             acc += tl.load(bias_ptr + n0 + tl.arange(0, BN), mask=n0 + tl.arange(0, BN) < N, other=0.0).to(tl.float32)[None, :]
         if ADAPTERS and not FIRST:
             acc = _expand(acc, s, r0, r1, r2, runs_ptr, tiles_ptr, starts_ptr, thresholds_ptr, num_runs, s_column, m0, n0, T, M, MANY, SKIP,
-                          W, R, PRECISION)  # fmt: skip
+                          W, R)  # fmt: skip
         _store(y, acc, m0, n0, HALVES)

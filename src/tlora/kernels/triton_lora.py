@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tlora.kernels.triton_dot import dot
+
 # Else Triton compiles once more for a first linear, a second, and every sixteenth, and for numbers of tokens that are multiples of 16.
 PLACES = ["linear", "slot", "num_runs", "s_column", "T"]
 
@@ -50,9 +52,9 @@ def _largest_rank(rows_ptr, linear, num_runs, run, M: tl.constexpr):
 
 
 @triton.jit
-def _shrink(s, a, base, offsets, mask, PRECISION: tl.constexpr):
+def _shrink(s, a, base, offsets, mask):
     """s + a @ rows^T."""
-    return tl.dot(a, tl.trans(tl.load(base + offsets, mask=mask, other=0.0)), s, input_precision=PRECISION)
+    return dot(a, tl.trans(tl.load(base + offsets, mask=mask, other=0.0)), s)
 
 
 @triton.jit
@@ -72,7 +74,7 @@ def _dropped_out(a, keys_ptr, module_key, t, c, own, threshold, DROPOUT: tl.cons
 def _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, module_key, t0, t1, threshold, run, num_runs, linear, slot, first, start, K,
                 stride_s,
                 WHICH: tl.constexpr, M: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
-                BT: tl.constexpr, BK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                BT: tl.constexpr, BK: tl.constexpr, DROPOUT: tl.constexpr):  # fmt: skip
     """S of the tokens of one run in one tile, ranks `first + 0..R-1` of M linears. Other tokens' rows are computed and not stored."""
     t, r, k = start + tl.arange(0, BT), first + tl.arange(0, R), tl.arange(0, BK)
     in_run = (t >= t0) & (t < t1)
@@ -85,11 +87,11 @@ def _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, module_key, t0, t1, th
     for k0 in range(0, K, BK):
         a = _dropped_out(x.load([start, k0]), keys_ptr, module_key, t, k0 + k, in_run, threshold, DROPOUT)
         inside = (k0 + k < K)[None, :]
-        s0 = _shrink(s0, a, base0 + k0, offsets, (r < rank0)[:, None] & inside, PRECISION)
+        s0 = _shrink(s0, a, base0 + k0, offsets, (r < rank0)[:, None] & inside)
         if M > 1:
-            s1 = _shrink(s1, a, base1 + k0, offsets, (r < rank1)[:, None] & inside, PRECISION)
+            s1 = _shrink(s1, a, base1 + k0, offsets, (r < rank1)[:, None] & inside)
         if M > 2:
-            s2 = _shrink(s2, a, base2 + k0, offsets, (r < rank2)[:, None] & inside, PRECISION)
+            s2 = _shrink(s2, a, base2 + k0, offsets, (r < rank2)[:, None] & inside)
     s_at = s_ptr + t.to(tl.int64)[:, None] * stride_s + (slot * W + r)[None, :]
     scale_at = scales_ptr + linear * num_runs + run
     _store_scaled(s0, s_at, scale_at, in_run[:, None], (r < rank0)[None, :])
@@ -103,7 +105,7 @@ def _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, module_key, t0, t1, th
 def _shrink_item(x, s_ptr, runs_ptr, rows_ptr, scales_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, start, run, K,
                  num_runs, stride_s,
                  WHICH: tl.constexpr, M: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                 SPLIT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                 SPLIT: tl.constexpr, DROPOUT: tl.constexpr):  # fmt: skip
     """S of one run in one tile. With SPLIT only if the run has dropout (DROPOUT), or only if it has none."""
     t0, t1 = tl.load(runs_ptr + run * 4), tl.load(runs_ptr + run * 4 + 1)
     rank = _largest_rank(rows_ptr, linear, num_runs, run, M)
@@ -118,21 +120,21 @@ def _shrink_item(x, s_ptr, runs_ptr, rows_ptr, scales_ptr, thresholds_ptr, modul
         pass
     elif rank <= 16 or W == 16:
         _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, key, t0, t1, threshold, run, num_runs, linear, slot, 0, start, K,
-                    stride_s, WHICH, M, 16, W, BT, BK, DROPOUT, PRECISION)  # fmt: skip
+                    stride_s, WHICH, M, 16, W, BT, BK, DROPOUT)  # fmt: skip
     elif rank <= 32 or W == 32:
         _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, key, t0, t1, threshold, run, num_runs, linear, slot, 0, start, K,
-                    stride_s, WHICH, M, 32, W, BT, BK, DROPOUT, PRECISION)  # fmt: skip
+                    stride_s, WHICH, M, 32, W, BT, BK, DROPOUT)  # fmt: skip
     else:
         for first in range(0, rank, 64):
             _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, key, t0, t1, threshold, run, num_runs, linear, slot, first, start, K,
-                        stride_s, WHICH, M, 64, W, BT, BK, DROPOUT, PRECISION)  # fmt: skip
+                        stride_s, WHICH, M, 64, W, BT, BK, DROPOUT)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=PLACES)
 def shrink_kernel(x, s_ptr, runs_ptr, items_ptr, rows_ptr, scales_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, K,
                   num_runs, stride_s,
-                  WHICH: tl.constexpr, M: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
-                  PRECISION: tl.constexpr):  # fmt: skip
+                  WHICH: tl.constexpr, M: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                  SPLIT: tl.constexpr):  # fmt: skip
     """scale * x @ rows^T of M linears from `linear` on. S has W columns for each linear.
 
     Grid (items, 1): each item is one run in one tile of BT tokens. A program that did all runs of its tile, one after another, would be
@@ -144,10 +146,10 @@ def shrink_kernel(x, s_ptr, runs_ptr, items_ptr, rows_ptr, scales_ptr, threshold
     if run >= 0:
         if SPLIT and member < M:
             _shrink_item(x, s_ptr, runs_ptr, rows_ptr, scales_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear + member,
-                         slot + member, start, run, K, num_runs, stride_s, WHICH, 1, W, BT, BK, True, True, PRECISION)  # fmt: skip
+                         slot + member, start, run, K, num_runs, stride_s, WHICH, 1, W, BT, BK, True, True)  # fmt: skip
         else:
             _shrink_item(x, s_ptr, runs_ptr, rows_ptr, scales_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, start, run, K,
-                         num_runs, stride_s, WHICH, M, W, BT, BK, SPLIT, False, PRECISION)  # fmt: skip
+                         num_runs, stride_s, WHICH, M, W, BT, BK, SPLIT, False)  # fmt: skip
 
 
 @triton.jit
@@ -159,7 +161,7 @@ def _own_s(s, start, column, own):
 @triton.jit
 def _sum_run(x, s, samples_ptr, rows_ptr, keys_ptr, module_key, p0, p1, threshold, run, num_runs, linear, slot, first, c0, K,
              WHICH: tl.constexpr, M: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-             DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+             DROPOUT: tl.constexpr):  # fmt: skip
     """rows += s^T x over the samples of one run, for BC columns and ranks `first + 0..R-1` of M linears."""
     c, r = c0 + tl.arange(0, BC), first + tl.arange(0, R)
     base0, rank0 = _rows_of(rows_ptr, linear, num_runs, run, WHICH, tl.float32)
@@ -179,21 +181,21 @@ def _sum_run(x, s, samples_ptr, rows_ptr, keys_ptr, module_key, p0, p1, threshol
         for start in range(t0, full, BT):
             t = start + tl.arange(0, BT)
             a = tl.trans(_dropped_out(x.load([start, c0]), keys_ptr, module_key, t, c, t < t1, threshold, DROPOUT))
-            total0 = tl.dot(a, s.load([start, column]), total0, input_precision=PRECISION)
+            total0 = dot(a, s.load([start, column]), total0)
             if M > 1:
-                total1 = tl.dot(a, s.load([start, column + W]), total1, input_precision=PRECISION)
+                total1 = dot(a, s.load([start, column + W]), total1)
             if M > 2:
-                total2 = tl.dot(a, s.load([start, column + 2 * W]), total2, input_precision=PRECISION)
+                total2 = dot(a, s.load([start, column + 2 * W]), total2)
         if full < t1:  # the tokens behind the sample's last are another's: selected away in both operands
             t = full + tl.arange(0, BT)
             own = t < t1
             a = tl.where(own[:, None], x.load([full, c0]), 0.0)
             a = tl.trans(_dropped_out(a, keys_ptr, module_key, t, c, own, threshold, DROPOUT))
-            total0 = tl.dot(a, _own_s(s, full, column, own), total0, input_precision=PRECISION)
+            total0 = dot(a, _own_s(s, full, column, own), total0)
             if M > 1:
-                total1 = tl.dot(a, _own_s(s, full, column + W, own), total1, input_precision=PRECISION)
+                total1 = dot(a, _own_s(s, full, column + W, own), total1)
             if M > 2:
-                total2 = tl.dot(a, _own_s(s, full, column + 2 * W, own), total2, input_precision=PRECISION)
+                total2 = dot(a, _own_s(s, full, column + 2 * W, own), total2)
     # A zero that the compiler does not know: it makes the addresses anew instead of keeping them through the loop, which would spill.
     nothing = tl.load(rows_ptr + (linear * num_runs + run) * 5 + 4, volatile=True).to(tl.int32) - rank0
     offsets = r[None, :] * K + (c + nothing)[:, None]
@@ -207,7 +209,7 @@ def _sum_run(x, s, samples_ptr, rows_ptr, keys_ptr, module_key, p0, p1, threshol
 @triton.jit
 def _sum_columns(x, s, runs_ptr, samples_ptr, rows_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, c0, run, K, num_runs,
                  WHICH: tl.constexpr, M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-                 SPLIT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                 SPLIT: tl.constexpr, DROPOUT: tl.constexpr):  # fmt: skip
     """Gradient sums of one run's rows, for BC columns. SPLIT and DROPOUT as in `_shrink_item`."""
     rank = _largest_rank(rows_ptr, linear, num_runs, run, M)
     threshold, key = 0, 0
@@ -220,13 +222,13 @@ def _sum_columns(x, s, runs_ptr, samples_ptr, rows_ptr, thresholds_ptr, module_k
     p0, p1 = tl.load(runs_ptr + run * 4 + 2), tl.load(runs_ptr + run * 4 + 3)
     for first in range(0, rank, R):
         _sum_run(x, s, samples_ptr, rows_ptr, keys_ptr, key, p0, p1, threshold, run, num_runs, linear, slot, first, c0, K,
-                 WHICH, M, R, W, BT, BC, DROPOUT, PRECISION)  # fmt: skip
+                 WHICH, M, R, W, BT, BC, DROPOUT)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=PLACES)
 def sum_kernel(x, s, runs_ptr, order_ptr, samples_ptr, rows_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, K, num_runs,
                WHICH: tl.constexpr, M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-               SPLIT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+               SPLIT: tl.constexpr):  # fmt: skip
     """Gradient sums of each run's rows of M linears from `linear` on: += s^T x. S [T, W for each linear] by descriptor, R columns a time.
 
     Grid (columns / BC, runs, 1), the longest runs first; with SPLIT, as in `shrink_kernel`, (…, M + 1).
@@ -234,16 +236,16 @@ def sum_kernel(x, s, runs_ptr, order_ptr, samples_ptr, rows_ptr, thresholds_ptr,
     c0, run, member = tl.program_id(0) * BC, tl.load(order_ptr + tl.program_id(1)), tl.program_id(2)
     if SPLIT and member < M:
         _sum_columns(x, s, runs_ptr, samples_ptr, rows_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear + member, slot + member, c0,
-                     run, K, num_runs, WHICH, 1, W, R, BT, BC, True, True, PRECISION)  # fmt: skip
+                     run, K, num_runs, WHICH, 1, W, R, BT, BC, True, True)  # fmt: skip
     else:
         _sum_columns(x, s, runs_ptr, samples_ptr, rows_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, c0, run, K, num_runs,
-                     WHICH, M, W, R, BT, BC, SPLIT, False, PRECISION)  # fmt: skip
+                     WHICH, M, W, R, BT, BC, SPLIT, False)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=PLACES)
 def add_dropped_kernel(y_ptr, s_ptr, runs_ptr, tiles_ptr, rows_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, T, N, num_runs,
                        stride_s, WHICH: tl.constexpr, M: tl.constexpr, W: tl.constexpr,
-                       R: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                       R: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """y += the sum over M linears of keep * (S @ rows), for the runs with dropout. Grid (columns / BC, tokens / BT).
 
     y [T, N] holds the GEMM's product already, which left these runs out.
@@ -267,7 +269,7 @@ def add_dropped_kernel(y_ptr, s_ptr, runs_ptr, tiles_ptr, rows_ptr, thresholds_p
                     s = tl.load(s_tile + (m * W + first) + s_offsets, mask=in_run[:, None], other=0.0)
                     mask = (first + r < rank)[:, None] & (c < N)[None, :]
                     b = tl.load(rows + first * N + b_offsets, mask=mask, other=0.0)
-                    delta = tl.dot(s, b, delta, input_precision=PRECISION)
+                    delta = dot(s, b, delta)
                 keep = keep_tile(keys_ptr, tl.load(module_keys_ptr + linear + m), t, c, in_run, threshold)
                 total += tl.where(keep, delta, 0.0)
             y_at, mask = y_tile + (i[:, None] * N + c[None, :]), in_run[:, None] & (c < N)[None, :]

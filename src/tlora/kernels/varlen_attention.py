@@ -105,15 +105,16 @@ _TILES = {
         256: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),
     },
     4: {
-        64: Tiles(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
-        128: Tiles(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), Tile(32, 32, 8, 1)),
+        64: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
+        128: Tiles(Tile(32, 64, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
         256: Tiles(Tile(32, 16, 16, 1), Tile(32, 16, 16, 1), Tile(32, 16, 8, 1)),
     },
 }
 """By bytes per element and the head's size, rounded up. Never by lengths or their number: tile shapes are part of a sample's bits.
 
 Chosen for sm_90: what keeps the loop over full blocks in registers (in 16 bits no more than 4 reloads per block, by its SASS) and two
-tiles or one in an SM's 227 KiB. `bench/attention.py` times these and others.
+tiles or one in an SM's 227 KiB. `bench/attention.py` times these and others. In fp32 both halves of q (`triton_dot.py`) stay in
+registers, so tiles are small; above 128 they do not fit, and products are FMAs.
 """
 
 
@@ -134,7 +135,7 @@ def varlen_attention_forward(
     """softmax(cap(q k^T scale)) v of each sample by itself: out [T, H, D], and log-sum-exp of its scores, fp32 [H, T], for backward.
 
     H is a multiple of G; query head h reads kv head h // (H / G). Query i of a sample sees its keys j with 0 <= i - j < `window`.
-    Any strides of T and of heads. bf16 and fp16 are multiplied as they are and summed in fp32; fp32 is fp32 throughout.
+    Any strides of T and of heads. bf16 and fp16 are multiplied as they are and summed in fp32; fp32 as `triton_dot` says.
     Raises AssertionError for other dtypes, heads over 256, and tokens that the plan does not cover.
     """
     rule = Rule(scale, window or 0, softcap or 0.0)

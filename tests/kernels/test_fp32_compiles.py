@@ -1,0 +1,82 @@
+"""What the compiler makes of the fp32 kernels for a Hopper GPU that need not be there: tensor cores, few spilled registers, and a block
+that fits into an SM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tlora.kernels.device import SHARED_MEMORY
+
+triton = pytest.importorskip("triton")
+
+COMPILE = """
+import torch
+from tlora.kernels import compile_ahead, varlen_attention
+from tlora.kernels.compile_ahead import GroupOrder, META, Order
+from tlora.kernels.tiles import TileTable
+
+group = GroupOrder(1024, (1024, 512, 512), bias=False, fp8=False)
+order = Order("no GPU of this name", 90, 132, "float32", 16, dropout=False, groups=(group,))
+wide = Order("no GPU of this name", 90, 132, "float32", 64, dropout=False, groups=(GroupOrder(1024, (1024,), bias=False, fp8=False),))
+compile_ahead._without_a_gpu(order.capability)
+for name in ("shrink x", "forward", "input gradient", "sum x"):
+    compile_ahead._compile(order, TileTable(), compile_ahead._Kernel(name, group, many=False, dropout=False))
+compile_ahead._compile(wide, TileTable(), compile_ahead._Kernel("input gradient", wide.groups[0], many=False, dropout=False))
+
+tokens, heads, kv_heads, size = 128, 4, 2, 128
+q, dout, out = (torch.empty(tokens, heads, size, device=META) for _ in range(3))
+k, v = (torch.empty(tokens, kv_heads, size, device=META) for _ in range(2))
+table = torch.empty(4, 4, dtype=torch.int32, device=META)
+lists = dict.fromkeys(varlen_attention.TILE_ROWS, table)
+plan = varlen_attention.AttentionPlan(tokens, table, lists, lists)
+varlen_attention.varlen_attention_forward(q, k, v, plan, size**-0.5)
+lse = torch.empty(heads, tokens, device=META)
+varlen_attention.varlen_attention_backward(dout, q, k, v, out, lse, plan, size**-0.5)
+"""
+KERNELS = {"gemm_kernel": 3, "shrink_kernel": 1, "sum_kernel": 1, "forward_kernel": 1, "dq_kernel": 1, "dkv_kernel": 1}
+MOST_STACK = 256  # bytes, in the input gradient of three linears; the others take 40 at most. As FMAs these took up to 9,488.
+
+
+@dataclass(frozen=True)
+class Compiled:
+    name: str
+    stack: int
+    shared_memory: int
+    tensor_core_products: int
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
+    """All of them, by one process."""
+    cache = tmp_path_factory.mktemp("triton")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [_read(path) for path in sorted(cache.rglob("*.cubin"))]
+
+
+def _read(cubin: Path) -> Compiled:
+    tool = triton.knobs.nvidia.cuobjdump.path
+    said = {
+        kind: subprocess.run([tool, kind, cubin], capture_output=True, text=True, check=True).stdout for kind in ("-res-usage", "-sass")
+    }
+    stack = re.search(r"STACK:(\d+)", said["-res-usage"])
+    assert stack, said["-res-usage"]
+    shared = json.loads(cubin.with_suffix(".json").read_text())["shared"]
+    return Compiled(cubin.stem, int(stack[1]), shared, len(re.findall(r"H(?:G)?MMA\S*\.TF32", said["-sass"])))
+
+
+def test_each_kernel_runs_on_tensor_cores_without_spilling(compiled: list[Compiled]) -> None:
+    assert Counter(kernel.name for kernel in compiled) == KERNELS
+    for kernel in compiled:
+        assert kernel.tensor_core_products >= 12 and kernel.stack <= MOST_STACK and kernel.shared_memory <= SHARED_MEMORY, kernel
