@@ -43,7 +43,7 @@ def as_bytes(result: SimulationResult) -> bytes:
     return json.dumps(asdict(replace(result, decision_seconds=0.0, wall_seconds=0.0))).encode()
 
 
-@pytest.mark.parametrize("truth", [None, ROUGH], ids=["exact", "rough"])
+@pytest.mark.parametrize("truth", [pytest.param(None, id="exact", marks=pytest.mark.soak), pytest.param(ROUGH, id="rough")])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_same_seed_gives_the_same_bytes(policy: str, truth: Truth | None):
     assert as_bytes(result_of(policy, truth)) == as_bytes(result_of(policy, truth))

@@ -38,10 +38,11 @@ LORA = {
     "c": LoraConfig(r=70, target_modules=["o_proj", "up_proj"]),
     "d": LoraConfig(r=4, lora_dropout=0.2, target_modules=PART),
 }
-ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+FEW_HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+ONE_LAYER = {"num_hidden_layers": 1, **FEW_HEADS}
 QUICK: dict[str, dict[str, Any]] = {
     "llama-tied": ONE_LAYER,  # biases
-    "gemma2": {},  # windows in every other layer, soft caps, scaled embeddings
+    "gemma2": FEW_HEADS,  # windows in every other layer, soft caps, scaled embeddings
     "phi3": ONE_LAYER,  # linears that are joined already
 }
 """The other families are made of the same parts."""
