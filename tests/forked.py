@@ -104,7 +104,7 @@ class ForkingPopen(subprocess.Popen[Any]):
 
 def _serve(kind: str, requests: socket.socket) -> dict[str, Any]:
     """Import, then fork a child for each request. Returns in each child, with its request."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test run, which ends this one
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test run, which ends this one
     if kind == "tokenizing":
         sys.modules["torch"] = None  # type: ignore[assignment]  # as the worker's own start has it
         os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # as its parent has it
@@ -125,6 +125,7 @@ def _serve(kind: str, requests: socket.socket) -> dict[str, Any]:
                 requests.detach()
                 while os.getppid() == between:
                     os.sched_yield()
+                signal.signal(signal.SIGINT, interrupt)
                 return json.loads(line) | {"streams": streams}
             os.write(writing, str(child).encode())
             os._exit(0)
@@ -138,7 +139,6 @@ def _become(request: dict[str, Any]) -> None:
     """What the kernel and the interpreter do between fork and `__main__`."""
     if request["new_session"]:
         os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     places = [0, 1, 2, *request["kept"]]
     beyond = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, max(places) + 1) for number in request["streams"]]
     for number, place in zip(beyond, places, strict=True):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tlora.engine.tune import MARGIN, choose
+from tlora.kernels.tile_trials import Jobs, make_problem
 from tlora.kernels.tiles import Key
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -24,3 +25,9 @@ def test_a_launch_is_tuned(key: Key, widths: tuple[int, ...]) -> None:
     assert choice.tile == choice.rule or choice.gain > MARGIN
     assert 0 < choice.seconds <= choice.rule_seconds < 0.1
     assert not [fault for fault in choice.faults if "differs" in fault or "other bits" in fault]
+
+
+def test_a_launch_is_tuned_on_the_whole_gpu() -> None:
+    key = Key("forward", torch.bfloat16, 64, 64, 1)
+    problem = make_problem(key, (), Jobs(((64,),), 16), torch.device("cuda"))
+    assert problem.group.programs == torch.cuda.get_device_properties("cuda").multi_processor_count

@@ -9,7 +9,8 @@ shape or by element type, what those give.
 
 The interpreter's `tl.dot` is numpy's matmul, and so a BLAS. Some BLAS kernels (OpenBLAS's for Haswell and Zen) sum an element in an order
 that depends on where it stands in the tile, which no GPU does. Here `tl.dot` is `dot`, which has one order on every machine. Nor does the
-interpreter look at the precision that is asked for. Here fp32 operands are cut to TF32, or in two TF32 numbers each, as a GPU does it.
+interpreter look at the precision that is asked for. Here fp32 operands are cut to TF32, or in two TF32 numbers each, or in three of
+bfloat16, as a GPU does it.
 """
 
 from __future__ import annotations
@@ -83,6 +84,23 @@ def dot_tf32x3(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(small), np.float32(0), small) + dot(a_high, b_high, fp32)
 
 
+def bf16(x: np.ndarray) -> np.ndarray:
+    """fp32 to the nearest number with bfloat16's 7 bits after the point, halves to the even one. NaN and Inf stay."""
+    bits = x.view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) & np.uint32(0xFFFF0000)).view(np.float32)
+    return np.where(np.isfinite(x), rounded, x)
+
+
+def dot_bf16x6(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a @ b of fp32 operands as Triton computes it in six passes, of three numbers for each: as `dot_tf32x3`, the small ones first."""
+    a_high, b_high, fp32 = bf16(a), bf16(b), np.dtype(np.float32)
+    a_mid, b_mid = bf16(a - a_high), bf16(b - b_high)
+    a_low, b_low = bf16(a - a_high - a_mid), bf16(b - b_high - b_mid)
+    pairs = ((a_mid, b_mid), (a_low, b_high), (a_high, b_low), (a_mid, b_high), (a_high, b_mid))
+    small = sum(dot(*pair, fp32) for pair in pairs)
+    return np.where(np.isnan(small), np.float32(0), small) + dot(a_high, b_high, fp32)
+
+
 def _create_dot(_: Any, a: Any, b: Any, d: Any, precision: Any, _max_imprecise: Any) -> Any:
     from triton._C.libtriton.ir import INPUT_PRECISION
     from triton.language import float16
@@ -96,9 +114,10 @@ def _create_dot(_: Any, a: Any, b: Any, d: Any, precision: Any, _max_imprecise: 
 
     left, right = numbers(a), numbers(b)
     if left.dtype == np.float32 and precision != INPUT_PRECISION.IEEE:
-        assert precision in (INPUT_PRECISION.TF32, INPUT_PRECISION.TF32x3), f"{precision} is not interpreted"
-        is_tf32 = precision == INPUT_PRECISION.TF32
-        product = dot(tf32(left), tf32(right), left.dtype) if is_tf32 else dot_tf32x3(left, right)
+        if precision == INPUT_PRECISION.TF32:
+            product = dot(tf32(left), tf32(right), left.dtype)
+        else:
+            product = {INPUT_PRECISION.TF32x3: dot_tf32x3, INPUT_PRECISION.BF16x6: dot_bf16x6}[precision](left, right)
     else:
         product = dot(left, right, d.data.dtype)
     return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
@@ -154,4 +173,5 @@ if find_spec("triton") is not None:
         InterpretedFunction.__call__ = _call_from_kernel
         _remember_types()
         # It computes each integer sum and product again in 64 bits, for an assertion that it makes with `debug` only: a third of the time.
-        interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)
+        precisions = (*InterpreterOptions.allowed_dot_input_precisions, "bf16x6")
+        interpreter_builder.options = InterpreterOptions(sanitize_overflow=False, allowed_dot_input_precisions=precisions)

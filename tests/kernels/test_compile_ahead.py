@@ -45,3 +45,26 @@ def test_groups_that_launch_the_same_kernels_are_compiled_once() -> None:
     groups = [NARROW, wide, replace(NARROW, bias=True), replace(NARROW, widths=(32, 32)), replace(NARROW, in_features=80)]
     like = [NARROW, replace(NARROW, in_features=112)]  # of 80 and of 112 columns an input gradient takes the same tile
     assert compile_ahead._unlike([*groups, *like], TileTable(), torch.bfloat16) == groups
+
+
+KEYS = """
+import json, sys
+from tlora.kernels.triton_gemm import gemm_kernel
+from tlora.kernels.triton_lora import add_dropped_kernel, shrink_kernel, sum_kernel
+
+kernels = {kernel.__name__: kernel for kernel in (gemm_kernel, add_dropped_kernel, shrink_kernel, sum_kernel)}
+print(json.dumps({name: kernels[name].cache_key for name in sys.argv[1:]}))
+"""
+
+
+def test_a_kernel_has_one_key_in_the_cache_whichever_was_first() -> None:
+    """Or what was compiled ahead, by processes that take kernels as they come, is compiled again by the run."""
+    names = ["gemm_kernel", "add_dropped_kernel", "shrink_kernel", "sum_kernel"]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    found: list[dict[str, str]] = []
+    for order in (names, names[::-1]):
+        command = [sys.executable, "-c", KEYS, *order]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        found.append(json.loads(done.stdout))
+    assert found[0] == found[1]

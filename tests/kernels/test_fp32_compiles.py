@@ -44,7 +44,7 @@ lse = torch.empty(heads, tokens, device=META)
 varlen_attention.varlen_attention_backward(dout, q, k, v, out, lse, plan, size**-0.5)
 """
 KERNELS = {"gemm_kernel": 3, "shrink_kernel": 1, "sum_kernel": 1, "forward_kernel": 1, "dq_kernel": 1, "dkv_kernel": 1}
-MOST_STACK = 256  # bytes, in the input gradient of three linears; the others take 40 at most. As FMAs these took up to 9,488.
+MOST_STACK = 512  # bytes, in dkv (352), whose four warps are faster so than eight that spill nothing. As FMAs these took up to 9,488.
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _read(cubin: Path) -> Compiled:
     stack = re.search(r"STACK:(\d+)", said["-res-usage"])
     assert stack, said["-res-usage"]
     shared = json.loads(cubin.with_suffix(".json").read_text())["shared"]
-    return Compiled(cubin.stem, int(stack[1]), shared, len(re.findall(r"H(?:G)?MMA\S*\.TF32", said["-sass"])))
+    return Compiled(cubin.stem, int(stack[1]), shared, len(re.findall(r"H(?:G)?MMA\S*\.(?:TF32|BF16)", said["-sass"])))
 
 
 def test_each_kernel_runs_on_tensor_cores_without_spilling(compiled: list[Compiled]) -> None:

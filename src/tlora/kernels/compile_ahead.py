@@ -144,7 +144,7 @@ def _compile(order: Order, table: TileTable, kernel: _Kernel) -> None:
     group, dtype = kernel.group, getattr(torch, order.dtype)
     empty = partial(torch.empty, dtype=dtype, device=META)
     scale_N = torch.empty(sum(group.widths), dtype=torch.float32, device=META) if group.fp8 else None
-    linears = LinearGroup(0, group.widths, group.in_features, scale_N, table, programs=order.programs)
+    linears = LinearGroup(0, group.widths, group.in_features, order.programs, scale_N, table)
     tables = _tables(order, kernel)
     weights = [torch.empty(width, group.in_features, dtype=DTYPE if group.fp8 else dtype, device=META) for width in group.widths]
     biases = [empty(width) for width in group.widths] if group.bias else []

@@ -33,10 +33,10 @@ class LinearGroup:
     first: int
     widths: tuple[int, ...]
     in_features: int
+    programs: int  # of a GEMM
     weight_scale_N: Tensor | None = None  # fp32, of all linears beside each other, where their weights are fp8 (`fp8.py`)
     tiles: TileTable = field(default_factory=TileTable)
     passes_back: bool = True
-    programs: int = 4  # of a GEMM: one for each SM of a GPU
 
     @property
     def size(self) -> int:
@@ -49,8 +49,12 @@ def make_group(
     """Widths must be multiples of 16: other linears take the reference path. Raises ConfigError for a damaged table of tiles."""
     assert all(w % 16 == 0 for w in (*widths, in_features)), f"widths {widths} and {in_features} must be multiples of 16"
     assert len(widths) <= LARGEST_GROUP, f"{len(widths)} linears in one group; the kernels take {LARGEST_GROUP}"
-    programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    return LinearGroup(first, widths, in_features, weight_scale_N, table_of(device), programs=programs)
+    return LinearGroup(first, widths, in_features, programs_of(device), weight_scale_N, table_of(device))
+
+
+def programs_of(device: torch.device) -> int:
+    """How many programs a GEMM has on `device`, each of which stays and takes one tile after another: one for each SM of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def forward(

@@ -23,7 +23,7 @@ def _product(acc, x, w, m0, n0, K, NK: tl.constexpr, BK: tl.constexpr, IMPRECISE
         if NK:
             acc = dot(a, w.load([n0, i * BK]).T, acc, IMPRECISE)
         else:
-            acc = dot(a, w.load([i * BK, n0]), acc)
+            acc = dot(a, w.load([i * BK, n0]), acc, ACROSS=True)
     return acc
 
 
