@@ -44,8 +44,14 @@ def operands(num_tokens: int, heads: int, groups: int, size: int, dtype: torch.d
     return [torch.randn(*shape, generator=g).to(DEVICE, dtype) for shape in shapes]
 
 
-def check(plan: AttentionPlan, lengths: tuple[int, ...], dtype: torch.dtype, size: int = 16, window: int = 0, softcap: float = 0.0) -> None:
+def check(
+    plan: AttentionPlan, lengths: tuple[int, ...], dtype: torch.dtype, size: int = 16, window: int = 0, softcap: float = 0.0,
+    by_heads: bool = False,
+) -> None:  # fmt: skip
+    """`by_heads`: q and k lie head by head, as latent attention has them; what comes back lies token by token in any case."""
     q, k, v, dout = operands(sum(lengths), 4, 2, size, dtype)
+    if by_heads:
+        q, k = (t.transpose(0, 1).contiguous().transpose(0, 1) for t in (q, k))
     scale = size**-0.5
     true_q, true_k, true_v = (t.double().requires_grad_() for t in (q, k, v))
     true = eager(true_q, true_k, true_v, lengths, scale, window, softcap)
@@ -65,6 +71,7 @@ def check(plan: AttentionPlan, lengths: tuple[int, ...], dtype: torch.dtype, siz
 def test_fp32_equals_eager_attention(lengths: tuple[int, ...], size: int, window: int, softcap: float, deterministic: bool) -> None:
     """24 is a head that no tile fits."""
     check(plan_attention(lengths, DEVICE, deterministic), lengths, torch.float32, size, window, softcap)
+    check(plan_attention(lengths, DEVICE, deterministic), lengths, torch.float32, size, by_heads=True)
 
 
 @pytest.mark.gpu
@@ -77,6 +84,7 @@ def test_each_kind_in_bf16(lengths: tuple[int, ...], kind: str, deterministic: b
     assert plan.kind == ("own" if deterministic else kind)
     for window, softcap in ((0, 0.0), (100, 0.0), (0, 30.0)):
         check(plan, lengths, torch.bfloat16, size, window, softcap)
+    check(plan, lengths, torch.bfloat16, size, by_heads=True)
 
 
 def made(kind: str) -> AttentionPlan:

@@ -67,7 +67,7 @@ def attend(
         out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
             q_THD, k_TGD, v_TGD, plan.starts_S, plan.starts_S, plan.longest, plan.longest, 0.0, True, False, scale=scale
         )
-        return out_THD, lse_HT
+        return out_THD.contiguous(), lse_HT  # it comes as q lies, which in latent attention is head by head
     q, k, v = (_batched(t, plan) for t in (q_THD, k_TGD, v_TGD))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False, scale=scale)
     return _flat(out), lse.reshape(q_THD.shape[1], q_THD.shape[0])  # its own order of elements, which only its backward reads
@@ -85,10 +85,12 @@ def attend_backward(
         )
     seed = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)  # of a dropout that there is not
     if kind == "flash":
-        return torch.ops.aten._flash_attention_backward(
+        grads = torch.ops.aten._flash_attention_backward(
             dout_THD, q_THD, k_TGD, v_TGD, out_THD, lse_HT, plan.starts_S, plan.starts_S, plan.longest, plan.longest, 0.0, True,
             seed, seed[:0], scale=scale,
         )  # fmt: skip
+        dq, dk, dv = (grad.contiguous() for grad in grads)
+        return dq, dk, dv
     dout, q, k, v, out = (_batched(t, plan) for t in (dout_THD, q_THD, k_TGD, v_TGD, out_THD))
     lse = lse_HT.view(plan.count, q.shape[1], plan.longest, 1)
     seed = torch.zeros((), dtype=torch.int64, device=q_THD.device)
