@@ -31,7 +31,7 @@ check: $(READY)
 	$(BIN)/lint-imports
 
 test-gpu: $(READY)
-	$(BIN)/python -m pytest -m gpu $(if $(PART),--part $(PART))
+	$(BIN)/python -m pytest -m gpu -n $(or $(WORKERS),auto --maxprocesses=14) $(if $(PART),--part $(PART))
 
 bench: $(READY)
 	$(BIN)/python bench/cpu.py
