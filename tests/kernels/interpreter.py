@@ -92,12 +92,13 @@ def bf16(x: np.ndarray) -> np.ndarray:
 
 
 def dot_bf16x6(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a @ b of fp32 operands as Triton computes it in six passes, of three numbers for each: as `dot_tf32x3`, the small ones first."""
+    """a @ b of fp32 operands as Triton computes it in six passes, of three numbers for each: as `dot_tf32x3`, the small ones first.
+
+    What is left of an operand when its high number is taken away is its middle and its low one, which are here one fp32 number.
+    """
     a_high, b_high, fp32 = bf16(a), bf16(b), np.dtype(np.float32)
-    a_mid, b_mid = bf16(a - a_high), bf16(b - b_high)
-    a_low, b_low = bf16(a - a_high - a_mid), bf16(b - b_high - b_mid)
-    pairs = ((a_mid, b_mid), (a_low, b_high), (a_high, b_low), (a_mid, b_high), (a_high, b_mid))
-    small = sum(dot(*pair, fp32) for pair in pairs)
+    a_rest, b_rest = a - a_high, b - b_high
+    small = dot(bf16(a_rest), bf16(b_rest), fp32) + dot(a_rest, b_high, fp32) + dot(a_high, b_rest, fp32)
     return np.where(np.isnan(small), np.float32(0), small) + dot(a_high, b_high, fp32)
 
 
