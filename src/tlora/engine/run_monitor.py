@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -46,7 +47,7 @@ class RunMonitor:
         self._first_step: dict[str, tuple[int, float]] = {}
         self._history: deque[tuple[float, dict[str, int]]] = deque([(self.seconds(), {})])
         self._row_before: tuple[float, Traffic] = (self.seconds(), Traffic())
-        self._shown = 0.0
+        self._shown = -math.inf  # the first look is shown at once
 
     def seconds(self) -> float:
         return time.monotonic() - self._start
