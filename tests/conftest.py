@@ -19,6 +19,7 @@ from tests.kernels import interpreter as interpreter  # before whatever imports 
 from tests.parts import pytest_addoption as pytest_addoption
 from tests.parts import pytest_collection_modifyitems as pytest_collection_modifyitems
 from tests.parts import read_part
+from tlora.garbage import no_collection
 
 _SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 for _name, _count in {"sample": 10, "soak": 20}.items():
@@ -44,13 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What is imported stays: to look for garbage in it, again and again, took a quarter of the time of the collection."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.enable()
-        gc.freeze()
-        gc.set_threshold(50_000, 20, 20)  # tests leave little garbage
+    with no_collection():
+        found = yield
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)  # tests leave little garbage
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -52,6 +52,22 @@ def _largest_rank(rows_ptr, linear, num_runs, run, M: tl.constexpr):
 
 
 @triton.jit
+def _turn(rows_ptr, thresholds_ptr, module_keys_ptr, linear, num_runs, run, M: tl.constexpr, SPLIT: tl.constexpr, DROPOUT: tl.constexpr):
+    """Largest rank of a run at M linears, its dropout's threshold, and its key. With SPLIT the rank is 0 where it is not the run's turn:
+    only runs with dropout have it (DROPOUT), or only those without.
+    """
+    rank = _largest_rank(rows_ptr, linear, num_runs, run, M)
+    threshold, key = 0, 0
+    if SPLIT:
+        threshold = tl.load(thresholds_ptr + run)
+        if (threshold > 0) != DROPOUT:
+            rank = 0
+    if DROPOUT:
+        key = tl.load(module_keys_ptr + linear)
+    return rank, threshold, key
+
+
+@triton.jit
 def _shrink(s, a, base, offsets, mask):
     """s + a @ rows^T."""
     return dot(a, tl.trans(tl.load(base + offsets, mask=mask, other=0.0)), s)
@@ -108,14 +124,7 @@ def _shrink_item(x, s_ptr, runs_ptr, rows_ptr, scales_ptr, thresholds_ptr, modul
                  SPLIT: tl.constexpr, DROPOUT: tl.constexpr):  # fmt: skip
     """S of one run in one tile. With SPLIT only if the run has dropout (DROPOUT), or only if it has none."""
     t0, t1 = tl.load(runs_ptr + run * 4), tl.load(runs_ptr + run * 4 + 1)
-    rank = _largest_rank(rows_ptr, linear, num_runs, run, M)
-    threshold, key = 0, 0
-    if SPLIT:
-        threshold = tl.load(thresholds_ptr + run)
-        if (threshold > 0) != DROPOUT:
-            rank = 0
-    if DROPOUT:
-        key = tl.load(module_keys_ptr + linear)
+    rank, threshold, key = _turn(rows_ptr, thresholds_ptr, module_keys_ptr, linear, num_runs, run, M, SPLIT, DROPOUT)
     if rank == 0:
         pass
     elif rank <= 16 or W == 16:
@@ -211,14 +220,7 @@ def _sum_columns(x, s, runs_ptr, samples_ptr, rows_ptr, thresholds_ptr, module_k
                  WHICH: tl.constexpr, M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
                  SPLIT: tl.constexpr, DROPOUT: tl.constexpr):  # fmt: skip
     """Gradient sums of one run's rows, for BC columns. SPLIT and DROPOUT as in `_shrink_item`."""
-    rank = _largest_rank(rows_ptr, linear, num_runs, run, M)
-    threshold, key = 0, 0
-    if SPLIT:
-        threshold = tl.load(thresholds_ptr + run)
-        if (threshold > 0) != DROPOUT:
-            rank = 0
-    if DROPOUT:
-        key = tl.load(module_keys_ptr + linear)
+    rank, threshold, key = _turn(rows_ptr, thresholds_ptr, module_keys_ptr, linear, num_runs, run, M, SPLIT, DROPOUT)
     p0, p1 = tl.load(runs_ptr + run * 4 + 2), tl.load(runs_ptr + run * 4 + 3)
     for first in range(0, rank, R):
         _sum_run(x, s, samples_ptr, rows_ptr, keys_ptr, key, p0, p1, threshold, run, num_runs, linear, slot, first, c0, K,
