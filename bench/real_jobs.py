@@ -39,7 +39,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "all-dropout": (f"defaults.{DROPOUT}",),
 }
 KINDS = ("cold", "warm", "sigterm")
-_CACHES = {
+CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
     "CUDA_CACHE_PATH": "cuda",
@@ -105,7 +105,7 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
         print(format_head(found), flush=True)
         for order in options.orders:
             if order.kind == "cold":
-                for cache in _CACHES.values():
+                for cache in CACHES.values():
                     shutil.rmtree(caches / cache, ignore_errors=True)
             row = _measure(order, options, Path(base["base"]), caches, directory / "run")
             found["launches"].append(row)
@@ -120,9 +120,9 @@ def _measure(order: Order, options: argparse.Namespace, base: Path, caches: Path
     settings = [f"base_model={base.resolve()}", f"defaults.max_steps={options.steps}", *CASES[order.case], *options.settings]
     command = [sys.executable, "-m", "tlora", "train", str(JOBS_FILE), "--output-dir", str(output_dir), "--device", options.device]
     command += [part for setting in settings for part in ("--set", setting)]
-    for name in _CACHES.values():
+    for name in CACHES.values():
         (caches / name).mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {variable: str((caches / name).resolve()) for variable, name in _CACHES.items()}
+    environment = os.environ | {variable: str((caches / name).resolve()) for variable, name in CACHES.items()}
     ended = launch.run_process(command, environment, output_dir, options.signal_after if order.kind == "sigterm" else None)
     row: dict[str, Any] = asdict(order) | {"exit_code": ended.code, "wall_seconds": ended.end - ended.start}
     row["host_peak_gib"] = ended.host_peak_bytes / 2**30
