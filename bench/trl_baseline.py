@@ -7,9 +7,12 @@ The samples are those of `tlora train`: the same files, tokenizer, max_length an
 GPU and as random as in bench.real_jobs; attention is sdpa. Neither loading the base nor preparing data counts, to TRL's advantage.
 
 documented: SFTConfig's defaults (padded batches, fp32 adapters under autocast, gradient checkpointing). padded, padding-free and packed
-(rows of max_length, best-fit decreasing) have Liger's kernels, bf16 adapters, no autocast, and gradient checkpointing only where the
-memory does not suffice without. Speeds are of the samples' own tokens, without padding; `tokens_per_second` is that of doing the eight
-jobs' tokens one job after another, each at its own speed.
+have Liger's kernels, bf16 adapters, no autocast, and gradient checkpointing only where the memory does not suffice without. packed: rows
+of max_length, best-fit decreasing, so that a batch holds more samples than the job asks for. packed-by-2 and packed-by-1 accumulate that
+batch, two rows or one at a time: the mask of sdpa over all rows of a forward pass grows with the square of their tokens.
+
+Speeds are of the samples' own tokens, without padding; `tokens_per_second` is that of doing the eight jobs' tokens one job after another,
+each at its own speed.
 """
 
 from __future__ import annotations
@@ -56,10 +59,13 @@ class Setting:
     padding_free: bool = False
     best: bool = True  # Liger, bf16 adapters without autocast, no checkpointing; else TRL's and PEFT's defaults
     checkpointing: bool = False
+    rows: int | None = None  # of one forward, at most; the others of the batch are accumulated
 
 
 SETTINGS = (
     Setting("packed", packing=True),
+    Setting("packed-by-2", packing=True, rows=2),
+    Setting("packed-by-1", packing=True, rows=1),
     Setting("padded"),
     Setting("padding-free", padding_free=True),
     Setting("documented", best=False, checkpointing=True),
@@ -189,17 +195,23 @@ class _Watch(TrainerCallback):
         self._device, self._seconds = device, seconds
         self.began = self.ended = 0.0
         self.steps = 0
+        self.first = self.last = 0  # forward passes before those that count, and with them
+        self._passes = 0
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._passes += 1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._passes += 1
         if state.global_step == WARM_UP_STEPS:
             machine.wait(self._device)
-            self.began = time.perf_counter()
+            self.began, self.first = time.perf_counter(), self._passes
         elif state.global_step > WARM_UP_STEPS:
             self.steps = state.global_step - WARM_UP_STEPS
             late = time.perf_counter() - self.began >= self._seconds
             if late or state.global_step == state.max_steps:
                 machine.wait(self._device)
-                self.ended = time.perf_counter()
+                self.ended, self.last = time.perf_counter(), self._passes
                 control.should_training_stop = True
 
 
@@ -211,7 +223,7 @@ def _train(setting: Setting, task: Task, target: Target) -> dict[str, Any]:
     if cuda:
         torch.cuda.reset_peak_memory_stats(target.device)
     trainer.train()
-    tokens, seconds = sum(counts[WARM_UP_STEPS : WARM_UP_STEPS + watch.steps]), watch.ended - watch.began
+    tokens, seconds = sum(counts[watch.first : watch.last]), watch.ended - watch.began
     if not watch.steps:
         return {"error": f"{trainer.state.global_step} steps, of which {WARM_UP_STEPS} warm up: none was left to be measured"}
     return {
@@ -232,11 +244,13 @@ def _make_trainer(setting: Setting, task: Task, target: Target) -> tuple[Any, _W
     cuda, spec = target.device.type == "cuda", task.spec
     lora = LoraConfig(r=spec.r, lora_alpha=spec.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM")
     model: Any = make_model(target.shape, target.device, torch.bfloat16 if cuda else torch.float32)
+    rows = min(spec.batch_size, setting.rows or spec.batch_size)
     if setting.best:
         model = get_peft_model(model, lora, autocast_adapter_dtype=False)
     config = SFTConfig(
         output_dir=str(target.directory),
-        per_device_train_batch_size=spec.batch_size,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=spec.batch_size // rows,
         max_steps=target.steps,
         learning_rate=spec.learning_rate,
         max_length=spec.data.max_length if setting.packing or not setting.padding_free else None,
