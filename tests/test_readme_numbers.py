@@ -1,9 +1,9 @@
-"""Measured numbers in the README are what the files of bench/results say.
+"""Measured numbers in the README and in docs/performance.md are what the files of bench/results say.
 
 Such a number is a link whose title is the key of its value: [17,181](bench/results/FILE.json "rows[system=together].tokens_per_second").
 A key is names and selectors: `rows[2]` is the third, `rows[system=peft][best=true]` those for which it holds, `rows[]` all. It must
-find one value, or begin with `mean`, `max` or `min`. `KEY / KEY` and `KEY / 1024` divide. 12% shows a share of 0.12, +5% and -5% a
-ratio of 1.05 and 0.95. A text in "quotes" must occur in what the key finds.
+find one value, or begin with `mean`, `max` or `min`. `KEY / KEY`, `KEY / OTHER.json KEY` and `KEY / 1024` divide. 12% shows a share
+of 0.12, +5% and -5% a ratio of 1.05 and 0.95. A text in "quotes" must occur in what the key finds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LINK = re.compile(r'\[([^\[\]]+)\]\((bench/results/[^\s)]+\.json)(?: "([^"]+)")?\)')
+LINK = re.compile(r'\[([^\[\]]+)\]\((?:\.\./)?(bench/results/[^\s)]+\.json)(?: "([^"]+)")?\)')
 ANY_LINK = re.compile(r"\[([^\[\]]*)\]\([^)]*\)")
 NUMBER = re.compile(r"(?<![\w.,/-])[+-]?\d+(?:,\d{3})*(?:\.\d+)?(?![\w/]|-\w|[.,]\d)%?")
 SENTENCE_END = re.compile(r'(?<=[.!?])\s+(?=[A-Z`"*\[])')
@@ -81,7 +81,11 @@ def _spelled(value: Any) -> str:
 def number_at(document: Any, key: str) -> float:
     above, slash, below = key.partition(" / ")
     if slash:
-        return number_at(document, above) / (float(below) if below.isdigit() else number_at(document, below))
+        if below.isdigit():
+            return number_at(document, above) / float(below)
+        other, json_file, other_key = below.partition(".json ")
+        divisor = number_at(json.loads(text_of(f"bench/results/{other}.json")), other_key) if json_file else number_at(document, below)
+        return number_at(document, above) / divisor
     for name, aggregate in AGGREGATES.items():
         if key.startswith(f"{name} "):
             return aggregate(values_at(document, key.removeprefix(f"{name} ")))
@@ -106,8 +110,8 @@ def _last_place(digits: str) -> float:
     return 10.0 ** -len(digits.partition(".")[2])
 
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-TIES = ties(README)
+PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/performance.md")}
+TIES = [tie for page in PAGES.values() for tie in ties(page)]
 
 
 @pytest.mark.parametrize("tie", TIES, ids=lambda tie: tie.shown)
@@ -128,7 +132,7 @@ def test_one_more_in_its_last_digit_is_noticed(tie: Tie) -> None:
 def test_numbers_beside_a_result_file_are_tied_to_a_key_of_it() -> None:
     """In a table all but the first column; in a sentence with a link to a file all but those that stand in the file as shown: settings."""
     wrong: list[str] = []
-    for unit in units(README):
+    for unit in (unit for page in PAGES.values() for unit in units(page)):
         if unit.startswith("|"):
             first, *others = unit.strip().strip("|").split(" | ")
             wrong += [f"{number} in the row {first!r}" for cell in others for number in untied_numbers(cell)]
@@ -144,4 +148,4 @@ def _has(file: str, number: str) -> bool:
 
 
 def test_files_that_are_named_exist() -> None:
-    assert not [file for _, file, _ in LINK.findall(README) if not (ROOT / file).is_file()]
+    assert not [file for _, file, _ in LINK.findall("".join(PAGES.values())) if not (ROOT / file).is_file()]
