@@ -16,7 +16,7 @@ from tests.tiny import SHAPE, make_samples
 from tlora.adapters.state import AdapterState
 from tlora.data.dataset import Sample
 from tlora.job import LoraConfig, TrainConfig
-from tlora.supermodel import supermodel
+from tlora.supermodel import losses
 
 _END = 2  # the end-of-text id, which `make_samples` never draws: it marks the samples whose loss raises
 
@@ -74,14 +74,14 @@ def _rate(value: float) -> Callable[[Job], Job]:
 
 @contextmanager
 def _loss_raises() -> Iterator[None]:
-    healthy = supermodel.linear_cross_entropy
+    healthy = losses.linear_cross_entropy
 
     def raising(hidden: Tensor, head: object, labels: Tensor, grad_weights: Tensor | None = None) -> object:
         if bool((labels == _END).any()):
             raise ArithmeticError("this loss cannot be computed")
         return healthy(hidden, head, labels, grad_weights)  # type: ignore[arg-type]
 
-    with patch.object(supermodel, "linear_cross_entropy", raising):
+    with patch.object(losses, "linear_cross_entropy", raising):
         yield
 
 

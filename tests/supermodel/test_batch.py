@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -28,7 +30,7 @@ def test_what_lies_where() -> None:
     assert batch.loss_weights_T.tolist() == [0, 1, 0, 1, 0, 1, 0, 0, 0]
     assert batch.grad_weights_T.tolist() == [0, 0.25, 0, 1, 0, 0.5, 0, 0, 0]
     assert batch.labelled.tolist() == [1, 3, 5]
-    assert batch.lengths == (3, 2, 2, 2) and batch.spans == (Span("a", 0, 5), Span("b", 5, 7))
+    assert batch.lengths == (3, 2, 2, 2) and batch.spans == (Span("a", 0, 5, n0=0, n1=2), Span("b", 5, 7, n0=2, n1=3))
     assert batch.num_tokens == 7 and batch.keys_T is None
 
 
@@ -36,7 +38,7 @@ def test_dropout_keys_are_each_samples_own() -> None:
     batch = collate([row("a", [5, 6, 7], key=(1, 2, 3)), row("b", [3, 4])])
     assert batch.keys_T is not None
     assert np.array_equal(batch.keys_T[:3].numpy(), token_keys(1, 2, 3, 3)) and batch.keys_T[3:].tolist() == [0, 0]
-    assert batch.spans == (Span("a", 0, 3, has_keys=True), Span("b", 3, 5))
+    assert batch.spans == (Span("a", 0, 3, has_keys=True, n0=0, n1=2), Span("b", 3, 5, n0=2, n1=3))
 
 
 def test_weight_of_the_first_token_is_never_a_target() -> None:
@@ -45,7 +47,7 @@ def test_weight_of_the_first_token_is_never_a_target() -> None:
 
 def test_nothing_at_all() -> None:
     batch = collate([])
-    assert batch.num_tokens == 0 and batch.lengths == () and list(batch.rows()) == []
+    assert batch.num_tokens == 0 and batch.lengths == () and list(batch.units()) == []
 
 
 def same(left: PackedBatch, right: PackedBatch) -> bool:
@@ -57,21 +59,45 @@ def same(left: PackedBatch, right: PackedBatch) -> bool:
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(0, 99), st.integers(0, 200))
-def test_rows_of_a_batch_are_the_samples_collated_alone(counts: list[int], seed: int, pad_to: int) -> None:
+def test_units_of_a_batch_are_the_samples_collated_alone(counts: list[int], seed: int, pad_to: int) -> None:
     samples = iter(make_samples(sum(counts), seed=seed, low=1, high=30))
     rows: list[BatchRow] = []
     for job, count in enumerate(counts):
         rows += [BatchRow(f"job{job}", s.input_ids, s.loss_weights, 3.0, (seed, 0, i)) for i, s in zip(range(count), samples, strict=False)]
-    found = list(collate(rows, pad_to=pad_to).rows())
+    found = list(collate(rows, pad_to=pad_to).units())
     assert len(found) == len(rows) and all(same(part, collate([one])) for part, one in zip(found, rows, strict=True))
+
+
+PAIR = BatchRow("p", np.array([5, 6, 7, 8, 9]), np.array([1, 1, 1, 0, 1], np.float32), 2.0, None, (3, 2))
+
+
+def test_the_sequences_of_a_unit_are_told_apart() -> None:
+    batch = collate([row("a", [3, 4]), PAIR, PAIR], pad_to=15)
+    assert batch.lengths == (2, 3, 2, 3, 2, 3) and batch.spans[1] == Span("p", 2, 12, sequences=2, n0=1, n1=7)
+    assert batch.position_ids_T.tolist() == [0, 1, 0, 1, 2, 0, 1, 0, 1, 2, 0, 1, 0, 1, 2]
+    assert batch.labels_T.tolist() == [4, 0, 6, 7, 0, 9, 0, 6, 7, 0, 9, 0, 0, 0, 0]
+    assert batch.loss_weights_T.tolist() == [1, 0, 1, 1, 0, 1, 0, 1, 1, 0, 1, 0, 0, 0, 0]
+    assert batch.grad_weights_T.tolist() == [1, 0, 0.5, 0.5, 0, 0.5, 0, 0.5, 0.5, 0, 0.5, 0, 0, 0, 0]
+    assert [batch.lengths_of(span) for span in batch.spans] == [(2,), (3, 2, 3, 2)]
+    assert [part.lengths for part in batch.units()] == [(2,), (3, 2), (3, 2)]
+
+
+@given(st.lists(st.sampled_from(["sample", "pair"]), min_size=1, max_size=5), st.sets(st.integers(0, 4), min_size=1), st.integers(0, 40))
+def test_some_jobs_of_a_batch_are_what_they_are_alone(kinds: list[str], wanted: set[int], pad_to: int) -> None:
+    rows = [replace(PAIR if kind == "pair" else row("", [3, 4, 5, 6]), job_id=f"job{i}") for i, kind in enumerate(kinds)]
+    wanted &= set(range(len(rows)))
+    if wanted:
+        assert same(collate(rows, pad_to=pad_to).only({f"job{i}" for i in wanted}), collate([rows[i] for i in sorted(wanted)]))
 
 
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
         ([row("a", [1]), row("b", [1]), row("a", [1])], "rows of a are not adjacent"),
-        ([row("a", [])], "a row of a has 0 tokens"),
-        ([row("a", [1], normalizer=0)], "normalizer 0"),
+        ([row("a", [])], "a row of a: "),
+        ([replace(PAIR, lengths=(3, 3))], "a row of p: "),
+        ([PAIR, replace(PAIR, lengths=())], "rows of p have 1 sequences, and 2"),
+        ([row("a", [1], normalizer=0)], "normalizer=0"),
         ([row("a", [1], key=(1, 2, 3)), row("a", [1])], "some rows of a have a dropout key and some have none"),
     ],
 )

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,10 +20,12 @@ from tests.tiny import FAMILIES, make_model, make_samples
 from tests.tolerances import TRAINED, assert_close, relative_error
 from tlora.adapters.state import AdapterState, init_state
 from tlora.job import LoraConfig, TrainConfig
+from tlora.objectives import Dpo
+from tlora.supermodel import losses as loss_module
 from tlora.supermodel import supermodel
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.load import hidden_states, make_base
-from tlora.supermodel.supermodel import SuperModel
+from tlora.supermodel.supermodel import JobLoss, SuperModel
 
 with interpreted():  # the path imports them late, when the variable may not be set any more
     from tlora.kernels import in_flight
@@ -247,10 +250,32 @@ def test_a_batch_that_raises_does_not_stay_in_flight(monkeypatch: pytest.MonkeyP
         def refuse(*_: object) -> None:
             raise RuntimeError("no loss today")
 
-        patch.setattr(supermodel, "linear_cross_entropy", refuse)
+        patch.setattr(loss_module, "linear_cross_entropy", refuse)
         shared.forward_backward(batch_of("a"))
     assert not in_flight._flights and shared.context.flight is None
     assert shared.evaluate(batch_of("a"))["a"].mean == expected
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_pair_and_its_reference_are_those_of_the_reference_path() -> None:
+    """DPO with dropout, beside jobs without an objective: the reference pass knows neither adapters nor dropout."""
+    chosen, rejected = make_samples(2, seed=4, low=5, high=20)
+    ids = np.concatenate([chosen.input_ids, rejected.input_ids])
+    weights, lengths = np.concatenate([chosen.loss_weights, rejected.loss_weights]), (len(chosen.input_ids), len(rejected.input_ids))
+    samples = [BatchRow(job_id, s.input_ids, s.loss_weights, 9.0) for job_id, s in zip("ab", make_samples(2), strict=True)]
+    batch = collate([samples[0], BatchRow("d", ids, weights, 1.0, (1, 2, 3), lengths), samples[1]], DEVICE, pad_to=96)
+    found: list[tuple[dict[str, JobLoss], dict[str, Tensor]]] = []
+    for fast in (True, False):
+        shared = make_shared("llama", fast=fast, **ONE_LAYER)
+        for job_id in "abd":
+            join(shared, "llama", job_id)
+        found.append((shared.forward_backward(batch, {"d": Dpo(0.3)}), {job_id: shared.bank.take_grad(job_id) for job_id in "abd"}))
+    (fast_losses, fast_grads), (losses, grads) = found
+    for job_id in "abd":
+        assert fast_losses[job_id].mean == pytest.approx(losses[job_id].mean, rel=CLOSE)
+        assert_close(fast_grads[job_id], grads[job_id], CLOSE, f"gradient of {job_id}")
+    margin = float(losses["d"].metrics["rewards/margins"])
+    assert abs(margin) > 1e-3 and float(fast_losses["d"].metrics["rewards/margins"]) == pytest.approx(margin, rel=1e-2)
 
 
 def life(shared: SuperModel) -> tuple[list[float], dict[str, Tensor], list[int]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -15,11 +17,12 @@ from tlora.kernels.dropout import token_keys
 
 @dataclass(frozen=True)
 class BatchRow:
-    """One sample of one job.
+    """One unit of one job: a sample, or the sequences that an objective takes together (`tlora.objectives`).
 
     `input_ids` int [L]; `loss_weights` [L], the weight of each token as a target (the first is never one). The gradient of the
-    sample's summed loss is divided by `normalizer`, the job's weight over its whole global batch. `dropout_key` is
-    (job seed, optimizer step, sample): set it for training, leave it out for evaluation.
+    unit's loss is divided by `normalizer`: the sum of weights of the job's whole global batch or, with an objective, its units.
+    `dropout_key` is (job seed, optimizer step, sample): set it for training, leave it out for evaluation. `lengths` are the tokens
+    of each sequence; none means one sequence.
     """
 
     job_id: str
@@ -27,16 +30,23 @@ class BatchRow:
     loss_weights: np.ndarray
     normalizer: float = 1.0
     dropout_key: tuple[int, int, int] | None = None
+    lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens `t0:t1` belong to `job_id`; `has_keys` when its rows bring dropout keys."""
+    """Tokens `t0:t1` belong to `job_id`, and `labelled[n0:n1]` of the batch are those of them that are trained.
+
+    `has_keys` when its rows bring dropout keys; `sequences` of the batch's sequences make one unit.
+    """
 
     job_id: str
     t0: int
     t1: int
     has_keys: bool = False
+    sequences: int = 1
+    n0: int = 0
+    n1: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,34 +70,58 @@ class PackedBatch:
     def num_tokens(self) -> int:
         return self.spans[-1].t1 if self.spans else 0
 
-    def rows(self) -> Iterator[PackedBatch]:
-        """Each sample as a batch of its own, in order."""
-        start, span = 0, 0
-        for length in self.lengths:
-            if start >= self.num_tokens:
-                return
-            while self.spans[span].t1 <= start:
-                span += 1
-            cut = slice(start, start + length)
-            weights = self.loss_weights_T[cut].clone()
-            yield PackedBatch(
-                input_ids_T=self.input_ids_T[cut].clone(),
-                position_ids_T=self.position_ids_T[cut].clone(),
-                labels_T=self.labels_T[cut].clone(),
-                loss_weights_T=weights,
-                grad_weights_T=self.grad_weights_T[cut].clone(),
-                labelled=weights.nonzero().squeeze(1),
-                lengths=(length,),
-                spans=(replace(self.spans[span], t0=0, t1=length),),
-                keys_T=None if self.keys_T is None else self.keys_T[cut].clone(),
-            )
-            start += length
+    def units(self) -> Iterator[PackedBatch]:
+        """Each unit as a batch of its own, in order. Waits for the device."""
+        start, sequences = 0, iter(self.lengths)
+        for span in self.spans:
+            while start < span.t1:
+                lengths = tuple(next(sequences) for _ in range(span.sequences))
+                cut = slice(start, start + sum(lengths))
+                labelled = self.loss_weights_T[cut].nonzero().squeeze(1)
+                own = replace(span, t0=0, t1=cut.stop - start, n0=0, n1=len(labelled))
+                yield self._cut([cut], labelled, lengths, (own,))
+                start = cut.stop
+
+    def only(self, job_ids: Collection[str]) -> PackedBatch:
+        """The tokens of these jobs, without padding."""
+        spans: list[Span] = []
+        labelled: list[Tensor] = []
+        end, last = 0, 0
+        found = [span for span in self.spans if span.job_id in job_ids]
+        for span in found:
+            labelled.append(self.labelled[span.n0 : span.n1] + (end - span.t0))
+            end, last = end + span.t1 - span.t0, last + span.n1 - span.n0
+            spans.append(replace(span, t0=end - (span.t1 - span.t0), t1=end, n0=last - (span.n1 - span.n0), n1=last))
+        lengths = tuple(length for span in found for length in self.lengths_of(span))
+        return self._cut([slice(span.t0, span.t1) for span in found], torch.cat(labelled), lengths, tuple(spans))
+
+    def lengths_of(self, span: Span) -> tuple[int, ...]:
+        """Tokens of each sequence of `span`."""
+        ends = list(accumulate(self.lengths))
+        return self.lengths[bisect_left(ends, span.t0 + 1) : bisect_left(ends, span.t1) + 1]
+
+    def _cut(self, cuts: list[slice], labelled: Tensor, lengths: tuple[int, ...], spans: tuple[Span, ...]) -> PackedBatch:
+        return PackedBatch(
+            input_ids_T=_join(self.input_ids_T, cuts),
+            position_ids_T=_join(self.position_ids_T, cuts),
+            labels_T=_join(self.labels_T, cuts),
+            loss_weights_T=_join(self.loss_weights_T, cuts),
+            grad_weights_T=_join(self.grad_weights_T, cuts),
+            labelled=labelled,
+            lengths=lengths,
+            spans=spans,
+            keys_T=None if self.keys_T is None else _join(self.keys_T, cuts),
+        )
+
+
+def _join(values_T: Tensor, cuts: list[slice]) -> Tensor:
+    return torch.cat([values_T[cut] for cut in cuts])
 
 
 def collate(rows: Sequence[BatchRow], device: torch.device | str = "cpu", pad_to: int = 0) -> PackedBatch:
     """Pack `rows` (a job's rows adjacent) into one batch of max(their tokens, `pad_to`) tokens on `device`."""
-    lengths = [len(row.input_ids) for row in rows]
-    used = sum(lengths)
+    lengths: list[int] = []
+    used = sum(len(row.input_ids) for row in rows)
     total = max(used, pad_to)
     place = torch.device(device)
     ids, positions, labels = (np.zeros(total, np.int64) for _ in range(3))
@@ -95,22 +129,31 @@ def collate(rows: Sequence[BatchRow], device: torch.device | str = "cpu", pad_to
     keys = np.zeros(total, np.int32) if any(row.dropout_key for row in rows) else None
     spans: list[Span] = []
     start = 0
-    for row, length in zip(rows, lengths, strict=True):
-        assert length > 0 and row.normalizer > 0, f"a row of {row.job_id} has {length} tokens and normalizer {row.normalizer}"
-        end = start + length
-        ids[start:end], positions[start:end] = row.input_ids, np.arange(length)
-        labels[start : end - 1], weights[start : end - 1] = row.input_ids[1:], row.loss_weights[1:]
-        grad_weights[start:end] = weights[start:end] / row.normalizer
+    for row in rows:
+        length, own = len(row.input_ids), row.lengths or (len(row.input_ids),)
+        assert min(own) > 0 and sum(own) == length and row.normalizer > 0, f"a row of {row.job_id}: {own} tokens, {row.normalizer=}"
+        end, first = start + length, start
+        for count in own:
+            last = first + count
+            positions[first:last] = np.arange(count)
+            labels[first : last - 1] = row.input_ids[first - start + 1 : last - start]
+            weights[first : last - 1] = row.loss_weights[first - start + 1 : last - start]
+            first = last
+        ids[start:end], grad_weights[start:end] = row.input_ids, weights[start:end] / row.normalizer
+        lengths += own
         if keys is not None and row.dropout_key:
             keys[start:end] = token_keys(*row.dropout_key, length)
         has_keys = row.dropout_key is not None
         if spans and spans[-1].job_id == row.job_id:
             assert spans[-1].has_keys == has_keys, f"some rows of {row.job_id} have a dropout key and some have none"
+            assert spans[-1].sequences == len(own), f"rows of {row.job_id} have {len(own)} sequences, and {spans[-1].sequences}"
             spans[-1] = replace(spans[-1], t1=end)
         else:
             assert all(s.job_id != row.job_id for s in spans), f"rows of {row.job_id} are not adjacent"
-            spans.append(Span(row.job_id, start, end, has_keys))
+            spans.append(Span(row.job_id, start, end, has_keys, len(own)))
         start = end
+    labelled = weights.nonzero()[0]
+    spans = [replace(s, n0=int(np.searchsorted(labelled, s.t0)), n1=int(np.searchsorted(labelled, s.t1))) for s in spans]
     if total > used:
         lengths.append(total - used)
         positions[used:] = np.arange(total - used)
@@ -120,7 +163,7 @@ def collate(rows: Sequence[BatchRow], device: torch.device | str = "cpu", pad_to
         labels_T=to_device(labels, place),
         loss_weights_T=to_device(weights, place),
         grad_weights_T=to_device(grad_weights, place),
-        labelled=to_device(weights.nonzero()[0], place),
+        labelled=to_device(labelled, place),
         lengths=tuple(lengths),
         spans=tuple(spans),
         keys_T=None if keys is None else to_device(keys, place),

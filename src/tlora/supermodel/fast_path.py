@@ -104,8 +104,8 @@ class FastPath:
         return run
 
     @contextmanager
-    def fly(self, batch: PackedBatch, bank: AdapterBank, dropout: Mapping[str, float]) -> Iterator[Flight]:
-        """Within it, the base's forward and backward run on the kernels, with the adapters of `batch`."""
+    def fly(self, batch: PackedBatch, bank: AdapterBank | None, dropout: Mapping[str, float]) -> Iterator[Flight]:
+        """Within it, the base's forward and backward run on the kernels, with the adapters of `batch`; without a bank the base alone."""
         from tlora.kernels.in_flight import Flight
         from tlora.kernels.packed_attention import padded, plan_attention
 
@@ -114,7 +114,7 @@ class FastPath:
         empty = [Run(_BEHIND, _BEHIND, ())] * (RUNS_STEP - len(runs) % RUNS_STEP)
         empty[-1] = Run(_BEHIND, _BEHIND, (0,) * (len(lengths) - sum(len(run.lengths) for run in runs)))
         tables = build_tables([*runs, *empty], self._slots(batch, bank, len(empty)), len(batch.input_ids_T), batch.keys_T, device)
-        self.largest_rank = max(self.largest_rank, bank.largest_rank)
+        self.largest_rank = max(self.largest_rank, bank.largest_rank if bank is not None else 0)
         tables = replace(tables, width=rank_width(self.largest_rank))
         flight = Flight(self.groups, tables, plan_attention(lengths, device, self._deterministic))
         with self._launch(flight):
@@ -149,13 +149,14 @@ class FastPath:
         assert self._context.flight is not None
         return hidden_states(self._base, batch.input_ids_T, batch.position_ids_T, self._context.flight)
 
-    def _slots(self, batch: PackedBatch, bank: AdapterBank, num_empty: int) -> Slots:
+    def _slots(self, batch: PackedBatch, bank: AdapterBank | None, num_empty: int) -> Slots:
         """Where each run's adapter lies at each linear; then come empty runs, which have none."""
         count = len(self._names)
         nobody = np.zeros((count, ADDRESS_FIELDS), np.int64), np.zeros(count, np.int32), np.zeros(count, np.float32)
-        runs = [self._slots_of(span.job_id, bank) for span in batch.spans] + [nobody] * num_empty
+        runs = [nobody if bank is None else self._slots_of(span.job_id, bank) for span in batch.spans] + [nobody] * num_empty
         rows, starts, scales = (np.stack(parts, 1) for parts in zip(*runs, strict=True))
-        return Slots(rows, starts, scales, self._module_keys, [bank.weights(name) for name in self._names])
+        weights = [None if bank is None else bank.weights(name) for name in self._names]
+        return Slots(rows, starts, scales, self._module_keys, weights)
 
     def _slots_of(self, job_id: str, bank: AdapterBank) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Addresses and rank [L, 5], first rows [L], scales [L]; made anew when a tensor may have moved."""

@@ -6,7 +6,7 @@ It owns weights, gradients and optimizer state. Data, order, evaluation, files a
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -19,27 +19,13 @@ from tlora.adapters.optim import StepStats, adamw_step, weights_fit
 from tlora.adapters.state import AdapterLayout, AdapterState, init_state, make_layout
 from tlora.errors import ConfigError
 from tlora.job import BasePrecision, LoraConfig, TrainConfig
-from tlora.kernels.linear_cross_entropy import linear_cross_entropy
+from tlora.objectives import Objective
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.fast_path import FastPath, can_take_fast_path, compile_ahead
 from tlora.supermodel.inject import expert_modules, find_linears, inject, resolve_targets, sizes
 from tlora.supermodel.load import Base, hidden_states, load_base, longest_safe_sequence
 from tlora.supermodel.lora_linear import ActiveBatch, Context
-
-_LOSS_STEPS = 2.0**28  # losses are multiples of 2^-28: their sum is exact up to 2^25 and cannot depend on who was packed with whom
-
-
-@dataclass(frozen=True)
-class JobLoss:
-    """One job's part of a batch: sum of weight * token loss and sum of weights, as 0-d tensors (no synchronisation)."""
-
-    loss_sum: Tensor
-    weight_sum: Tensor
-
-    @property
-    def mean(self) -> float:
-        """Mean loss per trained token; NaN when there was none."""
-        return float(self.loss_sum / self.weight_sum)
+from tlora.supermodel.losses import JobLoss, Losses, token_logprobs
 
 
 class StepError(Exception):
@@ -190,9 +176,12 @@ class SuperModel(nn.Module):
         self._give_slot_back(job_id)
         return state
 
-    def forward_backward(self, batch: PackedBatch) -> dict[str, JobLoss]:
-        """Loss per job, and gradients added to each job's sums until its next `optim_step`."""
-        return self._run(batch, train=True)
+    def forward_backward(self, batch: PackedBatch, objectives: Mapping[str, Objective] | None = None) -> dict[str, JobLoss]:
+        """Loss per job, and gradients added to each job's sums until its next `optim_step`.
+
+        Jobs that `objectives` names minimise that; the others cross-entropy, the mean over the tokens of their global batch.
+        """
+        return self._run(batch, objectives or {}, train=True)
 
     def optim_step(self, job_ids: Iterable[str]) -> dict[str, StepStats]:
         """Clip, schedule and apply AdamW for each of `job_ids` on its own summed gradient, then forget the gradient.
@@ -230,9 +219,9 @@ class SuperModel(nn.Module):
 
     # -- beside them ---------------------------------------------------------------------------------------------------
 
-    def evaluate(self, batch: PackedBatch) -> dict[str, JobLoss]:
+    def evaluate(self, batch: PackedBatch, objectives: Mapping[str, Objective] | None = None) -> dict[str, JobLoss]:
         """Loss per job without gradients and without dropout."""
-        return self._run(batch, train=False)
+        return self._run(batch, objectives or {}, train=False)
 
     def state(self, job_id: str) -> AdapterState:
         """The live state of a resident job; `clone` it to keep it."""
@@ -247,7 +236,7 @@ class SuperModel(nn.Module):
         if self._optimizer is not None:
             self._optimizer.remove(job_id)
 
-    def _run(self, batch: PackedBatch, train: bool) -> dict[str, JobLoss]:
+    def _run(self, batch: PackedBatch, objectives: Mapping[str, Objective], train: bool) -> dict[str, JobLoss]:
         longest = max(batch.lengths, default=0)
         if self._longest_safe is not None and longest > self._longest_safe:
             raise ConfigError(
@@ -256,14 +245,16 @@ class SuperModel(nn.Module):
         for span in batch.spans:
             if span.job_id not in self._residents:
                 raise ConfigError(f"the batch holds samples of {span.job_id!r}, which has not joined. Call join first")
+            wanted = objectives[span.job_id].sequences if span.job_id in objectives else 1
+            if span.sequences != wanted:
+                raise ConfigError(f"a unit of {span.job_id!r} has {span.sequences} sequences, and its objective takes {wanted}")
         if not batch.spans:
             return {}
-        parts = batch.rows() if self.deterministic and self._fast is None else (batch,)  # the kernels are deterministic as they are
+        parts = batch.units() if self.deterministic and self._fast is None else (batch,)  # the kernels are deterministic as they are
         total: dict[str, JobLoss] = {}
         for part in parts:
-            for job_id, loss in self._run_part(part, train).items():
-                before = total.get(job_id)
-                total[job_id] = JobLoss(before.loss_sum + loss.loss_sum, before.weight_sum + loss.weight_sum) if before else loss
+            for job_id, loss in self._run_part(part, objectives, train).items():
+                total[job_id] = total[job_id] + loss if job_id in total else loss
         return total
 
     def _repeatable_attention(self) -> AbstractContextManager[object]:
@@ -272,27 +263,31 @@ class SuperModel(nn.Module):
             return sdpa_kernel(SDPBackend.MATH)
         return nullcontext()
 
-    def _run_part(self, part: PackedBatch, train: bool) -> dict[str, JobLoss]:
+    def _run_part(self, part: PackedBatch, objectives: Mapping[str, Objective], train: bool) -> dict[str, JobLoss]:
         dropout = {s.job_id: self._residents[s.job_id].lora.lora_dropout for s in part.spans if train and s.has_keys}
+        reference, sum_dtype = self._reference_logprobs(part, objectives), self.bank.sum_dtype if train else None
+        losses = Losses(part, self.base.head, objectives, reference, sum_dtype)
         if self._fast is not None:
             with self._fast.fly(part, self.bank, dropout) as flight:
                 if train:
-                    return self._losses(part, *self._fast.train(part, flight, self.bank))
-                return self._losses(part, self._fast.evaluate(part), None)
+                    return losses.of(*self._fast.train(part, flight, self.bank))
+                return losses.of(self._fast.evaluate(part))
         with self.context.enter(ActiveBatch(part, self.bank, dropout, self._anchor)), self._repeatable_attention():
             with torch.set_grad_enabled(train):
                 hidden_TH = hidden_states(self.base, part.input_ids_T, part.position_ids_T, part.lengths)
-            return self._losses(part, hidden_TH.detach(), hidden_TH.backward if hidden_TH.requires_grad else None)
+            return losses.of(hidden_TH.detach(), hidden_TH.backward if hidden_TH.requires_grad else None)
 
-    def _losses(self, part: PackedBatch, hidden_TH: Tensor, backward: Callable[[Tensor], object] | None) -> dict[str, JobLoss]:
-        """`backward` takes the gradient of the hidden states, where somebody trains."""
-        rows = part.labelled
-        grad_weights = part.grad_weights_T[rows].to(self.bank.sum_dtype) if backward is not None else None
-        losses, dh = linear_cross_entropy(hidden_TH[rows], self.base.head, part.labels_T[rows], grad_weights)
-        if backward is not None and dh is not None and len(rows):
-            dhidden_TH = torch.zeros_like(hidden_TH)
-            dhidden_TH[rows] = dh
-            backward(dhidden_TH)
-        weighted_T = torch.zeros_like(part.loss_weights_T)
-        weighted_T[rows] = (losses.double() * part.loss_weights_T[rows]).mul_(_LOSS_STEPS).round_().div_(_LOSS_STEPS)
-        return {s.job_id: JobLoss(weighted_T[s.t0 : s.t1].sum(), part.loss_weights_T[s.t0 : s.t1].sum()) for s in part.spans}
+    @torch.no_grad()
+    def _reference_logprobs(self, part: PackedBatch, objectives: Mapping[str, Objective]) -> dict[str, Tensor]:
+        """Log-probabilities [N] under the base alone, for the jobs whose objective compares with it."""
+        jobs = {s.job_id for s in part.spans if s.job_id in objectives and objectives[s.job_id].needs_reference}
+        if not jobs:
+            return {}
+        part = part.only(jobs)
+        if self._fast is not None:
+            with self._fast.fly(part, None, {}):
+                hidden_TH = self._fast.evaluate(part)
+        else:
+            with self._repeatable_attention():
+                hidden_TH = hidden_states(self.base, part.input_ids_T, part.position_ids_T, part.lengths)
+        return token_logprobs(part, hidden_TH, self.base.head)

@@ -21,7 +21,7 @@ from tests.engine.tiny_runs import job, rows, sha256, train
 from tlora.adapters.state import AdapterLayout, AdapterState
 from tlora.engine import start
 from tlora.job import JobSpec
-from tlora.supermodel import supermodel
+from tlora.supermodel import losses, supermodel
 from tlora.supermodel.supermodel import SuperModel
 
 Order = dict[str, Any]
@@ -154,14 +154,14 @@ def _gradient(value: float) -> Iterator[None]:
 
 @contextmanager
 def _loss_raises(mark: int) -> Iterator[None]:
-    healthy = supermodel.linear_cross_entropy
+    healthy = losses.linear_cross_entropy
 
     def raising(hidden: Tensor, head: Any, labels: Tensor, grad_weights: Tensor | None = None) -> Any:
         if bool((labels == mark).any()):
             raise ArithmeticError("this loss cannot be computed")
         return healthy(hidden, head, labels, grad_weights)
 
-    with patch.object(supermodel, "linear_cross_entropy", raising):
+    with patch.object(losses, "linear_cross_entropy", raising):
         yield
 
 

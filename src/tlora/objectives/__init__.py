@@ -1,0 +1,12 @@
+"""Objectives by the name that a jobs file gives them; `sft`, cross-entropy, is the super-model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tlora.objectives.dpo import Dpo
+from tlora.objectives.objective import Objective, TokenLogprobs, UnitLosses, differentiate, round_exact
+
+OBJECTIVES: Mapping[str, type[Dpo]] = {"dpo": Dpo}
+
+__all__ = ["OBJECTIVES", "Dpo", "Objective", "TokenLogprobs", "UnitLosses", "differentiate", "round_exact"]

@@ -1,0 +1,81 @@
+"""What a job minimises: the log-probabilities of its trained tokens in, a loss for each unit out.
+
+A unit is what is never torn apart: one sequence, or the chosen and the rejected answer of a pair. An objective knows no model, no
+packing and no other job. Cross-entropy is not among them: its derivative is known beforehand, so `SuperModel` fuses it with the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_STEPS = 2.0**28
+
+
+def round_exact(values: Tensor) -> Tensor:
+    """In fp64, as multiples of 2^-28: up to 2^25 their sum is exact, so it depends neither on order nor on what is packed together.
+
+    Differentiable, with the derivative of the identity.
+    """
+    exact = values.double()
+    rounded = exact.detach().mul(_STEPS).round_().div_(_STEPS)
+    return exact + (rounded - exact.detach()) if exact.requires_grad else rounded
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities of the N trained tokens of one job in one micro-batch, natural logarithm, fp64.
+
+    `reference_N` are those of the base without adapters and without dropout, None where the objective does not ask for them.
+    `weights_N` are the tokens' loss weights, `sequence_N` (int64, ascending) the sequence of each, of `num_sequences`.
+    """
+
+    policy_N: Tensor
+    reference_N: Tensor | None
+    weights_N: Tensor
+    sequence_N: Tensor
+    num_sequences: int
+
+    def sum_by_sequence(self, values_N: Tensor) -> Tensor:
+        """[S] sum of weight * value over the tokens of each sequence."""
+        sums = torch.zeros(self.num_sequences, dtype=torch.float64, device=values_N.device)
+        return sums.index_add(0, self.sequence_N, round_exact(values_N * self.weights_N))
+
+
+@dataclass(frozen=True)
+class UnitLosses:
+    """Of U units: the loss of each [U], and further figures worth a column in metrics [U] by name. All fp64."""
+
+    losses_U: Tensor
+    metrics: Mapping[str, Tensor]
+
+
+class Objective(Protocol):
+    """A loss over units. The job's loss is the mean over the units of its global batch."""
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of one unit; those of a unit follow one another."""
+        ...
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it reads `reference_N`."""
+        ...
+
+    def __call__(self, logprobs: TokenLogprobs) -> UnitLosses:
+        """Losses that are differentiable in `policy_N`. A unit's must not depend on the other units."""
+        ...
+
+
+def differentiate(objective: Objective, logprobs: TokenLogprobs) -> tuple[UnitLosses, Tensor]:
+    """The losses, and d(sum of losses) / d(policy log-probability) of each token [N]."""
+    with torch.enable_grad():
+        policy_N = logprobs.policy_N.detach().double().requires_grad_()
+        found = objective(TokenLogprobs(policy_N, logprobs.reference_N, logprobs.weights_N, logprobs.sequence_N, logprobs.num_sequences))
+        (slope_N,) = torch.autograd.grad(found.losses_U.sum(), policy_N)
+    return UnitLosses(found.losses_U.detach(), {name: values.detach() for name, values in found.metrics.items()}), slope_N

@@ -1,0 +1,96 @@
+"""From hidden states to the loss of each job, and the way back: cross-entropy fused with the head, or a job's own objective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tlora.kernels.linear_cross_entropy import Head, linear_cross_entropy
+from tlora.objectives import Objective, TokenLogprobs, differentiate, round_exact
+from tlora.supermodel.batch import PackedBatch, Span
+
+
+@dataclass(frozen=True)
+class JobLoss:
+    """One job's part of a batch, as 0-d tensors that nobody waits for.
+
+    Cross-entropy: the sum of weight * token loss, and the sum of weights. With an objective: the sum of its units' losses, and how many
+    units there were; `metrics` are sums over the units by name, `logprobs_N` the log-probabilities of the trained tokens, in order.
+    """
+
+    loss_sum: Tensor
+    weight_sum: Tensor
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    logprobs_N: Tensor | None = None
+
+    @property
+    def mean(self) -> float:
+        """Mean loss per trained token, or per unit; NaN when there was none."""
+        return float(self.loss_sum / self.weight_sum)
+
+    def __add__(self, other: JobLoss) -> JobLoss:
+        metrics = {name: value + other.metrics[name] for name, value in self.metrics.items()}
+        logprobs = None if self.logprobs_N is None or other.logprobs_N is None else torch.cat([self.logprobs_N, other.logprobs_N])
+        return JobLoss(self.loss_sum + other.loss_sum, self.weight_sum + other.weight_sum, metrics, logprobs)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What the jobs of `part` minimise. `reference`: by job, for the objectives that ask; `sum_dtype` of gradients, None in evaluation."""
+
+    part: PackedBatch
+    head: Head
+    objectives: Mapping[str, Objective]
+    reference: Mapping[str, Tensor]
+    sum_dtype: torch.dtype | None
+
+    def of(self, hidden_TH: Tensor, backward: Callable[[Tensor], object] | None = None) -> dict[str, JobLoss]:
+        """Losses of the hidden states [T, H]; `backward` takes their gradient, in training."""
+        part = self.part
+        rows, weights_N = part.labelled, part.loss_weights_T[part.labelled]
+        grad_weights_N = part.grad_weights_T[rows] if self.sum_dtype is not None else None
+        found: dict[str, JobLoss] = {}
+        for span in part.spans:
+            if span.job_id in self.objectives:
+                found[span.job_id] = self._ask(span, hidden_TH, grad_weights_N)
+        plain = [span for span in part.spans if span.job_id not in self.objectives]
+        if not plain and grad_weights_N is None:
+            return found
+        train = None if grad_weights_N is None else grad_weights_N.to(self.sum_dtype)
+        losses_N, dh = linear_cross_entropy(hidden_TH[rows], self.head, part.labels_T[rows], train)
+        if backward is not None and dh is not None and len(rows):
+            dhidden_TH = torch.zeros_like(hidden_TH)
+            dhidden_TH[rows] = dh
+            backward(dhidden_TH)
+        weighted_N = round_exact(losses_N.double() * weights_N)
+        for span in plain:
+            own = slice(span.n0, span.n1)
+            found[span.job_id] = JobLoss(weighted_N[own].sum(), weights_N[own].sum())
+        return {span.job_id: found[span.job_id] for span in part.spans}
+
+    def _ask(self, span: Span, hidden_TH: Tensor, grad_weights_N: Tensor | None) -> JobLoss:
+        """The objective's losses of `span`. Its derivatives become the weights with which cross-entropy's gradient is taken."""
+        own, part = slice(span.n0, span.n1), self.part
+        weights_N = part.loss_weights_T[part.labelled[own]]
+        logprobs_N, lengths = _logprobs(part, span, hidden_TH, self.head), part.lengths_of(span)
+        sequence_N = ((part.position_ids_T[span.t0 : span.t1] == 0).cumsum(0) - 1)[part.labelled[own] - span.t0]
+        scored = TokenLogprobs(logprobs_N, self.reference.get(span.job_id), weights_N, sequence_N, len(lengths))
+        units, slope_N = differentiate(self.objectives[span.job_id], scored)
+        if grad_weights_N is not None:
+            grad_weights_N[own] *= -slope_N / weights_N
+        count = torch.full((), len(units.losses_U), dtype=torch.float64, device=weights_N.device)
+        metrics = {name: round_exact(values_U).sum() for name, values_U in units.metrics.items()}
+        return JobLoss(round_exact(units.losses_U).sum(), count, metrics, logprobs_N)
+
+
+def token_logprobs(part: PackedBatch, hidden_TH: Tensor, head: Head) -> dict[str, Tensor]:
+    """Log-probabilities [N] of each job's trained tokens, fp64."""
+    return {span.job_id: _logprobs(part, span, hidden_TH, head) for span in part.spans}
+
+
+def _logprobs(part: PackedBatch, span: Span, hidden_TH: Tensor, head: Head) -> Tensor:
+    rows = part.labelled[span.n0 : span.n1]
+    return -linear_cross_entropy(hidden_TH[rows], head, part.labels_T[rows])[0].double()

@@ -1,0 +1,177 @@
+"""DPO against TRL's own trainer, pair by pair: loss, rewards, and the gradient of every adapter weight."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from tests.engine.test_generate import save_base
+from tests.numerics.peft_oracle import peft_config, peft_modules
+from tests.tiny import make_samples
+from tests.tolerances import TRAINED, assert_close
+from tlora.adapters.state import AdapterState, init_state
+from tlora.errors import ConfigError
+from tlora.job import LoraConfig, TrainConfig
+from tlora.objectives import Dpo
+from tlora.supermodel.batch import BatchRow, collate
+from tlora.supermodel.supermodel import SuperModel
+
+TRAIN = TrainConfig(lr_scheduler_type="constant", learning_rate=1e-3)
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+BETA = 0.3
+LOGPROBS = 1e-4  # absolute, of a sequence's sum in fp32: some 20 tokens of -6 each
+PAIRS = [
+    {"prompt": "How many players?", "chosen": " There are eleven.", "rejected": " Ask somebody who knows about games."},
+    {"prompt": "Name a colour.", "chosen": " A colour that I like is green.", "rejected": " No."},
+    {"prompt": "Is it late?", "chosen": " Yes.", "rejected": " It is late, it is late, it is late."},
+]
+
+
+def _learned_state(model: SuperModel, lora: LoraConfig, seed: int) -> AdapterState:
+    """An adapter with a B that is not zero: the policy is not the reference."""
+    state = init_state(model.layout(lora), seed, torch.float32)
+    state.params.add_(torch.randn(state.params.shape, generator=torch.Generator().manual_seed(seed)) * 0.3)
+    return state
+
+
+def _trl(base: Path, state: AdapterState, directory: Path) -> tuple[Any, dict[str, Tensor]]:
+    """A DPOTrainer that holds our adapter, and its batch of all pairs."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs, about themselves
+        from trl import DPOConfig, DPOTrainer
+
+        config = DPOConfig(
+            output_dir=str(directory), beta=BETA, per_device_train_batch_size=len(PAIRS), use_cpu=True, bf16=False, report_to=[],
+            gradient_checkpointing=False, max_length=None, disable_tqdm=True, logging_strategy="no", save_strategy="no",
+        )  # fmt: skip
+        trainer = DPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+            args=config,
+            train_dataset=Dataset.from_list(PAIRS),
+            processing_class=AutoTokenizer.from_pretrained(base),
+            peft_config=peft_config(LORA),
+        )
+        batch = next(iter(trainer.get_train_dataloader()))
+    modules: dict[str, Any] = peft_modules(trainer.model)
+    for shape, a, b in state.layout.views(state.params):
+        modules[shape.module].lora_A["default"].weight.data.copy_(a)
+        modules[shape.module].lora_B["default"].weight.data.copy_(b.t())
+    return trainer, batch
+
+
+def _rows(batch: dict[str, Tensor], job_id: str = "a", normalizer: float = len(PAIRS)) -> list[BatchRow]:
+    """Our units of TRL's padded batch, in which all chosen answers come before all rejected ones."""
+    sequences = [
+        (ids[mask.bool()].numpy(), trained[mask.bool()].numpy().astype(np.float32))
+        for ids, mask, trained in zip(batch["input_ids"], batch["attention_mask"], batch["completion_mask"], strict=True)
+    ]
+    half = len(sequences) // 2
+    rows: list[BatchRow] = []
+    for chosen, rejected in zip(sequences[:half], sequences[half:], strict=True):
+        ids, weights = (np.concatenate(parts) for parts in zip(chosen, rejected, strict=True))
+        rows.append(BatchRow(job_id, ids, weights, normalizer, None, (len(chosen[0]), len(rejected[0]))))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+def test_it_is_what_trl_computes(base: Path, deterministic: bool, tmp_path: Path) -> None:
+    model = SuperModel.from_pretrained(str(base), deterministic=deterministic)
+    state = _learned_state(model, LORA, 1)
+    trainer, batch = _trl(base, state, tmp_path)
+    model.join("a", LORA, TRAIN, state=state)
+    found = model.forward_backward(collate(_rows(batch)), {"a": Dpo(BETA)})["a"]
+
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    assert found.mean == pytest.approx(float(loss.detach()), rel=1e-5) and float(found.weight_sum) == len(PAIRS)
+    theirs = {name: float(np.mean(values)) for name, values in trainer._metrics["train"].items()}
+    for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"):
+        assert float(found.metrics[name]) / len(PAIRS) == pytest.approx(theirs[name], rel=1e-4, abs=BETA * LOGPROBS), name
+    modules = peft_modules(trainer.model)
+    for shape, da, db in state.layout.views(model.bank.take_grad("a")):
+        assert_close(da, modules[shape.module].lora_A["default"].weight.grad, TRAINED[torch.float32], f"dA of {shape.module}")
+        assert_close(db, modules[shape.module].lora_B["default"].weight.grad.t(), TRAINED[torch.float32], f"dB of {shape.module}")
+
+
+def test_a_fresh_adapter_is_its_own_reference(base: Path) -> None:
+    model = SuperModel.from_pretrained(str(base))
+    model.join("a", LORA, TRAIN)
+    found = model.evaluate(collate([_unit("a", 0), _unit("a", 1)]), {"a": Dpo(BETA)})["a"]
+    assert found.mean == pytest.approx(np.log(2), rel=1e-6) and float(found.metrics["rewards/margins"]) == pytest.approx(0, abs=1e-5)
+
+
+def _unit(job_id: str, seed: int, normalizer: float = 2.0, step: int | None = None) -> BatchRow:
+    chosen, rejected = make_samples(2, seed=seed, low=6)
+    ids = np.concatenate([chosen.input_ids, rejected.input_ids])
+    weights = np.concatenate([chosen.loss_weights, rejected.loss_weights])
+    lengths = (len(chosen.input_ids), len(rejected.input_ids))
+    return BatchRow(job_id, ids, weights, normalizer, None if step is None else (7, step, seed), lengths)
+
+
+def test_together_is_alone_bitwise_whoever_the_neighbours_are_and_however_pairs_are_packed(base: Path) -> None:
+    dropout = LORA.model_copy(update={"lora_dropout": 0.2})
+    samples = [BatchRow("sft", s.input_ids, s.loss_weights, 5.0, (3, 0, i)) for i, s in enumerate(make_samples(2))]
+    packings = [
+        [[_unit("a", 0, step=0), _unit("a", 1, step=0)]],
+        [[_unit("a", 0, step=0), *samples], [_unit("a", 1, step=0), _unit("b", 5, step=0)]],
+        [[*samples, _unit("b", 5, step=0), _unit("a", 0, step=0), _unit("a", 1, step=0)]],
+    ]
+    found: list[tuple[Tensor, float]] = []
+    for packing in packings:
+        model = SuperModel.from_pretrained(str(base), deterministic=True)
+        for seed, name in enumerate(("a", "b", "sft")):
+            model.join(name, dropout, TRAIN, state=_learned_state(model, dropout, seed))
+        losses = [model.forward_backward(collate(rows), {"a": Dpo(BETA), "b": Dpo(0.1)})["a"].loss_sum for rows in packing]
+        found.append((model.bank.take_grad("a"), float(torch.stack(losses).sum())))
+    assert float(found[0][0].norm()) > 0
+    for grad, loss in found[1:]:
+        assert torch.equal(grad, found[0][0]) and loss == found[0][1]
+
+
+def test_neighbours_of_a_pair_train_as_without_it(base: Path) -> None:
+    model = SuperModel.from_pretrained(str(base), deterministic=True)
+    samples = [BatchRow("sft", s.input_ids, s.loss_weights, 5.0) for s in make_samples(2)]
+    grads: list[Tensor] = []
+    for rows, objectives in ((samples, {}), ([_unit("a", 0), *samples], {"a": Dpo(BETA)})):
+        for name in ("a", "sft"):
+            model.join(name, LORA, TRAIN)
+        model.forward_backward(collate(rows), objectives)
+        grads.append(model.bank.take_grad("sft"))
+        for name in ("a", "sft"):
+            model.leave(name)
+    assert torch.equal(*grads)
+
+
+def test_what_training_returns_of_log_probabilities(base: Path) -> None:
+    model = SuperModel.from_pretrained(str(base))
+    model.join("a", LORA, TRAIN)
+    unit = _unit("a", 0)
+    logprobs = model.evaluate(collate([unit]), {"a": Dpo(BETA)})["a"].logprobs_N
+    assert logprobs is not None
+    plain = BatchRow("a", unit.input_ids[: unit.lengths[0]], unit.loss_weights[: unit.lengths[0]])
+    chosen = int(plain.loss_weights[1:].sum())
+    assert -float(logprobs[:chosen].mean()) == pytest.approx(model.evaluate(collate([plain]))["a"].mean, rel=1e-5)
+
+
+@pytest.mark.parametrize("case", ["a pair without its objective", "a sample with an objective of pairs"])
+def test_units_that_the_objective_does_not_take(base: Path, case: str) -> None:
+    sample = BatchRow("a", np.array([4, 5]), np.ones(2, np.float32))
+    row, objectives = (_unit("a", 0), {}) if case.startswith("a pair") else (sample, {"a": Dpo()})
+    model = SuperModel.from_pretrained(str(base))
+    model.join("a", LORA, TRAIN)
+    with pytest.raises(ConfigError, match=r"a unit of 'a' has \d sequences, and its objective takes \d"):
+        model.forward_backward(collate([row]), objectives)
