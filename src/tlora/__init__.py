@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from tlora.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from tlora.adapters.peft import save_adapter
     from tlora.engine.train import JobResult, train
@@ -39,7 +41,6 @@ __all__ = [
     "save_adapter",
     "train",
 ]
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:

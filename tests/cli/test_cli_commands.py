@@ -95,6 +95,14 @@ def test_help_loads_no_model_library():
     assert all(command in done.stdout for command in ("check", "train", "generate", "report", "tune"))
 
 
+def test_commands_load_no_plots_before_they_write_a_page():
+    code = (
+        "import sys, tlora.cli.commands, tlora.cli.progress, tlora.cli.result_view, tlora.engine.train\nassert 'plotly' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_wrong_jobs_file_is_told_before_a_model_library_is_loaded(tmp_path: Path):
     code = (
         "import sys\nfrom tlora.cli import main\nsys.argv = ['tlora', 'train', 'nowhere.yaml']\n"

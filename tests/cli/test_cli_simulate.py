@@ -21,8 +21,6 @@ from tlora.cli.commands import app
 from tlora.cli.simulate_command import POLICIES as DEFAULT_POLICIES
 from tlora.cli.simulate_view import SWEEP_LINES, print_sweep, progress_shown
 from tlora.errors import ConfigError
-from tlora.report.simulation_tables import TIMES
-from tlora.report.wording import DASH
 from tlora.scheduler.policies import POLICIES
 from tlora.sim import processes, run
 from tlora.sim.processes import Standing
@@ -30,6 +28,8 @@ from tlora.sim.scenario import Scenario, contender
 from tlora.sim.sweep import Row
 from tlora.sim.trace import SHIPPED
 from tlora.sim.truth import Truth
+from tlora.wording.metrics import TIMES
+from tlora.wording.numbers import DASH
 
 
 def call(*arguments: object, columns: int | None = None) -> tuple[int, str, str]:

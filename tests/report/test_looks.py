@@ -12,10 +12,9 @@ from made_runs import write_job, write_run
 from pages import PageReader, read_charts
 
 from tlora.report.job_looks import job_looks, keys_html
-from tlora.report.looks import CATEGORIES, sequence_colours
+from tlora.report.looks import CATEGORIES, job_colours, sequence_colours
 from tlora.report.run_page import report_page
 from tlora.report.run_view import RunView, read_run
-from tlora.report.wording import job_colours
 
 # Machado, Oliveira and Fernandes 2009, severity 1.0, on linear RGB.
 EYES = {
@@ -123,3 +122,9 @@ def test_charts_and_key_carry_the_looks_and_names_are_text(tmp_path: Path) -> No
         assert (trace["line"]["color"], trace["line"]["dash"]) == (look.colour, look.dash)
     reader = PageReader(page)
     assert not {"img", "b>"} & {tag for tag, _ in reader.elements} and f"dash: data<b>{evil}b" in reader.text
+
+
+@pytest.mark.parametrize("count", [1, 8, 10, 11, 100])
+def test_each_job_has_its_own_colour(count: int) -> None:
+    colours = job_colours(count)
+    assert len(set(colours)) == count and all(len(colour) == 7 for colour in colours)

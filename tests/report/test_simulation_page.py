@@ -16,9 +16,9 @@ from pages import PageReader, read_charts, unpack
 
 from tlora.report.simulation_charts import column_means
 from tlora.report.simulation_page import simulation_page
-from tlora.report.simulation_tables import GROUPS, TIMES, metric_text
 from tlora.report.simulation_view import PolicyView, SimulationView
-from tlora.report.wording import DASH
+from tlora.wording.metrics import GROUPS, TIMES, metric_text
+from tlora.wording.numbers import DASH
 
 NAMES = [("residual_capacity", "tlora"), ("fifo", "tlora"), ("fifo", "peft")]
 CONSTANTS = [

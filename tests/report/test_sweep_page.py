@@ -19,7 +19,7 @@ from tlora.report.run_page import report_page
 from tlora.report.run_view import read_run
 from tlora.report.sparklines import spark_scale, sparkline
 from tlora.report.tables import change
-from tlora.report.wording import MINUS
+from tlora.wording.numbers import MINUS
 
 RATES = (1e-4, 1e-3, 1e-2)
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tlora.cli.terminal import bytes_text, printable
-from tlora.report.wording import by_jobs, count_text, names_text
+from tlora.wording.numbers import by_jobs, count_text, names_text
 
 if TYPE_CHECKING:
     from tlora.data.report import DataReport

@@ -44,7 +44,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback o
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from tlora import __version__
+        from tlora.version import __version__
 
         typer.echo(f"tlora {__version__}")
         raise typer.Exit

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from tlora.cli.terminal import printable
 from tlora.engine.progress import JobProgress, RunProgress
-from tlora.report.wording import count_text, duration_text, loss_text, shorten
+from tlora.wording.numbers import count_text, duration_text, loss_text, shorten
 
 LINE_SECONDS = 10.0  # between two plain lines of one job
 STYLES = {

@@ -17,7 +17,7 @@ from rich.text import Text
 from tlora.cli.progress import STYLES
 from tlora.cli.terminal import open_console, path_text, printable
 from tlora.errors import ConfigError
-from tlora.report.wording import count_text, duration_text, loss_text, setting_text
+from tlora.wording.numbers import count_text, duration_text, loss_text, setting_text
 
 if TYPE_CHECKING:
     from tlora.engine.train import JobResult, Results

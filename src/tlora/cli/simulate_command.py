@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tlora.report.rows import Row as PageRow
     from tlora.sim.run import Outcome
     from tlora.sim.scenario import Scenario
 
@@ -118,7 +117,7 @@ class Outputs:
         return [*tables, *([("--html", self.html)] if self.html else [])]
 
 
-def _sweep(contest: Contest, text: str, out: Path, errors: Console | None) -> list[PageRow]:
+def _sweep(contest: Contest, text: str, out: Path, errors: Console | None) -> list[dict[str, Any]]:
     """Simulate what `out` has not yet, and print the table. Returns what the page shows of it."""
     from tlora.cli.simulate_view import point_name, print_sweep, progress_shown
     from tlora.cli.terminal import open_console, path_text
@@ -142,7 +141,7 @@ def _sweep(contest: Contest, text: str, out: Path, errors: Console | None) -> li
     return gain_rows(rows, [axis for axis in among if axis != "load"])
 
 
-def _replay(contest: Contest, swept: list[PageRow], outputs: Outputs, errors: Console | None) -> None:
+def _replay(contest: Contest, swept: list[dict[str, Any]], outputs: Outputs, errors: Console | None) -> None:
     """Simulate each policy with each seed; print, and write what was asked for."""
     from tlora.cli.simulate_view import point_name, print_origin, print_policies, progress_shown, title
     from tlora.cli.terminal import open_console, path_text
@@ -161,7 +160,7 @@ def _replay(contest: Contest, swept: list[PageRow], outputs: Outputs, errors: Co
         console.print(f"written: {path_text(path)}", soft_wrap=True)
 
 
-def _written(outcomes: list[Outcome], swept: list[PageRow], outputs: Outputs) -> list[Path]:
+def _written(outcomes: list[Outcome], swept: list[dict[str, Any]], outputs: Outputs) -> list[Path]:
     """The files that were asked for. The page is of the first seed, and its gains of the sweep or else of all seeds."""
     from tlora.sim.outputs import metric_rows, write_job_csv, write_metrics_csv, write_page
     from tlora.sim.run import WALL_TIMES

@@ -16,17 +16,17 @@ from rich.text import Text
 
 from tlora.cli.terminal import printable, shows_live
 from tlora.planner.hardware import extrapolated_fields
-from tlora.report.simulation_tables import GROUPS, TIMES, metric_text
-from tlora.report.wording import DASH, duration_text
 from tlora.sim.run import reference_of
 from tlora.sim.sweep import setting_cells
+from tlora.wording.metrics import GROUPS, TIMES, metric_text
+from tlora.wording.numbers import DASH, duration_text
 
 if TYPE_CHECKING:
     from tlora.planner.cost import BaseConstants
     from tlora.sim.outputs import MetricRow
     from tlora.sim.processes import Standing
     from tlora.sim.scenario import Scenario
-    from tlora.sim.sweep import Row
+    from tlora.sim.sweep import Row as SweepRow
 
 LINE_SECONDS = 10.0  # between two plain lines
 SWEEP_LINES = 60  # of a sweep's table; the file has all
@@ -119,7 +119,7 @@ def print_policies(console: Console, rows: Sequence[MetricRow], seeds: Sequence[
             console.print(f"{_name(row)}: without {' and '.join(left)} jobs", style="yellow", soft_wrap=True)
 
 
-def print_sweep(console: Console, rows: Sequence[Row], axes: Sequence[str]) -> None:
+def print_sweep(console: Console, rows: Sequence[SweepRow], axes: Sequence[str]) -> None:
     """A line for each point: what every policy gains over the reference, the mean over the seeds."""
     reference = _reference(rows)
     others = [name for name in dict.fromkeys(_name(row) for row in rows) if name != reference]

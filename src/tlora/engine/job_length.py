@@ -14,7 +14,7 @@ from tlora.engine.run_directory import earlier_order
 from tlora.engine.wall import Failure, attempt
 from tlora.errors import ConfigError
 from tlora.job import JobSpec
-from tlora.report.wording import by_jobs
+from tlora.wording.numbers import by_jobs
 
 
 def check_lengths(jobs: Sequence[PlannedJob], directory: Path) -> list[str]:

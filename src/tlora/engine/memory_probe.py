@@ -20,12 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlora import __version__, durable
+from tlora import durable
 from tlora.engine.memory import MemoryModel, Stage
 from tlora.job import JobSpec, TrainConfig
 from tlora.kernels.linear_cross_entropy import gpu_chunk_rows
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.supermodel import SuperModel
+from tlora.version import __version__
 
 PROBE_TOKENS = ((256, 1024), (64, 256))  # the second where the first runs out of memory
 _SAMPLE_TOKENS = 256  # at most: rotary embeddings that change with the longest sample begin later

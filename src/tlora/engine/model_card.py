@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
-from tlora import __version__
 from tlora.engine.serving import read_prompt
 from tlora.job import JobSpec
 from tlora.supermodel.base_name import is_hub_id
+from tlora.version import __version__
 
 CARD_FILE = "README.md"
 _SEAL = re.compile(r"<!-- written by tlora, sha256 of the text above: ([0-9a-f]{64}) -->\n")

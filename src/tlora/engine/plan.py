@@ -22,11 +22,11 @@ from tlora.engine.start import adopt_adapter_config, find_start
 from tlora.engine.wall import Failure, attempt
 from tlora.errors import CapacityError, DataError, ModelError
 from tlora.job import JobSpec, RunSpec
-from tlora.report.wording import by_jobs
 from tlora.supermodel.base_name import same_base
 from tlora.supermodel.fp8_linear import has_fp8
 from tlora.supermodel.load import learned_positions, longest_safe_sequence
 from tlora.supermodel.supermodel import SuperModel
+from tlora.wording.numbers import by_jobs
 
 CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is flat (docs/design.md)
 # Llama-3-8B on one H200 (bench/results/h200_memory.json): recomputing all layers takes 43 % longer; a micro-batch costs each layer as much

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tlora import __version__, durable
+from tlora import durable
 from tlora.engine.checkpoint import read_progress
 from tlora.engine.fingerprint import BASE_FILE, Fingerprint, read_fingerprint
 from tlora.engine.model_card import library_versions
@@ -23,6 +23,7 @@ from tlora.errors import ConfigError
 from tlora.job import JobSpec, RunSpec, split_revision
 from tlora.json_file import read_object
 from tlora.supermodel.load import pin_revision
+from tlora.version import __version__
 
 _NO_NUMBER = ("weight", "logging_steps", "save_steps", "save_total_limit", "sweep_of")  # of any step depends on them
 _LENGTH = ("max_steps", "num_train_epochs")  # what follows is said by job_length.py

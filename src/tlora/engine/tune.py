@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tlora import __version__
 from tlora.engine.plan import pick_device
 from tlora.errors import ConfigError
 from tlora.supermodel.fast_path import find_groups
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.load import Base, outline
+from tlora.version import __version__
 
 if TYPE_CHECKING:
     from tlora.kernels.tile_trials import Problem  # brings triton, which not every CPU install has

@@ -15,9 +15,9 @@ from typing import Any
 from tlora.report.looks import Look
 from tlora.report.page import Chart
 from tlora.report.page_script import FAINT_UP_TO
-from tlora.report.rows import Row, buckets, column, number, smooth, smoothing_window, thin
+from tlora.report.rows import JsonObject, buckets, column, number, smooth, smoothing_window, thin
 from tlora.report.run_view import JobView, RunView
-from tlora.report.wording import settings_text, shorten, time_unit
+from tlora.wording.numbers import settings_text, shorten, time_unit
 
 _POINTS_PER_SERIES = 2000
 _POINTS_PER_CHART = 48_000  # over all jobs: what a browser still draws without a pause
@@ -72,7 +72,7 @@ def job_curves(run: RunView, looks: Mapping[str, Look]) -> list[JobCurve]:
     return curves
 
 
-def _x_axes(rows: Sequence[Row], job: JobView, per_unit: float) -> dict[str, list[float]]:
+def _x_axes(rows: Sequence[JsonObject], job: JobView, per_unit: float) -> dict[str, list[float]]:
     steps = column(rows, "step")
     tokens = [number(row["num_tokens"]) if "num_tokens" in row else job.tokens_at(step) for row, step in zip(rows, steps, strict=True)]
     return {"step": steps, "tokens": tokens, "time": [second / per_unit for second in column(rows, "seconds")]}
@@ -240,7 +240,7 @@ def _shares(run: RunView, curves: Sequence[JobCurve]) -> Chart:
     return Chart("Share per job", {"data": traces, "layout": layout}, "Whose tokens the run computed.")
 
 
-def _tokens_in(rows: Sequence[Row], span: range, name: str) -> float:
+def _tokens_in(rows: Sequence[JsonObject], span: range, name: str) -> float:
     total = 0.0
     for index in span:
         counts = rows[index].get("jobs")

@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from tlora.report.looks import CATEGORIES, DASHES, Look, mark, sequence_colours
+from tlora.report.looks import CATEGORIES, DASHES, Look, job_colours, mark, sequence_colours
 from tlora.report.rows import number
 from tlora.report.run_view import JobView
-from tlora.report.wording import job_colours, setting_text
+from tlora.wording.numbers import setting_text
 
 _MISSING = "#8a929c"  # of a job without the field, and of the key's dashes
 _KEY_VALUES = 24  # of a field that all stand in the key; of more an even choice

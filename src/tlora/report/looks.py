@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 from dataclasses import dataclass
 
 DASHES = {"solid": "", "dash": "6 3", "dot": "1.5 3", "longdash": "10 3", "dashdot": "6 3 1.5 3", "longdashdot": "10 3 1.5 3"}
@@ -36,4 +37,20 @@ def sequence_colours(count: int) -> list[str]:
         left = min(int(place), len(_SEQUENCE) - 2)
         mixed = (round(a + (b - a) * (place - left)) for a, b in zip(_SEQUENCE[left], _SEQUENCE[left + 1], strict=True))
         colours.append("#" + "".join(f"{channel:02x}" for channel in mixed))
+    return colours
+
+
+# Hues that stay apart on white and on near-black. The first six (near those of Okabe and Ito) stay apart for colour-blind eyes too.
+_PALETTE = ("#0b72c4", "#d95f02", "#12a37c", "#d074a8", "#d9a200", "#57b5ec", "#8b6fe8", "#7a9a01", "#e5487f", "#a8714a")
+
+
+def job_colours(count: int) -> list[str]:
+    """A colour for each of `count` jobs; beyond ten, hues a golden angle apart with lightness in turns."""
+    if count <= len(_PALETTE):
+        return list(_PALETTE[:count])
+    colours: list[str] = []
+    for index in range(count):
+        hue = (0.6 + index * 0.381966) % 1
+        red, green, blue = colorsys.hls_to_rgb(hue, (0.5, 0.42, 0.6)[index % 3], (0.75, 0.6, 0.65)[index % 3])
+        colours.append(f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}")
     return colours

@@ -15,12 +15,10 @@ from functools import cache
 from html import escape
 from typing import Any
 
-from plotly.offline import get_plotlyjs
-
 from tlora.report.looks import Look, mark
 from tlora.report.page_script import SCRIPT
 from tlora.report.page_style import STYLE
-from tlora.report.wording import shorten
+from tlora.wording.numbers import shorten
 
 # The page may run what is written in it and load nothing at all, whatever a plot or a name tries.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -163,6 +161,8 @@ def _share(value: Any, shared: dict[str, int]) -> Any:
 @cache
 def _library() -> tuple[str, str]:
     """plotly.js: the banner with its licence, and all of it, packed, which takes 0.3 s."""
+    from plotly.offline import get_plotlyjs  # takes 0.25 s, and most commands of the terminal write no page
+
     library = get_plotlyjs()
     return library[: library.find("*/") + 2], _packed(library)
 

@@ -11,21 +11,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+from tlora.json_file import read_object
+
+JsonObject = dict[str, Any]
 
 
-def read_json(path: Path) -> Row:
+def read_json(path: Path) -> JsonObject:
     """The object in `path`; an empty one when the file is missing, torn, or holds something else."""
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return read_object(path)
+    except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[JsonObject]:
     """The objects of a JSON-lines file, in order; lines that are no object (the last one while it is being written) are skipped."""
-    rows: list[Row] = []
+    rows: list[JsonObject] = []
     try:
         with path.open("rb") as lines:
             for line in lines:
@@ -50,7 +51,7 @@ def number(value: object) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def column(rows: Sequence[Row], key: str) -> list[float]:
+def column(rows: Sequence[JsonObject], key: str) -> list[float]:
     """One field of all rows; NaN where a row does not have it."""
     return [number(row.get(key)) for row in rows]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tlora.errors import ConfigError
-from tlora.report.rows import Row, column, number, read_json, read_rows
+from tlora.report.rows import JsonObject, column, number, read_json, read_rows
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class JobView:
     seconds: float | None
     sweep_of: str | None
     settings: Mapping[str, Any]
-    train_rows: Sequence[Row]
-    eval_rows: Sequence[Row]
+    train_rows: Sequence[JsonObject]
+    eval_rows: Sequence[JsonObject]
     progress: float | None
 
     @property
@@ -75,8 +75,8 @@ class RunView:
     """The run: its resolved spec, its rows of about a second each, its jobs in the order of the jobs file."""
 
     name: str
-    spec: Row
-    rows: Sequence[Row]
+    spec: JsonObject
+    rows: Sequence[JsonObject]
     jobs: Sequence[JobView]
     seconds: float
     num_tokens: int
@@ -104,7 +104,7 @@ def read_run(run_dir: Path) -> RunView:
     )
 
 
-def _entries(value: object) -> list[Row]:
+def _entries(value: object) -> list[JsonObject]:
     return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
@@ -117,7 +117,7 @@ def _job_directories(run_dir: Path) -> list[str]:
         return []
 
 
-def _read_job(directory: Path, name: str, specs: Mapping[str, Row], run_status: str) -> JobView:
+def _read_job(directory: Path, name: str, specs: Mapping[str, JsonObject], run_status: str) -> JobView:
     result, rows = read_json(directory / "result.json"), read_rows(directory / "metrics.jsonl")
     spec = specs[name]
     train = [row for row in rows if "loss" in row]
@@ -152,7 +152,7 @@ def _read_job(directory: Path, name: str, specs: Mapping[str, Row], run_status: 
     )
 
 
-def _swept_settings(spec: Row, specs: Iterable[Row]) -> Row:
+def _swept_settings(spec: JsonObject, specs: Iterable[JsonObject]) -> JsonObject:
     """What a result will tell under `settings`: the fields in which the jobs of one sweep differ, with this job's values."""
     if not spec.get("sweep_of"):
         return {}
@@ -160,12 +160,12 @@ def _swept_settings(spec: Row, specs: Iterable[Row]) -> Row:
     return {key: value for key, value in mine.items() if any(other.get(key) != value for other in family)}
 
 
-def _flat(spec: Row) -> Row:
+def _flat(spec: JsonObject) -> JsonObject:
     data = spec.get("data")
     return {key: value for key, value in spec.items() if key not in ("name", "data")} | (data if isinstance(data, dict) else {})
 
 
-def _progress(spec: Row, total_steps: int | None, last: Row) -> float | None:
+def _progress(spec: JsonObject, total_steps: int | None, last: JsonObject) -> float | None:
     steps = total_steps or number(spec.get("max_steps"))
     done, whole = (last.get("step"), steps) if steps > 0 else (last.get("epoch"), spec.get("num_train_epochs"))
     share = number(done) / number(whole) if number(whole) > 0 else math.nan
@@ -178,7 +178,7 @@ def _status_without_result(run_status: str, has_rows: bool) -> str:
     return "training" if has_rows else "queued"
 
 
-def _first_number(result: Row, key: str, otherwise: Sequence[float]) -> float | None:
+def _first_number(result: JsonObject, key: str, otherwise: Sequence[float]) -> float | None:
     """A result's number (a NaN that it states is stated), else what the rows say."""
     value = result.get(key)
     if isinstance(value, int | float):

@@ -17,7 +17,7 @@ from tlora.report.looks import Look
 from tlora.report.page import Chart
 from tlora.report.rows import number
 from tlora.report.simulation_view import PolicyView, SimulationView, usual_kernels
-from tlora.report.wording import duration_text, time_unit
+from tlora.wording.numbers import duration_text, time_unit
 
 _POINTS_OF_CDF = 400
 _SLIVER = 1e-6  # of a column: what rounding leaves where a series ends at the column's edge

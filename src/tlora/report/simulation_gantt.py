@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from tlora.report.rows import Row
+from tlora.report.looks import job_colours
+from tlora.report.rows import JsonObject
 from tlora.report.simulation_view import PolicyView, SimulationView
-from tlora.report.wording import job_colours
 
 _SPANS_PER_POLICY = 20_000  # drawn in about 10 ms; 14 policies of them are some 3 MB of page
 
@@ -262,7 +262,7 @@ def _numbered(names: Any) -> dict[str, int]:
     return {name: index for index, name in enumerate(dict.fromkeys(names))}
 
 
-def _columns(spans: Sequence[Row], first: float, jobs: dict[str, int], bases: dict[str, int]) -> dict[str, Any]:
+def _columns(spans: Sequence[JsonObject], first: float, jobs: dict[str, int], bases: dict[str, int]) -> dict[str, Any]:
     """The spans as columns, those that cover most beyond a limit; GPUs as runs: [first, last, first, last, ...]."""
     if len(spans) > _SPANS_PER_POLICY:
         spans = sorted(spans, key=lambda span: (span["end_seconds"] - span["start_seconds"]) * len(span["gpus"]))[-_SPANS_PER_POLICY:]

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tlora.report.looks import Look
-from tlora.report.rows import Row
-from tlora.report.wording import job_colours
+from tlora.report.looks import Look, job_colours
+from tlora.report.rows import JsonObject
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class PolicyView:
     jct_seconds: Sequence[float]
     samples: Mapping[str, Sequence[float]]
     end_seconds: float
-    spans: Sequence[Row]
+    spans: Sequence[JsonObject]
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,10 @@ class SimulationView:
     num_gpus: int
     settings: Mapping[str, object]
     policies: Sequence[PolicyView]
-    ratios: Sequence[Row] = ()
+    ratios: Sequence[JsonObject] = ()
     reference: str = ""
-    sweep: Sequence[Row] = ()
-    constants: Sequence[Row] = field(default_factory=list[Row])
+    sweep: Sequence[JsonObject] = ()
+    constants: Sequence[JsonObject] = field(default_factory=list[JsonObject])
 
 
 def usual_kernels(view: SimulationView) -> str:

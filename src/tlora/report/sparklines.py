@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tlora.report.looks import DASHES, Look
 from tlora.report.rows import column, smooth, thin
 from tlora.report.run_view import JobView
-from tlora.report.wording import loss_text
+from tlora.wording.numbers import loss_text
 
 _POINTS = 60
 _WIDTH, _HEIGHT, _EDGE = 120, 30, 2

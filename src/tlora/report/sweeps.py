@@ -14,7 +14,7 @@ from tlora.report.rows import number
 from tlora.report.run_view import JobView
 from tlora.report.sparklines import spark_scale
 from tlora.report.tables import RESULT_HEADS, Cell, Line, name_cell, result_cells, table, trend_note
-from tlora.report.wording import DASH, duration_text, loss_text, setting_text, settings_text
+from tlora.wording.numbers import DASH, duration_text, loss_text, setting_text, settings_text
 
 _TOLD_BY_SWEEP = ("#best eval", "#rank")  # heads of the results whose numbers a sweep has as its score and among its fields
 _RISEN = 1.05  # a last loss of more than this times the first is no noise of a batch

@@ -12,7 +12,7 @@ from tlora.report.looks import Look, mark
 from tlora.report.rows import column
 from tlora.report.run_view import JobView, RunView
 from tlora.report.sparklines import SparkScale, spark_scale, sparkline
-from tlora.report.wording import DASH, MINUS, count_text, duration_text, loss_text
+from tlora.wording.numbers import DASH, MINUS, count_text, duration_text, loss_text
 
 _SHOWN_ELSEWHERE = ("jobs", "versions", "status", "started", "base_parameters")
 _NUMBER = ' class="number"'

@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from tlora.planner.cost import BaseConstants
-from tlora.report.rows import Row
+from tlora.report.rows import JsonObject as Row
 from tlora.report.simulation_view import PolicyView, SimulationView
 from tlora.sim.bounds import Bounds
 from tlora.sim.metrics import compare_all, metrics

@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 
 from tlora.planner.cost import BaseConstants
-from tlora.report.rows import Row
+from tlora.report.rows import JsonObject as Row
 from tlora.report.simulation_view import SimulationView
 from tlora.scheduler.policies import POLICIES
 from tlora.sim.bounds import Bounds, lower_bounds, work_of

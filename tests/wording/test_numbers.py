@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tlora.report.wording import count_text, duration_text, job_colours, loss_text, setting_text, shorten, time_unit
+from tlora.wording.numbers import count_text, duration_text, loss_text, setting_text, shorten, time_unit
 
 
 @pytest.mark.parametrize(
@@ -49,12 +49,6 @@ def test_shorten_keeps_both_ends_and_the_length() -> None:
     name = "sweep-of-the-support-job-r32-lr3e-4"
     assert shorten(name, 24).endswith("r32-lr3e-4") and shorten(name, 24).startswith("sweep-of-th") and len(shorten(name, 24)) == 24
     assert shorten("polite", 24) == "polite"
-
-
-@pytest.mark.parametrize("count", [1, 8, 10, 11, 100])
-def test_each_job_has_its_own_colour(count: int) -> None:
-    colours = job_colours(count)
-    assert len(set(colours)) == count and all(len(colour) == 7 for colour in colours)
 
 
 def test_time_unit_by_length() -> None:

@@ -1,28 +1,12 @@
-"""Numbers and colours as a page shows them. Everything that came from outside is escaped here or in `tables.py`, never later."""
+"""Numbers, durations and lists of names as people read them, in the terminal and on pages. Plain text: nothing is escaped here."""
 
 from __future__ import annotations
 
-import colorsys
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
 DASH = "\u2013"  # where there is no value
 MINUS = "\u2212"
-
-# Hues that stay apart on white and on near-black. The first six (near those of Okabe and Ito) stay apart for colour-blind eyes too.
-_PALETTE = ("#0b72c4", "#d95f02", "#12a37c", "#d074a8", "#d9a200", "#57b5ec", "#8b6fe8", "#7a9a01", "#e5487f", "#a8714a")
-
-
-def job_colours(count: int) -> list[str]:
-    """A colour for each of `count` jobs; beyond ten, hues a golden angle apart with lightness in turns."""
-    if count <= len(_PALETTE):
-        return list(_PALETTE[:count])
-    colours: list[str] = []
-    for index in range(count):
-        hue = (0.6 + index * 0.381966) % 1
-        red, green, blue = colorsys.hls_to_rgb(hue, (0.5, 0.42, 0.6)[index % 3], (0.75, 0.6, 0.65)[index % 3])
-        colours.append(f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}")
-    return colours
 
 
 def loss_text(loss: float | None) -> str:
