@@ -19,9 +19,9 @@ import numpy as np
 import psutil
 
 from tlora.cluster.local import LocalBackend, LocalJob, LocalMachine
+from tlora.costs.cost import BaseConstants, CostModel
 from tlora.engine.profile import ProfiledJob, profile_jobs
 from tlora.job import JobSpec, RunSpec
-from tlora.planner.cost import BaseConstants, CostModel
 from tlora.protocol import (
     GroupReady,
     JobFailed,

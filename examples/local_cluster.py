@@ -12,9 +12,9 @@ from pathlib import Path
 from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import LocalBackend, LocalJob, LocalMachine
+from tlora.costs.hardware import cost_model
 from tlora.engine.profile import ProfiledJob, profile_jobs
 from tlora.jobs_file.read import read_jobs_file
-from tlora.planner.hardware import cost_model
 from tlora.protocol import JobSubmitted
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Scheduler

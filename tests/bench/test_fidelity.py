@@ -22,8 +22,8 @@ from bench.fidelity_work import (
 )
 from tlora.cluster.controller import run
 from tlora.cluster.local import LocalMachine
-from tlora.planner.cost import BaseConstants, CostModel
-from tlora.planner.sharing import Member, group_step_seconds
+from tlora.costs.cost import BaseConstants, CostModel
+from tlora.costs.sharing import Member, group_step_seconds
 from tlora.protocol import Action, Event, JobProfile, JobSubmitted, NodeAdded, StartGroup, Tick
 from tlora.scheduler.scheduler import Scheduler
 

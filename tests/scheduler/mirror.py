@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tlora.planner.cost import BaseConstants, CostModel
+from tlora.costs.cost import BaseConstants, CostModel
 from tlora.protocol import (
     Action,
     ChangeGroup,

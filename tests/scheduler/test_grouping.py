@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from tests.scheduler.mirror import MOVES, Move, made_scheduler, made_spec, started, steps_through
-from tlora.planner.sharing import Member, group_step_seconds
+from tlora.costs.sharing import Member, group_step_seconds
 from tlora.protocol import ChangeGroup, JobFinished, JobGroup, StartGroup, StopGroup, Tick
 from tlora.scheduler.grouping import memory_only, tlora_published
 from tlora.scheduler.scheduler import Scheduler

@@ -10,7 +10,7 @@ import pytest
 from tests.scheduler.mirror import Mirror, made_cost, made_scheduler, made_spec, tell
 from tests.scheduler.timeline import made_timeline, slowdowns
 from tests.sim.small_clusters import BASE, even_cost, made_job
-from tlora.planner.cost import CostModel
+from tlora.costs.cost import CostModel
 from tlora.protocol import Event, GroupReady, JobFinished, JobGroup, NodeAdded, ParallelPlan, StepsDone, Tick
 from tlora.scheduler.pace import Paces
 from tlora.scheduler.policies import POLICIES

@@ -10,7 +10,7 @@ from hypothesis import given
 
 from tests.scheduler.mirror import MOVES, Move, made_cost, made_scheduler, made_spec, steps_through
 from tests.scheduler.timeline import made_timeline, slowdowns
-from tlora.planner.sharing import Member, group_step_seconds
+from tlora.costs.sharing import Member, group_step_seconds
 from tlora.protocol import ChangeGroup, Event, JobCancelled, JobFailed, JobFinished, JobSubmitted, StartGroup
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.settings import Settings

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from tests.scheduler.mirror import Mirror, made_cost, made_scheduler, tell
-from tlora.planner.cost import CostModel
+from tlora.costs.cost import CostModel
 from tlora.protocol import Action, ChangeGroup, Event, JobFinished, JobGroup, RejectJob, StartGroup, Tick
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Scheduler

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from tlora.planner.cost import BaseConstants, CostModel
+from tlora.costs.cost import BaseConstants, CostModel
 from tlora.protocol import Event, JobGroup, JobProfile, JobSubmitted, NodeAdded, ParallelPlan
 from tlora.sim.backend import SimulatedCluster
 from tlora.sim.machines import ClusterShape

@@ -13,7 +13,7 @@ from statistics import fmean
 import pytest
 
 from tests.sim.small_clusters import even_cost, made_job
-from tlora.planner.hardware import cost_model
+from tlora.costs.hardware import cost_model
 from tlora.protocol import JobGroup, ParallelPlan
 from tlora.scheduler.draft import Draft
 from tlora.scheduler.policies import POLICIES

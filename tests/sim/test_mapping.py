@@ -12,9 +12,9 @@ from statistics import NormalDist, fmean, median
 
 import pytest
 
+from tlora.costs.cost import BaseConstants, CostModel
+from tlora.costs.hardware import cost_model
 from tlora.errors import ConfigError
-from tlora.planner.cost import BaseConstants, CostModel
-from tlora.planner.hardware import cost_model
 from tlora.protocol import JobProfile, JobSubmitted, NodeAdded, RejectJob, Tick, to_json
 from tlora.scheduler.scheduler import why_unsound
 from tlora.sim.mapping import (

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.sim.made_results import make_orders, make_result
+from tlora.costs.cost import BaseConstants
 from tlora.errors import ConfigError
-from tlora.planner.cost import BaseConstants
 from tlora.sim.bounds import Bounds
 from tlora.sim.metrics import metrics
 from tlora.sim.outputs import constant_rows, metric_rows, simulation_view, write_job_csv, write_metrics_csv, write_page

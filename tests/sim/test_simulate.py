@@ -10,7 +10,7 @@ import pytest
 from tests.sim.small_clusters import even_cost
 from tlora.cluster.controller import run
 from tlora.cluster.event_log import replay
-from tlora.planner.hardware import cost_model
+from tlora.costs.hardware import cost_model
 from tlora.protocol import Action, Event, GroupReady, JobFinished, JobGroup, JobSubmitted, StepsDone
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.scheduler import Scheduler

@@ -15,14 +15,14 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tlora.cli.terminal import printable, shows_live
-from tlora.planner.hardware import extrapolated_fields
+from tlora.costs.hardware import extrapolated_fields
 from tlora.sim.run import reference_of
 from tlora.sim.sweep import setting_cells
 from tlora.wording.metrics import GROUPS, TIMES, metric_text
 from tlora.wording.numbers import DASH, duration_text
 
 if TYPE_CHECKING:
-    from tlora.planner.cost import BaseConstants
+    from tlora.costs.cost import BaseConstants
     from tlora.sim.outputs import MetricRow
     from tlora.sim.processes import Standing
     from tlora.sim.scenario import Scenario

@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tlora.planner.cost import CostModel
-from tlora.planner.sharing import Member, group_step_seconds
+from tlora.costs.cost import CostModel
+from tlora.costs.sharing import Member, group_step_seconds
 from tlora.protocol import JobGroup, ParallelPlan
 from tlora.scheduler.draft import Draft
 from tlora.scheduler.exclusive import start_alone

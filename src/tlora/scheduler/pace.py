@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tlora.planner.cost import CostModel
-from tlora.planner.sharing import Member, group_step_seconds, lone_step_seconds
+from tlora.costs.cost import CostModel
+from tlora.costs.sharing import Member, group_step_seconds, lone_step_seconds
 from tlora.protocol import JobProfile, ParallelPlan
 from tlora.scheduler.plans import ROUNDING, exclusive_plan, shared_plan
 from tlora.scheduler.state import ClusterState, Job

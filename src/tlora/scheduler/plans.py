@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tlora.planner.cost import CostModel
-from tlora.planner.sharing import Member, group_step_seconds, lone_step_seconds
+from tlora.costs.cost import CostModel
+from tlora.costs.sharing import Member, group_step_seconds, lone_step_seconds
 from tlora.protocol import ParallelPlan
 from tlora.scheduler.state import Job
 

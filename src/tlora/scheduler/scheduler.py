@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from tlora.planner.cost import CostModel
+from tlora.costs.cost import CostModel
 from tlora.protocol import (
     Action,
     ChangeGroup,

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from tlora.planner.cost import CostModel
-from tlora.planner.sharing import Member, group_step_seconds, lone_step_seconds
+from tlora.costs.cost import CostModel
+from tlora.costs.sharing import Member, group_step_seconds, lone_step_seconds
 from tlora.protocol import JobGroup, JobSubmitted, StepsDone
 
 Status = Literal["pending", "placed", "ended"]

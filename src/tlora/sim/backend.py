@@ -10,7 +10,7 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 
-from tlora.planner.cost import CostModel
+from tlora.costs.cost import CostModel
 from tlora.protocol import (
     Action,
     ChangeGroup,

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tlora.planner.cost import CostModel
+from tlora.costs.cost import CostModel
 from tlora.sim.records import JobRecord
 
 

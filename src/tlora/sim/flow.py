@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tlora.planner.cost import CostModel
-from tlora.planner.sharing import Member, group_step_seconds, lone_step_seconds
+from tlora.costs.cost import CostModel
+from tlora.costs.sharing import Member, group_step_seconds, lone_step_seconds
 from tlora.protocol import JobGroup
 from tlora.sim.progress import Progress
 from tlora.sim.truth import Truth

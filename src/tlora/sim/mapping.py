@@ -14,8 +14,8 @@ from hashlib import blake2b
 from statistics import NormalDist
 from typing import Literal, TypeVar
 
+from tlora.costs.cost import CostModel
 from tlora.errors import ConfigError
-from tlora.planner.cost import CostModel
 from tlora.protocol import Action, Event, JobProfile, JobSubmitted, RejectJob
 from tlora.scheduler.scheduler import MOST_COUNTED, why_unsound
 from tlora.sim.records import JobState
@@ -33,7 +33,7 @@ _ENDS: dict[str, JobState] = {
     "NODE_FAIL": "failed",
 }
 
-# Two bases of one shape, as in the reference (tLoRA); the base whose constants each has, for `planner.hardware.cost_model`.
+# Two bases of one shape, as in the reference (tLoRA); the base whose constants each has, for `costs.hardware.cost_model`.
 BASES = {"llama-3-8b": "llama-3-8b", "llama-3-8b-instruct": "llama-3-8b"}
 
 # Llama 3 8B (its config.json): features in and out of the linears of one layer.

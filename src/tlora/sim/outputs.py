@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from tlora.planner.cost import BaseConstants
+from tlora.costs.cost import BaseConstants
 from tlora.report.rows import JsonObject as Row
 from tlora.report.simulation_view import PolicyView, SimulationView
 from tlora.sim.bounds import Bounds

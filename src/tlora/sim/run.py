@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from tlora.planner.cost import BaseConstants
+from tlora.costs.cost import BaseConstants
 from tlora.report.rows import JsonObject as Row
 from tlora.report.simulation_view import SimulationView
 from tlora.scheduler.policies import POLICIES

@@ -7,10 +7,10 @@ import re
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 
+from tlora.costs.cost import BaseConstants, CostModel
+from tlora.costs.hardware import cost_model, load_constants
 from tlora.errors import ConfigError, DataError
 from tlora.jobs_file.spelling import suggest
-from tlora.planner.cost import BaseConstants, CostModel
-from tlora.planner.hardware import cost_model, load_constants
 from tlora.scheduler.policies import POLICIES
 from tlora.sim.event_log import is_event_log, read_event_log
 from tlora.sim.mapping import BASES, RULES, MappedJob, logged_jobs, mapped_jobs

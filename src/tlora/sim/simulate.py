@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
 from tlora.cluster.controller import run
+from tlora.costs.cost import CostModel
 from tlora.garbage import no_collection
-from tlora.planner.cost import CostModel
 from tlora.protocol import JobGroup
 from tlora.scheduler.scheduler import Policy, Scheduler
 from tlora.scheduler.state import ClusterState

@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 
+from tlora.costs.cost import CostModel
 from tlora.errors import ConfigError
-from tlora.planner.cost import CostModel
 
 _DAY_SECONDS = 86400.0
 _MOST_DELAY = 1000.0

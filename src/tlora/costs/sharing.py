@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tlora.planner.cost import CostModel
+from tlora.costs.cost import CostModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.planner.test_cost import ROUND
-from tlora.planner.cost import CostModel
-from tlora.planner.sharing import Member, group_step_seconds, share_tokens
+from tests.costs.test_cost import ROUND
+from tlora.costs.cost import CostModel
+from tlora.costs.sharing import Member, group_step_seconds, share_tokens
 
 COST = CostModel({"base": ROUND})
 TOKENS = st.floats(1, 50_000)

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tlora.costs.cost import BaseConstants, CostModel
+from tlora.costs.hardware import cost_model, extrapolated_fields, load_constants
 from tlora.errors import ConfigError
-from tlora.planner.cost import BaseConstants, CostModel
-from tlora.planner.hardware import cost_model, extrapolated_fields, load_constants
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = json.loads((ROOT / "src/tlora/planner/constants/h200.json").read_text())
+SHIPPED = json.loads((ROOT / "src/tlora/costs/constants/h200.json").read_text())
 ALL = [(gpu, kernels, base) for gpu, sets in SHIPPED.items() for kernels, bases in sets.items() for base in bases]
 EACH = pytest.mark.parametrize(("gpu", "kernels", "base"), ALL)
 NUMBERS = [f.name for f in fields(BaseConstants) if f.name != "source"]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tlora.costs.cost import CORRECTED_FROM, BaseConstants, CostModel
 from tlora.errors import ConfigError
-from tlora.planner.cost import CORRECTED_FROM, BaseConstants, CostModel
 
 GIB = 2**30
 ROUND = BaseConstants(
