@@ -369,6 +369,7 @@ def events_of(worker_cache: Path, path: str, tokenizer_path: Path, **data: Any) 
             "vocab_size": 1000,
             "cache_dir": str(worker_cache),
             "base_dir": str(worker_cache.parent),
+            "rows": "samples",
         }
     )
     return [json.loads(line) for line in stream.getvalue().splitlines()]

@@ -11,7 +11,7 @@ from chat_templates import CHATML
 from test_build import make, report_of, write
 
 from tlora.data.columns import OPTIONAL, format_of, unused_columns
-from tlora.data.formats import read_example
+from tlora.data.formats import COLUMNS, Example, Pair, read_example, read_pair
 from tlora.data.rows import Row
 from tlora.errors import DataError
 
@@ -24,6 +24,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "alpaca": {"instruction": "a", "output": "b"},
     "text": {"text": "a"},
     "tokenized": {"input_ids": [1, 2, 3]},
+    "preference": {"prompt": CHAT, "chosen": [{"role": "assistant", "content": "c"}], "rejected": CHAT[1:]},
 }
 VALUES: dict[str, Any] = {
     "tools": [{"name": "f"}],
@@ -32,7 +33,13 @@ VALUES: dict[str, Any] = {
     "history": [["q", "r"]],
     "labels": [-100, 2, 3],
     "attention_mask": [1, 1, 0],
+    "prompt": CHAT[:1],
+    "conversations": TURNS[:1],
 }
+
+
+def read(name: Any, value: dict[str, Any]) -> Example | Pair:
+    return read_pair(row(value)) if name == "preference" else read_example(row(value), name)
 
 
 def row(value: dict[str, Any]) -> Row:
@@ -84,16 +91,16 @@ def test_without_an_answer_a_label_is_a_class(name: str) -> None:
 def test_a_column_that_counts_as_used_is_read(name: Any, column: str) -> None:
     value = ROWS[name] | {column: VALUES[column]}
     assert unused_columns(row(value), name) == []
-    assert read_example(row(value), name) != read_example(row(ROWS[name]), name)
+    assert read(name, value) != read(name, ROWS[name])
 
 
 def test_a_column_that_counts_as_unused_is_not_read() -> None:
     for name, value in ROWS.items():
         for column, extra in VALUES.items():
-            if column not in OPTIONAL[name]:  # type: ignore[index]
+            if column not in (*OPTIONAL[name], *COLUMNS[name]):  # type: ignore[index]
                 more = value | {column: extra}
                 assert unused_columns(row(more), name) == [column]  # type: ignore[arg-type]
-                assert read_example(row(more), name) == read_example(row(value), name)  # type: ignore[arg-type]
+                assert read(name, more) == read(name, value)
 
 
 def test_plain_prompts_have_no_place_for_tools() -> None:

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
@@ -18,9 +18,9 @@ import numpy as np
 
 from tlora import durable
 from tlora.data.columns import format_of, unused_columns
-from tlora.data.dataset import FORMAT_VERSION, Sample, Writer, find_damage
-from tlora.data.encode import Encoded, Encoder, encode
-from tlora.data.formats import Example, Format, Text, read_example
+from tlora.data.dataset import FORMAT_VERSION, Sample, Writer, find_damage, join
+from tlora.data.encode import Encoded, Encoder, encode, encode_pairs
+from tlora.data.formats import Example, Format, Pair, Rows, Text, read_example, read_pair
 from tlora.data.report import DataReport
 from tlora.data.rows import list_files, read_rows
 from tlora.errors import DataError
@@ -41,6 +41,7 @@ class Order:
     format: str
     max_length: int
     cache_dir: Path
+    rows: Rows = "samples"
 
 
 def cache_key(order: Order, encoder: Encoder, file_hash: Callable[[Path], str]) -> str:
@@ -52,6 +53,8 @@ def cache_key(order: Order, encoder: Encoder, file_hash: Callable[[Path], str]) 
         "template": encoder.template.text(),
         "settings": [order.format, order.max_length, encoder.train_all, encoder.vocab_size],
     }
+    if order.rows != "samples":
+        parts["rows"] = order.rows
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -95,10 +98,16 @@ def build(order: Order, encoder: Encoder, file_hash: Callable[[Path], str], beat
 
 def _fill(writer: Writer, order: Order, encoder: Encoder, beat: Beat) -> DataReport:
     report, only_numbers = DataReport(files=[str(file) for file in list_files(order.path)]), True
+    if order.rows == "pairs" and encoder.train_all:
+        raise DataError(f"{order.path}: train_on: all would compare the prompts of a pair too, which are the same. Remove train_on")
     for examples, places, share in _batches(order, report):
         only_numbers = only_numbers and all(isinstance(example, Text) and _is_number(example.completion) for example in examples)
-        for encoded in encode(encoder, examples, places):
-            _add(writer, encoded, order.max_length, report, encoder)
+        if order.rows == "pairs":
+            units = encode_pairs(encoder, cast("list[Pair]", examples), places)
+        else:
+            units = [(encoded,) for encoded in encode(encoder, cast("list[Example]", examples), places)]
+        for unit in units:
+            _add(writer, unit, order.max_length, report, encoder)
         report.rows += len(examples)
         beat(report.rows, share)
     if only_numbers and report.format == "text":
@@ -121,15 +130,15 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _batches(order: Order, report: DataReport) -> Iterator[tuple[list[Example], list[str], float]]:
+def _batches(order: Order, report: DataReport) -> Iterator[tuple[list[Example | Pair], list[str], float]]:
     """Rows as examples, some at a time: by number, and by size, so that long rows do not pile up."""
-    examples: list[Example] = []
+    examples: list[Example | Pair] = []
     places: list[str] = []
     data_format, size, share = cast("Format | Literal['auto']", order.format), 0, 0.0
     for row in read_rows(order.path):
-        data_format = report.format = format_of(row, data_format)
+        data_format = report.format = format_of(row, data_format, order.rows)
         report.count_columns(unused_columns(row, data_format))
-        examples.append(read_example(row, data_format))
+        examples.append(read_pair(row) if order.rows == "pairs" else read_example(row, data_format))
         places.append(row.place)
         size += sum(len(value) if isinstance(value, (str, list)) else 0 for value in row.value.values())
         share = row.share
@@ -140,26 +149,27 @@ def _batches(order: Order, report: DataReport) -> Iterator[tuple[list[Example], 
         yield examples, places, share
 
 
-def _add(writer: Writer, encoded: Encoded, max_length: int, report: DataReport, encoder: Encoder) -> None:
-    sample = encoded.sample
-    length = len(sample.input_ids)
-    report.longest = max(report.longest, length)
-    report.trained_characters += encoded.trained_characters
-    report.count_changes(encoded.changes)
-    if length > max_length:
+def _add(writer: Writer, unit: Sequence[Encoded], max_length: int, report: DataReport, encoder: Encoder) -> None:
+    """One row: its sequences are cut one by one, and it is left out if one of them has nothing to train."""
+    samples = [encoded.sample for encoded in unit]
+    longest = max(len(sample.input_ids) for sample in samples)
+    report.longest = max(report.longest, longest)
+    report.trained_characters += sum(encoded.trained_characters for encoded in unit)
+    report.count_changes(change for encoded in unit for change in encoded.changes)
+    if longest > max_length:
         report.truncated += 1
-        report.trained_tokens_lost += int(np.count_nonzero(sample.loss_weights[max_length:]))
-        sample = Sample(sample.input_ids[:max_length], sample.loss_weights[:max_length])
-    trained = int(np.count_nonzero(sample.loss_weights[1:]))
-    if not trained:
+        report.trained_tokens_lost += sum(int(np.count_nonzero(sample.loss_weights[max_length:])) for sample in samples)
+        samples = [Sample(sample.input_ids[:max_length], sample.loss_weights[:max_length]) for sample in samples]
+    trained = [int(np.count_nonzero(sample.loss_weights[1:])) for sample in samples]
+    if not all(trained):
         report.skipped += 1
         return
-    writer.add(sample)
+    writer.add(samples[0] if len(samples) == 1 else join(samples))
     report.samples += 1
-    report.tokens += len(sample.input_ids)
-    report.trained_tokens += trained
+    report.tokens += sum(len(sample.input_ids) for sample in samples)
+    report.trained_tokens += sum(trained)
     if not report.rendered:
-        report.rendered = _runs(sample, encoder)
+        report.rendered = [run for sample in samples for run in _runs(sample, encoder)]
 
 
 def _runs(sample: Sample, encoder: Encoder) -> list[tuple[str, float]]:

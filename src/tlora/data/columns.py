@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tlora.data.formats import COLUMNS, Format, detect
+from tlora.data.formats import COLUMNS, Format, Rows, detect
 from tlora.data.rows import Row
 from tlora.errors import DataError
 
@@ -19,14 +19,23 @@ OPTIONAL: dict[Format, tuple[str, ...]] = {
     "prompt_completion": ("tools",),
     "alpaca": ("input", "system", "history", "tools"),
     "text": (),
+    "preference": ("prompt", "conversations", "tools"),
 }
 PAIR_COLUMNS = ("chosen", "rejected", "rejected_response", "rejected_messages")  # of TRL and LLaMA-Factory; the last two of MS-SWIFT
 VERDICT_COLUMNS = ("label", "kto_tag")  # of TRL and MS-SWIFT; of LLaMA-Factory
 _VERDICTS = ("true", "false", "0", "1", "0.0", "1.0")
 
 
-def format_of(row: Row, data_format: Format | Literal["auto"]) -> Format:
-    """The format to read `row` by. Raises DataError for preference data, and for columns of no format."""
+def format_of(row: Row, data_format: Format | Literal["auto"], rows: Rows = "samples") -> Format:
+    """The format to read `row` by. Raises DataError for columns of no format, for pairs where samples are wanted, and the reverse."""
+    if rows == "pairs":
+        if any(_is_empty(row.value.get(column)) for column in COLUMNS["preference"]):
+            found = ", ".join(map(str, row.value)) or "none"
+            raise DataError(
+                f"{row.place}: a job that learns from pairs needs the columns 'chosen' and 'rejected' (found: {found}). "
+                "Name two answers so in each row, or choose objective: sft"
+            )
+        return "preference"
     if pair := [column for column in PAIR_COLUMNS if not _is_empty(row.value.get(column))]:
         raise DataError(
             f"{row.place}: {_named(pair)}: wanted answers beside unwanted ones (preference data), which no objective here learns "

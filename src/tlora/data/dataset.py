@@ -1,8 +1,8 @@
 """Tokenized samples on disk: written once, then read through memory maps.
 
-A set is a directory of flat files (`tokens.bin`, `weights.bin`, `offsets.npy`, `trained.npy`), `meta.json` and a manifest with their
-hashes. It appears whole or not at all. Owns the files and their check; what stands in the tokens is `encode.py`'s, the order of
-samples `order.py`'s.
+A set is a directory of flat files (`tokens.bin`, `weights.bin`, `offsets.npy`, `trained.npy`; of pairs also `sequence_ends.npy`),
+`meta.json` and a manifest with their hashes. It appears whole or not at all. Owns the files and their check; what stands in the tokens
+is `encode.py`'s, the order of samples `order.py`'s.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import os
 import shutil
 import uuid
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -32,16 +33,33 @@ _arrays: WeakValueDictionary[tuple[int, int, int], Any] = WeakValueDictionary() 
 
 @dataclass(frozen=True)
 class Sample:
-    """One training example. `loss_weights[i]` weighs the prediction *of* token i; the first token is never a target."""
+    """One training example. `loss_weights[i]` weighs the prediction *of* token i; the first token is never a target.
+
+    A pair is one example of two sequences, the chosen answer with its prompt and then the rejected one with it; `lengths` are their
+    tokens. No lengths means one sequence.
+    """
 
     input_ids: npt.NDArray[np.int32]
     loss_weights: npt.NDArray[np.float32]
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def trained(self) -> float:
+        """Sum of the weights of all targets."""
+        ends = [0, *np.cumsum(self.lengths or [len(self.loss_weights)]).tolist()]
+        return sum(float(self.loss_weights[start + 1 : end].sum(dtype=np.float64)) for start, end in pairwise(ends))
+
+
+def join(sequences: Sequence[Sample]) -> Sample:
+    """One example of several sequences."""
+    ids, weights = (np.concatenate(parts) for parts in zip(*((s.input_ids, s.loss_weights) for s in sequences), strict=True))
+    return Sample(ids, weights, tuple(len(s.input_ids) for s in sequences))
 
 
 class Dataset:
     """Samples of a finished set, or of the part of it that `indices` names.
 
-    `lengths` are tokens a sample; `trained` is the sum of the loss weights of a sample's targets, `loss_weights[1:]`.
+    `lengths` are tokens a sample, of all its sequences; `trained` is the sum of the loss weights of a sample's targets.
     """
 
     def __init__(self, directory: Path, indices: npt.NDArray[np.int64] | None = None) -> None:
@@ -53,6 +71,9 @@ class Dataset:
         self.trained: npt.NDArray[np.float64] = np.asarray(trained if indices is None else trained[indices])
         self.max_token_id = int(str(self.meta["max_token_id"]))
         self._offsets, self._starts = offsets, starts
+        ends = directory / "sequence_ends.npy"
+        self._ends = _shared(ends, np.load) if ends.is_file() else None
+        self._places = np.arange(len(starts)) if indices is None else indices
         self._tokens: npt.NDArray[np.int32] = _shared(directory / "tokens.bin", partial(np.memmap, dtype=np.int32, mode="r"))
         self._weights: npt.NDArray[np.float32] = _shared(directory / "weights.bin", partial(np.memmap, dtype=np.float32, mode="r"))
 
@@ -62,7 +83,16 @@ class Dataset:
     def __getitem__(self, index: int) -> Sample:
         start = int(self._starts[index])
         part = slice(start, start + int(self.lengths[index]))
-        return Sample(np.array(self._tokens[part]), np.array(self._weights[part]))
+        ends = () if self._ends is None else (0, *self._ends[self._places[index]].tolist())
+        lengths = tuple(int(end - begin) for begin, end in pairwise(ends))
+        return Sample(np.array(self._tokens[part]), np.array(self._weights[part]), lengths)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence of any sample."""
+        if self._ends is None:
+            return int(self.lengths.max(initial=0))
+        return int(np.diff(self._ends[self._places], axis=1, prepend=0).max(initial=0))
 
 
 def _shared(path: Path, read: Callable[[Path], Any]) -> Any:
@@ -85,6 +115,7 @@ class Writer:
         self.scratch = final.parent / f"{SCRATCH_PREFIX}{os.getpid()}-{uuid.uuid4().hex}"
         self.scratch.mkdir()
         self.offsets, self.trained = array("q", [0]), array("d")
+        self._ends: list[npt.NDArray[np.int64]] = []
         self.max_token_id = -1
         self._tokens = (self.scratch / "tokens.bin").open("wb")
         self._weights = (self.scratch / "weights.bin").open("wb")
@@ -98,7 +129,9 @@ class Writer:
         self._tokens.write(sample.input_ids.tobytes())
         self._weights.write(sample.loss_weights.tobytes())
         self.offsets.append(self.offsets[-1] + len(sample.input_ids))
-        self.trained.append(float(sample.loss_weights[1:].sum(dtype=np.float64)))
+        self.trained.append(sample.trained)
+        if sample.lengths:
+            self._ends.append(np.cumsum(sample.lengths))
         self.max_token_id = max(self.max_token_id, int(sample.input_ids.max(initial=-1)))
 
     def finish(self, meta: dict[str, object]) -> None:
@@ -107,6 +140,8 @@ class Writer:
         self._weights.close()
         np.save(self.scratch / "offsets.npy", np.frombuffer(self.offsets, dtype=np.int64))
         np.save(self.scratch / "trained.npy", np.frombuffer(self.trained, dtype=np.float64))
+        if self._ends:
+            np.save(self.scratch / "sequence_ends.npy", np.stack(self._ends))
         whole = meta | {"max_token_id": self.max_token_id}
         (self.scratch / "meta.json").write_text(json.dumps(whole, ensure_ascii=False), encoding="utf-8")
         durable.write_manifest(self.scratch)

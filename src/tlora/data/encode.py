@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from tlora.data.chat import Span, Template, open_template, render
 from tlora.data.dataset import Sample
-from tlora.data.formats import Chat, Example, Text, Tokens
+from tlora.data.formats import Chat, Example, Pair, Text, Tokens
 from tlora.data.template_changes import Change, find_changes
 from tlora.errors import DataError, ModelError
 
@@ -79,6 +79,12 @@ def encode(encoder: Encoder, examples: Sequence[Example], places: Sequence[str])
     for i in chats + texts:
         _check_vocabulary(encoder, cast("Encoded", found[i]).sample.input_ids, places[i])
     return cast("list[Encoded]", found)
+
+
+def encode_pairs(encoder: Encoder, pairs: Sequence[Pair], places: Sequence[str]) -> list[tuple[Encoded, Encoded]]:
+    """The chosen and the rejected answer of each pair, with its prompt, as `encode` makes them."""
+    found = encode(encoder, [answer for pair in pairs for answer in (pair.chosen, pair.rejected)], [p for p in places for _ in range(2)])
+    return list(zip(found[0::2], found[1::2], strict=True))
 
 
 def _check_vocabulary(encoder: Encoder, ids: Sequence[int] | npt.NDArray[np.int32], place: str) -> None:

@@ -1,4 +1,4 @@
-"""What the columns of a row mean: the six data formats, each turned into one of three examples.
+"""What the columns of a row mean: six data formats, each turned into one of three examples, and pairs of two such examples.
 
 `Chat` goes through a template, `Text` is tokenized as it stands, `Tokens` is ready. Owns the checks of types and values in a
 row; reads no file (`rows.py`) and renders nothing (`chat.py`).
@@ -10,13 +10,16 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal, NoReturn, cast
 
 from tlora.data.rows import Row
 from tlora.errors import DataError
 
-Format = Literal["chat", "prompt_completion", "text", "alpaca", "sharegpt", "tokenized"]
-# In the order of detection: sets often carry a rendered `text` or a bare `prompt` beside their real columns.
+Format = Literal["chat", "prompt_completion", "text", "alpaca", "sharegpt", "tokenized", "preference"]
+Rows = Literal["samples", "pairs"]
+"""What an objective learns from: samples, or a chosen answer beside a rejected one."""
+# Of samples, in the order of detection: sets often carry a rendered `text` or a bare `prompt` beside their real columns.
 COLUMNS: dict[Format, tuple[str, ...]] = {
     "tokenized": ("input_ids",),
     "chat": ("messages",),
@@ -24,6 +27,7 @@ COLUMNS: dict[Format, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
     "text": ("text",),
+    "preference": ("chosen", "rejected"),
 }
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool", "function": "tool"}
 _WEIGHT_KEYS = ("loss_weight", "weight", "train")
@@ -61,22 +65,28 @@ class Tokens:
 Example = Chat | Text | Tokens
 
 
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt; only the answers are trained."""
+
+    chosen: Chat | Text
+    rejected: Chat | Text
+
+
 def detect(row: Row) -> Format:
     """The format whose columns `row` has."""
-    for name, columns in COLUMNS.items():
+    samples: dict[Format, tuple[str, ...]] = {name: columns for name, columns in COLUMNS.items() if name != "preference"}
+    for name, columns in samples.items():
         if all(column in row.value for column in columns):
             return name
-    known = "; ".join(f"{name}: {' + '.join(columns)}" for name, columns in COLUMNS.items())
+    known = "; ".join(f"{name}: {' + '.join(columns)}" for name, columns in samples.items())
     found = ", ".join(map(str, row.value)) or "none"
     raise DataError(f"{row.place}: no data format has the columns {found}; rename them to those of one format ({known})")
 
 
 def read_example(row: Row, data_format: Format) -> Example:
     """The example in `row`. Raises DataError with file, row, column, the value found and what was expected."""
-    for column in COLUMNS[data_format]:
-        if column not in row.value:
-            found = ", ".join(map(str, row.value)) or "none"
-            raise DataError(f"{row.place}: column {column!r} is missing (found: {found}); every row of format {data_format} needs it")
+    _check_columns(row, data_format)
     if data_format == "tokenized":
         return _tokens(row)
     if data_format == "text":
@@ -87,6 +97,53 @@ def read_example(row: Row, data_format: Format) -> Example:
         return _prompt_completion(row)
     messages, weights = _messages(row, COLUMNS[data_format][0])
     return Chat(messages, weights, _tools(row))
+
+
+def read_pair(row: Row) -> Pair:
+    """The pair in `row`: `prompt`, `chosen` and `rejected` as text or as messages; `conversations` with two answers (ShareGPT ranking);
+    or two whole chats, whose common beginning is the prompt. Raises DataError as `read_example` does.
+    """
+    _check_columns(row, "preference")
+    if row.value.get("conversations"):
+        asked = _messages(row, "conversations")[0]
+    elif isinstance(row.value.get("prompt"), list):
+        asked = _messages(row, "prompt")[0]
+    elif isinstance(row.value["chosen"], str):
+        prompt = _text(row, "prompt")
+        return Pair(Text(prompt, _text(row, "chosen")), Text(prompt, _text(row, "rejected")))
+    else:
+        asked = _common_start(row)
+    return Pair(_answered(row, asked, "chosen"), _answered(row, asked, "rejected"))
+
+
+def _answered(row: Row, asked: list[Message], column: str) -> Chat:
+    """The chat that ends in the answer of `column`: a text, a message, or messages, which may begin with those of the prompt."""
+    value = row.value[column]
+    if isinstance(value, str):
+        value = [{"role": "assistant", "content": value}]
+    answer = [_message(row, f"{column}[{i}]", item) for i, item in enumerate(value if isinstance(value, list) else [value])]
+    if [message for message, _ in answer[: len(asked)]] == asked:
+        answer = answer[len(asked) :]
+    if not any(weight for _, weight in answer):
+        _fail(row, f"column {column!r}", row.value[column], "an answer of the assistant, after the prompt")
+    return Chat(asked + [message for message, _ in answer], [0.0] * len(asked) + [weight for _, weight in answer], _tools(row))
+
+
+def _common_start(row: Row) -> list[Message]:
+    """The messages with which both chats begin; a `prompt` in text beside them must be the last of these."""
+    chosen, rejected = _messages(row, "chosen")[0], _messages(row, "rejected")[0]
+    asked = [message for message, _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))]
+    prompt = row.value.get("prompt")
+    if not asked or (isinstance(prompt, str) and prompt and asked[-1]["content"] != prompt):
+        _fail(row, "column 'prompt'", prompt, "the prompt as text or messages, or two chats that begin with it")
+    return asked
+
+
+def _check_columns(row: Row, data_format: Format) -> None:
+    for column in COLUMNS[data_format]:
+        if column not in row.value:
+            found = ", ".join(map(str, row.value)) or "none"
+            raise DataError(f"{row.place}: column {column!r} is missing (found: {found}); every row of format {data_format} needs it")
 
 
 def _fail(row: Row, column: str, value: object, expected: str) -> NoReturn:

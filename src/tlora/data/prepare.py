@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from tlora.data.dataset import SCRATCH_PREFIX, Dataset
+from tlora.data.formats import Rows
 from tlora.data.order import split
 from tlora.data.report import DataReport
 from tlora.data.rows import list_files
@@ -32,7 +33,7 @@ TAIL_BYTES = 2000
 
 @dataclass(frozen=True)
 class PrepareRequest:
-    """One job's data. Relative paths in `data` are under `base_dir`; `seed` splits off `eval_size`."""
+    """One job's data. Relative paths in `data` are under `base_dir`; `seed` splits off `eval_size`; `rows` is what the job learns from."""
 
     key: str
     data: DataConfig
@@ -41,6 +42,7 @@ class PrepareRequest:
     vocab_size: int
     cache_dir: Path
     base_dir: Path
+    rows: Rows = "samples"
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,7 @@ def _as_json(request: PrepareRequest) -> dict[str, object]:
         "vocab_size": request.vocab_size,
         "cache_dir": str(request.cache_dir),
         "base_dir": str(request.base_dir),
+        "rows": request.rows,
     }
 
 

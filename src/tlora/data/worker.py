@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 from tlora.data.build import Order, build, hash_file
 from tlora.data.dataset import SCRATCH_PREFIX
 from tlora.data.encode import Encoder, open_encoder
+from tlora.data.formats import Rows
 from tlora.data.tokenizer import load_libraries, load_tokenizer
 from tlora.errors import DataError, ModelError
 from tlora.job import DataConfig
@@ -75,12 +76,13 @@ class Worker:
         """The set's directory; jobs of one set share it. To `remade` goes what was wrong with an earlier set there."""
         place, base = Path(str(request["cache_dir"])), Path(str(request["base_dir"]))
         deciding = [str(place), str(base), str(request["tokenizer_path"]), request["vocab_size"]]
-        known = json.dumps([*deciding, path, data.format, data.max_length, data.train_on, data.chat_template])
+        rows = cast("Rows", request["rows"])
+        known = json.dumps([*deciding, path, data.format, data.max_length, data.train_on, data.chat_template, rows])
         if known not in self.sets:
             source = _read_template(base / data.chat_template) if data.chat_template else None
             tokenizer = self.tokenizer(str(request["tokenizer_path"]))
             encoder = open_encoder(tokenizer, source, data.train_on == "all", int(str(request["vocab_size"])))
-            order = Order(base / path, data.format, data.max_length, place)
+            order = Order(base / path, data.format, data.max_length, place, rows)
             directory, damage = self.build(order, encoder, str(request["key"]))
             remade += [damage] if damage else []
             self.sets[known] = str(directory)
