@@ -12,9 +12,9 @@ from tests.scheduler.timeline import made_timeline, slowdowns
 from tests.sim.small_clusters import BASE, even_cost, made_job
 from tlora.costs.cost import CostModel
 from tlora.protocol import Event, GroupReady, JobFinished, JobGroup, NodeAdded, ParallelPlan, StepsDone, Tick
+from tlora.scheduler.group_index import GroupIndex, residual_capacity_of
 from tlora.scheduler.pace import Paces
 from tlora.scheduler.policies import POLICIES
-from tlora.scheduler.residuals import Residuals, residual_capacity_of
 from tlora.scheduler.scheduler import Scheduler
 from tlora.scheduler.state import ClusterState
 from tlora.sim.backend import SimulatedCluster
@@ -229,13 +229,13 @@ def test_what_is_kept_of_groups_is_worked_out_anew() -> None:
     timeline = made_timeline(4)
     timeline.tell(*(made_spec(f"j{k}", tokens=100.0, steps=100_000, max_slowdown=4.0) for k in range(6)))
     state, paces = timeline.scheduler.state, Paces()
-    residuals = Residuals(paces)
+    index = GroupIndex(paces)
     for reports in (2, 300):
         learn(timeline.scheduler, 1.5, reports)
         paces.follow(state)
-        residuals.follow(state)
+        index.follow(state)
         for name, known in state.groups.items():
-            view = residuals.view(name)
+            view = index.view(name)
             assert view.residual == residual_capacity_of(state, known)
             assert view.slowdowns == [slowdowns(timeline.scheduler)[job] for job in known.group.job_ids]
 

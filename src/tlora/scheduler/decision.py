@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from tlora.scheduler.draft import Draft
+from tlora.scheduler.group_index import GroupIndex, View
 from tlora.scheduler.pace import Pace, Paces
-from tlora.scheduler.residuals import Residuals, View
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.state import ClusterState, Job
 from tlora.scheduler.urgency import is_starving, urgency
@@ -25,8 +25,8 @@ _T = TypeVar("_T")
 class Decision:
     """`touched` are the groups that it has changed: none changes twice in one decision. What it has worked out it remembers."""
 
-    def __init__(self, state: ClusterState, settings: Settings, paces: Paces, residuals: Residuals) -> None:
-        self.state, self.settings, self.residuals = state, settings, residuals
+    def __init__(self, state: ClusterState, settings: Settings, paces: Paces, index: GroupIndex) -> None:
+        self.state, self.settings, self.index = state, settings, index
         self.draft = Draft(state)
         self.touched: set[str] = set()
         self.node_size = max(1, state.node_size)
@@ -89,14 +89,14 @@ class Decision:
 
     def groups_on(self, node: str) -> list[View]:
         """Groups with GPUs on the node that this decision has not touched, in the order of their GPUs."""
-        view, touched = self.residuals.view, self.touched
+        view, touched = self.index.view, self.touched
         return [view(name) for name in self.state.groups_on(node) if name not in touched]
 
     def over_share(self, node: str) -> list[View]:
         """Untouched groups on the node with more GPUs than their share, those first that have most beyond it."""
         found = self._over_share.get(node)
         if found is None:
-            view = self.residuals.view
+            view = self.index.view
             found = [found for name in self.state.groups_on(node) if self.beyond_share(found := view(name))]
             if len(found) > 1:
                 found.sort(key=lambda view: (-self.beyond_share(view), view.group_id))
@@ -119,7 +119,7 @@ class Decision:
         """Groups that have rested, touched ones too, with their urgency and name, rising."""
         found = self._rested.get(node)
         if found is None:
-            view = self.residuals.view
+            view = self.index.view
             found = [(self.urgency_of(own), name, own) for name in self.state.groups_on(node) if self.rested(own := view(name))]
             found.sort()
             self._rested[node] = found
@@ -133,7 +133,7 @@ class Decision:
 
     def view(self, group_id: str) -> View:
         """A group as the decision found it."""
-        return self.residuals.view(group_id)
+        return self.index.view(group_id)
 
     def rested(self, view: View) -> bool:
         """Whether it has been left alone for the minimum residence time."""

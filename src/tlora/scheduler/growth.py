@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tlora.scheduler.decision import Decision
+from tlora.scheduler.group_index import View
 from tlora.scheduler.pace import Pace
-from tlora.scheduler.residuals import View
 
 _MOST_SPREAD = 4  # groups that go to other nodes in one decision
 
@@ -20,7 +20,7 @@ def grow(decision: Decision) -> None:
     """Members who gain by leaving a group go first, then groups fill their own nodes, then they spread to others."""
     _part(decision)
     for node in decision.nodes_with_free():
-        growing = decision.residuals.growing_on(node)
+        growing = decision.index.growing_on(node)
         if growing:
             _fill(decision, node, growing.values())
     for _ in range(_MOST_SPREAD):
@@ -129,7 +129,7 @@ class _Wider:
 
 def _spread(decision: Decision) -> bool:
     """Let the group for which it is worth most have free GPUs on other nodes. Whether there was one."""
-    growing = [view for node in decision.nodes_to_try() for view in decision.residuals.growing_on(node).values() if _wider(decision, view)]
+    growing = [view for node in decision.nodes_to_try() for view in decision.index.growing_on(node).values() if _wider(decision, view)]
     candidates = {view.group_id: view for view in growing if decision.rested(view) and view.group_id not in decision.touched}
     if not candidates:
         return False
@@ -184,7 +184,7 @@ def _options(decision: Decision, view: View, free: dict[str, int]) -> list[_Wide
 def _part(decision: Decision) -> None:
     """Where somebody who shares would be faster alone on GPUs that are free, by more than the move costs, it goes."""
     room: int | None = None
-    for name in list(decision.residuals.shared()):
+    for name in list(decision.index.shared()):
         view = decision.view(name)
         if name in decision.touched or not decision.rested(view):
             continue

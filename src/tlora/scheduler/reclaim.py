@@ -11,8 +11,8 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from tlora.scheduler.decision import Decision
+from tlora.scheduler.group_index import View
 from tlora.scheduler.pace import Pace
-from tlora.scheduler.residuals import View
 from tlora.scheduler.state import Job
 
 

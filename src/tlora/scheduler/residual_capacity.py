@@ -1,7 +1,7 @@
 """The policy of this project: jobs share GPUs within bounds on each one's slowdown, and groups grow and shrink with the load.
 
 scheduling.md, "The policy, precisely". Who comes first is `urgency.py`'s, GPUs that others give up `reclaim.py`'s, growth `growth.py`'s,
-the index of groups `residuals.py`'s. Pure but for what it remembers, all of which could be worked out anew.
+the index of groups `group_index.py`'s. Pure but for what it remembers, all of which could be worked out anew.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from tlora.protocol import JobGroup
 from tlora.scheduler.decision import Decision
+from tlora.scheduler.group_index import GroupIndex
 from tlora.scheduler.growth import grow
 from tlora.scheduler.pace import Pace, Paces
 from tlora.scheduler.reclaim import Offer, Sacrifice, apply, offers
-from tlora.scheduler.residuals import Residuals
 from tlora.scheduler.scheduler import Policy
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.state import ClusterState, Job
@@ -40,10 +40,10 @@ def residual_capacity(settings: Settings = Settings()) -> Policy:  # noqa: B008 
     def decide(state: ClusterState) -> list[JobGroup]:
         if not state.num_gpus or memory.holds(state):
             return []
-        paces, residuals = memory.paces, memory.residuals
+        paces, index = memory.paces, memory.index
         paces.follow(state)
-        residuals.follow(state)
-        decision = Decision(state, settings, paces, residuals)
+        index.follow(state)
+        decision = Decision(state, settings, paces, index)
         if state.pending:
             _place_those_who_wait(decision, memory.queue(state))
         if settings.elastic and decision.draft.num_free:
@@ -60,7 +60,7 @@ class _Memory:
 
     def __init__(self, settings: Settings) -> None:
         self.paces = Paces()
-        self.residuals = Residuals(self.paces)
+        self.index = GroupIndex(self.paces)
         self._settings = settings
         self._queue: Waiting | None = None
         self._ordered_at = -math.inf
@@ -78,7 +78,7 @@ class _Memory:
     def queue(self, state: ClusterState) -> Waiting:
         """Those who wait in order: as it is now, but that of a long queue as it was a short time ago."""
         if self._queue is None or len(state.pending) <= _LONG_QUEUE or not 0 <= state.now - self._ordered_at < _REORDER_SECONDS:
-            excess = excess_of_tenants(state, self.residuals.gpus_of)
+            excess = excess_of_tenants(state, self.index.gpus_of)
             self._ordered_at = state.now
             self._queue = Waiting(lambda job: rank(job, state.now, self._settings, excess))
         self._queue.follow(state)
@@ -236,7 +236,7 @@ def _goes_first(decision: Decision, job: Job, chosen: tuple[Offer, ...]) -> bool
 def _joins(decision: Decision, job: Job) -> list[_Place]:
     """Groups of its base by best fit in which all bounds hold with it, if it gains more than they lose."""
     found: list[_Place] = []
-    for name in decision.residuals.best_fit(job.spec.base_model, job.need, _JOINS_TRIED):
+    for name in decision.index.best_fit(job.spec.base_model, job.need, _JOINS_TRIED):
         if name in decision.touched:
             continue
         view = decision.view(name)

@@ -42,7 +42,7 @@ class View:
         return len(self.nodes)
 
 
-class Residuals:
+class GroupIndex:
     """`gpus_of` are the GPUs of each tenant: a group's are its members' in equal parts."""
 
     def __init__(self, paces: Paces) -> None:
