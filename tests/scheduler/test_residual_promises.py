@@ -7,7 +7,7 @@ import math
 import pytest
 
 from tlora.protocol import JobGroup
-from tlora.scheduler.exclusive import backfill
+from tlora.scheduler.exclusive_baselines import backfill
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Policy

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from tlora.scheduler.exclusive import backfill, fifo, las, sjf, srtf
-from tlora.scheduler.grouping import memory_only, tlora_published
+from tlora.scheduler.exclusive_baselines import backfill, fifo, las, sjf, srtf
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Policy
 from tlora.scheduler.settings import Settings
+from tlora.scheduler.shared_baselines import memory_only, tlora_published
 
 POLICIES: Mapping[str, Callable[[], Policy]] = {
     "fifo": fifo,

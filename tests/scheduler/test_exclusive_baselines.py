@@ -8,7 +8,7 @@ from hypothesis import given
 from tests.scheduler.mirror import MOVES, Move, made_cost, made_scheduler, made_spec, started, steps_through
 from tlora.protocol import GpusLost, JobFinished, NodeAdded, StartGroup, StopGroup, Tick
 from tlora.scheduler.draft import Draft, has_room
-from tlora.scheduler.exclusive import backfill, fifo, las, sjf, srtf
+from tlora.scheduler.exclusive_baselines import backfill, fifo, las, sjf, srtf
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.scheduler import Scheduler
 from tlora.scheduler.state import ClusterState, Job

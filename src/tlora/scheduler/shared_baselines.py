@@ -13,7 +13,7 @@ from tlora.costs.cost import CostModel
 from tlora.costs.sharing import Member, group_step_seconds
 from tlora.protocol import JobGroup, ParallelPlan
 from tlora.scheduler.draft import Draft
-from tlora.scheduler.exclusive import start_alone
+from tlora.scheduler.exclusive_baselines import start_alone
 from tlora.scheduler.plans import most_capacity, shared_plan
 from tlora.scheduler.scheduler import Policy
 from tlora.scheduler.state import ClusterState, Job
