@@ -48,12 +48,12 @@ from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Policy, Scheduler
 from tlora.scheduler.settings import Settings
+from tlora.sim.conditions import Conditions, MoveCosts
 from tlora.sim.event_log import read_event_log
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import MappedJob
 from tlora.sim.metrics import metrics
 from tlora.sim.simulate import simulate
-from tlora.sim.truth import MoveCosts, Truth
 
 MOST_ERROR, MOST_SPREAD = 0.05, 0.03  # what is asked for, and beyond which repeats decide nothing
 FEWEST_REPEATS = 3
@@ -126,7 +126,7 @@ def run_simulated(machine: LocalMachine, arrivals: Arrivals, policy: str, calibr
     beside = calibration.job_seconds
     moves = MoveCosts(calibration.start_seconds + beside, beside, beside, 0.0, 0.0, 0.0)
     shape = ClusterShape(len(machine.gpus), 1, tick_seconds=machine.tick_seconds)
-    result = simulate(mapped, shape, policy_of(policy, calibration), cost, Truth(moves=moves))
+    result = simulate(mapped, shape, policy_of(policy, calibration), cost, Conditions(moves=moves))
     found = metrics(replace(result, jobs=[job for job in result.jobs if not is_opener(job.job_id)]))
     return Times(found["mean_jct_seconds"], found["makespan_seconds"])
 

@@ -28,15 +28,15 @@ from tlora.errors import ConfigError
 from tlora.protocol import Action, Event, GroupReady, StepsDone
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.scheduler import Scheduler
+from tlora.sim.conditions import Conditions
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import MappedJob
 from tlora.sim.scenario import Scenario, Scene, cost_of, scene_of
 from tlora.sim.simulate import simulate, simulated_cluster
-from tlora.sim.truth import Truth
 
 WINDOW = Scenario("window_15k", nodes=128)
 CROWD_LOAD = 1.1  # more than there is room for
-WRONG = Truth(speed_error=0.15, length_error=0.1, drift=0.1, delay=0.5)  # groups report steps where the belief is not the truth
+WRONG = Conditions(speed_error=0.15, length_error=0.1, drift=0.1, delay=0.5)  # groups report steps where the belief is not the truth
 GROUPS = (900, 1100)
 
 

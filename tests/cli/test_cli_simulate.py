@@ -23,11 +23,11 @@ from tlora.cli.simulate_view import SWEEP_LINES, print_sweep, progress_shown
 from tlora.errors import ConfigError
 from tlora.scheduler.policies import POLICIES
 from tlora.sim import processes, run
+from tlora.sim.conditions import Conditions
 from tlora.sim.processes import Standing
 from tlora.sim.scenario import Scenario, contender
 from tlora.sim.sweep import Row
 from tlora.sim.trace import SHIPPED
-from tlora.sim.truth import Truth
 from tlora.wording.metrics import TIMES
 from tlora.wording.numbers import DASH
 
@@ -149,10 +149,10 @@ def test_every_option_is_handed_on(monkeypatch: pytest.MonkeyPatch, trace: str) 
         "0.2",
     )
     asked = asked_of(monkeypatch, *options, "--delay", "0.5", "--mtbf-hours", "300")
-    truth = Truth(speed_error=0.15, length_error=0.1, drift=0.2, delay=0.5, mtbf_hours=300.0)
+    conditions = Conditions(speed_error=0.15, length_error=0.1, drift=0.2, delay=0.5, mtbf_hours=300.0)
     policies = (("sjf", "peft"), ("fifo", "tlora"))  # the third is the first
     assert asked == [
-        Scenario(trace, *policy, 4, 4, "h200", 0.5, 3, seed, paper=True, truth=truth) for seed in (0, 1, 5) for policy in policies
+        Scenario(trace, *policy, 4, 4, "h200", 0.5, 3, seed, paper=True, conditions=conditions) for seed in (0, 1, 5) for policy in policies
     ]
     assert {(each.nodes, each.gpus_per_node) for each in asked_of(monkeypatch, "--trace", trace, "--policy", "fifo", "--gpus", "4")} == {
         (1, 4)

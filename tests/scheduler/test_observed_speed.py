@@ -18,9 +18,9 @@ from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.scheduler import Scheduler
 from tlora.scheduler.state import ClusterState
 from tlora.sim.backend import SimulatedCluster
+from tlora.sim.conditions import Conditions
 from tlora.sim.machines import ClusterShape
 from tlora.sim.simulate import simulated_cluster
-from tlora.sim.truth import Truth
 
 READY = GroupReady("g0")
 
@@ -261,7 +261,7 @@ def cluster_of(factor: float) -> SimulatedCluster:
     """16 GPUs, on which 40 jobs queue; it reports, as its times are others than the scheduler believes."""
     sizes = (1, 2, 1, 4, 1, 8)
     jobs = [made_job(f"j{k}", 20_000 + 3000 * (k % 7), 400.0 * k, sizes[k % 6], 1000.0 * sizes[k % 6], "done") for k in range(40)]
-    return simulated_cluster(jobs, ClusterShape(4, 4), even_cost(), Truth(cost=slow(even_cost(), factor)))
+    return simulated_cluster(jobs, ClusterShape(4, 4), even_cost(), Conditions(cost=slow(even_cost(), factor)))
 
 
 def play(cluster: SimulatedCluster, scheduler: Scheduler, until: float = math.inf) -> None:

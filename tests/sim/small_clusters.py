@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from tlora.costs.cost import BaseConstants, CostModel
 from tlora.protocol import Event, JobGroup, JobProfile, JobSubmitted, NodeAdded, ParallelPlan
 from tlora.sim.backend import SimulatedCluster
+from tlora.sim.conditions import FREE_MOVES, Conditions
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import MappedJob
 from tlora.sim.records import JobState
 from tlora.sim.simulate import simulated_cluster
-from tlora.sim.truth import FREE_MOVES, Truth
 
 BASE = "base"
 
@@ -35,10 +35,10 @@ def group_of(name: str, *jobs: str, gpus: tuple[int, ...] = (0,), budget: int = 
     return JobGroup(name, BASE, gpus, ParallelPlan(len(gpus), budget * len(gpus)), jobs, tuple(1.0 for _ in jobs))
 
 
-def cluster_of(*jobs: MappedJob, nodes: int = 1, truth: Truth | None = None, tick_seconds: float = math.inf) -> SimulatedCluster:
-    """Nodes of two GPUs. What starts and moves costs nothing unless `truth` says so."""
+def cluster_of(*jobs: MappedJob, nodes: int = 1, conditions: Conditions | None = None, tick_seconds: float = math.inf) -> SimulatedCluster:
+    """Nodes of two GPUs. What starts and moves costs nothing unless `conditions` says so."""
     shape = ClusterShape(nodes, 2, tick_seconds=tick_seconds)
-    return simulated_cluster(jobs, shape, even_cost(), truth or Truth(moves=FREE_MOVES))
+    return simulated_cluster(jobs, shape, even_cost(), conditions or Conditions(moves=FREE_MOVES))
 
 
 def events_of(cluster: SimulatedCluster) -> Iterator[tuple[float, Event]]:

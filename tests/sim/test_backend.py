@@ -26,10 +26,10 @@ from tlora.protocol import (
     Tick,
 )
 from tlora.sim.backend import SimulatedCluster
+from tlora.sim.conditions import FREE_MOVES, Conditions, MoveCosts
 from tlora.sim.mapping import MappedJob
-from tlora.sim.truth import FREE_MOVES, MoveCosts, Truth
 
-MOVES = Truth(moves=MoveCosts())
+MOVES = Conditions(moves=MoveCosts())
 Seen = list[tuple[float, Event]]
 
 
@@ -51,7 +51,7 @@ def told(seen: Seen) -> Seen:
 
 
 def test_a_group_starts_cold_once_on_a_node_and_warm_from_then_on():
-    cluster = cluster_of(made_job("a", 100), made_job("b", 100, at=1.0), truth=MOVES)
+    cluster = cluster_of(made_job("a", 100), made_job("b", 100, at=1.0), conditions=MOVES)
     seen = played(cluster, a=[StartGroup(group_of("g0", "a"))], b=[StartGroup(group_of("g1", "b", gpus=(1,)))])
     assert told(seen) == [
         (11.0, GroupReady("g1")),
@@ -66,7 +66,7 @@ def test_a_group_starts_cold_once_on_a_node_and_warm_from_then_on():
 
 
 def test_who_joins_takes_its_time_and_the_others_lose_a_micro_batch():
-    cluster = cluster_of(made_job("a", 100), made_job("b", 100, at=50.0), truth=MOVES)
+    cluster = cluster_of(made_job("a", 100), made_job("b", 100, at=50.0), conditions=MOVES)
     seen = played(cluster, a=[StartGroup(group_of("g0", "a"))], b=[ChangeGroup(group_of("g0", "a", "b"))])
     a_ends = 51 + (100 - 14.6) * 2  # 14.6 steps by 50, a micro-batch of a second lost, then 2 seconds a step
     assert told(seen) == [
@@ -86,7 +86,7 @@ def test_who_joins_takes_its_time_and_the_others_lose_a_micro_batch():
 def test_one_join_in_a_window_is_tolerated_and_two_are_not(joins: int, beyond: int):
     # a's bound is met exactly by its steps of 2 seconds beside b; c and d pause the group for a micro-batch each, and leave at once.
     jobs = [made_job("a", 100), made_job("b", 100), *[alarm(40.0 + k) for k in range(joins)]]
-    cluster = cluster_of(*jobs, truth=Truth(moves=replace(FREE_MOVES, join_micro_batches=1.0)))
+    cluster = cluster_of(*jobs, conditions=Conditions(moves=replace(FREE_MOVES, join_micro_batches=1.0)))
     together = [ChangeGroup(group_of("g0", "a", "b"))]
     joining: dict[str, list[Action]] = {}
     for alarm_job in jobs[2:]:
@@ -98,7 +98,7 @@ def test_one_join_in_a_window_is_tolerated_and_two_are_not(joins: int, beyond: i
 
 def test_a_move_costs_checkpoint_and_join_and_the_step_under_way_and_counts_in_the_window():
     moves = replace(FREE_MOVES, join_seconds=2.0, checkpoint_seconds=1.0)
-    cluster = cluster_of(made_job("a", 100), made_job("b", 1000), alarm(9.5), truth=Truth(moves=moves))
+    cluster = cluster_of(made_job("a", 100), made_job("b", 1000), alarm(9.5), conditions=Conditions(moves=moves))
     actions: dict[str, list[Action]] = {
         "a": [StartGroup(group_of("g0", "a"))],
         "b": [StartGroup(group_of("g1", "b", gpus=(1,)))],
@@ -115,7 +115,7 @@ def test_a_move_costs_checkpoint_and_join_and_the_step_under_way_and_counts_in_t
 
 
 def test_waiting_between_two_groups_is_queueing_and_in_no_window():
-    cluster = cluster_of(made_job("a", 100), alarm(50.0), alarm(500.0), truth=MOVES)
+    cluster = cluster_of(made_job("a", 100), alarm(50.0), alarm(500.0), conditions=MOVES)
     actions: dict[str, list[Action]] = {
         "a": [StartGroup(group_of("g0", "a"))],
         "alarm at 50.0": [StopGroup("g0")],
@@ -133,7 +133,7 @@ def test_waiting_between_two_groups_is_queueing_and_in_no_window():
 
 
 def test_a_group_that_grows_goes_on_until_the_new_gpus_are_loaded_and_then_pauses():
-    cluster = cluster_of(made_job("a", 200), alarm(100.4), truth=MOVES)
+    cluster = cluster_of(made_job("a", 200), alarm(100.4), conditions=MOVES)
     actions: dict[str, list[Action]] = {
         "a": [StartGroup(group_of("g0", "a"))],
         "alarm at 100.4": [ChangeGroup(group_of("g0", "a", gpus=(0, 1)))],
@@ -152,7 +152,7 @@ def test_a_group_that_grows_goes_on_until_the_new_gpus_are_loaded_and_then_pause
 
 
 def test_gpus_that_are_taken_back_before_they_are_loaded_change_nothing():
-    cluster = cluster_of(made_job("a", 200), alarm(100.0), alarm(105.0), truth=MOVES)
+    cluster = cluster_of(made_job("a", 200), alarm(100.0), alarm(105.0), conditions=MOVES)
     actions: dict[str, list[Action]] = {
         "a": [StartGroup(group_of("g0", "a"))],
         "alarm at 100.0": [ChangeGroup(group_of("g0", "a", gpus=(0, 1)))],
@@ -164,7 +164,7 @@ def test_gpus_that_are_taken_back_before_they_are_loaded_change_nothing():
 
 
 def test_a_group_that_shrinks_pauses_and_goes_on_with_what_it_has():
-    cluster = cluster_of(made_job("a", 200, gpus=2), alarm(85.4), truth=MOVES)
+    cluster = cluster_of(made_job("a", 200, gpus=2), alarm(85.4), conditions=MOVES)
     actions: dict[str, list[Action]] = {
         "a": [StartGroup(group_of("g0", "a", gpus=(0, 1)))],
         "alarm at 85.4": [ChangeGroup(group_of("g0", "a", gpus=(1,)))],
@@ -175,7 +175,7 @@ def test_a_group_that_shrinks_pauses_and_goes_on_with_what_it_has():
 
 
 def test_a_group_whose_gpus_are_all_replaced_stands_until_the_new_ones_are_loaded():
-    cluster = cluster_of(made_job("a", 200), alarm(85.4), truth=MOVES)
+    cluster = cluster_of(made_job("a", 200), alarm(85.4), conditions=MOVES)
     actions: dict[str, list[Action]] = {
         "a": [StartGroup(group_of("g0", "a"))],
         "alarm at 85.4": [ChangeGroup(group_of("g0", "a", gpus=(1,)))],
@@ -192,20 +192,20 @@ def test_rows_end_in_the_state_that_they_had():
     assert [cluster.jobs[name].record().state for name in "ab"] == ["cancelled", "failed"]
 
 
-def lost_gpu() -> tuple[Truth, float]:
-    """A truth under which GPU 0 is lost once while jobs of some hours run, and nothing else is; and the time of it."""
+def lost_gpu() -> tuple[Conditions, float]:
+    """A conditions under which GPU 0 is lost once while jobs of some hours run, and nothing else is; and the time of it."""
     moves = replace(FREE_MOVES, checkpoint_interval_seconds=600.0)
     for seed in range(100_000):
-        truth = Truth(seed, mtbf_hours=5.0, repair_hours=1.0, moves=moves)
-        first, what = truth.failure("0", 0)
-        if 5000 < first < 9000 and not 0.25 <= what < 0.5 and min(truth.failure("0", 1)[0], truth.failure("1", 0)[0]) > 40000:
-            return truth, first
+        conditions = Conditions(seed, mtbf_hours=5.0, repair_hours=1.0, moves=moves)
+        first, what = conditions.failure("0", 0)
+        if 5000 < first < 9000 and not 0.25 <= what < 0.5 and min(conditions.failure("0", 1)[0], conditions.failure("1", 0)[0]) > 40000:
+            return conditions, first
     raise AssertionError("no seed has such a failure")
 
 
 def test_a_loss_sends_jobs_back_to_their_last_checkpoint_and_the_gpus_come_back():
-    truth, failure = lost_gpu()
-    cluster = cluster_of(made_job("a", 20000), truth=truth)
+    conditions, failure = lost_gpu()
+    cluster = cluster_of(made_job("a", 20000), conditions=conditions)
     events = events_of(cluster)
     until(events, JobSubmitted)
     cluster.execute(StartGroup(group_of("g0", "a")))
@@ -223,9 +223,9 @@ def test_a_loss_sends_jobs_back_to_their_last_checkpoint_and_the_gpus_come_back(
 
 
 def test_to_start_again_at_the_moment_of_a_loss_is_queueing():
-    truth, failure = lost_gpu()
-    truth = replace(truth, moves=replace(truth.moves, cold_start_seconds=100.0))
-    cluster = cluster_of(made_job("a", 20000), nodes=2, truth=truth)
+    conditions, failure = lost_gpu()
+    conditions = replace(conditions, moves=replace(conditions.moves, cold_start_seconds=100.0))
+    cluster = cluster_of(made_job("a", 20000), nodes=2, conditions=conditions)
     events = events_of(cluster)
     until(events, JobSubmitted)
     cluster.execute(StartGroup(group_of("g0", "a")))
@@ -239,17 +239,17 @@ def test_to_start_again_at_the_moment_of_a_loss_is_queueing():
 
 
 def test_a_group_asked_for_on_lost_gpus_is_not_started():
-    truth, failure = lost_gpu()
-    cluster = cluster_of(made_job("a", 20000), alarm(failure + 1), truth=truth)
+    conditions, failure = lost_gpu()
+    cluster = cluster_of(made_job("a", 20000), alarm(failure + 1), conditions=conditions)
     seen = list(_played(cluster, {f"alarm at {failure + 1}": [StartGroup(group_of("g0", "a"))]}))
     assert not any(isinstance(event, GroupReady) for _, event in seen)
     assert cluster.jobs["a"].record().state == "unfinished"
 
 
 def test_a_group_that_grows_onto_a_lost_gpu_is_lost():
-    truth, failure = lost_gpu()
+    conditions, failure = lost_gpu()
     late = alarm(failure + 1)
-    cluster = cluster_of(made_job("a", 20000, gpus=1), late, nodes=2, truth=truth)
+    cluster = cluster_of(made_job("a", 20000, gpus=1), late, nodes=2, conditions=conditions)
     actions: dict[str, list[Action]] = {
         "a": [StartGroup(group_of("g0", "a", gpus=(2,)))],
         late.job.job_id: [ChangeGroup(group_of("g0", "a", gpus=(0, 2)))],
@@ -344,18 +344,20 @@ def test_samples_are_what_runs_between_changes():
 
 
 def test_useful_work_is_counted_in_what_a_gpu_could_do():
-    cluster = cluster_of(made_job("a", 100), truth=Truth(moves=FREE_MOVES, saturated={BASE: 4000.0}))
+    cluster = cluster_of(made_job("a", 100), conditions=Conditions(moves=FREE_MOVES, saturated={BASE: 4000.0}))
     played(cluster, a=[StartGroup(group_of("g0", "a"))])
     assert cluster.samples[0].useful_share == 0.125
 
 
 def test_longer_steps_and_slower_groups_are_true_and_reported():
-    truth = Truth(seed=1, speed_error=0.15, length_error=0.1, drift=0.2, moves=FREE_MOVES)
-    cluster = cluster_of(made_job("a", 20000), truth=truth)
+    conditions = Conditions(seed=1, speed_error=0.15, length_error=0.1, drift=0.2, moves=FREE_MOVES)
+    cluster = cluster_of(made_job("a", 20000), conditions=conditions)
     seen = played(cluster, a=[StartGroup(group_of("g0", "a"))])
     record = cluster.jobs["a"].record()
-    assert record.tokens_per_step == 1000 * truth.length_of("a")
-    assert record.alone_seconds / record.steps == pytest.approx(truth.length_of("a") * truth.speed_of("a") * truth.drift_at(0.0, BASE))
+    assert record.tokens_per_step == 1000 * conditions.length_of("a")
+    assert record.alone_seconds / record.steps == pytest.approx(
+        conditions.length_of("a") * conditions.speed_of("a") * conditions.drift_at(0.0, BASE)
+    )
     reports = [event for _, event in seen if isinstance(event, StepsDone)]
     assert len(reports) == record.finished_seconds // 1800
     assert len({report.step_seconds for report in reports}) == len(reports)  # it drifts
@@ -363,8 +365,8 @@ def test_longer_steps_and_slower_groups_are_true_and_reported():
 
 
 def test_in_a_group_speeds_are_the_mean_by_tokens():
-    truth = Truth(seed=1, speed_error=0.15, moves=FREE_MOVES)
-    cluster = cluster_of(made_job("a", 100), made_job("b", 100), truth=truth)
+    conditions = Conditions(seed=1, speed_error=0.15, moves=FREE_MOVES)
+    cluster = cluster_of(made_job("a", 100), made_job("b", 100), conditions=conditions)
     seen = played(cluster, a=[StartGroup(group_of("g0", "a"))], b=[ChangeGroup(group_of("g0", "a", "b"))])
-    slower = (truth.speed_of("a") + truth.speed_of("b")) / 2
+    slower = (conditions.speed_of("a") + conditions.speed_of("b")) / 2
     assert min(seconds for seconds, event in seen if isinstance(event, JobFinished)) == pytest.approx(200 * slower)

@@ -19,15 +19,15 @@ from tlora.scheduler.draft import Draft
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.state import ClusterState
 from tlora.sim.bounds import lower_bounds, work_of
+from tlora.sim.conditions import FREE_MOVES, Conditions
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import BASES, MappedJob, mapped_jobs
 from tlora.sim.records import SimulationResult
 from tlora.sim.simulate import simulate
 from tlora.sim.trace import read_trace
-from tlora.sim.truth import FREE_MOVES, Truth
 from tlora.sim.workload import at_load, first
 
-FREE = Truth(moves=FREE_MOVES)
+FREE = Conditions(moves=FREE_MOVES)
 PLAIN, FUSED = cost_model("h200", "peft", BASES), cost_model("h200", "tlora", BASES)
 
 

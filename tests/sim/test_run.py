@@ -10,6 +10,7 @@ import pytest
 
 from tests.sim.small_traces import write_trace
 from tlora.report.simulation_page import simulation_page
+from tlora.sim.conditions import Conditions
 from tlora.sim.mapping import BASES
 from tlora.sim.outputs import policy_name
 from tlora.sim.run import (
@@ -26,7 +27,6 @@ from tlora.sim.run import (
 )
 from tlora.sim.scenario import Scenario, cost_of
 from tlora.sim.sweep import Row as SweepRow
-from tlora.sim.truth import Truth
 
 
 @pytest.fixture
@@ -61,8 +61,8 @@ def test_useful_work_is_counted_alike_whatever_the_kernels(plain: Scenario) -> N
 
 
 def test_the_truth_has_the_scenarios_seed(plain: Scenario) -> None:
-    rough = replace(plain, truth=Truth(speed_error=0.15))
-    first, second = (run_scenario(replace(rough, seed=seed)).result.settings["truth.seed"] for seed in (0, 7))
+    rough = replace(plain, conditions=Conditions(speed_error=0.15))
+    first, second = (run_scenario(replace(rough, seed=seed)).result.settings["conditions.seed"] for seed in (0, 7))
     assert (first, second) == (0, 7) and run_scenario(rough).result.jobs != run_scenario(plain).result.jobs
 
 

@@ -16,16 +16,16 @@ from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.scheduler import Scheduler
 from tlora.scheduler.state import ClusterState
 from tlora.sim.backend import SimulatedCluster
+from tlora.sim.conditions import Conditions
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import BASES, MappedJob, mapped_jobs
 from tlora.sim.records import SimulationResult
 from tlora.sim.simulate import Labels, simulate, simulated_cluster
 from tlora.sim.trace import read_trace
-from tlora.sim.truth import Truth
 from tlora.sim.workload import compressed, first
 
 SHAPE = ClusterShape(4, 8)
-ROUGH = Truth(seed=5, speed_error=0.15, length_error=0.1, drift=0.1, delay=0.5, mtbf_hours=200.0)
+ROUGH = Conditions(seed=5, speed_error=0.15, length_error=0.1, drift=0.1, delay=0.5, mtbf_hours=200.0)
 
 
 def some_jobs(count: int = 120) -> list[MappedJob]:
@@ -35,18 +35,18 @@ def some_jobs(count: int = 120) -> list[MappedJob]:
     return [replace(job, ends="cancelled" if k % 10 == 0 else "failed" if k % 11 == 0 else "done") for k, job in enumerate(jobs)]
 
 
-def result_of(policy: str, truth: Truth | None = None, jobs: list[MappedJob] | None = None) -> SimulationResult:
-    return simulate(jobs or some_jobs(), SHAPE, POLICIES[policy](), cost_model("h200", "tlora", BASES), truth)
+def result_of(policy: str, conditions: Conditions | None = None, jobs: list[MappedJob] | None = None) -> SimulationResult:
+    return simulate(jobs or some_jobs(), SHAPE, POLICIES[policy](), cost_model("h200", "tlora", BASES), conditions)
 
 
 def as_bytes(result: SimulationResult) -> bytes:
     return json.dumps(asdict(replace(result, decision_seconds=0.0, wall_seconds=0.0))).encode()
 
 
-@pytest.mark.parametrize("truth", [pytest.param(None, id="exact", marks=pytest.mark.soak), pytest.param(ROUGH, id="rough")])
+@pytest.mark.parametrize("conditions", [pytest.param(None, id="exact", marks=pytest.mark.soak), pytest.param(ROUGH, id="rough")])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_same_seed_gives_the_same_bytes(policy: str, truth: Truth | None):
-    assert as_bytes(result_of(policy, truth)) == as_bytes(result_of(policy, truth))
+def test_the_same_seed_gives_the_same_bytes(policy: str, conditions: Conditions | None):
+    assert as_bytes(result_of(policy, conditions)) == as_bytes(result_of(policy, conditions))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -60,7 +60,7 @@ def test_every_job_ends_in_its_state_also_where_machines_fail(policy: str):
 
 
 def test_errors_change_what_happens_and_the_seed_of_truth_does():
-    results = [as_bytes(result_of("backfill", truth)) for truth in (None, ROUGH, replace(ROUGH, seed=6))]
+    results = [as_bytes(result_of("backfill", conditions)) for conditions in (None, ROUGH, replace(ROUGH, seed=6))]
     assert len(set(results)) == 3
 
 
@@ -81,7 +81,7 @@ def test_what_the_scheduler_learns_does_not_change_the_truth():
 
 def test_the_truth_may_have_other_constants_than_the_belief():
     jobs = some_jobs(20)
-    slower = Truth(cost=cost_model("h200", "tlora", BASES, {"tokens_per_second": 0.8}))
+    slower = Conditions(cost=cost_model("h200", "tlora", BASES, {"tokens_per_second": 0.8}))
     by_truth = simulate(jobs, SHAPE, POLICIES["fifo"](), cost_model("h200", "tlora", BASES), slower)
     believed = result_of("fifo", None, jobs)
     assert all(true.alone_seconds > job.alone_seconds for true, job in zip(by_truth.jobs, believed.jobs, strict=True))
@@ -91,7 +91,7 @@ def test_it_says_what_was_simulated():
     labels = Labels("fifo", "tlora", "synth", 7, 0.9)
     result = simulate(some_jobs(5), SHAPE, POLICIES["fifo"](), even_cost(), ROUGH, labels)
     assert (result.policy, result.kernels, result.trace, result.seed, result.load) == ("fifo", "tlora", "synth", 7, 0.9)
-    assert result.settings["truth.speed_error"] == 0.15 and result.settings["cold_start_seconds"] == 35.4
+    assert result.settings["conditions.speed_error"] == 0.15 and result.settings["cold_start_seconds"] == 35.4
     assert {record.state for record in result.jobs} == {"rejected"}  # of bases that this cluster does not know
     assert result.decisions > 0 and 0 < result.decision_seconds < result.wall_seconds
     json.dumps(result.settings)
@@ -145,7 +145,7 @@ def test_late_and_repeated_news_lose_no_job(policy: str):
     jobs = some_jobs(60)
     cost = cost_model("h200", "tlora", BASES)
     for seed in range(3):
-        cluster = simulated_cluster(jobs, SHAPE, cost, Truth())
+        cluster = simulated_cluster(jobs, SHAPE, cost, Conditions())
         scheduler = Scheduler(POLICIES[policy](), cost)
         run(scheduler, Unreliable(cluster, seed))
         assert [job.state for job in cluster.jobs.values()] == [job.ends for job in jobs]

@@ -12,12 +12,12 @@ from pyarrow import parquet
 from tests.sim.small_traces import write_trace
 from tlora.errors import ConfigError, DataError
 from tlora.sim import processes
+from tlora.sim.conditions import Conditions
 from tlora.sim.grid import read_grid, scenarios_of
 from tlora.sim.processes import Standing
 from tlora.sim.result_files import held
 from tlora.sim.scenario import Scenario
 from tlora.sim.sweep import read_table, run_sweep, setting_cells, write_table
-from tlora.sim.truth import Truth
 
 FORMATS = pytest.mark.parametrize("name", ["rows.csv", "rows.parquet"])
 COLUMNS = tuple(setting_cells(Scenario(), ""))
@@ -105,9 +105,19 @@ def test_each_setting_makes_another_point(plain: Scenario, tmp_path: Path) -> No
         replace(plain, **change)
         for change in (
             *({"policy": "sjf"}, {"kernels": "peft"}, {"nodes": 8}, {"gpus_per_node": 4}, {"load": 0.5}, {"jobs": 3}, {"seed": 1}),
-            *({"delta": 2.0}, {"kappa": 1.0}, {"scale": (("launch_seconds", 1.3),)}, {"paper": True}, {"truth": Truth(drift=0.1)}),
-            *({"truth": Truth(speed_error=0.1)}, {"truth": Truth(length_error=0.1)}, {"truth": Truth(delay=1.0)}),
-            {"truth": Truth(mtbf_hours=10.0)},
+            *(
+                {"delta": 2.0},
+                {"kappa": 1.0},
+                {"scale": (("launch_seconds", 1.3),)},
+                {"paper": True},
+                {"conditions": Conditions(drift=0.1)},
+            ),
+            *(
+                {"conditions": Conditions(speed_error=0.1)},
+                {"conditions": Conditions(length_error=0.1)},
+                {"conditions": Conditions(delay=1.0)},
+            ),
+            {"conditions": Conditions(mtbf_hours=10.0)},
         )
     ]
     rows = run_sweep([plain, *others], tmp_path / "rows.csv", measured, silent)

@@ -78,13 +78,13 @@ def simulate(  # one parameter for each option, as typer has it
             raise typer.BadParameter("--sweep tells what to simulate, --out where its rows go; give both or neither")
         if seed is not None and seeds is not None:
             raise typer.BadParameter("--seed is one and --seeds are several; give one of the two")
+        from tlora.sim.conditions import Conditions
         from tlora.sim.result_files import check_results
         from tlora.sim.scenario import Scenario, check_names
-        from tlora.sim.truth import Truth
 
         num_nodes, gpus_per_node = _cluster(gpus, nodes)
-        truth = Truth(speed_error=truth_error, length_error=length_error, drift=drift, delay=delay, mtbf_hours=mtbf_hours)
-        plain = Scenario(trace, "", kernels, num_nodes, gpus_per_node, gpu, load, jobs, paper=paper, truth=truth)
+        conditions = Conditions(speed_error=truth_error, length_error=length_error, drift=drift, delay=delay, mtbf_hours=mtbf_hours)
+        plain = Scenario(trace, "", kernels, num_nodes, gpus_per_node, gpu, load, jobs, paper=paper, conditions=conditions)
         check_names(plain)
         contest = Contest(plain, _policies(policy, kernels), _seeds(seed, seeds))
         outputs = Outputs(csv_dir, html)

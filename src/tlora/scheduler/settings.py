@@ -10,7 +10,7 @@ Order = Literal["urgency", "arrival"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Tuned on trace ee9e8c, 128 GPUs, seeds 10-12, with the constants of one H200; the four costs are those of `sim/truth.py`.
+    """Tuned on trace ee9e8c, 128 GPUs, seeds 10-12, with the constants of one H200; the four costs are those of `sim/conditions.py`.
 
     `sharing`: jobs may share a group. `elastic`: a job may get more GPUs than it asks for, or fewer within its bound, and these may
     change while it runs. `preemption`: a job may have to wait again for one that is far more urgent. Without the three, in the order

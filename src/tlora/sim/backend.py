@@ -1,7 +1,7 @@
 """A cluster that is computed: one more back end of the controller, with a clock that jumps from event to event.
 
 Owns the clock, the GPUs and what becomes of actions; speeds are `flow.py`'s, windows `progress.py`'s, what differs from the scheduler's
-belief `truth.py`'s. Decides nothing.
+belief `conditions.py`'s. Decides nothing.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
+from tlora.sim.conditions import Conditions
 from tlora.sim.flow import GroupFlow, enter, leave, plan_ahead, settle, switch
 from tlora.sim.machines import ClusterShape, Machines
 from tlora.sim.mapping import MappedJob
 from tlora.sim.progress import Progress
 from tlora.sim.records import GroupSpan, Sample
-from tlora.sim.truth import Truth
 
 SETTLED_SECONDS = 900.0  # so long after the last change ticks go on where nobody waits
 MOST_TICKS = 16  # the most that the time between ticks grows to while they change nothing, in times of its own
@@ -43,14 +43,14 @@ _WHOLE = 1e-6  # steps; so near to a whole number they are one
 class SimulatedCluster:
     """Of `arrivals` in order of submission. `jobs` are those that have come, `spans` and `samples` what there was to see until now."""
 
-    def __init__(self, arrivals: Sequence[MappedJob], shape: ClusterShape, cost: CostModel, truth: Truth) -> None:
-        """`cost` is what the cluster follows, without the errors of `truth`."""
+    def __init__(self, arrivals: Sequence[MappedJob], shape: ClusterShape, cost: CostModel, conditions: Conditions) -> None:
+        """`cost` is what the cluster follows, without the errors of `conditions`."""
         self.jobs: dict[str, Progress] = {}
         self.spans: list[GroupSpan] = []
         self.samples: list[Sample] = []
-        self._arrivals, self._shape, self._cost, self._truth = arrivals, shape, cost, truth
-        self._exact = truth.exact
-        self._saturated = truth.saturated or {base: found.tokens_per_second for base, found in cost.constants.items()}
+        self._arrivals, self._shape, self._cost, self._conditions = arrivals, shape, cost, conditions
+        self._exact = conditions.exact
+        self._saturated = conditions.saturated or {base: found.tokens_per_second for base, found in cost.constants.items()}
         self._now = 0.0
         self._arrived = self._alive = self._waiting = 0
         self._arrival_at = arrivals[0].submit_seconds if arrivals else math.inf
@@ -59,7 +59,7 @@ class SimulatedCluster:
         self._upcoming: list[tuple[float, int, GroupFlow, int]] = []  # a heap: seconds, serial, group, its version
         self._serial = 0
         self._changed_at, self._tick_at, self._tick_gap = 0.0, shape.tick_seconds, shape.tick_seconds
-        self._machines = Machines(shape, truth)
+        self._machines = Machines(shape, conditions)
         self._outbox: list[Event] = [*self._machines.added()]
         # sums for the next sample
         self._unsampled = False
@@ -158,13 +158,13 @@ class SimulatedCluster:
         spec = arrival.job
         tokens, speed, alone = spec.profile.tokens_per_step, 1.0, math.nan
         if not self._exact:
-            tokens *= self._truth.length_of(spec.job_id)
-            speed = self._truth.speed_of(spec.job_id)
+            tokens *= self._conditions.length_of(spec.job_id)
+            speed = self._conditions.speed_of(spec.job_id)
         if spec.base_model in self._cost.constants and spec.gpus > 0 and tokens > 0:
             nodes = math.ceil(spec.gpus / self._shape.gpus_per_node)
             alone = self._cost.alone_step_seconds(spec.base_model, tokens, spec.gpus, nodes)
             if not self._exact:
-                alone *= speed * self._truth.drift_at(self._now, spec.base_model)
+                alone *= speed * self._conditions.drift_at(self._now, spec.base_model)
         assert spec.job_id not in self.jobs, f"{spec.job_id} comes twice"
         self.jobs[spec.job_id] = Progress(spec, arrival.ends, self._now, tokens, alone, speed)
         self._alive += 1
@@ -182,7 +182,7 @@ class SimulatedCluster:
         if flow.finishing is not None:
             self._finish(flow, flow.finishing)
         elif self._now >= flow.switch_at:
-            pause = self._truth.moves.resize_seconds if flow.gpus else 0.0
+            pause = self._conditions.moves.resize_seconds if flow.gpus else 0.0
             flow.switch_at = math.inf
             switch(flow, flow.wanted.gpus, self._machines.num_nodes(flow.wanted.gpus), self._now + pause)
         elif not self._exact:
@@ -217,7 +217,7 @@ class SimulatedCluster:
             if groups.get(name) is not flow:
                 continue
             before = flow.tokens_per_second
-            at = plan_ahead(flow, now, self._cost, self._truth)
+            at = plan_ahead(flow, now, self._cost, self._conditions)
             if flow.tokens_per_second != before:
                 self._count_tokens(flow.wanted.base_model, flow.tokens_per_second - before)
             if not self._exact and flow.members and at > now + CHECK_SECONDS:
@@ -270,7 +270,7 @@ class SimulatedCluster:
         if set(group.gpus) != set(before.gpus) and not self._regroup_gpus(flow, before.gpus):
             return
         if self._enter_new(flow, group):
-            flow.pauses = self._truth.moves.join_micro_batches
+            flow.pauses = self._conditions.moves.join_micro_batches
 
     def _regroup_gpus(self, flow: GroupFlow, before: tuple[int, ...]) -> bool:
         """Give up GPUs at once, and load the base on those that come while the others go on. False if that loses the group."""
@@ -290,18 +290,18 @@ class SimulatedCluster:
         elif len(kept) == len(wanted):
             flow.switch_at = math.inf
         if len(kept) < len(flow.gpus):
-            switch(flow, kept, machines.num_nodes(kept), self._now + self._truth.moves.resize_seconds)
+            switch(flow, kept, machines.num_nodes(kept), self._now + self._conditions.moves.resize_seconds)
         return True
 
     def _enter_new(self, flow: GroupFlow, group: JobGroup) -> bool:
         """The members that it shall have and has not. Whether there are any."""
-        moves, any_new = self._truth.moves, False
+        moves, any_new = self._conditions.moves, False
         for name, weight in zip(group.job_ids, group.weights, strict=True):
             job = self.jobs[name]
             if name in flow.members or job.state != "unfinished":
                 continue
             moved = job.left_at == self._now and not math.isnan(job.started_seconds)
-            seconds = 0.0 if not flow.gpus else moves.join_seconds * self._truth.delay_of(f"{name}|{self._now}")
+            seconds = 0.0 if not flow.gpus else moves.join_seconds * self._conditions.delay_of(f"{name}|{self._now}")
             enter(flow, job, weight, self._now, seconds + moved * moves.checkpoint_seconds)
             self._waiting -= 1
             any_new = True
@@ -332,7 +332,7 @@ class SimulatedCluster:
 
     def _checkpointed_steps(self, job: Progress) -> float:
         """As of its last checkpoint: one is made every so often from its joining on, at its present speed."""
-        since = (self._now - job.joined_at) % self._truth.moves.checkpoint_interval_seconds
+        since = (self._now - job.joined_at) % self._conditions.moves.checkpoint_interval_seconds
         done = job.steps - since / job.step_seconds if job.runs else job.steps
         return max(job.joined_steps, float(math.floor(done)))
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from tlora.costs.cost import CostModel
 from tlora.costs.sharing import Member, group_step_seconds, lone_step_seconds
 from tlora.protocol import JobGroup
+from tlora.sim.conditions import Conditions
 from tlora.sim.progress import Progress
-from tlora.sim.truth import Truth
 
 
 @dataclass(slots=True)
@@ -54,13 +54,13 @@ def settle(flow: GroupFlow, now: float) -> None:
             job.stand(seconds)
 
 
-def plan_ahead(flow: GroupFlow, now: float, cost: CostModel, truth: Truth) -> float:
+def plan_ahead(flow: GroupFlow, now: float, cost: CostModel, conditions: Conditions) -> float:
     """When something happens in the group by itself: a member ends or goes on, GPUs are ready; inf if never. It is settled at `now`."""
     if not flow.members and not flow.pauses:
         flow.tokens_per_second, flow.finishing, flow.stands = 0.0, None, flow.switch_at < math.inf
         return flow.switch_at
     if flow.stale and flow.members and flow.gpus:
-        _share(flow, now, cost, truth)
+        _share(flow, now, cost, conditions)
     if flow.pauses:
         _pause(flow, now)
     upcoming, finishing, tokens = flow.switch_at, None, 0.0
@@ -110,7 +110,7 @@ def leave(flow: GroupFlow, job: Progress, now: float, back_to_steps: float) -> N
     flow.stale = True
 
 
-def _share(flow: GroupFlow, now: float, cost: CostModel, truth: Truth) -> None:
+def _share(flow: GroupFlow, now: float, cost: CostModel, conditions: Conditions) -> None:
     """Work out everybody's speed."""
     wanted, count, jobs = flow.wanted, len(flow.gpus), list(flow.members.values())
     base, budget = wanted.base_model, wanted.plan.token_budget
@@ -125,9 +125,9 @@ def _share(flow: GroupFlow, now: float, cost: CostModel, truth: Truth) -> None:
         offered = sum(min(job.tokens_per_step, budget) for job in jobs)
         filled = min(cost.fill_share * budget, offered)
         flow.micro_batch_seconds = cost.micro_batch_seconds(base, filled, count, flow.num_nodes, len(jobs))
-    if not truth.exact:
+    if not conditions.exact:
         rates = [job.tokens_per_step / own for job, own in zip(jobs, seconds, strict=True)]
-        slower = sum(job.speed * rate for job, rate in zip(jobs, rates, strict=True)) / sum(rates) * truth.drift_at(now, base)
+        slower = sum(job.speed * rate for job, rate in zip(jobs, rates, strict=True)) / sum(rates) * conditions.drift_at(now, base)
         flow.micro_batch_seconds *= slower
         seconds = [own * slower for own in seconds]
     for job, own in zip(jobs, seconds, strict=True):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tlora.errors import ConfigError
 from tlora.protocol import GpusLost, NodeAdded
-from tlora.sim.truth import Truth
+from tlora.sim.conditions import Conditions
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +35,15 @@ class ClusterShape:
 class Machines:
     """`owner` tells of each GPU that is in use whose it is; `num_gpus` are not lost. A failure or repair is due at `next_at`."""
 
-    def __init__(self, shape: ClusterShape, truth: Truth) -> None:
+    def __init__(self, shape: ClusterShape, conditions: Conditions) -> None:
         self.owner: dict[int, str] = {}
         self.num_gpus = shape.num_gpus
-        self._shape, self._truth = shape, truth
+        self._shape, self._conditions = shape, conditions
         self._lost: set[int] = set()
         self._warm: set[tuple[int, str]] = set()  # node and base that it has run
         self._failures: list[tuple[float, int, int, tuple[int, ...]]] = []  # a heap: seconds, node, its failures, GPUs that come back
-        if truth.mtbf_hours is not None:
-            self._failures = sorted((truth.failure(str(node), 0)[0], node, 0, ()) for node in range(shape.nodes))
+        if conditions.mtbf_hours is not None:
+            self._failures = sorted((conditions.failure(str(node), 0)[0], node, 0, ()) for node in range(shape.nodes))
         self.next_at = self._failures[0][0] if self._failures else math.inf
 
     @property
@@ -75,23 +75,23 @@ class Machines:
     def start_seconds(self, base: str, gpus: Sequence[int], what: str) -> float:
         """Until the base is loaded on these; longer where one of their nodes has never run it, as it compiles. `what` names the start."""
         runs = {(gpu // self._shape.gpus_per_node, base) for gpu in gpus}
-        moves = self._truth.moves
+        moves = self._conditions.moves
         seconds = moves.warm_start_seconds if runs <= self._warm else moves.cold_start_seconds
         self._warm |= runs
-        return seconds * self._truth.delay_of(what)
+        return seconds * self._conditions.delay_of(what)
 
     def fail_or_repair(self) -> NodeAdded | GpusLost:
         """What is due. Whose the lost GPUs are is left as it is."""
         seconds, node, count, back = self._failures[0]
-        truth, gpus = self._truth, self._gpus_of(node)
+        conditions, gpus = self._conditions, self._gpus_of(node)
         if back:
             self._lost.difference_update(back)
-            upcoming, event = (seconds + truth.failure(str(node), count)[0], node, count, ()), self._added(node, back)
+            upcoming, event = (seconds + conditions.failure(str(node), count)[0], node, count, ()), self._added(node, back)
         else:
-            what = truth.failure(str(node), count)[1]
+            what = conditions.failure(str(node), count)[1]
             lost = (gpus[int(2 * what * len(gpus))],) if what < 0.5 else gpus
             self._lost.update(lost)
-            upcoming = (seconds + 3600 * truth.repair_hours, node, count + 1, lost)
+            upcoming = (seconds + 3600 * conditions.repair_hours, node, count + 1, lost)
             event = GpusLost(lost, "GPU lost" if len(lost) < len(gpus) else "node lost")
         self.num_gpus = self._shape.num_gpus - len(self._lost)
         heapq.heapreplace(self._failures, upcoming)

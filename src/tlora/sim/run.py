@@ -37,10 +37,10 @@ def run_scenario(scenario: Scenario) -> Outcome:
     """Read the trace and simulate it. Useful work is counted in our kernels' saturated tokens/s, whichever kernels the policy has."""
     scene, cost = scene_of(scenario), cost_of(scenario, scenario.kernels)
     saturated = {base: found.tokens_per_second for base, found in cost_of(scenario, "tlora").constants.items()}
-    truth = replace(scenario.truth, seed=scenario.seed, saturated=saturated)
+    conditions = replace(scenario.conditions, seed=scenario.seed, saturated=saturated)
     labels = Labels(scenario.policy, scenario.kernels, scene.trace, scenario.seed, scene.load)
     shape = ClusterShape(scenario.nodes, scenario.gpus_per_node)
-    result = simulate(scene.jobs, shape, POLICIES[scenario.policy](), cost, truth, labels)
+    result = simulate(scene.jobs, shape, POLICIES[scenario.policy](), cost, conditions, labels)
     result.settings = {**scene.notes, **_settings(scenario), **result.settings}
     believed = cost_of(scenario, scenario.kernels)  # `cost` may have been corrected
     return Outcome(scenario, result, lower_bounds(work_of(result.jobs, believed, shape.num_gpus, shape.gpus_per_node), shape.num_gpus))

@@ -1,4 +1,4 @@
-"""What a simulation is given: trace, cluster, policy, load, seed, constants, truth; and the jobs and cost models that follow from it."""
+"""What a simulation is given: trace, cluster, policy, load, seed, constants, conditions; and the jobs and costs that follow."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tlora.costs.hardware import cost_model, load_constants
 from tlora.errors import ConfigError, DataError
 from tlora.jobs_file.spelling import suggest
 from tlora.scheduler.policies import POLICIES
+from tlora.sim.conditions import Conditions
 from tlora.sim.event_log import is_event_log, read_event_log
 from tlora.sim.mapping import BASES, RULES, MappedJob, logged_jobs, mapped_jobs
 from tlora.sim.trace import SHIPPED, find_trace, read_trace
-from tlora.sim.truth import Truth
 from tlora.sim.workload import at_load, first, natural_load, span_seconds
 
 KERNELS = ("tlora", "peft")  # ours, and without the kernels' gain
@@ -47,7 +47,7 @@ class Scenario:
     kappa: float | None = None
     scale: tuple[tuple[str, float], ...] = ()
     paper: bool = False
-    truth: Truth = field(default_factory=Truth)
+    conditions: Conditions = field(default_factory=Conditions)
 
     @property
     def num_gpus(self) -> int:

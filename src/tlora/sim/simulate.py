@@ -14,10 +14,10 @@ from tlora.protocol import JobGroup
 from tlora.scheduler.scheduler import Policy, Scheduler
 from tlora.scheduler.state import ClusterState
 from tlora.sim.backend import SimulatedCluster
+from tlora.sim.conditions import Conditions
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import MappedJob
 from tlora.sim.records import SimulationResult
-from tlora.sim.truth import Truth
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +36,19 @@ def simulate(
     shape: ClusterShape,
     policy: Policy,
     cost: CostModel,
-    truth: Truth | None = None,
+    conditions: Conditions | None = None,
     labels: Labels | None = None,
 ) -> SimulationResult:
-    """Replay `jobs` under `policy`, which believes `cost`, in a cluster that behaves as `truth` says (None: as `cost` says).
+    """Replay `jobs` under `policy`, which believes `cost`, in a cluster that behaves as `conditions` says (None: as `cost` says).
 
     The scheduler and the controller are those of a real cluster. Equal arguments give equal results, but for wall times. `decisions`
     counts the policy's calls; what else the scheduler and the simulator do is in `wall_seconds` alone.
     """
     began = time.perf_counter()
     labels = labels or Labels()
-    truth = truth or Truth()
+    conditions = conditions or Conditions()
     clock = _Clock(policy)
-    cluster = simulated_cluster(jobs, shape, cost, truth)
+    cluster = simulated_cluster(jobs, shape, cost, conditions)
     with no_collection():  # 12 % of the time, to find nothing: no cycle is left behind here
         run(Scheduler(clock.decide, cost), cluster)
         records = [job.record() for job in cluster.jobs.values()]
@@ -65,14 +65,14 @@ def simulate(
         decisions=clock.calls,
         decision_seconds=clock.seconds,
         wall_seconds=time.perf_counter() - began,
-        settings=_settings(shape, truth),
+        settings=_settings(shape, conditions),
     )
 
 
-def simulated_cluster(jobs: Sequence[MappedJob], shape: ClusterShape, cost: CostModel, truth: Truth) -> SimulatedCluster:
-    """The cluster by itself, for a controller with a scheduler that believes a copy of `cost`: what corrects that is not the truth."""
+def simulated_cluster(jobs: Sequence[MappedJob], shape: ClusterShape, cost: CostModel, conditions: Conditions) -> SimulatedCluster:
+    """The cluster by itself, for a controller with a scheduler that believes a copy of `cost`: what corrects that is not the conditions."""
     ordered = sorted(jobs, key=lambda job: job.submit_seconds)
-    return SimulatedCluster(ordered, shape, truth.cost or cost, truth)
+    return SimulatedCluster(ordered, shape, conditions.cost or cost, conditions)
 
 
 @dataclass(slots=True)
@@ -91,6 +91,6 @@ class _Clock:
         return wanted
 
 
-def _settings(shape: ClusterShape, truth: Truth) -> dict[str, object]:
-    told = {each.name: getattr(truth, each.name) for each in fields(truth) if each.name not in ("moves", "cost", "saturated")}
-    return {**asdict(shape), **{f"truth.{name}": value for name, value in told.items()}, **asdict(truth.moves)}
+def _settings(shape: ClusterShape, conditions: Conditions) -> dict[str, object]:
+    told = {each.name: getattr(conditions, each.name) for each in fields(conditions) if each.name not in ("moves", "cost", "saturated")}
+    return {**asdict(shape), **{f"conditions.{name}": value for name, value in told.items()}, **asdict(conditions.moves)}

@@ -62,7 +62,7 @@ def run_sweep(
 
 def setting_cells(scenario: Scenario, inputs: str) -> Row:
     """The columns that tell one point from another. None: natural load, all jobs, each job's own bound, measured kappa, no failures."""
-    scale, truth = dict(scenario.scale), scenario.truth
+    scale, conditions = dict(scenario.scale), scenario.conditions
     return {
         "trace": scenario.trace,
         "inputs": inputs,
@@ -75,11 +75,11 @@ def setting_cells(scenario: Scenario, inputs: str) -> Row:
         "delta": scenario.delta,
         "kappa": scenario.kappa,
         **{SCALE + name: scale.get(name, 1.0) for name in CONSTANTS},
-        "speed_error": truth.speed_error,
-        "length_error": truth.length_error,
-        "drift": truth.drift,
-        "delay": truth.delay,
-        "mtbf_hours": truth.mtbf_hours,
+        "speed_error": conditions.speed_error,
+        "length_error": conditions.length_error,
+        "drift": conditions.drift,
+        "delay": conditions.delay,
+        "mtbf_hours": conditions.mtbf_hours,
         "seed": scenario.seed,
         "policy": scenario.policy,
         "kernels": scenario.kernels,

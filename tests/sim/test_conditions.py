@@ -6,39 +6,39 @@ from statistics import fmean
 import pytest
 
 from tlora.errors import ConfigError
+from tlora.sim.conditions import Conditions, MoveCosts
 from tlora.sim.machines import ClusterShape
-from tlora.sim.truth import MoveCosts, Truth
 
 
 def test_by_default_it_is_what_was_predicted():
-    truth = Truth()
-    assert truth.exact
-    assert (truth.speed_of("a"), truth.length_of("a"), truth.drift_at(5e4, "b"), truth.delay_of("c")) == (1, 1, 1, 1)
+    conditions = Conditions()
+    assert conditions.exact
+    assert (conditions.speed_of("a"), conditions.length_of("a"), conditions.drift_at(5e4, "b"), conditions.delay_of("c")) == (1, 1, 1, 1)
 
 
 def test_errors_are_spread_evenly_around_one_and_depend_on_seed_and_job_alone():
-    truth = Truth(seed=3, speed_error=0.15, length_error=0.1, delay=0.5)
-    speeds = [truth.speed_of(str(job)) for job in range(4000)]
+    conditions = Conditions(seed=3, speed_error=0.15, length_error=0.1, delay=0.5)
+    speeds = [conditions.speed_of(str(job)) for job in range(4000)]
     assert min(speeds) >= 0.85 and max(speeds) <= 1.15
     assert fmean(speeds) == pytest.approx(1, abs=0.005)
     assert fmean(speed > 1.075 for speed in speeds) == pytest.approx(0.25, abs=0.03)
-    assert fmean(truth.delay_of(str(job)) for job in range(4000)) == pytest.approx(1.5, abs=0.03)
-    assert truth.speed_of("7") == speeds[7] != replace(truth, seed=4).speed_of("7")
-    assert 0.9 <= truth.length_of("7") <= 1.1 and truth.length_of("7") != truth.speed_of("7")
+    assert fmean(conditions.delay_of(str(job)) for job in range(4000)) == pytest.approx(1.5, abs=0.03)
+    assert conditions.speed_of("7") == speeds[7] != replace(conditions, seed=4).speed_of("7")
+    assert 0.9 <= conditions.length_of("7") <= 1.1 and conditions.length_of("7") != conditions.speed_of("7")
 
 
 def test_drift_swings_around_one_within_a_day():
-    truth = Truth(drift=0.2)
-    day = [truth.drift_at(600.0 * k, "base") for k in range(144)]
+    conditions = Conditions(drift=0.2)
+    day = [conditions.drift_at(600.0 * k, "base") for k in range(144)]
     assert max(day) == pytest.approx(1.2, abs=1e-3) and min(day) == pytest.approx(0.8, abs=1e-3)
     assert fmean(day) == pytest.approx(1)
-    assert truth.drift_at(0.0, "base") == pytest.approx(truth.drift_at(86400.0, "base"))
-    assert truth.drift_at(0.0, "base") != truth.drift_at(0.0, "another")
+    assert conditions.drift_at(0.0, "base") == pytest.approx(conditions.drift_at(86400.0, "base"))
+    assert conditions.drift_at(0.0, "base") != conditions.drift_at(0.0, "another")
 
 
 def test_failures_come_as_often_as_the_mean_time_between_them_says():
-    truth = Truth(mtbf_hours=10.0)
-    drawn = [truth.failure("0", count) for count in range(4000)]
+    conditions = Conditions(mtbf_hours=10.0)
+    drawn = [conditions.failure("0", count) for count in range(4000)]
     assert fmean(seconds for seconds, _ in drawn) == pytest.approx(36000, rel=0.05)
     assert fmean(what < 0.5 for _, what in drawn) == pytest.approx(0.5, abs=0.03)
 
@@ -58,7 +58,7 @@ def test_failures_come_as_often_as_the_mean_time_between_them_says():
 )
 def test_what_cannot_be_true_is_refused(changes: dict[str, float], named: str):
     with pytest.raises(ConfigError, match=named):
-        Truth(**changes)
+        Conditions(**changes)
 
 
 def test_a_move_cannot_cost_less_than_nothing():

@@ -47,7 +47,7 @@ FREE_MOVES = MoveCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Truth:
+class Conditions:
     """By default exactly what the scheduler believes, but for `moves`, of which it knows nothing.
 
     `speed_error` e: a job's micro-batches take u times as long as predicted, u uniform in 1 +- e, alone and in a group (there the mean
