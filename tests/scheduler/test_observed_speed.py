@@ -13,8 +13,8 @@ from tests.sim.small_clusters import BASE, even_cost, made_job
 from tlora.costs.cost import CostModel
 from tlora.protocol import Event, GroupReady, JobFinished, JobGroup, NodeAdded, ParallelPlan, StepsDone, Tick
 from tlora.scheduler.group_index import GroupIndex, residual_capacity_of
-from tlora.scheduler.pace import Paces
 from tlora.scheduler.policies import POLICIES
+from tlora.scheduler.predictions import Predictions
 from tlora.scheduler.scheduler import Scheduler
 from tlora.scheduler.state import ClusterState
 from tlora.sim.backend import SimulatedCluster
@@ -228,11 +228,11 @@ def test_one_node_and_several_nodes_have_speeds_of_their_own() -> None:
 def test_what_is_kept_of_groups_is_worked_out_anew() -> None:
     timeline = made_timeline(4)
     timeline.tell(*(made_spec(f"j{k}", tokens=100.0, steps=100_000, max_slowdown=4.0) for k in range(6)))
-    state, paces = timeline.scheduler.state, Paces()
-    index = GroupIndex(paces)
+    state, predictions = timeline.scheduler.state, Predictions()
+    index = GroupIndex(predictions)
     for reports in (2, 300):
         learn(timeline.scheduler, 1.5, reports)
-        paces.follow(state)
+        predictions.follow(state)
         index.follow(state)
         for name, known in state.groups.items():
             view = index.view(name)

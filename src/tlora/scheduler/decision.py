@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from tlora.scheduler.draft import Draft
 from tlora.scheduler.group_index import GroupIndex, View
-from tlora.scheduler.pace import Pace, Paces
+from tlora.scheduler.predictions import Prediction, Predictions
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.state import ClusterState, Job
 from tlora.scheduler.urgency import is_starving, urgency
@@ -25,12 +25,12 @@ _T = TypeVar("_T")
 class Decision:
     """`touched` are the groups that it has changed: none changes twice in one decision. What it has worked out it remembers."""
 
-    def __init__(self, state: ClusterState, settings: Settings, paces: Paces, index: GroupIndex) -> None:
+    def __init__(self, state: ClusterState, settings: Settings, predictions: Predictions, index: GroupIndex) -> None:
         self.state, self.settings, self.index = state, settings, index
         self.draft = Draft(state)
         self.touched: set[str] = set()
         self.node_size = max(1, state.node_size)
-        self._paces = paces
+        self._predictions = predictions
         self._price = settings.delay_price * len(state.jobs) / max(1, state.num_gpus)
         self._nodes: list[str] | None = None
         self._urgency: dict[int, float] = {}
@@ -64,23 +64,23 @@ class Decision:
 
     # -- how many GPUs -------------------------------------------------------------------------------------------------
 
-    def pace(self, jobs: Sequence[Job], gpus: int, nodes: int | None = None) -> Pace | None:
+    def predict(self, jobs: Sequence[Job], gpus: int, nodes: int | None = None) -> Prediction | None:
         """Of `jobs` in one group on `gpus` GPUs, on as few nodes as can be or on `nodes`; None where a bound or memory forbids it."""
-        return self._paces.of(jobs, gpus, nodes or self.nodes_for(gpus))
+        return self._predictions.of(jobs, gpus, nodes or self.nodes_for(gpus))
 
     def nodes_for(self, gpus: int) -> int:
         return -(-gpus // self.node_size)
 
     def sizes(self, jobs: Sequence[Job]) -> Sequence[int]:
         """Numbers of GPUs on which `jobs` may run together, rising: their bounds are kept, and each GPU has samples to work on."""
-        return self._paces.choice(jobs).sizes
+        return self._predictions.choice(jobs).sizes
 
     def target(self, jobs: Sequence[Job]) -> int | None:
         """Their share of the GPUs: where the mean of slowdown * (1 + price * GPUs / jobs) is least; None if they can run on none.
 
         The first term is their own time, the second that of all others, who wait for the GPUs that these have meanwhile.
         """
-        best = self._paces.choice(jobs).cheapest(self._price / len(jobs))
+        best = self._predictions.choice(jobs).cheapest(self._price / len(jobs))
         if best is None and jobs[0].spec.gpus <= self.state.num_gpus:
             return jobs[0].spec.gpus if len(jobs) == 1 else None
         return best
@@ -153,7 +153,7 @@ class Decision:
     def share(self, view: View) -> int:
         """GPUs that are its due; 0 where it can run on no number of them."""
         if view.choice is None:
-            view.choice = self._paces.choice(view.jobs)
+            view.choice = self._predictions.choice(view.jobs)
         return view.choice.cheapest(self._price / len(view.jobs)) or self.target(view.jobs) or 0
 
     def beyond_share(self, view: View) -> int:
@@ -163,17 +163,17 @@ class Decision:
     # -- what is done --------------------------------------------------------------------------------------------------
 
     def open(self, jobs: Sequence[Job], gpus: tuple[int, ...]) -> None:
-        """A new group on GPUs that the draft has taken; `pace` allows it on so many."""
-        pace = self.pace(jobs, len(gpus), self.state.num_nodes(gpus)) or self.pace(jobs, len(gpus))
-        assert pace is not None, f"{[job.spec.job_id for job in jobs]} cannot run on {len(gpus)} GPUs"
-        self.touched.add(self.draft.open(jobs, gpus, pace.plan).group_id)
+        """A new group on GPUs that the draft has taken; `prediction` allows it on so many."""
+        prediction = self.predict(jobs, len(gpus), self.state.num_nodes(gpus)) or self.predict(jobs, len(gpus))
+        assert prediction is not None, f"{[job.spec.job_id for job in jobs]} cannot run on {len(gpus)} GPUs"
+        self.touched.add(self.draft.open(jobs, gpus, prediction.plan).group_id)
 
-    def change(self, group_id: str, jobs: Sequence[Job], gpus: tuple[int, ...], pace: Pace) -> None:
+    def change(self, group_id: str, jobs: Sequence[Job], gpus: tuple[int, ...], prediction: Prediction) -> None:
         """Other members or GPUs; GPUs that come are taken here, those that go are given back."""
         before = self.state.groups[group_id].group.gpus
         self.draft.give_back([gpu for gpu in before if gpu not in gpus])
         self.draft.take([gpu for gpu in gpus if gpu not in before])
-        self.draft.change(group_id, jobs, gpus, pace.plan)
+        self.draft.change(group_id, jobs, gpus, prediction.plan)
         self.touched.add(group_id)
 
     def stop(self, group_id: str) -> None:

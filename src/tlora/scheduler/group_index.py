@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tlora.protocol import JobGroup
-from tlora.scheduler.pace import Choice, Pace, Paces
 from tlora.scheduler.plans import most_capacity
+from tlora.scheduler.predictions import Choice, Prediction, Predictions
 from tlora.scheduler.state import ClusterState, Group, Job
 
 
@@ -35,7 +35,7 @@ class View:
     most_useful: int
     residual: float
     choice: Choice | None = None
-    wider: tuple[tuple[int, Pace], ...] | None = None
+    wider: tuple[tuple[int, Prediction], ...] | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -45,9 +45,9 @@ class View:
 class GroupIndex:
     """`gpus_of` are the GPUs of each tenant: a group's are its members' in equal parts."""
 
-    def __init__(self, paces: Paces) -> None:
-        self._paces = paces
-        self._version = 0  # of the paces that `choice` and `wider` rest on
+    def __init__(self, predictions: Predictions) -> None:
+        self._predictions = predictions
+        self._version = 0  # of the predictions that `choice` and `wider` rest on
         self._state: ClusterState | None = None
         self._forget()
 
@@ -72,8 +72,8 @@ class GroupIndex:
             if found is not None:
                 self._add(name, state, found)
         self._purge(state)
-        if self._version != self._paces.version:
-            self._version = self._paces.version
+        if self._version != self._predictions.version:
+            self._version = self._predictions.version
             for view in self._known.values():
                 view.choice = view.wider = None
 
@@ -128,7 +128,7 @@ class GroupIndex:
             slowdowns=[seconds / job.alone_step_seconds for seconds, job in zip(found.step_seconds, jobs, strict=True)],
             changed_at=found.changed_at,
             priority=max([job.spec.priority for job in jobs]),
-            most_useful=self._paces.most_useful_gpus(jobs),
+            most_useful=self._predictions.most_useful_gpus(jobs),
             residual=residual_capacity_of(state, found),
         )
 

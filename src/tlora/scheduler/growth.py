@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tlora.scheduler.decision import Decision
 from tlora.scheduler.group_index import View
-from tlora.scheduler.pace import Pace
+from tlora.scheduler.predictions import Prediction
 
 _MOST_SPREAD = 4  # groups that go to other nodes in one decision
 
@@ -36,12 +36,14 @@ def is_worth_it(decision: Decision, view: View, after: Sequence[float], pause_se
     return decision.seconds_saved(view.jobs, view.slowdowns, after) > (1 + settings.hysteresis) * len(view.jobs) * pause_seconds
 
 
-def _wider(decision: Decision, view: View) -> tuple[tuple[int, Pace], ...]:
+def _wider(decision: Decision, view: View) -> tuple[tuple[int, Prediction], ...]:
     """Numbers of GPUs beyond its own on which steps are shorter by the least share, rising, whatever the rest is worth."""
     if view.wider is None:
         most = (1 - decision.settings.growth_gain) * sum(view.slowdowns)
-        paces = [(gpus, decision.pace(view.jobs, gpus)) for gpus in decision.sizes(view.jobs) if gpus > len(view.gpus)]
-        view.wider = tuple([(gpus, pace) for gpus, pace in paces if pace is not None and sum(pace.slowdowns) <= most])
+        predictions = [(gpus, decision.predict(view.jobs, gpus)) for gpus in decision.sizes(view.jobs) if gpus > len(view.gpus)]
+        view.wider = tuple(
+            [(gpus, prediction) for gpus, prediction in predictions if prediction is not None and sum(prediction.slowdowns) <= most]
+        )
     return view.wider
 
 
@@ -79,11 +81,11 @@ def _fill(decision: Decision, node: str, growing: Iterable[View]) -> None:
 def _grow_to(decision: Decision, node: str, grower: _Grower) -> bool:
     """Let it have its GPUs, if that is worth what it costs."""
     view = grower.view
-    pace = decision.pace(view.jobs, grower.gpus, 1)
-    if pace is None or not is_worth_it(decision, view, pace.slowdowns, decision.settings.resize_seconds):
+    prediction = decision.predict(view.jobs, grower.gpus, 1)
+    if prediction is None or not is_worth_it(decision, view, prediction.slowdowns, decision.settings.resize_seconds):
         return False
     more = decision.draft.free_of(node)[: grower.gpus - len(view.gpus)]
-    decision.change(view.group_id, view.jobs, tuple(sorted((*view.gpus, *more))), pace)
+    decision.change(view.group_id, view.jobs, tuple(sorted((*view.gpus, *more))), prediction)
     return True
 
 
@@ -102,10 +104,10 @@ def _next_step(decision: Decision, grower: _Grower, free: int) -> tuple[float, i
     """How many more GPUs are worth most for each, if any are worth something: worth of each, number, value with them."""
     best: tuple[float, int, float] | None = None
     for more in range(1, min(free, grower.most - grower.gpus) + 1):
-        pace = decision.pace(grower.view.jobs, grower.gpus + more, 1)
-        if pace is None:
+        prediction = decision.predict(grower.view.jobs, grower.gpus + more, 1)
+        if prediction is None:
             continue
-        value = decision.value(grower.view.jobs, pace.slowdowns)
+        value = decision.value(grower.view.jobs, prediction.slowdowns)
         each = (value - grower.value) / more
         if each > 0 and (best is None or each > best[0]):
             best = each, more, value
@@ -121,7 +123,7 @@ class _Wider:
 
     worth: float
     view: View
-    pace: Pace
+    prediction: Prediction
     gpus: int
     nodes: tuple[str, ...]
     moves: bool
@@ -147,7 +149,7 @@ def _spread(decision: Decision) -> bool:
         decision.draft.take(more)
         decision.open(view.jobs, tuple(more))
     else:
-        decision.change(view.group_id, view.jobs, tuple(sorted((*kept, *more))), best.pace)
+        decision.change(view.group_id, view.jobs, tuple(sorted((*kept, *more))), best.prediction)
     return True
 
 
@@ -156,25 +158,25 @@ def _options(decision: Decision, view: View, free: dict[str, int]) -> list[_Wide
     size, settings, count, own = decision.node_size, decision.settings, len(view.gpus), view.nodes
     whole = [name for name, spare in free.items() if spare == size and name not in own]
     fills_nodes = count == view.num_nodes * size
-    tried: list[tuple[int, Pace, tuple[str, ...], bool]] = []
-    for gpus, pace in _wider(decision, view):
+    tried: list[tuple[int, Prediction, tuple[str, ...], bool]] = []
+    for gpus, prediction in _wider(decision, view):
         more = gpus // size - view.num_nodes
         if gpus <= size:
             roomy = min(((spare, name) for name, spare in free.items() if name not in own and spare >= gpus), default=None)
             if roomy is not None:
-                tried.append((gpus, pace, (roomy[1],), True))
+                tried.append((gpus, prediction, (roomy[1],), True))
         elif fills_nodes and gpus % size == 0 and len(whole) >= more:
-            tried.append((gpus, pace, tuple(whole[:more]), False))
+            tried.append((gpus, prediction, tuple(whole[:more]), False))
         elif len(whole) >= decision.nodes_for(gpus):
-            tried.append((gpus, pace, tuple(whole[: decision.nodes_for(gpus)]), True))
+            tried.append((gpus, prediction, tuple(whole[: decision.nodes_for(gpus)]), True))
     options: list[_Wider] = []
-    for gpus, pace, nodes, moves in tried:
+    for gpus, prediction, nodes, moves in tried:
         pause = settings.start_seconds + settings.checkpoint_seconds if moves else settings.resize_seconds
-        if not is_worth_it(decision, view, pace.slowdowns, pause):
+        if not is_worth_it(decision, view, prediction.slowdowns, pause):
             continue
-        worth = (decision.value(view.jobs, pace.slowdowns) - decision.worth(view)) / (gpus - count)
+        worth = (decision.value(view.jobs, prediction.slowdowns) - decision.worth(view)) / (gpus - count)
         if worth > 0:
-            options.append(_Wider(worth, view, pace, gpus, nodes, moves))
+            options.append(_Wider(worth, view, prediction, gpus, nodes, moves))
     return options
 
 
@@ -205,15 +207,15 @@ class _WayOut:
     won: float
     index: int
     gpus: int
-    rest: Pace
+    rest: Prediction
 
 
 def _way_out(decision: Decision, view: View, index: int, room: int) -> _WayOut | None:
     job, others = view.jobs[index], view.jobs[:index] + view.jobs[index + 1 :]
     share = decision.target([job])
     gpus = max((gpus for gpus in decision.sizes([job]) if share is not None and gpus <= min(share, room)), default=0)
-    alone = decision.pace([job], gpus) if gpus else None
-    rest = decision.pace(others, len(view.gpus), view.num_nodes)
+    alone = decision.predict([job], gpus) if gpus else None
+    rest = decision.predict(others, len(view.gpus), view.num_nodes)
     if rest is None or alone is None:
         return None
     after = [*rest.slowdowns[:index], *alone.slowdowns, *rest.slowdowns[index:]]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tlora.scheduler.decision import Decision
 from tlora.scheduler.group_index import View
-from tlora.scheduler.pace import Pace
+from tlora.scheduler.predictions import Prediction
 from tlora.scheduler.state import Job
 
 
@@ -28,14 +28,14 @@ _DEPTHS = tuple(_Depth)
 
 
 class Sacrifice(NamedTuple):
-    """A group that goes on with `keep` of its GPUs, at `pace`, or that stops, without any. `gpus` come free on the node in question.
+    """A group that goes on with `keep` of its GPUs, at `prediction`, or that stops, without any. `gpus` come free on the node in question.
 
     `loss` is the value that its members lose, `pause` that of the time for which they stand still.
     """
 
     group_id: str
     keep: tuple[int, ...]
-    pace: Pace | None
+    prediction: Prediction | None
     gpus: int
     loss: float
     pause: float
@@ -97,11 +97,11 @@ def apply(decision: Decision, sacrifices: tuple[Sacrifice, ...]) -> list[Job]:
     stopped: list[Job] = []
     for each in sacrifices:
         jobs = decision.view(each.group_id).jobs
-        if each.pace is None:
+        if each.prediction is None:
             decision.stop(each.group_id)
             stopped += jobs
         else:
-            decision.change(each.group_id, jobs, each.keep, each.pace)
+            decision.change(each.group_id, jobs, each.keep, each.prediction)
     return stopped
 
 
@@ -119,10 +119,12 @@ def _sacrifice(decision: Decision, view: View, node: str, wanted: int, depth: _D
         keep = tuple([gpu for gpu in view.gpus if gpu not in here]) if wide else here[: len(here) - count]
         if len(keep) < least:
             continue
-        pace = decision.pace(view.jobs, len(keep), decision.state.num_nodes(keep) if wide else 1)
-        if pace is not None:
-            loss = decision.worth(view) - decision.value(view.jobs, pace.slowdowns)
-            return Sacrifice(view.group_id, keep, pace, count, loss, decision.urgency_of(view) * len(view.jobs) * settings.resize_seconds)
+        prediction = decision.predict(view.jobs, len(keep), decision.state.num_nodes(keep) if wide else 1)
+        if prediction is not None:
+            loss = decision.worth(view) - decision.value(view.jobs, prediction.slowdowns)
+            return Sacrifice(
+                view.group_id, keep, prediction, count, loss, decision.urgency_of(view) * len(view.jobs) * settings.resize_seconds
+            )
     return None
 
 

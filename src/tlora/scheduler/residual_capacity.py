@@ -14,7 +14,7 @@ from tlora.protocol import JobGroup
 from tlora.scheduler.decision import Decision
 from tlora.scheduler.group_index import GroupIndex
 from tlora.scheduler.growth import grow
-from tlora.scheduler.pace import Pace, Paces
+from tlora.scheduler.predictions import Prediction, Predictions
 from tlora.scheduler.reclaim import Offer, Sacrifice, apply, offers
 from tlora.scheduler.scheduler import Policy
 from tlora.scheduler.settings import Settings
@@ -40,10 +40,10 @@ def residual_capacity(settings: Settings = Settings()) -> Policy:  # noqa: B008 
     def decide(state: ClusterState) -> list[JobGroup]:
         if not state.num_gpus or memory.holds(state):
             return []
-        paces, index = memory.paces, memory.index
-        paces.follow(state)
+        predictions, index = memory.predictions, memory.index
+        predictions.follow(state)
         index.follow(state)
-        decision = Decision(state, settings, paces, index)
+        decision = Decision(state, settings, predictions, index)
         if state.pending:
             _place_those_who_wait(decision, memory.queue(state))
         if settings.elastic and decision.draft.num_free:
@@ -59,8 +59,8 @@ class _Memory:
     """What is kept from one decision to the next: indexes, the order of a long queue, and whether there was nothing to do."""
 
     def __init__(self, settings: Settings) -> None:
-        self.paces = Paces()
-        self.index = GroupIndex(self.paces)
+        self.predictions = Predictions()
+        self.index = GroupIndex(self.predictions)
         self._settings = settings
         self._queue: Waiting | None = None
         self._ordered_at = -math.inf
@@ -119,13 +119,13 @@ def _place_those_who_wait(decision: Decision, waiting: Waiting) -> None:
 
 
 class _Place(NamedTuple):
-    """Where a job could run: alone on `gpus` GPUs of the offers' nodes, or in the group `joins` at `pace`. `net` is what it is worth."""
+    """Where a job could run: alone on `gpus` GPUs of the offers' nodes, or in the group `joins`, as predicted. `net` is its value."""
 
     net: float
     gpus: int = 0
     offers: tuple[Offer, ...] = ()
     joins: str = ""
-    pace: Pace | None = None
+    prediction: Prediction | None = None
 
 
 def _place(decision: Decision, job: Job, gently: bool) -> list[Job] | None:
@@ -152,9 +152,9 @@ def _place(decision: Decision, job: Job, gently: bool) -> list[Job] | None:
         decision.open([job], gpus)
         return []
     best = max(places, key=lambda place: (place.net, -sum(len(offer.sacrifices) for offer in place.offers), place.joins))
-    if best.pace is not None:
+    if best.prediction is not None:
         view = decision.view(best.joins)
-        decision.change(best.joins, [*view.jobs, job], view.gpus, best.pace)
+        decision.change(best.joins, [*view.jobs, job], view.gpus, best.prediction)
         return []
     stopped = apply(decision, tuple(each for offer in best.offers for each in offer.sacrifices))
     gpus = tuple([gpu for offer in best.offers for gpu in draft.free_of(offer.node)])[: best.gpus]
@@ -213,13 +213,13 @@ def _apart(candidates: Sequence[Offer], count: int) -> list[Offer]:
 
 def _worth(decision: Decision, job: Job, gpus: int, chosen: tuple[Offer, ...]) -> list[_Place]:
     """The place, if it is worth what it costs: (value won - value lost) * time there > (1 + h) * value of the pauses."""
-    pace = decision.pace([job], gpus, len(chosen))
-    if pace is None:
+    prediction = decision.predict([job], gpus, len(chosen))
+    if prediction is None:
         return []
-    net = decision.value([job], pace.slowdowns) - sum(offer.loss for offer in chosen)
+    net = decision.value([job], prediction.slowdowns) - sum(offer.loss for offer in chosen)
     pause = sum(offer.pause for offer in chosen)
     if pause and not _goes_first(decision, job, chosen):
-        seconds = job.remaining_seconds(decision.state.now) * pace.slowdowns[0]
+        seconds = job.remaining_seconds(decision.state.now) * prediction.slowdowns[0]
         if net * seconds <= (1 + decision.settings.hysteresis) * pause:
             return []
     return [_Place(net, gpus, chosen)]
@@ -241,13 +241,13 @@ def _joins(decision: Decision, job: Job) -> list[_Place]:
             continue
         view = decision.view(name)
         jobs = [*view.jobs, job]
-        pace = decision.pace(jobs, len(view.gpus), view.num_nodes)
+        prediction = decision.predict(jobs, len(view.gpus), view.num_nodes)
         asked = sum([member.spec.gpus for member in jobs])
-        if pace is None or (len(view.gpus) > asked and decision.pace(jobs, asked) is None):
+        if prediction is None or (len(view.gpus) > asked and decision.predict(jobs, asked) is None):
             continue  # or growth could not be taken back any more
-        net = decision.value(jobs, pace.slowdowns) - decision.worth(view)
+        net = decision.value(jobs, prediction.slowdowns) - decision.worth(view)
         if net > 0:
-            found.append(_Place(net, joins=name, pace=pace))
+            found.append(_Place(net, joins=name, prediction=prediction))
     return found
 
 

@@ -21,7 +21,7 @@ _NEAR = 1e-9  # relative
 _MEAN_OF_BUCKET = 1 / math.log(2)  # times 2^k: the mean of lengths between 2^k and 2^(k+1) whose logarithms are spread evenly
 
 
-class Pace(NamedTuple):
+class Prediction(NamedTuple):
     """`slowdowns` are the members' times between optimizer steps over those alone, in the members' order."""
 
     plan: ParallelPlan
@@ -65,7 +65,7 @@ class Choice:
         self._best, self._from, self._to = best, price - 0.9 * reach, price + 0.9 * reach
 
 
-class Paces:
+class Predictions:
     """Remembers. What it knows is forgotten where the cost model is corrected, or the cluster is another; `version` then is another."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Paces:
         self._cost: tuple[CostModel, int] | None = None  # and how often it had been corrected
         self._shape = (0, 0)
         self._sizes: list[int] = []
-        self._known: dict[tuple[object, int, int], Pace | None] = {}
+        self._known: dict[tuple[object, int, int], Prediction | None] = {}
         self._choices: dict[object, Choice] = {}
         self._most: dict[int, int] = {}  # by a job's number; costs do not matter to it
 
@@ -104,18 +104,20 @@ class Paces:
         (node_size, num_gpus), most = self._shape, self.most_useful_gpus(jobs)
         asked = sum([job.spec.gpus for job in jobs])
         tried = self._sizes if asked in self._sizes or asked > num_gpus else sorted((*self._sizes, asked))
-        found = [(gpus, pace) for gpus in tried if gpus <= most and (pace := self.of(jobs, gpus, -(-gpus // node_size))) is not None]
-        usual = tuple([(gpus, sum(pace.slowdowns)) for gpus, pace in found if gpus != asked or tried is self._sizes])
+        found = [
+            (gpus, prediction) for gpus in tried if gpus <= most and (prediction := self.of(jobs, gpus, -(-gpus // node_size))) is not None
+        ]
+        usual = tuple([(gpus, sum(prediction.slowdowns)) for gpus, prediction in found if gpus != asked or tried is self._sizes])
         return Choice(tuple([gpus for gpus, _ in found]), usual)
 
-    def of(self, jobs: Sequence[Job], gpus: int, nodes: int) -> Pace | None:
-        """The pace of `jobs` in one group on `gpus` GPUs of `nodes` nodes; None where somebody's bound, or memory, does not allow it."""
+    def of(self, jobs: Sequence[Job], gpus: int, nodes: int) -> Prediction | None:
+        """Of `jobs` in one group on `gpus` GPUs of `nodes` nodes; None if a member's bound, or memory, does not allow it."""
         key = (jobs[0].number if len(jobs) == 1 else tuple([job.number for job in jobs]), gpus, nodes)
         try:
             return self._known[key]
         except KeyError:
-            assert self._state is not None, "paces follow no state yet"
-            found = self._known[key] = _pace(self._state.cost, jobs, gpus, nodes)
+            assert self._state is not None, "predictions follow no state yet"
+            found = self._known[key] = _predict(self._state.cost, jobs, gpus, nodes)
             return found
 
     def most_useful_gpus(self, jobs: Sequence[Job]) -> int:
@@ -154,23 +156,23 @@ def _mean_sample_tokens(profile: JobProfile) -> float:
     return sum(count * 2**k for k, count in enumerate(profile.length_histogram)) * _MEAN_OF_BUCKET / samples
 
 
-def _pace(cost: CostModel, jobs: Sequence[Job], gpus: int, nodes: int) -> Pace | None:
+def _predict(cost: CostModel, jobs: Sequence[Job], gpus: int, nodes: int) -> Prediction | None:
     base = jobs[0].spec.base_model
     if len(jobs) == 1:
-        return _pace_alone(cost, jobs[0], gpus, nodes)
+        return _predict_alone(cost, jobs[0], gpus, nodes)
     plan = shared_plan(cost, base, gpus, nodes, jobs)
     if plan is None:
         return None
     members = [Member(job.spec.profile.tokens_per_step, job.weight) for job in jobs]
     seconds = group_step_seconds(cost, base, plan.token_budget, gpus, nodes, members)
-    return Pace(plan, tuple([own / job.alone_step_seconds for own, job in zip(seconds, jobs, strict=True)]))
+    return Prediction(plan, tuple([own / job.alone_step_seconds for own, job in zip(seconds, jobs, strict=True)]))
 
 
-def _pace_alone(cost: CostModel, job: Job, gpus: int, nodes: int) -> Pace | None:
+def _predict_alone(cost: CostModel, job: Job, gpus: int, nodes: int) -> Prediction | None:
     """On as many GPUs as it asks for it may run whatever the model, once corrected, says of its bound."""
     plan = exclusive_plan(cost, job, gpus)
     seconds = lone_step_seconds(cost, job.spec.base_model, plan.token_budget, gpus, nodes, job.spec.profile.tokens_per_step)
     slowdown = seconds / job.alone_step_seconds
     if gpus != job.spec.gpus and slowdown > job.spec.max_slowdown * (1 + ROUNDING):
         return None
-    return Pace(plan, (slowdown,))
+    return Prediction(plan, (slowdown,))
