@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from pathlib import Path
 
-from tlora.cluster.worker_process import JobState
+from tlora.cluster.worker_process import Membership
 from tlora.worker_protocol import Command, Join, Joined, Leave, Left, Load, Loaded, Report
 
 
@@ -17,7 +17,7 @@ class FakeWorker:
     ) -> None:
         self.gpu, self.load, self._inbox = gpu, load, inbox
         self.loaded = self.stopping = self.doomed = False
-        self.jobs: dict[str, JobState] = {}
+        self.jobs: dict[str, Membership] = {}
         self.told: Command | None = None
         self.commands: list[Command] = []
         STARTED.append(self)

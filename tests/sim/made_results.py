@@ -6,10 +6,10 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from tlora.sim.records import GroupSpan, JobRecord, JobState, Sample, SimulationResult
+from tlora.sim.records import FinalState, GroupSpan, JobRecord, Sample, SimulationResult
 
 BASES = ("llama-3-8b", "qwen3-0.6b")
-_STATES: tuple[JobState, ...] = ("done", "done", "done", "done", "done", "done", "done", "done", "cancelled", "failed")
+_STATES: tuple[FinalState, ...] = ("done", "done", "done", "done", "done", "done", "done", "done", "cancelled", "failed")
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Order:
     gpus: int
     submitted: float
     alone: float
-    state: JobState
+    state: FinalState
 
 
 @dataclass

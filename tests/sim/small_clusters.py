@@ -11,7 +11,7 @@ from tlora.sim.backend import SimulatedCluster
 from tlora.sim.conditions import FREE_MOVES, Conditions
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import MappedJob
-from tlora.sim.records import JobState
+from tlora.sim.records import FinalState
 from tlora.sim.simulate import simulated_cluster
 
 BASE = "base"
@@ -23,7 +23,7 @@ def even_cost() -> CostModel:
     return CostModel({BASE: constants, "other": constants}, fill_share=1.0)
 
 
-def made_job(name: str, steps: int, at: float = 0.0, gpus: int = 1, tokens: float = 1000.0, ends: JobState = "done") -> MappedJob:
+def made_job(name: str, steps: int, at: float = 0.0, gpus: int = 1, tokens: float = 1000.0, ends: FinalState = "done") -> MappedJob:
     """By itself on one GPU a step takes tokens / 1,000 seconds, so that a job of 1,000 steps of 1,000 tokens takes 1,000 seconds."""
     profile = JobProfile(tokens, steps, 512, 1000)
     seconds = tokens / (1000.0 * gpus)

@@ -13,7 +13,7 @@ from typing import IO, Literal
 
 from tlora.worker_protocol import Command, Load, Report, Stop, command_line, parse_report
 
-JobState = Literal["joining", "resident", "leaving"]
+Membership = Literal["joining", "resident", "leaving"]
 Message = tuple["WorkerProcess", Report | None]  # None: it has ended, and this is its last
 _TAIL_BYTES = 2000
 
@@ -28,7 +28,7 @@ class WorkerProcess:
         self.gpu, self.load, self._log = gpu, load, log
         self.loaded = self.stopping = False
         self.doomed = False  # it lets jobs go by itself: it was told to end, and not by us
-        self.jobs: dict[str, JobState] = {}
+        self.jobs: dict[str, Membership] = {}
         self.told: Command | None = None  # the last Share
         with log.open("ab") as stderr:
             # -P: without it a user's queue.py in the current directory would be run; a session of its own: Ctrl-C is the parent's

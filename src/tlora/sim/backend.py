@@ -1,7 +1,7 @@
 """A cluster that is computed: one more back end of the controller, with a clock that jumps from event to event.
 
-Owns the clock, the GPUs and what becomes of actions; speeds are `flow.py`'s, windows `progress.py`'s, what differs from the scheduler's
-belief `conditions.py`'s. Decides nothing.
+Owns the clock, the GPUs and what becomes of actions. Speeds are `flow.py`'s, windows of steps `simulated_job.py`'s, and what differs from
+the scheduler's belief `conditions.py`'s. Decides nothing.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from tlora.sim.conditions import Conditions
 from tlora.sim.flow import GroupFlow, enter, leave, plan_ahead, settle, switch
 from tlora.sim.machines import ClusterShape, Machines
 from tlora.sim.mapping import MappedJob
-from tlora.sim.progress import Progress
 from tlora.sim.records import GroupSpan, Sample
+from tlora.sim.simulated_job import SimulatedJob
 
 SETTLED_SECONDS = 900.0  # so long after the last change ticks go on where nobody waits
 MOST_TICKS = 16  # the most that the time between ticks grows to while they change nothing, in times of its own
@@ -45,7 +45,7 @@ class SimulatedCluster:
 
     def __init__(self, arrivals: Sequence[MappedJob], shape: ClusterShape, cost: CostModel, conditions: Conditions) -> None:
         """`cost` is what the cluster follows, without the errors of `conditions`."""
-        self.jobs: dict[str, Progress] = {}
+        self.jobs: dict[str, SimulatedJob] = {}
         self.spans: list[GroupSpan] = []
         self.samples: list[Sample] = []
         self._arrivals, self._shape, self._cost, self._conditions = arrivals, shape, cost, conditions
@@ -166,7 +166,7 @@ class SimulatedCluster:
             if not self._exact:
                 alone *= speed * self._conditions.drift_at(self._now, spec.base_model)
         assert spec.job_id not in self.jobs, f"{spec.job_id} comes twice"
-        self.jobs[spec.job_id] = Progress(spec, arrival.ends, self._now, tokens, alone, speed)
+        self.jobs[spec.job_id] = SimulatedJob(spec, arrival.ends, self._now, tokens, alone, speed)
         self._alive += 1
         self._waiting += 1
         self._happened(spec)
@@ -191,7 +191,7 @@ class SimulatedCluster:
         if flow.members:  # else nothing more happens in it until it is stopped
             self._touched[flow.wanted.group_id] = flow
 
-    def _finish(self, flow: GroupFlow, job: Progress) -> None:
+    def _finish(self, flow: GroupFlow, job: SimulatedJob) -> None:
         self._close_span(flow)
         leave(flow, job, self._now, job.total_steps)
         job.state, job.finished_seconds = job.ends, self._now
@@ -225,7 +225,7 @@ class SimulatedCluster:
             self._plan(flow, at)
             if flow.announce and not flow.stands:
                 flow.announce = False
-                self._report([job for job in flow.came if job.group is flow and job.joined_steps])
+                self._report([job for job in flow.came if job.group_id == name and job.joined_steps])
                 flow.came.clear()
                 self._outbox.append(GroupReady(name))
         self._touched.clear()
@@ -237,10 +237,10 @@ class SimulatedCluster:
             self._serial += 1
             heapq.heappush(self._upcoming, (at, self._serial, flow, flow.version))
 
-    def _report(self, jobs: Iterable[Progress]) -> None:
+    def _report(self, jobs: Iterable[SimulatedJob]) -> None:
         for job in jobs:
-            if job.runs and job.group is not None:
-                self._outbox.append(StepsDone(job.spec.job_id, job.group.wanted.group_id, job.steps, job.step_seconds))
+            if job.runs and job.group_id is not None:
+                self._outbox.append(StepsDone(job.spec.job_id, job.group_id, job.steps, job.step_seconds))
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
@@ -307,7 +307,7 @@ class SimulatedCluster:
             any_new = True
         return any_new
 
-    def _let_go(self, flow: GroupFlow, job: Progress) -> None:
+    def _let_go(self, flow: GroupFlow, job: SimulatedJob) -> None:
         """It checkpoints and leaves; of an optimizer step that is under way nothing is kept."""
         job.regroupings += not math.isnan(job.started_seconds)
         leave(flow, job, self._now, math.floor(job.steps + _WHOLE))
@@ -330,7 +330,7 @@ class SimulatedCluster:
         self._count_tokens(flow.wanted.base_model, -flow.tokens_per_second)
         self._unsampled = True
 
-    def _checkpointed_steps(self, job: Progress) -> float:
+    def _checkpointed_steps(self, job: SimulatedJob) -> float:
         """As of its last checkpoint: one is made every so often from its joining on, at its present speed."""
         since = (self._now - job.joined_at) % self._conditions.moves.checkpoint_interval_seconds
         done = job.steps - since / job.step_seconds if job.runs else job.steps

@@ -12,7 +12,7 @@ from tlora.costs.cost import CostModel
 from tlora.costs.sharing import Member, group_step_seconds, lone_step_seconds
 from tlora.protocol import JobGroup
 from tlora.sim.conditions import Conditions
-from tlora.sim.progress import Progress
+from tlora.sim.simulated_job import SimulatedJob
 
 
 @dataclass(slots=True)
@@ -23,8 +23,8 @@ class GroupFlow:
     switch_at: float  # when `gpus` become those that are wanted; inf if they are
     settled_at: float
     changed_at: float  # since when it has had these members and GPUs
-    members: dict[str, Progress]
-    came: list[Progress]  # since the last announcement
+    members: dict[str, SimulatedJob]
+    came: list[SimulatedJob]  # since the last announcement
     gpus: tuple[int, ...] = ()
     num_nodes: int = 0
     version: int = 0  # of what was last planned with it
@@ -34,7 +34,7 @@ class GroupFlow:
     announce: bool = True  # that it runs as wanted, once it does
     micro_batch_seconds: float = 0.0
     tokens_per_second: float = 0.0
-    finishing: Progress | None = None  # who ends first, if that is the next thing that happens
+    finishing: SimulatedJob | None = None  # who ends first, if that is the next thing that happens
 
 
 def settle(flow: GroupFlow, now: float) -> None:
@@ -90,10 +90,10 @@ def switch(flow: GroupFlow, gpus: tuple[int, ...], num_nodes: int, pause_until: 
         job.resume_at = max(job.resume_at, pause_until)
 
 
-def enter(flow: GroupFlow, job: Progress, weight: float, now: float, join_seconds: float) -> None:
+def enter(flow: GroupFlow, job: SimulatedJob, weight: float, now: float, join_seconds: float) -> None:
     """A member more, which runs when the group does and it has joined."""
-    assert job.group is None, f"{job.spec.job_id} is in {job.group.wanted.group_id} and cannot enter {flow.wanted.group_id}"
-    job.group, job.joined_at, job.joined_steps = flow, now, job.steps
+    assert job.group_id is None, f"{job.spec.job_id} is in {job.group_id} and cannot enter {flow.wanted.group_id}"
+    job.group_id, job.joined_at, job.joined_steps = flow.wanted.group_id, now, job.steps
     job.counts = job.counts and job.left_at == now  # a move counts, a wait does not
     job.resume_at = now + join_seconds
     job.weight = weight
@@ -102,11 +102,11 @@ def enter(flow: GroupFlow, job: Progress, weight: float, now: float, join_second
     flow.stale = flow.announce = True
 
 
-def leave(flow: GroupFlow, job: Progress, now: float, back_to_steps: float) -> None:
+def leave(flow: GroupFlow, job: SimulatedJob, now: float, back_to_steps: float) -> None:
     """A member less, which has `back_to_steps` of its steps to go on from."""
     del flow.members[job.spec.job_id]
     job.undo(back_to_steps)
-    job.group, job.runs, job.left_at = None, False, now
+    job.group_id, job.runs, job.left_at = None, False, now
     flow.stale = True
 
 

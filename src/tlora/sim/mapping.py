@@ -18,14 +18,14 @@ from tlora.costs.cost import CostModel
 from tlora.errors import ConfigError
 from tlora.protocol import Action, Event, JobProfile, JobSubmitted, RejectJob
 from tlora.scheduler.scheduler import MOST_COUNTED, why_unsound
-from tlora.sim.records import JobState
+from tlora.sim.records import FinalState
 from tlora.sim.trace import Trace, TraceJob
 
 Targets = Literal["all-linear", "attention"]
 _T = TypeVar("_T")
 
 # The words of ACMETrace, Helios and the shipped traces, Philly's own among them; whatever else a row says, it is replayed as done.
-_ENDS: dict[str, JobState] = {
+_ENDS: dict[str, FinalState] = {
     "CANCELLED": "cancelled",
     "KILLED": "cancelled",
     "FAILED": "failed",
@@ -87,7 +87,7 @@ class MappedJob:
     recorded_seconds: float
     alone_step_seconds: float
     job: JobSubmitted
-    ends: JobState = "done"
+    ends: FinalState = "done"
 
     @property
     def replayed_seconds(self) -> float:

@@ -13,7 +13,7 @@ from typing import get_args
 
 import numpy as np
 
-from tlora.sim.records import JobRecord, JobState, SimulationResult
+from tlora.sim.records import FinalState, JobRecord, SimulationResult
 
 Ratios = dict[str, float | str]
 
@@ -51,7 +51,7 @@ def metrics(result: SimulationResult) -> dict[str, float]:
         **_utilisation(result),
         "regroupings_per_job": _ratio(sum(job.regroupings for job in result.jobs), started),
         "decision_milliseconds": 1e3 * _ratio(result.decision_seconds, result.decisions),
-        **{f"jobs_{state}": float(states[state]) for state in get_args(JobState)},
+        **{f"jobs_{state}": float(states[state]) for state in get_args(FinalState)},
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-JobState = Literal["done", "cancelled", "failed", "rejected", "unfinished"]
+FinalState = Literal["done", "cancelled", "failed", "rejected", "unfinished"]
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class JobRecord:
     submitted_seconds: float
     started_seconds: float
     finished_seconds: float
-    state: JobState
+    state: FinalState
     tokens_per_step: float
     steps: float
     alone_seconds: float

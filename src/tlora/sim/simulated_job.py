@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from tlora.protocol import JobSubmitted
-from tlora.sim.records import JobRecord, JobState
-
-if TYPE_CHECKING:
-    from tlora.sim.flow import GroupFlow
+from tlora.sim.records import FinalState, JobRecord
 
 WINDOW_STEPS = 10
 _WHOLE = 1e-6  # steps; so near to a whole number they are one, as they are sums of quotients
 
 
 @dataclass(slots=True)
-class Progress:
+class SimulatedJob:
     """One job. `alone_step_seconds` is T0, its step in truth alone on its own GPUs with the same kernels, at its submission.
 
     Windows follow each other; none is counted before its tenth step. In its time counts: all of it while the job is in a group and has
@@ -32,16 +28,16 @@ class Progress:
     """
 
     spec: JobSubmitted
-    ends: JobState
+    ends: FinalState
     submitted_seconds: float
     tokens_per_step: float  # in truth
     alone_step_seconds: float
     speed: float  # its micro-batches' time in truth over that predicted
-    state: JobState = "unfinished"
+    state: FinalState = "unfinished"
     started_seconds: float = math.nan
     finished_seconds: float = math.nan
     # in its group
-    group: GroupFlow | None = None
+    group_id: str | None = None
     weight: float = 1.0
     runs: bool = False
     step_seconds: float = 0.0  # between its steps while it runs
