@@ -21,7 +21,7 @@ class PageReader(HTMLParser):
         self.tables: list[list[list[str]]] = []
         self.text = ""
         self._open: list[str] = []
-        self.feed(page)
+        self.feed(str(page))  # Markup would escape what is added to it
         self.close()
         assert not self._open, f"left open: {self._open}"
 

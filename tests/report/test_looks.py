@@ -93,7 +93,7 @@ def test_a_field_of_words_has_categories_and_a_third_field_is_named(tmp_path: Pa
     run = sweep(tmp_path, settings)
     colours = [job_looks(run.jobs)[job.name].colour for job in run.jobs]
     assert colours == [colour for _ in range(2) for colour in sequence_colours(3) for _ in range(2)]  # the numeric field with most values
-    assert "not told by the line: lr_scheduler_type (point at it)" in PageReader(keys_html(run.jobs)).text
+    assert "not shown by the line: lr_scheduler_type (point at it)" in PageReader(keys_html(run.jobs)).text
     words = sweep(tmp_path / "words", [*settings[:2], settings[6] | {"r": 4}], "w")
     assert len({look.colour for look in job_looks(words.jobs).values()}) == 2
 

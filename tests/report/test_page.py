@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 
+from markupsafe import Markup
 from pages import PageReader, read_figures, unpack
 from plotly.offline import get_plotlyjs
 
 from tlora.report.looks import Look
-from tlora.report.page import Chart, LegendEntry, Section, render_page
-from tlora.report.page_script import ROWS_SHOWN
+from tlora.report.page import ROWS_SHOWN, Chart, LegendEntry, Section, render_page
+from tlora.report.tables import Cell, Line, table
 
 X = list(range(20))
 
@@ -23,10 +24,9 @@ def make_page() -> str:
         "y": [math.nan, 1.23456789, math.inf, 1e300] + [0.5] * 16,
         "meta": {"x": {"step": X}},
     }
-    chart = Chart("Loss <1>", {"data": [trace, trace | {"y": X}], "layout": {"height": 200}}, note="a &lt; b", log=True)
-    return render_page(
-        'Run "x" & <y>', [Section("One", "<p>two</p>"), Section("Three", charts=[chart], legend=[LegendEntry('<a> "b"', Look("#123456"))])]
-    )
+    chart = Chart("Loss <1>", {"data": [trace, trace | {"y": X}], "layout": {"height": 200}}, note="a < b", log=True)
+    legend = [LegendEntry('<a> "b"', Look("#123456"))]
+    return render_page('Run "x" & <y>', [Section("One", Markup("<p>two</p>")), Section("Three", charts=[chart], legend=legend)])
 
 
 def test_figures_come_back_with_gaps_for_what_is_not_finite() -> None:
@@ -59,8 +59,16 @@ def test_nothing_is_loaded() -> None:
 def test_titles_and_groups_are_escaped() -> None:
     page = make_page()
     reader = PageReader(page)
-    assert "<h1>Run &quot;x&quot; &amp; &lt;y&gt;</h1>" in page and "<h3>Loss &lt;1&gt;</h3>" in page
+    assert "<h3>Loss &lt;1&gt;</h3>" in page and 'Run "x" & <y>' in reader.text and "a < b" in reader.text
     assert reader.attributes("data-group") == ['<a> "b"'] and not [tag for tag, _ in reader.elements if tag in ("a", "y")]
+
+
+def test_text_is_escaped_unless_it_was_made_as_markup() -> None:
+    reader = PageReader(render_page("x", [Section("", "<script>alert(1)</script>"), Section("", Markup("<em>ready</em>"))]))
+    assert "<script>alert(1)</script>" in reader.text and [tag for tag, _ in reader.elements].count("em") == 1
+    cells = [Cell("<a>", 1.0), Cell(Markup("<b>{}</b>").format("<c>"), math.nan)]
+    page = str(table(("policy", "#<d>"), [Line(cells)]))
+    assert "&lt;a&gt;" in page and "<b>&lt;c&gt;</b>" in page and "&lt;d&gt;" in page and "data-value" not in page
 
 
 def test_a_page_without_charts_needs_no_library() -> None:
@@ -88,7 +96,7 @@ def test_a_scale_switch_starts_as_the_figure_does_and_tells_what_a_log_axis_leav
 
 def test_the_fold_of_a_long_table_hides_what_its_button_counts() -> None:
     page = make_page()
-    assert f"ROWS_SHOWN = {ROWS_SHOWN}," in page and f".folded tbody tr:nth-child(n+{ROWS_SHOWN + 1}){{display:none" in page
+    assert f"ROWS_SHOWN = {ROWS_SHOWN};" in page and f".folded tbody tr:nth-child(n+{ROWS_SHOWN + 1}){{display:none" in page
 
 
 def test_without_scripts_a_page_says_where_its_numbers_are() -> None:

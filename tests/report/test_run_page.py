@@ -14,7 +14,7 @@ from made_runs import eval_rows, make_run, train_rows, write_job, write_rows, wr
 from pages import PageReader, read_charts, read_figures
 
 from tlora.errors import ConfigError
-from tlora.report.page_script import FAINT_UP_TO
+from tlora.report.page import FAINT_UP_TO
 from tlora.report.rows import read_json, read_rows
 from tlora.report.run_page import write_report
 

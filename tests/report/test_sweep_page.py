@@ -55,9 +55,9 @@ def test_a_sweep_that_trains_knows_its_values_leader_and_end(tmp_path: Path) -> 
     rows = reader.table("place", "job", "learning_rate", "last train loss", "status")
     assert [row[:4] for row in rows] == [["1", "s-lr0.001", "0.001", "1.0000"], ["2", "s-lr0.0001", "0.0001", "2.8000"], *[rows[2][:4]]]
     assert "Best so far: s-lr0.001 (learning_rate 0.001), last train loss 1.0000; the next best, s-lr0.0001: 2.8000." in reader.text
-    assert "Went wrong, 1 of 3: s-lr0.01 (loss rose from 3.0000 to 5.0000)." in reader.text
+    assert "Diverged or failed, 1 of 3: s-lr0.01 (loss rose from 3.0000 to 5.0000)." in reader.text
     assert all(row[4] == "trainingabout 6.0 s left" for row in rows)  # six steps to go, one a second
-    assert "3 of 3 still going on, about 6.0 s left." in reader.text and "about 6.0 s left, as of the last row" in reader.text
+    assert "3 of 3 still running, about 6.0 s left." in reader.text and "about 6.0 s left, as of the last row" in reader.text
 
 
 def test_epochs_tell_the_end_where_no_steps_are_set(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_epochs_tell_the_end_where_no_steps_are_set(tmp_path: Path) -> None:
 def test_nothing_is_said_of_an_end_that_cannot_be_known(tmp_path: Path) -> None:
     going_on(tmp_path, {1e-3: [3.0, 2.0], 1e-2: []})
     reader = PageReader(report_page(read_run(tmp_path)))
-    assert "2 of 2 still going on." in reader.text and "2 jobs cannot be estimated yet, as of the last row" in reader.text
+    assert "2 of 2 still running." in reader.text and "2 jobs cannot be estimated yet, as of the last row" in reader.text
 
 
 def test_the_evaluation_before_training_ranks_nothing(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_the_evaluation_before_training_ranks_nothing(tmp_path: Path) -> None:
     reader = PageReader(report_page(read_run(tmp_path)))
     rows = reader.table("place", "job", "r", "best eval loss")
     assert [row[:2] + row[3:4] for row in rows[:2]] == [["1", "s-b", "2.0000"], ["2", "s-a", "3.5000"]]
-    assert rows[2][0] == rows[2][3] == "\u2013" and "Went wrong, 1 of 3: s-c (failed)." in reader.text
+    assert rows[2][0] == rows[2][3] == "\u2013" and "Diverged or failed, 1 of 3: s-c (failed)." in reader.text
 
 
 def test_a_sweep_in_which_all_went_well_says_so(tmp_path: Path) -> None:

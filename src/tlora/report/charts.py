@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
+from markupsafe import Markup
+
 from tlora.report.looks import Look
-from tlora.report.page import Chart
-from tlora.report.page_script import FAINT_UP_TO
+from tlora.report.page import FAINT_UP_TO, Chart
 from tlora.report.rows import JsonObject, buckets, column, number, smooth, smoothing_window, thin
 from tlora.report.run_view import JobView, RunView
 from tlora.wording.numbers import settings_text, shorten, time_unit
@@ -86,9 +87,9 @@ def learning_charts(run: RunView, curves: Sequence[JobCurve]) -> list[Chart]:
     rates = [_line(curve, "learning_rate", ".3g") for curve in curves if curve.values["loss"]]
     norms = [trace for curve in curves for trace in _smoothed_pair(curve, "grad_norm", ".4g")]
     note = _average_note(run, curves)
-    broken = [f"{escape(job.name)} from step {step:,.0f}" for job in run.jobs if (step := job.broken_step) is not None]
+    broken = [f"{job.name} from step {step:,.0f}" for job in run.jobs if (step := job.broken_step) is not None]
     if broken:
-        note += f' <b class="bad">Loss not finite: {", ".join(broken)}.</b>'
+        note += Markup(' <b class="bad">Loss not finite: {}.</b>').format(", ".join(broken))
     charts = (
         Chart("Train loss", _figure(losses, "loss per trained token", titles), note, wide=True, log=True),
         Chart("Eval loss", _figure(evals, "loss per trained token", titles), "★ marks each job's best evaluation.", log=True),
@@ -259,7 +260,7 @@ def _packing(run: RunView) -> Chart:
         "yaxis": {"title": {"text": "fill (%)"}, "domain": [0.56, 1]},
         "yaxis2": {"title": {"text": "padding (%)"}, "domain": [0, 0.44], "rangemode": "tozero"},
     }
-    note = (
+    note = Markup(
         "Fill: tokens over the micro-batch budget. Padding: padded over computed tokens. "
         f'<span style="color:{_TAIL_COLOUR}">Grey: the tail</span>, when less than one budget of tokens was on offer.'
     )

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 
-from tlora.report.looks import CATEGORIES, DASHES, Look, job_colours, mark, sequence_colours
+from markupsafe import Markup
+
+from tlora.report.looks import CATEGORIES, DASHES, Look, job_colours, sequence_colours
 from tlora.report.rows import number
 from tlora.report.run_view import JobView
+from tlora.report.templates import render
 from tlora.wording.numbers import setting_text
 
 _MISSING = "#8a929c"  # of a job without the field, and of the key's dashes
@@ -82,31 +84,27 @@ def _value(job: JobView, field: str) -> str:
     return setting_text(job.settings[field]) if field in job.settings else ""
 
 
-def keys_html(jobs: Sequence[JobView]) -> str:
+def keys_html(jobs: Sequence[JobView]) -> Markup:
     """What colours and dashes mean, a line for each sweep."""
-    lines: list[str] = []
+    lines = Markup()
     for name in dict.fromkeys(job.sweep_of for job in jobs if job.sweep_of):
         members = [job for job in jobs if job.sweep_of == name]
         coded = _coded_fields(members)
-        if not coded:
-            continue
-        colours = {value: Look(colour) for value, colour in _colour_key(members, coded[0]).items()}
-        parts = [_key_part("colour", coded[0], colours)]
-        if len(coded) > 1:
-            dashes = {value: Look(_MISSING, dash) for value, dash in _dash_key(members, coded[1]).items()}
-            parts.append(_key_part("dash", coded[1], dashes))
-        if len(coded) > 2:
-            rest = ", ".join(escape(field) for field in coded[2:])
-            parts.append(f"<span>not told by the line: {rest} (point at it)</span>")
-        lines.append(f'<div class="key"><b>{escape(str(name))}</b>{"".join(parts)}</div>')
-    return "".join(lines)
+        parts = [
+            _key_part("colour", field, {value: Look(colour) for value, colour in _colour_key(members, field).items()})
+            for field in coded[:1]
+        ]
+        parts += [
+            _key_part("dash", field, {value: Look(_MISSING, dash) for value, dash in _dash_key(members, field).items()})
+            for field in coded[1:2]
+        ]
+        lines += render("key.html", sweep=name, parts=parts, untold=coded[2:]) if parts else ""
+    return lines
 
 
-def _key_part(what: str, field: str, looks: Mapping[str, Look]) -> str:
-    """Each value with its look; of more than can be told apart, an even choice and their count."""
+def _key_part(what: str, field: str, looks: Mapping[str, Look]) -> tuple[str, str, Mapping[str, Look], int]:
+    """Each value with its look; of more than can be told apart, an even choice. Last, their count."""
     values = list(looks)
     if len(values) > _KEY_VALUES:
         values = [values[round(at * (len(values) - 1) / 7)] for at in range(8)]
-    marks = "".join(f"<span>{mark(looks[value])}{escape(value)}</span>" for value in values)
-    left_out = f"<span>({len(values)} of {len(looks)} values)</span>" if len(values) < len(looks) else ""
-    return f"<span>{what}: {escape(field)}</span>{marks}{left_out}"
+    return what, field, {value: looks[value] for value in values}, len(looks)

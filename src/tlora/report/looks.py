@@ -5,7 +5,9 @@ from __future__ import annotations
 import colorsys
 from dataclasses import dataclass
 
-DASHES = {"solid": "", "dash": "6 3", "dot": "1.5 3", "longdash": "10 3", "dashdot": "6 3 1.5 3", "longdashdot": "10 3 1.5 3"}
+from markupsafe import Markup
+
+DASHES = {"solid": "none", "dash": "6 3", "dot": "1.5 3", "longdash": "10 3", "dashdot": "6 3 1.5 3", "longdashdot": "10 3 1.5 3"}
 CATEGORIES = 6  # the first of `job_colours`, which colour-blind eyes tell apart
 # Evenly spaced to eyes without one of the three receptors (8 CIELAB units or more), and visible on white and on near-black.
 _SEQUENCE = (
@@ -22,11 +24,11 @@ class Look:
     dash: str = "solid"
 
 
-def mark(look: Look) -> str:
+def mark(look: Look) -> Markup:
     """A short line as the charts draw it, to stand before a name."""
-    dashes = f' stroke-dasharray="{DASHES[look.dash]}"' if DASHES[look.dash] else ""
-    line = f'<line x1="1" y1="4" x2="23" y2="4" stroke="{look.colour}" stroke-width="4"{dashes}/>'
-    return f'<svg class="mark" width="24" height="8" viewBox="0 0 24 8" aria-hidden="true">{line}</svg>'
+    line = Markup('<line x1="1" y1="4" x2="23" y2="4" stroke="{}" stroke-width="4" stroke-dasharray="{}"/>')
+    svg = Markup('<svg class="mark" width="24" height="8" viewBox="0 0 24 8" aria-hidden="true">{}</svg>')
+    return svg.format(line.format(look.colour, DASHES[look.dash]))
 
 
 def sequence_colours(count: int) -> list[str]:

@@ -1,6 +1,6 @@
 """One self-contained HTML page of sections, tables and charts: plotly.js and all numbers are inside it, nothing is ever loaded.
 
-Generic: knows no run, no job. Text in `Section.html` and notes must be escaped by whoever makes it; titles are escaped here.
+Generic: knows no run and no job. Texts are escaped by the template `page.html`, unless they are `Markup`.
 """
 
 from __future__ import annotations
@@ -9,20 +9,16 @@ import base64
 import gzip
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from html import escape
 from typing import Any
 
-from tlora.report.looks import Look, mark
-from tlora.report.page_script import SCRIPT
-from tlora.report.page_style import STYLE
-from tlora.wording.numbers import shorten
+from tlora.report.looks import Look
+from tlora.report.templates import render
 
-# The page may run what is written in it and load nothing at all, whatever a plot or a name tries.
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-_NO_SCRIPT = '<noscript><p class="faint">Without JavaScript there are no charts; the tables hold all results.</p></noscript>'
+FAINT_UP_TO = 12  # groups shown at once: above that, the raw values under the averages are a fog
+ROWS_SHOWN = 40  # of a table; a button under a longer one shows the rest
 _SHARED_FROM = 8  # numbers: shorter lists are cheaper written out than referred to
 
 
@@ -31,15 +27,31 @@ class Chart:
     """A plotly figure (data and layout) under a title.
 
     Traces of one `legendgroup` are switched together by the page's legend. Of traces with `meta.role`, `raw` is faint under `mean` and
-    only shows while few groups are on, until the reader asks for `raw` alone. `layout.meta.x` names alternatives of the x axis, whose
+    is shown only while few groups are, until the reader asks for `raw` alone. `layout.meta.x` names alternatives of the x axis, whose
     values are each trace's `meta.x`. `log` offers a switch between a logarithmic y axis and a linear one; `yaxis.type` is the first shown.
     """
 
     title: str
     figure: dict[str, Any]
-    note: str = ""  # HTML
+    note: str = ""
     wide: bool = False
     log: bool = False
+
+    @property
+    def height(self) -> int:
+        """In pixels."""
+        return self.figure["layout"].get("height", 320) if "layout" in self.figure else 320
+
+    @property
+    def scale(self) -> str:
+        """Of the y axis at first."""
+        return self.figure["layout"].get("yaxis", {}).get("type", "linear")
+
+    @property
+    def values_below_log(self) -> int:
+        """How many values a logarithmic y axis leaves out."""
+        traces = [trace for trace in self.figure["data"] if trace.get("meta", {}).get("role") != "mean"]
+        return sum(1 for trace in traces for value in trace["y"] if math.isfinite(value) and value <= 0)
 
 
 @dataclass(frozen=True)
@@ -52,7 +64,7 @@ class LegendEntry:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, ready HTML, then charts in a grid. `legend` puts the page's legend at the top of this section's charts."""
+    """A heading, its text, then charts in a grid. `legend` puts the page's legend above the charts of this section."""
 
     title: str
     html: str = ""
@@ -65,73 +77,18 @@ def render_page(title: str, sections: Sequence[Section]) -> str:
     shared: dict[str, int] = {}
     figures = [_share(_plain(chart.figure), shared) for section in sections for chart in section.charts]
     payload = json.dumps({"figures": figures, "shared": [json.loads(text) for text in shared]}, allow_nan=False, separators=(",", ":"))
-    numbers = iter(range(len(figures)))
-    body = "".join(_section(section, numbers) for section in sections)
-    banner, library = _library() if figures else ("", _packed(""))
-    scripts = (
-        f"<!--\n{escape(banner)}\n--><script type='text/plain' id='library'>{library}</script>"
-        f"<script type='text/plain' id='payload'>{_packed(payload)}</script><script>{SCRIPT}</script>"
+    banner, library = _library() if figures else ("", packed(""))
+    page = render(
+        "page.html",
+        title=title,
+        sections=sections,
+        banner=banner,
+        library=library,
+        payload=packed(payload),
+        faint_up_to=FAINT_UP_TO,
+        rows_shown=ROWS_SHOWN,
     )
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
-        f"<style>{STYLE}</style><noscript><style>.legend,.charts{{display:none}}</style></noscript></head>\n<body><main><h1>{escape(title)}</h1>{_NO_SCRIPT}{body}</main>\n{scripts}</body></html>\n"
-    )
-
-
-def _section(section: Section, numbers: Iterator[int]) -> str:
-    heading = f"<h2>{escape(section.title)}</h2>" if section.title else ""
-    charts = "".join(_figure(chart, next(numbers)) for chart in section.charts)
-    grid = f'<div class="charts">{charts}</div>' if charts else ""
-    return f"<section>{heading}{section.html}{_legend(section.legend)}{grid}</section>\n"
-
-
-def _figure(chart: Chart, number: int) -> str:
-    note = f"<figcaption>{chart.note}</figcaption>" if chart.note else ""
-    layout = chart.figure.get("layout", {})
-    scale, unshown = _scale_switch(chart, number) if chart.log else ("", "")
-    return (
-        f'<figure{_class("wide" if chart.wide else "")}><div class="head"><h3>{escape(chart.title)}</h3>{scale}</div>'
-        f'{note}{unshown}<div class="plot" id="chart-{number}" style="height:{layout.get("height", 320)}px"></div></figure>'
-    )
-
-
-def _scale_switch(chart: Chart, number: int) -> tuple[str, str]:
-    """Two buttons, and what a logarithmic axis leaves out."""
-    shown = chart.figure["layout"].get("yaxis", {}).get("type", "linear")
-    buttons = "".join(
-        f'<button type="button" data-chart="{number}" data-scale="{name}" aria-pressed="{str(name == shown).lower()}">{name}</button>'
-        for name in ("log", "linear")
-    )
-    traces = [trace for trace in chart.figure["data"] if trace.get("meta", {}).get("role") != "mean"]
-    low = sum(1 for trace in traces for value in trace["y"] if math.isfinite(value) and value <= 0)
-    text = f"{low:,} {'value' if low == 1 else 'values'} of zero or below {'is' if low == 1 else 'are'} left out: see linear."
-    unshown = f'<p class="unshown"{"" if shown == "log" else " hidden"}>{text}</p>' if low else ""
-    return f'<div class="scales" role="group" aria-label="y axis">{buttons}</div>', unshown
-
-
-def _class(name: str) -> str:
-    return f' class="{name}"' if name else ""
-
-
-def _legend(entries: Sequence[LegendEntry]) -> str:
-    if not entries:
-        return ""
-    chips = "".join(
-        f'<button type="button" class="chip" aria-pressed="true" data-group="{escape(entry.group)}" title="{escape(entry.group)}">'
-        f"{mark(entry.look)}{escape(shorten(entry.group, 28))}</button>"
-        for entry in entries
-    )
-    find = '<input type="search" id="find" placeholder="find a job" aria-label="find a job">' if len(entries) > 12 else ""
-    several = '<button type="button" id="all">all</button><button type="button" id="none">none</button>' if len(entries) > 1 else ""
-    axis = '<label id="axis" hidden>x axis <select></select></label>'
-    lines = (
-        '<label id="lines" hidden>lines <select><option value="mean">averaged</option><option value="raw">every logged step</option>'
-        "</select></label>"
-    )
-    fold = f'<details open><summary id="shown">{len(entries)} of {len(entries)} shown</summary><div class="chips">{chips}</div></details>'
-    return f'<div class="legend"><div class="controls">{axis}{lines}{several}{find}</div>{fold}</div>'
+    return str(page)
 
 
 def _plain(value: Any) -> Any:
@@ -164,9 +121,9 @@ def _library() -> tuple[str, str]:
     from plotly.offline import get_plotlyjs  # takes 0.25 s, and most commands of the terminal write no page
 
     library = get_plotlyjs()
-    return library[: library.find("*/") + 2], _packed(library)
+    return library[: library.find("*/") + 2], packed(library)
 
 
-def _packed(text: str) -> str:
+def packed(text: str) -> str:
     """gzip in base64: plotly.js takes 2.0 instead of 4.8 MB, and no text of a file can end the script element it stands in."""
     return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()

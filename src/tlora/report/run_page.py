@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from markupsafe import Markup
+
 from tlora import durable
 from tlora.errors import CheckpointError, ConfigError
 from tlora.report.charts import job_curves, learning_charts, run_charts
@@ -40,7 +42,7 @@ def report_page(run: RunView) -> str:
     window = smoothing_window(max((len(job.train_rows) for job in run.jobs), default=0))
     learning, over_time = learning_charts(run, curves), run_charts(run, curves)
     legend = [LegendEntry(curve.job.name, looks[curve.job.name]) for curve in curves] if learning or over_time else []
-    empty = "" if legend else '<p class="faint">No rows yet: the charts appear once the first optimizer step is logged.</p>'
+    empty = "" if legend else Markup('<p class="faint">No rows yet: the charts appear once the first optimizer step is logged.</p>')
     single = [job for job in run.jobs if not job.sweep_of]
     sections = [Section("", run_facts(run)), *sweep_sections(run.jobs, looks, window)]
     if single:

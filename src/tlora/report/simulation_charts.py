@@ -31,7 +31,7 @@ Trace = dict[str, Any]
 def simulation_charts(view: SimulationView, drawn: Mapping[str, Look]) -> list[Chart]:
     """All charts; one without any point is left out."""
     dashed = any(look.dash != "solid" for look in drawn.values())
-    note = f"Dashed: with other kernels than {escape(usual_kernels(view))}." if dashed else ""
+    note = f"Dashed: with other kernels than {usual_kernels(view)}." if dashed else ""
     edges = _edges(view.policies)
     charts = [
         _completion(view, drawn, note),
@@ -164,6 +164,6 @@ def _gain_over_load(view: SimulationView, drawn: Mapping[str, Look]) -> Chart:
         ],
     }
     references = list(dict.fromkeys(str(row.get("reference", view.reference)) for row in view.sweep))
-    against = escape(references[0]) if len(references) == 1 else "the reference at the same point"
+    against = references[0] if len(references) == 1 else "the reference at the same point"
     note = f"Mean JCT of {against} over that of each policy. Mean of the seeds; the bars are the lowest and the highest."
     return Chart("Gain against load", {"data": traces, "layout": layout}, note, log=True)

@@ -5,6 +5,8 @@ Takes plain numbers and rows (`simulation_view.py`) and gives HTML in one piece.
 
 from __future__ import annotations
 
+from markupsafe import Markup
+
 from tlora.report.page import LegendEntry, Section, render_page
 from tlora.report.simulation_charts import simulation_charts
 from tlora.report.simulation_gantt import gantt_html
@@ -21,7 +23,7 @@ def simulation_page(view: SimulationView) -> str:
     legend = [LegendEntry(name, look) for name, look in drawn.items() if name in shown]
     sections = [
         Section("", result_html(view, drawn)),
-        Section("Curves", "" if charts else '<p class="faint">No job was done and nothing was sampled.</p>', charts, legend),
+        Section("Curves", "" if charts else Markup('<p class="faint">No job was done and nothing was sampled.</p>'), charts, legend),
         Section("All metrics", metrics_html(view, drawn)),
     ]
     if ratios := ratios_html(view, drawn):

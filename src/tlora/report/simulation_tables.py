@@ -1,18 +1,17 @@
-"""The metrics of a simulation in words and tables, as HTML and as text for a terminal: names, units, which way is better, meanings.
-
-Every text that came from outside is escaped here. The numbers are computed elsewhere and come by their keys.
-"""
+"""The tables of a simulation's page: its result, all metrics, ratios between policies, settings, constants."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
+
+from markupsafe import Markup
 
 from tlora.report.looks import Look, mark
 from tlora.report.rows import JsonObject, number
 from tlora.report.simulation_view import SimulationView
 from tlora.report.tables import Cell, Line, table
+from tlora.report.templates import render
 from tlora.wording.metrics import GROUPS, TIMES, Metric, metric_text
 from tlora.wording.numbers import DASH, duration_text
 
@@ -26,24 +25,22 @@ _SETTINGS_PER_TABLE = 8
 _EVEN = 0.005  # a ratio this near to 1 is neither better nor worse: it reads as 1.00
 
 
-def metrics_html(view: SimulationView, drawn: Mapping[str, Look]) -> str:
+def metrics_html(view: SimulationView, drawn: Mapping[str, Look]) -> Markup:
     """A table per kind of metric, a row per policy, the best of each column in green; then what each metric means."""
-    parts: list[str] = []
+    tables: dict[str, Markup] = {}
     for title, metrics in GROUPS.items():
         best = {metric.key: _best(metric, [policy.metrics for policy in view.policies]) for metric in metrics}
         rows: list[Line] = []
         for policy in view.policies:
             cells = [_metric_cell(metric, number(policy.metrics.get(metric.key)), best[metric.key]) for metric in metrics]
             rows.append(Line((_name_cell(policy.name, drawn), *cells)))
-        parts.append(f"{_heading(title)}{table(('policy', *(f'#{metric.label}' for metric in metrics)), rows)}")
-    meanings = "".join(
-        f"<dt>{escape(metric.label)}</dt><dd>{escape(metric.meaning)}</dd>" for metrics in GROUPS.values() for metric in metrics
-    )
-    return f"{''.join(parts)}<details><summary>What each column means</summary><dl>{meanings}</dl></details>"
+        tables[title] = table(("policy", *(f"#{metric.label}" for metric in metrics)), rows)
+    meanings = [(metric.label, metric.meaning) for metrics in GROUPS.values() for metric in metrics]
+    return _titled(tables) + render("settings.html", versions="", title="What each column means", facts=meanings)
 
 
-def _heading(title: str) -> str:
-    return f'<h3 style="margin:1.1rem 0 .5rem">{escape(title)}</h3>'
+def _titled(tables: Mapping[str, Markup]) -> Markup:
+    return Markup().join(Markup('<h3 class="sub">{}</h3>{}').format(title, table_) for title, table_ in tables.items())
 
 
 def _best(metric: Metric, policies: Sequence[Mapping[str, float]]) -> str:
@@ -56,19 +53,19 @@ def _best(metric: Metric, policies: Sequence[Mapping[str, float]]) -> str:
 
 def _metric_cell(metric: Metric, value: float, best: str) -> Cell:
     text = metric_text(metric.kind, value)
-    return Cell(f'<b class="good">{text}</b>' if text == best else text, value)
+    return Cell(Markup('<b class="good">{}</b>').format(text) if text == best else text, value)
 
 
 def _name_cell(name: str, drawn: Mapping[str, Look]) -> Cell:
-    return Cell(f"{mark(drawn[name])}{escape(name)}")
+    return Cell(mark(drawn[name]) + name)
 
 
-def ratios_html(view: SimulationView, drawn: Mapping[str, Look]) -> str:
+def ratios_html(view: SimulationView, drawn: Mapping[str, Look]) -> Markup:
     """How many times better each policy is: in everything than the reference, then in mean and p99 JCT than each other one."""
-    parts: list[str] = []
+    tables: dict[str, Markup] = {}
     against = [row for row in view.ratios if row["against"] == view.reference]
     if against:
-        parts.append(f"{_heading(f'Against {view.reference}')}{_reference_table(against, drawn)}")
+        tables[f"Against {view.reference}"] = _reference_table(against, drawn)
     names = [policy.name for policy in view.policies]
     if len(names) > 1 and view.ratios:
         for key, label in (("mean_jct_seconds", "Mean JCT"), ("p99_jct_seconds", "p99 JCT")):
@@ -77,15 +74,15 @@ def ratios_html(view: SimulationView, drawn: Mapping[str, Look]) -> str:
             rows = [
                 Line((_name_cell(name, drawn), *(_ratio_cell(found.get((name, other), math.nan)) for other in names))) for name in names
             ]
-            parts.append(f"{_heading(f'{label}: the row against the column')}{table(heads, rows)}")
-    note = (
+            tables[f"{label}: the row against the column"] = table(heads, rows)
+    note = Markup(
         '<p class="faint">Times better: above 1 the row is the better one. Completion times are compared over the jobs that are done '
         "under both, throughput and utilisation as each has them.</p>"
     )
-    return note + "".join(parts) if parts else ""
+    return note + _titled(tables) if tables else Markup()
 
 
-def _reference_table(against: Sequence[JsonObject], drawn: Mapping[str, Look]) -> str:
+def _reference_table(against: Sequence[JsonObject], drawn: Mapping[str, Look]) -> Markup:
     labels = {metric.key: metric.label for metrics in GROUPS.values() for metric in metrics}
     keys = (*_RATIOS, *_RATIOS_OF_USE)
     rows: list[Line] = []
@@ -99,15 +96,14 @@ def _reference_table(against: Sequence[JsonObject], drawn: Mapping[str, Look]) -
 def _ratio_cell(ratio: float) -> Cell:
     kind = "" if not math.isfinite(ratio) or abs(ratio - 1) < _EVEN else "good" if ratio > 1 else "bad"
     text = DASH if not math.isfinite(ratio) else f"{ratio:.2f}{TIMES}"
-    return Cell(f'<span class="{kind}">{text}</span>' if kind else text, ratio)
+    return Cell(Markup('<span class="{}">{}</span>').format(kind, text) if kind else text, ratio)
 
 
-def settings_html(view: SimulationView) -> str:
+def settings_html(view: SimulationView) -> Markup:
     """What was simulated, as tables side by side."""
-    rows = [Line((Cell(escape(str(key))), Cell(escape(_setting(value))))) for key, value in view.settings.items()]
+    rows = [Line((Cell(str(key)), Cell(_setting(value)))) for key, value in view.settings.items()]
     tables = [table(("setting", "value"), rows[at : at + _SETTINGS_PER_TABLE]) for at in range(0, len(rows), _SETTINGS_PER_TABLE)]
-    beside = "display:grid;grid-template-columns:repeat(auto-fit,minmax(20rem,1fr));gap:.75rem;align-items:start"
-    return f'<div style="{beside}">{"".join(tables)}</div>'
+    return Markup('<div class="side-by-side">{}</div>').format(Markup().join(tables))
 
 
 def _setting(value: object) -> str:
@@ -116,7 +112,7 @@ def _setting(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10_000 else str(value)
 
 
-def result_html(view: SimulationView, drawn: Mapping[str, Look]) -> str:
+def result_html(view: SimulationView, drawn: Mapping[str, Look]) -> Markup:
     """What came out: the best policy in a sentence, a row per policy with the most telling metrics, and what the numbers leave open."""
     gains = {str(row["name"]): number(row["mean_jct_seconds"]) for row in view.ratios if row["against"] == view.reference}
     metrics = {metric.key: metric for group in GROUPS.values() for metric in group}
@@ -128,9 +124,11 @@ def result_html(view: SimulationView, drawn: Mapping[str, Look]) -> str:
         cells = (_name_cell(policy.name, drawn), mean_jct, _ratio_cell(gains.get(policy.name, math.nan)), *others)
         rows.append(Line(cells, "winner" if policy.name == _leader(view) else ""))
     heads = ("policy", f"#{shown[0].label}", "#gain", *(f"#{metric.label}" for metric in shown[1:]))
-    note = f"Gain: mean JCT of {escape(view.reference)} over that of the policy, over the jobs that are done under both." if gains else ""
-    warnings = [f'<p><span class="status stopped">{label}</span> {text}</p>' for label, text in _warnings(view)]
-    return f'{_verdict(view, gains)}{table(heads, rows)}<p class="faint">{note}</p>{"".join(warnings)}'
+    note = f"Gain: mean JCT of {view.reference} over that of the policy, over the jobs that are done under both." if gains else ""
+    end = Markup('<p class="faint">{}</p>').format(note)
+    for warning in _warnings(view):
+        end += Markup('<p><span class="status stopped">{}</span> {}</p>').format(*warning)
+    return _verdict(view, gains) + table(heads, rows) + end
 
 
 def _leader(view: SimulationView) -> str:
@@ -139,30 +137,30 @@ def _leader(view: SimulationView) -> str:
     return min((name for name, mean in means.items() if math.isfinite(mean)), key=means.__getitem__, default="")
 
 
-def _verdict(view: SimulationView, gains: Mapping[str, float]) -> str:
+def _verdict(view: SimulationView, gains: Mapping[str, float]) -> Markup:
     """The leader, how much better it is than the reference, and which of the others comes next."""
     leader = _leader(view)
     if not leader:
-        return '<p class="verdict">No job was done.</p>'
+        return Markup('<p class="verdict">No job was done.</p>')
     means = {policy.name: number(policy.metrics.get("mean_jct_seconds")) for policy in view.policies}
-    text = f"Lowest mean JCT: <b>{escape(leader)}</b>, <b>{duration_text(means.pop(leader))}</b>"
+    text = Markup("Lowest mean JCT: <b>{}</b>, <b>{}</b>").format(leader, duration_text(means.pop(leader)))
     if leader != view.reference and math.isfinite(gains.get(leader, math.nan)):
-        text += f", {gains[leader]:.2f}{TIMES} better than {escape(view.reference)}"
+        text += f", {gains[leader]:.2f}{TIMES} better than {view.reference}"
     means.pop(view.reference, None)
     if second := min((name for name, mean in means.items() if math.isfinite(mean)), key=means.__getitem__, default=""):
-        text += f"; the next of the others: {escape(second)}, {duration_text(means[second])}"
-    return f'<p class="verdict">{text}.</p>'
+        text += f"; the next of the others: {second}, {duration_text(means[second])}"
+    return Markup('<p class="verdict">{}.</p>').format(text)
 
 
 def _warnings(view: SimulationView) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     guessed = [row for row in view.constants if is_extrapolated(row)]
     if guessed:
-        names = ", ".join(dict.fromkeys(escape(str(row["field"])) for row in guessed))
+        names = ", ".join(dict.fromkeys(str(row["field"]) for row in guessed))
         found.append(("extrapolated", f"{len(guessed)} of {len(view.constants)} constants were not measured: {names}. See Constants."))
     for policy in view.policies:
         if left := number(policy.metrics.get("jobs_unfinished")):
-            found.append(("unfinished", f"{escape(policy.name)}: {left:,.0f} jobs had not ended; its completion times are without them."))
+            found.append(("unfinished", f"{policy.name}: {left:,.0f} jobs had not ended; its completion times are without them."))
     return found
 
 
@@ -171,14 +169,14 @@ def is_extrapolated(constant: JsonObject) -> bool:
     return str(constant["source"]).lower().startswith("extrapolated")
 
 
-def constants_html(constants: Sequence[JsonObject]) -> str:
+def constants_html(constants: Sequence[JsonObject]) -> Markup:
     """Each constant with where it was measured, or the label that it was not."""
     rows: list[Line] = []
     for row in constants:
         label, kind = ("extrapolated", "stopped") if is_extrapolated(row) else ("measured", "done")
-        texts = (Cell(escape(str(row[key]))) for key in ("base", "kernels", "field"))
+        texts = (Cell(str(row[key])) for key in ("base", "kernels", "field"))
         value = number(row["value"])
         source = str(row["source"]).removeprefix("extrapolated:").strip()
-        origin = Cell(f'<span class="status {kind}">{label}</span>')
-        rows.append(Line((*texts, Cell(f"{value:.5g}", value), origin, Cell(f'<div class="text">{escape(source)}</div>'))))
+        origin = Cell(Markup('<span class="status {}">{}</span>').format(kind, label))
+        rows.append(Line((*texts, Cell(f"{value:.5g}", value), origin, Cell(Markup('<div class="text">{}</div>').format(source)))))
     return table(("base", "kernels", "constant", "#value", "origin", "source"), rows)

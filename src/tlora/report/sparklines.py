@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from markupsafe import Markup
+
 from tlora.report.looks import DASHES, Look
 from tlora.report.rows import column, smooth, thin
 from tlora.report.run_view import JobView
@@ -48,19 +50,19 @@ def spark_scale(jobs: Sequence[JobView], window: int) -> SparkScale | None:
     return SparkScale(middle - half, middle + half, max(step for step, _ in points), not positive, window)
 
 
-def sparkline(job: JobView, scale: SparkScale | None, look: Look) -> str:
+def sparkline(job: JobView, scale: SparkScale | None, look: Look) -> Markup:
     """The averaged losses as an inline picture of a few hundred bytes; nothing for fewer than two finite ones."""
     points = _averages(job, scale.window) if scale else []
     if scale is None or len(points) < 2:
-        return ""
+        return Markup()
     across, up = (_WIDTH - 2 * _EDGE) / (scale.steps or 1), _HEIGHT - 2 * _EDGE
     kept = thin([[loss for _, loss in points]], _POINTS)
     path = " ".join(f"{_EDGE + points[at][0] * across:.1f},{_HEIGHT - _EDGE - scale.height(points[at][1]) * up:.1f}" for at in kept)
-    dashes = f' stroke-dasharray="{DASHES[look.dash]}"' if DASHES[look.dash] else ""
-    return (
-        f'<svg class="spark" width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" aria-hidden="true">'
-        f'<polyline points="{path}" fill="none" stroke="{look.colour}" stroke-width="1.6" stroke-linejoin="round"{dashes}/></svg>'
+    svg = Markup(
+        '<svg class="spark" width="{0}" height="{1}" viewBox="0 0 {0} {1}" aria-hidden="true"><polyline points="{2}" fill="none"'
+        ' stroke="{3}" stroke-width="1.6" stroke-linejoin="round" stroke-dasharray="{4}"/></svg>'
     )
+    return svg.format(_WIDTH, _HEIGHT, path, look.colour, DASHES[look.dash])
 
 
 def _averages(job: JobView, window: int) -> list[tuple[float, float]]:

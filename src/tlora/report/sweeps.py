@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from markupsafe import Markup
+
 from tlora.report.job_looks import swept_fields, swept_values
 from tlora.report.looks import Look
 from tlora.report.page import Chart, Section
@@ -32,26 +34,27 @@ def sweep_sections(jobs: Sequence[JobView], looks: Mapping[str, Look], window: i
     return sections
 
 
-def sweep_verdict(jobs: Sequence[JobView]) -> str:
+def sweep_verdict(jobs: Sequence[JobView]) -> Markup:
     """Which job leads, which ones went wrong, and when the sweep ends."""
     best, *others = best_first(jobs)
     going = [job for job in jobs if job.status in ("training", "queued")]
-    lines: list[str] = []
+    lines: list[Markup] = []
     if (score := known_score(best, jobs)) is not None:
         second = known_score(others[0], jobs) if others else None
-        next_best = "" if second is None else f"; the next best, {escape(others[0].name)}: {loss_text(second)}"
-        leads, settings = "Best so far" if going else "Best", escape(settings_text(best.settings))
-        lines.append(f"{leads}: <b>{escape(best.name)}</b> ({settings}), {score_name(jobs)} <b>{loss_text(score)}</b>{next_best}.")
-    wrong = [f"{escape(job.name)} ({trouble})" for job in jobs if (trouble := _trouble(job))]
+        next_best = "" if second is None else f"; the next best, {others[0].name}: {loss_text(second)}"
+        words = ("Best so far" if going else "Best", best.name, settings_text(best.settings), score_name(jobs), loss_text(score), next_best)
+        lines.append(Markup("{}: <b>{}</b> ({}), {} <b>{}</b>{}.").format(*words))
+    wrong = [f"{job.name} ({trouble})" for job in jobs if (trouble := _trouble(job))]
     if wrong:
-        lines.append(f'<span class="bad">Went wrong, {len(wrong)} of {len(jobs)}:</span> {", ".join(wrong)}.')
+        failed = Markup('<span class="bad">Diverged or failed, {} of {}:</span> {}.')
+        lines.append(failed.format(len(wrong), len(jobs), ", ".join(wrong)))
     elif any(job.train_rows for job in jobs):
-        lines.append("No job diverged or failed.")
+        lines.append(Markup("No job diverged or failed."))
     if going:
         left = [seconds for job in going if (seconds := job.left_seconds) is not None]
         ends = f", about {duration_text(max(left))} left" if len(left) == len(going) else ""
-        lines.append(f"{len(going)} of {len(jobs)} still going on{ends}.")
-    return "".join(f'<p class="verdict">{line}</p>' for line in lines)
+        lines.append(Markup("{} of {} still running{}.").format(len(going), len(jobs), ends))
+    return Markup().join(Markup('<p class="verdict">{}</p>').format(line) for line in lines)
 
 
 def _trouble(job: JobView) -> str:
@@ -64,7 +67,7 @@ def _trouble(job: JobView) -> str:
     return f"loss rose from {loss_text(first)} to {loss_text(last)}" if first and last and last > _RISEN * first > 0 else ""
 
 
-def sweep_table(jobs: Sequence[JobView], looks: Mapping[str, Look], window: int) -> str:
+def sweep_table(jobs: Sequence[JobView], looks: Mapping[str, Look], window: int) -> Markup:
     """The jobs of one sweep, best first, with the values that they differ in."""
     fields, scale = swept_fields(jobs), spark_scale(jobs, window)
     kept = [at for at, head in enumerate(RESULT_HEADS) if head not in _TOLD_BY_SWEEP]
@@ -74,8 +77,8 @@ def sweep_table(jobs: Sequence[JobView], looks: Mapping[str, Look], window: int)
         cells = (
             Cell(DASH if score is None else str(place), place),
             name_cell(job, looks[job.name]),
-            *(Cell(escape(setting_text(job.settings.get(field, DASH))), number(job.settings.get(field))) for field in fields),
-            Cell(f"<b>{loss_text(score_of(job, jobs))}</b>", score),
+            *(Cell(setting_text(job.settings.get(field, DASH)), number(job.settings.get(field))) for field in fields),
+            Cell(Markup("<b>{}</b>").format(loss_text(score_of(job, jobs))), score),
             *(results[at] for at in kept),
         )
         rows.append(Line(cells, "winner" if place == 1 and score is not None else ""))

@@ -1,16 +1,9 @@
-"""The page's script: unpacks plotly.js and the numbers, draws the charts, and runs the legend, the axes, sorting, folds and themes.
-
-It reads the document that `page.py` writes and nothing else; the tables are complete without it.
-"""
-
-FAINT_UP_TO = 12  # groups switched on at once: above that, the raw values under the averages are a fog
-ROWS_SHOWN = 40  # of a table; a button under a longer one shows the rest
-CHIPS_OPEN = 24  # of the legend; a longer one is folded
-PRINT_WIDTH = 640  # pixels of a chart: A4 and letter without their margins
-
-SCRIPT = (
-    f"const FAINT_UP_TO = {FAINT_UP_TO}, ROWS_SHOWN = {ROWS_SHOWN}, CHIPS_OPEN = {CHIPS_OPEN}, PRINT_WIDTH = {PRINT_WIDTH};"
-    + r"""
+// The page's script: unpacks plotly.js and the numbers, draws the charts, and runs the legend, the axes, sorting, folds and themes.
+// It reads the document that page.html writes and nothing else; the tables are complete without it.
+const FAINT_UP_TO = {{ faint_up_to }};  // groups shown at once: above that, the raw values under the averages are a fog
+const ROWS_SHOWN = {{ rows_shown }};  // of a table; a button under a longer one shows the rest
+const CHIPS_OPEN = 24;  // of the legend; a longer one is folded
+const PRINT_WIDTH = 640;  // pixels of a chart: A4 and letter without their margins
 const all = (selector, from = document) => [...from.querySelectorAll(selector)];
 const off = new Set();
 let drawn = [], axis = 'step', lines = 'mean';
@@ -230,5 +223,3 @@ async function start() {
 }
 
 start();
-"""
-)
