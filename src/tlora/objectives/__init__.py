@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from tlora.objectives.dpo import Dpo
 from tlora.objectives.objective import Objective, TokenLogprobs, UnitLosses, differentiate, round_exact
+from tlora.objectives.orpo import Orpo
 
-OBJECTIVES: Mapping[str, type[Dpo]] = {"dpo": Dpo}
+OBJECTIVES: Mapping[str, type[Dpo] | type[Orpo]] = {"dpo": Dpo, "orpo": Orpo}
 
-__all__ = ["OBJECTIVES", "Dpo", "Objective", "TokenLogprobs", "UnitLosses", "differentiate", "round_exact"]
+__all__ = ["OBJECTIVES", "Dpo", "Objective", "Orpo", "TokenLogprobs", "UnitLosses", "differentiate", "round_exact"]

@@ -1,0 +1,71 @@
+"""All objectives: ORPO against TRL, slopes against finite differences, and units that know no other."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tlora.objectives import OBJECTIVES, Objective, Orpo, TokenLogprobs, differentiate
+
+LENGTHS = (3, 5, 1, 7, 4, 2)
+
+
+def _logprobs(seed: int = 0, reference: bool = False) -> TokenLogprobs:
+    generator = torch.Generator().manual_seed(seed)
+    count = sum(LENGTHS)
+    policy, other = (torch.rand(count, generator=generator, dtype=torch.float64) * -3 - 0.1 for _ in range(2))
+    sequence = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+    return TokenLogprobs(policy, other if reference else None, torch.ones(count, dtype=torch.float64), sequence, len(LENGTHS))
+
+
+def test_its_odds_ratio_is_trls() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs, about themselves
+        from trl.experimental.orpo import ORPOTrainer
+    logprobs = _logprobs()
+    means = torch.stack([part.mean() for part in logprobs.policy_N.split(LENGTHS)])
+    trainer = SimpleNamespace(beta=0.3, accelerator=SimpleNamespace(device="cpu"))
+    ratios, chosen, rejected, log_odds_ratio, _ = ORPOTrainer.odds_ratio_loss(trainer, means[0::2], means[1::2])  # type: ignore[arg-type]
+    units, _ = differentiate(Orpo(0.3), logprobs)
+    assert torch.allclose(units.losses_U, -means[0::2] - ratios, rtol=1e-5)
+    assert torch.allclose(units.metrics["rewards/chosen"], chosen.double(), rtol=1e-5)
+    assert torch.allclose(units.metrics["rewards/rejected"], rejected.double(), rtol=1e-5)
+    assert float(units.metrics["log_odds_ratio"].mean()) == pytest.approx(float(log_odds_ratio), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_slopes_are_those_of_finite_differences(name: str) -> None:
+    objective: Objective = OBJECTIVES[name](0.4)
+    logprobs = _logprobs(1, objective.needs_reference)
+    _, slope_N = differentiate(objective, logprobs)
+
+    def total(shift: Tensor) -> float:
+        moved = TokenLogprobs(logprobs.policy_N + shift, logprobs.reference_N, logprobs.weights_N, logprobs.sequence_N, len(LENGTHS))
+        return float(objective(moved).losses_U.sum())
+
+    for token in range(len(slope_N)):
+        step = torch.zeros_like(slope_N)
+        step[token] = 2.0**-10
+        assert float(slope_N[token]) == pytest.approx((total(step) - total(-step)) * 2.0**9, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_unit_knows_no_other(name: str) -> None:
+    """Each pair alone has the loss and the slopes that it has among others, to the bit."""
+    objective: Objective = OBJECTIVES[name]()
+    logprobs = _logprobs(2, objective.needs_reference)
+    units, slope_N = differentiate(objective, logprobs)
+    ends = torch.tensor((0, *LENGTHS)).cumsum(0)[::2].tolist()
+    for unit, (start, end) in enumerate(pairwise(ends)):
+        own, reference = slice(start, end), logprobs.reference_N
+        alone = TokenLogprobs(
+            logprobs.policy_N[own], None if reference is None else reference[own], logprobs.weights_N[own],
+            logprobs.sequence_N[own] - 2 * unit, 2,
+        )  # fmt: skip
+        found, slopes = differentiate(objective, alone)
+        assert torch.equal(found.losses_U[0], units.losses_U[unit]) and torch.equal(slopes, slope_N[own])
