@@ -31,7 +31,7 @@ from bench import machine, throughput
 from bench.shapes import SHAPES, make_model
 from bench.together import open_engine, window_tokens
 from bench.workload import Order, make_jobs
-from tlora.engine.engine import Engine
+from tlora.group.engine import Engine
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
 
@@ -196,7 +196,7 @@ def run_breakdown(options: argparse.Namespace) -> dict[str, Any]:
         jobs = make_jobs(order, SHAPES[options.shape].vocab_size, options.data, Path(directory))
         base = make_base(make_model(options.shape, device, throughput.dtype_of(options)), options.shape)
         budget = throughput.token_budget(options, jobs)
-        engine = open_engine(SuperModel(base, options.deterministic), jobs, budget)
+        engine, _ = open_engine(SuperModel(base, options.deterministic), jobs, budget)
         tokens = window_tokens(jobs, budget)
         for _ in range(2):
             _run_steps(engine, tokens)

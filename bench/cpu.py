@@ -27,12 +27,13 @@ from peft import get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tlora.data.dataset import Dataset, Sample, Writer
-from tlora.engine.engine import Engine
-from tlora.engine.job_run import JobRun
 from tlora.engine.metrics import Tracker
 from tlora.engine.recorder import Recorder, RunContext
+from tlora.engine.records import Records
 from tlora.engine.reserve import Reserve
-from tlora.job import JobSpec, RunSpec
+from tlora.group.engine import Engine
+from tlora.group.job_run import JobRun
+from tlora.job import JobSpec
 from tlora.kernels.multi_lora import LoraWeights, multi_lora_linear
 from tlora.kernels.segments import Segment
 from tlora.supermodel.load import make_base
@@ -79,16 +80,18 @@ def make_jobs(directory: Path, steps: int) -> list[tuple[JobSpec, Dataset]]:
 def run_tlora(model: SuperModel, jobs: list[tuple[JobSpec, Dataset]], directory: Path) -> float:
     """Seconds to train `jobs` together, from joining to the last adapter on disk."""
     start = time.perf_counter()
-    engine = Engine(model, TOKEN_BUDGET, print)
     context = RunContext("-", time.perf_counter, print, Reserve(directory, {}, print))
+    records = Records(print)
+    engine = Engine(model, TOKEN_BUDGET, records.listen)
     for spec, data in jobs:
         (directory / spec.name).mkdir(parents=True, exist_ok=True)
-        run = JobRun(spec, directory / spec.name, data, None)
-        tracker = Tracker(RunSpec(base_model="-", jobs=[spec]), spec, directory, print)
-        engine.join(run, Recorder(run, context, tracker, {}))
+        run = JobRun(spec, data, None)
+        records.add(spec.name, Recorder(run, directory / spec.name, context, Tracker([], spec, directory, print), {}))
+        engine.join(run)
     while engine.run_micro_batch():
-        pass
-    assert all(result.status == "done" for result in engine.results.values()), engine.results
+        records.see_ended()
+    records.see_ended(wait=True)
+    assert all(result.status == "done" for result in records.results.values()), records.results
     return time.perf_counter() - start
 
 

@@ -135,7 +135,7 @@ def ending(directory: Path, jobs_file: Path, jobs: int, device: str, *, signalle
 def run_marked(arguments: list[str]) -> None:
     """In the process of its own: the command line, with a mark at every optimizer step that has been read."""
     from tlora.cli import main as command_line
-    from tlora.engine.job_run import JobRun
+    from tlora.group.job_run import JobRun
 
     stepped, giving = JobRun.stepped, int(os.environ[_MARKS])
 

@@ -23,9 +23,9 @@ from bench import machine
 from bench.shapes import SHAPES, make_model
 from bench.together import open_engine
 from bench.workload import Order, make_jobs
-from tlora.engine.engine import Engine
 from tlora.engine.memory import MemoryModel, measure
 from tlora.engine.memory_probe import DeviceMeter, Meter, Probe, probe
+from tlora.group.engine import Engine
 from tlora.job import JobSpec
 from tlora.supermodel.load import make_base, outline
 from tlora.supermodel.supermodel import SuperModel
@@ -129,7 +129,7 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
         found |= {"probe_seconds": measured.seconds, "probe_error": measured.error_share, "measured": asdict(measured.memory)}
         found |= {"counted": asdict(counted), "probe_peaks": [asdict(peaks) for peaks in measured.peaks]}
         before = meter.allocated()
-        engine = open_engine(model, jobs, max(options.budgets))
+        engine, _ = open_engine(model, jobs, max(options.budgets))
         found["adapters_bytes"] = meter.allocated() - before
         found["adapters_predicted_bytes"] = sum(counted.job_bytes(model.layout(spec)) for spec in specs)
         base_gib = measured.memory.base_bytes / 2**30

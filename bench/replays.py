@@ -51,7 +51,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if options.base_precision == "fp8":
             hold_in_fp8(weights, list(find_linears(weights)), device)
         base = make_base(weights, options.shape)
-        engine = open_engine(SuperModel(base, options.deterministic), jobs, budget)
+        engine, _ = open_engine(SuperModel(base, options.deterministic), jobs, budget)
         window = window_tokens(jobs, budget)
         speeds: dict[str, list[float]] = {"replayed": [], "as they are": []}
         turn = 0

@@ -5,57 +5,39 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
 
 from bench.machine import wait
 from bench.workload import Job
-from tlora.adapters.state import AdapterState
 from tlora.batching.pack import auto_token_budget
-from tlora.engine.engine import Engine
-from tlora.engine.job_run import JobRun
-from tlora.engine.recorder import Outcome
+from tlora.engine.traffic import Traffic
+from tlora.group.engine import Engine
+from tlora.group.job_run import JobRun
+from tlora.group.reports import Computed, Ended, Noted, Report
 from tlora.supermodel.supermodel import SuperModel
 
 FEWEST_WINDOWS = 3
 WINDOW_MICRO_BATCHES = 4  # a window waits for the device at its end: over one micro-batch that would be part of the figure
 
 
-class _NoFiles:
-    """Stands where the engine has a recorder: keeps nothing, and lets no failure pass for a figure."""
+class Listener:
+    """Counts tokens, keeps no files, and lets no failure pass for a figure."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self) -> None:
+        self.traffic = Traffic()
 
-    def stepped(self, _stats: object) -> None: ...
-
-    def evaluated(self, _loss: float) -> None: ...
-
-    def save_if_due(self, _state: AdapterState) -> None: ...
-
-    def interrupt(self, _state: AdapterState) -> Future[Outcome]:
-        nothing: Future[Outcome] = Future()
-        nothing.set_result(("stopped", ""))
-        return nothing
-
-    def fail(self, _state: AdapterState, reason: str) -> NoReturn:
-        raise RuntimeError(f"{self._name} failed: {reason}")
-
-    def finish(self, _state: AdapterState) -> NoReturn:
-        raise RuntimeError(f"{self._name} ended before the benchmark did")
-
-    def result(self, status: str, reason: str = "") -> None:
-        if status == "failed":
-            raise RuntimeError(f"{self._name} failed: {reason}")
-
-
-def _refuse(note: str) -> NoReturn:
-    raise RuntimeError(note)  # a smaller budget after running out of memory, among others: not what was to be measured
+    def __call__(self, report: Report) -> None:
+        match report:
+            case Computed(packed, computed_tokens, left_tokens):
+                self.traffic.count(packed, computed_tokens, left_tokens)
+            case Ended(name, _, status, reason) if status != "stopped":
+                raise RuntimeError(f"{name} failed: {reason}" if reason else f"{name} ended before the benchmark did")
+            case Noted(line):
+                raise RuntimeError(line)  # a smaller budget after running out of memory, among others: not what was to be measured
 
 
 @dataclass(frozen=True)
@@ -88,12 +70,13 @@ class Run:
         return statistics.median(tokens / seconds for tokens, seconds in self.windows)
 
 
-def open_engine(model: SuperModel, jobs: Sequence[Job], token_budget: int) -> Engine:
-    """An engine that all `jobs` have joined."""
-    engine = Engine(model, token_budget, _refuse)
+def open_engine(model: SuperModel, jobs: Sequence[Job], token_budget: int) -> tuple[Engine, Traffic]:
+    """An engine that all `jobs` have joined, and what goes through it."""
+    listener = Listener()
+    engine = Engine(model, token_budget, listener)
     for job in jobs:
-        engine.join(JobRun(job.spec, Path("nowhere"), job.data, None), _NoFiles(job.spec.name))  # type: ignore[arg-type]
-    return engine
+        engine.join(JobRun(job.spec, job.data, None))
+    return engine, listener.traffic
 
 
 def window_tokens(jobs: Sequence[Job], token_budget: int) -> float:
@@ -109,7 +92,7 @@ def train_together(model: SuperModel, jobs: Sequence[Job], plan: Plan) -> Run:
     if device.type == "cuda":  # the warm-up counts: a replayed pass allocates nothing, but holds what it held when it was captured
         torch.cuda.reset_peak_memory_stats(device)
     start = time.perf_counter()
-    engine = open_engine(model, jobs, plan.token_budget)
+    engine, traffic = open_engine(model, jobs, plan.token_budget)
     run.adapter_bytes = _allocated(device) - before
     while not _steps(engine):
         engine.run_micro_batch()
@@ -118,12 +101,12 @@ def train_together(model: SuperModel, jobs: Sequence[Job], plan: Plan) -> Run:
     window = window_tokens(jobs, plan.token_budget)
     for _ in range(plan.warm_up):
         run_window(engine, window)
-    warm_graphs, warm = compiled_graphs(), dict(engine.traffic.tokens)
-    computed, steps = engine.traffic.computed, _steps(engine)
+    warm_graphs, warm = compiled_graphs(), dict(traffic.tokens)
+    computed, steps = traffic.computed, _steps(engine)
     while len(run.windows) < FEWEST_WINDOWS or sum(seconds for _, seconds in run.windows) < plan.seconds:
         run.windows.append(run_window(engine, window))
-    run.tokens = {name: tokens - warm.get(name, 0) for name, tokens in engine.traffic.tokens.items()}
-    run.computed_tokens, run.steps = engine.traffic.computed - computed, _steps(engine) - steps
+    run.tokens = {name: tokens - warm.get(name, 0) for name, tokens in traffic.tokens.items()}
+    run.computed_tokens, run.steps = traffic.computed - computed, _steps(engine) - steps
     run.graphs, run.graphs_after_warm_up = compiled_graphs() - graphs, compiled_graphs() - warm_graphs
     run.peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     run.activation_bytes = max(0, run.peak_bytes - before - run.adapter_bytes)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bench.workload import Job, Order, describe, make_jobs
-from tlora.engine.job_run import JobRun
+from tlora.group.job_run import JobRun
 
 
 def test_random_jobs_have_the_ranks_in_turn_and_samples_of_one_length(tmp_path: Path):
@@ -22,8 +23,8 @@ def test_random_jobs_have_the_ranks_in_turn_and_samples_of_one_length(tmp_path: 
 
 def test_a_batch_holds_the_samples_that_the_engine_takes(tmp_path: Path):
     (job,) = make_jobs(Order(1, (4,), 3, 16), 100, None, tmp_path)
-    run = JobRun(job.spec, tmp_path, job.data, None)
-    run.progress.step = 2
+    run = JobRun(job.spec, job.data, None)
+    run.progress = replace(run.progress, step=2)
     run.offer()
     offered = [job.data[item.sample].input_ids.tolist() for item in run.flow.pending]
     assert offered == [sample.input_ids.tolist() for sample in job.batch(2)]

@@ -19,7 +19,7 @@ from tlora.protocol import Action, Event, GroupLost, JobFailed, JobFinished, Job
 HOOK = """
 import os, signal, sys
 if "tlora.engine.worker" in sys.orig_argv:
-    from tlora.engine.job_run import JobRun
+    from tlora.group.job_run import JobRun
     batch_row = JobRun.batch_row
     def deadly(run, row):
         if run.spec.name == "culprit" and run.progress.step == 1:

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tlora.adapters import tensor_file
 from tlora.adapters.state import AdapterState, init_state, make_layout
 from tlora.engine import checkpoint
-from tlora.engine.checkpoint import Progress
 from tlora.errors import CheckpointError
+from tlora.group.progress import TrainingProgress
 from tlora.job import LoraConfig
 
 LORA = LoraConfig(r=3)
@@ -26,7 +26,7 @@ def saved(directory: Path) -> AdapterState:
     state.exp_avg.normal_()
     state.exp_avg_sq.uniform_()
     state.step, state.updates, state.skipped = 9, 6, 2
-    checkpoint.save(directory, state, Progress(step=9, losses=[1.5]), LORA, "base")
+    checkpoint.save(directory, state, TrainingProgress(step=9, losses=(1.5,)), LORA, "base")
     return state
 
 
@@ -34,7 +34,7 @@ def test_counters_come_back_with_the_state(tmp_path: Path) -> None:
     """Two steps in a row were skipped: one more after a resume must be the third, or a broken job would go on for ever."""
     state = saved(tmp_path / "checkpoint-9")
     again, progress = checkpoint.load(tmp_path / "checkpoint-9", LAYOUT, torch.float32)
-    assert (again.step, again.updates, again.skipped) == (9, 6, 2) and (progress.step, progress.losses) == (9, [1.5])
+    assert (again.step, again.updates, again.skipped) == (9, 6, 2) and (progress.step, progress.losses) == (9, (1.5,))
     for name in ("params", "exp_avg", "exp_avg_sq"):
         assert torch.equal(getattr(again, name), getattr(state, name)), name
 

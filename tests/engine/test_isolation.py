@@ -17,9 +17,9 @@ from tests.engine.tiny_runs import job, rows, sha256, train
 from tlora import durable
 from tlora.adapters.bank import AdapterBank
 from tlora.engine import checkpoint
-from tlora.engine.engine import Engine
 from tlora.engine.progress import RunProgress, Watcher
 from tlora.errors import CheckpointError
+from tlora.group.engine import Engine
 from tlora.supermodel import supermodel
 from tlora.supermodel.supermodel import SuperModel
 

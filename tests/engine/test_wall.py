@@ -21,8 +21,8 @@ from tlora.engine import admission, checkpoint, plan, start
 from tlora.engine import recorder as recorder_room
 from tlora.engine.progress import Watcher
 from tlora.engine.recorder import Recorder
-from tlora.engine.wall import Failure, attempt, is_out_of_memory
 from tlora.errors import CapacityError, CheckpointError, DataError
+from tlora.group.wall import Failure, attempt, is_out_of_memory
 from tlora.supermodel.supermodel import SuperModel
 
 

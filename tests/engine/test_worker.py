@@ -18,16 +18,16 @@ import pytest
 
 from tests.engine.tiny_runs import job, rows, run_spec, sha256, steps_taken, train
 from tlora.cluster.worker_process import Message, WorkerProcess
-from tlora.engine import checkpoint
+from tlora.engine import checkpoint, driver
 from tlora.engine import worker as worker_room
 from tlora.engine.checkpoint import read_progress
-from tlora.engine.engine import Engine
-from tlora.engine.job_run import JobRun
 from tlora.engine.pace import Pace
 from tlora.engine.plan import PlannedJob
 from tlora.engine.profile import ProfiledJob, profile_jobs
 from tlora.engine.recorder import Recorder
 from tlora.engine.worker import Worker
+from tlora.group.engine import Engine
+from tlora.group.job_run import JobRun
 from tlora.worker_protocol import (
     Command,
     Failed,
@@ -161,7 +161,7 @@ def test_nothing_is_kept_of_a_job_that_has_ended(made: Orders, tmp_path: Path, m
             runs.append(weakref.ref(run))
             super().__init__(run, *others)
 
-    monkeypatch.setattr(worker_room, "Recorder", Noted)
+    monkeypatch.setattr(driver, "Recorder", Noted)
     gone: list[bool] = []
 
     def answer(report: Report) -> list[Command]:
@@ -184,7 +184,7 @@ def test_a_job_may_leave_before_it_is_in(made: Orders, tmp_path: Path) -> None:
 @pytest.mark.parametrize("leaves", [False, True], ids=["it joins then", "it was told to leave meanwhile"])
 def test_others_train_while_a_job_is_opened(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaves: bool) -> None:
     """Its checkpoint is read beside the training. Until that is over its directory is not another worker's: only then it has left."""
-    go, open_run = threading.Event(), worker_room.open_run
+    go, open_run = threading.Event(), driver.open_run
 
     def slowly(planned: PlannedJob, *args: Any) -> Any:
         if planned.spec.name == "short":
@@ -197,7 +197,7 @@ def test_others_train_while_a_job_is_opened(made: Orders, tmp_path: Path, monkey
             go.set()
         return [Leave("short")] if leaves and steps == 4 else []
 
-    monkeypatch.setattr(worker_room, "open_run", slowly)
+    monkeypatch.setattr(driver, "open_run", slowly)
     told = work(made.load(tmp_path), [made.join("short"), made.join("stays")], free)
     fourth = next(at for at, report in enumerate(told) if isinstance(report, Stepped) and report.steps == 4)
     ended = next(at for at, report in enumerate(told) if report == Left("short", 0, None) or report == Joined("short", 0))
@@ -283,8 +283,8 @@ def test_stop_checkpoints_all(made: Orders, tmp_path: Path) -> None:
 
 def test_the_budget_follows_the_plan_and_holds_the_longest_sample(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int] = []
-    count = worker_room.Engine._count
-    monkeypatch.setattr(worker_room.Engine, "_count", lambda self, packed: (used.append(packed.budget), count(self, packed))[1])
+    counted = Engine._counted
+    monkeypatch.setattr(Engine, "_counted", lambda self, packed: (used.append(packed.budget), counted(self, packed))[1])
     work(made.load(tmp_path), [Share(1), made.join("mover")], when(Stepped, "mover", 5, Share(300)))
     profile = made.sets["mover"]
     assert isinstance(profile, ProfiledJob)

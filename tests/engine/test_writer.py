@@ -13,13 +13,14 @@ import pytest
 
 from tests.engine.tiny_runs import job, rows, sha256, steps_taken, train
 from tlora import durable, manifest
-from tlora.adapters.state import AdapterState
 from tlora.engine import checkpoint, run_monitor
-from tlora.engine.engine import Engine
 from tlora.engine.progress import RunProgress, Watcher
 from tlora.engine.recorder import Recorder
+from tlora.engine.records import Records
 from tlora.engine.writer import Writer
 from tlora.errors import CheckpointError
+from tlora.group.engine import Engine
+from tlora.group.reports import Ended
 
 PATIENCE_SECONDS = 600.0
 
@@ -57,13 +58,16 @@ def test_others_train_while_one_is_written(base: Path, data: Path, tmp_path: Pat
     alone = train(base, tmp_path / "alone", jobs[:1], deterministic=True)
     disk, seen = HangingDisk(monkeypatch, "saved", at), list[str]()
 
-    def look(engine: Engine) -> None:
-        if disk.hangs.is_set() and not disk.go.is_set():
-            assert "saved" not in engine.results, "it ended before its adapter was on the disk"
-            if "other" in engine.ending and "saved" in engine.ending:
-                disk.go.set()
+    see_ended = Records.see_ended
 
-    watch_micro_batches(monkeypatch, look)
+    def look(records: Records, *, wait: bool = False) -> None:
+        if disk.hangs.is_set() and not disk.go.is_set():
+            assert "saved" not in records.results, "it ended before its adapter was on the disk"
+            if "other" in records.ending and "saved" in records.ending:
+                disk.go.set()
+        see_ended(records, wait=wait)
+
+    monkeypatch.setattr(Records, "see_ended", look)
     monkeypatch.setattr(run_monitor, "_SHOW_SECONDS", 0.0)
     watcher = Watcher(lambda progress: seen.extend(status_of(progress, "saved")), lambda _: None)
     results = train(base, tmp_path / "out", jobs, deterministic=True, watcher=watcher)
@@ -76,13 +80,14 @@ def test_others_train_while_one_is_written(base: Path, data: Path, tmp_path: Pat
 def test_of_jobs_that_end_together_the_largest_is_written_first(
     base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finish, order = Recorder.finish, list[str]()
+    end, order = Recorder.end, list[str]()
 
-    def noted(self: Recorder, state: AdapterState) -> Any:
-        order.append(f"r{state.layout.shapes[0].rank}")
-        return finish(self, state)
+    def noted(self: Recorder, report: Ended) -> Any:
+        assert report.status == "done" and report.state is not None
+        order.append(f"r{report.state.layout.shapes[0].rank}")
+        return end(self, report)
 
-    monkeypatch.setattr(Recorder, "finish", noted)
+    monkeypatch.setattr(Recorder, "end", noted)
     jobs = [job(f"j{rank}", str(data / "a.jsonl"), r=rank, batch_size=2, max_steps=2) for rank in (2, 8, 4)]
     results = train(base, tmp_path / "out", jobs, token_budget=4096)
     assert {result.status for result in results.values()} == {"done"} and order == ["r8", "r4", "r2"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ import torch
 from tlora import durable
 from tlora.adapters.state import AdapterLayout, AdapterState
 from tlora.engine import checkpoint
-from tlora.engine.job_run import JobRun
 from tlora.engine.plan import PlannedJob
 from tlora.engine.recorder import JobResult, write_result
 from tlora.engine.run_directory import check_same_job, find_checkpoint, write_job_file
 from tlora.engine.start import start_state
 from tlora.errors import ConfigError, DataError
+from tlora.group.job_run import JobRun
 from tlora.job import JobSpec
 
 Note = Callable[[str], None]
@@ -41,7 +42,7 @@ def open_run(
         raise ConfigError("; ".join(job.problems))
     if resume:
         check_same_job(directory, job.spec)
-    run = JobRun(job.spec, directory, job.data.train, job.data.eval)
+    run = JobRun(job.spec, job.data.train, job.data.eval)
     found = find_checkpoint(directory, note) if resume else None
     if found is None:
         state = start.result() if start else start_state(job.spec, job.layout, dtype)
@@ -54,20 +55,20 @@ def open_run(
 
 def _load(found: Path, run: JobRun, layout: AdapterLayout, dtype: torch.dtype) -> AdapterState:
     """The state in the checkpoint `found`; `run` is where that was."""
-    state, run.progress = checkpoint.load(found, layout, dtype)
+    state, progress = checkpoint.load(found, layout, dtype)
     data = run.spec.data
-    if run.progress.data != run.data_key:
+    if progress.data != run.data_key:
         raise DataError(f"{data.path}: is not the data that {found} was trained on. Put it back, or use a new output_dir")
-    if run.progress.eval_data not in ("", run.eval_key):  # "": an earlier version did not write it down
+    if progress.eval_data not in ("", run.eval_key):  # "": an earlier version did not write it down
         changed = f"{data.eval_path or data.path}: is not the data that {found} was evaluated on"
         raise DataError(f"{changed}, and losses of both would be mixed. Put it back, or use a new output_dir")
-    run.progress.eval_data = run.eval_key
-    if run.total_steps < run.progress.step:
+    if run.total_steps < progress.step:
         raise ConfigError(
             f"{found} has more than the {run.total_steps} steps that {run.spec.name} shall have, and steps cannot be taken back. "
             "Raise max_steps or num_train_epochs, or use a new output_dir"
         )
-    run.progress.finished &= run.exhausted  # else it shall have more steps than when it ended
+    run.progress = replace(progress, eval_data=run.eval_key)
+    run.progress = replace(run.progress, finished=progress.finished and run.exhausted)  # else it shall have more steps than when it ended
     return state
 
 

@@ -6,7 +6,7 @@ Tensors are safetensors, the rest JSON: nothing is ever unpickled.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from tlora.adapters.peft import CONFIG_FILE, WEIGHTS_FILE, load_params, write_ad
 from tlora.adapters.state import AdapterLayout, AdapterState
 from tlora.adapters.tensor_file import write_tensors
 from tlora.errors import CheckpointError
+from tlora.group.progress import TrainingProgress
 from tlora.job import LoraConfig
 from tlora.json_file import read_object
 
@@ -26,29 +27,6 @@ OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"
 _ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 _COUNTERS = ("updates", "skipped")  # of AdapterState, in STATE_FILE
 _SMALL_FILES_BYTES = 64 << 10  # config, manifest, state, and what file systems round up: together far below
-
-
-@dataclass
-class Progress:
-    """How far a job is, as a checkpoint keeps it. Order and dropout follow from `step` and the spec's seed alone; what the optimizer
-    counts beside it (updates, skipped steps) is the `AdapterState`'s, and stands in the same file.
-    """
-
-    step: int = 0
-    num_tokens: int = 0
-    seconds: float = 0.0  # of training, over all runs of this job
-    evaluated_step: int = -1
-    loss_first: float | None = None
-    losses: list[float] = field(default_factory=list)  # of the latest steps
-    unlogged: list[float] = field(default_factory=list)  # since the last row of metrics
-    eval_first: float | None = None
-    eval_last: float | None = None
-    best_eval: float | None = None
-    best_step: int = -1
-    evals_without_gain: int = 0
-    finished: bool = False
-    data: str = ""  # which tokenized set the steps were taken on
-    eval_data: str = ""  # and the evaluations
 
 
 def adapter_bytes(layout: AdapterLayout, element_bytes: int) -> int:
@@ -61,7 +39,7 @@ def checkpoint_bytes(layout: AdapterLayout, element_bytes: int) -> int:
     return adapter_bytes(layout, element_bytes) + 2 * layout.numel * element_bytes
 
 
-def save(directory: Path, state: AdapterState, progress: Progress, lora: LoraConfig, base_model: str) -> None:
+def save(directory: Path, state: AdapterState, progress: TrainingProgress, lora: LoraConfig, base_model: str) -> None:
     """Write `directory` durably. Raises CheckpointError (disk full, no permission) with nothing half-written."""
 
     def write(scratch: Path) -> dict[str, str]:
@@ -74,7 +52,7 @@ def save(directory: Path, state: AdapterState, progress: Progress, lora: LoraCon
     durable.write_directory(directory, write)
 
 
-def load(directory: Path, layout: AdapterLayout, dtype: torch.dtype) -> tuple[AdapterState, Progress]:
+def load(directory: Path, layout: AdapterLayout, dtype: torch.dtype) -> tuple[AdapterState, TrainingProgress]:
     """What `save` wrote, on the host. Raises CheckpointError or ModelError when it does not belong to `layout`."""
     durable.verify(directory)
     progress, counters = _read_state(directory / STATE_FILE)
@@ -100,16 +78,17 @@ def _read_moments(path: Path, layout: AdapterLayout) -> dict[str, Tensor]:
     return moments
 
 
-def read_progress(directory: Path) -> Progress:
+def read_progress(directory: Path) -> TrainingProgress:
     """The progress in a verified checkpoint. Raises CheckpointError when another version of this program wrote it."""
     return _read_state(directory / STATE_FILE)[0]
 
 
-def _read_state(path: Path) -> tuple[Progress, dict[str, int]]:
+def _read_state(path: Path) -> tuple[TrainingProgress, dict[str, int]]:
     try:
         content = read_object(path)
         counters = {key: int(content.pop(key)) for key in _COUNTERS}
-        return Progress(**content), counters
+        content |= {key: tuple(content.get(key, ())) for key in ("losses", "unlogged")}
+        return TrainingProgress(**content), counters
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path}: is not of this version ({error}). Resume with the version that wrote it, or start anew") from None
 

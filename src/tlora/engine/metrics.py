@@ -8,16 +8,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tlora.engine.wall import Failure, attempt
 from tlora.errors import ConfigError
-from tlora.job import JobSpec, RunSpec
+from tlora.group.wall import Failure, attempt
+from tlora.job import JobSpec
 
 Row = Mapping[str, Any]
 
@@ -81,10 +81,10 @@ class Tracker:
     A client that raises (no login, no network, a full disk) is left out from then on, and that is said: no job ends for it.
     """
 
-    def __init__(self, run: RunSpec, job: JobSpec, directory: Path, note: Callable[[str], None]) -> None:
+    def __init__(self, report_to: Sequence[str], job: JobSpec, directory: Path, note: Callable[[str], None]) -> None:
         self._job, self._note = job.name, note
         self._clients: dict[str, _Client] = {}
-        for name in run.report_to:
+        for name in report_to:
             with self._kept_apart(name):
                 self._clients[name] = _open_client(name, directory.parent.name, job.name, directory, job.model_dump())
 

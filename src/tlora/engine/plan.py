@@ -19,8 +19,8 @@ from tlora.batching.pack import auto_token_budget
 from tlora.data.prepare import Preparation, Prepared, PrepareRequest, prepare
 from tlora.engine.memory import MemoryModel, bytes_in_fp8, measure, memory_limit
 from tlora.engine.start import adopt_adapter_config, find_start
-from tlora.engine.wall import Failure, attempt
 from tlora.errors import CapacityError, DataError, ModelError
+from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec, RunSpec
 from tlora.supermodel.base_name import same_base
 from tlora.supermodel.fp8_linear import has_fp8

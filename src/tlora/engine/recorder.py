@@ -8,25 +8,24 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 
 from tlora import durable
-from tlora.adapters.optim import StepStats
 from tlora.adapters.state import AdapterState
 from tlora.engine import checkpoint
-from tlora.engine.checkpoint import Progress
-from tlora.engine.job_run import JobRun
 from tlora.engine.metrics import RowWriter, Tracker, finite
 from tlora.engine.model_card import CARD_FILE, is_unedited, model_card
 from tlora.engine.reserve import Reserve
-from tlora.engine.wall import Failure, attempt
 from tlora.engine.writer import Writer, Written
 from tlora.errors import CheckpointError
+from tlora.group.job_run import JobRun
+from tlora.group.progress import TrainingProgress
+from tlora.group.reports import CheckpointDue, Ended, Evaluated, Status, Stepped
+from tlora.group.wall import Failure, attempt
 from tlora.kernels.transfer import download
 
-Status = Literal["done", "failed", "stopped"]
 Outcome = tuple[Status, str]  # how a job ended, and why
 
 
@@ -76,7 +75,7 @@ class _Moment:
     """
 
     state: AdapterState
-    progress: Progress
+    progress: TrainingProgress
     after: torch.Event | None = None
 
     def on_host(self) -> _Moment:
@@ -93,92 +92,93 @@ def _on_host(moment: _Moment | Failure) -> _Moment | Failure:
 
 
 class Recorder:
-    """Writes for one job. `settings`: its values of the fields that a sweep varies, for its result."""
+    """Writes for one job into `directory`. `settings`: its values of the fields that a sweep varies, for its result."""
 
-    def __init__(self, run: JobRun, context: RunContext, tracker: Tracker, settings: Mapping[str, Any]) -> None:
-        self._run, self._context, self._tracker, self._settings = run, context, tracker, settings
-        self._rows = RowWriter(run.directory / "metrics.jsonl", context.note)
+    def __init__(self, run: JobRun, directory: Path, context: RunContext, tracker: Tracker, settings: Mapping[str, Any]) -> None:
+        self._run, self._directory, self._context, self._tracker, self._settings = run, directory, context, tracker, settings
+        self._rows = RowWriter(directory / "metrics.jsonl", context.note)
         self._started = self._row_time = context.clock()
-        self._row_tokens = run.progress.num_tokens
-        self._seconds_before = run.progress.seconds
-        self._saved_step = run.progress.step if run.progress.step else -1
-        self._written: Progress | None = None  # of the newest checkpoint that is known to be whole; the writing thread's
-        self._stats: StepStats | None = None
+        self._row_tokens, self._seconds_before = run.progress.num_tokens, run.progress.seconds
+        self._unlogged = run.progress.unlogged
+        self._written: TrainingProgress | None = None  # of the newest checkpoint that is known to be whole; the writing thread's
+        self._stepped: Stepped | None = None
         self._broke: BaseException | None = None  # what passed the wall in a write that nobody waits for
         if not run.progress.finished:  # what an interrupted run said of this job is over
-            (run.directory / "result.json").unlink(missing_ok=True)
-        if (run.directory / f"checkpoint-{run.progress.step}").is_dir():  # the one from which it goes on, which was verified
-            self._written = _copy(run.progress)
-            context.reserve.keep(run.directory, self._needed_by_resume(run.progress))
+            (directory / "result.json").unlink(missing_ok=True)
+        if (directory / f"checkpoint-{run.progress.step}").is_dir():  # the one from which it goes on, which was verified
+            self._written = run.progress
+            context.reserve.keep(directory, self._needed_by_resume(run.progress))
 
     @property
     def seconds(self) -> float:
         return self._seconds_before + self._context.clock() - self._started
 
-    def stepped(self, stats: StepStats) -> None:
-        """A row for every `logging_steps` optimizer steps; its loss is the mean over them."""
-        run = self._run
-        self._stats = stats
-        if run.due(run.spec.logging_steps) or run.exhausted:
-            self._log_steps(stats)
+    def listen(self, report: Stepped | Evaluated | CheckpointDue) -> None:
+        match report:
+            case Stepped():
+                self._log_step(report)
+            case Evaluated():
+                self._log_evaluation(report)
+            case CheckpointDue():
+                self._save(report)
 
-    def _log_steps(self, stats: StepStats) -> None:
-        run, p = self._run, self._run.progress
-        now, tokens = self._context.clock(), p.num_tokens - self._row_tokens
+    def _log_step(self, report: Stepped) -> None:
+        """A row for every `logging_steps` optimizer steps; its loss is the mean over them."""
+        run, self._stepped = self._run, report
+        self._unlogged = (*self._unlogged, report.loss)
+        if run.due(run.spec.logging_steps) or run.exhausted:
+            self._log_steps(report)
+
+    def _log_steps(self, report: Stepped) -> None:
+        p, now = report.progress, self._context.clock()
         self._write(
             {
                 "step": p.step,
-                "epoch": round(run.epoch, 6),
-                "loss": sum(p.unlogged) / len(p.unlogged),
-                "grad_norm": stats.grad_norm,
-                "learning_rate": stats.learning_rate,
+                "epoch": round(self._run.epoch, 6),
+                "loss": sum(self._unlogged) / len(self._unlogged),
+                "grad_norm": report.stats.grad_norm,
+                "learning_rate": report.stats.learning_rate,
                 "num_tokens": p.num_tokens,
-                "tokens_per_second": tokens / max(now - self._row_time, 1e-9),
+                "tokens_per_second": (p.num_tokens - self._row_tokens) / max(now - self._row_time, 1e-9),
                 "seconds": now,
             }
         )
-        p.unlogged.clear()
-        self._row_time, self._row_tokens = now, p.num_tokens
+        self._unlogged, self._row_time, self._row_tokens = (), now, p.num_tokens
 
-    def evaluated(self, loss: float) -> None:
+    def _log_evaluation(self, report: Evaluated) -> None:
         run = self._run
         tokens = int(run.evaluation.lengths.sum()) if run.evaluation is not None else 0
-        row = {"step": run.progress.step, "epoch": round(run.epoch, 6), "eval_loss": loss, "eval_num_tokens": tokens}
+        row = {"step": report.progress.step, "epoch": round(run.epoch, 6), "eval_loss": report.loss, "eval_num_tokens": tokens}
         self._write({**row, "seconds": self._context.clock()})
 
     def _write(self, row: dict[str, Any]) -> None:
         self._rows.write(row)
         self._tracker.log(row)
 
-    def save_if_due(self, state: AdapterState) -> None:
-        """At `save_steps`, and where `load_best_model_at_end` must be able to come back to; nobody waits for it. A failure costs a note,
-        not the job: the next one that is due makes up for it, except for the best, which never comes again.
+    def _save(self, report: CheckpointDue) -> None:
+        """Nobody waits for it. A failure costs a note, not the job: the next one that is due makes up for it, except for the best, which
+        never comes again.
         """
-        run, p = self._run, self._run.progress
-        best_here = run.spec.load_best_model_at_end and p.best_step == p.step
-        if (best_here or (p.step > 0 and run.due(run.spec.save_steps))) and self._saved_step != p.step:
-            self._raise_what_broke()
-            self._saved_step = p.step
-            moment = attempt(self._moment, state, owned=False)
-            written = self._queue(partial(self._write_due, moment, p.step, last=best_here))
-            written.add_done_callback(self._see_whether_it_broke)
+        self._raise_what_broke()
+        p = report.progress
+        best_here = self._run.spec.load_best_model_at_end and p.best_step == p.step
+        moment = attempt(self._moment, p, report.state, owned=False)
+        written = self._queue(partial(self._write_due, moment, p.step, last=best_here))
+        written.add_done_callback(self._see_whether_it_broke)
 
-    def finish(self, state: AdapterState) -> Future[Outcome]:
-        """Last checkpoint, then the adapter of the last (or best) one as the result."""
-        self._run.progress.finished = True
-        if self._run.progress.unlogged and self._stats:  # an early stop comes between two rows
-            self._log_steps(self._stats)
-        moment = attempt(self._moment, state)
-        return self._queue(lambda: self._write_end(_on_host(moment)))
-
-    def interrupt(self, state: AdapterState) -> Future[Outcome]:
-        """A checkpoint of the present state, with which the job can go on."""
-        moment = attempt(self._moment, state)
-        return self._queue(lambda: self._write_interruption(_on_host(moment)))
-
-    def fail(self, state: AdapterState, reason: str) -> Future[Outcome]:
-        """A checkpoint of the last finite state, if the disk takes it."""
-        moment = attempt(self._moment, state)
+    def end(self, report: Ended) -> Future[Outcome]:
+        """Done: a last checkpoint, then the adapter of the last (or best) one as the result. Stopped: a checkpoint with which the job can
+        go on. Failed: a checkpoint of the last finite state, if the disk takes it.
+        """
+        status, reason = report.status, report.reason
+        assert report.state is not None, f"{report.job_id} has no state to be written"
+        if status == "done" and self._unlogged and self._stepped:  # an early stop comes between two rows
+            self._log_steps(self._stepped)
+        moment = attempt(self._moment, report.progress, report.state)
+        if status == "done":
+            return self._queue(lambda: self._write_end(_on_host(moment)))
+        if status == "stopped":
+            return self._queue(lambda: self._write_interruption(_on_host(moment)))
         return self._queue(lambda: self._write_failure(_on_host(moment), reason))
 
     def hand_over(self) -> Future[Outcome]:
@@ -188,10 +188,9 @@ class Recorder:
     def _queue(self, action: Callable[[], Written]) -> Future[Written]:
         return self._context.writer.write(self._run.spec.name, action)
 
-    def _moment(self, state: AdapterState, *, owned: bool = True) -> _Moment:
+    def _moment(self, progress: TrainingProgress, state: AdapterState, *, owned: bool = True) -> _Moment:
         """`owned`: the job has left, and nobody steps this state any more."""
-        self._run.progress.seconds = self.seconds
-        progress, device = _copy(self._run.progress), state.params.device
+        progress, device = replace(progress, seconds=self.seconds, unlogged=self._unlogged), state.params.device
         if owned and device.type == "cuda":
             return _Moment(state, progress, torch.cuda.current_stream(device).record_event())
         return _Moment(state.on_host(owned=owned), progress)
@@ -199,7 +198,7 @@ class Recorder:
     # -- by the writing thread; what fails there, as a moment that could not be taken, is this job's failure -------------
 
     def _write_due(self, moment: _Moment | Failure, step: int, *, last: bool) -> None:
-        saved = self._save(moment, last=last)
+        saved = self._try_to_save(moment, last=last)
         if not isinstance(saved, Failure):
             return
         if isinstance(saved.error, OSError) and durable.is_full(saved.error):
@@ -235,24 +234,24 @@ class Recorder:
         else:
             self._export(moment.progress)
 
-    def _write_adapter(self, progress: Progress) -> Outcome:
+    def _write_adapter(self, progress: TrainingProgress) -> Outcome:
         exported = attempt(self._export, progress)
         return ("failed", exported.reason) if isinstance(exported, Failure) else ("done", "")
 
     def _write_interruption(self, moment: _Moment | Failure) -> Outcome:
-        at, saved = f"interrupted at step {self._run.progress.step}", self._save(moment, last=True)
+        at, saved = f"interrupted at step {self._run.progress.step}", self._try_to_save(moment, last=True)
         if isinstance(saved, Failure):
             return "stopped", f"{at} and not saved: {saved.reason}"
         self._raise_what_broke()
         return "stopped", f"{at}; {saved} continues with resume"
 
     def _write_failure(self, moment: _Moment | Failure, reason: str) -> Outcome:
-        saved = self._save(moment, last=True)
+        saved = self._try_to_save(moment, last=True)
         if isinstance(saved, Failure):
             return "failed", f"{reason}; its state could not be saved ({saved.reason})"
         return "failed", f"{reason}; its last finite state is {saved}"
 
-    def _save(self, moment: _Moment | Failure, *, last: bool) -> Path | Failure:
+    def _try_to_save(self, moment: _Moment | Failure, *, last: bool) -> Path | Failure:
         return moment if isinstance(moment, Failure) else attempt(self._write_checkpoint, moment, last=last)
 
     def _write_checkpoint(self, moment: _Moment, *, last: bool) -> Path:
@@ -261,7 +260,7 @@ class Recorder:
         """
         self._context.before_save()
         run, state, p = self._run, moment.state, moment.progress
-        directory = run.directory / f"checkpoint-{p.step}"
+        directory = self._directory / f"checkpoint-{p.step}"
         if self._written is not None and replace(p, seconds=self._written.seconds) == self._written and directory.is_dir():
             return directory
 
@@ -269,24 +268,24 @@ class Recorder:
             checkpoint.save(directory, state, p, run.spec, self._context.base_model)
             self._written = p
             needed = self._needed_by_resume(p)
-            durable.prune(run.directory, run.spec.save_total_limit, needed, whole=directory.name)
-            self._context.reserve.keep(run.directory, needed)
+            durable.prune(self._directory, run.spec.save_total_limit, needed, whole=directory.name)
+            self._context.reserve.keep(self._directory, needed)
 
         self._write_durably(write, checkpoint.checkpoint_bytes(state.layout, state.params.element_size()) if last else 0)
         self._context.reserve.saved()
         return directory
 
-    def _needed_by_resume(self, p: Progress) -> set[str]:
+    def _needed_by_resume(self, p: TrainingProgress) -> set[str]:
         """The checkpoints that a resume from this moment needs."""
         best = {f"checkpoint-{p.best_step}"} if self._run.spec.load_best_model_at_end and p.best_step >= 0 else set[str]()
         return {f"checkpoint-{p.step}", *best}
 
-    def _exported_step(self, p: Progress) -> int:
+    def _exported_step(self, p: TrainingProgress) -> int:
         return p.best_step if self._run.spec.load_best_model_at_end and p.best_step >= 0 else p.step
 
-    def _export(self, p: Progress) -> None:
-        run, wanted = self._run, self._exported_step(p)
-        chosen = run.directory / f"checkpoint-{wanted}"
+    def _export(self, p: TrainingProgress) -> None:
+        wanted = self._exported_step(p)
+        chosen = self._directory / f"checkpoint-{wanted}"
         if not chosen.is_dir():
             raise CheckpointError(
                 f"{chosen}: the checkpoint of the best evaluation is gone, or could not be written. "
@@ -294,8 +293,8 @@ class Recorder:
             )
         just_written = self._written is not None and self._written.step == wanted
         size = checkpoint.export_bytes(chosen)
-        self._write_durably(lambda: checkpoint.export(chosen, run.directory, known_whole=just_written), size)
-        self._context.reserve.keep(run.directory, self._needed_by_resume(p), ended=True)
+        self._write_durably(lambda: checkpoint.export(chosen, self._directory, known_whole=just_written), size)
+        self._context.reserve.keep(self._directory, self._needed_by_resume(p), ended=True)
 
     def _write_adapter_alone(self, moment: _Moment) -> None:
         """Where a last checkpoint has no room, its adapter may have, which is a third of it."""
@@ -304,7 +303,7 @@ class Recorder:
             self._export(moment.progress)
             return
         size = checkpoint.adapter_bytes(state.layout, state.params.element_size())
-        self._write_durably(lambda: checkpoint.save_alone(run.directory, state, run.spec, self._context.base_model), size)
+        self._write_durably(lambda: checkpoint.save_alone(self._directory, state, run.spec, self._context.base_model), size)
 
     def _write_durably(self, write: Callable[[], None], needed_bytes: int) -> None:
         """`write`; on a full disk, with `needed_bytes`, again with as much of the reserve, and again as long as older checkpoints can go.
@@ -354,14 +353,14 @@ class Recorder:
             best_step=p.best_step if p.best_step >= 0 else None,
             num_tokens=p.num_tokens,
             seconds=self.seconds,
-            path=str(run.directory),
+            path=str(self._directory),
             sweep_of=run.spec.sweep_of,
             settings=dict(self._settings),
         )
         self._context.reserve.ended(run.spec.name)
         if status != "done":
-            self._context.reserve.forget(run.directory)
-        write_result(run.directory, result, self._context.note)
+            self._context.reserve.forget(self._directory)
+        write_result(self._directory, result, self._context.note)
         if status == "done":
             self._write_card(result)
         self._tracker.close()
@@ -369,19 +368,15 @@ class Recorder:
 
     def _write_card(self, result: JobResult) -> None:
         """One that was edited stays."""
-        run, path = self._run, self._run.directory / CARD_FILE
+        run, path = self._run, self._directory / CARD_FILE
 
         def write() -> None:
             if not path.exists() or is_unedited(path):
                 report = cast("dict[str, Any]", run.train.meta["report"])
-                durable.write_file(path, model_card(run.spec, self._context.base_model, report, asdict(result), run.directory))
+                durable.write_file(path, model_card(run.spec, self._context.base_model, report, asdict(result), self._directory))
 
         if isinstance(failed := attempt(write), Failure):
             self._context.note(f"{path}: {failed.reason}")
-
-
-def _copy(progress: Progress) -> Progress:
-    return replace(progress, losses=[*progress.losses], unlogged=[*progress.unlogged])
 
 
 def write_result(directory: Path, result: JobResult, note: Callable[[str], None]) -> None:

@@ -18,8 +18,8 @@ from tlora.engine.checkpoint import read_progress
 from tlora.engine.fingerprint import BASE_FILE, Fingerprint, read_fingerprint
 from tlora.engine.model_card import library_versions
 from tlora.engine.overwrite import check_links, remove_run
-from tlora.engine.wall import Failure, attempt
 from tlora.errors import ConfigError
+from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec, RunSpec, split_revision
 from tlora.json_file import read_object
 from tlora.supermodel.load import pin_revision

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tlora.batching.pack import MicroBatch
 from tlora.data.prepare import PrepareProgress
-from tlora.engine.engine import Engine
-from tlora.engine.job_run import JobRun
+from tlora.engine.driver import Driver
 from tlora.engine.metrics import RowWriter
 from tlora.engine.progress import JobProgress, JobStatus, RunProgress, Watcher
 from tlora.engine.traffic import Packing, Traffic
+from tlora.group.job_run import JobRun
+from tlora.group.reports import Computed, Report
 
 _SHOW_SECONDS, _ROW_SECONDS, _WINDOW_SECONDS = 0.25, 1.0, 10.0
 
@@ -36,13 +36,14 @@ class _Moment:
 
 
 class RunMonitor:
-    """Keeps a short history of token counts and of steps; all else is read from the engine when it is asked to look."""
+    """Listens for token counts, and keeps a short history of them and of steps; all else is read from the driver when it looks."""
 
     def __init__(self, directory: Path, ranks: dict[str, int], watcher: Watcher, resume: bool) -> None:
         self._watcher, self._names, self._ranks = watcher, list(ranks), ranks
         self.resume = resume
         self._start = time.monotonic() - (_last_second(directory / "run.jsonl") if resume else 0.0)
         self._rows = RowWriter(directory / "run.jsonl", watcher.note)
+        self._traffic = Traffic()
         self._runs: dict[str, JobRun] = {}
         self._first_step: dict[str, tuple[int, float]] = {}
         self._history: deque[tuple[float, dict[str, int]]] = deque([(self.seconds(), {})])
@@ -67,27 +68,31 @@ class RunMonitor:
         self._runs[run.spec.name] = run
         self._first_step[run.spec.name] = (run.progress.step, self.seconds())
 
-    def update(self, engine: Engine, waiting: Sequence[str], packed: MicroBatch | None) -> None:
+    def listen(self, report: Report) -> None:
+        if isinstance(report, Computed):
+            self._traffic.count(report.packed, report.computed_tokens, report.left_tokens)
+
+    def update(self, driver: Driver, waiting: Sequence[str], *, now_due: bool) -> None:
+        """A row and a look where one is due; a look in any case with `now_due`."""
         now = self.seconds()
         if now - self._row_before[0] >= _ROW_SECONDS:
-            self._write_row(engine.traffic, now)
-        if now - self._shown >= _SHOW_SECONDS or packed is None:
+            self._write_row(now)
+        if now - self._shown >= _SHOW_SECONDS or now_due:
             self._shown = now
-            self._history.append((now, dict(engine.traffic.tokens)))
+            self._history.append((now, dict(self._traffic.tokens)))
             while len(self._history) > 2 and now - self._history[1][0] > _WINDOW_SECONDS:
                 self._history.popleft()
-            self._watcher.progress(self._progress(engine, waiting, now))
+            self._watcher.progress(self._progress(driver, waiting, now))
 
-    def close(self, engine: Engine) -> None:
+    def close(self, driver: Driver) -> None:
         """The last row, the last look, and how well the budget was used."""
-        traffic = engine.traffic
-        self._write_row(traffic, self.seconds())
-        self._watcher.progress(self._progress(engine, [], self.seconds()))
-        if traffic.computed:
-            self.note(f"packing: {traffic.full}; tail, with less than a token budget on offer: {traffic.tail}")
+        self._write_row(self.seconds())
+        self._watcher.progress(self._progress(driver, [], self.seconds()))
+        if self._traffic.computed:
+            self.note(f"packing: {self._traffic.full}; tail, with less than a token budget on offer: {self._traffic.tail}")
 
-    def _write_row(self, traffic: Traffic, now: float) -> None:
-        then, before = self._row_before
+    def _write_row(self, now: float) -> None:
+        (then, before), traffic = self._row_before, self._traffic
         jobs = {name: tokens - before.tokens.get(name, 0) for name, tokens in traffic.tokens.items()}
         jobs = {name: tokens for name, tokens in jobs.items() if tokens}
         if traffic.computed > before.computed:
@@ -96,24 +101,25 @@ class RunMonitor:
             self._rows.write(row | {"jobs": jobs})
         self._row_before = (now, traffic.copy())
 
-    def _progress(self, engine: Engine, waiting: Sequence[str], now: float) -> RunProgress:
+    def _progress(self, driver: Driver, waiting: Sequence[str], now: float) -> RunProgress:
         then, before = self._history[0]
-        moment = _Moment(now, {n: (t - before.get(n, 0)) / max(now - then, 1e-9) for n, t in engine.traffic.tokens.items()})
-        jobs = tuple(self._job(name, engine, waiting, moment) for name in self._names)
-        return RunProgress(now, jobs, moment.rate, engine.traffic.full.padding or 0.0)
+        moment = _Moment(now, {n: (t - before.get(n, 0)) / max(now - then, 1e-9) for n, t in self._traffic.tokens.items()})
+        jobs = tuple(self._job(name, driver, waiting, moment) for name in self._names)
+        return RunProgress(now, jobs, moment.rate, self._traffic.full.padding or 0.0)
 
-    def _job(self, name: str, engine: Engine, waiting: Sequence[str], moment: _Moment) -> JobProgress:
-        result, run = engine.results.get(name), self._runs.get(name)
+    def _job(self, name: str, driver: Driver, waiting: Sequence[str], moment: _Moment) -> JobProgress:
+        result, run = driver.records.results.get(name), self._runs.get(name)
         if run is None:
             status: JobStatus = "queued" if name in waiting else result.status if result else "preparing"
             return JobProgress(name, status, self._ranks[name], reason=result.reason if result else "")
         p = run.progress
         step0, then = self._first_step[name]
         pace = (moment.seconds - then) / (p.step - step0) if p.step > step0 else None
-        running, rate = name in engine.runs, moment.rates.get(name, 0.0)
+        running, rate = name in driver.group.runs, moment.rates.get(name, 0.0)
+        now: JobStatus = "saving" if name in driver.records.ending else "evaluating" if run.evaluating else "training"
         return JobProgress(
             name=name,
-            status=result.status if result else "saving" if name in engine.ending else "evaluating" if run.evaluating else "training",
+            status=result.status if result else now,
             rank=run.spec.r,
             step=p.step,
             total_steps=run.total_steps,

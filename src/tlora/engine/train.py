@@ -19,18 +19,17 @@ import torch
 from pydantic import ValidationError
 
 from tlora.adapters.state import AdapterLayout, AdapterState
+from tlora.batching.pack import MicroBatch
 from tlora.data.prepare import Preparation, WorkerProcess, start_worker
 from tlora.engine import checkpoint
-from tlora.engine.admission import open_run, refuse
-from tlora.engine.engine import Engine
+from tlora.engine.driver import Driver, Places
 from tlora.engine.fingerprint import BaseGuard
 from tlora.engine.job_length import check_lengths
-from tlora.engine.job_run import JobRun
 from tlora.engine.memory_probe import DeviceMeter, compile_evaluation, probe, probe_key, recall, remember
-from tlora.engine.metrics import Tracker, check_trackers
+from tlora.engine.metrics import check_trackers
 from tlora.engine.plan import PlannedJob, RunPlan, check_base_fits, describe_plan, pick_device, plan_run, settle
 from tlora.engine.progress import Watcher
-from tlora.engine.recorder import JobResult, Recorder, RunContext, write_result
+from tlora.engine.recorder import JobResult, RunContext, write_result
 from tlora.engine.reserve import Reserve
 from tlora.engine.run_directory import check_run_directory, check_tiles, earlier_base, hold_run_directory, pin_base, write_run_file
 from tlora.engine.run_monitor import RunMonitor
@@ -38,8 +37,8 @@ from tlora.engine.run_recovery import base_facts, restore_run_file, write_base_f
 from tlora.engine.serving import ServingFiles
 from tlora.engine.start import start_ahead
 from tlora.engine.threads import choose_threads, compute_with
-from tlora.engine.wall import Failure, attempt
 from tlora.errors import ConfigError, TloraError
+from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec, RunSpec
 from tlora.jobs_file import explain, read_jobs_file
 from tlora.json_file import read_object
@@ -93,11 +92,10 @@ def train(
     guard = BaseGuard(run.base_model, find_directory(run.base_model), earlier_base(run, resume))
     monitor = RunMonitor(Path(run.output_dir), {job.name: job.r for job in run.jobs}, watcher, resume)
     loaded = _load(run, place, monitor, resume, data_worker)
-    plan, model, threads = loaded.plan, loaded.model, loaded.threads
+    plan, threads = loaded.plan, loaded.threads
     serving = ServingFiles(run.base_model)
     for line in _opening_notes(run, plan, serving, resume):
         watcher.note(line)
-    engine = Engine(model, plan.token_budget, watcher.note, plan.longest)
     facts = _facts(loaded, place)
     adopted = [job.spec for job in plan.jobs]  # those that start from an adapter have its shape by now
     run = run.model_copy(update={"jobs": adopted, "cpu_threads": threads or run.cpu_threads})
@@ -109,7 +107,7 @@ def train(
 
         record("running")
         guard.start()
-        session = _Session(run, loaded, engine, monitor, serving, guard)
+        session = _Session(run, loaded, monitor, serving, guard)
         with _signals(session.describe_interrupt, monitor.note) as received:
             try:
                 session.go_on(received, record)
@@ -229,102 +227,87 @@ def resolve_run(jobs: Jobs, settings: dict[str, Any]) -> RunSpec:
 
 
 class _Session:
-    """One run of `train`: the jobs that wait, the engine, and what is reported while it goes on."""
+    """One run of `train`: the jobs that wait, their driver, and what is reported while it goes on."""
 
-    def __init__(self, run: RunSpec, loaded: _Loaded, engine: Engine, monitor: RunMonitor, serving: ServingFiles, guard: BaseGuard) -> None:
+    def __init__(self, run: RunSpec, loaded: _Loaded, monitor: RunMonitor, serving: ServingFiles, guard: BaseGuard) -> None:
         plan = loaded.plan
-        self._run, self._plan, self._engine, self._directory = run, plan, engine, Path(run.output_dir)
-        self._monitor, self._starts, self._dtype = monitor, loaded.starts, engine.model.bank.sum_dtype
+        self._run, self._plan, self._directory = run, plan, Path(run.output_dir)
+        self._monitor, self._starts, self._guard = monitor, loaded.starts, guard
         self._waiting = list(plan.jobs)
         self._layouts: dict[str, AdapterLayout] = {}
         self._settings = {spec.name: _swept(spec, run.jobs) for spec in run.jobs}
-        self._reserve = Reserve(self._directory, _last_saves(plan), monitor.note)
-        self._serving, self._guard = serving, guard
-        self._opened: list[str] = []
-        name = public_name(run.base_model)
-        self._context = RunContext(name, monitor.seconds, monitor.note, self._reserve, before_save=guard.wait_for_verdict)
+        self._tiles = loaded.model.tiles
+        self._opened: list[Path] = []
+        reserve = Reserve(self._directory, _last_saves(plan), monitor.note)
+        self._context = RunContext(public_name(run.base_model), monitor.seconds, monitor.note, reserve, before_save=guard.wait_for_verdict)
+        places = Places(self._directory, serving, run.report_to, self._settings, self._mark)
+        self._driver = Driver(loaded.model, self._context, places, plan.token_budget, plan.longest)
+        self._driver.listener = monitor.listen
 
     def go_on(self, received: list[int], record: Callable[[str], None]) -> None:
         """Until all jobs have ended or a signal has come; `record` writes `run.json` with a status."""
-        try:
-            while not received:
-                self._admit()
-                packed = self._engine.run_micro_batch()
-                if self._guard.check():
-                    self._write_hashes(record)
-                self._monitor.update(self._engine, [job.spec.name for job in self._waiting], packed)
-                if packed is None and not self._waiting:
-                    break
-        except Exception:  # nobody's fault: what was learned is kept
-            self._engine.stop()
-            raise
-        if received:
-            self._engine.stop()
-        self._monitor.close(self._engine)
+
+        def look(packed: MicroBatch | None) -> None:
+            if self._guard.check():
+                self._write_hashes(record)
+            self._monitor.update(self._driver, [job.spec.name for job in self._waiting], now_due=packed is None)
+
+        self._driver.train(lambda: not received and self._admit(), look)
+        self._monitor.close(self._driver)
 
     def _write_hashes(self, record: Callable[[str], None]) -> None:
         """The base's sha256 have become known: into `run.json`, and beside each job."""
         if isinstance(failed := attempt(record, "running"), Failure):  # a full disk: the run's end writes it once more
             self._monitor.note(failed.reason)
-        for name in self._opened:
-            self._context.writer.write(name, partial(self._write_base_file, name))
+        for directory in self._opened:
+            self._context.writer.write(directory.name, partial(self._write_base_file, directory))
 
-    def _write_base_file(self, name: str) -> None:
+    def _write_base_file(self, directory: Path) -> None:
         """Raises CheckpointError. The future of the writer takes it: the file that is there holds all but the sha256."""
-        write_base_file(self._directory / name, base_facts(self._run, self._engine.model.tiles, self._guard.facts()))
+        write_base_file(directory, base_facts(self._run, self._tiles, self._guard.facts()))
 
-    def _admit(self) -> None:
-        """Let waiting jobs in, in their order, while they fit."""
+    def _mark(self, directory: Path) -> None:
+        self._write_base_file(directory)
+        self._opened.append(directory)
+
+    def _admit(self) -> bool:
+        """Let waiting jobs in, in their order, while they fit. False when none is left, neither waiting nor training."""
+        group, records = self._driver.group, self._driver.records
         while self._waiting:
             job = self._waiting[0]
-            taken = self._engine.runs.keys() | self._engine.ending.keys()  # the latter hold memory until their files are written
+            taken = group.runs.keys() | records.ending.keys()  # the latter hold memory until their files are written
             resident = [layout for name, layout in self._layouts.items() if name in taken]
             if job.layout is not None and not job.problems and resident and not self._plan.fits([*resident, job.layout]):
-                return
+                return True
             self._start(self._waiting.pop(0))
+        return bool(group.runs)
 
     def _start(self, job: PlannedJob) -> None:
         name = job.spec.name
-        opened = attempt(self._open, job)
+        opened = attempt(self._driver.open, job, self._monitor.resume, self._starts.pop(name, None))
         if isinstance(opened, Failure):
-            self._reserve.ended(name)
-            directory, settings = self._directory / name, self._settings[name]
-            self._engine.results[name] = refuse(job.spec, directory, opened.reason, settings, self._monitor.note)
+            self._driver.refuse(job.spec, opened.reason)
             return
         assert job.layout is not None, f"{name} was opened without a layout"
         self._layouts[name] = job.layout
-        run, state, recorder = opened
-        self._monitor.track(run)
-        self._engine.join(run, recorder, state)
-
-    def _open(self, job: PlannedJob) -> tuple[JobRun, AdapterState, Recorder]:
-        name, monitor = job.spec.name, self._monitor
-        run, state = open_run(job, self._dtype, self._directory / name, monitor.resume, monitor.note, self._starts.pop(name, None))
-        assert job.data is not None, f"{name} was opened without data"
-        self._write_base_file(name)
-        self._opened.append(name)
-        self._serving.write(run.directory, job.spec, job.data.report.format, monitor.note)
-        tracker = Tracker(self._run, job.spec, run.directory, monitor.note)
-        return run, state, Recorder(run, self._context, tracker, self._settings[name])
+        self._monitor.track(opened.run)
+        self._driver.let_in(opened)
 
     def describe_interrupt(self, number: int) -> str:
         """What the signal `number` will bring about, as the first that has come."""
-        unfinished = len(self._engine.runs) + len(self._engine.ending)
+        unfinished = len(self._driver.group.runs) + len(self._driver.records.ending)
         jobs = "1 unfinished job" if unfinished == 1 else f"{unfinished} unfinished jobs"
         more = "; press Ctrl-C again to quit at once, without what is not saved by then" if number == signal.SIGINT else ""
         return f"Interrupted: saving {jobs}{more}" if unfinished else "Interrupted: all jobs have ended, the page is written"
 
     def close(self, *, wait: bool = True) -> None:
-        """With `wait`, all is written, and nothing more will be. What was kept for that on the disk is free."""
-        if wait:
-            self._context.writer.close()
-        self._reserve.close()
+        self._driver.close(wait=wait)
 
     def results(self, received: list[int]) -> Results:
         """In the order of the file; what never started is "stopped"."""
         results = Results()
         for spec in self._run.jobs:
-            results[spec.name] = self._engine.results.get(spec.name) or self._untouched(spec)
+            results[spec.name] = self._driver.records.results.get(spec.name) or self._untouched(spec)
         results.signal_number = received[0] if received else None
         return results
 

@@ -22,21 +22,19 @@ from typing import BinaryIO
 
 from transformers.utils import logging
 
-from tlora.adapters.state import AdapterState
 from tlora.data.dataset import find_damage
 from tlora.data.prepare import Prepared, open_sets, prepare
-from tlora.engine.admission import open_run, refuse
-from tlora.engine.engine import Engine
-from tlora.engine.job_run import JobRun
-from tlora.engine.metrics import Tracker
+from tlora.engine.driver import Driver, Opened, Places
 from tlora.engine.pace import Pace
 from tlora.engine.plan import PlannedJob, plan_job, prepare_requests
-from tlora.engine.recorder import JobResult, Recorder, RunContext
+from tlora.engine.recorder import JobResult, RunContext
 from tlora.engine.reserve import Reserve
 from tlora.engine.serving import ServingFiles
-from tlora.engine.wall import Failure, attempt
 from tlora.engine.writer import Writer
 from tlora.errors import DataError
+from tlora.group.reports import Ended
+from tlora.group.reports import Report as GroupReport
+from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec, RunSpec
 from tlora.supermodel.base_name import public_name
 from tlora.supermodel.supermodel import SuperModel
@@ -76,16 +74,14 @@ class _Prepared:
 
 
 @dataclass(frozen=True)
-class _Opened:
-    """A job that can join, with its state on the host; or why it cannot."""
+class _Ready:
+    """A job that can join, or why it cannot."""
 
-    job_id: str
-    run: JobRun | None = None
-    state: AdapterState | None = None
-    reason: str = ""
+    spec: JobSpec
+    opened: Opened | Failure
 
 
-_Told = Command | _Prepared | _Opened | _Written
+_Told = Command | _Prepared | _Ready | _Written
 
 
 class Worker:
@@ -95,45 +91,42 @@ class Worker:
         self._load, self._inbox, self._send = load, inbox, send
         self._directory = Path(load.output_dir)
         model = SuperModel.from_pretrained(load.base_model, device=load.device, deterministic=load.deterministic)
-        self._engine = Engine(model, STARTING_BUDGET, note)
         clock: Callable[[], float] = lambda: time.time() - load.started_unix_seconds  # noqa: E731
-        self._context = RunContext(
-            public_name(load.base_model), clock, note, Reserve(self._directory, {}, note), Writer(lambda: inbox.put(_Written()))
-        )
+        writer, reserve = Writer(lambda: inbox.put(_Written())), Reserve(self._directory, {}, note)
         self._serving = ServingFiles(load.base_model)
+        context = RunContext(public_name(load.base_model), clock, note, reserve, writer)
+        self._driver = Driver(model, context, Places(self._directory, self._serving), STARTING_BUDGET)
+        self._driver.listener = self._listen
+        self._group, self._records = self._driver.group, self._driver.records
         self._preparing: dict[str, Join] = {}
         self._opening: set[str] = set()
         self._unwanted: set[str] = set()  # of those: told to leave before they were in
         self._paces: dict[str, Pace] = {}
-        self._weights: dict[str, float] = {}
         self._reported = 0.0
         send(Loaded())
 
     def go_on(self) -> None:
         """Until told to stop; then all jobs have been checkpointed."""
         try:
-            while self._obey_all():
-                self._engine.run_micro_batch()
-                self._tell_steps()
-                self._tell_ended()
-        finally:  # also of an error that is nobody's fault: what was learned is kept
-            try:
-                self._engine.stop()
-            finally:
-                self._context.writer.close()  # the process exits without a look at its threads
-                self._tell_ended()
+            self._driver.train(self._obey_all, self._look)
+        finally:
+            self._driver.close()  # the process exits without a look at its threads
+            self._tell_ended()
+
+    def _look(self, _: object) -> None:
+        self._tell_steps()
+        self._tell_ended()
 
     def _obey_all(self) -> bool:
         """What has arrived since the last micro-batch; with nobody resident, wait for something. False: stop."""
-        while not self._inbox.empty() or not self._engine.runs:
+        while not self._inbox.empty() or not self._group.runs:
             match self._inbox.get():
                 case Stop():
                     return False
                 case Join() as join:
                     name = join.job.name
-                    assert name not in {*self._preparing, *self._opening, *self._engine.runs, *self._engine.ending}, (
-                        f"{name} is here already"
-                    )
+                    here = {*self._preparing, *self._opening, *self._group.runs, *self._records.ending}
+                    assert name not in here, f"{name} is here already"
                     self._preparing[name] = join
                     threading.Thread(target=self._prepare, args=(join,), daemon=True).start()
                 case _Prepared(join, data):
@@ -141,14 +134,14 @@ class Worker:
                         del self._preparing[join.job.name]
                         self._opening.add(join.job.name)
                         threading.Thread(target=self._open, args=(join.job, data), daemon=True).start()
-                case _Opened() as opened:
-                    self._let_in(opened)
+                case _Ready(spec, opened):
+                    self._let_in(spec, opened)
                 case _Written():
-                    self._engine.see_ended()
+                    self._records.see_ended()
                 case Leave(name):
                     self._let_go(name)
                 case Share() as share:
-                    self._share(share)
+                    self._group.share(share.token_budget, share.recomputed_layers, share.weights)
                 case Load() as load:
                     raise AssertionError(f"{load} for a worker that has a base already")
             self._tell_ended()
@@ -162,7 +155,7 @@ class Worker:
         self._inbox.put(_Prepared(join, DataError(data.reason) if isinstance(data, Failure) else data))
 
     def _data_of(self, join: Join) -> Prepared | DataError:
-        (request,) = prepare_requests(self._run_of(join.job), self._engine.model.base.vocab_size)
+        (request,) = prepare_requests(self._run_of(join.job), self._group.model.base.vocab_size)
         train_set, eval_set = (
             Path(path) if path and find_damage(Path(path), request.vocab_size) is None else None for path in (join.train_set, join.eval_set)
         )
@@ -177,70 +170,46 @@ class Worker:
 
     def _open(self, spec: JobSpec, data: Prepared | DataError) -> None:
         """In a thread of its own, which has the job's directory to itself until the job is in, or refused, or has been let go."""
-        directory = self._directory / spec.name
-        planned = plan_job(spec, data, self._engine.model, self._directory)
+        planned = plan_job(spec, data, self._group.model, self._directory)
         for warning in planned.said():
             note(f"{spec.name}: {warning}")
-        opened = attempt(self._open_run, planned, directory)
-        if isinstance(opened, Failure):
-            refuse(spec, directory, opened.reason, {}, note)
-            self._inbox.put(_Opened(spec.name, reason=opened.reason))
-        else:
-            self._inbox.put(_Opened(spec.name, *opened))
+        self._inbox.put(_Ready(spec, attempt(self._open_planned, planned)))
 
-    def _open_run(self, planned: PlannedJob, directory: Path) -> tuple[JobRun, AdapterState]:
-        opened = open_run(planned, self._engine.model.bank.sum_dtype, directory, True, note)
+    def _open_planned(self, planned: PlannedJob) -> Opened:
+        opened = self._driver.open(planned, True)
         assert planned.data is not None, f"{planned.spec.name} was opened without data"
         for line in self._serving.warn([(planned.spec, planned.data.report.format)]):
             note(line)
-        self._serving.write(directory, planned.spec, planned.data.report.format, note)
         return opened
 
-    def _let_in(self, opened: _Opened) -> None:
-        name, run = opened.job_id, opened.run
+    def _let_in(self, spec: JobSpec, opened: Opened | Failure) -> None:
+        name = spec.name
         self._opening.discard(name)
         if name in self._unwanted:
             self._unwanted.discard(name)
             self._send(Left(name, 0, None))
-            return
-        if run is None:
-            self._send(Failed(name, opened.reason))
-            return
-        run.set_weight(self._weights.get(name, run.spec.weight))
-        recorder = attempt(self._recorder_of, run)
-        if isinstance(recorder, Failure):
-            refuse(run.spec, run.directory, recorder.reason, {}, note)
-            self._send(Failed(name, recorder.reason))
-            return
-        self._paces[name] = Pace(run.progress.step, time.monotonic())
-        self._engine.join(run, recorder, opened.state)
-        self._engine.set_token_budget(self._engine.token_budget)
-        if name in self._engine.runs:  # and not at its end already
-            self._send(Joined(name, run.progress.step))
-
-    def _recorder_of(self, run: JobRun) -> Recorder:
-        return Recorder(run, self._context, Tracker(self._run_of(run.spec), run.spec, run.directory, note), {})
+        elif isinstance(opened, Failure):
+            self._driver.refuse(spec, opened.reason)
+        else:
+            self._paces[name] = Pace(opened.run.progress.step, time.monotonic())
+            self._driver.let_in(opened)
+            if name in self._group.runs:  # and not at its end already
+                self._send(Joined(name, opened.run.progress.step))
 
     # -- staying -------------------------------------------------------------------------------------------------------
 
-    def _share(self, share: Share) -> None:
-        model = self._engine.model
-        self._weights = dict(share.weights)
-        for name, run in self._engine.runs.items():
-            run.set_weight(self._weights.get(name, run.spec.weight))
-        model.recomputed_layers = min(share.recomputed_layers, model.num_layers)
-        self._engine.set_token_budget(share.token_budget)
+    def _listen(self, report: GroupReport) -> None:
+        if isinstance(report, Ended):
+            self._paces[report.job_id].see(report.progress.step, time.monotonic())
+            self._tell_pace(report.job_id)
 
     def _tell_steps(self) -> None:
         now = time.monotonic()
-        for name, ending in self._engine.ending.items():
-            self._paces[name].see(ending.run.progress.step, now)
-            self._tell_pace(name)
-        for name, run in self._engine.runs.items():
+        for name, run in self._group.runs.items():
             self._paces[name].see(run.progress.step, now)
         if now - self._reported >= REPORT_SECONDS:
             self._reported = now
-            for name in self._engine.runs:
+            for name in self._group.runs:
                 self._tell_pace(name)
 
     def _tell_pace(self, name: str) -> None:
@@ -252,23 +221,17 @@ class Worker:
 
     def _tell_ended(self) -> None:
         """Jobs whose files are written."""
-        for name in list(self._engine.results):
-            result: JobResult = self._engine.results.pop(name)
-            pace = self._paces.pop(name, None)
-            if pace is not None:
-                pace.see(result.steps, time.monotonic())
-                told = pace.take()
-                if told is not None:
-                    self._send(Stepped(name, *told))
-            self._send(_last_report(result))
+        for name in list(self._records.results):
+            self._paces.pop(name, None)
+            self._send(_last_report(self._records.results.pop(name)))
 
     def _let_go(self, name: str) -> None:
         if self._preparing.pop(name, None) is not None:
             self._send(Left(name, 0, None))
         elif name in self._opening:
             self._unwanted.add(name)
-        elif name in self._engine.runs:
-            self._engine.leave(name)
+        elif name in self._group.runs:
+            self._group.leave(name)
 
 
 def _last_report(result: JobResult) -> Report:

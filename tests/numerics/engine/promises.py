@@ -25,7 +25,7 @@ from tests.tolerances import TRAINED, assert_close
 from tlora.adapters.state import init_state
 from tlora.data.dataset import Sample
 from tlora.data.order import global_batch
-from tlora.engine.engine import Engine
+from tlora.group.engine import Engine
 from tlora.job import JobSpec
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel

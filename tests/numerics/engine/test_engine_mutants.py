@@ -13,7 +13,8 @@ from tests.numerics.engine import promises as p
 from tests.numerics.engine.promises import Runs
 from tests.planted import Changes, planted
 from tlora.adapters import optim
-from tlora.engine import checkpoint, engine, job_run
+from tlora.engine import checkpoint
+from tlora.group import engine, job_run
 from tlora.supermodel import supermodel
 
 Promise = Callable[[Runs], None]
@@ -43,8 +44,8 @@ MUTANTS = (
         engine,
         [
             (
-                "        self._count(packed)\n        for name",
-                "        self._count(packed)\n"
+                "        self._listen(self._counted(packed))\n        for name",
+                "        self._listen(self._counted(packed))\n"
                 "        [self.model.zero_grad_of(n) for n in losses if n in self.runs and not self.runs[n].flow.complete]\n"
                 "        for name",
             )

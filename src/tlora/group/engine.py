@@ -1,26 +1,24 @@
 """Runs one group of jobs: packs their flows into micro-batches, steps each job when its own batch is through, keeps trouble apart.
 
-A job joins and leaves between two micro-batches. What came of optimizer steps is read when the next micro-batch is under way, so that
-a GPU waits for that only where an evaluation, a checkpoint or an end follows; files are written beside the training. Who is admitted,
-signals and the final report are `train.py`'s.
+Commands come in (`join`, `leave`, `share`, `stop`), reports go out (`reports.py`); no file and no process is touched here. A job joins and
+leaves between two micro-batches. The outcome of optimizer steps is read when the next micro-batch is under way, so that a GPU waits for it
+only where an evaluation, a checkpoint or an end follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, islice
 
 import torch
 
 from tlora.adapters.state import AdapterState
 from tlora.batching.pack import MicroBatch, Row, pack, prepared_budget
-from tlora.engine.job_run import QUARANTINE_AFTER, JobRun, Passed, mean_loss
-from tlora.engine.recorder import JobResult, Outcome, Recorder, Status
-from tlora.engine.traffic import Traffic
-from tlora.engine.wall import Failure, attempt, is_out_of_memory
+from tlora.group.job_run import QUARANTINE_AFTER, JobRun, Passed, mean_loss
+from tlora.group.reports import CheckpointDue, Computed, Ended, Evaluated, Listener, Noted, Status, Stepped
+from tlora.group.wall import Failure, attempt, is_out_of_memory
 from tlora.kernels.device import ToHost
 from tlora.supermodel.batch import PackedBatch, collate
 from tlora.supermodel.supermodel import JobLoss, QueuedSteps, SuperModel
@@ -54,80 +52,67 @@ class _Stepping:
     offered: bool
 
 
-@dataclass(frozen=True)
-class Ending:
-    """A job that takes no more steps and whose files are being written."""
-
-    run: JobRun
-    written: Future[Outcome]
-
-
 class Engine:
-    """A super-model with the jobs that share it now. `ending` are those that only wait for their files, `results` those that have ended."""
+    """A super-model with the jobs that share it now. `listen` hears the reports."""
 
-    def __init__(self, model: SuperModel, token_budget: int, note: Callable[[str], None], smallest_budget: int = 1) -> None:
+    def __init__(self, model: SuperModel, token_budget: int, listen: Listener, smallest_budget: int = 1) -> None:
         """`smallest_budget`: tokens of the longest sample of any job that may still join; running out of memory stops at it."""
-        self.model, self.token_budget, self._note = model, token_budget, note
+        self.model, self.token_budget, self._listen = model, token_budget, listen
         self._smallest_budget, self._unexplained = smallest_budget, 0
         self.runs: dict[str, JobRun] = {}
-        self.ending: dict[str, Ending] = {}
-        self.results: dict[str, JobResult] = {}
-        self.traffic = Traffic()
-        self._recorders: dict[str, Recorder] = {}
+        self._weights: dict[str, float] = {}
         self._stepping: _Stepping | None = None
 
-    def join(self, run: JobRun, recorder: Recorder, state: AdapterState | None = None) -> None:
-        """Let a job in; it offers its first batch at once. One that was finished before hands its adapter over once more. A job that
-        cannot join fails alone.
-        """
+    def join(self, run: JobRun, state: AdapterState | None = None) -> None:
+        """Let a job in with `state` (default: a new adapter); it offers its first batch at once. A job that cannot join fails alone."""
         name = run.spec.name
-        self._recorders[name] = recorder
-        if run.progress.finished:
-            self.ending[name] = Ending(run, recorder.hand_over())
-            return
         joined = attempt(self.model.join, name, run.spec, run.spec, run.total_steps, state)
         if isinstance(joined, Failure):
-            self._end(name, "failed", joined.reason)
+            self._listen(Ended(name, run.progress, "failed", joined.reason))
             return
+        run.saved_step = run.progress.step or -1
+        run.set_weight(self._weights.get(name, run.spec.weight))
         self.runs[name] = run
         self._advance(run)
+        self.token_budget = max(self.token_budget, self._longest())
 
     def stop(self) -> None:
-        """Checkpoint every resident job at its last optimizer step and let it go; then all is written. One that raises keeps none of the
-        others from that.
-        """
+        """Let every resident job go, as `leave` does. One that raises keeps none of the others from that."""
         with ExitStack() as last:
-            last.callback(self.see_ended, wait=True)
             for name in reversed(self.runs):
                 last.callback(self.leave, name)
 
     def leave(self, name: str) -> None:
-        """Let a resident job go at its last optimizer step: what it did of the next is dropped. When its checkpoint is written it is
-        "stopped", or "failed" if it fails in that very step.
+        """Let a resident job go at its last optimizer step: what it did of the next is dropped. It ends as "stopped", or as "failed" if it
+        fails in that very step.
         """
         self._settle()
         if name in self.runs:
-            self.ending[name] = Ending(self.runs.pop(name), self._recorders[name].interrupt(self.model.leave(name)))
+            self._end(self.runs[name], "stopped")
 
-    def set_token_budget(self, tokens: int) -> None:
-        """From the next micro-batch on; not less than the longest sample of a resident, which is never split."""
-        self.token_budget = max(tokens, self._longest())
+    def share(self, token_budget: int, recomputed_layers: int = 0, weights: Mapping[str, float] | None = None) -> None:
+        """From the next micro-batch on: its tokens (but not less than the longest sample of a resident, which is never split), the decoder
+        layers that backward computes again, and the jobs' weights, also of those that join later.
+        """
+        self._weights = dict(weights or {})
+        for name, run in self.runs.items():
+            run.set_weight(self._weights.get(name, run.spec.weight))
+        self.model.recomputed_layers = min(recomputed_layers, self.model.num_layers)
+        self.token_budget = max(token_budget, self._longest())
 
     def run_micro_batch(self) -> MicroBatch | None:
         """One forward-backward (or evaluation) over what the flows offer, and the optimizer steps that it completes. None when no job is
-        left, and then all of them have their results.
+        left.
         """
-        self.see_ended()
         packed = pack([run.flow for run in self.runs.values()], self.token_budget, in_order=self.model.deterministic)
         if packed is None:
-            self.see_ended(wait=True)
             return None
         losses = attempt(self._compute, packed.kind, packed.rows, packed.tokens)
         self._settle()
         if isinstance(losses, Failure):
             self._find_culprit(packed, losses.error)
             return packed
-        self._count(packed)
+        self._listen(self._counted(packed))
         for name, loss in losses.items():
             if name in self.runs:
                 self.runs[name].absorb(loss, sum(row.tokens for row in packed.rows if row.job_id == name))
@@ -141,7 +126,7 @@ class Engine:
     def _evaluated(self, through: list[JobRun]) -> None:
         for run, loss in zip(through, _Losses([run.passed for run in through]).read(), strict=True):
             run.evaluated(loss)
-            self._recorders[run.spec.name].evaluated(loss)
+            self._listen(Evaluated(run.spec.name, run.progress, loss))
             self._advance(run)
 
     def _step(self, through: list[JobRun]) -> None:
@@ -152,7 +137,7 @@ class Engine:
         steps = self.model.queue_optim_step([run.spec.name for run in through])
         for run in through:
             if (error := steps.errors.get(run.spec.name)) is not None:
-                self._fail(run, Failure(error).reason)
+                self._end(run, "failed", Failure(error).reason)
             else:
                 run.step_queued()
         stepping = [run for run in through if run.spec.name not in steps.errors]
@@ -175,8 +160,8 @@ class Engine:
         for run, loss in stepped:
             name = run.spec.name
             run.stepped(stats[name], loss)
-            self._recorders[name].stepped(stats[name])
-        for run in sorted((run for run, _ in stepped), key=self._numel, reverse=True):  # of jobs that end together, the longest write first
+            self._listen(Stepped(name, run.progress, stats[name], loss))
+        for run in sorted((run for run, _ in stepped), key=self._numel, reverse=True):  # the longest to write ends first
             if not stepping.offered:
                 self._advance(run)
             else:
@@ -190,58 +175,38 @@ class Engine:
         batch: PackedBatch = collate([self.runs[row.job_id].batch_row(row) for row in rows], self.model.device, pad_to)
         return self.model.evaluate(batch) if kind == "eval" else self.model.forward_backward(batch)
 
-    def _count(self, packed: MicroBatch) -> None:
+    def _counted(self, packed: MicroBatch) -> Computed:
         padded = self.model.device.type == "cuda" and (not self.model.deterministic or self.model.num_layers > 0)
         computed = prepared_budget(packed.tokens, packed.budget) if padded else packed.tokens
-        self.traffic.count(packed, computed, left_tokens=sum(run.flow.pending_tokens for run in self.runs.values()))
+        return Computed(packed, computed, left_tokens=sum(run.flow.pending_tokens for run in self.runs.values()))
 
     def _advance(self, run: JobRun) -> None:
         """What follows when a job has joined, or a batch or evaluation of its own is through."""
-        name, recorder = run.spec.name, self._recorders[run.spec.name]
         if self._quarantine(run):
             return
-        offers = run.offer()
-        if not offers and run.has_no_finite_loss:
-            self._fail(run, f"none of its last {len(run.progress.losses)} steps had a finite loss; look at its data and its learning rate")
-        elif not offers:
-            self.ending[name] = Ending(self.runs.pop(name), recorder.finish(self.model.leave(name)))
-        elif not run.needs_evaluation:
-            recorder.save_if_due(self.model.state(name))
-
-    def see_ended(self, *, wait: bool = False) -> None:
-        """Give the jobs their results whose files are written by now, or, with `wait`, all that take no more steps."""
-        errors: list[BaseException] = []
-        for name, ending in list(self.ending.items()):
-            if wait or ending.written.done():
-                error = ending.written.exception()
-                del self.ending[name]  # not before: a wait that is interrupted begins anew
-                if error is None:
-                    self._end(name, *ending.written.result())
-                else:
-                    errors.append(error)
-        if errors:
-            raise errors[0]
-
-    def _end(self, name: str, status: Status, reason: str) -> None:
-        self.results[name] = self._recorders.pop(name).result(status, reason)
-        if status == "failed":
-            self._note(f"{name} failed: {reason}")
+        if not run.offer():
+            if run.has_no_finite_loss:
+                last = len(run.progress.losses)
+                self._end(run, "failed", f"none of its last {last} steps had a finite loss; look at its data and its learning rate")
+            else:
+                run.progress = replace(run.progress, finished=True)
+                self._end(run, "done")
+        elif not run.needs_evaluation and run.checkpoint_due:
+            run.saved_step = run.progress.step
+            self._listen(CheckpointDue(run.spec.name, run.progress, self.model.state(run.spec.name)))
 
     def _quarantine(self, run: JobRun) -> bool:
         """Whether a job has failed for want of finite gradients."""
         skipped = self.model.state(run.spec.name).skipped
         if skipped >= QUARANTINE_AFTER:
-            self._fail(run, f"no finite gradient in {skipped} steps in a row, up to step {run.progress.step}")
+            self._end(run, "failed", f"no finite gradient in {skipped} steps in a row, up to step {run.progress.step}")
         return skipped >= QUARANTINE_AFTER
 
-    def _fail(self, run: JobRun, reason: str) -> None:
-        """Take a job out, keeping its last finite state if the disk takes it; its neighbours go on."""
-        name, recorder = run.spec.name, self._recorders[run.spec.name]
+    def _end(self, run: JobRun, status: Status, reason: str = "") -> None:
+        """Take a job out at its last finite state; the others go on."""
+        name = run.spec.name
         self.runs.pop(name, None)
-        if name in self.model.bank:
-            self.ending[name] = Ending(run, recorder.fail(self.model.leave(name), reason))
-        else:
-            self._end(name, "failed", reason)
+        self._listen(Ended(name, run.progress, status, reason, self.model.leave(name)))
 
     def _find_culprit(self, packed: MicroBatch, error: BaseException) -> None:
         """A micro-batch raised. Its jobs' half-summed gradients are dropped, each is tried alone, those that raise again fail,
@@ -255,14 +220,14 @@ class Engine:
         smaller = max(self.token_budget // 2, self._longest(), self._smallest_budget)
         if is_out_of_memory(error) and smaller < self.token_budget:
             self.token_budget = smaller
-            self._note(f"out of memory: the token budget is now {self.token_budget}")
+            self._listen(Noted(f"out of memory: the token budget is now {self.token_budget}"))
         else:
             alone = {name: self._try_alone(name, packed) for name in names}
             guilty = {name: tried.reason for name, tried in alone.items() if isinstance(tried, Failure)}
             if not guilty:
                 self._forgive(error)
             for name, reason in guilty.items():
-                self._fail(self.runs[name], reason)
+                self._end(self.runs[name], "failed", reason)
         for name in names:
             if name in self.runs:
                 self.model.zero_grad_of(name)
@@ -273,7 +238,7 @@ class Engine:
         self._unexplained += 1
         if self._unexplained > _FORGIVEN:
             raise error
-        self._note(f"{type(error).__name__}: {error}; no job repeats it alone, so the batch starts over")
+        self._listen(Noted(f"{type(error).__name__}: {error}; no job repeats it alone, so the batch starts over"))
 
     def _longest(self) -> int:
         sets = (data for run in self.runs.values() for data in (run.train, run.evaluation) if data is not None)

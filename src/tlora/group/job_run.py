@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
 from tlora.adapters.optim import StepStats
 from tlora.batching.flow import Flow, Item
 from tlora.batching.pack import Row
 from tlora.data.dataset import Dataset
 from tlora.data.order import global_batch
-from tlora.engine.checkpoint import Progress
+from tlora.group.progress import TrainingProgress
 from tlora.job import JobSpec
 from tlora.supermodel.batch import BatchRow
 from tlora.supermodel.supermodel import JobLoss
@@ -40,7 +39,7 @@ def mean_loss(parts: Sequence[tuple[float, float]]) -> float:
     return loss / weight if weight else math.nan
 
 
-def stopped_early(spec: JobSpec, progress: Progress) -> bool:
+def stopped_early(spec: JobSpec, progress: TrainingProgress) -> bool:
     """Whether a job ends here by `early_stopping_patience`."""
     patience = spec.early_stopping_patience
     return bool(patience and progress.evals_without_gain >= patience)
@@ -49,12 +48,12 @@ def stopped_early(spec: JobSpec, progress: Progress) -> bool:
 class JobRun:
     """A job's progress through its global batches and evaluations. `flow` is what it offers now."""
 
-    def __init__(self, spec: JobSpec, directory: Path, train: Dataset, evaluation: Dataset | None) -> None:
-        self.spec, self.directory = spec, directory
-        self.train, self.evaluation = train, evaluation
+    def __init__(self, spec: JobSpec, train: Dataset, evaluation: Dataset | None) -> None:
+        self.spec, self.train, self.evaluation = spec, train, evaluation
         self.total_steps = spec.total_steps(len(train))
         self.steps_per_epoch = math.ceil(len(train) / spec.batch_size)
-        self.progress = Progress(data=self.data_key, eval_data=self.eval_key)
+        self.progress = TrainingProgress(data=self.data_key, eval_data=self.eval_key)
+        self.saved_step = -1  # of the newest checkpoint
         self.flow = Flow(spec.name, spec.weight)
         self.passed = Passed()
         self._normalizer = 1.0
@@ -139,8 +138,8 @@ class JobRun:
 
     def step_queued(self) -> None:
         """The global batch is through and its optimizer step on the way: the next one can be offered."""
-        self.progress.step += 1
-        self.progress.num_tokens += self.passed.tokens
+        p = self.progress
+        self.progress = replace(p, step=p.step + 1, num_tokens=p.num_tokens + self.passed.tokens)
 
     @property
     def goes_straight_on(self) -> bool:
@@ -151,9 +150,15 @@ class JobRun:
         """What came of the optimizer step, and the loss per trained token of its batch."""
         p = self.progress
         assert p.step == stats.step + 1, f"{self.spec.name}: step {stats.step} was read at step {p.step}"
-        p.loss_first = loss if p.loss_first is None else p.loss_first
-        p.losses = [*p.losses, loss][-RECENT_STEPS:]
-        p.unlogged.append(loss)
+        first = loss if p.loss_first is None else p.loss_first
+        self.progress = replace(p, loss_first=first, losses=(*p.losses, loss)[-RECENT_STEPS:])
+
+    @property
+    def checkpoint_due(self) -> bool:
+        """At `save_steps`, and where `load_best_model_at_end` must be able to come back to; once at one step."""
+        p = self.progress
+        best_here = self.spec.load_best_model_at_end and p.best_step == p.step
+        return (best_here or (p.step > 0 and self.due(self.spec.save_steps))) and self.saved_step != p.step
 
     @property
     def has_no_finite_loss(self) -> bool:
@@ -163,9 +168,8 @@ class JobRun:
     def evaluated(self, loss: float) -> None:
         """The evaluation is through, with `loss` per trained token; remembers whether it is the best."""
         p = self.progress
-        p.evaluated_step, p.eval_last = p.step, loss
-        p.eval_first = loss if p.eval_first is None else p.eval_first
+        p = replace(p, evaluated_step=p.step, eval_last=loss, eval_first=loss if p.eval_first is None else p.eval_first)
         if math.isfinite(loss) and (p.best_eval is None or loss < p.best_eval):
-            p.best_eval, p.best_step, p.evals_without_gain = loss, p.step, 0
+            self.progress = replace(p, best_eval=loss, best_step=p.step, evals_without_gain=0)
         else:
-            p.evals_without_gain += 1
+            self.progress = replace(p, evals_without_gain=p.evals_without_gain + 1)

@@ -1,0 +1,125 @@
+"""Runs one group with its files. Its clients, `tlora train` and the worker, differ in where commands come from and what they show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tlora.adapters.state import AdapterState
+from tlora.batching.pack import MicroBatch
+from tlora.engine.admission import open_run, refuse
+from tlora.engine.metrics import Tracker
+from tlora.engine.plan import PlannedJob
+from tlora.engine.recorder import Recorder, RunContext
+from tlora.engine.records import Records
+from tlora.engine.serving import ServingFiles
+from tlora.group.engine import Engine
+from tlora.group.job_run import JobRun
+from tlora.group.reports import Listener, Report
+from tlora.group.wall import Failure, attempt
+from tlora.job import JobSpec
+from tlora.supermodel.supermodel import SuperModel
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A job that can join, with its state on the host."""
+
+    run: JobRun
+    state: AdapterState
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a run writes. `mark` is called with a job's directory when that has been made; trackers are those of `report_to`."""
+
+    output_dir: Path
+    serving: ServingFiles
+    report_to: Sequence[str] = ()
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])  # by job: what its sweep varies
+    mark: Callable[[Path], None] = lambda _: None
+
+
+class Driver:
+    """The group and the records of its jobs."""
+
+    def __init__(self, model: SuperModel, context: RunContext, places: Places, token_budget: int, longest: int = 1) -> None:
+        """`longest`: tokens of the longest sample of any job that may still join."""
+        self._context, self._places = context, places
+        self.listener: Listener = lambda _: None  # hears each report after the records have
+        self.records = Records(context.note)
+        self.group = Engine(model, token_budget, self._listen, longest)
+
+    def open(self, job: PlannedJob, resume: bool, start: Future[AdapterState] | None = None) -> Opened:
+        """Make a job ready to join; any thread may. Raises what `open_run` does."""
+        places, name, note = self._places, job.spec.name, self._context.note
+        directory = places.output_dir / name
+        run, state = open_run(job, self.group.model.bank.sum_dtype, directory, resume, note, start)
+        assert job.data is not None, f"{name} was opened without data"
+        places.mark(directory)
+        places.serving.write(directory, job.spec, job.data.report.format, note)
+        return Opened(run, state)
+
+    def let_in(self, opened: Opened) -> None:
+        """The job joins the group; one that was finished before hands its adapter over once more; one without a recorder is refused."""
+        run, name = opened.run, opened.run.spec.name
+        recorder = attempt(self._record, run)
+        if isinstance(recorder, Failure):
+            self.refuse(run.spec, recorder.reason)
+            return
+        self.records.add(name, recorder)
+        if run.progress.finished:
+            self.records.hand_over(name)
+        else:
+            self.group.join(run, opened.state)
+
+    def refuse(self, spec: JobSpec, reason: str) -> None:
+        """A job that cannot join has failed."""
+        name, places = spec.name, self._places
+        self._context.reserve.ended(name)
+        self.records.results[name] = refuse(spec, places.output_dir / name, reason, places.settings.get(name, {}), self._context.note)
+
+    def train(self, obey: Callable[[], bool], look: Callable[[MicroBatch | None], object]) -> None:
+        """One micro-batch after another: `obey` gives commands before each, and ends the run with False; `look` sees what has been
+        done, and None in the end.
+
+        In the end all jobs are checkpointed and their files written, also after an error, but not after KeyboardInterrupt.
+        """
+        try:
+            while obey():
+                self.records.see_ended()
+                packed = self.group.run_micro_batch()
+                self.records.see_ended(wait=packed is None)
+                look(packed)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            self._stop()
+            raise
+        self._stop()
+        look(None)
+
+    def close(self, *, wait: bool = True) -> None:
+        """With `wait`, all is written, and nothing more will be. The space that was kept on the disk is free."""
+        if wait:
+            self._context.writer.close()
+        self._context.reserve.close()
+
+    def _stop(self) -> None:
+        try:
+            self.group.stop()
+        finally:
+            self.records.see_ended(wait=True)
+
+    def _record(self, run: JobRun) -> Recorder:
+        places, name = self._places, run.spec.name
+        directory = places.output_dir / name
+        tracker = Tracker(places.report_to, run.spec, directory, self._context.note)
+        return Recorder(run, directory, self._context, tracker, places.settings.get(name, {}))
+
+    def _listen(self, report: Report) -> None:
+        self.records.listen(report)
+        self.listener(report)

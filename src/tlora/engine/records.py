@@ -1,0 +1,59 @@
+"""The files of all jobs of a group: each report goes to its job's recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from tlora.engine.recorder import JobResult, Outcome, Recorder
+from tlora.group.reports import Computed, Ended, Noted, Report, Status
+
+
+class Records:
+    """Listens to a group. `ending` are jobs that take no more steps and whose files are being written, `results` those that have ended."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._recorders: dict[str, Recorder] = {}
+        self.ending: dict[str, Future[Outcome]] = {}
+        self.results: dict[str, JobResult] = {}
+
+    def add(self, name: str, recorder: Recorder) -> None:
+        """Before the job joins."""
+        self._recorders[name] = recorder
+
+    def hand_over(self, name: str) -> None:
+        """A job that was finished before does not join: it hands its adapter over once more."""
+        self.ending[name] = self._recorders[name].hand_over()
+
+    def listen(self, report: Report) -> None:
+        match report:
+            case Noted(line):
+                self._note(line)
+            case Computed():
+                pass
+            case Ended(name, _, status, reason, None):
+                self._end(name, status, reason)
+            case Ended(name):
+                self.ending[name] = self._recorders[name].end(report)
+            case _:
+                self._recorders[report.job_id].listen(report)
+
+    def see_ended(self, *, wait: bool = False) -> None:
+        """Give the jobs their results whose files are written by now, or, with `wait`, all that take no more steps."""
+        errors: list[BaseException] = []
+        for name, written in list(self.ending.items()):
+            if wait or written.done():
+                error = written.exception()
+                del self.ending[name]  # not before: a wait that is interrupted begins anew
+                if error is None:
+                    self._end(name, *written.result())
+                else:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _end(self, name: str, status: Status, reason: str) -> None:
+        self.results[name] = self._recorders.pop(name).result(status, reason)
+        if status == "failed":
+            self._note(f"{name} failed: {reason}")
