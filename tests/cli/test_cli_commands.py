@@ -111,7 +111,7 @@ def test_a_wrong_jobs_file_is_told_before_a_model_library_is_loaded(tmp_path: Pa
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("error: nowhere.yaml: there is no such file")
+    assert done.stderr.startswith("error: nowhere.yaml: no such file")
 
 
 def test_python_m_tlora():

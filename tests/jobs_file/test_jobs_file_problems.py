@@ -34,6 +34,12 @@ def one_problem(directory: Path, text: str | bytes, *overrides: str) -> str:
     return problems[0]
 
 
+def has(text: str, *facts: object) -> bool:
+    """Whether a message states all facts: the place, the key, the value, the rule's numbers or names, the remedy."""
+    assert all(str(fact) in text for fact in facts), (text, facts)
+    return True
+
+
 def test_all_problems_at_once_sorted_by_line(tmp_path: Path):
     text = """base_model: b
 deterministic: 3
@@ -46,83 +52,66 @@ jobs:
     eval_steps: never
   - {name: q, data: a, learning_rate: fast}
 """
-    assert problems_of(tmp_path, text, "oops") == [
-        "--set oops: must be key=value; for example --set defaults.r=8",
-        "jobs.yaml:2: deterministic: 3 is not true or false; the default is false",
-        "jobs.yaml:4: rank: unknown key; did you mean 'r'?",
-        "jobs.yaml:6: job name '../x' must match [A-Za-z0-9][A-Za-z0-9._-]{0,62}: letters, digits, '.', '_' and '-', no '/', 63 at most",
-        "jobs.yaml:6: r: 0 is not a whole number from 1 to 256; the default is 16",
-        "jobs.yaml:8: data.epochs: unknown key; known here: chat_template, eval_path, eval_size, format, max_length, path, train_on",
-        "jobs.yaml:8: data.max_length: 1 is not a whole number from 2 to 1000000000; the default is 1024",
-        "jobs.yaml:9: eval_steps: 'never' is not a whole number from 1 to 1000000000 or 'epoch' or null; the default is null",
-        "jobs.yaml:10: learning_rate: 'fast' is not a number from 0 up; the default is 0.0002",
+    facts: list[tuple[object, ...]] = [
+        ("--set oops:", "key=value", "--set defaults.r=8"),
+        ("jobs.yaml:2: deterministic:", 3, "true or false", "false"),
+        ("jobs.yaml:4: rank:", "unknown key", "'r'"),
+        ("jobs.yaml:6: ", "'../x'", "[A-Za-z0-9][A-Za-z0-9._-]{0,62}"),
+        ("jobs.yaml:6: r:", 0, "1 to 256", 16),
+        ("jobs.yaml:8: data.epochs:", "unknown key", "max_length, path, train_on"),
+        ("jobs.yaml:8: data.max_length:", 1, "2 to 1000000000", 1024),
+        ("jobs.yaml:9: eval_steps:", "'never'", "1 to 1000000000 or 'epoch' or null"),
+        ("jobs.yaml:10: learning_rate:", "'fast'", "0.0002"),
     ]
+    for problem, expected in zip(problems_of(tmp_path, text, "oops"), facts, strict=True):
+        assert problem.startswith(str(expected[0])) and has(problem, *expected)
 
 
 JOB = "base_model: b\njobs:\n  - {{name: a, data: d, {}}}\n"
 
 
 @pytest.mark.parametrize(
-    ("keys", "expected"),
+    ("keys", "facts"),
     [
-        ("r: -3", "jobs.yaml:3: r: -3 is not a whole number from 1 to 256; the default is 16"),
-        ("r: 2.5", "jobs.yaml:3: r: 2.5 is not a whole number from 1 to 256; the default is 16"),
-        ("r: true", "jobs.yaml:3: r: true is not a whole number from 1 to 256; the default is 16"),
-        ("r: null", "jobs.yaml:3: r: null is not a whole number from 1 to 256; the default is 16"),
-        ("save_steps: true", "jobs.yaml:3: save_steps: true is not a whole number from 1 to 1000000000 or 'epoch'; the default is 500"),
-        ("max_length: true", "jobs.yaml:3: data.max_length: true is not a whole number from 2 to 1000000000; the default is 1024"),
-        ("lora_alpha: 0", "jobs.yaml:3: lora_alpha: 0 is not a number above 0; the default is 32"),
-        ("lora_dropout: 1", "jobs.yaml:3: lora_dropout: 1 is not a number from 0 to below 1; the default is 0"),
-        ("weight: .inf", "jobs.yaml:3: weight: inf is not a number above 0, at most 1000000; the default is 1"),
-        ("learning_rate: .nan", "jobs.yaml:3: learning_rate: nan is not a number from 0 up; the default is 0.0002"),
-        (
-            "target_modules: q_proj",
-            "jobs.yaml:3: target_modules: 'q_proj' is not 'all-linear' or a list of names; write `target_modules: [q_proj]`",
-        ),
-        ("target_modules: []", "jobs.yaml:3: target_modules: [] is not 'all-linear' or a list of names; the default is all-linear"),
-        ("train_on: none", "jobs.yaml:3: data.train_on: 'none' is not 'completions' or 'all'; the default is completions"),
-        ("use_rslora: maybe", "jobs.yaml:3: use_rslora: 'maybe' is not true or false; the default is false"),
-        (
-            "rank_pattern: {q: 0}",
-            "jobs.yaml:3: rank_pattern: {'q': 0} is not a mapping of module names, each to a whole number from 1 to 256; the default is {}",
-        ),
-        ("r: 4, r: 5", "jobs.yaml:3: r: given twice, first on line 3; keep one of the two"),
-        ("chat_template: ''", "jobs.yaml:3: data.chat_template: '' is not a path; name a file"),
-        (r'adapter_path: "a\0b"', r"jobs.yaml:3: adapter_path: 'a\x00b' is not a path; name a file"),
-        (
-            "early_stopping_patience: 2",
-            "jobs.yaml:3: early_stopping_patience needs evaluation data: set eval_size (say 0.05) or eval_path on the job's data",
-        ),
-        (
-            "eval_size: 0.1, early_stopping_patience: 2",
-            "jobs.yaml:3: early_stopping_patience 2 needs eval_steps: without it a job is evaluated before its first step and "
-            "after its last only; set eval_steps (say 50, or epoch)",
-        ),
-        (
-            "eval_size: 0.1, eval_path: e.jsonl",
-            "jobs.yaml:3: eval_size 0.1 and eval_path '{}/e.jsonl' are both set, and evaluation has one source; remove one "
-            "(eval_size: 0 on the job undoes a default)",
-        ),
-        ("eval_size: 2.5", "jobs.yaml:3: eval_size 2.5 is no whole number of rows; write 2, or a share below 1"),
-        ("eval_size: -1", "jobs.yaml:3: data.eval_size: -1 is not a number from 0 up; the default is 0"),
-        ("num_train_epochs: 1e308", "jobs.yaml:3: num_train_epochs: 1e+308 is not a number above 0, at most 1000000; the default is 1"),
-        ("output_dir: x", "jobs.yaml:3: output_dir: unknown key; 'output_dir' belongs at the top of the file, not in a job"),
-        ("model: x", "jobs.yaml:3: model: unknown key; did you mean 'base_model' at the top of the file?"),
-        ("learning_rat: 1", "jobs.yaml:3: learning_rat: unknown key; did you mean 'learning_rate'?"),
-        ("Learning-Rate: 1", "jobs.yaml:3: Learning-Rate: unknown key; did you mean 'learning_rate'?"),
-        ("sweep: 3", "jobs.yaml:3: sweep: must be a mapping of keys to lists; write `sweep: {r: [8, 32]}`"),
-        ("sweep: {r: 3}", "jobs.yaml:3: sweep.r: must be a list of values; write `r: [...]` with at least one"),
-        ("sweep: {lr: [1]}", "jobs.yaml:3: sweep.lr: unknown key; did you mean 'learning_rate'?"),
-        ("sweep: {r: [8, 8]}", "jobs.yaml:3: sweep.r: two values make jobs of the one name 8; keep one of them"),
-        ("sweep: {r: [8, 999]}", "jobs.yaml:3: r: 999 is not a whole number from 1 to 256; the default is 16"),
-        (
-            f"sweep: {{seed: {list(range(50))}, r: {list(range(1, 50))}}}",
-            "jobs.yaml:3: sweep: 2450 combinations; at most 1000 are allowed: leave values out",
-        ),
+        ("r: -3", ("r: -3", "1 to 256", "default is 16")),
+        ("r: 2.5", ("r: 2.5", "whole number", "1 to 256")),
+        ("r: true", ("r: true", "1 to 256")),
+        ("r: null", ("r: null", "1 to 256")),
+        ("save_steps: true", ("save_steps: true", "'epoch'", "default is 500")),
+        ("max_length: true", ("data.max_length: true", "2 to 1000000000", "default is 1024")),
+        ("lora_alpha: 0", ("lora_alpha: 0", "above 0", "default is 32")),
+        ("lora_dropout: 1", ("lora_dropout: 1", "0 to below 1", "default is 0")),
+        ("weight: .inf", ("weight: inf", "at most 1000000", "default is 1")),
+        ("learning_rate: .nan", ("learning_rate: nan", "from 0 up", "default is 0.0002")),
+        ("target_modules: q_proj", ("target_modules: 'q_proj'", "'all-linear'", "write `target_modules: [q_proj]`")),
+        ("target_modules: []", ("target_modules: []", "default is all-linear")),
+        ("train_on: none", ("data.train_on: 'none'", "'completions' or 'all'")),
+        ("use_rslora: maybe", ("use_rslora: 'maybe'", "true or false")),
+        ("rank_pattern: {q: 0}", ("rank_pattern: {'q': 0}", "1 to 256", "default is {}")),
+        ("r: 4, r: 5", ("r: given twice", "line 3")),
+        ("chat_template: ''", ("data.chat_template: ''", "give a file")),
+        (r'adapter_path: "a\0b"', (r"adapter_path: 'a\x00b'", "give a file")),
+        ("early_stopping_patience: 2", ("early_stopping_patience", "eval_size", "eval_path")),
+        ("eval_size: 0.1, early_stopping_patience: 2", ("early_stopping_patience 2", "set eval_steps")),
+        ("eval_size: 0.1, eval_path: e.jsonl", ("eval_size 0.1", "e.jsonl", "eval_size: 0")),
+        ("eval_size: 2.5", ("eval_size 2.5", "write 2", "below 1")),
+        ("eval_size: -1", ("data.eval_size: -1", "from 0 up")),
+        ("num_train_epochs: 1e308", ("num_train_epochs: 1e+308", "at most 1000000")),
+        ("output_dir: x", ("output_dir: unknown key", "top of the file")),
+        ("model: x", ("model: unknown key", "'base_model' at the top of the file")),
+        ("learning_rat: 1", ("learning_rat: unknown key", "'learning_rate'")),
+        ("Learning-Rate: 1", ("Learning-Rate: unknown key", "'learning_rate'")),
+        ("sweep: 3", ("sweep:", "write `sweep: {r: [8, 32]}`")),
+        ("sweep: {r: 3}", ("sweep.r:", "list", "write `r: [...]`")),
+        ("sweep: {lr: [1]}", ("sweep.lr: unknown key", "'learning_rate'")),
+        ("sweep: {r: [8, 8]}", ("sweep.r:", "8", "keep one")),
+        ("sweep: {r: [8, 999]}", ("r: 999", "1 to 256")),
+        (f"sweep: {{seed: {list(range(50))}, r: {list(range(1, 50))}}}", ("sweep: 2450", "1000", "fewer values")),
     ],
 )
-def test_one_wrong_key_of_a_job(tmp_path: Path, keys: str, expected: str):
-    assert one_problem(tmp_path, JOB.format(keys)) == expected.replace("{}/", "")
+def test_one_wrong_key_of_a_job(tmp_path: Path, keys: str, facts: tuple[str, ...]):
+    problem = one_problem(tmp_path, JOB.format(keys))
+    assert problem.startswith(f"jobs.yaml:3: {facts[0]}") and has(problem, *facts)
 
 
 @pytest.mark.parametrize(
@@ -130,10 +119,8 @@ def test_one_wrong_key_of_a_job(tmp_path: Path, keys: str, expected: str):
     ["tmp-x", "TMP-x", "tmp-0123456789abcdef0123456789abcdef", "bad-sql", "Bad-", "sql.replaced", "run.json", "Run.JSONL", "report.html"],
 )
 def test_names_that_the_run_itself_uses_are_refused(tmp_path: Path, name: str):
-    assert one_problem(tmp_path, f"base_model: b\njobs: [{{name: {name}, data: d}}]") == (
-        f"jobs.yaml:2: job name {name!r} is kept for the run's own files: a name may not begin with 'tmp-' or 'bad-', "
-        "end with '.replaced', or be run.json, run.jsonl or report.html; choose another"
-    )
+    problem = one_problem(tmp_path, f"base_model: b\njobs: [{{name: {name}, data: d}}]")
+    assert has(problem, "jobs.yaml:2: ", repr(name), "'tmp-'", "'bad-'", "'.replaced'", "report.html", "choose another")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +155,7 @@ ONE = {"name": "a", "data": "d"}
             {"base_model": "b", "jobs": [ONE], "token_budget": 3},
             "token_budget: 3 is not 'auto' or a whole number from 16 to 1000000000",
         ),
-        (RunSpec, {"base_model": "b", "jobs": [ONE], "report_to": ["x"]}, "report_to: 'x' in it is wrong; it must be a list, each one of"),
+        (RunSpec, {"base_model": "b", "jobs": [ONE], "report_to": ["x"]}, "report_to: contains 'x'; it must be a list, each one of"),
         (RunSpec, {"base_model": "b", "jobs": []}, "jobs: [] is not a list, each a mapping with name and data"),
         (RunSpec, {"base_model": "b", "jobs": [3]}, "job 1: jobs: 3 is not a mapping such as {name: polite"),
         (RunSpec, {"jobs": [ONE]}, "base_model: missing; it must be text; add `base_model: ...`"),
@@ -187,7 +174,7 @@ ONE = {"name": "a", "data": "d"}
         (
             JobSpec,
             ONE | {"rank_pattern": {"q": 0}},
-            "rank_pattern: 0 in it is wrong; it must be a mapping of module names, each to a whole",
+            "rank_pattern: contains 0; it must be a mapping of module names, each to a whole",
         ),
         (JobSpec, ONE | {"max_lenght": 9}, "max_lenght: unknown key; did you mean 'max_length'?"),
         (JobSpec, ONE | {"eval_size": 2.5}, "eval_size 2.5 is no whole number of rows"),
@@ -224,8 +211,8 @@ def test_several_mistakes_in_python_are_a_list():
         ("base_model: b\njobs: [{name: a}]", "jobs.yaml:2: data: missing; it must be a path, or a mapping of path, format,"),
         ("base_model: b\njobs: [{name: a, data: {format: chat}}]", "jobs.yaml:2: data: missing; it must be a path"),
         ("base_model: b\njobs: [{name: a, data: 3}]", "jobs.yaml:2: data: 3 is not a path, or a mapping of path"),
-        ("base_model: b\njobs: [{name: a, data: ''}]", "jobs.yaml:2: data.path: '' is not a path; name a file"),
-        ("base_model: ''\njobs: [{name: a, data: d}]", "jobs.yaml:1: base_model: '' is not a path; name a file"),
+        ("base_model: b\njobs: [{name: a, data: ''}]", "jobs.yaml:2: data.path: '' is not a path"),
+        ("base_model: ''\njobs: [{name: a, data: d}]", "jobs.yaml:1: base_model: '' is not a path"),
         ("base_model: b\njobs: [{data: a}]", "jobs.yaml:2: name: missing; it must be text; add `name: ...`"),
         ("jobs: [{name: a, data: d}]", "jobs.yaml:1: base_model: missing; it must be text; add `base_model: ...`"),
         ("base_model: b", "jobs.yaml:1: jobs: none; write `jobs:`"),
@@ -245,8 +232,8 @@ def test_several_mistakes_in_python_are_a_list():
             "token_budget: 3 is not 'auto' or a whole number from 16 to 1000000000",
         ),
         ("base_model: b\n? [x, y]\n: 1\njobs: [{name: a, data: d}]", "jobs.yaml:2: a key must be a word"),
-        ("base_model: !!binary aGk=\njobs: [{name: a, data: d}]", "jobs.yaml:1: tag:yaml.org,2002:binary: tags are not used"),
-        ("base_model: b\njobs: [{name: a, data: !x {path: d}}]", "jobs.yaml:2: !x: tags are not used"),
+        ("base_model: !!binary aGk=\njobs: [{name: a, data: d}]", "jobs.yaml:1: tag:yaml.org,2002:binary: YAML tags are not supported"),
+        ("base_model: b\njobs: [{name: a, data: !x {path: d}}]", "jobs.yaml:2: !x: YAML tags are not supported"),
         (
             "base_model: b\njobs:\n- name: a\n  max_length: 9\n  data:\n    path: d\n    max_length: 8",
             "jobs.yaml:4: max_length: given twice, on the job and in its data",
@@ -259,9 +246,7 @@ def test_one_wrong_thing_in_the_file(tmp_path: Path, text: str, expected: str):
 
 def test_two_jobs_of_one_name_also_when_they_differ_in_case_or_come_from_a_sweep(tmp_path: Path):
     text = "base_model: b\njobs:\n- {name: a-r8, data: d}\n- {name: A, data: d, sweep: {r: [8, 9]}}\n"
-    assert one_problem(tmp_path, text) == (
-        "jobs.yaml:4: name: two jobs are named 'A-r8', the other on jobs.yaml:3; names are directories and must differ"
-    )
+    assert has(one_problem(tmp_path, text), "jobs.yaml:4: name:", "'A-r8'", "jobs.yaml:3", "must differ")
 
 
 def test_a_name_that_a_sweep_makes_too_long_is_refused(tmp_path: Path):
@@ -278,8 +263,8 @@ def test_the_line_of_a_default_is_the_defaults_line_told_once(tmp_path: Path):
     ("override", "expected"),
     [
         ("r=3", "--set r=3: r: unknown key; 'r' belongs in `defaults` or on a job (--set defaults.r=... or jobs.NAME.r=...)"),
-        ("jobs.b.r=3", "--set jobs.b.r=3: no job of that name; known here: polite"),
-        ("jobs.polit.r=3", "--set jobs.polit.r=3: no job of that name; did you mean 'polite'?"),
+        ("jobs.b.r=3", "--set jobs.b.r=3: unknown job; known here: polite"),
+        ("jobs.polit.r=3", "--set jobs.polit.r=3: unknown job; did you mean 'polite'?"),
         ("jobs.polite=3", "--set jobs.polite=3: write jobs.NAME.key=value"),
         ("jobs=3", "--set jobs=3: write jobs.NAME.key=value"),
         ("defaults=3", "--set defaults=3: write defaults.key=value"),
@@ -321,9 +306,9 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "\n".join(
         ("a: \x00\n", "jobs.yaml:1: this is not valid YAML: unacceptable character"),
         (b"a: 1\nb: \xff\n", "jobs.yaml:2: byte 8 is not UTF-8"),
         ("a: " + "x" * (1 << 20), "jobs.yaml: longer than 1048576 bytes"),
-        ("[" * 500_000, "jobs.yaml:1: nests deeper than 16 levels"),
-        ("\n".join(" " * i + "a:" for i in range(900)), "jobs.yaml:17: nests deeper than 16 levels"),
-        ("a: &a [*a]\n", "jobs.yaml:1: nests deeper than 16 levels, or an alias"),
+        ("[" * 500_000, "jobs.yaml:1: nested deeper than 16 levels"),
+        ("\n".join(" " * i + "a:" for i in range(900)), "jobs.yaml:17: nested deeper than 16 levels"),
+        ("a: &a [*a]\n", "jobs.yaml:1: nested deeper than 16 levels, or an alias"),
         (BOMB, "jobs.yaml:1: the file holds more than 100000 values"),
     ],
 )
@@ -335,7 +320,7 @@ def test_what_is_no_jobs_file_at_all_is_told(
 
 
 def test_a_missing_file(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"nowhere.yaml: there is no such file; name the jobs file"):
+    with pytest.raises(ConfigError, match=r"nowhere.yaml: no such file; .*tlora train jobs.yaml"):
         read_jobs_file(tmp_path / "nowhere.yaml")
 
 

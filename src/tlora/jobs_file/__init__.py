@@ -1,6 +1,6 @@
-"""The jobs file: YAML with defaults and sweeps, read into a `RunSpec` with every problem named by file and line.
+"""The jobs file: YAML with defaults and sweeps, read into a `RunSpec`. Every problem is reported with its file and line.
 
-Not here: what the keys mean (`job.py`), and whether the data and the base model behind the paths exist (engine).
+Not here: what the keys mean (`job.py`), and whether the data and the base model exist (engine).
 """
 
 from tlora.jobs_file.read import read_jobs_file

@@ -1,4 +1,4 @@
-"""From a jobs file to a `RunSpec`: the command line's settings, defaults under each job, sweeps into jobs, paths beside the file.
+"""From a jobs file to a `RunSpec`: applies `--set`, merges the defaults into each job, expands sweeps, resolves paths.
 
 All problems are collected and raised as one ConfigError. Data and base model are not opened here.
 """
@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from tlora.errors import ConfigError
 from tlora.job import DataConfig, JobSpec, RunSpec
-from tlora.jobs_file.located import Located, Problem, plain, problem_at, read_yaml, told
+from tlora.jobs_file.located import Located, Problem, join_problems, plain, read_yaml
 from tlora.jobs_file.rules import find_booleans, shown, translate
 from tlora.jobs_file.spelling import suggest
 from tlora.jobs_file.sweep import expand
@@ -22,9 +22,9 @@ MAX_BYTES = 1 << 20
 MAX_JOBS = 10_000
 _EXAMPLE = "a jobs file is YAML such as `base_model: ...` and `jobs: [{name: polite, data: polite.jsonl}]`"
 _DATA_KEYS = tuple(DataConfig.model_fields)
-_BESIDE_DATA = tuple(key for key in _DATA_KEYS if key != "path")  # these may stand on the job as well
+_DATA_KEYS_ON_JOB = tuple(key for key in _DATA_KEYS if key != "path")  # a job may have them directly
 _RUN_KEYS = (*RunSpec.model_fields, "defaults")
-_DEFAULT_KEYS = (*(key for key in JobSpec.model_fields if key not in ("name", "sweep_of")), *_BESIDE_DATA)
+_DEFAULT_KEYS = (*(key for key in JobSpec.model_fields if key not in ("name", "sweep_of")), *_DATA_KEYS_ON_JOB)
 _JOB_KEYS = ("name", *_DEFAULT_KEYS, "sweep")
 _PATH_KEYS = ("path", "eval_path", "chat_template")
 
@@ -32,10 +32,10 @@ Fields = dict[str, Located]
 
 
 def read_jobs_file(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunSpec:
-    """The run that the file at `path` orders, with `overrides` ("defaults.r=8", "jobs.polite.r=32") put over it.
+    """The run described by the file at `path`, with `overrides` ("defaults.r=8", "jobs.polite.r=32") applied.
 
+    Relative paths in the file are resolved against its directory; those of `overrides` and `output_dir` against the current directory.
     Raises one ConfigError that lists every problem as `file:line: key: value, rule, remedy`, sorted by line.
-    Relative paths in the file stand beside the file; those of `overrides` and `output_dir` beside the current directory.
     """
     file = Path(path)
     problems: list[Problem] = []
@@ -51,13 +51,13 @@ def read_jobs_file(path: str | os.PathLike[str], overrides: Sequence[str] = ()) 
     defaults = _known(defaults, _DEFAULT_KEYS, "defaults", problems)
     expanded: list[Located] = []
     for job in jobs:
-        fields = _known(job.value if isinstance(job.value, dict) else {}, _JOB_KEYS, "a job", problems)
-        expanded += [Located(item, job.line, job.where) for item in expand(_merge(defaults, fields), _DEFAULT_KEYS, _BESIDE_DATA, problems)]
+        fields = _known(job.fields, _JOB_KEYS, "a job", problems)
+        expanded += [job.with_value(item) for item in expand(_merge(defaults, fields), _DEFAULT_KEYS, _DATA_KEYS_ON_JOB, problems)]
         if len(expanded) > MAX_JOBS:
             raise ConfigError(f"{job.where}: more than {MAX_JOBS} jobs after the sweeps; split the file")
     _check_names(expanded, problems)
     directory = file.parent.resolve()
-    resolved = Located([_resolve_job(job, directory, problems) for job in expanded], root.line, root.where)
+    resolved = root.with_value([_resolve_job(job, directory, problems) for job in expanded])
     whole = Located(run | {"jobs": resolved}, 1, f"{file}:1")
     return _validate(whole, directory, problems)
 
@@ -67,11 +67,11 @@ def _read_text(file: Path) -> str:
         with file.open("rb") as stream:
             content = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise ConfigError(f"{file}: there is no such file; name the jobs file, for example `tlora train jobs.yaml`") from None
+        raise ConfigError(f"{file}: no such file; give the path of a jobs file, for example `tlora train jobs.yaml`") from None
     except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}; name a readable jobs file") from None
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}; give a readable jobs file") from None
     if len(content) > MAX_BYTES:
-        raise ConfigError(f"{file}: longer than {MAX_BYTES} bytes; a jobs file names data files, it does not hold the data")
+        raise ConfigError(f"{file}: longer than {MAX_BYTES} bytes; keep the data in files of its own and give their paths")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -80,32 +80,32 @@ def _read_text(file: Path) -> str:
 
 
 def _take_apart(root: Located, problems: list[Problem]) -> tuple[Fields, Fields, list[Located]]:
-    """The run's own keys, the defaults, and the jobs, with what belongs to the data gathered under `data` in each."""
-    run: Fields = dict(root.value) if isinstance(root.value, dict) else {}
+    """The run's own keys, the defaults, and the jobs. In the last two, all keys of the data are moved under `data`."""
+    run: Fields = dict(root.fields)
     defaults: Fields = {}
     if (given := run.pop("defaults", None)) and given.value is not None:
         if isinstance(given.value, dict):
             defaults = _gather(given.value, problems)
         else:
-            problems.append(problem_at(given, "defaults: must be a mapping of a job's keys; write `defaults: {r: 16}`"))
-    listed = run.pop("jobs", Located(None, root.line, root.where))
+            problems.append(given.problem("defaults: must be a mapping of a job's keys; write `defaults: {r: 16}`"))
+    listed = run.pop("jobs", root.with_value(None))
     jobs: list[Located] = []
     if not listed.value or not isinstance(listed.value, list):
         rule = "must be a list" if listed.value else "none"
-        problems.append(problem_at(listed, f"jobs: {rule}; write `jobs:` and under it `- {{name: polite, data: polite.jsonl}}` lines"))
+        problems.append(listed.problem(f"jobs: {rule}; write `jobs:` and under it `- {{name: polite, data: polite.jsonl}}` lines"))
         return run, defaults, jobs
     for job in listed.value:
         if isinstance(job.value, dict):
-            jobs.append(Located(_gather(job.value, problems), job.line, job.where))
+            jobs.append(job.with_value(_gather(job.value, problems)))
         else:
-            problems.append(problem_at(job, f"jobs: {shown(plain(job))} is not a mapping; write `- {{name: polite, data: polite.jsonl}}`"))
+            problems.append(job.problem(f"jobs: {shown(plain(job))} is not a mapping; write `- {{name: polite, data: polite.jsonl}}`"))
     if "report_to" in run and isinstance(one := run["report_to"].value, str):  # as transformers takes it
         run["report_to"] = Located([] if one == "none" else [run["report_to"]], run["report_to"].line, run["report_to"].where)
     return run, defaults, jobs
 
 
 def _gather(layer: Fields, problems: list[Problem]) -> Fields:
-    """`data` as a mapping that also holds the data's keys that stood beside it."""
+    """`data` as a mapping, with the data's keys that were written directly on the job."""
     fields = dict(layer)
     data = fields.get("data")
     inner: Fields = {}
@@ -115,19 +115,19 @@ def _gather(layer: Fields, problems: list[Problem]) -> Fields:
         elif isinstance(data.value, str):
             inner = {"path": data}
         else:
-            return fields  # neither: the model's rule names it
-    for key in _BESIDE_DATA:
+            return fields  # the model's own rule reports it
+    for key in _DATA_KEYS_ON_JOB:
         if key in fields:
-            beside = fields.pop(key)
+            given = fields.pop(key)
             if key in inner:
-                problems.append(problem_at(beside, f"{key}: given twice, on the job and in its data; keep one of the two"))
-            inner.setdefault(key, beside)
-            data = data or beside
-    return fields | {"data": Located(inner, data.line, data.where)} if data else fields
+                problems.append(given.problem(f"{key}: given twice, on the job and in its data; keep one of the two"))
+            inner.setdefault(key, given)
+            data = data or given
+    return fields | {"data": data.with_value(inner)} if data else fields
 
 
 def _override(override: str, layers: tuple[Fields, Fields, list[Located]], problems: list[Problem]) -> None:
-    """Puts one `--set key=value` in its place."""
+    """Apply one `--set key=value`."""
     run, defaults, jobs = layers
     where = f"--set {override}"
     key, equals, text = override.partition("=")
@@ -143,15 +143,15 @@ def _override(override: str, layers: tuple[Fields, Fields, list[Located]], probl
     if rest[0] == "defaults":
         target, rest = defaults, rest[1:]
     elif rest[0] == "jobs":
-        names = {str(name.value): job.value for job in jobs if isinstance(job.value, dict) and (name := job.value.get("name"))}
+        names = {str(name.value): job.fields for job in jobs if (name := job.fields.get("name"))}
         named = [name for name in names if key.startswith(f"jobs.{name}.")]
         if not named:
             whole = len(rest) < 3 and (len(rest) < 2 or rest[1] in names)
-            problems.append(Problem(0, where, "write jobs.NAME.key=value" if whole else f"no job of that name; {suggest(rest[1], names)}"))
+            problems.append(Problem(0, where, "write jobs.NAME.key=value" if whole else f"unknown job; {suggest(rest[1], names)}"))
             return
-        name = max(named, key=len)  # a name may hold dots
+        name = max(named, key=len)  # names may contain dots
         target, rest = names[name], key.removeprefix(f"jobs.{name}.").split(".")
-    if target is not run and rest[0] in _BESIDE_DATA:
+    if target is not run and rest[0] in _DATA_KEYS_ON_JOB:
         rest = ["data", *rest]
     elif target is not run and rest == ["data"] and not isinstance(place.value, dict):
         rest = ["data", "path"]
@@ -161,24 +161,24 @@ def _override(override: str, layers: tuple[Fields, Fields, list[Located]], probl
 def _put(target: Fields, keys: list[str], place: Located) -> None:
     for key in keys[:-1]:
         inner = target.get(key)
-        fields = dict(inner.value) if inner and isinstance(inner.value, dict) else {}
-        target[key] = Located(fields, place.line, place.where) if inner is None else Located(fields, inner.line, inner.where)
+        fields = dict(inner.fields) if inner else {}
+        target[key] = place.with_value(fields) if inner is None else inner.with_value(fields)
         target = fields
     target[keys[-1]] = place
 
 
 def _known(fields: Fields, known: Iterable[str], holder: str, problems: list[Problem]) -> Fields:
-    """`fields` without those that nobody knows; each of these becomes a problem."""
+    """`fields` without unknown keys, each of which becomes a problem."""
     kept = dict(fields)
     names = tuple(known)
     for key in [key for key in fields if key not in names]:
-        problems.append(problem_at(kept.pop(key), f"{key}: unknown key; {_meant(key, names, holder)}"))
-    if holder and (data := kept.get("data")) and isinstance(data.value, dict):
-        inner = dict(data.value)
+        problems.append(kept.pop(key).problem(f"{key}: unknown key; {_meant(key, names, holder)}"))
+    if holder and (data := kept.get("data")) and data.fields:
+        inner = dict(data.fields)
         for key in [key for key in inner if key not in _DATA_KEYS]:
             elsewhere = f"{key!r} belongs on the job, not in its data" if key in _JOB_KEYS else suggest(key, _DATA_KEYS)
-            problems.append(problem_at(inner.pop(key), f"data.{key}: unknown key; {elsewhere}"))
-        kept["data"] = Located(inner, data.line, data.where)
+            problems.append(inner.pop(key).problem(f"data.{key}: unknown key; {elsewhere}"))
+        kept["data"] = data.with_value(inner)
     return kept
 
 
@@ -200,74 +200,72 @@ def _meant(key: str, known: tuple[str, ...], holder: str) -> str:
 def _merge(defaults: Fields, job: Fields) -> Fields:
     merged = defaults | job
     under, over = defaults.get("data"), job.get("data")
-    if under and over and isinstance(under.value, dict) and isinstance(over.value, dict):
-        merged["data"] = Located(under.value | over.value, over.line, over.where)
+    if under and over and under.fields and over.fields:
+        merged["data"] = over.with_value(under.fields | over.fields)
     return merged
 
 
 def _check_names(jobs: list[Located], problems: list[Problem]) -> None:
     seen: dict[str, Located] = {}
     for job in jobs:
-        fields = job.value if isinstance(job.value, dict) else {}
+        fields = job.fields
         if not (name := fields.get("name")) or not isinstance(name.value, str):
             continue
-        folded = name.value.casefold()  # two names that differ in case are one directory on some file systems
+        folded = name.value.casefold()  # on some file systems, names that differ only in case are one directory
         if folded in seen:
             earlier = f"the other on {seen[folded].where}"
-            problems.append(problem_at(name, f"name: two jobs are named {name.value!r}, {earlier}; names are directories and must differ"))
+            problems.append(name.problem(f"name: two jobs are named {name.value!r}, {earlier}; names are directories and must differ"))
         seen.setdefault(folded, name)
 
 
 def _resolve_job(job: Located, directory: Path, problems: list[Problem]) -> Located:
-    fields = dict(job.value) if isinstance(job.value, dict) else {}
+    fields = dict(job.fields)
     if "adapter_path" in fields:
-        fields["adapter_path"] = _beside(fields["adapter_path"], "adapter_path", directory, problems)
-    if (data := fields.get("data")) and isinstance(data.value, dict):
-        inner = {key: _beside(item, f"data.{key}", directory, problems) if key in _PATH_KEYS else item for key, item in data.value.items()}
-        fields["data"] = Located(inner, data.line, data.where)
-    return Located(fields, job.line, job.where)
+        fields["adapter_path"] = _absolute(fields["adapter_path"], "adapter_path", directory, problems)
+    if data := fields.get("data"):
+        paths = {key: _absolute(item, f"data.{key}", directory, problems) for key, item in data.fields.items() if key in _PATH_KEYS}
+        fields["data"] = data.with_value(data.fields | paths) if data.fields else data
+    return job.with_value(fields)
 
 
-def _beside(place: Located, key: str, directory: Path, problems: list[Problem]) -> Located:
-    """The absolute path: a run that is resumed from another directory must find the same file."""
+def _absolute(place: Located, key: str, directory: Path, problems: list[Problem]) -> Located:
+    """The absolute path, so that a run resumed from another directory finds the same file."""
     if not isinstance(place.value, str):
         return place
     if not place.value or "\0" in place.value:
-        problems.append(problem_at(place, f"{key}: {place.value!r} is not a path; name a file"))
+        problems.append(place.problem(f"{key}: {place.value!r} is not a path; give a file"))
         return place
     base = directory if place.line else Path.cwd()
     return Located(os.path.normpath(base / Path(place.value).expanduser()), place.line, place.where)
 
 
 def _resolve_base(place: Located, directory: Path, problems: list[Problem]) -> Located:
-    """A directory beside the file when there is one or the value can be nothing else; a hub id stays as it is."""
+    """An absolute path if such a directory exists or the value is written as a path; otherwise a hub id, unchanged."""
     if not isinstance(place.value, str) or not place.value:
-        return place if place.value != "" else _beside(place, "base_model", directory, problems)
-    local = _beside(place, "base_model", directory, problems)
+        return place if place.value != "" else _absolute(place, "base_model", directory, problems)
+    local = _absolute(place, "base_model", directory, problems)
     is_path = place.value.startswith((".", "/", "~")) or Path(str(local.value)).is_dir()
     return local if is_path else place
 
 
 def _validate(run: Located, directory: Path, problems: list[Problem]) -> RunSpec:
-    fields = dict(run.value) if isinstance(run.value, dict) else {}
+    fields = dict(run.fields)
     if "base_model" in fields:
         fields["base_model"] = _resolve_base(fields["base_model"], directory, problems)
-    run = Located(fields, run.line, run.where)
+    run = run.with_value(fields)
     problems += find_booleans(fields, RunSpec)
     jobs = fields["jobs"].value
     for job in jobs if isinstance(jobs, list) else []:
-        of_job = job.value if isinstance(job.value, dict) else {}
-        problems += find_booleans(of_job, JobSpec)
-        data = of_job["data"].value if "data" in of_job else None
-        problems += find_booleans(data, DataConfig, "data.") if isinstance(data, dict) else []
+        problems += find_booleans(job.fields, JobSpec)
+        problems += find_booleans(job.fields["data"].fields, DataConfig, "data.") if "data" in job.fields else []
     spec = None
     try:
         spec = RunSpec.model_validate(plain(run))
     except ValidationError as error:
-        known = bool(problems)  # what concerns all jobs, none or equal names, has then been told with its lines
+        known = bool(problems)  # problems of all jobs together (none, equal names) are then reported already, with their lines
         errors = error.errors(include_url=False, include_context=False)
         problems += translate([item for item in errors if not known or item["loc"] not in ((), ("jobs",))], run)
     unique = sorted(set(problems))
     if unique or spec is None:
-        raise ConfigError(told(unique))
+        raise ConfigError(join_problems(unique))
     return spec

@@ -1,4 +1,4 @@
-"""What each key allows, in words, taken from the models of `job.py`; and pydantic's complaints turned into them."""
+"""The rule of each key in words, made from the models of `job.py`, and pydantic's errors in those words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from tlora.job import DataConfig, JobSpec, LoraConfig, RunSpec, TrainConfig
-from tlora.jobs_file.located import Located, Problem, plain, problem_at, told
+from tlora.jobs_file.located import Located, Problem, join_problems, plain
 from tlora.jobs_file.spelling import suggest
 
 
@@ -59,7 +59,7 @@ def _number(value: float) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as YAML writes it, not longer than a line should be."""
+    """A value as YAML writes it, cut to 80 characters."""
     text = {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -73,17 +73,17 @@ def default_of(field: FieldInfo) -> str | None:
 
 
 def translate(errors: Iterable[ErrorDetails], run: Located) -> list[Problem]:
-    """One problem per key out of pydantic's errors, which name one for each branch of a union and each item of a list."""
+    """One problem per key. pydantic reports one for each branch of a union and each item of a list."""
     found: dict[tuple[int, str, str], Problem] = {}
     for error in errors:
         keys, field, place, holder = _follow(error["loc"], run)
         key = ".".join(keys)
         if error["type"] == "missing":
-            problem = problem_at(holder, _missing(key, field))
+            problem = holder.problem(_missing(key, field))
         elif error["type"] == "value_error":
             problem = _together(error["msg"].removeprefix("Value error, "), place)
         else:
-            problem = problem_at(place, _broken(key, plain(place), field))
+            problem = place.problem(_broken(key, plain(place), field))
         found.setdefault((problem.line, problem.where, key), problem)
     return list(found.values())
 
@@ -92,7 +92,7 @@ _MODELS: dict[str, type[BaseModel]] = {model.__name__: model for model in (RunSp
 
 
 def explain(error: ValidationError) -> str:
-    """What is wrong with a spec made in Python rather than read from a file, in the words used for a file, one problem per key."""
+    """What is wrong with a spec made in Python, in the words used for a file, one problem per key."""
     found: dict[str, str] = {}
     for item in error.errors(include_url=False, include_context=False):
         job, keys, model, field, whole = _locate(item["loc"], _MODELS[error.title])
@@ -106,14 +106,14 @@ def explain(error: ValidationError) -> str:
         elif whole or field is None:
             text = _broken(key, item["input"], field)
         else:
-            text = f"{key}: {shown(item['input'])} in it is wrong; it must be {rule_of(field)}"
+            text = f"{key}: contains {shown(item['input'])}; it must be {rule_of(field)}"
         found.setdefault(job + (key or text), job + text)
-    return told(list(found.values()))
+    return join_problems(list(found.values()))
 
 
 def _locate(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[str, list[str], type[BaseModel], FieldInfo | None, bool]:
-    """Where an error is: "job 2: ", the keys down to its field, the model that should have it, the field, and whether it is about
-    all of the field's value rather than an item inside it.
+    """Where an error is: "job 2: ", the keys down to the field, the field's model, the field, and whether the error concerns the whole
+    value rather than an item inside it.
     """
     job, keys, field, inside = "", list[str](), None, list[int | str]()
     for at, part in enumerate(loc):
@@ -133,12 +133,12 @@ def _locate(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[str, li
 
 
 def _meant(key: str, model: type[BaseModel]) -> str:
-    """Which key of `model` it could have been, or whose else it is."""
-    beside = [name for name in DataConfig.model_fields if name != "path"] if model is JobSpec else []
+    """The key of `model` that was meant, or the model that has this key."""
+    of_data = [name for name in DataConfig.model_fields if name != "path"] if model is JobSpec else []
     homes = (RunSpec, JobSpec, DataConfig)
     if exact := [home.__name__ for home in homes if key in home.model_fields]:
         return f"it belongs to {exact[0]}"
-    sentence = suggest(key, [*model.model_fields, *beside])
+    sentence = suggest(key, [*model.model_fields, *of_data])
     if not sentence.startswith("did"):
         for home in homes:
             if (elsewhere := suggest(key, home.model_fields)).startswith("did"):
@@ -147,16 +147,16 @@ def _meant(key: str, model: type[BaseModel]) -> str:
 
 
 def find_booleans(fields: Mapping[str, Located], model: type[BaseModel], prefix: str = "") -> list[Problem]:
-    """true and false where something else belongs: pydantic would take true for 1."""
+    """Booleans given for fields of another type: pydantic would read true as 1."""
     return [
-        problem_at(place, _broken(prefix + key, place.value, field))
+        place.problem(_broken(prefix + key, place.value, field))
         for key, place in fields.items()
         if isinstance(place.value, bool) and (field := model.model_fields.get(key)) and field.annotation is not bool
     ]
 
 
 def _follow(loc: tuple[int | str, ...], run: Located) -> tuple[list[str], FieldInfo | None, Located, Located]:
-    """Keys from the job (or the run) down to the field of an error, that field, its value, and the mapping around it."""
+    """The keys from the job (or the run) down to an error's field, the field, its value, and the mapping that holds it."""
     keys: list[str] = []
     model, field, place, holder = RunSpec, None, run, run
     for part in loc:
@@ -170,7 +170,7 @@ def _follow(loc: tuple[int | str, ...], run: Located) -> tuple[list[str], FieldI
             break
         holder, field = place, model.model_fields[part]
         keys = [*[key for key in keys if not key.startswith("job ")], part]
-        place = place.value.get(part, place) if isinstance(place.value, dict) else place
+        place = place.fields.get(part, place)
         model = DataConfig if part == "data" else RunSpec if part == "jobs" else None
     return keys, field, place, holder
 
@@ -182,11 +182,9 @@ def _missing(key: str, field: FieldInfo | None) -> str:
 
 
 def _together(message: str, place: Located) -> Problem:
-    """A rule between keys opens its message with one of them: name that one's line."""
+    """The message of a rule between keys begins with one of them: the problem is at that key's line."""
     first = message.split()[0]
-    if isinstance(place.value, dict) and first in place.value:
-        place = place.value[first]
-    return problem_at(place, message)
+    return place.fields.get(first, place).problem(message)
 
 
 def _broken(key: str, value: object, field: FieldInfo | None) -> str:

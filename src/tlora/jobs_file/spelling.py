@@ -1,4 +1,4 @@
-"""Which key was meant: other programs' spellings by a table, slips by similarity."""
+"""Which key was meant: other programs' names by a table, typing errors by similarity."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _OLD: dict[str, tuple[str, str]] = {
 
 
 def suggest(key: str, known: Iterable[str]) -> str:
-    """A sentence that helps someone who wrote `key` where only `known` are allowed: the one meant, else all of them."""
+    """A hint for a key that is not among `known`: the one that was probably meant, or else all of them."""
     names = list(known)
     right, note = _OLD.get(key.lower().replace("-", "_"), ("", ""))
     if right in names:

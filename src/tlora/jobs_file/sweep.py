@@ -1,4 +1,4 @@
-"""One job with a `sweep` into the jobs of all combinations of its values, named after them."""
+"""Expands a job with a `sweep` into one job for each combination of values, named after them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import PurePath
 
-from tlora.jobs_file.located import Located, Problem, problem_at
+from tlora.jobs_file.located import Located, Problem
 from tlora.jobs_file.spelling import suggest
 
 MAX_COMBINATIONS = 1_000
@@ -59,7 +59,7 @@ def expand(job: Fields, known: Sequence[str], data_keys: Sequence[str], problems
             _set(one, key, value, data_keys)
         if name is not None:
             title = "-".join([base, *(f"{SHORT_NAMES.get(key, key)}{_brief(value)}" for key, value in combination.items())])
-            one["name"], one["sweep_of"] = Located(title, name.line, name.where), name
+            one["name"], one["sweep_of"] = name.with_value(title), name
         jobs.append(one)
     return jobs
 
@@ -68,21 +68,21 @@ def _axes(
     sweep: Located, job: Fields, known: Sequence[str], data_keys: Sequence[str], problems: list[Problem]
 ) -> dict[str, list[Located]] | None:
     if not isinstance(sweep.value, dict) or not sweep.value:
-        problems.append(problem_at(sweep, "sweep: must be a mapping of keys to lists; write `sweep: {r: [8, 32]}`"))
+        problems.append(sweep.problem("sweep: must be a mapping of keys to lists; write `sweep: {r: [8, 32]}`"))
         return None
     axes: dict[str, list[Located]] = {}
     for key, listed in sweep.value.items():
         if key not in known:
-            problems.append(problem_at(listed, f"sweep.{key}: unknown key; {suggest(key, known)}"))
+            problems.append(listed.problem(f"sweep.{key}: unknown key; {suggest(key, known)}"))
         elif not isinstance(listed.value, list) or not listed.value:
-            problems.append(problem_at(listed, f"sweep.{key}: must be a list of values; write `{key}: [...]` with at least one"))
+            problems.append(listed.problem(f"sweep.{key}: must be a list of values; write `{key}: [...]` with at least one"))
         elif repeated := _repeated(listed.value):
-            problems.append(problem_at(listed, f"sweep.{key}: two values make jobs of the one name {repeated}; keep one of them"))
+            problems.append(listed.problem(f"sweep.{key}: two values give the same job name, {repeated}; keep one of them"))
         else:
             axes[key] = listed.value
     combinations = math.prod(len(values) for values in axes.values())
     if combinations > MAX_COMBINATIONS:
-        problems.append(problem_at(sweep, f"sweep: {combinations} combinations; at most {MAX_COMBINATIONS} are allowed: leave values out"))
+        problems.append(sweep.problem(f"sweep: {combinations} combinations, more than {MAX_COMBINATIONS}; sweep fewer values"))
         return None
     return axes if len(axes) == len(sweep.value) else None
 
@@ -97,9 +97,9 @@ def _set(job: Fields, key: str, value: Located, data_keys: Sequence[str]) -> Non
         job[key] = value
         return
     data = job.get("data")
-    inner = data.value if data and isinstance(data.value, dict) else {}
+    inner = data.fields if data else {}
     added = value.value if key == "data" and isinstance(value.value, dict) else {"path" if key == "data" else key: value}
-    job["data"] = Located(inner | added, value.line, value.where)
+    job["data"] = value.with_value(inner | added)
 
 
 def _brief(place: Located) -> str:
