@@ -89,7 +89,7 @@ class Driver:
         In the end all jobs are checkpointed and their files written, also after an error, but not after KeyboardInterrupt.
         """
         try:
-            while obey():
+            while not self.group.decisions.stop(not obey()):
                 self.records.see_ended()
                 packed = self.group.run_micro_batch()
                 self.records.see_ended(wait=packed is None)

@@ -16,6 +16,7 @@ import torch
 
 from tlora.adapters.state import AdapterState
 from tlora.batching.pack import MicroBatch, Row, pack, prepared_budget
+from tlora.group.decisions import Decisions, End
 from tlora.group.job_run import QUARANTINE_AFTER, JobRun, Passed, mean_loss
 from tlora.group.reports import CheckpointDue, Computed, Ended, Evaluated, Listener, Noted, Status, Stepped
 from tlora.group.wall import Failure, attempt, is_out_of_memory
@@ -55,9 +56,12 @@ class _Stepping:
 class Engine:
     """A super-model with the jobs that share it now. `listen` hears the reports."""
 
-    def __init__(self, model: SuperModel, token_budget: int, listen: Listener, smallest_budget: int = 1) -> None:
+    def __init__(
+        self, model: SuperModel, token_budget: int, listen: Listener, smallest_budget: int = 1, decisions: Decisions | None = None
+    ) -> None:
         """`smallest_budget`: tokens of the longest sample of any job that may still join; running out of memory stops at it."""
         self.model, self.token_budget, self._listen = model, token_budget, listen
+        self.decisions = decisions or Decisions()
         self._smallest_budget, self._unexplained = smallest_budget, 0
         self.runs: dict[str, JobRun] = {}
         self._weights: dict[str, float] = {}
@@ -66,7 +70,7 @@ class Engine:
     def join(self, run: JobRun, state: AdapterState | None = None) -> None:
         """Let a job in with `state` (default: a new adapter); it offers its first batch at once. A job that cannot join fails alone."""
         name = run.spec.name
-        joined = attempt(self.model.join, name, run.spec, run.spec, run.total_steps, state)
+        joined = self.decisions.result(attempt(self.model.join, name, run.spec, run.spec, run.total_steps, state))
         if isinstance(joined, Failure):
             self._listen(Ended(name, run.progress, "failed", joined.reason))
             return
@@ -107,7 +111,7 @@ class Engine:
         packed = pack([run.flow for run in self.runs.values()], self.token_budget, in_order=self.model.deterministic)
         if packed is None:
             return None
-        losses = attempt(self._compute, packed.kind, packed.rows, packed.tokens)
+        losses = self.decisions.result(attempt(self._compute, packed.kind, packed.rows, packed.tokens))
         self._settle()
         if isinstance(losses, Failure):
             self._find_culprit(packed, losses.error)
@@ -124,7 +128,8 @@ class Engine:
         return packed
 
     def _evaluated(self, through: list[JobRun]) -> None:
-        for run, loss in zip(through, _Losses([run.passed for run in through]).read(), strict=True):
+        losses = self.decisions.evaluations(_Losses([run.passed for run in through]).read())
+        for run, loss in zip(through, losses, strict=True):
             run.evaluated(loss)
             self._listen(Evaluated(run.spec.name, run.progress, loss))
             self._advance(run)
@@ -162,10 +167,7 @@ class Engine:
             run.stepped(stats[name], loss)
             self._listen(Stepped(name, run.progress, stats[name], loss))
         for run in sorted((run for run, _ in stepped), key=self._numel, reverse=True):  # the longest to write ends first
-            if not stepping.offered:
-                self._advance(run)
-            else:
-                self._quarantine(run)
+            self._advance(run, offered=stepping.offered)
 
     def _numel(self, run: JobRun) -> int:
         return self.model.state(run.spec.name).layout.numel
@@ -180,31 +182,33 @@ class Engine:
         computed = prepared_budget(packed.tokens, packed.budget) if padded else packed.tokens
         return Computed(packed, computed, left_tokens=sum(run.flow.pending_tokens for run in self.runs.values()))
 
-    def _advance(self, run: JobRun) -> None:
-        """What follows when a job has joined, or a batch or evaluation of its own is through."""
-        if self._quarantine(run):
-            return
-        if not run.offer():
-            if run.has_no_finite_loss:
-                last = len(run.progress.losses)
-                self._end(run, "failed", f"none of its last {last} steps had a finite loss; look at its data and its learning rate")
-            else:
-                run.progress = replace(run.progress, finished=True)
-                self._end(run, "done")
-        elif not run.needs_evaluation and run.checkpoint_due:
-            run.saved_step = run.progress.step
-            self._listen(CheckpointDue(run.spec.name, run.progress, self.model.state(run.spec.name)))
+    def _advance(self, run: JobRun, *, offered: bool = False) -> None:
+        """What follows when a job has joined, or a batch or evaluation of its own is through. With `offered` its next batch is known."""
+        if (end := self.decisions.end(run.spec.name, self._due_end(run))) is not None:
+            self._end(run, *end)
+        elif not offered:
+            run.offer()
+            if not run.needs_evaluation and run.checkpoint_due:
+                run.saved_step = run.progress.step
+                self._listen(CheckpointDue(run.spec.name, run.progress, self.model.state(run.spec.name)))
 
-    def _quarantine(self, run: JobRun) -> bool:
-        """Whether a job has failed for want of finite gradients."""
+    def _due_end(self, run: JobRun) -> End | None:
+        """How the job ends here: it learns nothing, or has nothing left to do."""
         skipped = self.model.state(run.spec.name).skipped
         if skipped >= QUARANTINE_AFTER:
-            self._end(run, "failed", f"no finite gradient in {skipped} steps in a row, up to step {run.progress.step}")
-        return skipped >= QUARANTINE_AFTER
+            return "failed", f"no finite gradient in {skipped} steps in a row, up to step {run.progress.step}"
+        if run.needs_evaluation or not run.exhausted:
+            return None
+        if run.has_no_finite_loss:
+            steps = len(run.progress.losses)
+            return "failed", f"none of its last {steps} steps had a finite loss; look at its data and its learning rate"
+        return "done", ""
 
     def _end(self, run: JobRun, status: Status, reason: str = "") -> None:
         """Take a job out at its last finite state; the others go on."""
         name = run.spec.name
+        if status == "done":
+            run.progress = replace(run.progress, finished=True)
         self.runs.pop(name, None)
         self._listen(Ended(name, run.progress, status, reason, self.model.leave(name)))
 
@@ -219,11 +223,12 @@ class Engine:
             self.model.zero_grad_of(name)
         smaller = max(self.token_budget // 2, self._longest(), self._smallest_budget)
         if is_out_of_memory(error) and smaller < self.token_budget:
-            self.token_budget = smaller
+            self.token_budget = self.decisions.token_budget(smaller)
             self._listen(Noted(f"out of memory: the token budget is now {self.token_budget}"))
         else:
             alone = {name: self._try_alone(name, packed) for name in names}
-            guilty = {name: tried.reason for name, tried in alone.items() if isinstance(tried, Failure)}
+            seen = {name: tried.reason for name, tried in alone.items() if isinstance(tried, Failure)}
+            guilty = self.decisions.culprits(seen)
             if not guilty:
                 self._forgive(error)
             for name, reason in guilty.items():

@@ -95,18 +95,15 @@ class JobRun:
         wanted = at == 0 or self.exhausted or self.due(self.spec.eval_steps)
         return self.evaluation is not None and wanted and self.progress.evaluated_step != at
 
-    def offer(self) -> bool:
-        """Put the next evaluation or global batch on offer; False when nothing is left to do."""
+    def offer(self) -> None:
+        """Put the next evaluation or global batch on offer."""
         self.passed = Passed()
         if self.needs_evaluation and self.evaluation is not None:
             self._offer("eval", range(len(self.evaluation)), self.evaluation)
-            return True
-        if self.exhausted:
-            return False
+            return
         samples = global_batch(self.progress.step, len(self.train), self.spec.batch_size, self.spec.seed)
         self._normalizer = float(sum(self.train.trained[i] for i in samples))
         self._offer("train", samples, self.train)
-        return True
 
     def _offer(self, kind: str, samples: Sequence[int], data: Dataset) -> None:
         if self.flow.kind != kind or self.flow.runnable:  # a new kind of work, or one that starts over
