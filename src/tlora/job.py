@@ -189,6 +189,12 @@ def split_revision(base_model: str) -> tuple[str, str | None]:
     return name, revision
 
 
+DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+Recompute = Literal["auto", "none", "all"] | Annotated[int, Field(ge=0, le=10**9)]
+MemoryLimit = Literal["auto"] | Annotated[int, Field(ge=1, le=10**18)]
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+
+
 class RunSpec(BaseModel):
     """The file around several jobs: what they share."""
 
@@ -196,14 +202,14 @@ class RunSpec(BaseModel):
 
     base_model: str
     output_dir: str = "out"
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    dtype: DType = "auto"
     base_precision: BasePrecision | None = None  # of the frozen linears; None: as dtype
     deterministic: bool = False  # each adapter's bytes as if trained alone (docs/numerics.md)
     token_budget: Literal["auto"] | Annotated[int, Field(ge=16, le=10**9)] = "auto"  # tokens per micro-batch
-    recompute: Literal["auto", "none", "all"] | Annotated[int, Field(ge=0, le=10**9)] = "auto"  # decoder layers computed again in backward
-    memory_limit: Literal["auto"] | Annotated[int, Field(ge=1, le=10**18)] = "auto"  # bytes of device memory that the run may use
+    recompute: Recompute = "auto"  # decoder layers computed again in backward
+    memory_limit: MemoryLimit = "auto"  # bytes of device memory that the run may use
     cpu_threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"  # that a run on a CPU computes with
-    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    report_to: list[TrackerName] = []
     jobs: Annotated[list[JobSpec], Field(min_length=1)]
 
     @model_validator(mode="after")

@@ -10,14 +10,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from tlora.job import JobSpec
+from tlora.job import BasePrecision, DType, JobSpec, MemoryLimit, Recompute, TrackerName
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """The first command: load `base_model` on `device`. `output_dir` gets a directory per job.
 
-    `started_unix_seconds` is where the clock of the jobs' metrics begins, so that a job's rows go on when it moves.
+    `started_unix_seconds` is where the clock of the jobs' metrics begins, so that a job's rows go on when it moves. The other fields are
+    those of a jobs file (`RunSpec`). `recompute` other than "auto" overrides a Share's; a `memory_limit` lowers a Share's token budget, and
+    a job that cannot fit below it fails.
     """
 
     base_model: str
@@ -25,6 +27,11 @@ class Load:
     device: str
     started_unix_seconds: float
     deterministic: bool = False
+    dtype: DType = "auto"
+    base_precision: BasePrecision | None = None
+    recompute: Recompute = "auto"
+    memory_limit: MemoryLimit = "auto"
+    report_to: tuple[TrackerName, ...] = ()
     kind: Literal["load"] = "load"
 
 

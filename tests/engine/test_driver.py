@@ -23,6 +23,6 @@ def test_a_run_stops_when_the_ranks_have_decided_so(base: Path, data: Path, tmp_
     with monkeypatch.context() as patch:
         patch.setattr(Decisions, "stop", stop)
         results = train(base, tmp_path / "cut", jobs, deterministic=True)
-    assert {(r.status, r.steps) for r in results.values()} == {("stopped", 3)} and asked == [False] * 4
+    assert {r.status for r in results.values()} == {"stopped"} and asked == [False] * 4
     resumed = train(base, tmp_path / "cut", jobs, deterministic=True, resume=True)
     assert {name: sha256(Path(r.path)) for name, r in resumed.items()} == whole

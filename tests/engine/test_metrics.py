@@ -39,6 +39,6 @@ def test_each_job_has_a_run_of_its_own_at_the_client(
     run = RunSpec.model_validate({"base_model": "b", "report_to": [name], "jobs": [{"name": job, "data": "d"} for job in ("one", "two")]})
     notes: list[str] = []
     for job in run.jobs:
-        Tracker(run, job, tmp_path / "runs" / job.name, notes.append)
+        Tracker(run.report_to, job, tmp_path / "runs" / job.name, notes.append)
     assert not notes and [options["name"] for options in client.opened] == ["one", "two"]
     assert [options.get("reinit") for options in client.opened] == reinit and {options["project"] for options in client.opened} == {"runs"}

@@ -21,7 +21,7 @@ from tlora.engine.memory import MemoryModel, bytes_in_fp8, measure, memory_limit
 from tlora.engine.start import adopt_adapter_config, find_start
 from tlora.errors import CapacityError, DataError, ModelError
 from tlora.group.wall import Failure, attempt
-from tlora.job import JobSpec, RunSpec
+from tlora.job import JobSpec, Recompute, RunSpec
 from tlora.supermodel.base_name import same_base
 from tlora.supermodel.fp8_linear import has_fp8
 from tlora.supermodel.load import learned_positions, longest_safe_sequence
@@ -149,7 +149,7 @@ def settle(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.devic
     budget, recomputed = _fit(run, sound, plan, memory, device)
     plan = replace(plan, memory=memory, token_budget=budget, recomputed_layers=recomputed)
     for job in plan.jobs:
-        _check_capacity(job, plan)
+        check_capacity(job, plan)
     return plan
 
 
@@ -275,10 +275,15 @@ def _budgets(run: RunSpec, jobs: list[PlannedJob], longest: int, memory: MemoryM
 
 def _depths(run: RunSpec, memory: MemoryModel) -> Sequence[int]:
     """Numbers of recomputed layers to choose from, the fewest first."""
-    if run.recompute == "auto":
-        return range(memory.most_recomputed + 1)
-    wanted = {"none": 0, "all": memory.num_layers}.get(run.recompute, run.recompute) if isinstance(run.recompute, str) else run.recompute
-    return [min(int(wanted), memory.num_layers)]
+    fixed = fixed_depth(run.recompute, memory.num_layers)
+    return range(memory.most_recomputed + 1) if fixed is None else [fixed]
+
+
+def fixed_depth(recompute: Recompute, num_layers: int) -> int | None:
+    """Layers that `recompute` orders to be recomputed; None for "auto"."""
+    if recompute == "auto":
+        return None
+    return {"none": 0, "all": num_layers}[recompute] if isinstance(recompute, str) else min(recompute, num_layers)
 
 
 def _recompute_warnings(run: RunSpec, memory: MemoryModel) -> tuple[str, ...]:
@@ -306,7 +311,8 @@ def longest_sample(data: Prepared) -> int:
     return max(int(found.lengths.max()) for found in (data.train, data.eval) if found is not None)
 
 
-def _check_capacity(job: PlannedJob, plan: RunPlan) -> None:
+def check_capacity(job: PlannedJob, plan: RunPlan) -> None:
+    """A job that does not fit by itself gets a problem that says so, with what would fit."""
     if job.layout is None or plan.fits([job.layout]):
         return
     others = _what_would_fit(job.layout, plan)

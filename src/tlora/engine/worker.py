@@ -20,23 +20,29 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+import torch
 from transformers.utils import logging
 
 from tlora.data.dataset import find_damage
 from tlora.data.prepare import Prepared, open_sets, prepare
 from tlora.engine.driver import Driver, Opened, Places
+from tlora.engine.memory_bound import MemoryBound
+from tlora.engine.metrics import check_trackers
 from tlora.engine.pace import Pace
-from tlora.engine.plan import PlannedJob, plan_job, prepare_requests
+from tlora.engine.plan import PlannedJob, fixed_depth, plan_job, prepare_requests
 from tlora.engine.recorder import JobResult, RunContext
 from tlora.engine.reserve import Reserve
 from tlora.engine.serving import ServingFiles
 from tlora.engine.writer import Writer
 from tlora.errors import DataError
+from tlora.group.job_run import JobRun
 from tlora.group.reports import Ended
 from tlora.group.reports import Report as GroupReport
 from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec, RunSpec
 from tlora.supermodel.base_name import public_name
+from tlora.supermodel.fp8_linear import check_fp8
+from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.worker_protocol import (
     Command,
@@ -90,12 +96,13 @@ class Worker:
     def __init__(self, load: Load, inbox: queue.SimpleQueue[_Told], send: Callable[[Report], None]) -> None:
         self._load, self._inbox, self._send = load, inbox, send
         self._directory = Path(load.output_dir)
-        model = SuperModel.from_pretrained(load.base_model, device=load.device, deterministic=load.deterministic)
+        model, self._bound = _load_base(load)
         clock: Callable[[], float] = lambda: time.time() - load.started_unix_seconds  # noqa: E731
         writer, reserve = Writer(lambda: inbox.put(_Written())), Reserve(self._directory, {}, note)
         self._serving = ServingFiles(load.base_model)
         context = RunContext(public_name(load.base_model), clock, note, reserve, writer)
-        self._driver = Driver(model, context, Places(self._directory, self._serving), STARTING_BUDGET)
+        self._driver = Driver(model, context, Places(self._directory, self._serving, load.report_to), STARTING_BUDGET)
+        self._share = Share(STARTING_BUDGET)
         self._driver.listener = self._listen
         self._group, self._records = self._driver.group, self._driver.records
         self._preparing: dict[str, Join] = {}
@@ -141,7 +148,8 @@ class Worker:
                 case Leave(name):
                     self._let_go(name)
                 case Share() as share:
-                    self._group.share(share.token_budget, share.recomputed_layers, share.weights)
+                    self._share = share
+                    self._apply_share()
                 case Load() as load:
                     raise AssertionError(f"{load} for a worker that has a base already")
             self._tell_ended()
@@ -168,9 +176,25 @@ class Worker:
         load = self._load
         return RunSpec(base_model=load.base_model, output_dir=load.output_dir, deterministic=load.deterministic, jobs=[spec])
 
+    def _recomputed_layers(self) -> int:
+        fixed = fixed_depth(self._load.recompute, self._group.model.num_layers)
+        return self._share.recomputed_layers if fixed is None else fixed
+
+    def _apply_share(self, newcomer: JobRun | None = None) -> None:
+        """What the last Share says, as far as the run options leave it open; room is kept for a `newcomer`."""
+        group, share, layers = self._group, self._share, self._recomputed_layers()
+        budget = share.token_budget
+        if self._bound is not None:
+            runs = [*group.runs.values(), *([newcomer] if newcomer else [])]
+            longest = max((run.longest for run in runs), default=1)
+            budget = self._bound.lower(budget, longest, layers, [group.model.layout(run.spec) for run in runs])
+        group.share(budget, layers, share.weights)
+
     def _open(self, spec: JobSpec, data: Prepared | DataError) -> None:
         """In a thread of its own, which has the job's directory to itself until the job is in, or refused, or has been let go."""
         planned = plan_job(spec, data, self._group.model, self._directory)
+        if self._bound is not None:
+            self._bound.check(planned, self._recomputed_layers())
         for warning in planned.said():
             note(f"{spec.name}: {warning}")
         self._inbox.put(_Ready(spec, attempt(self._open_planned, planned)))
@@ -192,6 +216,8 @@ class Worker:
             self._driver.refuse(spec, opened.reason)
         else:
             self._paces[name] = Pace(opened.run.progress.step, time.monotonic())
+            if self._bound is not None:
+                self._apply_share(opened.run)
             self._driver.let_in(opened)
             if name in self._group.runs:  # and not at its end already
                 self._send(Joined(name, opened.run.progress.step))
@@ -232,6 +258,19 @@ class Worker:
             self._unwanted.add(name)
         elif name in self._group.runs:
             self._group.leave(name)
+
+
+def _load_base(load: Load) -> tuple[SuperModel, MemoryBound | None]:
+    """The base on its device, and what a `memory_limit` leaves its jobs. Raises TloraError for options that cannot be had here."""
+    check_trackers(list(load.report_to))
+    place, bound = torch.device(load.device), None
+    if load.base_precision == "fp8" or load.memory_limit != "auto":
+        outlined = SuperModel(outline(load.base_model, load.dtype, load.base_precision))
+        if load.base_precision == "fp8":
+            check_fp8(place, outlined.base.head.weight_VH.dtype)
+        if load.memory_limit != "auto":
+            bound = MemoryBound(outlined, place, load.memory_limit)
+    return SuperModel.from_pretrained(load.base_model, load.dtype, load.device, load.deterministic, load.base_precision), bound
 
 
 def _last_report(result: JobResult) -> Report:

@@ -246,8 +246,7 @@ class Engine:
         self._listen(Noted(f"{type(error).__name__}: {error}; no job repeats it alone, so the batch starts over"))
 
     def _longest(self) -> int:
-        sets = (data for run in self.runs.values() for data in (run.train, run.evaluation) if data is not None)
-        return max((int(data.lengths.max()) for data in sets), default=1)
+        return max((run.longest for run in self.runs.values()), default=1)
 
     def _try_alone(self, name: str, packed: MicroBatch) -> dict[str, JobLoss] | Failure:
         rows = tuple(row for row in packed.rows if row.job_id == name)

@@ -68,6 +68,11 @@ class JobRun:
         """As `data_key`, of the evaluation set; "" without one."""
         return f"{self.evaluation.directory.name}/{len(self.evaluation)}" if self.evaluation is not None else ""
 
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest sample."""
+        return max(int(data.lengths.max()) for data in (self.train, self.evaluation) if data is not None)
+
     # -- what it offers ------------------------------------------------------------------------------------------------
 
     @property

@@ -1,0 +1,38 @@
+"""`memory_limit` where others choose the token budget: a worker's Shares are lowered to it, and a job that cannot fit is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from tlora.adapters.state import AdapterLayout
+from tlora.engine.memory import measure
+from tlora.engine.plan import PlannedJob, RunPlan, check_base_fits, check_capacity, longest_sample
+from tlora.supermodel.supermodel import SuperModel
+
+_RANK = 64  # up to which a GPU's activations are counted
+
+
+class MemoryBound:
+    def __init__(self, outlined: SuperModel, device: torch.device, limit_bytes: int) -> None:
+        """`outlined` lies on the meta device. Raises CapacityError for a base that does not fit below the limit."""
+        base_bytes = sum(p.numel() * p.element_size() for p in outlined.model.parameters())
+        self._plan = RunPlan((), 1, 0, measure(outlined, base_bytes, device, _RANK), limit_bytes, 1, None)
+        check_base_fits(self._plan)
+
+    def check(self, job: PlannedJob, recomputed_layers: int) -> None:
+        """A job that does not fit by itself, in micro-batches of its longest sample, gets a problem that says so."""
+        longest = longest_sample(job.data) if job.data else 1
+        check_capacity(job, replace(self._plan, token_budget=longest, longest=longest, recomputed_layers=recomputed_layers))
+
+    def lower(self, token_budget: int, longest: int, recomputed_layers: int, layouts: Sequence[AdapterLayout]) -> int:
+        """The largest of `token_budget`, its half, its quarter, … with which all `layouts` fit at once; `longest` if none does."""
+        budget = max(token_budget, longest)
+        while budget > longest and not self._at(budget, recomputed_layers).fits(list(layouts)):
+            budget = max(budget // 2, longest)
+        return budget
+
+    def _at(self, token_budget: int, recomputed_layers: int) -> RunPlan:
+        return replace(self._plan, token_budget=token_budget, recomputed_layers=recomputed_layers)

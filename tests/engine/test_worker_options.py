@@ -1,0 +1,133 @@
+"""A worker takes the run options of a jobs file; messages of before are still read."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.test_metrics import Client
+from tests.engine.test_worker import Orders, of, work
+from tests.engine.test_worker import made as made
+from tests.engine.test_worker import report_each_step as report_each_step
+from tests.engine.tiny_runs import sha256, train
+from tlora.engine.memory_bound import MemoryBound
+from tlora.errors import CapacityError, ConfigError
+from tlora.group.engine import Engine
+from tlora.job import JobSpec
+from tlora.supermodel.load import outline
+from tlora.supermodel.supermodel import SuperModel
+from tlora.worker_protocol import Failed, Finished, Load, Share, command_line, parse_command
+
+
+def test_a_message_of_before_is_read() -> None:
+    line = b'{"kind":"load","base_model":"b","output_dir":"o","device":"cpu","started_unix_seconds":1.5,"deterministic":true}'
+    assert parse_command(line) == Load("b", "o", "cpu", 1.5, deterministic=True)
+
+
+def test_options_travel() -> None:
+    load = Load("b", "o", "cuda", 0.0, dtype="bfloat16", base_precision="fp8", recompute=3, memory_limit=10**9, report_to=("trackio",))
+    assert parse_command(command_line(load)) == load
+
+
+@pytest.mark.parametrize(("field", "value"), [("dtype", "int8"), ("recompute", -1), ("memory_limit", 0), ("report_to", ["paper"])])
+def test_options_that_no_jobs_file_may_have_are_rejected(field: str, value: Any) -> None:
+    line = json.dumps(json.loads(command_line(Load("b", "o", "cpu", 0.0))) | {field: value}).encode()
+    with pytest.raises(ValueError, match=field):
+        parse_command(line)
+
+
+def test_the_dtype_is_that_of_training(made: Orders, data: Path, tmp_path: Path) -> None:
+    order = [fields for fields in made.run.jobs if fields.name == "stays"]
+    fields = order[0].model_dump(exclude_unset=True)
+    whole = train(made.base, tmp_path / "whole", [fields], deterministic=True, dtype="bfloat16")["stays"]
+    told = work(replace(made.load(tmp_path / "worker"), dtype="bfloat16"), [made.join("stays")])
+    assert of(told, Finished, "stays") and sha256(tmp_path / "worker" / "stays") == sha256(Path(whole.path)) != made.shas["stays"]
+
+
+def test_numbers_go_to_the_clients_of_report_to(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[int] = []
+
+    class Noting(Client):
+        def log(self, values: dict[str, float], step: int) -> None:
+            logged.append(step)
+
+    client = Noting({"project", "name", "group", "config"})
+    module = ModuleType("trackio")
+    module.__spec__, module.init = ModuleSpec("trackio", None), client.init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    work(replace(made.load(tmp_path), report_to=("trackio",)), [made.join("short")])
+    assert [options["name"] for options in client.opened] == ["short"] and logged == [1, 2, 3]
+
+
+def test_a_client_that_is_not_installed_is_an_error_at_once(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="report_to: wandb is not installed"):
+        work(replace(made.load(tmp_path), report_to=("wandb",)), [])
+
+
+def test_fp8_needs_a_device_that_has_it(made: Orders, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="base_precision fp8 needs a GPU"):
+        work(replace(made.load(tmp_path), base_precision="fp8"), [])
+
+
+def bound_of(base: Path, limit_bytes: int) -> MemoryBound:
+    return MemoryBound(SuperModel(outline(str(base))), torch.device("cpu"), limit_bytes)
+
+
+def needed(base: Path, specs: list[JobSpec], budget: int) -> int:
+    """Bytes that `specs` take with that token budget."""
+    model = SuperModel(outline(str(base)))
+    return bound_of(base, 10**12)._at(budget, 0).total_bytes([model.layout(spec) for spec in specs])
+
+
+def test_a_memory_limit_lowers_the_budget(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for two jobs at a quarter of what the Share says; no result changes."""
+    used: list[int] = []
+    counted = Engine._counted
+    monkeypatch.setattr(Engine, "_counted", lambda self, packed: (used.append(packed.budget), counted(self, packed))[1])
+    specs = [spec for spec in made.run.jobs if spec.name in ("stays", "short")]
+    limit = needed(made.base, specs, 256)
+    told = work(replace(made.load(tmp_path), memory_limit=limit), [Share(1024), *(made.join(spec.name) for spec in specs)])
+    assert {report.job_id for report in told if isinstance(report, Finished)} == {"stays", "short"}
+    assert (
+        used[-1] == 256
+        and set(used) <= {256, 512, 1024}
+        and {sha256(tmp_path / s.name) for s in specs} == {made.shas[s.name] for s in specs}
+    )
+
+
+def test_a_job_that_cannot_fit_below_the_limit_fails_with_what_would_fit(made: Orders, tmp_path: Path) -> None:
+    small = next(spec for spec in made.run.jobs if spec.name == "short")
+    large = small.model_copy(update={"name": "large", "r": 256})
+    limit = needed(made.base, [small], 512)
+    told = work(replace(made.load(tmp_path), memory_limit=limit), [Share(64), replace(made.join("short"), job=large), made.join("short")])
+    (failed,) = of(told, Failed, "large")
+    assert "'large' needs" in failed.reason and "raise memory_limit" in failed.reason and of(told, Finished, "short")
+
+
+def test_a_base_larger_than_the_limit_is_refused_before_it_is_loaded(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SuperModel, "from_pretrained", lambda *_, **__: pytest.fail("the base was loaded"))
+    with pytest.raises(CapacityError, match="raise memory_limit"):
+        work(replace(made.load(tmp_path), memory_limit=1000), [])
+
+
+@pytest.mark.parametrize(("recompute", "layers"), [("auto", 2), ("none", 0), (1, 1), ("all", 3)])
+def test_recompute_overrides_a_share(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: Any, layers: int) -> None:
+    told: list[int] = []
+
+    def share(_: Engine, token_budget: int, recomputed_layers: int, weights: Mapping[str, float]) -> None:
+        told.append(recomputed_layers)
+
+    monkeypatch.setattr(Engine, "share", share)
+    monkeypatch.setattr(SuperModel, "num_layers", property(lambda _: 3))
+    work(replace(made.load(tmp_path), recompute=recompute), [Share(64, 2), made.join("short")])
+    assert told == [layers]
