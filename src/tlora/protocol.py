@@ -98,6 +98,20 @@ class JobCancelled:
 
 
 @dataclass(frozen=True, slots=True)
+class JobHeld:
+    """The job is paused: it checkpoints, leaves its group and gets no GPU until it is released."""
+
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobReleased:
+    """A held job waits for GPUs again."""
+
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class StepsDone:
     """`steps` optimizer steps of a job are through since its submission; the latest took `step_seconds` each, waiting included."""
 
@@ -138,7 +152,8 @@ class Tick:
     """Time has passed: what depends on it may be decided anew."""
 
 
-Event = NodeAdded | GpusLost | JobSubmitted | JobCancelled | StepsDone | JobFinished | JobFailed | GroupReady | GroupLost | Tick
+Request = JobCancelled | JobHeld | JobReleased  # what a user may ask of a job after its submission
+Event = NodeAdded | GpusLost | JobSubmitted | Request | StepsDone | JobFinished | JobFailed | GroupReady | GroupLost | Tick
 
 
 # -- actions -----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.scheduler.invariants import check
 from tests.scheduler.mirror import made_cost, made_spec
 from tlora.protocol import (
     Event,
@@ -64,7 +65,7 @@ def told(policy: str) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     for now, event in STORY:
         actions = scheduler.handle(event, now)
-        scheduler.state.check()
+        check(scheduler.state)
         lines.append({"now": now, "event": to_json(event), "actions": [to_json(action) for action in actions]})
     return json.loads(json.dumps(lines))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from tests.scheduler.invariants import check
 from tlora.costs.cost import BaseConstants, CostModel
 from tlora.protocol import (
     Action,
@@ -21,7 +22,9 @@ from tlora.protocol import (
     JobFailed,
     JobFinished,
     JobGroup,
+    JobHeld,
     JobProfile,
+    JobReleased,
     JobSubmitted,
     NodeAdded,
     RejectJob,
@@ -80,6 +83,7 @@ class Mirror:
     groups: dict[str, JobGroup] = field(default_factory=dict)
     alive: set[str] = field(default_factory=set)  # jobs submitted and not ended
     seen: set[str] = field(default_factory=set)
+    held: set[str] = field(default_factory=set)
 
     def happen(self, event: Event) -> None:
         match event:
@@ -95,12 +99,17 @@ class Mirror:
                     self.seen.add(event.job_id)
             case JobFinished() | JobFailed() | JobCancelled():
                 self.alive.discard(event.job_id)
+                self.held.discard(event.job_id)
                 for group in list(self.groups.values()):
                     if event.job_id in group.job_ids:
                         self._keep(group, lambda name: name != event.job_id)
             case GroupLost():
                 if event.group_id in self.groups:
                     self._end(event.group_id)
+            case JobHeld():
+                self.held |= {event.job_id} & self.alive
+            case JobReleased():
+                self.held.discard(event.job_id)
             case _:
                 pass
 
@@ -151,7 +160,7 @@ Move = tuple[str, int, int, float]
 _KINDS = (
     *("submit",) * 10,
     *("finish",) * 3,
-    *("tick", "steps", "ready", "cancel", "fail", "again", "lose", "lose GPU", "add", "add", "end"),
+    *("tick", "steps", "ready", "cancel", "hold", "hold", "release", "release", "fail", "again", "lose", "lose GPU", "add", "add", "end"),
 )
 _SECONDS = (0.0, 0.0, 1.0, 30.0, 60.0, 4000.0, -20.0)
 
@@ -179,6 +188,11 @@ class Story:
                 return self.submitted[one % len(self.submitted)] if self.submitted else Tick()
             case "finish" | "cancel" | "fail":
                 return {"finish": JobFinished(job_id), "cancel": JobCancelled(job_id), "fail": JobFailed(job_id, "out of luck")}[kind]
+            case "hold":
+                return JobHeld(job_id)
+            case "release":
+                held = sorted(state.held)
+                return JobReleased(held[two % len(held)] if held else job_id)
             case "steps":
                 job = state.jobs.get(job_id)
                 group_id = job.group_id if job is not None and job.group_id is not None and two % 4 else groups[two % len(groups)]
@@ -224,10 +238,11 @@ def tell(scheduler: Scheduler, mirror: Mirror, event: Event, now: float) -> list
     for action in actions:
         mirror.execute(action)
     state = scheduler.state
-    state.check()
+    check(state)
     assert mirror.groups == {name: known.group for name, known in state.groups.items()}
     assert all(group.job_ids for group in mirror.groups.values()), "a group without jobs is left"
     assert set(state.jobs) == mirror.alive, "a job is lost, or comes back"
+    assert state.held == mirror.held and not any(mirror.held.intersection(group.job_ids) for group in mirror.groups.values())
     return actions
 
 

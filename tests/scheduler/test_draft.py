@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.scheduler.invariants import check
 from tests.scheduler.mirror import made_spec, made_state, waiting_job
 from tlora.protocol import JobGroup, ParallelPlan
 from tlora.scheduler.draft import Draft, has_room
@@ -26,7 +27,7 @@ def with_free(*free: int, size: int = 4) -> ClusterState:
             job = waiting_job(state, made_spec(name))
             gpus = tuple(range(size * index, size * index + size - count))
             state.place(JobGroup(f"g{index}", "north", gpus, ParallelPlan(len(gpus), 1024 * len(gpus)), (name,), (job.weight,)))
-    state.check()
+    check(state)
     return state
 
 
@@ -106,7 +107,7 @@ def test_groups_open_change_and_stop_in_the_draft_alone() -> None:
     assert [group.group_id for group in draft.wanted()] == ["g1", "g2", "g0"]
     assert list(state.groups) == ["g0"] and len(state.pending) == 2
     reconcile(state, draft.wanted())
-    state.check()
+    check(state)
     assert list(state.groups) == ["g1"] and list(state.pending) == ["filler0"]  # g2 never was
 
 

@@ -250,7 +250,7 @@ def test_a_group_that_has_just_changed_neither_grows_nor_moves_nor_parts_nor_sto
 
 
 def _alive(state: ClusterState, group: JobGroup) -> set[str]:
-    return set(group.job_ids) & set(state.jobs)
+    return (set(group.job_ids) & set(state.jobs)) - state.held
 
 
 def test_a_stream_of_short_jobs_moves_a_long_one_at_most_twice_in_a_rest() -> None:

@@ -17,6 +17,8 @@ from tlora.protocol import (
     JobCancelled,
     JobFailed,
     JobFinished,
+    JobHeld,
+    JobReleased,
     JobSubmitted,
     NodeAdded,
     RejectJob,
@@ -370,3 +372,41 @@ def test_in_a_group_speeds_are_the_mean_by_tokens():
     seen = played(cluster, a=[StartGroup(group_of("g0", "a"))], b=[ChangeGroup(group_of("g0", "a", "b"))])
     slower = (conditions.speed_of("a") + conditions.speed_of("b")) / 2
     assert min(seconds for seconds, event in seen if isinstance(event, JobFinished)) == pytest.approx(200 * slower)
+
+
+def test_a_job_is_submitted_cancelled_held_and_released_at_any_time():
+    cluster = cluster_of(made_job("a", 100), made_job("b", 100))
+    seen: Seen = []
+    for seconds, event in events_of(cluster):
+        seen.append((seconds, event))
+        match event:
+            case JobSubmitted("b"):
+                cluster.execute(StartGroup(group_of("g0", "a", "b")))
+                cluster.hold("b", at_seconds=20.0)
+                cluster.cancel("a", at_seconds=50.0)
+            case JobHeld():
+                cluster.execute(ChangeGroup(group_of("g0", "a")))
+            case JobCancelled():
+                cluster.execute(StopGroup("g0"))
+                cluster.release("b", at_seconds=60.0)
+                cluster.submit(made_job("late", 5, at=55.0))
+            case JobReleased():
+                cluster.execute(StartGroup(group_of("g1", "b")))
+            case JobFinished("b"):
+                cluster.release("b")  # it has ended: nothing is to be told
+            case _:
+                pass
+    kinds = JobHeld | JobCancelled | JobReleased | JobFinished | JobSubmitted
+    assert [(seconds, event) for seconds, event in seen if isinstance(event, kinds)][2:] == [
+        (20.0, JobHeld("b")),
+        (50.0, JobCancelled("a")),
+        (55.0, JobSubmitted("late", BASE, 1, made_job("late", 5).job.profile, max_slowdown=2.0)),
+        (60.0, JobReleased("b")),
+        (150.0, JobFinished("b")),  # 10 steps in company, 90 alone
+    ]
+    a, b = cluster.jobs["a"].record(), cluster.jobs["b"].record()
+    assert (a.state, a.finished_seconds, a.steps) == ("cancelled", 50.0, pytest.approx(40.0))
+    assert (b.state, b.steps, b.regroupings) == ("done", 100.0, 1)
+    assert cluster.poll() == []
+    cluster.submit(made_job("last", 1))
+    assert [type(event) for event in cluster.poll()] == [JobSubmitted]

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from tests.scheduler.invariants import check
 from tests.sim.small_clusters import even_cost
 from tlora.cluster.controller import run
 from tlora.cluster.event_log import replay
@@ -149,7 +150,7 @@ def test_late_and_repeated_news_lose_no_job(policy: str):
         scheduler = Scheduler(POLICIES[policy](), cost)
         run(scheduler, Unreliable(cluster, seed))
         assert [job.state for job in cluster.jobs.values()] == [job.ends for job in jobs]
-        scheduler.state.check()
+        check(scheduler.state)
         assert not scheduler.state.jobs and not scheduler.state.groups
         assert all(math.isfinite(job.finished_seconds) for job in cluster.jobs.values())
 

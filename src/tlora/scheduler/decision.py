@@ -31,7 +31,7 @@ class Decision:
         self.touched: set[str] = set()
         self.node_size = max(1, state.node_size)
         self._predictions = predictions
-        self._price = settings.delay_price * len(state.jobs) / max(1, state.num_gpus)
+        self._price = settings.delay_price * (len(state.jobs) - len(state.held)) / max(1, state.num_gpus)
         self._nodes: list[str] | None = None
         self._urgency: dict[int, float] = {}
         self._starving: dict[int, bool] = {}

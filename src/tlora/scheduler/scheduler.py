@@ -23,6 +23,8 @@ from tlora.protocol import (
     JobFailed,
     JobFinished,
     JobGroup,
+    JobHeld,
+    JobReleased,
     JobSubmitted,
     NodeAdded,
     RejectJob,
@@ -32,7 +34,7 @@ from tlora.protocol import (
     Tick,
 )
 from tlora.scheduler.draft import has_room
-from tlora.scheduler.state import ClusterState
+from tlora.scheduler.state import ClusterState, without_job
 
 MOST_COUNTED = 2**53  # above it a float does not tell a whole number from the next
 
@@ -79,6 +81,13 @@ class Scheduler:
                 if known:
                     state.end_job(event.job_id)
                 return [], known
+            case JobHeld():
+                return self._hold(event.job_id)
+            case JobReleased():
+                held = event.job_id in state.held
+                if held:
+                    state.release(event.job_id)
+                return [], held
             case GroupReady():
                 if event.group_id in state.groups:
                     state.make_ready(event.group_id)
@@ -105,6 +114,18 @@ class Scheduler:
             return [RejectJob(spec.job_id, reason)], False
         self.state.submit(spec)
         return [], True
+
+    def _hold(self, job_id: str) -> tuple[list[Action], bool]:
+        """Its group is told to let it go, whatever the policy wants: the back end must never be left to guess."""
+        state = self.state
+        job = state.jobs.get(job_id)
+        if job is None or job_id in state.held:
+            return [], False
+        actions: list[Action] = []
+        if job.group_id is not None:
+            actions = reconcile(state, [without_job(state.groups[job.group_id].group, job_id)])
+        state.hold(job_id)
+        return actions, True
 
     def _end_empty_groups(self) -> list[Action]:
         empty = [name for name in self.state.emptied if name in self.state.groups and not self.state.groups[name].group.job_ids]

@@ -1,6 +1,6 @@
 """What the scheduler believes of a cluster: nodes with their free GPUs, jobs, groups. All changes go through the methods here.
 
-A group here is what was last asked for: asking and having differ until `GroupReady`. `check` holds the invariants.
+A group here is what was last asked for: asking and having differ until `GroupReady`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tlora.costs.cost import CostModel
 from tlora.costs.sharing import Member, group_step_seconds, lone_step_seconds
 from tlora.protocol import JobGroup, JobSubmitted, StepsDone
 
-Status = Literal["pending", "placed", "ended"]
+Status = Literal["pending", "held", "placed", "ended"]
 
 
 @dataclass(slots=True)
@@ -49,8 +49,7 @@ class Job:
     step_seconds: float = 0.0  # in its group, as predicted; 0 while it waits
     service_gpu_seconds: float = 0.0  # its share of GPU time so far, as of `seen_at`
     gpu_share: float = 0.0  # GPUs that are its own part of its group's
-    pending_since: float = 0.0
-    times_placed: int = 0
+    times_unqueued: int = 0  # that it stopped waiting, as it was placed or held
     number: int = 0  # of its submission: whoever came first has the lowest
 
     @property
@@ -88,7 +87,6 @@ class Group:
     need: float
     step_seconds: list[float]
     changed_at: float
-    opened_at: float
     ready: bool = False
 
 
@@ -104,6 +102,7 @@ class ClusterState:
     node_of: dict[int, str] = field(default_factory=dict[int, str])
     jobs: dict[str, Job] = field(default_factory=dict[str, Job])  # that have not ended
     pending: dict[str, None] = field(default_factory=dict[str, None])  # in order of arrival; those that lost their group, behind
+    held: set[str] = field(default_factory=set[str])
     groups: dict[str, Group] = field(default_factory=dict[str, Group])
     groups_of_base: defaultdict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
     nodes_by_free: dict[int, dict[str, None]] = field(default_factory=dict[int, dict[str, None]])  # number of free GPUs -> nodes
@@ -205,7 +204,7 @@ class ClusterState:
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
     def submit(self, spec: JobSubmitted) -> None:
-        job = Job(spec, self.now, -(-spec.gpus // max(1, self.node_size)), seen_at=self.now, pending_since=self.now)
+        job = Job(spec, self.now, -(-spec.gpus // max(1, self.node_size)), seen_at=self.now)
         job.number = self.jobs_submitted
         self._measure_alone(job)
         self.jobs[spec.job_id] = job
@@ -221,12 +220,25 @@ class ClusterState:
         """It is finished, failed or cancelled. Its group goes on without it; the caller looks after an empty one."""
         job = self.jobs.pop(job_id)
         self.pending.pop(job_id, None)
+        self.held.discard(job_id)
         if job.group_id is not None:
             group = self.groups[job.group_id]
             self._leave(group, job_id)
             self._begin_stretch(group)
             self.emptied.append(job.group_id)
         job.status = "ended"
+
+    def hold(self, job_id: str) -> None:
+        """Take a job that waits out of the queue, until `release`."""
+        job = self.jobs[job_id]
+        del self.pending[job_id]
+        self.held.add(job_id)
+        job.status = "held"
+        job.times_unqueued += 1
+
+    def release(self, job_id: str) -> None:
+        self.held.remove(job_id)
+        self._wait(job_id)
 
     def see_steps(self, event: StepsDone) -> None:
         """What a back end reports of a job. Reports of a group that it has left are late, and steps never go back: infinitely many would
@@ -269,7 +281,7 @@ class ClusterState:
         if known is None:
             self._take(wanted.gpus, wanted.group_id)
             self.groups_opened = max(self.groups_opened, int(wanted.group_id[1:]) + 1)
-            known = self.groups[wanted.group_id] = Group(wanted, self.num_nodes(wanted.gpus), 0.0, [], self.now, self.now)
+            known = self.groups[wanted.group_id] = Group(wanted, self.num_nodes(wanted.gpus), 0.0, [], self.now)
             self.groups_of_base[wanted.base_model][wanted.group_id] = None
             before: tuple[str, ...] = ()
         else:
@@ -314,7 +326,7 @@ class ClusterState:
         assert job.group_id is None, f"{job_id} is in {job.group_id} and cannot join {group_id}"
         job.seen_at = self.now
         job.status, job.group_id, job.steps_reported = "placed", group_id, 0.0
-        job.times_placed += 1
+        job.times_unqueued += 1
         del self.pending[job_id]
 
     def _wait(self, job_id: str) -> None:
@@ -323,15 +335,11 @@ class ClusterState:
             return
         job.settle(self.now)
         job.status, job.group_id, job.step_seconds, job.gpu_share = "pending", None, 0.0, 0.0
-        job.pending_since = self.now
         self.pending[job_id] = None
 
     def _leave(self, known: Group, job_id: str) -> None:
-        group = known.group
-        left = [(name, weight) for name, weight in zip(group.job_ids, group.weights, strict=True) if name != job_id]
-        names, weights = tuple([name for name, _ in left]), tuple([weight for _, weight in left])
-        group = JobGroup(group.group_id, group.base_model, group.gpus, group.plan, names, weights)
-        if left:
+        group = without_job(known.group, job_id)
+        if group.job_ids:
             self._set_members(known, group)
         else:
             known.group, known.need, known.step_seconds = group, 0.0, []
@@ -365,35 +373,9 @@ class ClusterState:
         members = [Member(job.spec.profile.tokens_per_step, weight) for job, weight in zip(jobs, group.weights, strict=True)]
         return group_step_seconds(cost, base, budget, gpus, num_nodes, members)
 
-    # -- what must always hold -----------------------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Raises AssertionError: no GPU in two groups or both free and in one, no job in two groups or lost, memory sound."""
-        owners: dict[int, str] = {}
-        for name, node in self.nodes.items():
-            assert node.free == sorted(set(node.free)) and set(node.free) <= set(node.gpus), f"{name}: free {node.free}"
-            assert name in self.nodes_by_free[len(node.free)], f"{name} is not among the nodes of {len(node.free)} free GPUs"
-            assert self.node_names[node.place] == name and (node.place in self.with_free) == bool(node.free), f"{name} at {node.place}"
-            assert node.groups is None or set(node.groups) == {self.group_on[gpu] for gpu in node.gpus if gpu in self.group_on}
-            owners |= dict.fromkeys(node.free, "nobody")
-        assert self.num_free == len(owners), f"{self.num_free} free GPUs counted, {len(owners)} there"
-        seen: dict[str, str] = {}
-        for name, known in self.groups.items():
-            group = known.group
-            assert group.group_id == name and group.gpus and name in self.groups_of_base[group.base_model]
-            for gpu in group.gpus:
-                assert gpu not in owners, f"GPU {gpu} is {name}'s and {owners[gpu]}'s"
-                owners[gpu] = self.group_on[gpu]
-                assert owners[gpu] == name, f"GPU {gpu} is {name}'s, and noted as {owners[gpu]}'s"
-            for job_id in group.job_ids:
-                assert job_id not in seen, f"{job_id} is in {seen[job_id]} and {name}"
-                assert self.jobs[job_id].group_id == name and self.jobs[job_id].status == "placed"
-                assert self.jobs[job_id].spec.base_model == group.base_model
-                seen[job_id] = name
-            parameters = sum(self.jobs[job_id].spec.profile.adapter_parameters for job_id in group.job_ids)
-            tokens = group.plan.token_budget / len(group.gpus)
-            assert self.cost.fits(group.base_model, parameters, tokens), f"{name} does not fit into a GPU's memory"
-        assert set(owners) == set(self.node_of) and len(owners) == self.num_gpus
-        assert len(self.group_on) == self.num_gpus - self.num_free and set(self.latest) >= set(self.groups)
-        waiting = {job_id for job_id, job in self.jobs.items() if job.status == "pending"}
-        assert waiting == set(self.pending) and waiting | set(seen) == set(self.jobs), "a job is neither waiting nor in a group"
+def without_job(group: JobGroup, job_id: str) -> JobGroup:
+    """The group with one member less; without jobs it is one that shall end."""
+    left = [(name, weight) for name, weight in zip(group.job_ids, group.weights, strict=True) if name != job_id]
+    names, weights = tuple([name for name, _ in left]), tuple([weight for _, weight in left])
+    return JobGroup(group.group_id, group.base_model, group.gpus, group.plan, names, weights)

@@ -12,7 +12,7 @@ from tlora.scheduler.state import ClusterState, Job
 
 Key = tuple[float, ...]
 
-_Entry = tuple[Key, int, Job]  # between is the job's `times_placed` when it came: one that has left and come back is another entry
+_Entry = tuple[Key, int, Job]  # between is the job's `times_unqueued` when it came: one that has left and come back is another entry
 
 
 def arrival(job: Job) -> Key:
@@ -25,7 +25,7 @@ class Waiting:
 
     A key ends with the job's number, and must not change while its job waits, except where the cost model is corrected. Rests on two
     facts about `ClusterState.pending`: a job that begins to wait is appended at its end, and one that was placed in between has another
-    `times_placed`.
+    `times_unqueued`.
     """
 
     def __init__(self, key: Callable[[Job], Key], lanes: bool = True) -> None:
@@ -36,7 +36,7 @@ class Waiting:
 
     def _forget(self) -> None:
         self._lanes: dict[int, list[_Entry]] = {}
-        self._known: dict[str, int] = {}  # job -> `times_placed`, of all entries
+        self._known: dict[str, int] = {}  # job -> `times_unqueued`, of all entries
         self._taken: list[_Entry] = []
 
     def follow(self, state: ClusterState) -> None:
@@ -52,10 +52,10 @@ class Waiting:
         self._taken.clear()
         for name in reversed(state.pending):
             job = state.jobs[name]
-            if self._known.get(name) == job.times_placed:
+            if self._known.get(name) == job.times_unqueued:
                 break
-            self._known[name] = job.times_placed
-            heappush(self._lane(job), (self._key(job), job.times_placed, job))
+            self._known[name] = job.times_unqueued
+            heappush(self._lane(job), (self._key(job), job.times_unqueued, job))
 
     def first(self, without: Collection[int] = ()) -> Job | None:
         """The first in order of those who ask for a number of GPUs that is not in `without`."""
@@ -85,5 +85,5 @@ class Waiting:
 
 
 def _is_waiting(entry: _Entry) -> bool:
-    _, times_placed, job = entry
-    return job.status == "pending" and job.times_placed == times_placed
+    _, times_unqueued, job = entry
+    return job.status == "pending" and job.times_unqueued == times_unqueued

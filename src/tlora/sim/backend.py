@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from tlora.costs.cost import CostModel
 from tlora.protocol import (
@@ -21,7 +21,10 @@ from tlora.protocol import (
     JobFailed,
     JobFinished,
     JobGroup,
+    JobHeld,
+    JobReleased,
     RejectJob,
+    Request,
     StartGroup,
     StepsDone,
     StopGroup,
@@ -31,7 +34,7 @@ from tlora.sim.conditions import Conditions
 from tlora.sim.flow import GroupFlow, enter, leave, plan_ahead, settle, switch
 from tlora.sim.machines import ClusterShape, Machines
 from tlora.sim.mapping import MappedJob
-from tlora.sim.records import GroupSpan, Sample
+from tlora.sim.records import FinalState, GroupSpan, Sample
 from tlora.sim.simulated_job import SimulatedJob
 
 SETTLED_SECONDS = 900.0  # so long after the last change ticks go on where nobody waits
@@ -41,19 +44,22 @@ _WHOLE = 1e-6  # steps; so near to a whole number they are one
 
 
 class SimulatedCluster:
-    """Of `arrivals` in order of submission. `jobs` are those that have come, `spans` and `samples` what there was to see until now."""
+    """Users may `submit`, `cancel`, `hold` and `release` jobs at any time, now or for a later time. `poll` is empty when nothing is left
+    to happen, and goes on when more is asked. `jobs` are those that have come, `spans` and `samples` what there was to see until now.
+    """
 
-    def __init__(self, arrivals: Sequence[MappedJob], shape: ClusterShape, cost: CostModel, conditions: Conditions) -> None:
+    def __init__(self, shape: ClusterShape, cost: CostModel, conditions: Conditions) -> None:
         """`cost` is what the cluster follows, without the errors of `conditions`."""
         self.jobs: dict[str, SimulatedJob] = {}
         self.spans: list[GroupSpan] = []
         self.samples: list[Sample] = []
-        self._arrivals, self._shape, self._cost, self._conditions = arrivals, shape, cost, conditions
+        self._shape, self._cost, self._conditions = shape, cost, conditions
         self._exact = conditions.exact
         self._saturated = conditions.saturated or {base: found.tokens_per_second for base, found in cost.constants.items()}
         self._now = 0.0
-        self._arrived = self._alive = self._waiting = 0
-        self._arrival_at = arrivals[0].submit_seconds if arrivals else math.inf
+        self._alive = self._waiting = 0
+        self._asked: list[tuple[float, int, MappedJob | Request]] = []  # a heap: seconds, serial, what users ask
+        self._asked_at = math.inf  # of the first of them
         self._groups: dict[str, GroupFlow] = {}
         self._touched: dict[str, GroupFlow] = {}  # whose next event is to be worked out anew
         self._upcoming: list[tuple[float, int, GroupFlow, int]] = []  # a heap: seconds, serial, group, its version
@@ -64,6 +70,28 @@ class SimulatedCluster:
         # sums for the next sample
         self._unsampled = False
         self._tokens_per_second = self._useful_gpus = 0.0
+
+    # -- what users ask ------------------------------------------------------------------------------------------------
+
+    def submit(self, job: MappedJob) -> None:
+        """It comes at its `submit_seconds`, or now if these are over."""
+        self._ask(job, job.submit_seconds)
+
+    def cancel(self, job_id: str, at_seconds: float = 0.0) -> None:
+        """It ends where it is, at that time or now. A job that has ended, or never came, is left alone."""
+        self._ask(JobCancelled(job_id), at_seconds)
+
+    def hold(self, job_id: str, at_seconds: float = 0.0) -> None:
+        """It leaves its group with a checkpoint, as soon as the scheduler hears of it, and gets no GPU until `release`."""
+        self._ask(JobHeld(job_id), at_seconds)
+
+    def release(self, job_id: str, at_seconds: float = 0.0) -> None:
+        self._ask(JobReleased(job_id), at_seconds)
+
+    def _ask(self, request: MappedJob | Request, at_seconds: float) -> None:
+        self._serial += 1
+        heapq.heappush(self._asked, (max(at_seconds, self._now), self._serial, request))
+        self._asked_at = self._asked[0][0]
 
     # -- the three verbs of a back end ---------------------------------------------------------------------------------
 
@@ -98,10 +126,7 @@ class SimulatedCluster:
                     self._end(flow, lost=False)
             case RejectJob():
                 job = self.jobs[action.job_id]
-                job.state, job.finished_seconds = "rejected", self._now
-                self._alive -= 1
-                self._waiting -= 1
-                self._unsampled = True
+                self._end_job(job, "rejected")
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
@@ -111,14 +136,10 @@ class SimulatedCluster:
         while heap and heap[0][2].version != heap[0][3]:
             heapq.heappop(heap)
         group_at = heap[0][0] if heap else math.inf
-        arrival_at, failure_at, tick_at = self._arrival_at, self._machines.next_at, self._tick_at
-        if (not self._alive and arrival_at == math.inf) or (tick_at == math.inf and not self._is_coming()):
+        asked_at, failure_at, tick_at = self._asked_at, self._machines.next_at, self._tick_at
+        if (not self._alive and asked_at == math.inf) or (tick_at == math.inf and not self._is_coming()):
             return False
-        at = group_at if group_at < arrival_at else arrival_at
-        if failure_at < at:
-            at = failure_at
-        if tick_at < at:
-            at = tick_at
+        at = min(group_at, asked_at, failure_at, tick_at)
         if at > self._now:
             if self._unsampled:
                 self._sample()
@@ -127,15 +148,15 @@ class SimulatedCluster:
             self._advance(heapq.heappop(heap)[2])
         elif at == failure_at:
             self._fail_or_repair()
-        elif at == arrival_at:
-            self._arrive()
+        elif at == asked_at:
+            self._take_request()
         else:
             self._tick()
         return True
 
     def _is_coming(self) -> bool:
         """Whether something happens that is neither a failure nor a tick."""
-        return bool(self._upcoming) or self._arrival_at < math.inf or self._machines.repairs
+        return bool(self._upcoming) or self._asked_at < math.inf or self._machines.repairs
 
     def _tick(self) -> None:
         """Ticks come while somebody waits, and a while after each change, as policies have times of rest; else nothing is to be decided.
@@ -151,10 +172,19 @@ class SimulatedCluster:
         self._changed_at, self._tick_gap = self._now, self._shape.tick_seconds
         self._tick_at = self._now + self._tick_gap
 
-    def _arrive(self) -> None:
-        arrivals, arrival = self._arrivals, self._arrivals[self._arrived]
-        self._arrived += 1
-        self._arrival_at = arrivals[self._arrived].submit_seconds if self._arrived < len(arrivals) else math.inf
+    def _take_request(self) -> None:
+        _, _, request = heapq.heappop(self._asked)
+        self._asked_at = self._asked[0][0] if self._asked else math.inf
+        if isinstance(request, MappedJob):
+            self._arrive(request)
+            return
+        job = self.jobs.get(request.job_id)
+        if job is not None and job.state == "unfinished":
+            if isinstance(request, JobCancelled):
+                self._end_job(job, "cancelled")
+            self._happened(request)
+
+    def _arrive(self, arrival: MappedJob) -> None:
         spec = arrival.job
         tokens, speed, alone = spec.profile.tokens_per_step, 1.0, math.nan
         if not self._exact:
@@ -180,7 +210,7 @@ class SimulatedCluster:
         """What was planned in a group happens now."""
         settle(flow, self._now)
         if flow.finishing is not None:
-            self._finish(flow, flow.finishing)
+            self._finish(flow.finishing)
         elif self._now >= flow.switch_at:
             pause = self._conditions.moves.resize_seconds if flow.gpus else 0.0
             flow.switch_at = math.inf
@@ -191,16 +221,30 @@ class SimulatedCluster:
         if flow.members:  # else nothing more happens in it until it is stopped
             self._touched[flow.wanted.group_id] = flow
 
-    def _finish(self, flow: GroupFlow, job: SimulatedJob) -> None:
-        self._close_span(flow)
-        leave(flow, job, self._now, job.total_steps)
-        job.state, job.finished_seconds = job.ends, self._now
-        self._alive -= 1
+    def _finish(self, job: SimulatedJob) -> None:
+        self._end_job(job, job.ends, job.total_steps)
         name = job.spec.job_id
         if job.ends == "done":
             self._happened(JobFinished(name))
         else:
             self._happened(JobCancelled(name) if job.ends == "cancelled" else JobFailed(name, "it failed in the trace"))
+
+    def _end_job(self, job: SimulatedJob, state: FinalState, steps: float | None = None) -> None:
+        """With `steps` done, or as many as it has by now, in a group or none."""
+        name = job.group_id
+        if name is None:
+            self._waiting -= 1
+        else:
+            flow = self._groups[name]
+            settle(flow, self._now)
+            self._close_span(flow)
+            leave(flow, job, self._now, job.steps if steps is None else steps)
+            flow.version += 1  # what was planned with it does not happen
+            if flow.members:
+                self._touched[name] = flow
+        job.state, job.finished_seconds = state, self._now
+        self._alive -= 1
+        self._unsampled = True
 
     def _fail_or_repair(self) -> None:
         event = self._machines.fail_or_repair()
@@ -319,7 +363,7 @@ class SimulatedCluster:
         self._close_span(flow)
         for job in list(flow.members.values()):
             if lost:
-                leave(flow, job, self._now, self._checkpointed_steps(job))
+                leave(flow, job, self._now, job.checkpointed_steps(self._now, self._conditions.moves.checkpoint_interval_seconds))
                 job.left_at = -math.inf  # wherever it goes on, that is no move
                 self._waiting += 1
             else:
@@ -329,12 +373,6 @@ class SimulatedCluster:
         flow.version += 1
         self._count_tokens(flow.wanted.base_model, -flow.tokens_per_second)
         self._unsampled = True
-
-    def _checkpointed_steps(self, job: SimulatedJob) -> float:
-        """As of its last checkpoint: one is made every so often from its joining on, at its present speed."""
-        since = (self._now - job.joined_at) % self._conditions.moves.checkpoint_interval_seconds
-        done = job.steps - since / job.step_seconds if job.runs else job.steps
-        return max(job.joined_steps, float(math.floor(done)))
 
     def _close_span(self, flow: GroupFlow) -> None:
         """Its members or GPUs are about to change."""

@@ -70,9 +70,11 @@ def simulate(
 
 
 def simulated_cluster(jobs: Sequence[MappedJob], shape: ClusterShape, cost: CostModel, conditions: Conditions) -> SimulatedCluster:
-    """The cluster by itself, for a controller with a scheduler that believes a copy of `cost`: what corrects that is not the conditions."""
-    ordered = sorted(jobs, key=lambda job: job.submit_seconds)
-    return SimulatedCluster(ordered, shape, conditions.cost or cost, conditions)
+    """The cluster by itself with `jobs` to come, for a scheduler with a copy of `cost`: correcting that leaves the cluster alone."""
+    cluster = SimulatedCluster(shape, conditions.cost or cost, conditions)
+    for job in jobs:
+        cluster.submit(job)
+    return cluster
 
 
 @dataclass(slots=True)

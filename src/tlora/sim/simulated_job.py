@@ -98,6 +98,12 @@ class SimulatedJob:
         self.window_steps = max(0.0, self.window_steps - (self.steps - to_steps))
         self.steps = to_steps
 
+    def checkpointed_steps(self, now: float, interval_seconds: float) -> float:
+        """As of its last checkpoint: one is written every `interval_seconds` from its joining on, at its present speed."""
+        since = (now - self.joined_at) % interval_seconds
+        done = self.steps - since / self.step_seconds if self.runs else self.steps
+        return max(self.joined_steps, float(math.floor(done)))
+
     def _close(self, count: int, seconds: float, micro_batch_seconds: float) -> None:
         """`count` windows of `seconds` each."""
         slowdown = seconds / (WINDOW_STEPS * self.alone_step_seconds)
