@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from tlora import __version__
 from tlora.cli.commands import app
-from tlora.cli.terminal import interrupts_kept
+from tlora.cli.terminal import keep_interrupts
 from tlora.data.prepare import WorkerProcess
 from tlora.data.report import ChangeCount, DataReport
 from tlora.engine.progress import JobProgress, RunProgress, Watcher
@@ -158,20 +158,20 @@ def test_a_full_stdout_at_the_end_is_said_and_fails_nothing(jobs_file: Path):
         command = [sys.executable, "-c", code, rows]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, cwd=jobs_file.parent)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("\n") == 1 and "the table of results is lost" in done.stderr and "No space left on device" in done.stderr
+    assert done.stderr.count("\n") == 1 and "result.json" in done.stderr and "No space left on device" in done.stderr
 
 
 def test_a_ctrl_c_that_a_library_swallows_still_ends_the_command():
     """It catches whatever an import that it only tries raises."""
     done: list[str] = []
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), interrupts_kept():
+    with pytest.raises(KeyboardInterrupt), keep_interrupts():
         with suppress(BaseException):
             signal.raise_signal(signal.SIGINT)
             done.append("went on at once")
         done.append("loaded")
     assert done == ["loaded"] and signal.getsignal(signal.SIGINT) is before
-    with interrupts_kept():
+    with keep_interrupts():
         done.append("none came")
     assert done == ["loaded", "none came"]
 
@@ -324,7 +324,7 @@ def test_check_prints_what_it_found_and_ends_with_0(jobs_file: Path, use: Callab
     assert "polite, sql: first sample, trained part in [[ ]]" in out, "one sample of both is printed once"
     assert "User: hi [b]\n[[Hello\ufffd[31m!]][[ tail]] (weight 0.5)" in out
     assert (
-        "5 GiB predicted (live tensors; the process may take up to 1.9 times as much) of 16 GiB" in out
+        "5 GiB predicted (live tensors; the process may use up to 1.9 times as much) of 16 GiB" in out
         and "1 of 2 jobs at a time, 2,048 tokens per micro-batch" in out
     )
     assert [line for line in out.splitlines() if line.startswith("warning: ")] == ["warning: tight", "warning: sql: rank is large"]

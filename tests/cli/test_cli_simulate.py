@@ -355,7 +355,7 @@ def test_ctrl_c_tells_how_to_go_on(trace: str, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("tlora.sim.sweep.write_table", interrupt)
     code, _, err = call("--trace", trace, "--policy", "fifo", "--sweep", "load=0.5", "--out", "rows.csv")
-    assert code == 130 and "stopped; what was simulated is in rows.csv, and the same command goes on" in err
+    assert code == 130 and "finished simulations are in rows.csv" in err
 
 
 def test_a_bar_in_a_terminal_and_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,16 +99,15 @@ class Clock:
 def test_plain_lines_come_at_most_every_ten_seconds_for_a_job():
     clock, console = Clock(), Console(file=io.StringIO(), width=200, markup=False)
     view = PlainView(console, clock)
-    with view:
-        for tick in range(400):  # a hundred seconds of four states a second
-            clock.now = 100.0 + tick / 4
-            view.progress(
-                RunProgress(
-                    tick / 4, (job("a", step=tick + 1, tokens_per_second=10.0, share=0.5, eta_seconds=60.0), job("b", "queued", step=0))
-                )
+    for tick in range(400):  # a hundred seconds of four states a second
+        clock.now = 100.0 + tick / 4
+        view.progress(
+            RunProgress(
+                tick / 4, (job("a", step=tick + 1, tokens_per_second=10.0, share=0.5, eta_seconds=60.0), job("b", "queued", step=0))
             )
-        view.progress(RunProgress(100.0, (job("a", "done", step=400, num_tokens=5000, eval_loss=0.5), job("b", "failed", reason="why"))))
-        view.progress(RunProgress(101.0, (job("a", "done"), job("b", "failed"))))
+        )
+    view.progress(RunProgress(100.0, (job("a", "done", step=400, num_tokens=5000, eval_loss=0.5), job("b", "failed", reason="why"))))
+    view.progress(RunProgress(101.0, (job("a", "done"), job("b", "failed"))))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) == 100 / LINE_SECONDS + 2
     assert lines[0] == "[0.0 s] a: training, step 1/20, loss 1.2500, 10 tokens/s, share 50%, ETA 60.0 s"
@@ -213,11 +212,11 @@ def test_an_interruption_tells_what_was_saved(tmp_path: Path):
         return resume_line(results, ["jobs.yaml"], 2)
 
     again = " Resume with: tlora train jobs.yaml --resume"
-    assert line(saved, also, done) == f"Interrupted by SIGINT; 2 jobs unfinished: 2 saved as a checkpoint.{again}"
+    assert line(saved, also, done) == f"Interrupted by SIGINT; 2 jobs unfinished: 2 checkpointed.{again}"
     assert line(lost) == f"Interrupted by SIGINT; 1 job unfinished: 1 not saved.{again}"
-    everything = "5 jobs unfinished: 2 saved as a checkpoint, 2 not saved, 1 not begun"
+    everything = "5 jobs unfinished: 2 checkpointed, 2 not saved, 1 not started"
     assert line(saved, done, lost, failed, never, waiting, also) == f"Interrupted by SIGINT; {everything}.{again}"
-    assert line(done, failed) == "Interrupted by SIGINT, when all jobs had ended"
+    assert line(done, failed) == "Interrupted by SIGINT after all jobs had ended"
     told = printed([saved, lost, waiting])
     assert "lost stopped: interrupted at step 5 and not saved: cannot write" in told
     assert "waiting stopped" not in told and "saved stopped" not in told

@@ -30,18 +30,19 @@ def test_results_that_find_no_room_leave_the_old_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "shell, told",
+    "shell, facts",
     [
-        (">/dev/full", "error: stdout cannot be written (No space left on device). Free space there, or send it elsewhere\n"),
-        (">&-", "error: stdout is closed, and results are printed there. Send it to a file, a pipe or /dev/null\n"),
+        (">/dev/full", ("stdout", "No space left on device", "Free space")),
+        (">&-", ("stdout is closed", "/dev/null")),
     ],
 )
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_stdout_that_takes_nothing_is_one_message(tmp_path: Path, shell: str, told: str, unbuffered: str) -> None:
+def test_a_stdout_that_takes_nothing_is_one_message(tmp_path: Path, shell: str, facts: tuple[str, ...], unbuffered: str) -> None:
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     command = f"{sys.executable} -m tlora simulate --trace {write_trace(tmp_path)} --policy fifo --quiet {shell}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 2 and done.stderr == told
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert all(fact in done.stderr for fact in facts)
 
 
 def test_a_stderr_that_is_closed_costs_its_lines_only(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What `tlora check` found, as a person reads it: a table, one sample per job with its trained part marked, memory, warnings."""
+"""The output of `tlora check`: a table, one sample per job with its trained part marked, memory, warnings."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from tlora.cli.terminal import bytes_text, printable
+from tlora.cli.terminal import bytes_text, open_table, printable
 from tlora.wording.numbers import by_jobs, count_text, names_text
 
 if TYPE_CHECKING:
     from tlora.data.report import DataReport
     from tlora.engine.check import JobCheck, RunCheck
 
-_PIECE_CHARS = 600  # of a sample's run of text; more is cut out of its middle
+_PIECE_CHARS = 600  # of one piece of a sample; a longer one is cut in its middle
 _TRAINED = "bold green"
 _DATA_COLUMNS = {
     "format": "format",
@@ -33,13 +32,13 @@ Columns = dict[str, Callable[["JobCheck"], str]]
 
 
 def problems_of(check: RunCheck) -> list[str]:
-    """Every problem once, with the names of the jobs that have it."""
+    """Each problem once, with the names of its jobs."""
     own = by_jobs((job.name, problem) for job in check.jobs for problem in job.problems)
     return list(dict.fromkeys([*check.problems, *own]))
 
 
 def print_check(console: Console, check: RunCheck) -> None:
-    """Everything but the problems, which go to stderr."""
+    """Everything except the problems, which are printed to stderr."""
     if check.jobs:
         _print_tables(console, check)
     colour = console.color_system is not None and not console.no_color
@@ -54,7 +53,7 @@ def print_check(console: Console, check: RunCheck) -> None:
 
 
 def _print_tables(console: Console, check: RunCheck) -> None:
-    """One table, or in a narrow terminal two: the data, then the adapters."""
+    """One table; in a narrow terminal two, of the data and of the adapters."""
     data: Columns = {name: _about_data(field) for name, field in _DATA_COLUMNS.items()}
     sizes: Columns = {
         "steps": lambda job: str(job.total_steps or ""),
@@ -63,7 +62,7 @@ def _print_tables(console: Console, check: RunCheck) -> None:
         "memory": lambda job: bytes_text(job.memory_bytes),
     }
     for columns in [data | sizes] if console.width >= 120 else [data, sizes]:
-        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+        table = open_table()
         table.add_column("job", overflow="fold")
         for name in columns:
             table.add_column(name, justify="left" if name == "format" else "right", no_wrap=True)
@@ -86,7 +85,7 @@ def _field(report: DataReport, field: str) -> str:
 
 
 def _alike(check: RunCheck) -> list[list[JobCheck]]:
-    """Jobs with a sample to show, those that show the same (a sweep) together."""
+    """Jobs that have a sample to show, grouped by equal samples (those of a sweep)."""
     groups: dict[str, list[JobCheck]] = {}
     for job in check.jobs:
         if job.data and job.data.rendered:
@@ -100,7 +99,7 @@ def _reports(job: JobCheck) -> list[DataReport]:
 
 
 def _sample(jobs: list[JobCheck], colour: bool) -> Text:
-    """The first sample of the jobs. What is trained is green; without colour it stands in [[ ]]."""
+    """The first sample of the jobs. The trained part is green, or in [[ ]] without colour."""
     job = jobs[0]
     names = printable(names_text([job.name for job in jobs]))
     text = Text()
@@ -129,7 +128,7 @@ def _cropped(text: str) -> str:
 
 def _memory(check: RunCheck) -> str:
     share = f"{check.resident_jobs} of {len(check.jobs)} jobs at a time" if check.resident_jobs < len(check.jobs) else "all jobs at a time"
-    resident = " (live tensors; the process may take up to 1.9 times as much)" if check.device == "cpu" else ""
+    resident = " (live tensors; the process may use up to 1.9 times as much)" if check.device == "cpu" else ""
     how = "as measured by an earlier run" if check.measured else "estimated; a run measures first"
     layers = f" with {check.recomputed_layers} of {check.num_layers} layers recomputed, {how}" if check.num_layers else ""
     return (

@@ -1,4 +1,4 @@
-"""The commands and their options. Each imports what it calls when it is called."""
+"""The commands and their options. Each command imports what it needs when it is called."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from tlora.cli.simulate_command import simulate
 from tlora.garbage import no_collection
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from tlora.cli.progress import LiveView, PlainView, SilentView
     from tlora.job import RunSpec
 
 app = typer.Typer(
@@ -33,13 +30,20 @@ Settings = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Put a value over the file's, such as defaults.r=8.",
+        help="Override a value of the file, such as defaults.r=8.",
         show_default=False,
     ),
 ]
-Device = Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Where to compute; the GPU if there is one.", show_default=False)]
-_UNUSED = ("sklearn", "scipy", "torchvision", "torchaudio")  # where they are installed, transformers loads them: 3 s for nothing
-Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
+Device = Annotated[
+    str | None, typer.Option(metavar="cpu|cuda", help="Where to compute; by default on the GPU if there is one.", show_default=False)
+]
+_UNUSED = (
+    "sklearn",
+    "scipy",
+    "torchvision",
+    "torchaudio",
+)  # transformers imports them where they are installed, which takes 3 s, and we use none
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -60,23 +64,22 @@ def tlora(
 @app.command()
 def check(jobs_file: JobsFile, settings: Settings = None, device: Device = None, debug: Debug = False) -> None:
     """Validate everything without training: data, one sample per job, parameters, memory."""
-    from tlora.cli.terminal import errors_told, interrupts_kept, open_console, printable
+    from tlora.cli.terminal import exit_on_error, keep_interrupts, open_console, printable
 
-    with errors_told(debug):
+    with exit_on_error(debug):
         run = _read(jobs_file, settings, None)
-        with interrupts_kept():
+        with keep_interrupts():
             _load_libraries()
             from tlora.cli.check_view import print_check, problems_of
+            from tlora.cli.progress import watching
             from tlora.engine.check import check as check_run
-            from tlora.engine.progress import Watcher
 
-        console = open_console()
-        with _open_view(open_console(stderr=True), quiet=False) as view:
-            found = check_run(run, Watcher(view.progress, view.note), device)
-        if found.base_parameters:  # without a base there are only problems to tell
+        console, errors = open_console(), open_console(stderr=True)
+        with watching(errors) as watcher:
+            found = check_run(run, watcher, device)
+        if found.base_parameters:  # without a base model there is nothing but problems
             print_check(console, found)
         if problems := problems_of(found):
-            errors = open_console(stderr=True)
             for problem in problems:
                 errors.print(f"error: {printable(problem)}", style="red", soft_wrap=True)
             raise typer.Exit(2)
@@ -85,31 +88,31 @@ def check(jobs_file: JobsFile, settings: Settings = None, device: Device = None,
 @app.command()
 def train(
     jobs_file: JobsFile,
-    output_dir: Annotated[Path | None, typer.Option(help="Instead of the file's output_dir.", show_default=False)] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoints in the output directory.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier run left in the output directory.")] = False,
+    output_dir: Annotated[Path | None, typer.Option(help="Overrides the file's output_dir.", show_default=False)] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoints in the output directory.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in the output directory.")] = False,
     device: Device = None,
     settings: Settings = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the results only.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Train every job of the file. Ctrl-C writes checkpoints; --resume goes on from them."""
-    from tlora.cli.terminal import errors_told, interrupts_kept, open_console
+    """Train all jobs of the file. Ctrl-C saves checkpoints; --resume continues from them."""
+    from tlora.cli.terminal import exit_on_error, keep_interrupts, open_console
 
-    with errors_told(debug):
+    with exit_on_error(debug):
         if resume and overwrite:
             raise typer.BadParameter("--resume keeps what --overwrite removes; give one of the two")
         run = _read(jobs_file, settings, output_dir)
         console = open_console()
+        from tlora.cli.progress import watching
         from tlora.data.prepare import start_worker
 
-        with _open_view(console, quiet) as view, start_worker() as data_worker:  # it loads its libraries while this process loads its own
-            with interrupts_kept():
+        # the data worker imports its libraries while this process imports its own
+        with watching(None if quiet else console) as watcher, start_worker() as data_worker:
+            with keep_interrupts():
                 _load_libraries()
-                from tlora.engine.progress import Watcher
                 from tlora.engine.train import train as train_run
 
-            watcher = Watcher(view.progress, view.note)
             results = train_run(run, resume=resume, overwrite=overwrite, device=device, watcher=watcher, data_worker=data_worker)
         from tlora.cli.result_view import exit_code, print_end
 
@@ -123,20 +126,20 @@ def train(
 @app.command()
 def generate(
     adapter: Annotated[Path, typer.Option(help="The adapter's directory, from this program or from PEFT.", show_default=False)],
-    prompt: Annotated[str, typer.Option(help="What to answer.", show_default=False)],
-    base_model: Annotated[str | None, typer.Option(help="Instead of the base that the adapter names.", show_default=False)] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer at most.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the draws, when the temperature is above 0.")] = 0,
+    prompt: Annotated[str, typer.Option(help="The prompt to answer.", show_default=False)],
+    base_model: Annotated[str | None, typer.Option(help="Overrides the base model that the adapter names.", show_default=False)] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of the answer.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy decoding.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed for sampling, when the temperature is above 0.")] = 0,
     device: Device = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Let the base answer first, without the adapter.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Print the base model's answer first.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Answer a prompt with an adapter."""
-    from tlora.cli.terminal import errors_told, interrupts_kept, open_console, printable
+    """Generate an answer with an adapter."""
+    from tlora.cli.terminal import exit_on_error, keep_interrupts, open_console, printable
 
-    with errors_told(debug):
-        with interrupts_kept():
+    with exit_on_error(debug):
+        with keep_interrupts():
             _load_libraries()
             from tlora.engine.generate import Sampling, answer, open_adapter
 
@@ -157,9 +160,9 @@ def report(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run's output directory.", show_default=False)], debug: Debug = False
 ) -> None:
     """Write the report page of a run, finished or not, and print its path."""
-    from tlora.cli.terminal import errors_told, open_console
+    from tlora.cli.terminal import exit_on_error, open_console
 
-    with errors_told(debug):
+    with exit_on_error(debug):
         from tlora.report.run_page import write_report
 
         open_console().print(str(write_report(directory)), soft_wrap=True)
@@ -172,16 +175,18 @@ def tune(
     ],
     device: Device = None,
     dtype: Annotated[str, typer.Option(metavar="auto|bfloat16|float16", help="As in the jobs file.")] = "auto",
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Instead of the user's table of this GPU.", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where to write the table, instead of the user's cache.", show_default=False)
+    ] = None,
     debug: Debug = False,
 ) -> None:
-    """Time the GPU kernels' tiles at a base's shapes; training takes the fastest from then on."""
-    from tlora.cli.terminal import errors_told, interrupts_kept, open_console, printable
+    """Time the GPU kernels' tiles at a base model's shapes; training then uses the fastest."""
+    from tlora.cli.terminal import exit_on_error, keep_interrupts, open_console, printable
 
-    with errors_told(debug):
+    with exit_on_error(debug):
         if dtype not in ("auto", "bfloat16", "float16"):
-            raise typer.BadParameter(f"--dtype must be auto, bfloat16 or float16, and is {dtype}")
-        with interrupts_kept():
+            raise typer.BadParameter(f"--dtype {dtype}: must be auto, bfloat16 or float16")
+        with keep_interrupts():
             _load_libraries()
             from tlora.cli.tune_view import print_tuned
             from tlora.engine.tune import tune as tune_tiles
@@ -201,19 +206,10 @@ def _read(jobs_file: Path, settings: list[str] | None, output_dir: Path | None) 
     return run.model_copy(update={"output_dir": str(output_dir)}) if output_dir else run
 
 
-def _open_view(console: Console, quiet: bool) -> LiveView | PlainView | SilentView:
-    from tlora.cli.progress import LiveView, PlainView, SilentView
-    from tlora.cli.terminal import shows_live
-
-    if quiet:
-        return SilentView()
-    return LiveView(console) if shows_live(console) else PlainView(console)
-
-
 def _load_libraries() -> None:
-    """torch, transformers and the engine, without a search for garbage in them: a fifth of the time.
+    """Import torch, transformers and the engine with garbage collection off, which saves a fifth of the time.
 
-    transformers draws bars, which would run through the live table; and nothing that a library asks is answered by our stdin.
+    Turns off transformers' progress bars, which would garble the live table, and closes stdin, so that no library waits for an answer.
     """
     for name in _UNUSED:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
@@ -221,7 +217,7 @@ def _load_libraries() -> None:
         from transformers.utils import logging
 
         import_module("tlora.engine.plan")
-    gc.freeze()  # nor later
+    gc.freeze()  # these modules stay: later collections skip them
     from tlora.cli.terminal import close_stdin
 
     close_stdin()

@@ -1,20 +1,19 @@
-"""A run while it goes on: a live table in a terminal, plain lines elsewhere. Draws `RunProgress`, measures nothing."""
+"""The progress of a run: a live table in a terminal, plain lines elsewhere. Draws `RunProgress`, measures nothing."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
-from tlora.cli.terminal import printable
-from tlora.engine.progress import JobProgress, RunProgress
+from tlora.cli.terminal import open_table, printable, shows_live
+from tlora.engine.progress import JobProgress, RunProgress, Watcher
 from tlora.wording.numbers import count_text, duration_text, loss_text, shorten
 
 LINE_SECONDS = 10.0  # between two plain lines of one job
@@ -26,13 +25,26 @@ STYLES = {
     "failed": "bold red",
     "stopped": "yellow",
 }  # others are dim
-_AROUND_ROWS = 7  # lines of the live table that are no job: heading, rules, total, the line beneath, the cursor
+_AROUND_ROWS = 7  # lines of the live table without a job: heading, rules, total, the line below, the cursor
 _ENDED = ("done", "failed", "stopped")
 _URGENCY = {"training": 0, "evaluating": 0, "saving": 0, "failed": 1, "stopped": 2, "preparing": 3, "queued": 4, "done": 5}
 
 
+@contextmanager
+def watching(console: Console | None) -> Iterator[Watcher]:
+    """A watcher that shows a run on `console`: a live table in a terminal, plain lines elsewhere, nothing without a console."""
+    if console is None:
+        yield Watcher()
+    elif shows_live(console):
+        with LiveView(console) as live:
+            yield Watcher(live.progress, live.note)
+    else:
+        plain = PlainView(console)
+        yield Watcher(plain.progress, plain.note)
+
+
 class LiveView:
-    """Redraws one table in place; notable lines scroll by above it."""
+    """Redraws one table in place; notes scroll by above it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -43,7 +55,7 @@ class LiveView:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # the terminal may be gone
+        with suppress(OSError):  # the terminal may be closed
             self._live.stop()
 
     def progress(self, state: RunProgress) -> None:
@@ -55,19 +67,13 @@ class LiveView:
 
 
 class PlainView:
-    """At most one line per job in `LINE_SECONDS`, and each job's end and each note as they come."""
+    """At most one line per job in `LINE_SECONDS`; the end of a job and notes are printed at once."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console, clock
         self._last: dict[str, tuple[float, int]] = {}  # job: when it was last printed, and at which step
         self._ended: set[str] = set()
         self._stage, self._stage_at = "", float("-inf")
-
-    def __enter__(self) -> PlainView:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return
 
     def progress(self, state: RunProgress) -> None:
         now = self._clock()
@@ -89,29 +95,13 @@ class PlainView:
         self._console.print(Text(printable(line)), soft_wrap=True)
 
 
-class SilentView:
-    """Shows nothing but the end, which others print."""
-
-    def __enter__(self) -> SilentView:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return
-
-    def progress(self, state: RunProgress) -> None:
-        return
-
-    def note(self, line: str) -> None:
-        return
-
-
 def plain_line(seconds: float, job: JobProgress) -> str:
-    """One job in one line: when, who, how far, how well, how fast."""
+    """One job in one line: time, name, step, losses, speed."""
     parts = [f"{job.name}: {job.status}", f"step {job.step}/{job.total_steps}"]
     parts += [f"loss {loss_text(job.loss)}"] if job.loss is not None else []
     parts += [f"eval loss {loss_text(job.eval_loss)}"] if job.eval_loss is not None else []
     if job.status in _ENDED:
-        parts += [f"{count_text(job.num_tokens)} tokens"]  # the reason of a failure comes as a note and with the results
+        parts += [f"{count_text(job.num_tokens)} tokens"]  # the reason of a failure is printed as a note and with the results
     else:
         parts += [f"{count_text(job.tokens_per_second)} tokens/s", f"share {job.share:.0%}"]
         parts += [f"ETA {duration_text(job.eta_seconds)}"] if job.eta_seconds is not None else []
@@ -119,11 +109,11 @@ def plain_line(seconds: float, job: JobProgress) -> str:
 
 
 def progress_view(state: RunProgress, width: int, height: int) -> Group:
-    """The table of a moment, not higher than the terminal: jobs that are under way come first when not all have room."""
+    """The table, not higher than the terminal: if not all jobs fit, running ones are shown first."""
     shown = _with_room(state.jobs, height - _AROUND_ROWS)
     wide = width >= 110
-    name_width = max(12, min(40, width - (96 if wide else 67)))  # what the other columns leave
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_footer=True, header_style="bold", footer_style="bold")
+    name_width = max(12, min(40, width - (96 if wide else 67)))  # what the other columns leave free
+    table = open_table(show_footer=True, footer_style="bold")
     table.add_column("job", f"{len(state.jobs)} jobs", no_wrap=True)
     table.add_column("status", "", no_wrap=True)
     if wide:
@@ -181,7 +171,7 @@ def _steps(jobs: Sequence[JobProgress]) -> str:
 
 
 def _eta(jobs: Sequence[JobProgress]) -> str:
-    """The run ends with its last job; nothing is said while one of them cannot tell."""
+    """The run ends with its last job; empty while the end of one job is unknown."""
     etas = [job.eta_seconds for job in jobs if job.status not in (*_ENDED, "saving")]
     known = [eta for eta in etas if eta is not None]
     return clock_text(max(known)) if known and len(known) == len(etas) else ""

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tlora.cli.progress import STYLES
-from tlora.cli.terminal import open_console, path_text, printable
+from tlora.cli.terminal import open_console, open_table, path_text, printable
 from tlora.errors import ConfigError
 from tlora.wording.numbers import count_text, duration_text, loss_text, setting_text
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def exit_code(results: Iterable[JobResult], signal_number: int | None) -> int:
-    """0 when all jobs are done, 1 when one is not, 128 + n after signal n, as a shell has it."""
+    """0 if all jobs are done, 1 if one is not, 128 + n after signal n, as in a shell."""
     if signal_number is not None:
         return 128 + signal_number
     return 0 if all(result.status == "done" for result in results) else 1
@@ -46,8 +46,8 @@ def print_results(console: Console, results: Mapping[str, JobResult]) -> None:
 
 
 def print_end(console: Console, results: Results, again: list[str]) -> None:
-    """The results, the page, and after a signal how to resume with the arguments `again`. The adapters are there by now: a stdout that
-    takes no more is said on stderr and fails nothing.
+    """The results, the page's path and, after a signal, how to resume with the arguments `again`. The adapters are saved by now: if stdout
+    cannot be written, stderr says so and the run has not failed.
     """
     try:
         print_results(console, results)
@@ -58,35 +58,35 @@ def print_end(console: Console, results: Results, again: list[str]) -> None:
     except (ConfigError, BrokenPipeError) as error:
         with suppress(OSError):
             open_console(stderr=True).print(
-                f"the table of results is lost, result.json in each job's directory is not: {error}", soft_wrap=True
+                f"the table of results could not be printed; result.json in each job's directory has the results: {error}", soft_wrap=True
             )
 
 
 def resume_line(results: Iterable[JobResult], arguments: list[str], signal_number: int) -> str:
-    """What was saved, and what to type after an interruption. `arguments` are those of the interrupted command."""
+    """What was saved, and how to resume. `arguments` are those of the interrupted command."""
     name = signal.Signals(signal_number).name
     stopped = [result for result in results if result.status == "stopped"]
     if not stopped:
-        return f"Interrupted by {name}, when all jobs had ended"
+        return f"Interrupted by {name} after all jobs had ended"
     saved, lost = sum(map(_has_checkpoint, stopped)), sum(map(_lost_steps, stopped))
-    counts = ((saved, "saved as a checkpoint"), (lost, "not saved"), (len(stopped) - saved - lost, "not begun"))
+    counts = ((saved, "checkpointed"), (lost, "not saved"), (len(stopped) - saved - lost, "not started"))
     told = ", ".join(f"{count} {what}" for count, what in counts if count)
     jobs = "1 job" if len(stopped) == 1 else f"{len(stopped)} jobs"
     return f"Interrupted by {name}; {jobs} unfinished: {told}. Resume with: {shlex.join(['tlora', 'train', *arguments, '--resume'])}"
 
 
 def _has_checkpoint(result: JobResult) -> bool:
-    """Whether the step at which the job stopped is on the disk, as `train` names it."""
+    """Whether there is a checkpoint of the step at which the job stopped."""
     return bool(result.path) and (Path(result.path) / f"checkpoint-{result.steps}").is_dir()
 
 
 def _lost_steps(result: JobResult) -> bool:
-    """Stopped after it had begun, and what it had learned since its last checkpoint (if it has one) could not be written."""
+    """Whether the job was stopped after it had started, and its steps since the last checkpoint (if any) could not be saved."""
     return result.status == "stopped" and bool(result.path) and not _has_checkpoint(result)
 
 
 def best_first(results: list[JobResult]) -> list[JobResult]:
-    """By eval loss where the sweep has one, else by train loss; jobs without a number last."""
+    """By eval loss if the sweep has one, else by train loss; jobs without a finite loss last."""
     by_eval = any(result.eval_loss_best is not None or result.eval_loss is not None for result in results)
     return sorted(results, key=lambda result: (result.status == "failed", _score(result, by_eval)))
 
@@ -98,8 +98,8 @@ def _score(result: JobResult, by_eval: bool) -> float:
 
 
 def _table(results: list[JobResult], wide: bool) -> Table:
-    """With room also how the losses began and where each adapter is."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    """`wide` adds the first losses and the path of each adapter."""
+    table = open_table()
     table.add_column("job", overflow="fold")
     table.add_column("status", no_wrap=True)
     for name in ("rank", "steps", "train loss" if wide else "train", "eval loss" if wide else "eval", "tokens", "time"):
@@ -127,14 +127,7 @@ def _course(first: float | None, last: float | None) -> str:
 
 def _sweep_table(sweep: str, results: list[JobResult]) -> Table:
     fields = list(dict.fromkeys(key for result in results for key in result.settings))
-    table = Table(
-        box=None,
-        padding=(0, 2, 0, 0),
-        pad_edge=False,
-        header_style="bold",
-        title=f"sweep {printable(sweep)}, best first",
-        title_justify="left",
-    )
+    table = open_table(title=f"sweep {printable(sweep)}, best first", title_justify="left")
     table.add_column("")
     for field in fields:
         table.add_column(field, justify="right")

@@ -1,4 +1,4 @@
-"""`tlora simulate`: its options, what follows from them, and who is called. Heavy imports are made when it is called."""
+"""`tlora simulate`: its options and the calls that follow from them. Heavy imports are made when it is called."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 POLICIES = "fifo/peft,fifo,backfill,sjf,residual_capacity"
 _SEEDS = re.compile(r"\d{1,15}(-\d{1,15})?(,\d{1,15}(-\d{1,15})?)*")
-_CLUSTER, _TRUTH, _RESULTS = "Cluster", "What the scheduler does not know (by default only what moves cost)", "Results"
+_CLUSTER, _TRUTH, _RESULTS = "Cluster", "What the scheduler cannot predict (by default only the cost of moves)", "Results"
 _TRACES = "A CSV file, an event log, or ee9e8c, 6c71a0+b436b2, window_15k, synth_sft."
 _POLICIES = (
     "Of fifo, backfill, sjf, srtf, las, memory, tlora, residual_capacity, residual_capacity-no-sharing, residual_capacity-no-growth; "
@@ -32,19 +32,25 @@ _SWEEP = (
 def simulate(  # one parameter for each option, as typer has it
     trace: Annotated[str, typer.Option(metavar="FILE|NAME", help=_TRACES)] = "ee9e8c",
     policy: Annotated[str, typer.Option(metavar="NAME,...", help=_POLICIES)] = POLICIES,
-    load: Annotated[float | None, typer.Option(help="Compress or stretch arrivals to it.", show_default="as recorded")] = None,
+    load: Annotated[float | None, typer.Option(help="Compress or stretch the arrivals to this load.", show_default="as recorded")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N jobs.", show_default=False)] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of what a trace does not tell of its jobs.", show_default="0")] = None,
-    seeds: Annotated[str | None, typer.Option(metavar="0-2|0,5", help="Several: their means are printed.", show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed for what the trace does not record.", show_default="0")] = None,
+    seeds: Annotated[str | None, typer.Option(metavar="0-2|0,5", help="Several seeds; prints their means.", show_default=False)] = None,
     paper: Annotated[bool, typer.Option("--paper", help="Draw ranks and batches as tLoRA's paper does.")] = False,
-    gpus: Annotated[int | None, typer.Option(min=1, help="Of the whole cluster.", show_default="128", rich_help_panel=_CLUSTER)] = None,
-    nodes: Annotated[
-        str | None, typer.Option(metavar="16x8", help="Nodes, and GPUs of each.", show_default="of 8", rich_help_panel=_CLUSTER)
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="GPUs in the whole cluster.", show_default="128", rich_help_panel=_CLUSTER)
     ] = None,
-    gpu: Annotated[str, typer.Option(metavar="TYPE", help="A type that was measured.", rich_help_panel=_CLUSTER)] = "h200",
-    kernels: Annotated[str, typer.Option(metavar="tlora|peft", help="Of policies without a slash.", rich_help_panel=_CLUSTER)] = "tlora",
+    nodes: Annotated[
+        str | None, typer.Option(metavar="16x8", help="Nodes x GPUs per node.", show_default="of 8", rich_help_panel=_CLUSTER)
+    ] = None,
+    gpu: Annotated[str, typer.Option(metavar="TYPE", help="A GPU type with measured constants.", rich_help_panel=_CLUSTER)] = "h200",
+    kernels: Annotated[
+        str, typer.Option(metavar="tlora|peft", help="Kernels of policies without a slash.", rich_help_panel=_CLUSTER)
+    ] = "tlora",
     truth_error: Annotated[float, typer.Option(help="Each job's speed is off by up to this share.", rich_help_panel=_TRUTH)] = 0.0,
-    length_error: Annotated[float, typer.Option(help="Tokens of a job's steps are off by up to it.", rich_help_panel=_TRUTH)] = 0.0,
+    length_error: Annotated[
+        float, typer.Option(help="Each job's tokens per step are off by up to this share.", rich_help_panel=_TRUTH)
+    ] = 0.0,
     drift: Annotated[float, typer.Option(help="All speeds swing by this share over a day.", rich_help_panel=_TRUTH)] = 0.0,
     delay: Annotated[float, typer.Option(help="Starts and joins take on average this share longer.", rich_help_panel=_TRUTH)] = 0.0,
     mtbf_hours: Annotated[
@@ -62,7 +68,7 @@ def simulate(  # one parameter for each option, as typer has it
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="The sweep's rows, .csv or .parquet; those that it has are kept.",
+            help="The sweep's rows, .csv or .parquet; rows that are there are not simulated again.",
             show_default=False,
             rich_help_panel=_RESULTS,
         ),
@@ -71,13 +77,13 @@ def simulate(  # one parameter for each option, as typer has it
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Replay a cluster trace under scheduling policies: the real scheduler, a simulated cluster."""
-    from tlora.cli.terminal import errors_told, open_console
+    from tlora.cli.terminal import exit_on_error, open_console
 
-    with errors_told(debug):
+    with exit_on_error(debug):
         if (sweep is None) != (out is None):
-            raise typer.BadParameter("--sweep tells what to simulate, --out where its rows go; give both or neither")
+            raise typer.BadParameter("--sweep says what to simulate, --out where its rows go; give both or neither")
         if seed is not None and seeds is not None:
-            raise typer.BadParameter("--seed is one and --seeds are several; give one of the two")
+            raise typer.BadParameter("--seed and --seeds exclude each other; give one of the two")
         from tlora.sim.conditions import Conditions
         from tlora.sim.result_files import check_results
         from tlora.sim.scenario import Scenario, check_names
@@ -97,7 +103,7 @@ def simulate(  # one parameter for each option, as typer has it
 
 @dataclass(frozen=True, slots=True)
 class Contest:
-    """Policies, as one writes them, over one scenario with several seeds."""
+    """Policies by name, over one scenario with several seeds."""
 
     plain: Scenario
     policies: list[str]
@@ -106,19 +112,19 @@ class Contest:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Where tables and the page go."""
+    """Where to write the tables and the page."""
 
     csv_dir: Path | None
     html: Path | None
 
     def files(self) -> list[tuple[str, Path]]:
-        """Each with its option, in the order in which they are written."""
+        """Each file with its option, in the order of writing."""
         tables = [("--csv", self.csv_dir / name) for name in ("metrics.csv", "jobs.csv")] if self.csv_dir else []
         return [*tables, *([("--html", self.html)] if self.html else [])]
 
 
 def _sweep(contest: Contest, text: str, out: Path, errors: Console | None) -> list[dict[str, Any]]:
-    """Simulate what `out` has not yet, and print the table. Returns what the page shows of it."""
+    """Simulate the points that `out` does not have yet, and print the table. Returns the rows for the page."""
     from tlora.cli.simulate_view import point_name, print_sweep, progress_shown
     from tlora.cli.terminal import open_console, path_text
     from tlora.sim.grid import read_grid, scenarios_of
@@ -133,7 +139,9 @@ def _sweep(contest: Contest, text: str, out: Path, errors: Console | None) -> li
         with progress_shown(errors, names) as watch:
             rows = run_sweep(scenarios, out, sweep_numbers, watch)
     except KeyboardInterrupt:
-        open_console(stderr=True).print(f"stopped; what was simulated is in {path_text(out)}, and the same command goes on", soft_wrap=True)
+        open_console(stderr=True).print(
+            f"stopped; finished simulations are in {path_text(out)}; run the same command to continue", soft_wrap=True
+        )
         raise
     among = [axis for axis in axes if axis not in ("seed", "policy")]
     print_sweep(console, rows, among)
@@ -142,7 +150,7 @@ def _sweep(contest: Contest, text: str, out: Path, errors: Console | None) -> li
 
 
 def _replay(contest: Contest, swept: list[dict[str, Any]], outputs: Outputs, errors: Console | None) -> None:
-    """Simulate each policy with each seed; print, and write what was asked for."""
+    """Simulate each policy with each seed, print the results and write the requested files."""
     from tlora.cli.simulate_view import point_name, print_origin, print_policies, progress_shown, title
     from tlora.cli.terminal import open_console, path_text
     from tlora.sim.grid import scenarios_of
@@ -151,7 +159,7 @@ def _replay(contest: Contest, swept: list[dict[str, Any]], outputs: Outputs, err
     scenarios = scenarios_of({}, contest.plain, contest.seeds, contest.policies)
     with progress_shown(errors, [point_name(scenario, ["seed"]) for scenario in scenarios]) as watch:
         outcomes = run_scenarios(scenarios, watch)
-    written = _written(outcomes, swept, outputs)  # before the tables, whose reader may close the pipe
+    written = _written(outcomes, swept, outputs)  # before the tables are printed: their reader may close the pipe
     console, first = open_console(), outcomes[0].result
     console.print(title(contest.plain, len(first.jobs), first.load, contest.seeds), style="bold", soft_wrap=True)
     print_policies(console, summary(outcomes), contest.seeds)
@@ -161,7 +169,7 @@ def _replay(contest: Contest, swept: list[dict[str, Any]], outputs: Outputs, err
 
 
 def _written(outcomes: list[Outcome], swept: list[dict[str, Any]], outputs: Outputs) -> list[Path]:
-    """The files that were asked for. The page is of the first seed, and its gains of the sweep or else of all seeds."""
+    """Write the requested files. The page shows the first seed, and the gains of the sweep or else of all seeds."""
     from tlora.sim.outputs import metric_rows, write_job_csv, write_metrics_csv, write_page
     from tlora.sim.run import WALL_TIMES
 
@@ -179,7 +187,7 @@ def _written(outcomes: list[Outcome], swept: list[dict[str, Any]], outputs: Outp
 
 
 def _cluster(gpus: int | None, nodes: str | None) -> tuple[int, int]:
-    """Nodes, and GPUs of each."""
+    """Nodes x GPUs per node."""
     from tlora.errors import ConfigError
     from tlora.sim.scenario import num_nodes, read_nodes
 
@@ -194,7 +202,7 @@ def _cluster(gpus: int | None, nodes: str | None) -> tuple[int, int]:
 
 
 def _policies(text: str, kernels: str) -> list[str]:
-    """With their kernels, each once."""
+    """Policies with their kernels, each once."""
     from tlora.sim.scenario import contender
 
     return list(dict.fromkeys("/".join(contender(name.strip(), kernels)) for name in text.split(",")))

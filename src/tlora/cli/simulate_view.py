@@ -1,4 +1,4 @@
-"""What `tlora simulate` shows: how far it is, a table of the policies, a table of a sweep, and which constants nobody measured."""
+"""The output of `tlora simulate`: progress, a table of the policies, a table of a sweep, and the constants that were not measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
-from tlora.cli.terminal import printable, shows_live
+from tlora.cli.terminal import open_table, printable, shows_live
 from tlora.costs.hardware import extrapolated_fields
 from tlora.sim.run import reference_of
 from tlora.sim.sweep import setting_cells
@@ -40,19 +40,19 @@ _HEADS = {"p90_jct_seconds": "p90", "allocated_utilisation": "allocated", "windo
 
 
 def label(policy: str, kernels: str) -> str:
-    """As one writes it behind --policy."""
+    """As written after --policy."""
     return policy if kernels == "tlora" else f"{policy}/{kernels}"
 
 
 def point_name(scenario: Scenario, axes: Sequence[str]) -> str:
-    """A simulation while it runs: its policy, and where it stands on the axes."""
+    """The name of a running simulation: its policy and its values on the axes."""
     cells = setting_cells(scenario, "")
     return " ".join([label(scenario.policy, scenario.kernels), *(f"{axis} {_value_text(cells[axis])}" for axis in axes)])
 
 
 @contextmanager
 def progress_shown(console: Console | None, names: Sequence[str]) -> Iterator[Callable[[Standing], None]]:
-    """A bar in a terminal, a line now and then elsewhere, nothing without a console. `names` are those of the tasks."""
+    """A bar in a terminal, a line every few seconds elsewhere, nothing without a console. `names` are those of the tasks."""
     if console is None:
         yield lambda _: None
     elif not shows_live(console):
@@ -90,7 +90,7 @@ def _plain_lines(console: Console, names: Sequence[str], clock: Callable[[], flo
 
 
 def print_policies(console: Console, rows: Sequence[MetricRow], seeds: Sequence[int]) -> None:
-    """A line for each policy; then in words what its columns mean, and which jobs it does not count."""
+    """A line for each policy; then the meaning of its columns, and the jobs that are not counted."""
     metrics = {metric.key: metric for group in GROUPS.values() for metric in group}
     shown = [metrics[key] for key in (_WIDE if console.width >= _ROOMY else _NARROW)]
     heads = [_HEADS.get(metric.key) or metric.short or metric.label for metric in shown]
@@ -120,7 +120,7 @@ def print_policies(console: Console, rows: Sequence[MetricRow], seeds: Sequence[
 
 
 def print_sweep(console: Console, rows: Sequence[SweepRow], axes: Sequence[str]) -> None:
-    """A line for each point: what every policy gains over the reference, the mean over the seeds."""
+    """A line for each point: the gain of each policy over the reference, the mean over the seeds."""
     reference = _reference(rows)
     others = [name for name in dict.fromkeys(_name(row) for row in rows) if name != reference]
     seconds: defaultdict[tuple[str, ...], dict[tuple[str, object], float]] = defaultdict(dict)
@@ -143,7 +143,7 @@ def print_sweep(console: Console, rows: Sequence[SweepRow], axes: Sequence[str])
 
 
 def print_origin(console: Console, constants: Mapping[str, Mapping[str, BaseConstants]]) -> None:
-    """Which constants are extrapolated, and how to see what depends on them."""
+    """The extrapolated constants, and how to see how much depends on one."""
     kernels_of: defaultdict[str, list[str]] = defaultdict(list)
     for kernels, bases in constants.items():
         for name in dict.fromkeys(name for found in bases.values() for name in extrapolated_fields(found)):
@@ -165,7 +165,7 @@ def title(scenario: Scenario, count: int, load: float, seeds: Sequence[int]) -> 
 
 
 def _table(heads: Sequence[str]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table = open_table()
     table.add_column(heads[0], no_wrap=True)
     for head in heads[1:]:
         table.add_column(Text(head), justify="right", no_wrap=True)

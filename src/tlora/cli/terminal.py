@@ -15,6 +15,7 @@ from typing import Any, TextIO, cast
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from tlora.errors import ConfigError, TloraError
 
@@ -23,8 +24,8 @@ _KEPT_CONTROLS = "\n\t"
 
 
 class _Console(Console):
-    """Raises ConfigError where stdout cannot be written, such as on a full disk, and BrokenPipeError where its reader has gone. The first
-    time: what comes later is discarded.
+    """Raises ConfigError if stdout cannot be written (a full disk, for example) and BrokenPipeError if its reader has closed it. It raises
+    once: later output is discarded.
     """
 
     def print(self, *objects: Any, **options: Any) -> None:
@@ -33,21 +34,26 @@ class _Console(Console):
         except OSError as error:
             if self.stderr:
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in buffers would fail again at the exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the rest of the buffer fails again at exit
             if error.errno == EPIPE:
                 raise
-            raise ConfigError(f"stdout cannot be written ({error.strerror}). Free space there, or send it elsewhere") from error
+            raise ConfigError(f"stdout cannot be written ({error.strerror}). Free space there, or redirect it elsewhere") from error
 
     def on_broken_pipe(self) -> None:
-        """rich would end the program here."""
-        raise BrokenPipeError(EPIPE, "the reader of stdout has gone")
+        """rich would exit the program here."""
+        raise BrokenPipeError(EPIPE, "stdout was closed by its reader")
 
 
 def open_console(stderr: bool = False) -> Console:
-    """The console of stdout (or stderr). Markup, emoji and highlighting are off: names, paths and data are printed as they are."""
-    stream = cast("TextIO | None", sys.stderr if stderr else sys.stdout)  # None where it was closed: rich prints nothing then
+    """The console of stdout (or stderr). Markup, emoji and highlighting are off: names, paths and data are printed unchanged."""
+    stream = cast("TextIO | None", sys.stderr if stderr else sys.stdout)  # None if it was closed: rich then prints nothing
     width = None if (stream and stream.isatty()) or "COLUMNS" in os.environ else _PLAIN_WIDTH
     return _Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False, tab_size=4)
+
+
+def open_table(**options: Any) -> Table:
+    """An empty table without lines, as all commands print them; `options` are rich's."""
+    return Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold", **options)
 
 
 def shows_live(console: Console) -> bool:
@@ -56,15 +62,15 @@ def shows_live(console: Console) -> bool:
 
 
 def close_stdin() -> None:
-    """Whatever reads stdin from now on finds its end."""
-    if cast("TextIO | None", sys.stdin) is not None:  # else it was closed before, and 0 may be another file's number by now
+    """From now on, reading stdin gives end of file."""
+    if cast("TextIO | None", sys.stdin) is not None:  # if it was closed, descriptor 0 may be another file by now
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
 
 
 def printable(text: str) -> str:
-    """`text` without what would steer a terminal: data and models can hold escape sequences and marks that turn the writing around."""
+    """`text` without control characters: data and models can contain escape sequences and marks that change the writing direction."""
     return "".join(
         char if char in _KEPT_CONTROLS or unicodedata.category(char) not in ("Cc", "Cf", "Cs") or char in "\u200c\u200d" else "\ufffd"
         for char in text
@@ -82,7 +88,7 @@ def bytes_text(count: int) -> str:
 
 
 def path_text(path: str | Path) -> str:
-    """The path as it is shortest from here."""
+    """The path relative to the current directory, unless it lies outside."""
     try:
         relative = os.path.relpath(path)
     except ValueError:  # another drive
@@ -91,25 +97,25 @@ def path_text(path: str | Path) -> str:
 
 
 @contextmanager
-def errors_told(debug: bool) -> Iterator[None]:
-    """What a user can mend becomes one message and exit code 2; a bug keeps its traceback. `debug` shows the traceback of both."""
+def exit_on_error(debug: bool) -> Iterator[None]:
+    """Prints an error that the user can fix as one message, exit code 2; a bug keeps its traceback. `debug` shows both tracebacks."""
     try:
         if cast("TextIO | None", sys.stdout) is None:
-            raise ConfigError("stdout is closed, and results are printed there. Send it to a file, a pipe or /dev/null")
+            raise ConfigError("stdout is closed, and results are printed there. Redirect it to a file, a pipe or /dev/null")
         yield
     except TloraError as error:
         if debug:
             raise
         open_console(stderr=True).print(f"error: {printable(str(error))}", style="red", soft_wrap=True)
         raise typer.Exit(2) from None
-    except KeyboardInterrupt:  # before or after training; during it the engine writes its checkpoints
+    except KeyboardInterrupt:  # before or after training; during training the engine saves checkpoints
         raise typer.Exit(130) from None
 
 
 @contextmanager
-def interrupts_kept() -> Iterator[None]:
-    """Around an import of large libraries: a Ctrl-C that one of them swallows, in an import that it only tries, is raised at the end."""
-    if threading.current_thread() is not threading.main_thread():  # elsewhere there are no signals
+def keep_interrupts() -> Iterator[None]:
+    """Around imports of large libraries: a Ctrl-C that one of them catches, around an optional import, is raised again at the end."""
+    if threading.current_thread() is not threading.main_thread():  # other threads receive no signals
         yield
         return
     swallowed: list[int] = []

@@ -1,23 +1,22 @@
-"""What `tlora tune` found, as a table."""
+"""The output of `tlora tune`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
-from tlora.cli.terminal import path_text
+from tlora.cli.terminal import open_table, path_text
 
 if TYPE_CHECKING:
     from tlora.engine.tune import Tuned
 
 
 def print_tuned(console: Console, tuned: Tuned) -> None:
-    """A row per launch: the tile that it gets, what that takes and what it saves; then where the table lies."""
+    """A row per launch: the chosen tile, its time and its gain; then the path of the table."""
     from tlora.engine.tune import key_text, tile_text
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table = open_table()
     table.add_column("launch", no_wrap=True)
     table.add_column("tile", no_wrap=True)
     for heading in ("us by rule", "us", "gain"):
@@ -34,7 +33,7 @@ def print_tuned(console: Console, tuned: Tuned) -> None:
     console.print(table)
     for choice in tuned.choices:
         for fault in choice.faults:
-            console.print(f"left out for {key_text(choice.key)}: {fault}", style="dim", soft_wrap=True)
+            console.print(f"rejected for {key_text(choice.key)}: {fault}", style="dim", soft_wrap=True)
     better = sum(choice.tile != choice.rule for choice in tuned.choices)
     console.print(f"\n{tuned.gpu}: {better} of {len(tuned.choices)} launches are faster than by rule", soft_wrap=True)
     console.print(f"in {tuned.seconds:.0f} s; table: {path_text(tuned.path)}", soft_wrap=True)
