@@ -107,16 +107,17 @@ def train(
 
         record("running")
         guard.start()
-        session = _Session(run, loaded, monitor, serving, guard)
+        session = _Session(run, loaded, monitor, serving, guard, record)
         with _signals(session.describe_interrupt, monitor.note) as received:
             try:
-                session.go_on(received, record)
+                session.driver.train(lambda: not received and session.admit(), session.look)
+                monitor.close(session.driver)
             except BaseException as error:
                 quit_at_once = isinstance(error, KeyboardInterrupt)
-                session.close(wait=not quit_at_once)
+                session.driver.close(wait=not quit_at_once)
                 record("stopped" if quit_at_once else "failed")
                 raise
-            session.close()
+            session.driver.close()
             results = session.results(received)
             try:
                 record(results.status)
@@ -229,7 +230,10 @@ def resolve_run(jobs: Jobs, settings: dict[str, Any]) -> RunSpec:
 class _Session:
     """One run of `train`: the jobs that wait, their driver, and what is reported while it goes on."""
 
-    def __init__(self, run: RunSpec, loaded: _Loaded, monitor: RunMonitor, serving: ServingFiles, guard: BaseGuard) -> None:
+    def __init__(
+        self, run: RunSpec, loaded: _Loaded, monitor: RunMonitor, serving: ServingFiles, guard: BaseGuard, record: Callable[[str], None]
+    ) -> None:
+        """`record` writes `run.json` with a status."""
         plan = loaded.plan
         self._run, self._plan, self._directory = run, plan, Path(run.output_dir)
         self._monitor, self._starts, self._guard = monitor, loaded.starts, guard
@@ -238,26 +242,22 @@ class _Session:
         self._settings = {spec.name: _swept(spec, run.jobs) for spec in run.jobs}
         self._tiles = loaded.model.tiles
         self._opened: list[Path] = []
+        self._record = record
         reserve = Reserve(self._directory, _last_saves(plan), monitor.note)
         self._context = RunContext(public_name(run.base_model), monitor.seconds, monitor.note, reserve, before_save=guard.wait_for_verdict)
         places = Places(self._directory, serving, run.report_to, self._settings, self._mark)
-        self._driver = Driver(loaded.model, self._context, places, plan.token_budget, plan.longest)
-        self._driver.listener = monitor.listen
+        self.driver = Driver(loaded.model, self._context, places, plan.token_budget, plan.longest)
+        self.driver.listener = monitor.listen
 
-    def go_on(self, received: list[int], record: Callable[[str], None]) -> None:
-        """Until all jobs have ended or a signal has come; `record` writes `run.json` with a status."""
+    def look(self, packed: MicroBatch | None) -> None:
+        """After each micro-batch."""
+        if self._guard.check():
+            self._write_hashes()
+        self._monitor.update(self.driver, [job.spec.name for job in self._waiting], now_due=packed is None)
 
-        def look(packed: MicroBatch | None) -> None:
-            if self._guard.check():
-                self._write_hashes(record)
-            self._monitor.update(self._driver, [job.spec.name for job in self._waiting], now_due=packed is None)
-
-        self._driver.train(lambda: not received and self._admit(), look)
-        self._monitor.close(self._driver)
-
-    def _write_hashes(self, record: Callable[[str], None]) -> None:
+    def _write_hashes(self) -> None:
         """The base's sha256 have become known: into `run.json`, and beside each job."""
-        if isinstance(failed := attempt(record, "running"), Failure):  # a full disk: the run's end writes it once more
+        if isinstance(failed := attempt(self._record, "running"), Failure):  # a full disk: the run's end writes it once more
             self._monitor.note(failed.reason)
         for directory in self._opened:
             self._context.writer.write(directory.name, partial(self._write_base_file, directory))
@@ -270,9 +270,9 @@ class _Session:
         self._write_base_file(directory)
         self._opened.append(directory)
 
-    def _admit(self) -> bool:
+    def admit(self) -> bool:
         """Let waiting jobs in, in their order, while they fit. False when none is left, neither waiting nor training."""
-        group, records = self._driver.group, self._driver.records
+        group, records = self.driver.group, self.driver.records
         while self._waiting:
             job = self._waiting[0]
             taken = group.runs.keys() | records.ending.keys()  # the latter hold memory until their files are written
@@ -284,30 +284,27 @@ class _Session:
 
     def _start(self, job: PlannedJob) -> None:
         name = job.spec.name
-        opened = attempt(self._driver.open, job, self._monitor.resume, self._starts.pop(name, None))
+        opened = attempt(self.driver.open, job, self._monitor.resume, self._starts.pop(name, None))
         if isinstance(opened, Failure):
-            self._driver.refuse(job.spec, opened.reason)
+            self.driver.refuse(job.spec, opened.reason)
             return
         assert job.layout is not None, f"{name} was opened without a layout"
         self._layouts[name] = job.layout
         self._monitor.track(opened.run)
-        self._driver.let_in(opened)
+        self.driver.let_in(opened)
 
     def describe_interrupt(self, number: int) -> str:
         """What the signal `number` will bring about, as the first that has come."""
-        unfinished = len(self._driver.group.runs) + len(self._driver.records.ending)
+        unfinished = len(self.driver.group.runs) + len(self.driver.records.ending)
         jobs = "1 unfinished job" if unfinished == 1 else f"{unfinished} unfinished jobs"
         more = "; press Ctrl-C again to quit at once, without what is not saved by then" if number == signal.SIGINT else ""
         return f"Interrupted: saving {jobs}{more}" if unfinished else "Interrupted: all jobs have ended, the page is written"
-
-    def close(self, *, wait: bool = True) -> None:
-        self._driver.close(wait=wait)
 
     def results(self, received: list[int]) -> Results:
         """In the order of the file; what never started is "stopped"."""
         results = Results()
         for spec in self._run.jobs:
-            results[spec.name] = self._driver.records.results.get(spec.name) or self._untouched(spec)
+            results[spec.name] = self.driver.records.results.get(spec.name) or self._untouched(spec)
         results.signal_number = received[0] if received else None
         return results
 
