@@ -281,7 +281,7 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path, kind: str) -> None
         place.mkdir()
     elif kind == "file":
         place.write_text("x")
-    with pytest.raises(ConfigError, match=r"place holds no run: .*give the output_dir"):
+    with pytest.raises(ConfigError, match=r"place .*run.json.*give the output_dir"):
         write_report(place)
 
 

@@ -44,7 +44,7 @@ class JobCurve:
 
     @property
     def title(self) -> str:
-        """What a hover begins with, as HTML."""
+        """The first lines of a hover text, as HTML."""
         settings = f"<br>{escape(settings_text(self.job.settings))}" if self.job.settings else ""
         return f"<b>{escape(self.job.name)}</b>{settings}"
 
@@ -94,7 +94,7 @@ def learning_charts(run: RunView, curves: Sequence[JobCurve]) -> list[Chart]:
         Chart("Train loss", _figure(losses, "loss per trained token", titles), note, wide=True, log=True),
         Chart("Eval loss", _figure(evals, "loss per trained token", titles), "★ marks each job's best evaluation.", log=True),
         Chart("Gradient norm", _figure(norms, "norm before clipping", titles), _average_note(run, curves), log=True),
-        Chart("Learning rate", _rate_figure(rates, titles), "What each job's schedule gave.", log=True),
+        Chart("Learning rate", _rate_figure(rates, titles), "As each job's schedule set it.", log=True),
     )
     return [chart for chart in charts if chart.figure["data"]]
 
@@ -120,7 +120,7 @@ def _figure(traces: list[Trace], y_title: str, x_titles: dict[str, str]) -> Figu
 
 
 def _rate_figure(traces: list[Trace], x_titles: dict[str, str]) -> Figure:
-    """Schedules are read on a linear scale, unless the smallest peak would then lie flat on the axis."""
+    """Schedules are drawn on a linear scale, unless the smallest peak would then be flat."""
     figure = _figure(traces, "learning rate", x_titles)
     peaks = [peak for trace in traces if (peak := max((rate for rate in trace["y"] if math.isfinite(rate)), default=0.0)) > 0]
     scale = "log" if peaks and max(peaks) > 10 * min(peaks) else "linear"
@@ -146,7 +146,7 @@ def _line(curve: JobCurve, key: str, number_format: str) -> Trace:
 
 
 def _smoothed_pair(curve: JobCurve, key: str, number_format: str) -> list[Trace]:
-    """Every logged value faintly under its trailing average; the hover of either tells both."""
+    """Every logged value, faint, under its trailing average; both hover texts give both values."""
     if not curve.values["loss"]:
         return []
     raw, mean = _line(curve, key, number_format), _line(curve, f"{key} smoothed", number_format)
@@ -238,7 +238,7 @@ def _shares(run: RunView, curves: Sequence[JobCurve]) -> Chart:
         }
         traces.append(trace)
     layout = {"xaxis": _time_axis(run), "yaxis": {"title": {"text": "share of the tokens (%)"}, "range": [0, 100]}}
-    return Chart("Share per job", {"data": traces, "layout": layout}, "Whose tokens the run computed.")
+    return Chart("Share per job", {"data": traces, "layout": layout}, "Each job's share of the computed tokens.")
 
 
 def _tokens_in(rows: Sequence[JsonObject], span: range, name: str) -> float:

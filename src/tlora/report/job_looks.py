@@ -18,7 +18,7 @@ from tlora.report.templates import render
 from tlora.wording.numbers import setting_text
 
 _MISSING = "#8a929c"  # of a job without the field, and of the key's dashes
-_KEY_VALUES = 24  # of a field that all stand in the key; of more an even choice
+_KEY_VALUES = 24  # of a field that are all in the key; of more, an even choice
 
 
 def swept_fields(jobs: Sequence[JobView]) -> list[str]:
@@ -103,7 +103,7 @@ def keys_html(jobs: Sequence[JobView]) -> Markup:
 
 
 def _key_part(what: str, field: str, looks: Mapping[str, Look]) -> tuple[str, str, Mapping[str, Look], int]:
-    """Each value with its look; of more than can be told apart, an even choice. Last, their count."""
+    """Each value with its look; of too many to tell apart, an even choice. Last, their count."""
     values = list(looks)
     if len(values) > _KEY_VALUES:
         values = [values[round(at * (len(values) - 1) / 7)] for at in range(8)]

@@ -1,4 +1,4 @@
-"""Lines' colours and dashes, and how they stand before a name. Which job or policy gets which: `job_looks.py`, `simulation_view.py`."""
+"""Colours and dashes of lines, and the mark in front of a name. `job_looks.py` and `simulation_view.py` assign them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 DASHES = {"solid": "none", "dash": "6 3", "dot": "1.5 3", "longdash": "10 3", "dashdot": "6 3 1.5 3", "longdashdot": "10 3 1.5 3"}
-CATEGORIES = 6  # the first of `job_colours`, which colour-blind eyes tell apart
+CATEGORIES = 6  # the first of `job_colours`, which stay distinct for colour-blind eyes
 # Evenly spaced to eyes without one of the three receptors (8 CIELAB units or more), and visible on white and on near-black.
 _SEQUENCE = (
     *((55, 50, 180), (45, 79, 188), (36, 104, 195), (28, 129, 192), (23, 153, 170)),
@@ -25,7 +25,7 @@ class Look:
 
 
 def mark(look: Look) -> Markup:
-    """A short line as the charts draw it, to stand before a name."""
+    """A short line as the charts draw it, for the front of a name."""
     line = Markup('<line x1="1" y1="4" x2="23" y2="4" stroke="{}" stroke-width="4" stroke-dasharray="{}"/>')
     svg = Markup('<svg class="mark" width="24" height="8" viewBox="0 0 24 8" aria-hidden="true">{}</svg>')
     return svg.format(line.format(look.colour, DASHES[look.dash]))

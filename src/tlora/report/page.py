@@ -125,5 +125,5 @@ def _library() -> tuple[str, str]:
 
 
 def packed(text: str) -> str:
-    """gzip in base64: plotly.js takes 2.0 instead of 4.8 MB, and no text of a file can end the script element it stands in."""
+    """gzip in base64: plotly.js takes 2.0 instead of 4.8 MB, and no text of a file can close the script element."""
     return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()

@@ -1,6 +1,6 @@
-"""Reading the JSON files of a run that may still be going on, and thinning long series without losing their shape.
+"""Reads the JSON files of a run that may still be running, and thins long series without losing their shape.
 
-Missing files are empty and a torn line is skipped: a page about half a run is better than none. What the rows mean: `run_view.py`.
+Missing files are empty and a torn line is skipped: a page about half a run is better than none. `run_view.py` knows what the rows mean.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ JsonObject = dict[str, Any]
 
 
 def read_json(path: Path) -> JsonObject:
-    """The object in `path`; an empty one when the file is missing, torn, or holds something else."""
+    """The object in `path`; an empty one if the file is missing, torn, or not an object."""
     try:
         return read_object(path)
     except (OSError, ValueError):
@@ -25,7 +25,7 @@ def read_json(path: Path) -> JsonObject:
 
 
 def read_rows(path: Path) -> list[JsonObject]:
-    """The objects of a JSON-lines file, in order; lines that are no object (the last one while it is being written) are skipped."""
+    """The objects of a JSON-lines file, in order; lines that are not an object (the last one, if half written) are skipped."""
     rows: list[JsonObject] = []
     try:
         with path.open("rb") as lines:
@@ -42,7 +42,7 @@ def read_rows(path: Path) -> list[JsonObject]:
 
 
 def number(value: object) -> float:
-    """`value` as a float; NaN for whatever is no number, so that charts show a gap."""
+    """`value` as a float; NaN for anything that is not a number, so that charts show a gap."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:

@@ -18,15 +18,15 @@ from tlora.report.tables import results_table, run_facts, run_machine
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `run_dir`/report.html from the rows that there are and return its path; a reader never sees half a page.
+    """Write `run_dir`/report.html from the rows there are, atomically, and return its path.
 
-    ConfigError when `run_dir` holds no run, or cannot be written to.
+    ConfigError if `run_dir` has no run or cannot be written.
     """
     page = report_page(read_run(run_dir))
     target = run_dir / "report.html"
     try:
         durable.write_file(target, page)
-    except CheckpointError as error:  # its remedies are those of a run that trains
+    except CheckpointError as error:  # its remedies are for a training run
         reason = error.__cause__.strerror if isinstance(error.__cause__, OSError) else str(error)
         raise ConfigError(
             f"{target} cannot be written ({reason}): the report needs about 3 MB and write permission in the run's directory; "
@@ -36,7 +36,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def report_page(run: RunView) -> str:
-    """The page of one run: what became of each job first, how the machine was used last."""
+    """The page of one run: first each job's result, last how the machine was used."""
     looks = job_looks(run.jobs)
     curves = job_curves(run, looks)
     window = smoothing_window(max((len(job.train_rows) for job in run.jobs), default=0))
@@ -57,5 +57,5 @@ def report_page(run: RunView) -> str:
 def _title(run: RunView) -> str:
     base = str(run.spec.get("base_model") or "an unknown base")
     if Path(base).is_absolute() or base.startswith("."):
-        base = Path(base).name  # a directory's last part says which model; the whole path stands under the settings
+        base = Path(base).name  # the last part names the model; the settings have the whole path
     return f"{len(run.jobs)} LoRA {'job' if len(run.jobs) == 1 else 'jobs'} over {base}"

@@ -1,5 +1,5 @@
 """A run directory as immutable values: what each job did and what the whole run did. Fields that a file does not (yet) have are
-taken from the rows, so a run that is going on reads like one that has ended. Draws nothing."""
+taken from the rows, so a running run reads like a finished one. Draws nothing."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class JobView:
 
     @property
     def left_seconds(self) -> float | None:
-        """How long a job that trains still takes at the speed of its last half; None where that cannot be told."""
+        """Remaining time at the speed of the second half so far; None if it cannot be estimated."""
         rows = [row for row in self.train_rows if math.isfinite(number(row.get("seconds"))) and number(row.get("step")) > 0]
         if self.status != "training" or not self.progress or len(rows) < 3:
             return None
@@ -83,13 +83,13 @@ class RunView:
 
 
 def read_run(run_dir: Path) -> RunView:
-    """Read what there is of a run; ConfigError when `run_dir` holds none."""
+    """Read what there is of a run; ConfigError if `run_dir` has none."""
     spec = read_json(run_dir / "run.json")
     ordered = [entry["name"] for entry in _entries(spec.get("jobs")) if isinstance(entry.get("name"), str)]
     names = dict.fromkeys([*ordered, *_job_directories(run_dir)])
     if not names and not spec:
         raise ConfigError(
-            f"{run_dir} holds no run: a run directory has run.json and a directory with job.json per job; "
+            f"{run_dir} is not a run directory: one has run.json and a directory with job.json per job; "
             "give the output_dir of a `tlora train`"
         )
     specs = {str(entry.get("name")): entry for entry in _entries(spec.get("jobs"))}
@@ -109,11 +109,11 @@ def _entries(value: object) -> list[JsonObject]:
 
 
 def _job_directories(run_dir: Path) -> list[str]:
-    """Directories that look like a job's, so that a run without a readable run.json still has a page."""
+    """Directories that look like a job's: a run without a readable run.json still gets a page."""
     marks = ("job.json", "metrics.jsonl", "result.json")
     try:
         return sorted(entry.name for entry in run_dir.iterdir() if any((entry / mark).is_file() for mark in marks))
-    except OSError:  # missing, no directory, or not to be read: holds no run that we could show
+    except OSError:  # missing, not a directory, or not readable
         return []
 
 
@@ -153,7 +153,7 @@ def _read_job(directory: Path, name: str, specs: Mapping[str, JsonObject], run_s
 
 
 def _swept_settings(spec: JsonObject, specs: Iterable[JsonObject]) -> JsonObject:
-    """What a result will tell under `settings`: the fields in which the jobs of one sweep differ, with this job's values."""
+    """The later result's `settings`: the fields in which the jobs of one sweep differ, with this job's values."""
     if not spec.get("sweep_of"):
         return {}
     mine, *family = (_flat(other) for other in (spec, *(other for other in specs if other.get("sweep_of") == spec["sweep_of"])))
@@ -179,7 +179,7 @@ def _status_without_result(run_status: str, has_rows: bool) -> str:
 
 
 def _first_number(result: JsonObject, key: str, otherwise: Sequence[float]) -> float | None:
-    """A result's number (a NaN that it states is stated), else what the rows say."""
+    """A result's number (also a NaN), else that of the rows."""
     value = result.get(key)
     if isinstance(value, int | float):
         return number(value)

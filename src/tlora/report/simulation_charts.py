@@ -73,7 +73,7 @@ def _completion(view: SimulationView, drawn: Mapping[str, Look], note: str) -> C
 
 
 def _edges(policies: Sequence[PolicyView]) -> list[float]:
-    """Where the columns of the charts over time begin and end; none without samples."""
+    """The edges of the columns of the charts over time; none without samples."""
     sampled = [policy for policy in policies if len(policy.samples["seconds"])]
     if not sampled:
         return []

@@ -113,7 +113,7 @@ def _setting(value: object) -> str:
 
 
 def result_html(view: SimulationView, drawn: Mapping[str, Look]) -> Markup:
-    """What came out: the best policy in a sentence, a row per policy with the most telling metrics, and what the numbers leave open."""
+    """The best policy in a sentence, a row per policy with the main metrics, and warnings."""
     gains = {str(row["name"]): number(row["mean_jct_seconds"]) for row in view.ratios if row["against"] == view.reference}
     metrics = {metric.key: metric for group in GROUPS.values() for metric in group}
     shown = [metrics[key] for key in _RESULT]
@@ -138,7 +138,7 @@ def _leader(view: SimulationView) -> str:
 
 
 def _verdict(view: SimulationView, gains: Mapping[str, float]) -> Markup:
-    """The leader, how much better it is than the reference, and which of the others comes next."""
+    """The leader, its gain over the reference, and the runner-up."""
     leader = _leader(view)
     if not leader:
         return Markup('<p class="verdict">No job was done.</p>')
@@ -148,7 +148,7 @@ def _verdict(view: SimulationView, gains: Mapping[str, float]) -> Markup:
         text += f", {gains[leader]:.2f}{TIMES} better than {view.reference}"
     means.pop(view.reference, None)
     if second := min((name for name, mean in means.items() if math.isfinite(mean)), key=means.__getitem__, default=""):
-        text += f"; the next of the others: {second}, {duration_text(means[second])}"
+        text += f"; the runner-up: {second}, {duration_text(means[second])}"
     return Markup('<p class="verdict">{}.</p>').format(text)
 
 

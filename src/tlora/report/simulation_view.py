@@ -1,4 +1,4 @@
-"""A simulation as its page sees it: plain numbers and rows by name, whoever computed them. The metrics' words: `simulation_tables.py`."""
+"""What the page of a simulation shows: plain numbers and rows by name. The metrics in words: `wording/metrics.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tlora.report.rows import JsonObject
 
 @dataclass(frozen=True)
 class PolicyView:
-    """One policy under one set of kernels, `name` telling both.
+    """One policy with one set of kernels; `name` names both.
 
     `samples` has equally long columns: seconds, waiting_jobs, allocated_share, useful_share (each holds until the next second), and
     `end_seconds` is where the last one ends. `spans` has rows of group_id, base_model, gpus, start_seconds, end_seconds, job_ids.
@@ -30,7 +30,7 @@ class PolicyView:
 
 @dataclass(frozen=True)
 class SimulationView:
-    """Policies over one trace. `ratios` has a row for each pair, `name` against `against`; those against `reference` stand first.
+    """Policies over one trace. `ratios` has a row for each pair, `name` against `against`; those against `reference` come first.
 
     `sweep` has rows of name, load, seed, mean_jct_seconds, and of the name that they are held against where that is not `reference`.
     `constants` has rows of kernels, base, field, value, source.

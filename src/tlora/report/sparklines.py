@@ -20,7 +20,7 @@ _LEAST_SPAN = math.log10(2)  # what falls by a few percent must look nearly flat
 
 @dataclass(frozen=True)
 class SparkScale:
-    """Where the losses of several jobs lie: from `low` to `high` (log10 of them unless `linear`), over steps up to `steps`."""
+    """The range of the losses of several jobs: from `low` to `high` (log10 of them unless `linear`), over steps up to `steps`."""
 
     low: float
     high: float
@@ -29,7 +29,7 @@ class SparkScale:
     window: int
 
     def height(self, loss: float) -> float:
-        """From 0 at the bottom to 1 at the top. On a log scale what is not above zero lies at the bottom."""
+        """From 0 at the bottom to 1 at the top. On a log scale, values of zero or below are at the bottom."""
         at = loss if self.linear else math.log10(loss) if loss > 0 else self.low
         return (min(max(at, self.low), self.high) - self.low) / (self.high - self.low)
 

@@ -1,4 +1,4 @@
-"""A sweep's jobs, best first: a verdict in words, what they are ranked by, their table, a heat map when two fields were swept."""
+"""A sweep's jobs, best first: a summary in words, the score, the table, and a heat map if two fields were swept."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tlora.report.sparklines import spark_scale
 from tlora.report.tables import RESULT_HEADS, Cell, Line, name_cell, result_cells, table, trend_note
 from tlora.wording.numbers import DASH, duration_text, loss_text, setting_text, settings_text
 
-_TOLD_BY_SWEEP = ("#best eval", "#rank")  # heads of the results whose numbers a sweep has as its score and among its fields
-_RISEN = 1.05  # a last loss of more than this times the first is no noise of a batch
+_IN_SWEEP_COLUMNS = ("#best eval", "#rank")  # columns of the results that a sweep has as its score and its fields
+_RISEN = 1.05  # a last loss above this times the first is more than a batch's noise
 
 
 def sweep_sections(jobs: Sequence[JobView], looks: Mapping[str, Look], window: int) -> list[Section]:
@@ -35,7 +35,7 @@ def sweep_sections(jobs: Sequence[JobView], looks: Mapping[str, Look], window: i
 
 
 def sweep_verdict(jobs: Sequence[JobView]) -> Markup:
-    """Which job leads, which ones went wrong, and when the sweep ends."""
+    """The best job, the jobs that diverged or failed, and when the sweep ends."""
     best, *others = best_first(jobs)
     going = [job for job in jobs if job.status in ("training", "queued")]
     lines: list[Markup] = []
@@ -70,7 +70,7 @@ def _trouble(job: JobView) -> str:
 def sweep_table(jobs: Sequence[JobView], looks: Mapping[str, Look], window: int) -> Markup:
     """The jobs of one sweep, best first, with the values that they differ in."""
     fields, scale = swept_fields(jobs), spark_scale(jobs, window)
-    kept = [at for at, head in enumerate(RESULT_HEADS) if head not in _TOLD_BY_SWEEP]
+    kept = [at for at, head in enumerate(RESULT_HEADS) if head not in _IN_SWEEP_COLUMNS]
     rows: list[Line] = []
     for place, job in enumerate(best_first(jobs), start=1):
         score, results = known_score(job, jobs), result_cells(job, scale, looks[job.name])
@@ -112,7 +112,7 @@ def best_first(jobs: Sequence[JobView]) -> list[JobView]:
 
 
 def sweep_heat_map(jobs: Sequence[JobView]) -> Chart | None:
-    """The score over the two fields that a sweep varies; None for another number of fields."""
+    """The score over the two swept fields; None for another number of fields."""
     fields = swept_fields(jobs)
     if len(fields) != 2:
         return None
@@ -142,7 +142,7 @@ def sweep_heat_map(jobs: Sequence[JobView]) -> Chart | None:
         "reversescale": True,
         "xgap": 3,
         "ygap": 3,
-        "showscale": False,  # the numbers stand in the cells
+        "showscale": False,  # the numbers are in the cells
         "hovertemplate": "<b>%{customdata}</b><br>%{z:.4f}<extra></extra>",
     }
     layout = {

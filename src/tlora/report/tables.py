@@ -103,7 +103,7 @@ def run_facts(run: RunView) -> Markup:
 
 
 def run_machine(run: RunView) -> Markup:
-    """Packing, base and device as tiles, versions, and under a fold everything else that run.json says."""
+    """Packing, base and device as tiles, versions, and, folded, everything else in run.json."""
     tiles = (
         _packing_tile(run, "packing", "with a whole token budget on offer"),
         _packing_tile(run, "tail", "less than a token budget on offer", "tail_"),
@@ -118,7 +118,7 @@ def run_machine(run: RunView) -> Markup:
 
 
 def _when(run: RunView) -> str:
-    """When a run that goes on will end, as far as its jobs can tell."""
+    """When a running run ends, as far as it can be estimated from its jobs."""
     if run.spec.get("status") in ("done", "stopped", "failed"):
         return ""
     left = [job.left_seconds for job in run.jobs if job.status == "training"]
@@ -130,7 +130,7 @@ def _when(run: RunView) -> str:
 
 
 def _packing_tile(run: RunView, label: str, when: str, prefix: str = "") -> tuple[str, str, str]:
-    """Padding and fill over the whole run, from the rows' counts: a mean of the rows would weigh a nearly idle second like a busy one."""
+    """Padding and fill over the whole run, from the rows' counts: a mean of the rows would weight a nearly idle second like a busy one."""
     sums = (
         sum(n for n in column(run.rows, prefix + key) if math.isfinite(n)) for key in ("tokens", "computed", "offered", "micro_batches")
     )
@@ -143,7 +143,7 @@ def _packing_tile(run: RunView, label: str, when: str, prefix: str = "") -> tupl
 
 def _base_tile(parameters: object) -> list[tuple[str, str, str]]:
     if not isinstance(parameters, int) or isinstance(parameters, bool) or parameters < 0:
-        return []  # a run that was written before it was counted
+        return []  # a run of before this was recorded
     return [("base", count_text(parameters), f"{parameters:,} frozen parameters")]
 
 
@@ -159,7 +159,7 @@ def _mean_rate(run: RunView, rates: Sequence[float]) -> float:
 
 
 def _started(value: object) -> str:
-    """The start as a date and minutes, from a Unix time or ISO 8601; other text as it is."""
+    """The start as a date and minutes, from a Unix time or ISO 8601; other text unchanged."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e11:
         return f"started {datetime.fromtimestamp(value, UTC):%Y-%m-%d %H:%M} UTC"
     try:
@@ -173,10 +173,10 @@ def _fact(value: object) -> str:
 
 
 def table(heads: Sequence[str], lines: Sequence[Line]) -> Markup:
-    """A table that the page's script sorts; a head that begins with # stands over numbers, which are compared by value.
+    """A table that the page's script sorts; a head that begins with # marks a column of numbers, compared by value.
 
     The cell under `job`, `policy` or the first head names its row. On a narrow screen each row of a table with more than three columns
-    becomes a block in which every cell has its head before it.
+    becomes a block in which each cell follows its head.
     """
     columns = [(head.removeprefix("#"), head.startswith("#")) for head in heads]
     naming = next((at for at, (name, _) in enumerate(columns) if name in ("job", "policy")), 0)
@@ -193,7 +193,7 @@ def change(first: float | None, last: float | None) -> str:
     percent = 100 * (last - first) / first
     if abs(percent) < 0.5:
         return text
-    shown = f"{percent:+.0f}" if percent > -99 else f"{math.ceil(10 * percent) / 10:+.1f}"  # what is not zero has not fallen by 100 %
+    shown = f"{percent:+.0f}" if percent > -99 else f"{math.ceil(10 * percent) / 10:+.1f}"  # a loss above zero has not fallen by 100 %
     span = Markup('{} <span class="change {}">{} %</span>')
     return span.format(text, "good" if last < first else "bad", shown.replace("-", MINUS))
 

@@ -55,7 +55,7 @@ def settings_text(settings: Mapping[str, object]) -> str:
 
 
 def shorten(name: str, length: int = 24) -> str:
-    """Cut out the middle: the names of a sweep begin alike and differ at the end."""
+    """Cut out the middle: the names of a sweep start alike and differ at the end."""
     return name if len(name) <= length else f"{name[: length // 2 - 1]}…{name[-(length - length // 2) :]}"
 
 
@@ -65,11 +65,11 @@ def names_text(names: Sequence[str]) -> str:
 
 
 def by_jobs(said: Iterable[tuple[str, str]]) -> list[str]:
-    """Lines about jobs, from pairs of a job's name and what is said of it: the same of several jobs is one line with their names."""
+    """Lines about jobs, from pairs of a job's name and a text: jobs with the same text share a line."""
     names: dict[str, list[str]] = {}
     for name, text in said:
         names.setdefault(text, []).append(name)
-    return [f"{names_text(list(dict.fromkeys(who)))}: {text}" for text, who in names.items()]
+    return [f"{names_text(list(dict.fromkeys(jobs)))}: {text}" for text, jobs in names.items()]
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
