@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 # A job's directory stands beside the run's own files and what `durable.py` makes there: half-written, set aside, being replaced.
 _RESERVED_NAME = re.compile(r"tmp-.*|bad-.*|.*\.replaced|run\.jsonl?|report\.html", re.IGNORECASE)
-DataFormat = Literal["auto", "chat", "prompt_completion", "text", "alpaca", "sharegpt", "tokenized"]
+DataFormat = Literal["auto", "chat", "prompt_completion", "text", "alpaca", "sharegpt", "tokenized", "preference"]
+ObjectiveName = Literal["sft", "dpo", "orpo"]
 SchedulerType = Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial"]
 BasePrecision = Literal["fp8"]
 Positive = Annotated[int, Field(ge=1, le=10**9)]  # bounded, or ten to the four hundredth would overflow a float somewhere
@@ -67,6 +68,8 @@ class TrainConfig(BaseModel):
 
     model_config = _STRICT
 
+    objective: ObjectiveName = "sft"
+    beta: Annotated[float, Field(gt=0, le=1e6)] = 0.1  # of dpo: how far from the base; of orpo: weight of the odds ratio
     learning_rate: Annotated[float, Field(ge=0)] = 2e-4
     lr_scheduler_type: SchedulerType = "linear"
     min_lr_rate: Annotated[float, Field(ge=0, le=1)] = 0.1  # floor of cosine_with_min_lr, a share of learning_rate
@@ -76,7 +79,7 @@ class TrainConfig(BaseModel):
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0  # 0: no clipping
-    batch_size: Positive = 8  # samples per optimizer step
+    batch_size: Positive = 8  # samples, or pairs, per optimizer step
     num_train_epochs: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     max_steps: Positive | None = None  # wins over num_train_epochs
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
@@ -170,6 +173,12 @@ class JobSpec(LoraConfig, TrainConfig):
 
     @model_validator(mode="after")
     def _check_together(self) -> JobSpec:
+        pairs, data = self.objective != "sft", self.data
+        if data.format != "auto" and (data.format == "preference") != pairs:
+            wanted = "pairs (format: preference, or auto)" if pairs else "samples; set objective: dpo for pairs"
+            raise ValueError(f"objective {self.objective} does not learn from format {data.format}: it takes {wanted}")
+        if pairs and data.train_on == "all":
+            raise ValueError(f"objective {self.objective} compares two answers to one prompt: train_on: all has no meaning. Take it out")
         needs_eval = [key for key in ("early_stopping_patience", "load_best_model_at_end", "eval_steps") if getattr(self, key)]
         if needs_eval and not (self.data.eval_size or self.data.eval_path):
             raise ValueError(f"{needs_eval[0]} needs evaluation data: set eval_size (say 0.05) or eval_path on the job's data")

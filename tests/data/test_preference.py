@@ -95,9 +95,10 @@ def test_a_set_of_pairs_holds_what_both_answers_are_alone(tmp_path: Path, tokeni
         assert np.array_equal(pair.loss_weights, np.concatenate([chosen.loss_weights, rejected.loss_weights]))
         assert pairs.trained[index] == samples.trained[2 * index] + samples.trained[2 * index + 1] == pair.trained
         assert pairs.lengths[index] == sum(pair.lengths)
-    assert pairs.longest_sequence == samples.lengths.max() == samples.longest_sequence
+    assert pairs.longest_sequences.tolist() == [max(pairs[i].lengths) for i in range(2)]
+    assert samples.longest_sequences is samples.lengths
     part = Dataset(pairs.directory, np.array([1]))
-    assert part[0].lengths == pairs[1].lengths and part.longest_sequence == max(pairs[1].lengths)
+    assert part[0].lengths == pairs[1].lengths and part.longest_sequences.tolist() == [max(pairs[1].lengths)]
 
 
 def test_a_cut_pair_keeps_two_sequences_and_one_without_an_answer_is_left_out(tmp_path: Path, tokenizers: Any) -> None:

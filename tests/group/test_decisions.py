@@ -14,7 +14,7 @@ from tests.group.test_engine_reports import sets as sets
 from tlora.data.dataset import Dataset
 from tlora.group.decisions import Decisions
 from tlora.group.engine import Engine
-from tlora.group.job_run import JobRun
+from tlora.group.job_run import JobRun, Means
 from tlora.group.reports import Ended, Evaluated, Report, Stepped
 from tlora.group.wall import Failure
 
@@ -66,7 +66,7 @@ def test_a_join_that_fails_elsewhere_fails_here(engine: Engine, heard: list[Repo
 
 
 def test_early_stopping_goes_by_the_losses_that_all_agreed_on(engine: Engine, heard: list[Report], sets: Sets) -> None:
-    engine.decisions.evaluations = lambda losses: [1.0 for _ in losses]  # type: ignore[method-assign]
+    engine.decisions.evaluations = lambda means: [Means(1.0) for _ in means]  # type: ignore[method-assign]
     job = spec("a", data={"path": "-", "eval_path": "-"}, eval_steps=1, early_stopping_patience=2)
     engine.join(JobRun(job, *sets))
     until_idle(engine)

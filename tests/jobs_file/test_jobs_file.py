@@ -32,6 +32,8 @@ OTHER_VALUES: dict[str, Any] = {  # a value of each key that is not its default
     "rank_pattern": {"q_proj": 3},
     "alpha_pattern": {"q_proj": 3.5},
     "adapter_path": "/adapters/a",
+    "objective": "dpo",
+    "beta": 0.3,
     "learning_rate": 0.5,
     "lr_scheduler_type": "cosine",
     "min_lr_rate": 0.75,

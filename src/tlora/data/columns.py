@@ -38,8 +38,8 @@ def format_of(row: Row, data_format: Format | Literal["auto"], rows: Rows = "sam
         return "preference"
     if pair := [column for column in PAIR_COLUMNS if not _is_empty(row.value.get(column))]:
         raise DataError(
-            f"{row.place}: {_named(pair)}: wanted answers beside unwanted ones (preference data), which no objective here learns "
-            "from yet. To imitate the wanted ones, write each into its row as the answer, and remove these columns"
+            f"{row.place}: {_named(pair)}: wanted answers beside unwanted ones (preference data). Set objective: dpo or "
+            "orpo to learn from them; to imitate the wanted ones, write each into its row as the answer, and remove these columns"
         )
     found = detect(row) if data_format == "auto" else data_format
     for column in () if found in ("text", "tokenized") else VERDICT_COLUMNS:  # without an answer, a label is a class

@@ -88,11 +88,9 @@ class Dataset:
         return Sample(np.array(self._tokens[part]), np.array(self._weights[part]), lengths)
 
     @property
-    def longest_sequence(self) -> int:
-        """Tokens of the longest sequence of any sample."""
-        if self._ends is None:
-            return int(self.lengths.max(initial=0))
-        return int(np.diff(self._ends[self._places], axis=1, prepend=0).max(initial=0))
+    def longest_sequences(self) -> npt.NDArray[np.int64]:
+        """Tokens of each sample's longest sequence."""
+        return self.lengths if self._ends is None else np.diff(self._ends[self._places], axis=1, prepend=0).max(axis=1)
 
 
 def _shared(path: Path, read: Callable[[Path], Any]) -> Any:

@@ -16,12 +16,13 @@ from tlora import durable
 from tlora.adapters.peft import load_params, read_config
 from tlora.adapters.state import AdapterLayout
 from tlora.batching.pack import auto_token_budget
+from tlora.data.formats import Rows
 from tlora.data.prepare import Preparation, Prepared, PrepareRequest, prepare
 from tlora.engine.memory import MemoryModel, bytes_in_fp8, measure, memory_limit
 from tlora.engine.start import adopt_adapter_config, find_start
 from tlora.errors import CapacityError, DataError, ModelError
 from tlora.group.wall import Failure, attempt
-from tlora.job import JobSpec, Recompute, RunSpec
+from tlora.job import JobSpec, ObjectiveName, Recompute, RunSpec
 from tlora.supermodel.base_name import same_base
 from tlora.supermodel.fp8_linear import has_fp8
 from tlora.supermodel.load import learned_positions, longest_safe_sequence
@@ -193,12 +194,20 @@ def _take_shape(job: PlannedJob, model: SuperModel, resumed: Path | None) -> Non
 
 def prepare_requests(run: RunSpec, vocab_size: int) -> list[PrepareRequest]:
     """The data of all jobs of a run, keyed by their names."""
-    return [PrepareRequest(job.name, job.data, job.seed, run.base_model, vocab_size, durable.cache_dir(), Path.cwd()) for job in run.jobs]
+    return [
+        PrepareRequest(job.name, job.data, job.seed, run.base_model, vocab_size, durable.cache_dir(), Path.cwd(), _rows_of(job.objective))
+        for job in run.jobs
+    ]
+
+
+def _rows_of(objective: ObjectiveName) -> Rows:
+    return "samples" if objective == "sft" else "pairs"
 
 
 def _check_length(job: PlannedJob, model: Any) -> None:
     """Samples that the base cannot take at all, or only by changing the other jobs' results."""
-    longest = longest_sample(job.data) if job.data else 0
+    sets = [found for found in (job.data.train, job.data.eval) if found is not None] if job.data else []
+    longest = max((int(found.longest_sequences.max()) for found in sets), default=0)
     table, safe = learned_positions(model), longest_safe_sequence(model)
     if table is not None and longest > table:
         raise DataError(f"a sample has {longest} tokens, and this base has {table} learned positions. Set max_length: {table}")
@@ -209,7 +218,7 @@ def _check_length(job: PlannedJob, model: Any) -> None:
 def _position_warnings(data: Prepared, config: Any) -> list[str]:
     """Samples that reach beyond the positions which the base is made for."""
     most = getattr(config, "max_position_embeddings", None)
-    lengths = np.concatenate([found.lengths for found in (data.train, data.eval) if found is not None])
+    lengths = np.concatenate([found.longest_sequences for found in (data.train, data.eval) if found is not None])
     beyond = int(np.count_nonzero(lengths > most)) if most else 0
     if not beyond:
         return []

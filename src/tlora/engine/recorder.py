@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, cast
 
 import torch
@@ -100,6 +101,7 @@ class Recorder:
         self._started = self._row_time = context.clock()
         self._row_tokens, self._seconds_before = run.progress.num_tokens, run.progress.seconds
         self._unlogged = run.progress.unlogged
+        self._unlogged_metrics: list[Mapping[str, float]] = []  # of the steps that this process has taken
         self._written: TrainingProgress | None = None  # of the newest checkpoint that is known to be whole; the writing thread's
         self._stepped: Stepped | None = None
         self._broke: BaseException | None = None  # what passed the wall in a write that nobody waits for
@@ -126,6 +128,7 @@ class Recorder:
         """A row for every `logging_steps` optimizer steps; its loss is the mean over them."""
         run, self._stepped = self._run, report
         self._unlogged = (*self._unlogged, report.loss)
+        self._unlogged_metrics.append(report.metrics)
         if run.due(run.spec.logging_steps) or run.exhausted:
             self._log_steps(report)
 
@@ -136,6 +139,7 @@ class Recorder:
                 "step": p.step,
                 "epoch": round(self._run.epoch, 6),
                 "loss": sum(self._unlogged) / len(self._unlogged),
+                **{name: fmean(each[name] for each in self._unlogged_metrics) for name in report.metrics},
                 "grad_norm": report.stats.grad_norm,
                 "learning_rate": report.stats.learning_rate,
                 "num_tokens": p.num_tokens,
@@ -144,12 +148,13 @@ class Recorder:
             }
         )
         self._unlogged, self._row_time, self._row_tokens = (), now, p.num_tokens
+        self._unlogged_metrics = []
 
     def _log_evaluation(self, report: Evaluated) -> None:
         run = self._run
         tokens = int(run.evaluation.lengths.sum()) if run.evaluation is not None else 0
         row = {"step": report.progress.step, "epoch": round(run.epoch, 6), "eval_loss": report.loss, "eval_num_tokens": tokens}
-        self._write({**row, "seconds": self._context.clock()})
+        self._write(row | {f"eval_{name}": value for name, value in report.metrics.items()} | {"seconds": self._context.clock()})
 
     def _write(self, row: dict[str, Any]) -> None:
         self._rows.write(row)

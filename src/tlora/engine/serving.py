@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tlora import durable
 from tlora.data.chat import open_template
-from tlora.data.formats import Chat, detect, read_example
+from tlora.data.formats import Chat, detect, read_example, read_pair
 from tlora.data.rows import read_rows
 from tlora.data.tokenizer import load_tokenizer
 from tlora.errors import DataError, ModelError, TloraError
@@ -114,6 +114,8 @@ def is_plain(data: DataConfig, data_format: str) -> bool:
     if data_format in ("text", "tokenized"):
         return True
     row = next(islice(read_rows(Path(data.path)), 1))
+    if data_format == "preference":
+        return not isinstance(read_pair(row).chosen, Chat)
     return not isinstance(read_example(row, detect(row) if data_format == "auto" else data_format), Chat)  # type: ignore[arg-type]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+from tlora.group.job_run import Means
 from tlora.group.reports import Status
 from tlora.group.wall import Failure
 
@@ -33,9 +34,9 @@ class Decisions:
         """Jobs whose part of a micro-batch fails alone, with the reasons."""
         return seen
 
-    def evaluations(self, losses: list[float]) -> list[float]:
-        """Mean losses of the evaluations that are through; early stopping and the best checkpoint follow from them."""
-        return losses
+    def evaluations(self, means: list[Means]) -> list[Means]:
+        """Means of the evaluations that are through; early stopping and the best checkpoint follow from their losses."""
+        return means
 
     def end(self, job_id: str, due: End | None) -> End | None:
         """Whether and how a job ends at its present step."""

@@ -17,7 +17,7 @@ import torch
 from tlora.adapters.state import AdapterState
 from tlora.batching.pack import MicroBatch, Row, pack, prepared_budget
 from tlora.group.decisions import Decisions, End
-from tlora.group.job_run import QUARANTINE_AFTER, JobRun, Passed, mean_loss
+from tlora.group.job_run import QUARANTINE_AFTER, JobRun, Means, Passed, means_of
 from tlora.group.reports import CheckpointDue, Computed, Ended, Evaluated, Listener, Noted, Status, Stepped
 from tlora.group.wall import Failure, attempt, is_out_of_memory
 from tlora.kernels.device import ToHost
@@ -31,14 +31,16 @@ class _Losses:
     """Of runs whose batch or evaluation is through, on their way to the host in one copy."""
 
     def __init__(self, passed: Sequence[Passed]) -> None:
+        self._names = [tuple(each.parts[0].metrics) if each.parts else () for each in passed]
         self._counts = [len(each.parts) for each in passed]
-        parts = [value for each in passed for part in each.parts for value in (part.loss_sum, part.weight_sum)]
-        self._values = ToHost(torch.stack(parts).view(-1, 2)) if parts else None
+        parts = [value for each in passed for part in each.parts for value in (part.loss_sum, part.weight_sum, *part.metrics.values())]
+        self._values = ToHost(torch.stack(parts)) if parts else None
 
-    def read(self) -> list[float]:
-        """Mean loss per trained token of each."""
+    def read(self) -> list[Means]:
+        """Of each."""
         values = iter(self._values.read() if self._values is not None else ())
-        return [mean_loss(list(islice(values, count))) for count in self._counts]
+        shapes = zip(self._counts, self._names, strict=True)
+        return [means_of([list(islice(values, 2 + len(names))) for _ in range(count)], names) for count, names in shapes]
 
 
 @dataclass(frozen=True)
@@ -128,10 +130,10 @@ class Engine:
         return packed
 
     def _evaluated(self, through: list[JobRun]) -> None:
-        losses = self.decisions.evaluations(_Losses([run.passed for run in through]).read())
-        for run, loss in zip(through, losses, strict=True):
-            run.evaluated(loss)
-            self._listen(Evaluated(run.spec.name, run.progress, loss))
+        means = self.decisions.evaluations(_Losses([run.passed for run in through]).read())
+        for run, found in zip(through, means, strict=True):
+            run.evaluated(found.loss)
+            self._listen(Evaluated(run.spec.name, run.progress, found.loss, found.metrics))
             self._advance(run)
 
     def _step(self, through: list[JobRun]) -> None:
@@ -159,13 +161,13 @@ class Engine:
         stepping = self._stepping
         if stepping is None:
             return
-        losses, stats = stepping.losses.read(), stepping.steps.read()
+        means, stats = stepping.losses.read(), stepping.steps.read()
         self._stepping = None  # not before: a wait that is interrupted begins anew
-        stepped = [(run, loss) for run, loss in zip(stepping.runs, losses, strict=True) if run.spec.name in stats]
-        for run, loss in stepped:
+        stepped = [(run, found) for run, found in zip(stepping.runs, means, strict=True) if run.spec.name in stats]
+        for run, found in stepped:
             name = run.spec.name
-            run.stepped(stats[name], loss)
-            self._listen(Stepped(name, run.progress, stats[name], loss))
+            run.stepped(stats[name], found.loss)
+            self._listen(Stepped(name, run.progress, stats[name], found.loss, found.metrics))
         for run in sorted((run for run, _ in stepped), key=self._numel, reverse=True):  # the longest to write ends first
             self._advance(run, offered=stepping.offered)
 
@@ -175,7 +177,9 @@ class Engine:
     def _compute(self, kind: str, rows: tuple[Row, ...], tokens: int) -> dict[str, JobLoss]:
         pad_to = prepared_budget(tokens, self.token_budget) if self.model.device.type == "cuda" else 0
         batch: PackedBatch = collate([self.runs[row.job_id].batch_row(row) for row in rows], self.model.device, pad_to)
-        return self.model.evaluate(batch) if kind == "eval" else self.model.forward_backward(batch)
+        present = {row.job_id: self.runs[row.job_id].objective for row in rows}
+        objectives = {name: objective for name, objective in present.items() if objective is not None}
+        return (self.model.evaluate if kind == "eval" else self.model.forward_backward)(batch, objectives)
 
     def _counted(self, packed: MicroBatch) -> Computed:
         padded = self.model.device.type == "cuda" and (not self.model.deterministic or self.model.num_layers > 0)

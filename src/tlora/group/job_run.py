@@ -6,8 +6,10 @@ It never touches a tensor of the model: the engine hands it losses, and it answe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
 
 from tlora.adapters.optim import StepStats
 from tlora.batching.flow import Flow, Item
@@ -16,6 +18,7 @@ from tlora.data.dataset import Dataset
 from tlora.data.order import global_batch
 from tlora.group.progress import TrainingProgress
 from tlora.job import JobSpec
+from tlora.objectives import OBJECTIVES, Objective
 from tlora.supermodel.batch import BatchRow
 from tlora.supermodel.supermodel import JobLoss
 
@@ -31,12 +34,21 @@ class Passed:
     tokens: int = 0
 
 
-def mean_loss(parts: Sequence[tuple[float, float]]) -> float:
-    """Loss per trained token of (sum of losses, sum of weights), added in the order of arrival: the bits are the job's own."""
-    loss, weight = 0.0, 0.0
-    for part_loss, part_weight in parts:
-        loss, weight = loss + part_loss, weight + part_weight
-    return loss / weight if weight else math.nan
+@dataclass(frozen=True)
+class Means:
+    """Of a global batch or an evaluation: the loss per trained token or, with an objective, per unit; and the objective's metrics."""
+
+    loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def means_of(parts: Sequence[Sequence[float]], names: Sequence[str]) -> Means:
+    """Of parts (sum of losses, sum of weights, sums of the metrics `names`), added in the order of arrival: the bits are the job's own."""
+    sums = (reduce(add, column, 0.0) for column in zip(*parts, strict=True))  # not sum(), which from Python 3.12 on compensates
+    loss, weight, *metrics = sums if parts else (0.0, 0.0)
+    if not weight:
+        return Means(math.nan)
+    return Means(loss / weight, {name: total / weight for name, total in zip(names, metrics, strict=True)})
 
 
 def stopped_early(spec: JobSpec, progress: TrainingProgress) -> bool:
@@ -54,6 +66,7 @@ class JobRun:
         self.steps_per_epoch = math.ceil(len(train) / spec.batch_size)
         self.progress = TrainingProgress(data=self.data_key, eval_data=self.eval_key)
         self.saved_step = -1  # of the newest checkpoint
+        self.objective: Objective | None = OBJECTIVES[spec.objective](spec.beta) if spec.objective != "sft" else None
         self.flow = Flow(spec.name, spec.weight)
         self.passed = Passed()
         self._normalizer = 1.0
@@ -107,7 +120,7 @@ class JobRun:
             self._offer("eval", range(len(self.evaluation)), self.evaluation)
             return
         samples = global_batch(self.progress.step, len(self.train), self.spec.batch_size, self.spec.seed)
-        self._normalizer = float(sum(self.train.trained[i] for i in samples))
+        self._normalizer = float(sum(self.train.trained[i] for i in samples)) if self.objective is None else float(len(samples))
         self._offer("train", samples, self.train)
 
     def _offer(self, kind: str, samples: Sequence[int], data: Dataset) -> None:
@@ -120,10 +133,10 @@ class JobRun:
         """The sample behind a packed row."""
         if self.evaluating and self.evaluation is not None:
             sample = self.evaluation[row.sample]
-            return BatchRow(self.spec.name, sample.input_ids, sample.loss_weights)
+            return BatchRow(self.spec.name, sample.input_ids, sample.loss_weights, lengths=sample.lengths)
         sample = self.train[row.sample]
         key = (self.spec.seed, self.progress.step, row.sample) if self.spec.lora_dropout else None
-        return BatchRow(self.spec.name, sample.input_ids, sample.loss_weights, self._normalizer, key)
+        return BatchRow(self.spec.name, sample.input_ids, sample.loss_weights, self._normalizer, key, sample.lengths)
 
     def set_weight(self, weight: float) -> None:
         """This job's share of the tokens from now on. No number depends on it."""

@@ -6,8 +6,8 @@ Reports come in the order of their events, from the thread that runs the group. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tlora.adapters.optim import StepStats
@@ -29,21 +29,23 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """A job's optimizer stepped; `loss` is the mean per trained token of that global batch."""
+    """A job's optimizer stepped; `loss` is the mean of that global batch, `metrics` are its objective's (`group.job_run.Means`)."""
 
     job_id: str
     progress: TrainingProgress
     stats: StepStats
     loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """`loss`: mean per trained token of the job's evaluation set."""
+    """`loss`: the mean of the job's evaluation set, and its objective's metrics there."""
 
     job_id: str
     progress: TrainingProgress
     loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Objectives by the name that a jobs file gives them; `sft`, cross-entropy, is the super-model's own."""
+"""Objectives by the name that a jobs file gives them (`job.ObjectiveName`); `sft`, cross-entropy, is the super-model's own."""
 
 from __future__ import annotations
 
