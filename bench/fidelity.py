@@ -42,7 +42,7 @@ from bench.machine import facts, write
 from bench.shapes import DEMO_BASE, SHAPES, write_base
 from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
-from tlora.cluster.local import LocalBackend, LocalMachine
+from tlora.cluster.local import LocalBackend, LocalMachine, submit_all
 from tlora.protocol import JobFinished, JobSubmitted
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.residual_capacity import residual_capacity
@@ -101,7 +101,8 @@ def run_really(machine: LocalMachine, work: Work, arrivals: Arrivals, policy: st
     """Train all jobs to their ends."""
     machine.output_dir.mkdir(parents=True)
     path = machine.output_dir / "events.jsonl"
-    with LocalBackend(machine, work.jobs, arrivals) as backend, closing(EventLog(path)) as log:
+    with LocalBackend(machine) as backend, closing(EventLog(path)) as log:
+        submit_all(backend, work.jobs, arrivals)
         run(Scheduler(policy_of(policy, calibration), calibration.cost), backend, log.write)
     submitted = {event.job_id: at for at, event in arrivals}
     ended = {item.job_id: seconds for seconds, item in read_event_log(path) if isinstance(item, JobFinished)}

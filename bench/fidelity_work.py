@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from tlora.cluster.local import LocalBackend, LocalJob, LocalMachine
+from tlora.cluster.local import LocalBackend, LocalMachine, submit_all
+from tlora.cluster.reconciler import LocalJob
 from tlora.costs.cost import BaseConstants, CostModel
 from tlora.engine.profile import ProfiledJob, profile_jobs
 from tlora.job import JobSpec, RunSpec
@@ -285,7 +286,8 @@ def _budget_of(group: tuple[int, int], sizes: Sizes) -> int:
 @contextmanager
 def _calibrating(machine: LocalMachine, work: Work) -> Iterator[_Bench]:
     arrivals = [(0.0, event) for event in work.submitted.values()]
-    with LocalBackend(machine, work.jobs, arrivals) as backend:
+    with LocalBackend(machine) as backend:
+        submit_all(backend, work.jobs, arrivals)
         yield _Bench(backend, machine.gpus, work)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
-from tlora.cluster.local import LocalBackend, LocalJob, LocalMachine
+from tlora.cluster.local import LocalBackend, LocalMachine, submit_all
+from tlora.cluster.reconciler import LocalJob
 from tlora.costs.hardware import cost_model
 from tlora.engine.profile import ProfiledJob, profile_jobs
 from tlora.jobs_file.read import read_jobs_file
@@ -36,7 +37,8 @@ def main(jobs_file: str, device: str, *gpus: str, apart_seconds: float = 10.0) -
     machine = LocalMachine(tuple(map(int, gpus)), "cuda" if device == "cuda" else "cpu", {BASE: order.base_model}, out, order.deterministic)
     scheduler = Scheduler(residual_capacity(Settings(elastic=False)), cost_model())
     out.mkdir(parents=True, exist_ok=True)
-    with LocalBackend(machine, jobs, arrivals) as backend, closing(EventLog(out / "events.jsonl")) as log:
+    with LocalBackend(machine) as backend, closing(EventLog(out / "events.jsonl")) as log:
+        submit_all(backend, jobs, arrivals)
 
         def note(seconds: float, item: object) -> None:
             log.write(seconds, item)

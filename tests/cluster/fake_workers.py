@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from pathlib import Path
 
-from tlora.cluster.worker_process import Membership
+from tlora.cluster.reconciler import Membership
 from tlora.worker_protocol import Command, Join, Joined, Leave, Left, Load, Loaded, Report
 
 

@@ -11,7 +11,8 @@ from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, run_spec, sha256, steps_taken, train, write_rows
 from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
-from tlora.cluster.local import MOST_DEATHS, LocalBackend, LocalJob, LocalMachine
+from tlora.cluster.local import LocalBackend, LocalMachine, submit_all
+from tlora.cluster.reconciler import MOST_DEATHS, LocalJob
 from tlora.engine.profile import ProfiledJob, profile_jobs
 from tlora.protocol import Action, Event, GroupLost, JobFailed, JobFinished, JobGroup, JobSubmitted, ParallelPlan, StartGroup
 
@@ -77,7 +78,8 @@ def test_the_culprit_fails_by_itself_and_seven_of_seven_others_are_as_alone(tmp_
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hook"))
     machine = LocalMachine((0,), "cpu", {"tiny": str(base)}, tmp_path / "out", deterministic=True)
     told: list[Event | Action] = []
-    with LocalBackend(machine, jobs, arrivals) as backend, closing(EventLog(tmp_path / "events.jsonl")) as log:
+    with LocalBackend(machine) as backend, closing(EventLog(tmp_path / "events.jsonl")) as log:
+        submit_all(backend, jobs, arrivals)
 
         def record(seconds: float, item: Event | Action) -> None:
             told.append(item)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 from tests.cluster.fake_workers import STARTED, FakeWorker
 from tlora.cluster import local
-from tlora.cluster.local import LocalBackend, LocalJob, LocalMachine
+from tlora.cluster.local import LocalBackend, LocalMachine, submit_all
+from tlora.cluster.reconciler import MOST_DEATHS, LocalJob
 from tlora.errors import ConfigError
 from tlora.job import JobSpec
 from tlora.protocol import (
@@ -23,7 +25,9 @@ from tlora.protocol import (
     JobFailed,
     JobFinished,
     JobGroup,
+    JobHeld,
     JobProfile,
+    JobReleased,
     JobSubmitted,
     NodeAdded,
     ParallelPlan,
@@ -65,7 +69,8 @@ def fake_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def backend(tmp_path: Path) -> Iterator[LocalBackend]:
     """With a, b and c just submitted."""
     names = ("a", "b", "c")
-    with LocalBackend(machine(tmp_path), {name: job(name) for name in names}, [(0.0, submitted(name)) for name in names]) as made:
+    with LocalBackend(machine(tmp_path)) as made:
+        submit_all(made, {name: job(name) for name in names}, [(0.0, submitted(name)) for name in names])
         assert made.poll() == [NodeAdded("local", (0, 1))]
         assert made.poll() == [submitted(name) for name in names]
         yield made
@@ -235,23 +240,23 @@ def test_each_death_in_company_makes_the_time_alone_longer(backend: LocalBackend
         for name in ("a", "b") if number else ():
             assert worker.asked == [f"+{name}"]
             worker.obey()
-            worker.say(Stepped(name, backend._alone_until[name], 0.1))
+            worker.say(Stepped(name, backend._reconciler._alone_until[name], 0.1))
             heard(backend)
             worker.obey()
             heard(backend)
         worker.obey()
         worker.say(None)
-        while worker.gpu in backend._workers:
+        while worker.gpu in backend._reconciler.workers:
             backend._listen()
-        alone.append(backend._alone_until["a"] - backend._furthest["a"])
-    assert alone == [4, 16, 64] and {"a", "b"} <= backend._open
+        alone.append(backend._reconciler._alone_until["a"] - backend._reconciler._furthest["a"])
+    assert alone == [4, 16, 64] and {"a", "b"} <= backend._reconciler.open
 
 
 def test_a_worker_that_others_end_lets_its_jobs_go_first(backend: LocalBackend) -> None:
     """SIGTERM from outside: nobody joins it any more, and no job is blamed."""
     (worker,) = running(backend, group("g0", 0, "a"))
     worker.say(Left("a", 5, "checkpoint-5"), None)
-    assert isinstance(backend.poll()[0], GroupLost) and worker.asked == [] and not backend._deaths
+    assert isinstance(backend.poll()[0], GroupLost) and worker.asked == [] and not backend._reconciler._deaths
 
 
 def test_a_job_that_kills_its_workers_fails(backend: LocalBackend) -> None:
@@ -259,7 +264,7 @@ def test_a_job_that_kills_its_workers_fails(backend: LocalBackend) -> None:
     (worker,) = running(backend, group("g0", 0, "a", "b"))
     worker.say(Stepped("a", 3, 0.1), None)
     events: list[Event] = []
-    for number in range(1, local.MOST_DEATHS):
+    for number in range(1, MOST_DEATHS):
         while not isinstance(events[-1] if events else None, GroupLost):
             events += backend.poll()
         assert not any(isinstance(event, JobFailed) for event in events)
@@ -277,7 +282,7 @@ def test_a_job_that_kills_its_workers_fails(backend: LocalBackend) -> None:
 
 def test_a_base_that_kills_its_workers_costs_no_more_of_them(backend: LocalBackend) -> None:
     """The jobs have not begun, so none is tried alone."""
-    for number in range(local.MOST_DEATHS):
+    for number in range(MOST_DEATHS):
         backend.execute(StartGroup(group(f"g{number}", 0, "a", "b")))
         assert STARTED[-1].asked == ["+a", "+b"]
         STARTED[-1].say(None)
@@ -287,7 +292,8 @@ def test_a_base_that_kills_its_workers_costs_no_more_of_them(backend: LocalBacke
 
 def test_cancelled_and_rejected_jobs_end_the_day(tmp_path: Path) -> None:
     arrivals = [(30.0, JobCancelled("a")), (0.0, submitted("a")), (0.0, submitted("b"))]
-    with LocalBackend(machine(tmp_path), {name: job(name) for name in "ab"}, arrivals) as backend:
+    with LocalBackend(machine(tmp_path)) as backend:
+        submit_all(backend, {name: job(name) for name in "ab"}, arrivals)
         assert backend.poll() + backend.poll() == [NodeAdded("local", (0, 1)), submitted("a"), submitted("b")]
         backend.execute(RejectJob("b", "too large"))
         backend._start -= 30.0
@@ -296,7 +302,8 @@ def test_cancelled_and_rejected_jobs_end_the_day(tmp_path: Path) -> None:
 
 
 def test_time_passes_by_ticks(tmp_path: Path) -> None:
-    with LocalBackend(machine(tmp_path, tick_seconds=0.01), {"a": job("a")}, [(0.035, submitted("a"))]) as backend:
+    with LocalBackend(machine(tmp_path, tick_seconds=0.01)) as backend:
+        backend.submit(submitted("a"), job("a"), at_seconds=0.035)
         backend.poll()
         found: list[Event] = []
         while submitted("a") not in found:
@@ -305,22 +312,70 @@ def test_time_passes_by_ticks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arrival", "why"),
+    ("spec", "facts"),
     [
-        (submitted("nobody"), "no order of that name"),
-        (submitted("b"), "whose spec has the same name"),
-        (submitted("a", gpus=2), "no data parallelism yet. Ask for 1"),
-        (submitted("a", base="gpt"), "there are base, other"),
+        (submitted("nobody"), ("'nobody'", "'a'", "same name")),
+        (submitted("a", gpus=2), ("'a'", "2 GPUs", "Ask for 1")),
+        (submitted("a", base="gpt"), ("'a'", "'gpt'", "base, other")),
+        (submitted("A"), ("'A'", "'a'", "Rename one")),
     ],
 )
-def test_orders_that_cannot_run_here_are_refused(tmp_path: Path, arrival: JobSubmitted, why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        LocalBackend(machine(tmp_path), {"a": job("a"), "b": job("a")}, [(0.0, arrival)])
+def test_jobs_that_cannot_run_here_are_refused(tmp_path: Path, spec: JobSubmitted, facts: tuple[str, ...]) -> None:
+    with LocalBackend(machine(tmp_path)) as backend:
+        if spec.job_id == "A":
+            backend.submit(submitted("a"), job("a"))
+        with pytest.raises(ConfigError) as refused:
+            backend.submit(spec, job("A" if spec.job_id == "A" else "a"))
+    assert all(fact in str(refused.value) for fact in facts), refused.value
 
 
-def test_names_that_are_one_directory_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="differ in more than case"):
-        LocalBackend(machine(tmp_path), {"a": job("a"), "A": job("A")}, [])
+def test_what_is_asked_of_an_unknown_job_or_too_late_is_refused(tmp_path: Path) -> None:
+    with LocalBackend(machine(tmp_path)) as backend:
+        for ask in (backend.cancel, backend.hold, backend.release):
+            with pytest.raises(ConfigError, match="'a'.*Submit it first"):
+                ask("a")
+        with pytest.raises(ConfigError, match="'a'.*Give its spec"):
+            submit_all(backend, {}, [(0.0, submitted("a"))])
+        backend.seal()
+        with pytest.raises(ConfigError, match="'a'.*sealed"):
+            backend.submit(submitted("a"), job("a"))
+
+
+def test_jobs_come_and_go_at_any_time_from_any_thread(tmp_path: Path) -> None:
+    """The back end waits for what users ask; a cancellation asked for before its job arrives is told after it."""
+    with LocalBackend(machine(tmp_path)) as backend:
+        backend.poll()
+        asking = threading.Thread(target=lambda: backend.submit(submitted("a"), job("a")))
+        asking.start()
+        assert backend.poll() == [submitted("a")]
+        asking.join()
+        (worker,) = running(backend, group("g0", 0, "a"))
+        backend.hold("a")
+        backend.submit(submitted("b"), job("b"), at_seconds=30.0)
+        backend.cancel("b")
+        assert backend.poll() == [JobHeld("a")]
+        backend.execute(StopGroup("g0"))
+        assert worker.asked == ["-a"]
+        worker.obey()
+        backend.release("a")
+        assert backend.poll() == [JobReleased("a")]
+        backend.execute(StartGroup(group("g1", 0, "a")))
+        assert worker.asked == ["+a"]
+        worker.obey()
+        assert backend.poll() == [GroupReady("g1")]
+        backend._start -= 30.0
+        backend.seal()
+        assert backend.poll() == [submitted("b"), JobCancelled("b")]
+        worker.say(Finished("a", {}))
+        assert backend.poll() == [JobFinished("a")] and backend.poll() == []
+
+
+def test_a_cancelled_job_leaves_the_worker_whose_group_goes_on(backend: LocalBackend) -> None:
+    """The scheduler need not change a group that has lost a member by its end."""
+    (worker,) = running(backend, group("g0", 0, "a", "b"))
+    backend.cancel("a")
+    assert backend.poll() == [JobCancelled("a")]
+    assert worker.asked == ["-a"]
 
 
 def test_a_group_on_two_gpus_is_refused(backend: LocalBackend) -> None:
@@ -331,6 +386,6 @@ def test_a_group_on_two_gpus_is_refused(backend: LocalBackend) -> None:
 def test_an_output_directory_has_one_back_end(backend: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "STOP_SECONDS", 0.2)
     with pytest.raises(ConfigError, match="in use by another back end"):
-        LocalBackend(machine(tmp_path), {}, [])
+        LocalBackend(machine(tmp_path))
     backend.close()
-    LocalBackend(machine(tmp_path), {}, []).close()
+    LocalBackend(machine(tmp_path)).close()

@@ -17,7 +17,8 @@ from tests.engine.tiny_runs import job, run_spec, sha256, steps_taken, train, wr
 from tlora.cluster import local
 from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
-from tlora.cluster.local import LocalBackend, LocalJob, LocalMachine
+from tlora.cluster.local import LocalBackend, LocalMachine, submit_all
+from tlora.cluster.reconciler import LocalJob
 from tlora.engine.profile import ProfiledJob, profile_jobs
 from tlora.errors import ConfigError
 from tlora.protocol import (
@@ -95,7 +96,7 @@ class Script:
                 return [StopGroup("g0"), ChangeGroup(self.group("g1", 1))]
             case StepsDone("mover", "g1") if not self.killed:
                 self.killed = True
-                os.kill(self.backend._workers[1].process.pid, signal.SIGKILL)
+                os.kill(self.backend._reconciler.workers[1].process.pid, signal.SIGKILL)
                 return []
             case GroupLost("g1"):
                 self.members["g2"] = [name for name in self.members.pop("g1") if name not in self.ended]
@@ -119,7 +120,8 @@ def test_jobs_that_move_and_lose_their_worker_end_as_if_alone(world: World, tmp_
         arrivals.append((0.1 * number, JobSubmitted(order.name, "tiny", 1, profiled.profile)))
         jobs[order.name] = LocalJob(order, profiled.train_set, profiled.eval_set)
     machine = LocalMachine((0, 1), "cpu", {"tiny": str(world.base)}, tmp_path, deterministic=True)
-    with LocalBackend(machine, jobs, arrivals) as backend, closing(EventLog(tmp_path / "events.jsonl")) as log:
+    with LocalBackend(machine) as backend, closing(EventLog(tmp_path / "events.jsonl")) as log:
+        submit_all(backend, jobs, arrivals)
         script = Script(backend)
         run(script, backend, log.write)
     assert script.moved and script.killed
@@ -137,20 +139,19 @@ def test_jobs_that_move_and_lose_their_worker_end_as_if_alone(world: World, tmp_
 @pytest.mark.timeout(120)
 def test_workers_that_a_killed_back_end_leaves_behind_are_waited_for(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They may be within a long micro-batch, and save their jobs after it: until then the directory is theirs."""
-    order = LocalJob(run_spec(world.base, tmp_path, world.orders).jobs[0])
     machine = LocalMachine((0,), "cpu", {"tiny": str(world.base)}, tmp_path)
-    backend = LocalBackend(machine, {"mover": order}, [])
+    backend = LocalBackend(machine)
     backend.execute(StartGroup(JobGroup("g0", "tiny", (0,), ParallelPlan(1, 128), ("mover",), (1.0,))))
-    (worker,) = backend._workers.values()
+    (worker,) = backend._reconciler.workers.values()
     os.kill(worker.process.pid, signal.SIGSTOP)
-    assert backend._hold is not None
-    os.close(backend._hold)  # as its death does
+    assert backend._lock_file is not None
+    os.close(backend._lock_file)  # as its death does
     worker._stdin.close()
     try:
         with monkeypatch.context() as hasty, pytest.raises(ConfigError, match="workers that one left behind"):
             hasty.setattr(local, "STOP_SECONDS", 0.3)
-            LocalBackend(machine, {"mover": order}, [])
+            LocalBackend(machine)
     finally:
         os.kill(worker.process.pid, signal.SIGCONT)
-    LocalBackend(machine, {"mover": order}, []).close()  # waits
+    LocalBackend(machine).close()  # waits
     assert worker.process.wait(0) == 0

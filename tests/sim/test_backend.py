@@ -408,5 +408,6 @@ def test_a_job_is_submitted_cancelled_held_and_released_at_any_time():
     assert (a.state, a.finished_seconds, a.steps) == ("cancelled", 50.0, pytest.approx(40.0))
     assert (b.state, b.steps, b.regroupings) == ("done", 100.0, 1)
     assert cluster.poll() == []
-    cluster.submit(made_job("last", 1))
-    assert [type(event) for event in cluster.poll()] == [JobSubmitted]
+    cluster.submit(made_job("last", 1, at=1000.0))
+    cluster.cancel("last")
+    assert [type(event) for event in (*cluster.poll(), *cluster.poll())] == [JobSubmitted, JobCancelled]

@@ -1,17 +1,19 @@
-"""The cluster of one machine: a worker process per GPU, jobs that arrive when their time comes, adapters on its disk.
+"""The cluster of one machine: a worker process per GPU, and jobs that users submit, cancel, hold and release at any time.
 
-It makes what is wanted of each GPU come true step by step and tells what has happened; who trains where is the scheduler's, and how a
-micro-batch runs is the worker's (`engine/worker.py`).
+It owns the processes, the clock and the directory. What each worker is told is the reconciler's decision, who trains where the
+scheduler's, and how a micro-batch runs the worker's (`engine/worker.py`).
 """
 
 from __future__ import annotations
 
 import fcntl
+import heapq
+import itertools
 import math
 import os
 import queue
+import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,33 +21,29 @@ from types import TracebackType
 from typing import Literal
 
 from tlora import durable
+from tlora.cluster.reconciler import LocalJob, Reconciler, Worker
 from tlora.cluster.worker_process import Message, WorkerProcess
 from tlora.errors import ConfigError
-from tlora.job import JobSpec
 from tlora.protocol import (
     Action,
     ChangeGroup,
     Event,
-    GroupLost,
-    GroupReady,
     JobCancelled,
-    JobFailed,
-    JobFinished,
     JobGroup,
+    JobHeld,
+    JobReleased,
     JobSubmitted,
     NodeAdded,
     RejectJob,
+    Request,
     StartGroup,
-    StepsDone,
     StopGroup,
     Tick,
 )
-from tlora.worker_protocol import Failed, Finished, Join, Joined, Leave, Left, Load, Loaded, Report, Share, Stepped
+from tlora.worker_protocol import Load
 
 STOP_SECONDS = 25.0  # for a worker to checkpoint its jobs and exit
 _LOCK_SECONDS = 0.1  # between two looks whether a directory is free
-MOST_DEATHS = 3  # of workers in a row, without progress of a job: then it fails, if it was alone in the last
-_MORE_STEPS_ALONE = 4  # to its nth power: the steps that a job must get further alone after it was among others in n workers that died
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,45 +62,33 @@ class LocalMachine:
     tick_seconds: float = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class LocalJob:
-    """An order, and where its data lies tokenized (`engine.profile`); without that its worker prepares the data again."""
-
-    spec: JobSpec
-    train_set: str | None = None
-    eval_set: str | None = None
-
-
-Arrival = tuple[float, JobSubmitted | JobCancelled]
+Arrival = tuple[float, JobSubmitted | Request]
 
 
 class LocalBackend:
-    """A `Backend`. A group has one GPU: the engine has no data parallelism yet, and a group or an order of several is refused.
+    """A `Backend`. A group has one GPU: the engine has no data parallelism yet, and a group or a job of several is refused.
 
-    A worker outlives its group: the next group on its GPU need not load the same base again. A job is in one worker at a time: the next
-    one gets it when the last has let it go. Use it as a context manager, or `close` it: its workers go on else until this process ends.
+    `submit`, `cancel`, `hold`, `release` and `seal` may be called at any time and from any thread. A worker outlives its group: the next
+    group on its GPU need not load the same base again. A job is in one worker at a time. Use it as a context manager, or `close` it:
+    its workers otherwise run until this process ends.
     """
 
-    def __init__(self, machine: LocalMachine, jobs: Mapping[str, LocalJob], arrivals: Iterable[Arrival]) -> None:
-        """`arrivals`: when, on this back end's clock, which of `jobs` is submitted or cancelled. Raises ConfigError, CheckpointError."""
-        self._machine, self._jobs = machine, jobs
-        self._arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
-        _check_orders(machine, jobs, [event for _, event in self._arrivals])
+    def __init__(self, machine: LocalMachine) -> None:
+        """Raises ConfigError, CheckpointError."""
+        self._machine = machine
         for name in ("jobs", "workers"):
             durable.make_directory(machine.output_dir / name)
-        self._hold = _hold_directory(machine.output_dir)
+        self._lock_file = _lock_directory(machine.output_dir)
         self._start, self._start_unix = time.monotonic(), time.time()
         self._next_tick = machine.tick_seconds
         self._events: list[Event] = [NodeAdded("local", machine.gpus)]
-        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._workers: dict[int, WorkerProcess] = {}
-        self._groups: dict[str, JobGroup] = {}  # as they are wanted
-        self._unready: set[str] = set()  # groups whose last change is not through
-        self._open: set[str] = set()  # jobs that were submitted and have not ended
-        self._furthest: Counter[str] = Counter()  # steps of each job, as far as any worker has reported
-        self._deaths: Counter[str] = Counter()  # of workers in a row, without progress of the job (`_see_steps`)
-        self._suspicions: Counter[str] = Counter()  # deaths of workers that it shared with others
-        self._alone_until: dict[str, int] = {}  # steps to which a suspect is alone in its worker
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()  # None: users have asked something
+        self._reconciler = Reconciler(machine.base_models, self._start_worker)
+        self._asking = threading.Lock()  # of what follows, and of the jobs that are known
+        self._arrives: dict[str, float] = {}  # job -> when it is submitted
+        self._asked: list[tuple[float, int, JobSubmitted | Request]] = []  # a heap: seconds, serial, what users ask
+        self._serial = itertools.count()
+        self._sealed = False
 
     def __enter__(self) -> LocalBackend:
         return self
@@ -112,15 +98,72 @@ class LocalBackend:
 
     def close(self) -> None:
         """Let all workers checkpoint their jobs and exit; after 25 seconds they are killed."""
-        for worker in self._workers.values():
+        workers = self._reconciler.workers
+        for worker in workers.values():
             worker.stop()
         deadline = time.monotonic() + STOP_SECONDS
-        for worker in self._workers.values():
+        for worker in workers.values():
             worker.reap(max(0.0, deadline - time.monotonic()))
-        self._workers.clear()
-        if self._hold is not None:
-            os.close(self._hold)
-            self._hold = None
+        workers.clear()
+        if self._lock_file is not None:
+            os.close(self._lock_file)
+            self._lock_file = None
+
+    # -- what users ask ------------------------------------------------------------------------------------------------
+
+    def submit(self, spec: JobSubmitted, job: LocalJob, at_seconds: float = 0.0) -> None:
+        """The job arrives at that time on this back end's clock, or now. Raises ConfigError for one that cannot run here."""
+        self._check(spec, job)
+        with self._asking:
+            known = self._reconciler.jobs
+            twin = next((name for name in known if name.casefold() == spec.job_id.casefold()), None)
+            if twin is not None:
+                raise ConfigError(
+                    f"job {spec.job_id!r}: there is a job {twin!r} already; names must differ in more than case, as they are directories. "
+                    "Rename one"
+                )
+            self._ask(spec, at_seconds)
+            known[spec.job_id], self._arrives[spec.job_id] = job, at_seconds
+
+    def cancel(self, job_id: str, at_seconds: float = 0.0) -> None:
+        """The job ends at that time, or now; its last checkpoint stays. Raises ConfigError for an unknown job, as the next two do."""
+        self._ask_of(JobCancelled(job_id), at_seconds)
+
+    def hold(self, job_id: str, at_seconds: float = 0.0) -> None:
+        """The job checkpoints and leaves its GPU until it is released."""
+        self._ask_of(JobHeld(job_id), at_seconds)
+
+    def release(self, job_id: str, at_seconds: float = 0.0) -> None:
+        self._ask_of(JobReleased(job_id), at_seconds)
+
+    def seal(self) -> None:
+        """No more jobs will be submitted: `poll` ends when all have ended. Until then it waits for more."""
+        self._sealed = True
+        self._inbox.put(None)
+
+    def _ask_of(self, request: Request, at_seconds: float) -> None:
+        with self._asking:
+            if request.job_id not in self._arrives:
+                raise ConfigError(f"unknown job {request.job_id!r}. Submit it first")
+            self._ask(request, max(at_seconds, self._arrives[request.job_id]))
+
+    def _ask(self, request: JobSubmitted | Request, at_seconds: float) -> None:
+        if self._sealed and isinstance(request, JobSubmitted):
+            raise ConfigError(f"job {request.job_id!r} comes after the back end was sealed. Submit all jobs before")
+        heapq.heappush(self._asked, (at_seconds, next(self._serial), request))
+        self._inbox.put(None)
+
+    def _check(self, spec: JobSubmitted, job: LocalJob) -> None:
+        name, bases = spec.job_id, self._machine.base_models
+        if job.spec.name != name:
+            raise ConfigError(f"job {name!r} is submitted with the spec of {job.spec.name!r}. Give both the same name")
+        if spec.gpus != 1:
+            raise ConfigError(
+                f"job {name!r} asks for {spec.gpus} GPUs, and the local back end runs a job on one: "
+                "the engine has no data parallelism yet. Ask for 1"
+            )
+        if spec.base_model not in bases:
+            raise ConfigError(f"job {name!r}: unknown base model {spec.base_model!r}. Name one of {', '.join(sorted(bases))}")
 
     # -- the back end's three verbs ------------------------------------------------------------------------------------
 
@@ -128,9 +171,9 @@ class LocalBackend:
         return time.monotonic() - self._start
 
     def poll(self) -> list[Event]:
-        """Empty, with all workers ended, when every job has arrived and ended."""
+        """Empty, with all workers ended, when it is sealed and every job has arrived and ended."""
         while not self._events:
-            if not self._arrivals and not self._open:
+            if self._sealed and not self._asked and not self._reconciler.open:
                 self.close()
                 return []
             self._listen()
@@ -145,13 +188,12 @@ class LocalBackend:
             case StartGroup(group):
                 self._want(group)
             case ChangeGroup(group):
-                if group.group_id in self._groups:  # else it was lost, which the scheduler is about to hear
+                if group.group_id in self._reconciler.groups:  # else it was lost, which the scheduler is about to hear
                     self._want(group)
             case StopGroup(group_id):
-                self._groups.pop(group_id, None)
-                self._unready.discard(group_id)
+                self._reconciler.forget(group_id)
             case RejectJob(job_id):
-                self._open.discard(job_id)
+                self._reconciler.open.discard(job_id)
         self._settle()
 
     def _want(self, group: JobGroup) -> None:
@@ -160,176 +202,81 @@ class LocalBackend:
                 f"group {group.group_id} is to run on GPUs {group.gpus}, and the local back end runs a group on one: "
                 "the engine has no data parallelism yet. Take a policy without growth"
             )
-        (gpu,) = group.gpus
-        other = self._group_on(gpu)
-        assert gpu in self._machine.gpus, f"{group.group_id} is to run on GPU {gpu}; there are {self._machine.gpus}"
-        assert other is None or other.group_id == group.group_id, f"GPU {gpu} is {other}'s and shall be {group.group_id}'s"
-        self._groups[group.group_id] = group
-        self._unready.add(group.group_id)
-
-    def _group_on(self, gpu: int) -> JobGroup | None:
-        return next((group for group in self._groups.values() if group.gpus == (gpu,)), None)
+        assert group.gpus[0] in self._machine.gpus, f"{group.group_id} is to run on {group.gpus}; there are {self._machine.gpus}"
+        self._reconciler.want(group)
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """Until a worker says something, somebody arrives, or the next tick; then all that is there to hear."""
-        due = min(self._next_tick, self._arrivals[0][0] if self._arrivals else math.inf)
+        """Until a worker reports, a user asks, or the next tick; then all that is there to hear."""
+        with self._asking:
+            due = min(self._next_tick, self._asked[0][0] if self._asked else math.inf)
         try:
-            self._hear(*self._inbox.get(timeout=max(0.0, due - self.now())))
+            self._hear(self._inbox.get(timeout=max(0.0, due - self.now())))
             while True:
-                self._hear(*self._inbox.get_nowait())
+                self._hear(self._inbox.get_nowait())
         except queue.Empty:
             return
 
+    def _hear(self, message: Message) -> None:
+        if message is None:
+            return
+        worker, report = message
+        if report is None:
+            worker.reap(STOP_SECONDS)
+            self._reconciler.lose(worker, worker.how_it_ended())
+        else:
+            self._reconciler.hear(worker, report)
+
     def _pass_time(self) -> None:
-        now = self.now()
-        while self._arrivals and self._arrivals[0][0] <= now:
-            _, event = self._arrivals.pop(0)
-            if isinstance(event, JobSubmitted):
-                self._open.add(event.job_id)
-            else:
-                self._open.discard(event.job_id)
-            self._events.append(event)
+        now, living = self.now(), self._reconciler.open
+        self._collect()
+        with self._asking:
+            while self._asked and self._asked[0][0] <= now:
+                event = heapq.heappop(self._asked)[2]
+                if isinstance(event, JobSubmitted):
+                    living.add(event.job_id)
+                elif event.job_id not in living:  # it has ended meanwhile
+                    continue
+                elif isinstance(event, JobCancelled):
+                    living.discard(event.job_id)
+                self._events.append(event)
         if self._next_tick <= now:
             self._events.append(Tick())
             self._next_tick = now + self._machine.tick_seconds
 
-    def _hear(self, worker: WorkerProcess, report: Report | None) -> None:
-        match report:
-            case None:
-                self._lose(worker)
-            case Loaded():
-                worker.loaded = True
-            case Joined(job_id):
-                if worker.jobs.get(job_id) == "joining":
-                    worker.jobs[job_id] = "resident"
-            case Stepped(job_id, steps, step_seconds):
-                self._see_steps(job_id, steps)
-                group = self._group_on(worker.gpu)
-                if group is not None and job_id in group.job_ids:
-                    self._events.append(StepsDone(job_id, group.group_id, steps, step_seconds))
-            case Finished(job_id):
-                worker.jobs.pop(job_id, None)
-                self._end(JobFinished(job_id))
-            case Failed(job_id, reason):
-                worker.jobs.pop(job_id, None)
-                self._end(JobFailed(job_id, reason))
-            case Left(job_id):
-                worker.doomed |= worker.jobs.pop(job_id, None) != "leaving"
-
-    def _end(self, event: JobFinished | JobFailed) -> None:
-        if event.job_id in self._open:
-            self._open.discard(event.job_id)
-            self._events.append(event)
-
-    def _lose(self, worker: WorkerProcess) -> None:
-        """Its process has ended: as it was told to, or by itself, and then its group with it."""
-        del self._workers[worker.gpu]
-        worker.reap(STOP_SECONDS)
-        if worker.stopping:
-            return
-        reason = worker.how_it_ended()
-        self._blame(worker, reason)
-        group = self._group_on(worker.gpu)
-        if group is not None:
-            del self._groups[group.group_id]
-            self._unready.discard(group.group_id)
-            self._events.append(GroupLost(group.group_id, reason))
-
-    def _blame(self, worker: WorkerProcess, reason: str) -> None:
-        """Any job in a worker that died may be what killed it: each is suspected, and has its next worker to itself. One whose workers
-        die even so fails. A worker that dies before its base is loaded has not begun with its jobs: being alone would tell nothing.
-        """
-        together = worker.loaded and len(worker.jobs) > 1
-        for job_id in worker.jobs:
-            self._deaths[job_id] += 1
-            if together:
-                self._suspicions[job_id] += 1
-                self._alone_until[job_id] = self._furthest[job_id] + _MORE_STEPS_ALONE ** self._suspicions[job_id]
-            elif self._deaths[job_id] >= MOST_DEATHS:
-                self._end(
-                    JobFailed(job_id, f"{self._deaths[job_id]} workers in a row ended with this job and without progress of it; {reason}")
-                )
-
-    def _see_steps(self, job_id: str, steps: int) -> None:
-        """A job that gets further than it ever was, or a suspect that gets as far as it must alone, is not what killed its workers."""
-        if steps >= self._alone_until.get(job_id, self._furthest[job_id] + 1):
-            self._alone_until.pop(job_id, None)
-            self._deaths.pop(job_id, None)
-        self._furthest[job_id] = max(steps, self._furthest[job_id])
-
-    # -- what is to be done about it -----------------------------------------------------------------------------------
-
     def _settle(self) -> None:
-        """One step from what each GPU has towards what it shall have. What must wait for a worker's answer is done when that has come."""
-        for worker in self._workers.values():
-            group = self._group_on(worker.gpu)
-            if group is not None and worker.load.base_model != self._machine.base_models[group.base_model]:
-                worker.stop()
-            for job_id, state in worker.jobs.items():
-                if state != "leaving" and worker.obeys and (group is None or job_id not in self._wanted(group)):
-                    worker.jobs[job_id] = "leaving"
-                    worker.send(Leave(job_id))
-        held = {job_id for worker in self._workers.values() for job_id in worker.jobs}
-        for group in list(self._groups.values()):
-            worker = self._workers.get(group.gpus[0]) or self._start_worker(group)
-            if worker.obeys:
-                self._let_in(group, worker, held)
+        self._reconciler.step()
+        self._collect()
 
-    def _wanted(self, group: JobGroup) -> tuple[str, ...]:
-        """Who shall be in the group's worker now: its jobs, or the first of them that is suspected, alone."""
-        suspects = (job_id for job_id in group.job_ids if job_id in self._alone_until and job_id in self._open)
-        suspect = next(suspects, None)
-        return group.job_ids if suspect is None else (suspect,)
+    def _collect(self) -> None:
+        self._events += self._reconciler.events
+        self._reconciler.events.clear()
 
-    def _start_worker(self, group: JobGroup) -> WorkerProcess:
-        (gpu,) = group.gpus
+    def _start_worker(self, gpu: int, base_model: str) -> Worker:
         machine = self._machine
-        base, jobs = machine.base_models[group.base_model], str(machine.output_dir / "jobs")
-        load = Load(base, jobs, machine.device, self._start_unix, machine.deterministic)
-        worker = self._workers[gpu] = WorkerProcess(gpu, load, machine.output_dir / "workers" / f"gpu{gpu}.log", self._inbox, self._hold)
-        return worker
-
-    def _let_in(self, group: JobGroup, worker: WorkerProcess, held: set[str]) -> None:
-        """Those that are wanted there and that no worker has; and, when all of the group are in, say that it is ready."""
-        share = Share(group.plan.token_budget, group.plan.recomputed_layers, dict(zip(group.job_ids, group.weights, strict=True)))
-        if worker.told != share:
-            worker.told = share
-            worker.send(share)
-        living = [job_id for job_id in group.job_ids if job_id in self._open]
-        wanted = self._wanted(group)
-        others = any(job_id not in wanted for job_id in worker.jobs)  # on their way out
-        for job_id in living:
-            if job_id in wanted and job_id not in held and not (others and job_id in self._alone_until):
-                worker.jobs[job_id] = "joining"
-                job = self._jobs[job_id]
-                worker.send(Join(job.spec, job.train_set, job.eval_set))
-        settled = worker.loaded and "leaving" not in worker.jobs.values()
-        if group.group_id in self._unready and settled and all(worker.jobs.get(job_id) == "resident" for job_id in living):
-            self._unready.discard(group.group_id)
-            self._events.append(GroupReady(group.group_id))
+        load = Load(base_model, str(machine.output_dir / "jobs"), machine.device, self._start_unix, machine.deterministic)
+        return WorkerProcess(gpu, load, machine.output_dir / "workers" / f"gpu{gpu}.log", self._inbox, self._lock_file)
 
 
-def _check_orders(machine: LocalMachine, jobs: Mapping[str, LocalJob], events: list[JobSubmitted | JobCancelled]) -> None:
-    for event in events:
-        name = event.job_id
-        if name not in jobs or jobs[name].spec.name != name:
-            raise ConfigError(f"job {name!r} arrives, and there is no order of that name. Give one, whose spec has the same name")
-        if isinstance(event, JobSubmitted) and event.gpus != 1:
-            raise ConfigError(
-                f"job {name!r} asks for {event.gpus} GPUs, and the local back end runs a job on one: "
-                "the engine has no data parallelism yet. Ask for 1"
-            )
-        if isinstance(event, JobSubmitted) and event.base_model not in machine.base_models:
-            known = ", ".join(sorted(machine.base_models))
-            raise ConfigError(f"job {name!r} wants the base model {event.base_model!r}, and there are {known}. Name one of them")
-    twins = [names for names, count in Counter(name.casefold() for name in jobs).items() if count > 1]
-    if twins:
-        raise ConfigError(f"two jobs are named {twins[0]!r}: names must differ in more than case, they are directories. Rename one")
+def submit_all(backend: LocalBackend, jobs: Mapping[str, LocalJob], arrivals: Iterable[Arrival]) -> None:
+    """Ask for all `arrivals`, each with its time on the back end's clock, and seal the back end. Raises ConfigError for one of them."""
+    for seconds, event in sorted(arrivals, key=lambda arrival: arrival[0]):
+        match event:
+            case JobSubmitted(name):
+                if name not in jobs:
+                    raise ConfigError(f"unknown job {name!r}. Give its spec too")
+                backend.submit(event, jobs[name], seconds)
+            case JobCancelled(name):
+                backend.cancel(name, seconds)
+            case JobHeld(name):
+                backend.hold(name, seconds)
+            case JobReleased(name):
+                backend.release(name, seconds)
+    backend.seal()
 
 
-def _hold_directory(directory: Path) -> int:
+def _lock_directory(directory: Path) -> int:
     """A lock on the directory itself. Workers share it, also those of a back end that was killed: they save their jobs and end, and are
     waited for.
     """

@@ -1,4 +1,4 @@
-"""One worker's process as its back end sees it: started, spoken to, listened to, ended. What it is told is `local.py`'s to decide."""
+"""One worker's process as its back end sees it: started, spoken to, listened to, ended. What it is told is the reconciler's to decide."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO
 
+from tlora.cluster.reconciler import Membership
 from tlora.worker_protocol import Command, Load, Report, Stop, command_line, parse_report
 
-Membership = Literal["joining", "resident", "leaving"]
-Message = tuple["WorkerProcess", Report | None]  # None: it has ended, and this is its last
+Message = tuple["WorkerProcess", Report | None] | None
+"""A worker and its report; without a report it has ended, and this is its last. None wakes the one who waits."""
+
 _TAIL_BYTES = 2000
 
 

@@ -56,37 +56,37 @@ class SimulatedCluster:
         self._shape, self._cost, self._conditions = shape, cost, conditions
         self._exact = conditions.exact
         self._saturated = conditions.saturated or {base: found.tokens_per_second for base, found in cost.constants.items()}
-        self._now = 0.0
+        self._now, self._serial = 0.0, 0
         self._alive = self._waiting = 0
+        self._arrives: dict[str, float] = {}  # job -> its submission
         self._asked: list[tuple[float, int, MappedJob | Request]] = []  # a heap: seconds, serial, what users ask
         self._asked_at = math.inf  # of the first of them
         self._groups: dict[str, GroupFlow] = {}
         self._touched: dict[str, GroupFlow] = {}  # whose next event is to be worked out anew
         self._upcoming: list[tuple[float, int, GroupFlow, int]] = []  # a heap: seconds, serial, group, its version
-        self._serial = 0
         self._changed_at, self._tick_at, self._tick_gap = 0.0, shape.tick_seconds, shape.tick_seconds
         self._machines = Machines(shape, conditions)
         self._outbox: list[Event] = [*self._machines.added()]
-        # sums for the next sample
         self._unsampled = False
-        self._tokens_per_second = self._useful_gpus = 0.0
+        self._tokens_per_second = self._useful_gpus = 0.0  # for the next sample
 
     # -- what users ask ------------------------------------------------------------------------------------------------
 
     def submit(self, job: MappedJob) -> None:
         """It comes at its `submit_seconds`, or now if these are over."""
+        self._arrives[job.job.job_id] = job.submit_seconds
         self._ask(job, job.submit_seconds)
 
     def cancel(self, job_id: str, at_seconds: float = 0.0) -> None:
-        """It ends where it is, at that time or now. A job that has ended, or never came, is left alone."""
-        self._ask(JobCancelled(job_id), at_seconds)
+        """It ends as far as it is, at that time or now, but not before it has come. A job that has ended is left alone."""
+        self._ask(JobCancelled(job_id), max(at_seconds, self._arrives[job_id]))
 
     def hold(self, job_id: str, at_seconds: float = 0.0) -> None:
         """It leaves its group with a checkpoint, as soon as the scheduler hears of it, and gets no GPU until `release`."""
-        self._ask(JobHeld(job_id), at_seconds)
+        self._ask(JobHeld(job_id), max(at_seconds, self._arrives[job_id]))
 
     def release(self, job_id: str, at_seconds: float = 0.0) -> None:
-        self._ask(JobReleased(job_id), at_seconds)
+        self._ask(JobReleased(job_id), max(at_seconds, self._arrives[job_id]))
 
     def _ask(self, request: MappedJob | Request, at_seconds: float) -> None:
         self._serial += 1
@@ -178,8 +178,8 @@ class SimulatedCluster:
         if isinstance(request, MappedJob):
             self._arrive(request)
             return
-        job = self.jobs.get(request.job_id)
-        if job is not None and job.state == "unfinished":
+        job = self.jobs[request.job_id]
+        if job.state == "unfinished":
             if isinstance(request, JobCancelled):
                 self._end_job(job, "cancelled")
             self._happened(request)
