@@ -56,7 +56,7 @@ def progress_shown(console: Console | None, names: Sequence[str]) -> Iterator[Ca
     if console is None:
         yield lambda _: None
     elif not shows_live(console):
-        yield _plain_lines(console, names, time.monotonic)
+        yield _plain_lines(console, names)
     else:
         text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
         with Progress(BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), text, console=console, transient=True) as progress:
@@ -75,12 +75,12 @@ def progress_shown(console: Console | None, names: Sequence[str]) -> Iterator[Ca
             yield tell
 
 
-def _plain_lines(console: Console, names: Sequence[str], clock: Callable[[], float]) -> Callable[[Standing], None]:
-    began = last = clock()
+def _plain_lines(console: Console, names: Sequence[str]) -> Callable[[Standing], None]:
+    began = last = time.monotonic()
 
     def tell(standing: Standing) -> None:
         nonlocal last
-        now = clock()
+        now = time.monotonic()
         if now - last >= LINE_SECONDS and standing.running:
             last = now
             running = ", ".join(names[number] for number in standing.running)
