@@ -88,6 +88,8 @@ def test_a_set_of_pairs_holds_what_both_answers_are_alone(tmp_path: Path, tokeni
     alone = [{"prompt": row["prompt"], "completion": row[answer]} for row in TEXTS for answer in ("chosen", "rejected")]
     samples = _build(_write(tmp_path / "samples.jsonl", alone), encoder, rows="samples")
     assert len(pairs) == 2 and samples[0].lengths == ()
+    shown: Any = pairs.meta["report"]
+    assert "".join(text for text, _ in shown["rendered"]).startswith("chosen:\none two three")
     for index in range(2):
         chosen, rejected, pair = samples[2 * index], samples[2 * index + 1], pairs[index]
         assert pair.lengths == (len(chosen.input_ids), len(rejected.input_ids))

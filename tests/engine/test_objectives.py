@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import random
@@ -107,3 +108,14 @@ def test_data_of_the_other_kind_fails_its_job_alone(
 def test_what_an_objective_does_not_take(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         JobSpec.model_validate({"name": "a", "data": "x", **fields})
+
+
+def test_the_example_of_an_own_loop_with_pairs(base: Path, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = Path(__file__).parents[2] / "examples" / "own_loop_dpo.py"
+    found = importlib.util.spec_from_file_location("own_loop_dpo", source)
+    assert found and found.loader
+    example = importlib.util.module_from_spec(found)
+    found.loader.exec_module(example)
+    metrics = example.main(str(base), str(tmp_path / "adapter"), str(pairs), steps=15)
+    assert metrics["rewards/accuracies"] == 1 and metrics["loss"] < 0.6 and (tmp_path / "adapter/adapter_model.safetensors").is_file()
+    assert capsys.readouterr().out.count("loss") == 15

@@ -169,7 +169,9 @@ def _add(writer: Writer, unit: Sequence[Encoded], max_length: int, report: DataR
     report.tokens += sum(len(sample.input_ids) for sample in samples)
     report.trained_tokens += sum(trained)
     if not report.rendered:
-        report.rendered = [run for sample in samples for run in _runs(sample, encoder)]
+        heads = ("",) if len(samples) == 1 else ("chosen:\n", "\n\nrejected:\n")
+        runs = [[(head, 0.0), *_runs(sample, encoder)] for head, sample in zip(heads, samples, strict=True)]
+        report.rendered = [run for each in runs for run in each if run[0]]
 
 
 def _runs(sample: Sample, encoder: Encoder) -> list[tuple[str, float]]:
