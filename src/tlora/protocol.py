@@ -1,16 +1,19 @@
-"""What happens in a cluster and what is to be done about it: two unions of frozen dataclasses, JSON both ways, and the nouns in them.
+"""What happens in a cluster and what to do about it: two unions of frozen dataclasses, JSON both ways, and the nouns in them.
 
-A scheduler folds events into its state and answers with actions; back ends (local, Ray, simulated) do the reverse. Times are seconds on
-the back end's own clock and come beside an event, never in it. No behaviour here.
+A scheduler folds events into its state and answers with actions; back ends (local, simulated) carry out actions and report events. Times
+are seconds on the back end's clock and are passed with an event, not in it.
 """
 
 from __future__ import annotations
 
-import types
+import json
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any, cast
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 DEFAULT_MAX_SLOWDOWN = 1.5
 
@@ -194,46 +197,26 @@ _KINDS: dict[str, type] = {kind.__name__: kind for kind in (*typing.get_args(Eve
 
 
 def to_json(item: Event | Action) -> dict[str, Any]:
-    """As JSON's types, with the name of its type under "type"."""
-    return {"type": type(item).__name__, **_plain(item)}
+    """For `json.dumps`, with the name of its type under "type"."""
+    return {"type": type(item).__name__, **asdict(item)}
 
 
 def from_json(found: Mapping[str, Any]) -> Event | Action:
-    """What `to_json` gave. Raises ValueError for anything else, with what is wrong."""
+    """What `to_json` gave, from JSON's types. Unknown types and fields, and values of another type, raise ValueError."""
     kind = _KINDS.get(str(found.get("type")))
     if kind is None:
-        raise ValueError(f"there is no event or action {found.get('type')!r}; there are {', '.join(_KINDS)}")
-    return cast("Event | Action", _made(kind, {key: value for key, value in found.items() if key != "type"}))
-
-
-def _plain(item: Any) -> Any:
-    if is_dataclass(item):
-        return {f.name: _plain(getattr(item, f.name)) for f in fields(item)}
-    return [_plain(part) for part in cast("tuple[Any, ...]", item)] if isinstance(item, tuple) else item
-
-
-def _made(kind: type, values: Mapping[str, Any]) -> Any:
-    hints = typing.get_type_hints(kind)
-    unknown = sorted(set(values) - set(hints))
-    if unknown:
-        raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}")
+        raise ValueError(f"unknown event or action {found.get('type')!r}; known are {', '.join(_KINDS)}")
+    values = {key: value for key, value in found.items() if key != "type"}
     try:
-        return kind(**{name: _restored(hints[name], value, f"{kind.__name__}.{name}") for name, value in values.items()})
-    except TypeError as error:  # a field without a default is missing
-        raise ValueError(str(error).replace("__init__()", "")) from None
+        return cast("Event | Action", _adapter(kind).validate_json(json.dumps([values]))[0])
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join([kind.__name__, *map(str, first["loc"][1:])])
+        raise ValueError(f"{where} is {first['input']!r}: {first['msg']}") from None
 
 
-def _restored(hint: Any, value: Any, where: str) -> Any:
-    """`value` as `hint` wants it."""
-    if is_dataclass(hint) and isinstance(value, Mapping):
-        return _made(cast("type", hint), cast("Mapping[str, Any]", value))
-    if typing.get_origin(hint) is tuple and isinstance(value, list):
-        (inner, _) = typing.get_args(hint)
-        return tuple(_restored(inner, part, where) for part in cast("list[Any]", value))
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    wanted = tuple(cast("type", typing.get_origin(kind) or kind) for kind in kinds)
-    if float in wanted and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not any(isinstance(value, kind) and not (kind is int and isinstance(value, bool)) for kind in wanted):
-        raise ValueError(f"{where} is {value!r}, and must be {hint}")
-    return value
+@cache
+def _adapter(kind: Any) -> TypeAdapter[tuple[Any]]:
+    """Of a list of one: pydantic takes no configuration for a dataclass alone."""
+    one: Any = tuple.__class_getitem__(kind)
+    return TypeAdapter(one, config=ConfigDict(extra="forbid", strict=True))

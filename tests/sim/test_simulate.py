@@ -8,9 +8,9 @@ from dataclasses import asdict, replace
 import pytest
 
 from tests.scheduler.invariants import check
+from tests.sim.answers import answered
 from tests.sim.small_clusters import even_cost
 from tlora.cluster.controller import run
-from tlora.cluster.event_log import replay
 from tlora.costs.hardware import cost_model
 from tlora.protocol import Action, Event, GroupReady, JobFinished, JobGroup, JobSubmitted, StepsDone
 from tlora.scheduler.policies import POLICIES
@@ -110,7 +110,7 @@ def test_the_events_of_a_run_give_a_fresh_scheduler_the_same_actions(policy: str
     cluster = simulated_cluster(some_jobs(), SHAPE, cost, ROUGH)
     run(Scheduler(POLICIES[policy](), cost), cluster, lambda seconds, item: rows.append((seconds, item)))
     assert len(rows) > 500
-    assert replay(Scheduler(POLICIES[policy](), cost_model("h200", "tlora", BASES)), rows) == rows
+    assert answered(Scheduler(POLICIES[policy](), cost_model("h200", "tlora", BASES)), rows) == rows
 
 
 class Unreliable:

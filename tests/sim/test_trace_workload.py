@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tlora.errors import ConfigError
 from tlora.sim.trace import Trace, TraceJob, read_trace
-from tlora.sim.workload import at_load, compressed, demand_gpus, first, natural_load, of_type, of_vc, span_seconds, window
+from tlora.sim.workload import at_load, compressed, demand_gpus, first, natural_load, span_seconds
 
 
 def job(job_id: str, submit_seconds: float, gpus: int = 1, duration_seconds: float = 10.0, vc: str = "v", kind: str = "SFT") -> TraceJob:
@@ -20,15 +22,11 @@ def ids(trace: Trace) -> str:
     return "".join(job.job_id for job in trace.jobs)
 
 
-def test_filters_keep_their_jobs_from_second_0_and_say_what_they_did() -> None:
-    assert ids(of_vc(TRACE, "w")) == "bd" and [job.submit_seconds for job in of_vc(TRACE, "w").jobs] == [0, 60]
-    assert ids(of_vc(TRACE, "v", "w")) == "abcd"
-    assert ids(of_type(TRACE, "Debug")) == "c"
+def test_the_first_jobs_are_kept_from_second_0_and_said() -> None:
     assert ids(first(TRACE, 2)) == "ab" and ids(first(TRACE, 99)) == "abcd"
-    assert ids(window(TRACE, 40, 100)) == "bc"  # the end is not in it
-    assert of_vc(first(TRACE, 3), "v").filters == ("first 3 jobs", "vc v")
-    assert window(TRACE, 40, 100).filters == ("submitted from second 40 to 100",)
-    assert of_vc(TRACE, "w").name == "t"
+    late = replace(TRACE, jobs=TRACE.jobs[1:])
+    assert [job.submit_seconds for job in first(late, 3).jobs] == [0, 0, 60]
+    assert first(first(TRACE, 3), 2).filters == ("first 3 jobs", "first 2 jobs") and first(TRACE, 2).name == "t"
 
 
 def test_the_load_is_the_gpu_time_asked_for_over_the_span() -> None:
@@ -65,16 +63,8 @@ def test_natural_loads_of_the_shipped_traces(name: str, days: float, demand: flo
 
 
 def test_what_leaves_nothing_or_means_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="t has no job of vc 'x'. There are v, w"):
-        of_vc(TRACE, "v", "x")
-    with pytest.raises(ConfigError, match="no type to keep is given. Name one or more"):
-        of_type(TRACE)
-    with pytest.raises(ConfigError, match="no job of type 'SFT'. There are \\(none\\)"):
-        of_type(Trace("t", (job("a", 0, kind=""),)), "SFT")
     with pytest.raises(ConfigError, match="the first 0 jobs of a trace are none. Ask for 1 or more"):
         first(TRACE, 0)
-    with pytest.raises(ConfigError, match="from second 101 to 200; the last one was at 100. Choose another window"):
-        window(TRACE, 101, 200)
     with pytest.raises(ConfigError, match="a cluster of 0 GPUs runs nothing"):
         natural_load(TRACE, 0)
     for factor in (0.0, -1.0, float("inf"), float("nan")):

@@ -9,11 +9,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from tlora.cluster.controller import Handles
 from tlora.errors import ConfigError
 from tlora.protocol import Action, Event, JobSubmitted, to_json
 
@@ -55,7 +53,7 @@ def _mend(path: Path) -> float:
     seconds = _seconds(last) if last else 0.0
     if seconds is None:
         raise ConfigError(
-            f'{path} cannot be gone on with: its last line {last[:80]!r} is none of an event log, which has its time under "seconds". '
+            f'{path} is not an event log: its last line {last[:80]!r} has no finite number under "seconds". '
             "Choose another file, or move this one away"
         )
     os.truncate(path, path.stat().st_size - len(rest))
@@ -69,16 +67,3 @@ def _seconds(line: bytes) -> float | None:
         return float(seconds) if type(seconds) in (int, float) and math.isfinite(seconds) else None
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
-
-
-def replay(scheduler: Handles, rows: Iterable[tuple[float, Event | Action]]) -> list[tuple[float, Event | Action]]:
-    """The events of a log, each followed by what `scheduler` answers to it; equal to `rows` if it decides as the one before did.
-
-    `rows` are those of one run: after a restart another scheduler has decided, to which everything was new.
-    """
-    answered: list[tuple[float, Event | Action]] = []
-    for seconds, item in rows:
-        if isinstance(item, Event):
-            answered.append((seconds, item))
-            answered += [(seconds, action) for action in scheduler.handle(item, seconds)]
-    return answered

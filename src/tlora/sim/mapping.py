@@ -95,21 +95,6 @@ class MappedJob:
         return self.job.profile.steps * self.alone_step_seconds
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayError:
-    """What whole steps cost in truth. `shorter_than_a_step` jobs ran for less than one step, and are given one: they replay too long.
-
-    `largest_steps` is the largest error of the others, in their own steps. `gpu_seconds` is the sum of all errors' sizes times GPUs,
-    `share` that sum as a share of all recorded GPU-seconds.
-    """
-
-    jobs: int
-    shorter_than_a_step: int
-    largest_steps: float
-    gpu_seconds: float
-    share: float
-
-
 def mapped_jobs(trace: Trace, anchor: CostModel, seed: int, gpus_per_node: int = 8, rules: DrawRules = RULES["default"]) -> list[MappedJob]:
     """The LoRA job of each row: steps = max(1, round(duration / T0)), T0 its step alone on its recorded GPUs by `anchor`.
 
@@ -138,15 +123,6 @@ def logged_jobs(log: Iterable[tuple[float, Event | Action]], anchor: CostModel, 
             empty = replace(order, gpus=min(order.gpus, MOST_COUNTED), profile=JobProfile(0.0, 0, 0, 0))
             jobs.append(MappedJob(seconds, 0.0, 0.0, empty))
     return jobs
-
-
-def replay_error(jobs: Sequence[MappedJob]) -> ReplayError:
-    """How far exclusive replay is from the recorded run times."""
-    whole = [job for job in jobs if job.recorded_seconds >= job.alone_step_seconds]
-    largest = max((_error_seconds(job) / job.alone_step_seconds for job in whole), default=0.0)
-    wrong = math.fsum(job.job.gpus * _error_seconds(job) for job in jobs)
-    recorded = math.fsum(job.job.gpus * job.recorded_seconds for job in jobs)
-    return ReplayError(len(jobs), len(jobs) - len(whole), largest, wrong, wrong / recorded if recorded else 0.0)
 
 
 def draw_lora(trace_name: str, row: TraceJob, seed: int, rules: DrawRules) -> LoraDraw:
@@ -227,10 +203,6 @@ def _mapped(row: TraceJob, draw: LoraDraw, anchor: CostModel, gpus_per_node: int
 
 def _alone_step_seconds(anchor: CostModel, base: str, tokens_per_step: float, gpus: int, gpus_per_node: int) -> float:
     return anchor.alone_step_seconds(base, tokens_per_step, gpus, math.ceil(gpus / gpus_per_node))
-
-
-def _error_seconds(job: MappedJob) -> float:
-    return abs(job.replayed_seconds - job.recorded_seconds)
 
 
 def _uniform(key: str) -> float:

@@ -6,43 +6,19 @@ Each function gives a new `Trace` that says what was done to it; names, and so w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from tlora.errors import ConfigError
-from tlora.sim.trace import Trace, TraceJob, rebased
+from tlora.sim.trace import Trace, rebased
 
 LOADS = (0.001, 1000.0)  # the least and the most that can be asked for
-
-
-def of_vc(trace: Trace, *vcs: str) -> Trace:
-    """The jobs of these virtual clusters. Raises ConfigError if there are none."""
-    _check_known("vc", vcs, {job.vc for job in trace.jobs}, trace)
-    return _kept(trace, [job for job in trace.jobs if job.vc in vcs], f"vc {', '.join(vcs)}")
-
-
-def of_type(trace: Trace, *types: str) -> Trace:
-    """The jobs of these types, such as SFT. Raises ConfigError if there are none."""
-    _check_known("type", types, {job.type for job in trace.jobs}, trace)
-    return _kept(trace, [job for job in trace.jobs if job.type in types], f"type {', '.join(types)}")
 
 
 def first(trace: Trace, count: int) -> Trace:
     """The `count` jobs that were submitted first."""
     if count < 1:
         raise ConfigError(f"the first {count} jobs of a trace are none. Ask for 1 or more")
-    return _kept(trace, trace.jobs[:count], f"first {count:,} jobs")
-
-
-def window(trace: Trace, start_seconds: float, end_seconds: float) -> Trace:
-    """The jobs submitted in [start, end), seconds after the first one. Raises ConfigError if there are none."""
-    kept = [job for job in trace.jobs if start_seconds <= job.submit_seconds < end_seconds]
-    if not kept:
-        raise ConfigError(
-            f"no job of {trace.name} was submitted from second {start_seconds:g} to {end_seconds:g}; "
-            f"the last one was at {span_seconds(trace):g}. Choose another window"
-        )
-    return _kept(trace, kept, f"submitted from second {start_seconds:g} to {end_seconds:g}")
+    return replace(trace, jobs=rebased(trace.jobs[:count]), filters=(*trace.filters, f"first {count:,} jobs"))
 
 
 def span_seconds(trace: Trace) -> float:
@@ -81,16 +57,3 @@ def at_load(trace: Trace, gpus: int, load: float) -> Trace:
     if not least <= load <= most:
         raise ConfigError(f"a load of {load} cannot be had. Give a number from {least:g} to {most:g}, such as 0.9")
     return compressed(trace, load / natural_load(trace, gpus))
-
-
-def _kept(trace: Trace, jobs: Sequence[TraceJob], words: str) -> Trace:
-    return replace(trace, jobs=rebased(jobs), filters=(*trace.filters, words))
-
-
-def _check_known(what: str, wanted: Sequence[str], known: set[str], trace: Trace) -> None:
-    for name in wanted:
-        if name not in known:
-            there = ", ".join(sorted(name or "(none)" for name in known))
-            raise ConfigError(f"{trace.name} has no job of {what} {name!r}. There are {there}")
-    if not wanted:
-        raise ConfigError(f"no {what} to keep is given. Name one or more")
