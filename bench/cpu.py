@@ -27,15 +27,15 @@ from peft import get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tlora.data.dataset import Dataset, Sample, Writer
-from tlora.engine.metrics import Tracker
-from tlora.engine.recorder import Recorder, RunContext
-from tlora.engine.records import Records
-from tlora.engine.reserve import Reserve
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
 from tlora.job import JobSpec
 from tlora.kernels.multi_lora import LoraWeights, multi_lora_linear
 from tlora.kernels.segments import Segment
+from tlora.store.disk_reserve import DiskReserve
+from tlora.store.metrics import Tracker
+from tlora.store.recorder import Recorder, RunContext
+from tlora.store.records import Records
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
 
@@ -80,7 +80,7 @@ def make_jobs(directory: Path, steps: int) -> list[tuple[JobSpec, Dataset]]:
 def run_tlora(model: SuperModel, jobs: list[tuple[JobSpec, Dataset]], directory: Path) -> float:
     """Seconds to train `jobs` together, from joining to the last adapter on disk."""
     start = time.perf_counter()
-    context = RunContext("-", time.perf_counter, print, Reserve(directory, {}, print))
+    context = RunContext("-", time.perf_counter, print, DiskReserve(directory, {}, print))
     records = Records(print)
     engine = Engine(model, TOKEN_BUDGET, records.listen)
     for spec, data in jobs:

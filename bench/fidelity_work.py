@@ -21,8 +21,8 @@ import psutil
 from tlora.cluster.local import LocalBackend, LocalMachine, submit_all
 from tlora.cluster.reconciler import LocalJob
 from tlora.costs.cost import BaseConstants, CostModel
-from tlora.engine.profile import ProfiledJob, profile_jobs
 from tlora.job import JobSpec, RunSpec
+from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.protocol import (
     GroupReady,
     JobFailed,

@@ -23,10 +23,10 @@ from bench import machine
 from bench.shapes import SHAPES, make_model
 from bench.together import open_engine
 from bench.workload import Order, make_jobs
-from tlora.engine.memory import MemoryModel, measure
-from tlora.engine.memory_probe import DeviceMeter, Meter, Probe, probe
 from tlora.group.engine import Engine
 from tlora.job import JobSpec
+from tlora.planning.memory import MemoryModel, measure
+from tlora.planning.memory_probe import DeviceMeter, Meter, Probe, probe
 from tlora.supermodel.load import make_base, outline
 from tlora.supermodel.supermodel import SuperModel
 

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from bench.machine import wait
 from bench.workload import Job
 from tlora.batching.pack import auto_token_budget
-from tlora.engine.traffic import Traffic
+from tlora.engine.token_counts import TokenCounts
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
 from tlora.group.reports import Computed, Ended, Noted, Report
@@ -28,7 +28,7 @@ class Listener:
     """Counts tokens, keeps no files, and lets no failure pass for a figure."""
 
     def __init__(self) -> None:
-        self.traffic = Traffic()
+        self.traffic = TokenCounts()
 
     def __call__(self, report: Report) -> None:
         match report:
@@ -70,7 +70,7 @@ class Run:
         return statistics.median(tokens / seconds for tokens, seconds in self.windows)
 
 
-def open_engine(model: SuperModel, jobs: Sequence[Job], token_budget: int) -> tuple[Engine, Traffic]:
+def open_engine(model: SuperModel, jobs: Sequence[Job], token_budget: int) -> tuple[Engine, TokenCounts]:
     """An engine that all `jobs` have joined, and what goes through it."""
     listener = Listener()
     engine = Engine(model, token_budget, listener)

@@ -17,8 +17,8 @@ from transformers.utils import logging as transformers_logging
 from tlora.cli.progress import LiveView, PlainView
 from tlora.cli.terminal import open_console, path_text, printable, shows_live
 from tlora.engine.generate import Sampling, answer, open_adapter
-from tlora.engine.progress import Watcher
 from tlora.engine.train import JobResult, train
+from tlora.engine.watcher import Watcher
 from tlora.errors import TloraError
 from tlora.jobs_file import read_jobs_file
 

@@ -14,8 +14,8 @@ from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import LocalBackend, LocalMachine, submit_all
 from tlora.cluster.reconciler import LocalJob
 from tlora.costs.hardware import cost_model
-from tlora.engine.profile import ProfiledJob, profile_jobs
 from tlora.jobs_file.read import read_jobs_file
+from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.protocol import JobSubmitted
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Scheduler

@@ -23,10 +23,10 @@ from tlora.cli.commands import app
 from tlora.cli.terminal import keep_interrupts
 from tlora.data.prepare import WorkerProcess
 from tlora.data.report import ChangeCount, DataReport
-from tlora.engine.progress import JobProgress, RunProgress, Watcher
-from tlora.engine.recorder import JobResult
+from tlora.engine.watcher import JobProgress, RunProgress, Watcher
 from tlora.errors import CapacityError, CheckpointError, ConfigError, DataError, ModelError
 from tlora.job import RunSpec
+from tlora.store.recorder import JobResult
 
 JOBS = "base_model: some/base\njobs:\n  - {name: polite, data: p.jsonl}\n  - {name: sql, data: s.jsonl}\n"
 DONE = {name: JobResult(name, "done", rank=16, steps=5, total_steps=5, train_loss=1.5, path=f"out/{name}") for name in ("polite", "sql")}
@@ -416,7 +416,7 @@ def test_report_of_no_run_is_2(jobs_file: Path):
 LIVE = """
 import sys
 from types import ModuleType, SimpleNamespace
-from tlora.engine.progress import JobProgress, RunProgress
+from tlora.engine.watcher import JobProgress, RunProgress
 from tlora.cli import commands, main
 class Results(dict):
     report = None

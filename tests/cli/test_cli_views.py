@@ -13,8 +13,8 @@ from rich.console import Console
 from tlora.cli.progress import LINE_SECONDS, LiveView, PlainView, clock_text, progress_view
 from tlora.cli.result_view import best_first, exit_code, print_results, resume_line
 from tlora.cli.terminal import bytes_text, open_console, path_text, printable, shows_live
-from tlora.engine.progress import JobProgress, RunProgress
-from tlora.engine.recorder import JobResult
+from tlora.engine.watcher import JobProgress, RunProgress
+from tlora.store.recorder import JobResult
 
 
 def drawn(state: RunProgress, width: int = 130, height: int = 40) -> list[str]:

@@ -13,7 +13,7 @@ from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import LocalBackend, LocalMachine, submit_all
 from tlora.cluster.reconciler import MOST_DEATHS, LocalJob
-from tlora.engine.profile import ProfiledJob, profile_jobs
+from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.protocol import Action, Event, GroupLost, JobFailed, JobFinished, JobGroup, JobSubmitted, ParallelPlan, StartGroup
 
 # Runs in each worker's process before anything else does: the batch of one job, and of no other, kills it, as a broken kernel would.

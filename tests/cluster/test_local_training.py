@@ -19,8 +19,8 @@ from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import LocalBackend, LocalMachine, submit_all
 from tlora.cluster.reconciler import LocalJob
-from tlora.engine.profile import ProfiledJob, profile_jobs
 from tlora.errors import ConfigError
+from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.protocol import (
     Action,
     ChangeGroup,

@@ -14,9 +14,9 @@ from tests.data.chat_templates import CHATML, make_tokenizer
 from tests.engine.tiny_runs import write_rows
 from tests.tiny import make_model
 from tlora.data.prepare import Prepared, PrepareProgress, PrepareRequest, WorkerProcess, prepare
-from tlora.engine import plan
-from tlora.engine.memory import MemoryModel, measure
 from tlora.errors import DataError
+from tlora.planning import plan
+from tlora.planning.memory import MemoryModel, measure
 from tlora.supermodel.supermodel import SuperModel
 
 _PREPARED: dict[PrepareRequest, Prepared] = {}

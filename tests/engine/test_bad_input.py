@@ -22,9 +22,9 @@ from tests.engine.tiny_runs import job, run_spec, sha256, train
 from tlora import durable
 from tlora.cli import commands
 from tlora.engine.check import check
-from tlora.engine.progress import Watcher
-from tlora.engine.run_directory import check_run_directory
+from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError, ModelError
+from tlora.store.run_directory import check_run_directory
 
 
 def bad_files(directory: Path) -> dict[str, tuple[Any, list[str]]]:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from tests.engine.tiny_runs import job, run_spec, train
 from tests.tiny import FAMILIES, SHAPE, make_model
 from tlora.engine.check import check
-from tlora.engine.progress import Watcher
+from tlora.engine.watcher import Watcher
 from tlora.errors import ModelError
 from tlora.job import JobSpec, RunSpec
 from tlora.supermodel.load import load_config, load_weights

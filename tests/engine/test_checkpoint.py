@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from tlora.adapters import tensor_file
 from tlora.adapters.state import AdapterState, init_state, make_layout
-from tlora.engine import checkpoint
 from tlora.errors import CheckpointError
 from tlora.group.progress import TrainingProgress
 from tlora.job import LoraConfig
+from tlora.store import checkpoint
 
 LORA = LoraConfig(r=3)
 LAYOUT = make_layout(LORA, {"model.layers.0.q_proj": (8, 12)})

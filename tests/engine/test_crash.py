@@ -22,8 +22,8 @@ import pytest
 from tests.engine.tiny_runs import job, rows, sha256, steps_taken, train
 from tlora import durable
 from tlora.engine import train as front_door
-from tlora.engine.recorder import Recorder
 from tlora.group import engine
+from tlora.store.recorder import Recorder
 from tlora.supermodel.batch import BatchRow
 
 DAMAGES = ["flipped bit", "truncated", "removed", "swapped", "manifest"]

@@ -16,8 +16,8 @@ import tlora
 from tests.engine.tiny_runs import job, run_spec, sha256, train, write_rows
 from tests.tolerances import TRAINED, relative_error
 from tlora.engine.check import check
-from tlora.engine.progress import RunProgress, Watcher
 from tlora.engine.train import Results
+from tlora.engine.watcher import RunProgress, Watcher
 
 Jobs = list[dict[str, Any]]
 

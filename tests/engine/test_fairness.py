@@ -14,7 +14,7 @@ import pytest
 from tests.engine.tiny_runs import job, rows, run_spec, steps_taken, train, write_rows
 from tlora.batching.pack import MicroBatch, prepared_budget
 from tlora.engine.check import check
-from tlora.engine.progress import RunProgress, Watcher
+from tlora.engine.watcher import RunProgress, Watcher
 from tlora.group.engine import Engine
 
 

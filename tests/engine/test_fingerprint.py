@@ -17,11 +17,11 @@ from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, sha256, train
 from tests.tiny import make_model
 from tlora import durable
-from tlora.engine.fingerprint import BaseGuard, Fingerprint, quick_digest, weight_files
 from tlora.engine.generate import open_adapter
-from tlora.engine.progress import RunProgress, Watcher
+from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import ConfigError, ModelError
 from tlora.job import split_revision
+from tlora.store.fingerprint import BaseGuard, Fingerprint, quick_digest, weight_files
 
 WEIGHTS = "model.safetensors"
 

@@ -15,10 +15,10 @@ import pytest
 from tests.engine.test_bad_input import mounted
 from tests.engine.tiny_runs import job, sha256, train
 from tlora import durable
-from tlora.engine import reserve
-from tlora.engine.progress import RunProgress, Watcher
-from tlora.engine.reserve import Reserve
+from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import CheckpointError
+from tlora.store import disk_reserve as reserve
+from tlora.store.disk_reserve import DiskReserve
 
 FULL = CheckpointError("cannot write there: No space left on device. Remedy: free some")
 
@@ -28,7 +28,7 @@ def reserved(directory: Path) -> list[int]:
 
 
 def test_the_reserve_is_what_the_jobs_left_will_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Reserve(tmp_path, {"a": 30_000, "b": 50_000, "c": 20_000}, print)
+    kept = DiskReserve(tmp_path, {"a": 30_000, "b": 50_000, "c": 20_000}, print)
     (path,) = tmp_path.iterdir()
     assert reserved(tmp_path) == [100_000] and path.stat().st_blocks * 512 >= 100_000  # not a hole
     kept.ended("a")
@@ -41,7 +41,7 @@ def test_the_reserve_is_what_the_jobs_left_will_need(tmp_path: Path, monkeypatch
     kept.close()
     monkeypatch.setattr(reserve, "_MOST_BYTES", 60_000)
     for needs, size in (({"a": 50_000, "b": 50_000}, 60_000), ({"a": 90_000, "b": 50_000}, 90_000)):  # the cap, or the largest job's
-        kept = Reserve(tmp_path, needs, print)
+        kept = DiskReserve(tmp_path, needs, print)
         assert reserved(tmp_path) == [size]
         kept.close()
         assert reserved(tmp_path) == []
@@ -49,7 +49,7 @@ def test_the_reserve_is_what_the_jobs_left_will_need(tmp_path: Path, monkeypatch
 
 def test_a_disk_without_room_has_no_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with mounted(tmp_path / "disk", "size=200k") as disk:
-        kept = Reserve(disk, {"a": 1_000_000}, print)
+        kept = DiskReserve(disk, {"a": 1_000_000}, print)
         assert reserved(disk) == [100 << 10]  # half of what is free
         kept.close()
 
@@ -57,14 +57,14 @@ def test_a_disk_without_room_has_no_reserve(tmp_path: Path, monkeypatch: pytest.
         raise OSError(errno.EOPNOTSUPP, "not here")
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    kept = Reserve(tmp_path, {"a": 1000}, print)
+    kept = DiskReserve(tmp_path, {"a": 1000}, print)
     assert reserved(tmp_path) == [] and not kept.release("a", 10)
     kept.ended("a")
 
 
 def test_a_full_disk_is_said_once_until_it_is_not_full(tmp_path: Path) -> None:
     notes: list[str] = []
-    kept = Reserve(tmp_path, {"a": 3 << 20}, notes.append)
+    kept = DiskReserve(tmp_path, {"a": 3 << 20}, notes.append)
     kept.full(FULL)
     kept.full(FULL)
     assert len(notes) == 1 and "No space left on device" in notes[0] and "3 MiB are kept back" in notes[0]
@@ -152,7 +152,7 @@ def test_without_a_reserve_the_last_save_is_lost(
 ) -> None:
     """The same disk, and no older checkpoint that could go. What was saved before it was full stays."""
     look_always(monkeypatch)
-    monkeypatch.setattr(Reserve, "_allocate", lambda self, wanted: 0)
+    monkeypatch.setattr(DiskReserve, "_allocate", lambda self, wanted: 0)
     with mounted(tmp_path / "disk", "size=40m") as disk:
         results = train(base, disk / "out", [{**orders[0], "save_total_limit": 1}], watcher=Watcher(full_from(3, Ballast(disk).grow)))
         assert results["last"].status == "failed" and "No space left on device" in results["last"].reason
@@ -179,7 +179,7 @@ def test_older_checkpoints_go_before_an_adapter_does(base: Path, three: list[dic
 
 
 def test_what_may_go_and_in_which_order(tmp_path: Path) -> None:
-    kept = Reserve(tmp_path, {}, print)
+    kept = DiskReserve(tmp_path, {}, print)
     for name in ("going on", "done", "unknown"):
         for step in (1, 2, 3, 4):
             durable.make_directory(tmp_path / name)
@@ -201,7 +201,7 @@ def test_what_may_go_and_in_which_order(tmp_path: Path) -> None:
 
 
 def test_a_save_that_needs_kept_room_is_alone(tmp_path: Path) -> None:
-    kept, order = Reserve(tmp_path, {}, print), list[str]()
+    kept, order = DiskReserve(tmp_path, {}, print), list[str]()
     begun, go = threading.Event(), threading.Event()
 
     def save() -> None:
@@ -228,7 +228,7 @@ def test_an_adapter_is_saved_where_its_last_checkpoint_has_no_room(
     base: Path, three: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     look_always(monkeypatch)
-    monkeypatch.setattr(Reserve, "_allocate", lambda self, wanted: 0)
+    monkeypatch.setattr(DiskReserve, "_allocate", lambda self, wanted: 0)
     order = {**three[0], "save_total_limit": 1, "max_steps": 8}
     train(base, tmp_path / "whole", [order], deterministic=True)
     with mounted(tmp_path / "disk", "size=40m") as disk:

@@ -16,10 +16,10 @@ from torch import Tensor
 from tests.engine.tiny_runs import job, rows, sha256, train
 from tlora import durable
 from tlora.adapters.bank import AdapterBank
-from tlora.engine import checkpoint
-from tlora.engine.progress import RunProgress, Watcher
+from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import CheckpointError
 from tlora.group.engine import Engine
+from tlora.store import checkpoint
 from tlora.supermodel import supermodel
 from tlora.supermodel.supermodel import SuperModel
 

@@ -15,7 +15,7 @@ from tests.engine.test_worker import when, work
 from tests.engine.tiny_runs import job, rows, run_spec, sha256, train
 from tlora.adapters.optim import StepStats
 from tlora.adapters.state import AdapterState
-from tlora.engine.progress import Watcher
+from tlora.engine.watcher import Watcher
 from tlora.group import engine as engine_room
 from tlora.group.engine import Engine
 from tlora.supermodel.supermodel import QueuedSteps, SuperModel

@@ -12,9 +12,9 @@ import pytest
 
 from tests.engine.test_fingerprint import change_tensor, flip_first_bit_of, hashed
 from tests.engine.tiny_runs import job, sha256, train
-from tlora.engine.fingerprint import quick_digest
-from tlora.engine.progress import Watcher
+from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError, ModelError
+from tlora.store.fingerprint import quick_digest
 
 DAMAGES = {
     "gone": None,

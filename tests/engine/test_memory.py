@@ -16,12 +16,12 @@ from tests.engine.tiny_runs import job, run_spec, train
 from tlora.adapters.state import AdapterLayout, AdapterShape
 from tlora.engine import train as training
 from tlora.engine.check import check
-from tlora.engine.memory import MemoryModel, Stage, measure
-from tlora.engine.memory_probe import Probe
-from tlora.engine.plan import PlannedJob, RunPlan, _budgets, describe_plan, settle
-from tlora.engine.progress import Watcher
+from tlora.engine.watcher import Watcher
 from tlora.errors import CapacityError
 from tlora.job import JobSpec, RunSpec
+from tlora.planning.memory import MemoryModel, Stage, measure
+from tlora.planning.memory_probe import Probe
+from tlora.planning.plan import PlannedJob, RunPlan, _budgets, describe_plan, settle
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 
@@ -86,7 +86,7 @@ def test_the_faster_of_a_smaller_budget_and_recomputation_is_chosen(
     layer_weights: int, chosen: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1,500 MiB of room: 1,024 tokens as they are, or 2,048 with 6 layers recomputed. Small layers need many tokens."""
-    monkeypatch.setattr("tlora.engine.plan._budgets", lambda *_: [2048, 1024, 512])
+    monkeypatch.setattr("tlora.planning.plan._budgets", lambda *_: [2048, 1024, 512])
     memory = replace(MODEL, layer_weights=layer_weights)
     plan = plan_of(memory, 1000 + 1500 + MODEL.job_bytes(LAYOUT) / MIB)
     assert (plan.token_budget, plan.recomputed_layers) == chosen

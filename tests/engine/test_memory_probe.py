@@ -12,11 +12,11 @@ import torch
 
 from tests.kernels.interpreter import DEVICE, MARKS, interpreted
 from tests.tiny import make_model
-from tlora.engine import memory_probe
-from tlora.engine.memory import MemoryModel, Stage
-from tlora.engine.memory_probe import PROBE_TOKENS, Probe, probe, probe_key, recall, remember
 from tlora.job import JobSpec, LoraConfig, TrainConfig
 from tlora.kernels.linear_cross_entropy import gpu_chunk_rows
+from tlora.planning import memory_probe
+from tlora.planning.memory import MemoryModel, Stage
+from tlora.planning.memory_probe import PROBE_TOKENS, Probe, probe, probe_key, recall, remember
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
 

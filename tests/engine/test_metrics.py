@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tlora.engine.metrics import Tracker
 from tlora.job import RunSpec
+from tlora.store.metrics import Tracker
 
 
 class Client:

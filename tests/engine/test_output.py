@@ -16,8 +16,8 @@ import pytest
 from tests.engine.test_bad_input import mounted
 from tests.engine.tiny_runs import job, train
 from tlora import durable
-from tlora.engine import checkpoint
-from tlora.engine.progress import Watcher
+from tlora.engine.watcher import Watcher
+from tlora.store import checkpoint
 
 PATIENCE_SECONDS = 600
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.engine.tiny_runs import job, train
-from tlora.engine.model_card import CARD_FILE
-from tlora.engine.progress import Watcher
+from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError
+from tlora.store.model_card import CARD_FILE
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,10 @@ from tests.engine.tiny_runs import job, run_spec, train, write_rows
 from tlora.data.chat import DEFAULT_TEMPLATE
 from tlora.engine.check import check
 from tlora.engine.generate import Sampling, _prompt_ids, answer, open_adapter
-from tlora.engine.model_card import CARD_FILE
-from tlora.engine.progress import Watcher
-from tlora.engine.serving import PROMPT_FILE, ServingFiles
+from tlora.engine.watcher import Watcher
 from tlora.errors import ModelError
+from tlora.store.model_card import CARD_FILE
+from tlora.store.serving import PROMPT_FILE, ServingFiles
 from tlora.supermodel.base_name import public_name
 
 OWN = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"

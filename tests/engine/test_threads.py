@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.engine.tiny_runs import job, run_spec, train
-from tlora.engine.memory import MemoryModel
-from tlora.engine.plan import RunPlan
-from tlora.engine.progress import Watcher
-from tlora.engine.threads import choose_threads, compute_with, default_threads, threads_before
+from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError
+from tlora.planning.memory import MemoryModel
+from tlora.planning.plan import RunPlan
+from tlora.planning.threads import choose_threads, compute_with, default_threads, threads_before
 
 
 def llama(hidden: int) -> list[tuple[int, int]]:

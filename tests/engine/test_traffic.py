@@ -9,8 +9,8 @@ import pytest
 
 from tests.engine.tiny_runs import job, rows, train
 from tlora.batching.pack import MicroBatch, Row
-from tlora.engine.progress import Watcher
-from tlora.engine.traffic import Packing, Traffic
+from tlora.engine.token_counts import Packing, TokenCounts
+from tlora.engine.watcher import Watcher
 
 
 def packed(tokens: int, budget: int = 100) -> MicroBatch:
@@ -19,7 +19,7 @@ def packed(tokens: int, budget: int = 100) -> MicroBatch:
 
 def test_a_tail_is_less_than_a_budget_on_offer() -> None:
     """Exactly one budget could have been filled; a gap beside more than that is the packing's own and no tail."""
-    traffic = Traffic()
+    traffic = TokenCounts()
     before = traffic.copy()
     traffic.count(packed(90), 96, left_tokens=10)
     traffic.count(packed(90), 96, left_tokens=9)

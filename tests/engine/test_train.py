@@ -22,7 +22,7 @@ from tests.engine.tiny_runs import job, rows, run_spec, sentence, sha256, steps_
 from tests.tolerances import LOGITS, assert_close
 from tlora.adapters.peft import load_params
 from tlora.adapters.state import AdapterState
-from tlora.engine.progress import RunProgress, Watcher
+from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import ConfigError, ModelError
 from tlora.job import JobSpec
 from tlora.supermodel.batch import BatchRow, collate

@@ -12,12 +12,12 @@ from transformers import LlamaConfig
 
 from tests.kernels.interpreter import DEVICE, MARKS, interpreted
 from tlora.engine import tune as tuning
-from tlora.engine.run_directory import check_tiles, write_run_file
 from tlora.engine.tune import Choice, launches_of, pick, tune, write_choices
 from tlora.errors import ConfigError
 from tlora.job import RunSpec
 from tlora.kernels import tile_files
 from tlora.kernels.tiles import AnyTile, Key, SkinnyTile, Tile, TileTable, tile_by_rule
+from tlora.store.run_directory import check_tiles, write_run_file
 from tlora.supermodel.load import outline
 
 with interpreted():

@@ -17,12 +17,14 @@ import torch
 from tests.engine.tiny_runs import job, sha256, train
 from tlora import durable
 from tlora.adapters.state import AdapterState
-from tlora.engine import admission, checkpoint, plan, start
-from tlora.engine import recorder as recorder_room
-from tlora.engine.progress import Watcher
-from tlora.engine.recorder import Recorder
+from tlora.engine import job_opening as admission
+from tlora.engine.watcher import Watcher
 from tlora.errors import CapacityError, CheckpointError, DataError
 from tlora.group.wall import Failure, attempt, is_out_of_memory
+from tlora.planning import plan, start
+from tlora.store import checkpoint
+from tlora.store import recorder as recorder_room
+from tlora.store.recorder import Recorder
 from tlora.supermodel.supermodel import SuperModel
 
 

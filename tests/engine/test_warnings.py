@@ -15,9 +15,9 @@ from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, run_spec, train, write_rows
 from tlora import durable
 from tlora.data.prepare import prepare
-from tlora.engine import plan
 from tlora.engine.check import check
-from tlora.engine.progress import Watcher
+from tlora.engine.watcher import Watcher
+from tlora.planning import plan
 
 
 def write_chats(path: Path, count: int, **columns: Any) -> str:

@@ -18,16 +18,17 @@ import pytest
 
 from tests.engine.tiny_runs import job, rows, run_spec, sha256, steps_taken, train
 from tlora.cluster.worker_process import Message, WorkerProcess
-from tlora.engine import checkpoint, driver
+from tlora.engine import driver
 from tlora.engine import worker as worker_room
-from tlora.engine.checkpoint import read_progress
-from tlora.engine.pace import Pace
-from tlora.engine.plan import PlannedJob
-from tlora.engine.profile import ProfiledJob, profile_jobs
-from tlora.engine.recorder import Recorder
+from tlora.engine.step_timer import StepTimer
 from tlora.engine.worker import Worker
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
+from tlora.planning.job_profile import ProfiledJob, profile_jobs
+from tlora.planning.plan import PlannedJob
+from tlora.store import checkpoint
+from tlora.store.checkpoint import read_progress
+from tlora.store.recorder import Recorder
 from tlora.worker_protocol import (
     Command,
     Failed,
@@ -317,7 +318,7 @@ def test_data_is_prepared_where_it_was_not_before(made: Orders, tmp_path: Path) 
 
 
 def test_steps_are_paced_by_the_moment_that_they_were_through() -> None:
-    pace = Pace(4, 10.0)
+    pace = StepTimer(4, 10.0)
     pace.see(4, 11.0)
     assert pace.take() is None
     pace.see(5, 12.0)

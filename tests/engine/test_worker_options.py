@@ -19,10 +19,10 @@ from tests.engine.test_worker import Orders, of, work
 from tests.engine.test_worker import made as made
 from tests.engine.test_worker import report_each_step as report_each_step
 from tests.engine.tiny_runs import sha256, train
-from tlora.engine.memory_bound import MemoryBound
 from tlora.errors import CapacityError, ConfigError
 from tlora.group.engine import Engine
 from tlora.job import JobSpec
+from tlora.planning.memory_bound import MemoryBound
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.worker_protocol import Failed, Finished, Load, Share, command_line, parse_command

@@ -19,10 +19,10 @@ from tests.tiny import make_model, make_samples
 from tests.tolerances import relative_error
 from tlora.adapters.state import init_state
 from tlora.engine.check import check
-from tlora.engine.memory import measure
-from tlora.engine.run_directory import check_run_directory
 from tlora.errors import ConfigError, ModelError
 from tlora.job import LoraConfig, RunSpec, TrainConfig
+from tlora.planning.memory import measure
+from tlora.store.run_directory import check_run_directory
 from tlora.supermodel.batch import BatchRow, collate
 from tlora.supermodel.fp8_linear import DTYPE, Fp8Linear, check_fp8, dequantize, hold_in_fp8
 from tlora.supermodel.inject import find_linears

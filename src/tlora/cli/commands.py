@@ -216,7 +216,7 @@ def _load_libraries() -> None:
     with no_collection():
         from transformers.utils import logging
 
-        import_module("tlora.engine.plan")
+        import_module("tlora.planning.plan")
     gc.freeze()  # these modules stay: later collections skip them
     from tlora.cli.terminal import close_stdin
 

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from tlora.cli.terminal import open_table, printable, shows_live
-from tlora.engine.progress import JobProgress, RunProgress, Watcher
+from tlora.engine.watcher import JobProgress, RunProgress, Watcher
 from tlora.wording.numbers import count_text, duration_text, loss_text, shorten
 
 LINE_SECONDS = 10.0  # between two plain lines of one job

@@ -10,14 +10,14 @@ from pathlib import Path
 from tlora.data.prepare import Preparation
 from tlora.data.report import DataReport
 from tlora.data.rows import list_files
-from tlora.engine.memory_probe import probe_key, recall
-from tlora.engine.metrics import check_trackers
-from tlora.engine.plan import PlannedJob, RunPlan, pick_device, plan_run, settle
-from tlora.engine.progress import JobProgress, RunProgress, Watcher
-from tlora.engine.run_directory import check_run_directory
-from tlora.engine.serving import ServingFiles
+from tlora.engine.watcher import JobProgress, RunProgress, Watcher
 from tlora.errors import ConfigError, DataError, ModelError
 from tlora.job import JobSpec, RunSpec
+from tlora.planning.memory_probe import probe_key, recall
+from tlora.planning.plan import PlannedJob, RunPlan, pick_device, plan_run, settle
+from tlora.store.metrics import check_trackers
+from tlora.store.run_directory import check_run_directory
+from tlora.store.serving import ServingFiles
 from tlora.supermodel.fp8_linear import check_fp8
 from tlora.supermodel.load import load_config, outline
 from tlora.supermodel.supermodel import SuperModel

@@ -10,17 +10,17 @@ from typing import Any
 
 from tlora.adapters.state import AdapterState
 from tlora.batching.pack import MicroBatch
-from tlora.engine.admission import open_run, refuse
-from tlora.engine.metrics import Tracker
-from tlora.engine.plan import PlannedJob
-from tlora.engine.recorder import Recorder, RunContext
-from tlora.engine.records import Records
-from tlora.engine.serving import ServingFiles
+from tlora.engine.job_opening import open_run, refuse
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
 from tlora.group.reports import Listener, Report
 from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec
+from tlora.planning.plan import PlannedJob
+from tlora.store.metrics import Tracker
+from tlora.store.recorder import Recorder, RunContext
+from tlora.store.records import Records
+from tlora.store.serving import ServingFiles
 from tlora.supermodel.supermodel import SuperModel
 
 

@@ -20,12 +20,12 @@ from transformers import GenerationConfig
 from tlora.adapters.peft import load_params, read_config
 from tlora.adapters.state import AdapterLayout, make_layout
 from tlora.data.encode import Encoder, open_encoder
-from tlora.engine.plan import CPU_BUDGET_CAP, pick_device
-from tlora.engine.serving import find_prompting
-from tlora.engine.start import adopt_adapter_config
-from tlora.engine.threads import compute_with, default_threads
 from tlora.errors import ModelError
 from tlora.job import DataConfig, JobSpec
+from tlora.planning.plan import CPU_BUDGET_CAP, pick_device
+from tlora.planning.start import adopt_adapter_config
+from tlora.planning.threads import compute_with, default_threads
+from tlora.store.serving import find_prompting
 from tlora.supermodel.base_name import same_base
 from tlora.supermodel.inject import find_linears, resolve_targets
 from tlora.supermodel.load import load_config, load_weights

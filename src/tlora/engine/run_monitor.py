@@ -14,11 +14,11 @@ from typing import Any
 
 from tlora.data.prepare import PrepareProgress
 from tlora.engine.driver import Driver
-from tlora.engine.metrics import RowWriter
-from tlora.engine.progress import JobProgress, JobStatus, RunProgress, Watcher
-from tlora.engine.traffic import Packing, Traffic
+from tlora.engine.token_counts import Packing, TokenCounts
+from tlora.engine.watcher import JobProgress, JobStatus, RunProgress, Watcher
 from tlora.group.job_run import JobRun
 from tlora.group.reports import Computed, Report
+from tlora.store.metrics import RowWriter
 
 _SHOW_SECONDS, _ROW_SECONDS, _WINDOW_SECONDS = 0.25, 1.0, 10.0
 
@@ -43,11 +43,11 @@ class RunMonitor:
         self.resume = resume
         self._start = time.monotonic() - (_last_second(directory / "run.jsonl") if resume else 0.0)
         self._rows = RowWriter(directory / "run.jsonl", watcher.note)
-        self._traffic = Traffic()
+        self._traffic = TokenCounts()
         self._runs: dict[str, JobRun] = {}
         self._first_step: dict[str, tuple[int, float]] = {}
         self._history: deque[tuple[float, dict[str, int]]] = deque([(self.seconds(), {})])
-        self._row_before: tuple[float, Traffic] = (self.seconds(), Traffic())
+        self._row_before: tuple[float, TokenCounts] = (self.seconds(), TokenCounts())
         self._shown = -math.inf  # the first look is shown at once
 
     def seconds(self) -> float:

@@ -21,28 +21,28 @@ from pydantic import ValidationError
 from tlora.adapters.state import AdapterLayout, AdapterState
 from tlora.batching.pack import MicroBatch
 from tlora.data.prepare import Preparation, WorkerProcess, start_worker
-from tlora.engine import checkpoint
 from tlora.engine.driver import Driver, Places
-from tlora.engine.fingerprint import BaseGuard
 from tlora.engine.job_length import check_lengths
-from tlora.engine.memory_probe import DeviceMeter, compile_evaluation, probe, probe_key, recall, remember
-from tlora.engine.metrics import check_trackers
-from tlora.engine.plan import PlannedJob, RunPlan, check_base_fits, describe_plan, pick_device, plan_run, settle
-from tlora.engine.progress import Watcher
-from tlora.engine.recorder import JobResult, RunContext, write_result
-from tlora.engine.reserve import Reserve
-from tlora.engine.run_directory import check_run_directory, check_tiles, earlier_base, hold_run_directory, pin_base, write_run_file
 from tlora.engine.run_monitor import RunMonitor
-from tlora.engine.run_recovery import base_facts, restore_run_file, write_base_file
-from tlora.engine.serving import ServingFiles
-from tlora.engine.start import start_ahead
-from tlora.engine.threads import choose_threads, compute_with
+from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError, TloraError
 from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec, RunSpec
 from tlora.jobs_file import explain, read_jobs_file
 from tlora.json_file import read_object
+from tlora.planning.memory_probe import DeviceMeter, compile_evaluation, probe, probe_key, recall, remember
+from tlora.planning.plan import PlannedJob, RunPlan, check_base_fits, describe_plan, pick_device, plan_run, settle
+from tlora.planning.start import start_ahead
+from tlora.planning.threads import choose_threads, compute_with
 from tlora.report.run_page import write_report
+from tlora.store import checkpoint
+from tlora.store.disk_reserve import DiskReserve
+from tlora.store.fingerprint import BaseGuard
+from tlora.store.metrics import check_trackers
+from tlora.store.recorder import JobResult, RunContext, write_result
+from tlora.store.run_directory import check_run_directory, check_tiles, earlier_base, hold_run_directory, pin_base, write_run_file
+from tlora.store.run_recovery import base_facts, restore_run_file, write_base_file
+from tlora.store.serving import ServingFiles
 from tlora.supermodel.base_name import public_name
 from tlora.supermodel.fp8_linear import check_fp8
 from tlora.supermodel.load import find_directory, outline
@@ -243,7 +243,7 @@ class _Session:
         self._tiles = loaded.model.tiles
         self._opened: list[Path] = []
         self._record = record
-        reserve = Reserve(self._directory, _last_saves(plan), monitor.note)
+        reserve = DiskReserve(self._directory, _last_saves(plan), monitor.note)
         self._context = RunContext(public_name(run.base_model), monitor.seconds, monitor.note, reserve, before_save=guard.wait_for_verdict)
         places = Places(self._directory, serving, run.report_to, self._settings, self._mark)
         self.driver = Driver(loaded.model, self._context, places, plan.token_budget, plan.longest)

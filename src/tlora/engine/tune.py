@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tlora.engine.plan import pick_device
 from tlora.errors import ConfigError
+from tlora.planning.plan import pick_device
 from tlora.supermodel.fast_path import find_groups
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.load import Base, outline

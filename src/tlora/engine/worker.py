@@ -26,20 +26,20 @@ from transformers.utils import logging
 from tlora.data.dataset import find_damage
 from tlora.data.prepare import Prepared, open_sets, prepare
 from tlora.engine.driver import Driver, Opened, Places
-from tlora.engine.memory_bound import MemoryBound
-from tlora.engine.metrics import check_trackers
-from tlora.engine.pace import Pace
-from tlora.engine.plan import PlannedJob, fixed_depth, plan_job, prepare_requests
-from tlora.engine.recorder import JobResult, RunContext
-from tlora.engine.reserve import Reserve
-from tlora.engine.serving import ServingFiles
-from tlora.engine.writer import Writer
+from tlora.engine.step_timer import StepTimer
 from tlora.errors import DataError
 from tlora.group.job_run import JobRun
 from tlora.group.reports import Ended
 from tlora.group.reports import Report as GroupReport
 from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec, RunSpec
+from tlora.planning.memory_bound import MemoryBound
+from tlora.planning.plan import PlannedJob, fixed_depth, plan_job, prepare_requests
+from tlora.store.disk_reserve import DiskReserve
+from tlora.store.metrics import check_trackers
+from tlora.store.recorder import JobResult, RunContext
+from tlora.store.serving import ServingFiles
+from tlora.store.writer import Writer
 from tlora.supermodel.base_name import public_name
 from tlora.supermodel.fp8_linear import check_fp8
 from tlora.supermodel.load import outline
@@ -98,7 +98,7 @@ class Worker:
         self._directory = Path(load.output_dir)
         model, self._bound = _load_base(load)
         clock: Callable[[], float] = lambda: time.time() - load.started_unix_seconds  # noqa: E731
-        writer, reserve = Writer(lambda: inbox.put(_Written())), Reserve(self._directory, {}, note)
+        writer, reserve = Writer(lambda: inbox.put(_Written())), DiskReserve(self._directory, {}, note)
         self._serving = ServingFiles(load.base_model)
         context = RunContext(public_name(load.base_model), clock, note, reserve, writer)
         self._driver = Driver(model, context, Places(self._directory, self._serving, load.report_to), STARTING_BUDGET)
@@ -108,7 +108,7 @@ class Worker:
         self._preparing: dict[str, Join] = {}
         self._opening: set[str] = set()
         self._unwanted: set[str] = set()  # of those: told to leave before they were in
-        self._paces: dict[str, Pace] = {}
+        self._paces: dict[str, StepTimer] = {}
         self._reported = 0.0
         send(Loaded())
 
@@ -215,7 +215,7 @@ class Worker:
         elif isinstance(opened, Failure):
             self._driver.refuse(spec, opened.reason)
         else:
-            self._paces[name] = Pace(opened.run.progress.step, time.monotonic())
+            self._paces[name] = StepTimer(opened.run.progress.step, time.monotonic())
             if self._bound is not None:
                 self._apply_share(opened.run)
             self._driver.let_in(opened)

@@ -13,8 +13,8 @@ from tests.numerics.engine import promises as p
 from tests.numerics.engine.promises import Runs
 from tests.planted import Changes, planted
 from tlora.adapters import optim
-from tlora.engine import checkpoint
 from tlora.group import engine, job_run
+from tlora.store import checkpoint
 from tlora.supermodel import supermodel
 
 Promise = Callable[[Runs], None]

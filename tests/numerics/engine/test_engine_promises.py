@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tests.engine.tiny_runs import job, rows, sha256, train
 from tlora.adapters.state import AdapterLayout, AdapterState
-from tlora.engine import start
 from tlora.job import JobSpec
+from tlora.planning import start
 from tlora.supermodel import losses, supermodel
 from tlora.supermodel.supermodel import SuperModel
 

@@ -18,11 +18,11 @@ from tlora.adapters.state import AdapterLayout
 from tlora.batching.pack import auto_token_budget
 from tlora.data.formats import Rows
 from tlora.data.prepare import Preparation, Prepared, PrepareRequest, prepare
-from tlora.engine.memory import MemoryModel, bytes_in_fp8, measure, memory_limit
-from tlora.engine.start import adopt_adapter_config, find_start
 from tlora.errors import CapacityError, DataError, ModelError
 from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec, ObjectiveName, Recompute, RunSpec
+from tlora.planning.memory import MemoryModel, bytes_in_fp8, measure, memory_limit
+from tlora.planning.start import adopt_adapter_config, find_start
 from tlora.supermodel.base_name import same_base
 from tlora.supermodel.fp8_linear import has_fp8
 from tlora.supermodel.load import learned_positions, longest_safe_sequence

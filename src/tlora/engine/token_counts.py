@@ -43,7 +43,7 @@ class Packing:
 
 
 @dataclass
-class Traffic:
+class TokenCounts:
     """Tokens by job and the packing of all micro-batches since the start.
 
     A micro-batch is of the `tail` when all jobs together had less than one budget of tokens on offer, so that no packing could have
@@ -69,5 +69,5 @@ class Traffic:
         """Tokens computed in all, padding included."""
         return self.full.computed + self.tail.computed
 
-    def copy(self) -> Traffic:
-        return Traffic(dict(self.tokens), self.full, self.tail)
+    def copy(self) -> TokenCounts:
+        return TokenCounts(dict(self.tokens), self.full, self.tail)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from tlora.engine.recorder import JobResult, Outcome, Recorder
 from tlora.group.reports import Computed, Ended, Noted, Report, Status
+from tlora.store.recorder import JobResult, Outcome, Recorder
 
 
 class Records:

@@ -15,14 +15,14 @@ import torch
 
 from tlora import durable
 from tlora.adapters.state import AdapterLayout, AdapterState
-from tlora.engine import checkpoint
-from tlora.engine.plan import PlannedJob
-from tlora.engine.recorder import JobResult, write_result
-from tlora.engine.run_directory import check_same_job, find_checkpoint, write_job_file
-from tlora.engine.start import start_state
 from tlora.errors import ConfigError, DataError
 from tlora.group.job_run import JobRun
 from tlora.job import JobSpec
+from tlora.planning.plan import PlannedJob
+from tlora.planning.start import start_state
+from tlora.store import checkpoint
+from tlora.store.recorder import JobResult, write_result
+from tlora.store.run_directory import check_same_job, find_checkpoint, write_job_file
 
 Note = Callable[[str], None]
 

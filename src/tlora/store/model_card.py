@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from tlora.engine.serving import read_prompt
 from tlora.job import JobSpec
+from tlora.store.serving import read_prompt
 from tlora.supermodel.base_name import is_hub_id
 from tlora.version import __version__
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from tlora import durable
 from tlora.adapters.peft import CONFIG_FILE, WEIGHTS_FILE
-from tlora.engine.checkpoint import OPTIMIZER_FILE, STATE_FILE
-from tlora.engine.fingerprint import BASE_FILE
-from tlora.engine.model_card import CARD_FILE, is_unedited
-from tlora.engine.serving import PROMPT_FILE
 from tlora.errors import ConfigError
 from tlora.manifest import MANIFEST
+from tlora.store.checkpoint import OPTIMIZER_FILE, STATE_FILE
+from tlora.store.fingerprint import BASE_FILE
+from tlora.store.model_card import CARD_FILE, is_unedited
+from tlora.store.serving import PROMPT_FILE
 
 RUN_FILES = ("run.json", "run.jsonl", "report.html")
 _ADAPTER = (CONFIG_FILE, WEIGHTS_FILE)

@@ -21,7 +21,7 @@ from tlora import durable
 _MOST_BYTES = 1 << 30
 
 
-class Reserve:
+class DiskReserve:
     """Bytes kept back for the jobs that have not ended. `needs`: what the last save of each takes, by name.
 
     Invariant: the file is never larger than what the jobs that have not ended will need. Several threads write and another one trains:

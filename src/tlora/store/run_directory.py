@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from tlora import durable
-from tlora.engine.checkpoint import read_progress
-from tlora.engine.fingerprint import BASE_FILE, Fingerprint, read_fingerprint
-from tlora.engine.model_card import library_versions
-from tlora.engine.overwrite import check_links, remove_run
 from tlora.errors import ConfigError
 from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec, RunSpec, split_revision
 from tlora.json_file import read_object
+from tlora.store.checkpoint import read_progress
+from tlora.store.fingerprint import BASE_FILE, Fingerprint, read_fingerprint
+from tlora.store.model_card import library_versions
+from tlora.store.overwrite import check_links, remove_run
 from tlora.supermodel.load import pin_revision
 from tlora.version import __version__
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Pace:
+class StepTimer:
     """`steps` were through at `now` seconds, when the job joined."""
 
     def __init__(self, steps: int, now: float) -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from tlora.adapters.state import AdapterLayout
-from tlora.engine.memory import measure
-from tlora.engine.plan import PlannedJob, RunPlan, check_base_fits, check_capacity, longest_sample
+from tlora.planning.memory import measure
+from tlora.planning.plan import PlannedJob, RunPlan, check_base_fits, check_capacity, longest_sample
 from tlora.supermodel.supermodel import SuperModel
 
 _RANK = 64  # up to which a GPU's activations are counted

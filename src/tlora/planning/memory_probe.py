@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from tlora import durable
-from tlora.engine.memory import MemoryModel, Stage
 from tlora.job import JobSpec, TrainConfig
 from tlora.kernels.linear_cross_entropy import gpu_chunk_rows
+from tlora.planning.memory import MemoryModel, Stage
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.supermodel import SuperModel
 from tlora.version import __version__

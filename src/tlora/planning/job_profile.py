@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from tlora.data.order import global_batch
 from tlora.data.prepare import Preparation, PrepareProgress
-from tlora.engine.plan import PlannedJob, longest_sample, plan_jobs
 from tlora.errors import ConfigError
 from tlora.job import JobSpec, RunSpec
+from tlora.planning.plan import PlannedJob, longest_sample, plan_jobs
 from tlora.protocol import JobProfile
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel

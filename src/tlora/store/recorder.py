@@ -15,17 +15,17 @@ import torch
 
 from tlora import durable
 from tlora.adapters.state import AdapterState
-from tlora.engine import checkpoint
-from tlora.engine.metrics import RowWriter, Tracker, finite
-from tlora.engine.model_card import CARD_FILE, is_unedited, model_card
-from tlora.engine.reserve import Reserve
-from tlora.engine.writer import Writer, Written
 from tlora.errors import CheckpointError
 from tlora.group.job_run import JobRun
 from tlora.group.progress import TrainingProgress
 from tlora.group.reports import CheckpointDue, Ended, Evaluated, Status, Stepped
 from tlora.group.wall import Failure, attempt
 from tlora.kernels.transfer import download
+from tlora.store import checkpoint
+from tlora.store.disk_reserve import DiskReserve
+from tlora.store.metrics import RowWriter, Tracker, finite
+from tlora.store.model_card import CARD_FILE, is_unedited, model_card
+from tlora.store.writer import Writer, Written
 
 Outcome = tuple[Status, str]  # how a job ended, and why
 
@@ -64,7 +64,7 @@ class RunContext:
     base_model: str
     clock: Callable[[], float]
     note: Callable[[str], None]
-    reserve: Reserve
+    reserve: DiskReserve
     writer: Writer = field(default_factory=Writer)
     before_save: Callable[[], None] = lambda: None
 
