@@ -25,6 +25,8 @@ _POINTS_PER_CHART = 48_000  # over all jobs: what a browser still draws without 
 _SHARE_COLUMNS = 120  # rows of a second are noise in a stacked area; a column is at least a few micro-batches
 _TAIL_COLOUR = "#8a929c"
 _MARKERS_UP_TO = 40  # points: short series get markers, and a single point is invisible without one
+_REWARDS = {"rewards/margins": "Reward margin", "rewards/accuracies": "Reward accuracy"}
+"""Metrics of jobs that learn from pairs, and the titles of their charts."""
 
 Trace = dict[str, Any]
 Figure = dict[str, Any]
@@ -67,6 +69,9 @@ def job_curves(run: RunView, looks: Mapping[str, Look]) -> list[JobCurve]:
             "grad_norm smoothed": smooth(norm, window),
             "learning_rate": column(job.train_rows, "learning_rate"),
         }
+        for key in _REWARDS:
+            rewards = column(job.train_rows, key)
+            values |= {key: rewards, f"{key} smoothed": smooth(rewards, window)} if any(map(math.isfinite, rewards)) else {}
         picked = {key: [series[at] for at in kept] for key, series in values.items()}
         axes = _x_axes([job.train_rows[at] for at in kept], job, per_unit)
         curves.append(JobCurve(job, looks[job.name], width, window, marked, axes, picked))
@@ -80,23 +85,34 @@ def _x_axes(rows: Sequence[JsonObject], job: JobView, per_unit: float) -> dict[s
 
 
 def learning_charts(run: RunView, curves: Sequence[JobCurve]) -> list[Chart]:
-    """Train loss, eval loss, learning rate and gradient norm; a chart without any point is left out."""
+    """Train loss, eval loss, rewards of pairs, learning rate and gradient norm; a chart without any point is left out."""
     titles = _x_titles(run)
     losses = [trace for curve in curves for trace in _smoothed_pair(curve, "loss", ".4f")]
     evals = [_eval_trace(curve, run) for curve in curves if curve.job.eval_rows]
     rates = [_line(curve, "learning_rate", ".3g") for curve in curves if curve.values["loss"]]
     norms = [trace for curve in curves for trace in _smoothed_pair(curve, "grad_norm", ".4g")]
+    pairs = any(key in curve.values for curve in curves for key in _REWARDS)
+    unit = "loss per trained token or pair" if pairs else "loss per trained token"
     note = _average_note(run, curves)
     broken = [f"{job.name} from step {step:,.0f}" for job in run.jobs if (step := job.broken_step) is not None]
     if broken:
         note += Markup(' <b class="bad">Loss not finite: {}.</b>').format(", ".join(broken))
     charts = (
-        Chart("Train loss", _figure(losses, "loss per trained token", titles), note, wide=True, log=True),
-        Chart("Eval loss", _figure(evals, "loss per trained token", titles), "★ marks each job's best evaluation.", log=True),
+        Chart("Train loss", _figure(losses, unit, titles), note, wide=True, log=True),
+        Chart("Eval loss", _figure(evals, unit, titles), "★ marks each job's best evaluation.", log=True),
+        *(_reward_chart(key, title, curves, titles) for key, title in _REWARDS.items()),
         Chart("Gradient norm", _figure(norms, "norm before clipping", titles), _average_note(run, curves), log=True),
         Chart("Learning rate", _rate_figure(rates, titles), "As each job's schedule set it.", log=True),
     )
     return [chart for chart in charts if chart.figure["data"]]
+
+
+def _reward_chart(key: str, title: str, curves: Sequence[JobCurve], x_titles: dict[str, str]) -> Chart:
+    """A figure of the jobs that learn from pairs, on a linear scale: margins may be negative."""
+    traces = [trace for curve in curves if key in curve.values for trace in _smoothed_pair(curve, key, ".4g")]
+    figure = _figure(traces, title.lower(), x_titles)
+    figure["layout"]["yaxis"]["type"] = "linear"
+    return Chart(title, figure, "Of the chosen answer over the rejected one, mean of each logged step's pairs.")
 
 
 def _average_note(run: RunView, curves: Sequence[JobCurve]) -> str:
