@@ -13,13 +13,13 @@ Record = Callable[[float, Event | Action], None]
 
 
 class Handles(Protocol):
-    """Who decides: a `Scheduler`."""
+    """What decides: a `Scheduler`."""
 
     def handle(self, event: Event, now: float) -> list[Action]: ...
 
 
 def run(scheduler: Handles, backend: Backend, record: Record | None = None) -> None:
-    """Until the back end has nothing more to tell. An event is recorded before it is handled, an action before it is executed."""
+    """Run until the back end reports no more events. An event is recorded before it is handled, an action before it is executed."""
     while events := backend.poll():
         for event in events:
             now = backend.now()

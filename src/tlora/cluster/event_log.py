@@ -1,7 +1,7 @@
 """What happened in a cluster, as a file: a JSON object a line, {"seconds": t, "type": ..., the fields of the event or action}.
 
-Enough to play an incident again: a fresh scheduler that is given the same events answers with the same actions. Reading it: `sim/`.
-A cluster that is started again goes on in the same file, and its time goes on from where that ends: how long it was away is not known.
+A fresh scheduler that gets the same events answers with the same actions, so an incident can be repeated. `sim/event_log.py` reads it. A
+restarted cluster appends to the same file, and its time continues from the last line: how long it was down is not known.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tlora.protocol import Action, Event, JobSubmitted, to_json
 
 
 class EventLog:
-    """Appends to `path`, flushed line by line: a crash loses at most the torn last one. Give its `write` to `controller.run`.
+    """Appends to `path`, flushed line by line: a crash loses at most the last one. Give its `write` to `controller.run`.
 
-    Raises ConfigError for a file that is no log.
+    Raises ConfigError for a file that is not a log.
     """
 
     def __init__(self, path: Path) -> None:

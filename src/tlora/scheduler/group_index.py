@@ -1,7 +1,7 @@
 """Groups as they stand: by base and residual capacity, by nodes where they can grow, and what tenants hold. Follows the state without
 looking at every group.
 
-Owns no truth: `ClusterState` does. What is read from it is the same as if it were built anew each time.
+A cache of `ClusterState`: reading it gives the same as building it anew each time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Jobs that wait, in the order in which a policy wants them, without looking at all of them at each event.
 
-Owns no truth: `ClusterState.pending` is, and this follows it. What is read from it is the same as if it were built anew each time.
+A cache of `ClusterState.pending`, which it follows: reading it gives the same as building it anew each time.
 """
 
 from __future__ import annotations

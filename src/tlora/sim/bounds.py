@@ -1,6 +1,6 @@
 """What no schedule can beat: lower bounds on mean JCT and on makespan (scheduling.md, "Bounds"), for jobs that are done.
 
-They hold for schedules whose speeds are those of the cost model; a simulation whose truth is faster than that may pass them.
+They hold for schedules whose speeds are those of the cost model; a simulated cluster that is faster may pass them.
 """
 
 from __future__ import annotations

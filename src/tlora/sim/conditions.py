@@ -48,7 +48,7 @@ FREE_MOVES = MoveCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """By default exactly what the scheduler believes, but for `moves`, of which it knows nothing.
+    """By default exactly what the scheduler believes, except `moves`, which it does not know.
 
     `speed_error` e: a job's micro-batches take u times as long as predicted, u uniform in 1 +- e, alone and in a group (there the mean
     of its members' by tokens). `length_error`: its steps have u times the tokens of its profile. `drift` d: everything takes

@@ -17,7 +17,7 @@ _WHOLE = 1e-6  # steps; so near to a whole number they are one, as they are sums
 
 @dataclass(slots=True)
 class SimulatedJob:
-    """One job. `alone_step_seconds` is T0, its step in truth alone on its own GPUs with the same kernels, at its submission.
+    """One job. `alone_step_seconds` is T0, its actual step alone on its own GPUs with the same kernels, at its submission.
 
     Windows follow each other; none is counted before its tenth step. In its time counts: all of it while the job is in a group and has
     begun to run there, be it that it stands still because another joins or its GPUs change; and a move from group to group at one
@@ -30,9 +30,9 @@ class SimulatedJob:
     spec: JobSubmitted
     ends: FinalState
     submitted_seconds: float
-    tokens_per_step: float  # in truth
+    tokens_per_step: float  # actual
     alone_step_seconds: float
-    speed: float  # its micro-batches' time in truth over that predicted
+    speed: float  # its micro-batches' actual time over the predicted
     state: FinalState = "unfinished"
     started_seconds: float = math.nan
     finished_seconds: float = math.nan
