@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-import tlora.supermodel.supermodel as supermodel
+import tlora.supermodel.losses as losses
 from bench import machine, throughput
 from bench.shapes import SHAPES, make_model
 from bench.together import open_engine, window_tokens
@@ -76,8 +76,8 @@ def part_of(name: str) -> str:
 def record(model: SuperModel, work: Callable[[], None]) -> list[dict[str, Any]]:
     """The trace's events of `work`, with head and optimizer as named ranges."""
     cuda = model.device.type == "cuda"
-    original, step = supermodel.linear_cross_entropy, model.queue_optim_step
-    supermodel.linear_cross_entropy = _in_range(HEAD, original)
+    original, step = losses.linear_cross_entropy, model.queue_optim_step
+    losses.linear_cross_entropy = _in_range(HEAD, original)
     model.queue_optim_step = _in_range(OPTIMIZER, step)  # type: ignore[method-assign]
     try:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
@@ -85,7 +85,7 @@ def record(model: SuperModel, work: Callable[[], None]) -> list[dict[str, Any]]:
             work()
             machine.wait(model.device)
     finally:
-        supermodel.linear_cross_entropy = original
+        losses.linear_cross_entropy = original
         del model.queue_optim_step
     with tempfile.TemporaryDirectory() as directory:
         profiler.export_chrome_trace(str(Path(directory) / "trace.json"))

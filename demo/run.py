@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,7 +115,7 @@ def main() -> int:
     run = read_jobs_file(HERE / "jobs.yaml").model_copy(update={"output_dir": str(HERE / "out")})
     console.print(f"{len(run.jobs)} jobs over one frozen base ({path_text(run.base_model)})")
     try:
-        with LiveView(console) if shows_live(console) else PlainView(console) as view:
+        with LiveView(console) if shows_live(console) else nullcontext(PlainView(console)) as view:
             started = time.monotonic()
             results = train(run, overwrite=True, device="cpu", watcher=Watcher(view.progress, view.note))
             seconds = time.monotonic() - started

@@ -48,13 +48,13 @@ def test_together_counts_useful_tokens_of_equal_jobs_equally(model: SuperModel, 
 def test_one_by_one_runs_each_job_with_nobody_else(model: SuperModel, jobs: list[Job], monkeypatch: pytest.MonkeyPatch):
     seen: list[int] = []
     original = model.forward_backward
-    monkeypatch.setattr(model, "forward_backward", lambda batch: (seen.append(len(batch.spans)), original(batch))[1])
+    monkeypatch.setattr(model, "forward_backward", lambda batch, *more: (seen.append(len(batch.spans)), original(batch, *more))[1])
     assert set(train_one_by_one(model, jobs, Plan(64, 0.0))) == {job.spec.name for job in jobs}
     assert set(seen) == {1}
 
 
 def test_a_job_that_fails_ends_the_benchmark(model: SuperModel, jobs: list[Job], monkeypatch: pytest.MonkeyPatch):
-    def broken(_batch: object) -> None:
+    def broken(*_: object) -> None:
         raise ValueError("no such kernel")
 
     monkeypatch.setattr(model, "forward_backward", broken)
@@ -63,7 +63,7 @@ def test_a_job_that_fails_ends_the_benchmark(model: SuperModel, jobs: list[Job],
 
 
 def test_running_out_of_memory_does_not_go_on_with_a_smaller_budget(model: SuperModel, jobs: list[Job], monkeypatch: pytest.MonkeyPatch):
-    def full(_batch: object) -> None:
+    def full(*_: object) -> None:
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(model, "forward_backward", full)

@@ -208,6 +208,7 @@ def _check_length(job: PlannedJob, model: Any) -> None:
     """Samples that the base cannot take at all, or only by changing the other jobs' results."""
     sets = [found for found in (job.data.train, job.data.eval) if found is not None] if job.data else []
     longest = max((int(found.longest_sequences.max()) for found in sets), default=0)
+    assert job.data is None or longest <= longest_sample(job.data), "a sequence is a part of its sample"
     table, safe = learned_positions(model), longest_safe_sequence(model)
     if table is not None and longest > table:
         raise DataError(f"a sample has {longest} tokens, and this base has {table} learned positions. Set max_length: {table}")

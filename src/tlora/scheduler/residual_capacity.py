@@ -86,8 +86,16 @@ class _Memory:
 
 
 def _happenings(state: ClusterState) -> tuple[int, ...]:
-    """Differs whenever a job, group or GPU has come or gone."""
-    return (state.jobs_submitted, len(state.jobs), state.groups_opened, len(state.groups), state.num_gpus, len(state.pending))
+    """Differs whenever a job, group or GPU has come or gone, or a job is held or released."""
+    return (
+        state.jobs_submitted,
+        len(state.jobs),
+        state.groups_opened,
+        len(state.groups),
+        state.num_gpus,
+        len(state.pending),
+        len(state.held),
+    )
 
 
 def _place_those_who_wait(decision: Decision, waiting: Waiting) -> None:

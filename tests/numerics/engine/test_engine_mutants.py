@@ -76,7 +76,7 @@ MUTANTS = (
         job_run,
         [
             ("self._normalizer = float(sum(", "JobRun.last = float(sum("),
-            ("sample.loss_weights, self._normalizer, key)", "sample.loss_weights, JobRun.last, key)"),
+            ("sample.loss_weights, self._normalizer, key, sample.lengths)", "sample.loss_weights, JobRun.last, key, sample.lengths)"),
         ],
         p.a_run_alone_is_one_together,
     ),

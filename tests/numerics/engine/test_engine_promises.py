@@ -140,8 +140,8 @@ def _start_at(value: float) -> Iterator[None]:
 def _gradient(value: float) -> Iterator[None]:
     healthy = supermodel.SuperModel.forward_backward
 
-    def spoil(self: SuperModel, batch: Any) -> Any:
-        found = healthy(self, batch)
+    def spoil(self: SuperModel, *batch: Any) -> Any:
+        found = healthy(self, *batch)
         if "bad" in found:
             for module in [s.module for s in self.state("bad").layout.shapes]:
                 rows, _ = self.bank.slot("bad", module) or (range(0), 0)
