@@ -1,0 +1,61 @@
+"""Jobs that learn from pairs beside jobs that imitate answers, on a GPU: what they learn, and the bits that they have alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tlora
+from tests.engine.conftest import save_base
+from tests.engine.tiny_runs import job, rows, sentence, sha256, write_rows
+from tlora.objectives import OBJECTIVES
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, pairs.jsonl (the chosen answer says "green", the rejected one "red") and samples.jsonl."""
+    directory = tmp_path_factory.mktemp("files")
+    save_base(directory / "base", hidden_size=256, intermediate_size=512)
+    rng = random.Random(5)
+    pairs = [
+        {"prompt": sentence(rng, 1, 9), "chosen": f" green {sentence(rng, 1, 9)}", "rejected": f" red {sentence(rng, 2, 40)}"}
+        for _ in range(24)
+    ]
+    (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    write_rows(directory / "samples.jsonl", 24, high=30)
+    return directory
+
+
+def train(files: Path, out: Path, jobs: list[dict[str, Any]], **settings: Any) -> dict[str, str]:
+    """The adapters' hashes, by job."""
+    specs = [tlora.JobSpec.model_validate(fields) for fields in jobs]
+    results = tlora.train(specs, base_model=str(files / "base"), output_dir=str(out), dtype="bfloat16", device="cuda", **settings)
+    assert all(result.status == "done" for result in results.values()), results
+    return {name: sha256(out / name) for name in results}
+
+
+def test_together_is_alone_bitwise(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TLORA_CACHE", str(tmp_path / "cache"))
+    pairs = str(files / "pairs.jsonl")
+    jobs = [job(name, pairs, objective=name, lora_dropout=0.1, batch_size=3) for name in OBJECTIVES]
+    jobs.append(job("sft", str(files / "samples.jsonl"), r=16))
+    together = train(files, tmp_path / "together", jobs, deterministic=True)
+    for order in jobs:
+        alone = train(files, tmp_path / f"alone-{order['name']}", [order], deterministic=True)
+        assert alone[order["name"]] == together[order["name"]], order["name"]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_job_learns_to_tell_the_answers_apart(objective: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TLORA_CACHE", str(tmp_path / "cache"))
+    order = job("a", {"path": str(files / "pairs.jsonl"), "eval_size": 4}, objective=objective, beta=0.2, max_steps=24, logging_steps=2)
+    train(files, tmp_path / "out", [order, job("b", str(files / "samples.jsonl"))])
+    found = [row for row in rows(tmp_path / "out/a/metrics.jsonl") if "loss" in row]
+    assert found[-1]["rewards/accuracies"] >= 0.75 and found[-1]["rewards/margins"] > found[0]["rewards/margins"]
