@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.interpreter import DEVICE, MARKS, interpreted
+from tests.kernels.interpreter import DEVICE, MARKS, interpret, interpreted
 from tests.tiny import make_model
 from tlora.job import JobSpec, LoraConfig, TrainConfig
 from tlora.kernels.linear_cross_entropy import gpu_chunk_rows
@@ -44,8 +44,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def make_shared(seed: int = 0) -> SuperModel:
     with pytest.MonkeyPatch.context() as patch:
-        if DEVICE.type == "cpu":
-            patch.setenv("TRITON_INTERPRET", "1")
+        interpret(patch)
         model = SuperModel(make_base(make_model(seed=seed, **SHAPE).to(DEVICE), "llama"), deterministic=True)
     assert model.num_layers == LAYERS
     return model

@@ -64,6 +64,12 @@ def interpreted() -> Iterator[None]:
             os.environ.pop(_VARIABLE, None)
 
 
+def interpret(patch: pytest.MonkeyPatch) -> None:
+    """The super-model takes its GPU path on a CPU. Does nothing where there is a GPU: what is defined then would stay interpreted."""
+    if DEVICE.type == "cpu":
+        patch.setenv(_VARIABLE, "1")
+
+
 def dot(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """a @ b in `dtype`: each element is a[i, 0] * b[0, j], then + a[i, 1] * b[1, j], and so on, each product and each sum rounded once."""
     # Of contiguous operands, numpy's own loop runs over j innermost: a vector register holds elements of a row, never parts of one sum.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.interpreter import DEVICE, MARKS, interpreted
+from tests.kernels.interpreter import DEVICE, MARKS, interpret, interpreted
 from tests.tolerances import KERNEL, assert_close
 from tlora.kernels.single_lora import _num_runs, _place, _run_tokens, compiled_single_lora_linear, single_lora_linear, takes_kernels
 
@@ -19,7 +19,7 @@ NAMES = ("y", "dx", "da", "db")
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    interpret(monkeypatch)
     assert takes_kernels(DEVICE, torch.float32)
 
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.kernels.interpreter import DEVICE
+from tests.kernels.interpreter import DEVICE, interpret
 from tests.tiny import SHAPE, make_samples
 from tlora.job import LoraConfig, TrainConfig
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
@@ -99,7 +99,6 @@ def test_without_deterministic_it_trains(family: str, device: str) -> None:
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 def test_experts_keep_deterministic_mode_off_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' path computes all samples of a batch together, and with them what experts do."""
-    if DEVICE.type == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    interpret(monkeypatch)
     assert make_shared("mixtral", torch.float32, DEVICE.type, deterministic=False)._fast is not None
     assert make_shared("mixtral", torch.float32, DEVICE.type, deterministic=True)._fast is None

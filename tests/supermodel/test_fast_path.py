@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from tests.kernels.interpreter import DEVICE, MARKS, interpreted
+from tests.kernels.interpreter import DEVICE, MARKS, interpret, interpreted
 from tests.tiny import FAMILIES, make_model, make_samples
 from tests.tolerances import TRAINED, assert_close, relative_error
 from tlora.adapters.state import AdapterState, init_state
@@ -83,8 +83,8 @@ def make_shared(family: str, fast: bool = True, **changes: Any) -> SuperModel:
     with pytest.MonkeyPatch.context() as patch:
         if not fast:
             patch.setattr(supermodel, "can_take_fast_path", lambda *_: False)
-        elif DEVICE.type == "cpu":
-            patch.setenv("TRITON_INTERPRET", "1")
+        else:
+            interpret(patch)
         shared = SuperModel(make_base(make_model(family, **changes).to(DEVICE), family), deterministic=True)
     assert (shared._fast is not None) == fast
     return shared
@@ -190,7 +190,7 @@ def test_linears_of_one_input_are_one_group(family: str, groups: list[tuple[str,
 
 def test_a_base_whose_widths_are_off_16_takes_the_reference_path() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
+        interpret(patch)
         odd = SuperModel(make_base(make_model(intermediate_size=88).to(DEVICE), "odd"))
         double = SuperModel(make_base(make_model(dtype=torch.float64).to(DEVICE), "fp64"))
     assert odd._fast is None and double._fast is None

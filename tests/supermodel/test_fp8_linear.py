@@ -14,7 +14,7 @@ from torch import Tensor
 import tlora
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import write_rows
-from tests.kernels.interpreter import DEVICE, MARKS, interpreted
+from tests.kernels.interpreter import DEVICE, MARKS, interpret, interpreted
 from tests.tiny import make_model, make_samples
 from tests.tolerances import relative_error
 from tlora.adapters.state import init_state
@@ -184,8 +184,7 @@ def test_gradients_over_fp8_are_near_to_those_over_its_weights_and_alone_as_toge
 ) -> None:
     """The difference to the plain path is the quantisation of activations and gradients alone: a few per cent of each."""
     plain = gradients("ab", dequantized_model(**SMALL))
-    if DEVICE.type == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    interpret(monkeypatch)
     found = gradients("ab", fp8_model(**SMALL))
     for job_id, (loss, gradient) in found.items():
         true_loss, true = plain[job_id]

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import sentence
-from tests.kernels.interpreter import MARKS, interpreted
+from tests.kernels.interpreter import MARKS, interpret, interpreted
 from tests.tiny import make_model
 from tests.tolerances import KERNEL, LOGITS, assert_close, relative_error
 from tlora.errors import ModelError
@@ -91,7 +91,7 @@ def test_outputs_and_gradients_are_pefts(family: str, calls: list[int]) -> None:
 
 def interpreted_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Linears run on the kernels from now on, under the interpreter; one entry for each forward and each backward of one."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    interpret(monkeypatch)
     launched: list[str] = []
     whole = single_lora._place
     monkeypatch.setattr(single_lora, "_place", lambda *a: launched.append("") or whole(*a))
