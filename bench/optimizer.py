@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 
 from bench import machine
+from tlora.adapters.adamw import StepStats, adamw_step
 from tlora.adapters.bank import AdapterBank
-from tlora.adapters.optim import StepStats, adamw_step
 from tlora.adapters.state import AdapterState, make_layout
 from tlora.job import LoraConfig, TrainConfig
-from tlora.supermodel.optimizer import DeviceOptimizer
+from tlora.supermodel.device_optimizer import DeviceOptimizer
 
 RANKS = (8, 16, 32, 64) * 2
 LINEARS = {

@@ -13,7 +13,7 @@ import pytest
 from tests.engine.test_worker import report_each_step as report_each_step
 from tests.engine.test_worker import when, work
 from tests.engine.tiny_runs import job, rows, run_spec, sha256, train
-from tlora.adapters.optim import StepStats
+from tlora.adapters.adamw import StepStats
 from tlora.adapters.state import AdapterState
 from tlora.engine.watcher import Watcher
 from tlora.group import engine as engine_room

@@ -16,9 +16,9 @@ from tests.kernels import test_fp8, test_fused_adamw, test_triton_cross_entropy,
 from tests.kernels.linear_cases import Bank, Base, Bits, Job, bits_of, check_case, make_batch, run_kernels
 from tests.kernels.test_fused_adamw import RULE, World, config_of
 from tests.kernels.test_varlen_attention import Case, assert_true, computed, of_sample
-from tests.supermodel.test_optimizer import TARGETS, Shared
+from tests.supermodel.test_device_optimizer import TARGETS, Shared
 from tests.tolerances import assert_close
-from tlora.adapters.optim import adamw_step
+from tlora.adapters.adamw import adamw_step
 from tlora.job import LoraConfig
 
 # Runs that begin inside a tile, one of them over two tiles; another rank at each linear; one run with dropout; a scale each.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.kernels.interpreter import DEVICE, MARKS, interpreted, thinned
 from tests.tolerances import assert_close
-from tlora.adapters.optim import adamw_step
+from tlora.adapters.adamw import adamw_step
 from tlora.adapters.state import AdapterLayout, AdapterShape, AdapterState
 from tlora.job import TrainConfig
 

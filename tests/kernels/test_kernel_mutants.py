@@ -26,7 +26,7 @@ with interpreted():
         triton_gemm,
         triton_lora,
     )
-    from tlora.supermodel import optimizer
+    from tlora.supermodel import device_optimizer
 
 pytestmark = [*INTERPRETED_ALONE, pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")]
 
@@ -340,35 +340,35 @@ ADAMW = (
     ),
     Mutant(
         "the rule of the first due job for all",
-        optimizer,
+        device_optimizer,
         "fused_adamw.scalars_of(_rule(job), self",
         "fused_adamw.scalars_of(_rule(next(iter(due.values()))), self",
         p.due_jobs_step_by_their_own_rules,
     ),
     Mutant(
         "the scalars of the first due job for all",
-        optimizer,
+        device_optimizer,
         "self._weights_like, self._scalars[row]",
         "self._weights_like, self._scalars[0]",
         p.due_jobs_step_by_their_own_rules,
     ),
     Mutant(
         "the learning rate of the next step",
-        optimizer,
+        device_optimizer,
         "return learning_rate(job.train, job.state.step, job.total_steps)",
         "return learning_rate(job.train, job.state.step + 1, job.total_steps)",
         p.due_jobs_step_by_their_own_rules,
     ),
     Mutant(
         "the outcome of another job",
-        optimizer,
+        device_optimizer,
         "zip(due.items(), outcomes.read(), strict=True)",
         "zip(due.items(), reversed(outcomes.read()), strict=True)",
         p.a_neighbours_nan_is_its_own,
     ),
     Mutant(
         "all skip the step where one must",
-        optimizer,
+        device_optimizer,
         "fused_adamw.norm_of(outcome), fused_adamw.applied(outcome))",
         "fused_adamw.norm_of(outcome), all(map(fused_adamw.applied, outcomes.read())))",
         p.a_neighbours_nan_is_its_own,
@@ -376,7 +376,7 @@ ADAMW = (
     ),
     Mutant(
         "addresses of before the bank grew",
-        optimizer,
+        device_optimizer,
         "if bound.addresses is not addresses:",
         "if bound.addresses is None:",
         p.rows_that_move_are_found,

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tlora.adapters.adamw import StepStats, adamw_step
 from tlora.adapters.bank import AdapterBank
-from tlora.adapters.optim import StepStats, adamw_step
 from tlora.adapters.state import AdapterState, init_state
 from tlora.job import LoraConfig, TrainConfig
 from tlora.kernels import multi_lora

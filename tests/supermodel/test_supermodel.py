@@ -10,7 +10,7 @@ import torch
 
 from tests.numerics.world import adapter_sha256
 from tests.tiny import make_batch, make_model, make_samples
-from tlora.adapters.optim import StepStats
+from tlora.adapters.adamw import StepStats
 from tlora.adapters.state import AdapterState, init_state
 from tlora.errors import ConfigError, ModelError
 from tlora.job import LoraConfig, TrainConfig

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tlora import durable
-from tlora.adapters.optim import learning_rate
+from tlora.adapters.adamw import learning_rate
 from tlora.errors import ConfigError
 from tlora.group.job_run import stopped_early
 from tlora.group.wall import Failure, attempt

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 
-from tlora.adapters.optim import StepStats
+from tlora.adapters.adamw import StepStats
 from tlora.batching.flow import Flow, Item
 from tlora.batching.pack import Row
 from tlora.data.dataset import Dataset

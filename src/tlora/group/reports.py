@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tlora.adapters.optim import StepStats
+from tlora.adapters.adamw import StepStats
 from tlora.adapters.state import AdapterState
 from tlora.batching.pack import MicroBatch
 from tlora.group.progress import TrainingProgress

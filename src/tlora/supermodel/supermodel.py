@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tlora.adapters.adamw import StepStats, adamw_step, weights_fit
 from tlora.adapters.bank import AdapterBank
-from tlora.adapters.optim import StepStats, adamw_step, weights_fit
 from tlora.adapters.state import AdapterLayout, AdapterState, init_state, make_layout
 from tlora.errors import ConfigError
 from tlora.job import BasePrecision, LoraConfig, TrainConfig
@@ -78,7 +78,7 @@ class SuperModel(nn.Module):
         self._anchor = torch.zeros((), device=weight.device, requires_grad=True)
         self._optimizer = None
         if weight.device.type == "cuda":
-            from tlora.supermodel.optimizer import DeviceOptimizer  # brings triton, which not every CPU install has
+            from tlora.supermodel.device_optimizer import DeviceOptimizer  # brings triton, which not every CPU install has
 
             self._optimizer = DeviceOptimizer(self.bank)
 

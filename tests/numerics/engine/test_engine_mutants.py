@@ -12,7 +12,7 @@ import pytest
 from tests.numerics.engine import promises as p
 from tests.numerics.engine.promises import Runs
 from tests.planted import Changes, planted
-from tlora.adapters import optim
+from tlora.adapters import adamw
 from tlora.group import engine, job_run
 from tlora.store import checkpoint
 from tlora.supermodel import supermodel
@@ -98,7 +98,7 @@ MUTANTS = (
     ),
     Mutant(
         "the learning rate of the next step",
-        optim,
+        adamw,
         [("rate = learning_rate(config, state.step, total_steps)", "rate = learning_rate(config, state.step + 1, total_steps)")],
         p.a_run_is_pefts,
         p.a_run_alone_is_one_together,

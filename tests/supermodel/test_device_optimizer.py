@@ -11,15 +11,15 @@ import torch
 
 from tests.kernels.interpreter import DEVICE, MARKS, interpreted
 from tests.tolerances import assert_close
+from tlora.adapters.adamw import StepStats, adamw_step
 from tlora.adapters.bank import AdapterBank
-from tlora.adapters.optim import StepStats, adamw_step
 from tlora.adapters.state import AdapterState, init_state, make_layout
 from tlora.job import LoraConfig, TrainConfig
 
 pytest.importorskip("triton")
 with interpreted():
-    from tlora.supermodel import optimizer
-    from tlora.supermodel.optimizer import DeviceOptimizer
+    from tlora.supermodel import device_optimizer
+    from tlora.supermodel.device_optimizer import DeviceOptimizer
 
 pytestmark = MARKS
 TARGETS = {"layers.0.q_proj": (32, 48), "layers.0.v_proj": (32, 7), "layers.1.q_proj": (32, 48), "layers.1.down_proj": (300, 32)}
@@ -220,14 +220,14 @@ def test_a_state_that_someone_else_wrote_is_looked_at_again(shared: Shared) -> N
 
 
 def test_a_step_that_cannot_be_queued_is_its_own_jobs_alone(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = optimizer.fused_adamw.launch_step
+    launch = device_optimizer.fused_adamw.launch_step
 
     def failing(flat: Any, *rest: Any) -> None:
         if flat.params is shared.jobs["ranks"].state.params:
             raise RuntimeError("no such kernel")
         launch(flat, *rest)
 
-    monkeypatch.setattr(optimizer.fused_adamw, "launch_step", failing)
+    monkeypatch.setattr(device_optimizer.fused_adamw, "launch_step", failing)
     for name in shared.jobs:
         shared.add_gradient(name, 1)
     read, errors = shared.optimizer.queue(shared.jobs)

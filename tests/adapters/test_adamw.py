@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import get_scheduler
 
 from tests.tolerances import assert_close
-from tlora.adapters.optim import adamw_step, learning_rate
+from tlora.adapters.adamw import adamw_step, learning_rate
 from tlora.adapters.state import AdapterState, init_state, make_layout
 from tlora.job import LoraConfig, SchedulerType, TrainConfig
 

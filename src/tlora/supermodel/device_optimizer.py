@@ -1,7 +1,7 @@
 """The optimizer steps of all jobs that are due together, on a GPU: everything is queued; one wait, whenever it suits, reads what came
 of it.
 
-Tables and buffers are made when a job joins, so that a step takes no memory of the device. The CPU's path is `adapters/optim.adamw_step`.
+Tables and buffers are made when a job joins, so that a step takes no memory of the device. The CPU's path is `adapters/adamw.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tlora.adapters.adamw import StepStats, count_step, learning_rate
 from tlora.adapters.bank import AdapterBank, SlotAddress
-from tlora.adapters.optim import StepStats, count_step, learning_rate
 from tlora.adapters.state import AdapterState
 from tlora.job import TrainConfig
 from tlora.kernels import fused_adamw
