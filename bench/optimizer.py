@@ -66,8 +66,8 @@ def make_jobs(layers: int) -> tuple[AdapterBank, DeviceOptimizer, dict[str, Job]
 
 def step(optimizer: DeviceOptimizer, jobs: dict[str, Job]) -> tuple[dict[str, StepStats], dict[str, Exception]]:
     """What came of the jobs' steps, waited for."""
-    read, errors = optimizer.queue(jobs)
-    return read(), errors
+    steps = optimizer.measure(jobs).update()
+    return steps.read(), steps.errors
 
 
 def fill_gradients(bank: AdapterBank, seed: int) -> None:

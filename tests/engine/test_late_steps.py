@@ -18,7 +18,8 @@ from tlora.adapters.state import AdapterState
 from tlora.engine.watcher import Watcher
 from tlora.group import engine as engine_room
 from tlora.group.engine import Engine
-from tlora.supermodel.supermodel import QueuedSteps, SuperModel
+from tlora.supermodel.optimizer_steps import QueuedSteps
+from tlora.supermodel.supermodel import SuperModel
 from tlora.worker_protocol import Failed, Join, Leave, Left, Load, Share, Stepped, Stop
 
 

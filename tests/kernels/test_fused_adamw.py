@@ -19,8 +19,9 @@ from tlora.job import TrainConfig
 
 pytest.importorskip("triton")
 with interpreted():
-    from tlora.kernels import fused_adamw, triton_adamw
-    from tlora.kernels.fused_adamw import BankRun, FlatState, StepBuffers, StepRule
+    from tlora.kernels import bank_chunks, fused_adamw, triton_adamw
+    from tlora.kernels.bank_chunks import BankRun
+    from tlora.kernels.fused_adamw import FlatState, StepBuffers, StepRule
 
 pytestmark = MARKS
 COUNTS = (16 * 20, 16 * 33, 7 * 5, 3 * 4096 + 1, 4096)
@@ -63,8 +64,8 @@ class World:
         self.rows = Rows.make(counts, self.weight_dtype, dtype)
         at = zip(self.rows.inner(self.rows.weights), self.rows.inner(self.rows.sums), counts, strict=True)
         runs = [BankRun(w.data_ptr(), s.data_ptr(), n) for w, s, n in at]
-        table, self.aligned = fused_adamw.chunk_table(runs, self.weight_dtype.itemsize, dtype.itemsize)
-        assert len(table) == fused_adamw.num_chunks(counts)
+        table, self.aligned = bank_chunks.chunk_table(runs, self.weight_dtype.itemsize, dtype.itemsize)
+        assert len(table) == bank_chunks.num_chunks(counts)
         self.buffers = StepBuffers.empty(len(table), dtype, DEVICE)
         self.buffers.chunks_C4.copy_(torch.from_numpy(table))
         self.note()
@@ -83,7 +84,8 @@ class World:
         scalars = torch.tensor(fused_adamw.scalars_of(rule, self.dtype, self.weight_dtype), dtype=torch.float64, device=DEVICE)
         outcome = torch.full((fused_adamw.NUM_OUTCOMES,), math.nan, dtype=torch.float64, device=DEVICE)
         like = torch.empty(0, dtype=self.weight_dtype, device=DEVICE)
-        fused_adamw.launch_step(self.flat, self.buffers, self.aligned, like, scalars, outcome)
+        fused_adamw.launch_measure(self.flat, self.buffers, self.aligned, scalars, outcome)
+        fused_adamw.launch_update(self.flat, self.buffers, self.aligned, like, scalars, outcome)
         self.outcome = outcome.tolist()
         assert self.rows.outside_is_untouched(), "another adapter's rows have changed"
         assert not any(bool(t.any()) for t in self.rows.inner(self.rows.sums)), "the sums are not zero"
@@ -283,7 +285,7 @@ def test_the_same_bytes_wherever_the_rows_lie_and_aligned_or_not() -> None:
 
 def test_the_table_covers_every_element_once() -> None:
     runs = [BankRun(1 << 20, 1 << 30, 5000), BankRun(1 << 21, 1 << 31, 3), BankRun(1 << 22, 1 << 32, 8192)]
-    table, aligned = fused_adamw.chunk_table(runs, 2, 4)
+    table, aligned = bank_chunks.chunk_table(runs, 2, 4)
     assert not aligned
     covered = [at for start, *_, count in table.tolist() for at in range(start, start + count)]
     assert covered == list(range(5000 + 3 + 8192))

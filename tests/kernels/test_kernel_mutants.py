@@ -348,8 +348,8 @@ ADAMW = (
     Mutant(
         "the scalars of the first due job for all",
         device_optimizer,
-        "self._weights_like, self._scalars[row]",
-        "self._weights_like, self._scalars[0]",
+        "scalars_S, outcome_4 = rows.scalars_JS[i], rows",
+        "scalars_S, outcome_4 = rows.scalars_JS[0], rows",
         p.due_jobs_step_by_their_own_rules,
     ),
     Mutant(

@@ -19,7 +19,7 @@ from tlora.job import LoraConfig, TrainConfig
 from tlora.kernels import multi_lora
 from tlora.kernels.reference import _dropped
 from tlora.kernels.segments import Segments
-from tlora.supermodel import attention, batch, supermodel
+from tlora.supermodel import attention, batch, host_optimizer
 from tlora.supermodel.batch import BatchRow, PackedBatch
 from tlora.supermodel.lora_linear import ActiveBatch
 from tlora.supermodel.supermodel import SuperModel
@@ -78,13 +78,13 @@ def shared_step_counter() -> AbstractContextManager[None]:
         steps = steps if self.bank.jobs() else 0
         join(self, *args)
 
-    def step(state: AdapterState, grad: Tensor, config: TrainConfig, total_steps: int, weight_dtype: torch.dtype) -> StepStats:
+    def step(state: AdapterState, *args: Any) -> StepStats:
         nonlocal steps
         state.step = state.updates = steps
         steps += 1
-        return adamw_step(state, grad, config, total_steps, weight_dtype)
+        return adamw_step(state, *args)
 
-    return _replaced((SuperModel, "join", joining), (supermodel, "adamw_step", step))
+    return _replaced((SuperModel, "join", joining), (host_optimizer, "adamw_step", step))
 
 
 def mask_multiply() -> AbstractContextManager[None]:

@@ -83,9 +83,9 @@ class Shared:
 
     def step_unchecked(self, *names: str) -> dict[str, StepStats]:
         """Without the twins."""
-        read, errors = self.optimizer.queue({name: self.jobs[name] for name in names})
-        assert not errors
-        return read()
+        steps = self.optimizer.measure({name: self.jobs[name] for name in names}).update()
+        assert not steps.errors and not steps.done
+        return steps.read()
 
     def check(self, name: str, stats: StepStats) -> None:
         """Step the twin too; all that the two have must agree."""
@@ -219,25 +219,29 @@ def test_a_state_that_someone_else_wrote_is_looked_at_again(shared: Shared) -> N
         assert shared.step_unchecked("plain")["plain"].applied
 
 
-def test_a_step_that_cannot_be_queued_is_its_own_jobs_alone(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = device_optimizer.fused_adamw.launch_step
+@pytest.mark.parametrize("half", ["launch_measure", "launch_update"])
+def test_a_step_that_cannot_be_queued_is_its_own_jobs_alone(shared: Shared, half: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = getattr(device_optimizer.fused_adamw, half)
 
     def failing(flat: Any, *rest: Any) -> None:
         if flat.params is shared.jobs["ranks"].state.params:
             raise RuntimeError("no such kernel")
         launch(flat, *rest)
 
-    monkeypatch.setattr(device_optimizer.fused_adamw, "launch_step", failing)
+    monkeypatch.setattr(device_optimizer.fused_adamw, half, failing)
     for name in shared.jobs:
         shared.add_gradient(name, 1)
-    read, errors = shared.optimizer.queue(shared.jobs)
-    stats = read()
-    assert list(stats) == ["plain", "few"] and str(errors["ranks"]) == "no such kernel"
-    assert shared.jobs["ranks"].state.step == 0
+    before = shared.jobs["ranks"].state.clone()
+    measured = shared.optimizer.measure(shared.jobs)
+    assert list(measured.verdicts) == [name for name in shared.jobs if half == "launch_update" or name != "ranks"]
+    steps = measured.update()
+    stats = steps.read()
+    assert list(stats) == ["plain", "few"] and str(steps.errors["ranks"]) == "no such kernel"
+    assert shared.jobs["ranks"].state.step == 0 and torch.equal(shared.jobs["ranks"].state.params, before.params)
     for name in stats:
         shared.check(name, stats[name])
 
 
 def test_no_job_is_due(shared: Shared) -> None:
-    read, errors = shared.optimizer.queue({})
-    assert (read(), errors) == ({}, {})
+    steps = shared.optimizer.measure({}).update()
+    assert (steps.read(), steps.errors) == ({}, {})

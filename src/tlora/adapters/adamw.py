@@ -1,6 +1,7 @@
 """AdamW, learning-rate schedule and clipping for one adapter's flat vectors. Nothing here is shared between jobs.
 
-The formulas are `torch.optim.AdamW`'s and transformers' `get_scheduler`'s; the tests compare with both.
+A step has two halves: `measure` reads the gradient, `adamw_step` updates. The formulas are `torch.optim.AdamW`'s and transformers'
+`get_scheduler`'s; the tests compare with both.
 """
 
 from __future__ import annotations
@@ -23,6 +24,14 @@ class StepStats:
     learning_rate: float
     grad_norm: float
     applied: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of one gradient: the norm before clipping, finite exactly when all of it is, and the factor that clips it (1: not clipped)."""
+
+    grad_norm: float
+    clip: float
 
 
 def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
@@ -48,22 +57,35 @@ def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
 
 
 @torch.no_grad()
+def measure(grad: Tensor, max_grad_norm: float) -> Verdict:
+    """Norm and clip factor of a flat gradient [P], which stays as it is. `max_grad_norm` 0: no clipping."""
+    norm = _norm(grad)
+    clipped = max_grad_norm > 0 and math.isfinite(norm) and norm + 1e-6 > max_grad_norm  # torch's rule, its 1e-6 included
+    return Verdict(norm, max_grad_norm / (norm + 1e-6) if clipped else 1.0)
+
+
+@torch.no_grad()
 def adamw_step(
-    state: AdapterState, grad: Tensor, config: TrainConfig, total_steps: int, weight_dtype: torch.dtype | None = None
+    state: AdapterState,
+    grad: Tensor,
+    config: TrainConfig,
+    total_steps: int,
+    weight_dtype: torch.dtype | None = None,
+    verdict: Verdict | None = None,
 ) -> StepStats:
-    """Clips `grad` (flat, consumed) to `max_grad_norm` and applies AdamW to `state` in place.
+    """Clips `grad` (flat [P], consumed) and applies AdamW to `state` in place. `verdict`: that of `measure(grad)`, by default made here.
 
     A gradient that is not finite, or an update that would leave a moment not finite, or a weight not finite in `weight_dtype`
     (default: the state's own), changes nothing but the counters.
     """
     rate = learning_rate(config, state.step, total_steps)
-    norm = _norm(grad)
-    applied = math.isfinite(norm)
+    verdict = verdict or measure(grad, config.max_grad_norm)
+    applied = math.isfinite(verdict.grad_norm)
     if applied:
-        if config.max_grad_norm and norm + 1e-6 > config.max_grad_norm:  # torch's rule, its 1e-6 included
-            grad.mul_(config.max_grad_norm / (norm + 1e-6))
+        if verdict.clip != 1:
+            grad.mul_(verdict.clip)
         applied = _adamw(state, grad, config, rate, weight_dtype or grad.dtype)
-    return count_step(state, rate, norm, applied)
+    return count_step(state, rate, verdict.grad_norm, applied)
 
 
 def count_step(state: AdapterState, rate: float, norm: float, applied: bool) -> StepStats:

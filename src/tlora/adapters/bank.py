@@ -200,11 +200,20 @@ class AdapterBank:
         torch._foreach_copy_(self._rows(job_id, "a_RK", "b_RN"), flat)
 
     @torch.no_grad()
+    def gradient(self, job_id: str) -> Tensor:
+        """A copy of the slot's summed gradient [P], flat in the order of its layout and in `sum_dtype`."""
+        return torch.cat([row.reshape(-1) for row in self._rows(job_id, "da_RK", "db_RN")])
+
+    @torch.no_grad()
+    def set_gradient(self, job_id: str, gradient_P: Tensor) -> None:
+        """Replace the slot's sums by a flat gradient, as `gradient` gives it."""
+        flat = [view for _, da, db in self._layouts[job_id].views(gradient_P) for view in (da, db)]
+        torch._foreach_copy_(self._rows(job_id, "da_RK", "db_RN"), flat)
+
     def take_grad(self, job_id: str) -> Tensor:
-        """The slot's summed gradient, flat; the sums are zero afterwards."""
-        rows = self._rows(job_id, "da_RK", "db_RN")
-        grad = torch.cat([row.reshape(-1) for row in rows])
-        torch._foreach_zero_(rows)
+        """`gradient`; the sums are zero afterwards."""
+        grad = self.gradient(job_id)
+        self.zero_grad(job_id)
         return grad
 
     @torch.no_grad()

@@ -22,7 +22,9 @@ from tlora.group.reports import CheckpointDue, Computed, Ended, Evaluated, Liste
 from tlora.group.wall import Failure, attempt, is_out_of_memory
 from tlora.kernels.device import ToHost
 from tlora.supermodel.batch import PackedBatch, collate
-from tlora.supermodel.supermodel import JobLoss, QueuedSteps, SuperModel
+from tlora.supermodel.losses import JobLoss
+from tlora.supermodel.optimizer_steps import QueuedSteps
+from tlora.supermodel.supermodel import SuperModel
 
 _FORGIVEN = 3
 

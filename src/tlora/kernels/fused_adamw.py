@@ -1,4 +1,4 @@
-"""Host side of the fused AdamW: the table of chunks, the row of scalars, and the four launches of one adapter's step.
+"""Host side of the fused AdamW: the row of scalars, and the launches of one adapter's step, two for each half.
 
 Nothing here waits for the device or takes memory on it; who is due, and what follows, is the super-model's.
 """
@@ -9,26 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tlora.kernels import triton_adamw as kernels
+from tlora.kernels.bank_chunks import CHUNK, WARPS
 
-CHUNK = 4096  # elements of a program: 16 a thread
 _BLOCK = 4096  # partial results that the verdict's one program takes at a time
-_WARPS, _VERDICT_WARPS = 8, 16
+_VERDICT_WARPS = 16
 
 NUM_SCALARS, NUM_OUTCOMES = kernels.NUM_SCALARS, kernels.NUM_OUTCOMES
-
-
-@dataclass(frozen=True, slots=True)
-class BankRun:
-    """Elements that are contiguous in the flat vectors and in the bank: addresses of their weights and gradient sums, in bytes."""
-
-    weights: int
-    sums: int
-    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +38,8 @@ class StepRule:
 class StepBuffers:
     """One adapter's table of chunks on the device and what its kernels hand each other. C chunks.
 
-    `chunks_C4` int64, see `chunk_table`; `squares_C` fp64; `largest_3C` in the state's dtype: of |weight|, |exp_avg| and exp_avg_sq.
+    `chunks_C4` int64, see `bank_chunks.chunk_table`; `squares_C` fp64; `largest_3C` in the state's dtype: of |weight|, |exp_avg| and
+    exp_avg_sq.
     """
 
     chunks_C4: Tensor
@@ -71,28 +62,6 @@ class FlatState:
     params: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
-
-
-def num_chunks(counts: Sequence[int]) -> int:
-    """Chunks of runs of `counts` elements: none spans two runs."""
-    return sum(-(-count // CHUNK) for count in counts)
-
-
-def chunk_table(runs: Sequence[BankRun], weight_bytes: int, sum_bytes: int) -> tuple[np.ndarray, bool]:
-    """The chunks of `runs`, which follow each other in the flat vectors: int64 [C, 4] of offset there, addresses of weights and sums,
-    and elements; and whether every one starts and ends at a multiple of 16 elements and 16 bytes.
-    """
-    counts = np.array([run.count for run in runs], np.int64)
-    parts = -(-counts // CHUNK)
-    first = np.repeat(np.cumsum(parts) - parts, parts)
-    inside = (np.arange(parts.sum()) - first) * CHUNK  # where a chunk starts in its run
-    weights, sums = (np.repeat(np.array(a, np.int64), parts) for a in ([r.weights for r in runs], [r.sums for r in runs]))
-    table = np.empty((len(inside), 4), np.int64)
-    table[:, 0] = np.repeat(np.cumsum(counts) - counts, parts) + inside
-    table[:, 1] = weights + inside * weight_bytes
-    table[:, 2] = sums + inside * sum_bytes
-    table[:, 3] = np.minimum(np.repeat(counts, parts) - inside, CHUNK)
-    return table, not (table % 16).any()
 
 
 def scalars_of(rule: StepRule, state_dtype: torch.dtype, weight_dtype: torch.dtype) -> list[float]:
@@ -119,19 +88,32 @@ def note_largest(state: FlatState, largest_3C: Tensor) -> None:
     largest_3C.nan_to_num_(nan=float("inf"), posinf=float("inf"))  # a maximum drops NaN
 
 
-def launch_step(state: FlatState, buffers: StepBuffers, aligned: bool, weights_like: Tensor, scalars_S: Tensor, outcome_4: Tensor) -> None:
-    """Queue one adapter's step. `weights_like`: any tensor of the bank's weights' dtype; `scalars_S`, `outcome_4`: its rows, fp64.
+def launch_measure(state: FlatState, buffers: StepBuffers, aligned: bool, scalars_S: Tensor, outcome_4: Tensor) -> None:
+    """Queue the first half of one adapter's step, which writes `outcome_4` (norm, clip factor, verdict) and nothing else that lasts.
+
+    `scalars_S` and `outcome_4` are the adapter's rows, fp64.
+    """
+    chunks = len(buffers.chunks_C4)
+    kernels.norm_kernel[(chunks,)](buffers.chunks_C4, state.params, buffers.squares_C, **_how(aligned))
+    how_verdict: dict[str, Any] = {"BLOCK": _BLOCK, "num_warps": _VERDICT_WARPS}
+    kernels.verdict_kernel[(1,)](buffers.squares_C, buffers.largest_3C, scalars_S, outcome_4, chunks, **how_verdict)
+
+
+def launch_update(
+    state: FlatState, buffers: StepBuffers, aligned: bool, weights_like: Tensor, scalars_S: Tensor, outcome_4: Tensor
+) -> None:
+    """Queue the second half. `weights_like`: any tensor of the bank's weights' dtype; the rows are those of `launch_measure`.
 
     Afterwards the sums are zero; state and weights are new where `applied(outcome)`, else as before.
     """
-    chunks, flat = len(buffers.chunks_C4), (state.params, state.exp_avg, state.exp_avg_sq)
-    # Without contraction the check computes to the bit what the update computes.
-    how: dict[str, Any] = {"CHUNK": CHUNK, "ALIGNED": aligned, "num_warps": _WARPS, "enable_fp_fusion": False}
-    how_verdict: dict[str, Any] = {"BLOCK": _BLOCK, "num_warps": _VERDICT_WARPS}
-    kernels.norm_kernel[(chunks,)](buffers.chunks_C4, state.params, buffers.squares_C, **how)
-    kernels.verdict_kernel[(1,)](buffers.squares_C, buffers.largest_3C, scalars_S, outcome_4, chunks, **how_verdict)
+    chunks, flat, how = len(buffers.chunks_C4), (state.params, state.exp_avg, state.exp_avg_sq), _how(aligned)
     kernels.check_kernel[(chunks,)](buffers.chunks_C4, *flat, weights_like, scalars_S, outcome_4, **how)
     kernels.update_kernel[(chunks,)](buffers.chunks_C4, *flat, weights_like, buffers.largest_3C, scalars_S, outcome_4, chunks, **how)
+
+
+def _how(aligned: bool) -> dict[str, Any]:
+    # Without contraction the check computes to the bit what the update computes.
+    return {"CHUNK": CHUNK, "ALIGNED": aligned, "num_warps": WARPS, "enable_fp_fusion": False}
 
 
 def norm_of(outcome: Sequence[float]) -> float:

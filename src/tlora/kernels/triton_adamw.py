@@ -1,8 +1,8 @@
 """AdamW of one adapter as four Triton kernels: norm of the gradient, verdict, check (where the verdict needs one), update.
 
-The gradient sums are read, and the weights in the compute dtype written, where they lie in the bank. A program takes one chunk: a
-run of elements that is contiguous in the flat vectors and in the bank. No kernel reads anything of another adapter, no sum depends
-on which program came first, and nothing waits for the host. Formulas: `torch.optim.AdamW`'s.
+The gradient sums are read, and the weights in the compute dtype written, where they lie in the bank. A program takes one chunk
+(`triton_chunks.py`). No kernel reads anything of another adapter, no sum depends on which program came first, and nothing waits for
+the host. Formulas: `torch.optim.AdamW`'s.
 
 Before anything is stored it must be known that the whole update is finite. Computing it twice would move 54 bytes per parameter,
 keeping it in second buffers 42 and 12 bytes of memory. Instead each update leaves the largest |weight| and moments behind; from
@@ -18,6 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tlora.kernels.triton_chunks import chunk_at, rows_at
+
 # One adapter's row of `scalars`, fp64; made by `fused_adamw.scalars_of`.
 ALLOWED, MAX_NORM, BETA1, BETA2, EPSILON, DECAY, STEP_SIZE, ROOT_CORRECTION, LARGEST_WEIGHT, LARGEST_STATE, SMALLEST_STATE = (
     tl.constexpr(i) for i in range(11)
@@ -29,36 +31,14 @@ NORM, CLIP, VERDICT, CHECK_FAILED = (tl.constexpr(i) for i in range(4))
 NUM_OUTCOMES = 4
 REFUSED, PROVEN, OPEN = (tl.constexpr(i) for i in range(3))
 
-# Columns of the table of chunks, int64: offset in the flat vectors, addresses of weights and sums in the bank, elements.
-CHUNK_COLUMNS = tl.constexpr(4)
-
-
-@triton.jit
-def _chunk(chunks_ptr, chunk, ALIGNED: tl.constexpr):
-    """(offset, address of weights, address of sums, elements) of one chunk."""
-    at = chunks_ptr + chunk.to(tl.int64) * CHUNK_COLUMNS
-    start, weights, sums, count = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3).to(tl.int32)
-    if ALIGNED:
-        start, count = tl.multiple_of(start, 16), tl.multiple_of(count, 16)
-    return start, weights, sums, count
-
-
-@triton.jit
-def _rows(address, like, ALIGNED: tl.constexpr):
-    """An address as a pointer to elements of `like`; 16 bytes at a time where all rows are so aligned."""
-    pointer = address.to(like.dtype)
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
-
 
 @triton.jit
 def norm_kernel(chunks_ptr, params_ptr, squares_ptr, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
     """Sum of squares of each chunk's gradient, in fp64: squares of fp32 numbers do not overflow there."""
     chunk = tl.program_id(0)
-    _, _, sums, count = _chunk(chunks_ptr, chunk, ALIGNED)
+    _, _, sums, count = chunk_at(chunks_ptr, chunk, ALIGNED)
     i = tl.arange(0, CHUNK)
-    grad = tl.load(_rows(sums, params_ptr, ALIGNED) + i, mask=i < count, other=0.0).to(tl.float64)
+    grad = tl.load(rows_at(sums, params_ptr, ALIGNED) + i, mask=i < count, other=0.0).to(tl.float64)
     tl.store(squares_ptr + chunk, tl.sum(grad * grad))
 
 
@@ -163,11 +143,11 @@ def check_kernel(chunks_ptr, params_ptr, exp_avg_ptr, exp_avg_sq_ptr, weights_li
                  CHUNK: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
     """Where the verdict is open: notes whether a number of the update would not be finite, the weight in the bank's dtype included."""
     if tl.load(outcome_ptr + VERDICT) == OPEN:
-        start, _, sums, count = _chunk(chunks_ptr, tl.program_id(0), ALIGNED)
+        start, _, sums, count = chunk_at(chunks_ptr, tl.program_id(0), ALIGNED)
         i = tl.arange(0, CHUNK)
         mask = i < count
         params, exp_avg, exp_avg_sq = _updated(
-            params_ptr, exp_avg_ptr, exp_avg_sq_ptr, _rows(sums, params_ptr, ALIGNED) + i, scalars_ptr, outcome_ptr, start + i, mask
+            params_ptr, exp_avg_ptr, exp_avg_sq_ptr, rows_at(sums, params_ptr, ALIGNED) + i, scalars_ptr, outcome_ptr, start + i, mask
         )
         weights = params.to(weights_like_ptr.dtype.element_ty).to(tl.float64)
         infinity = float("inf")
@@ -182,16 +162,16 @@ def update_kernel(chunks_ptr, params_ptr, exp_avg_ptr, exp_avg_sq_ptr, weights_l
                   CHUNK: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
     """The step itself, where verdict and check allow it: state, weights in the bank, largest magnitudes. The sums are zero afterwards."""
     chunk = tl.program_id(0)
-    start, weights, sums, count = _chunk(chunks_ptr, chunk, ALIGNED)
+    start, weights, sums, count = chunk_at(chunks_ptr, chunk, ALIGNED)
     i = tl.arange(0, CHUNK)
     mask = i < count
-    sums_at = _rows(sums, params_ptr, ALIGNED) + i
+    sums_at = rows_at(sums, params_ptr, ALIGNED) + i
     if (tl.load(outcome_ptr + VERDICT) != REFUSED) & (tl.load(outcome_ptr + CHECK_FAILED) == 0):
         params, exp_avg, exp_avg_sq = _updated(params_ptr, exp_avg_ptr, exp_avg_sq_ptr, sums_at, scalars_ptr, outcome_ptr, start + i, mask)
         tl.store(params_ptr + start + i, params, mask=mask)
         tl.store(exp_avg_ptr + start + i, exp_avg, mask=mask)
         tl.store(exp_avg_sq_ptr + start + i, exp_avg_sq, mask=mask)
-        weights_at = _rows(weights, weights_like_ptr, ALIGNED) + i
+        weights_at = rows_at(weights, weights_like_ptr, ALIGNED) + i
         tl.store(weights_at, params.to(weights_like_ptr.dtype.element_ty), mask=mask)
         tl.store(largest_ptr + chunk, tl.max(tl.where(mask, tl.abs(params), 0.0)))
         tl.store(largest_ptr + num_chunks + chunk, tl.max(tl.where(mask, tl.abs(exp_avg), 0.0)))

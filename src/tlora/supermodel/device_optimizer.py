@@ -1,36 +1,25 @@
 """The optimizer steps of all jobs that are due together, on a GPU: everything is queued; one wait, whenever it suits, reads what came
 of it.
 
-Tables and buffers are made when a job joins, so that a step takes no memory of the device. The CPU's path is `adapters/adamw.py`.
+Tables and buffers are made when a job joins, so that a step takes no memory of the device. The CPU's path is `host_optimizer.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tlora.adapters.adamw import StepStats, count_step, learning_rate
 from tlora.adapters.bank import AdapterBank, SlotAddress
-from tlora.adapters.state import AdapterState
-from tlora.job import TrainConfig
-from tlora.kernels import fused_adamw
+from tlora.adapters.state import AdapterLayout, AdapterState
+from tlora.kernels import bank_chunks, fused_adamw
+from tlora.kernels.bank_chunks import BankRun
 from tlora.kernels.device import ToHost
-from tlora.kernels.fused_adamw import BankRun, FlatState, StepBuffers, StepRule
-
-
-class Stepping(Protocol):
-    """What a step needs of a resident job."""
-
-    @property
-    def state(self) -> AdapterState: ...
-    @property
-    def train(self) -> TrainConfig: ...
-    @property
-    def total_steps(self) -> int: ...
+from tlora.kernels.fused_adamw import FlatState, StepBuffers, StepRule
+from tlora.supermodel.optimizer_steps import QueuedSteps, Stepping
 
 
 def _rate(job: Stepping) -> float:
@@ -42,14 +31,42 @@ def _rule(job: Stepping) -> StepRule:
     return StepRule(_rate(job), t.adam_beta1, t.adam_beta2, t.adam_epsilon, t.weight_decay, t.max_grad_norm, job.state.updates)
 
 
+def _flat(state: AdapterState) -> FlatState:
+    return FlatState(state.params, state.exp_avg, state.exp_avg_sq)
+
+
 @dataclass
 class _Bound:
     """A resident's buffers, and of what they were made: the bank's addresses, and the state's tensors with their versions."""
 
+    layout: AdapterLayout
     buffers: StepBuffers
     aligned: bool = False
     addresses: Mapping[str, SlotAddress] | None = None
     tensors: tuple[tuple[Tensor, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A row of scalars and one of outcomes for each of J jobs, fp64."""
+
+    scalars_JS: Tensor
+    outcomes_JO: Tensor
+
+
+class DeviceSteps:
+    """Measured steps of `due`: what `DeviceOptimizer.measure` gives. `errors` grows if the other half of a step cannot be queued."""
+
+    def __init__(self, optimizer: DeviceOptimizer, due: Mapping[str, Stepping], rows: _Rows) -> None:
+        self.errors: dict[str, Exception] = {}
+        self._optimizer, self._due, self._rows = optimizer, due, rows
+
+    @property
+    def verdicts(self) -> dict[str, Tensor]:
+        return {name: self._rows.outcomes_JO[i, :2] for i, name in enumerate(self._due) if name not in self.errors}
+
+    def update(self) -> QueuedSteps:
+        return self._optimizer._update(self._due, self._rows, self.errors)
 
 
 class DeviceOptimizer:
@@ -59,46 +76,77 @@ class DeviceOptimizer:
         self._bank = bank
         self._bound: dict[str, _Bound] = {}
         self._weights_like = torch.empty(0, dtype=bank.dtype, device=bank.device)
-        self._make_rows(8)
+        self._capacity = 8
+        self._spare = [self._make_rows()]
 
-    def _make_rows(self, count: int) -> None:
-        """A row of scalars and of outcomes for each of `count` jobs."""
-        self._scalars, self._outcomes = (
-            torch.zeros(count, n, dtype=torch.float64, device=self._bank.device)
-            for n in (fused_adamw.NUM_SCALARS, fused_adamw.NUM_OUTCOMES)
-        )
+    def _make_rows(self) -> _Rows:
+        sizes = (fused_adamw.NUM_SCALARS, fused_adamw.NUM_OUTCOMES)
+        return _Rows(*(torch.zeros(self._capacity, n, dtype=torch.float64, device=self._bank.device) for n in sizes))
 
     def add(self, job_id: str, state: AdapterState) -> None:
         """Make the buffers of a job that has its slot. May run out of memory; nothing is kept then."""
         counts = [n for s in state.layout.shapes for n in (s.rank * s.in_features, s.rank * s.out_features)]
-        buffers = StepBuffers.empty(fused_adamw.num_chunks(counts), self._bank.sum_dtype, self._bank.device)
-        if len(self._bound) >= len(self._scalars):
-            self._make_rows(2 * len(self._scalars))
-        self._bound[job_id] = _Bound(buffers)
-        self._refresh(job_id, state)
+        buffers = StepBuffers.empty(bank_chunks.num_chunks(counts), self._bank.sum_dtype, self._bank.device)
+        if len(self._bound) >= self._capacity:
+            self._capacity *= 2
+            self._spare = [self._make_rows()]
+        self._bound[job_id] = _Bound(state.layout, buffers)
+        self._table(job_id)
+        self._note_largest(job_id, state)
 
     def remove(self, job_id: str) -> None:
         self._bound.pop(job_id, None)
 
     @torch.no_grad()
-    def queue(self, due: Mapping[str, Stepping]) -> tuple[Callable[[], dict[str, StepStats]], dict[str, Exception]]:
-        """Queue the step of each job of `due`: clip its summed gradient, apply AdamW, write its weights into the bank, zero its sums.
+    def gradient(self, job_id: str) -> Tensor:
+        """A copy of the job's summed gradient [P] as one launch; takes its memory, and does not wait."""
+        bound = self._table(job_id)
+        flat_P = torch.empty(bound.layout.numel, dtype=self._bank.sum_dtype, device=self._bank.device)
+        bank_chunks.gather(bound.buffers.chunks_C4, bound.aligned, flat_P)
+        return flat_P
 
-        Returns what waits for the steps, enters them into the counters and tells what they did, to be called once and before these
-        jobs step again; and for jobs whose step could not be queued, why: those have not stepped.
-        """
+    @torch.no_grad()
+    def set_gradient(self, job_id: str, gradient_P: Tensor) -> None:
+        """Replace the job's sums, as one launch. `gradient_P` contiguous, of the size, dtype and device of `gradient`."""
+        bound = self._table(job_id)
+        assert (gradient_P.shape, gradient_P.dtype) == ((bound.layout.numel,), self._bank.sum_dtype) and gradient_P.is_contiguous()
+        bank_chunks.scatter(bound.buffers.chunks_C4, bound.aligned, gradient_P)
+
+    @torch.no_grad()
+    def measure(self, due: Mapping[str, Stepping]) -> DeviceSteps:
+        """Queue the first half of the step of each job of `due`: the norm of its sums and its verdict, on the device."""
+        rows = self._spare.pop() if self._spare else self._make_rows()
+        steps = DeviceSteps(self, due, rows)
         if not due:
-            return dict, {}
-        rows = [fused_adamw.scalars_of(_rule(job), self._bank.sum_dtype, self._bank.dtype) for job in due.values()]
-        num_due, errors = len(rows), dict[str, Exception]()
-        host = torch.tensor(rows, dtype=torch.float64)
-        self._scalars[:num_due].copy_(host.pin_memory() if self._scalars.is_cuda else host, non_blocking=True)
+            return steps
+        scalars = [fused_adamw.scalars_of(_rule(job), self._bank.sum_dtype, self._bank.dtype) for job in due.values()]
+        host = torch.tensor(scalars, dtype=torch.float64)
+        rows.scalars_JS[: len(due)].copy_(host.pin_memory() if rows.scalars_JS.is_cuda else host, non_blocking=True)
         for i, (job_id, job) in enumerate(due.items()):
             try:
-                self._queue(job_id, job.state, i)
+                bound = self._table(job_id)
+                self._note_largest(job_id, job.state)
+                fused_adamw.launch_measure(_flat(job.state), bound.buffers, bound.aligned, rows.scalars_JS[i], rows.outcomes_JO[i])
+            except Exception as error:
+                steps.errors[job_id] = error
+        return steps
+
+    @torch.no_grad()
+    def _update(self, due: Mapping[str, Stepping], rows: _Rows, errors: dict[str, Exception]) -> QueuedSteps:
+        """Queue the second half. What is read later waits for the steps and enters them into the counters: once, and before these jobs
+        step again.
+        """
+        for i, (job_id, job) in enumerate(due.items()):
+            try:
+                if job_id not in errors:
+                    bound, flat = self._table(job_id), _flat(job.state)
+                    scalars_S, outcome_4 = rows.scalars_JS[i], rows.outcomes_JO[i]
+                    fused_adamw.launch_update(flat, bound.buffers, bound.aligned, self._weights_like, scalars_S, outcome_4)
             except Exception as error:
                 errors[job_id] = error
-        outcomes = ToHost(self._outcomes[:num_due])
+        outcomes = ToHost(rows.outcomes_JO[: len(due)])
+        if len(rows.scalars_JS) == self._capacity:
+            self._spare.append(rows)  # what is queued into them from now on runs behind this copy
 
         def read() -> dict[str, StepStats]:
             stats: dict[str, StepStats] = {}
@@ -107,28 +155,27 @@ class DeviceOptimizer:
                     stats[job_id] = count_step(job.state, _rate(job), fused_adamw.norm_of(outcome), fused_adamw.applied(outcome))
             return stats
 
-        return read, errors
+        return QueuedSteps(read, errors, done=False)
 
-    def _queue(self, job_id: str, state: AdapterState, row: int) -> None:
-        self._refresh(job_id, state)
-        bound, flat = self._bound[job_id], FlatState(state.params, state.exp_avg, state.exp_avg_sq)
-        fused_adamw.launch_step(flat, bound.buffers, bound.aligned, self._weights_like, self._scalars[row], self._outcomes[row])
-
-    def _refresh(self, job_id: str, state: AdapterState) -> None:
-        """Make anew what no longer holds: addresses when the bank grew, magnitudes when someone else wrote the state."""
+    def _table(self, job_id: str) -> _Bound:
+        """The job's buffers, with their table of chunks made anew where the bank has moved."""
         bound, addresses = self._bound[job_id], self._bank.addresses(job_id)
         if bound.addresses is not addresses:
             runs: list[BankRun] = []
-            for s in state.layout.shapes:
+            for s in bound.layout.shapes:
                 at = addresses[s.module]
                 runs += [BankRun(at.a, at.da, s.rank * s.in_features), BankRun(at.b, at.db, s.rank * s.out_features)]
-            table, bound.aligned = fused_adamw.chunk_table(runs, self._bank.dtype.itemsize, self._bank.sum_dtype.itemsize)
+            table, bound.aligned = bank_chunks.chunk_table(runs, self._bank.dtype.itemsize, self._bank.sum_dtype.itemsize)
             bound.buffers.chunks_C4.copy_(torch.from_numpy(table))
             bound.addresses = addresses
+        return bound
+
+    def _note_largest(self, job_id: str, state: AdapterState) -> None:
+        """Enter the state's magnitudes anew where someone else wrote it."""
         # The kernels' own writes do not count as versions; any other in-place operation does.
-        tensors = tuple((t, t._version) for t in (state.params, state.exp_avg, state.exp_avg_sq))
+        bound, tensors = self._bound[job_id], tuple((t, t._version) for t in (state.params, state.exp_avg, state.exp_avg_sq))
         if len(bound.tensors) != 3 or any(a is not b or v != w for (a, v), (b, w) in zip(bound.tensors, tensors, strict=True)):
             for t, _ in tensors:
-                assert t.dtype == self._bank.sum_dtype and t.device == self._outcomes.device and t.is_contiguous(), (t.dtype, t.device)
-            fused_adamw.note_largest(FlatState(*(t for t, _ in tensors)), bound.buffers.largest_3C)
+                assert t.dtype == self._bank.sum_dtype and t.device == self._weights_like.device and t.is_contiguous(), (t.dtype, t.device)
+            fused_adamw.note_largest(_flat(state), bound.buffers.largest_3C)
             bound.tensors = tensors

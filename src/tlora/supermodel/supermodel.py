@@ -6,7 +6,7 @@ It owns weights, gradients and optimizer state. Data, order, evaluation, files a
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tlora.adapters.adamw import StepStats, adamw_step, weights_fit
+from tlora.adapters.adamw import StepStats, weights_fit
 from tlora.adapters.bank import AdapterBank
 from tlora.adapters.state import AdapterLayout, AdapterState, init_state, make_layout
 from tlora.errors import ConfigError
@@ -22,27 +22,12 @@ from tlora.job import BasePrecision, LoraConfig, TrainConfig
 from tlora.objectives import Objective
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.fast_path import FastPath, can_take_fast_path, compile_ahead
+from tlora.supermodel.host_optimizer import HostOptimizer
 from tlora.supermodel.inject import expert_modules, find_linears, inject, resolve_targets, sizes
 from tlora.supermodel.load import Base, hidden_states, load_base, longest_safe_sequence
 from tlora.supermodel.lora_linear import ActiveBatch, Context
 from tlora.supermodel.losses import JobLoss, Losses, token_logprobs
-
-
-class StepError(Exception):
-    """Steps of some jobs raised (`errors`), and those have not stepped; the others have (`stats`)."""
-
-    def __init__(self, stats: dict[str, StepStats], errors: dict[str, Exception]) -> None:
-        super().__init__("; ".join(f"{job_id}: {type(error).__name__}: {error}" for job_id, error in errors.items()))
-        self.stats, self.errors = stats, errors
-
-
-@dataclass(frozen=True)
-class QueuedSteps:
-    """Optimizer steps under way. `read` waits for them and tells what they did; `errors`: jobs that do not step, and why."""
-
-    read: Callable[[], dict[str, StepStats]]
-    errors: dict[str, Exception]
-    done: bool  # reading does not wait
+from tlora.supermodel.optimizer_steps import MeasuredSteps, Optimizer, QueuedSteps, StepError
 
 
 @dataclass
@@ -76,7 +61,7 @@ class SuperModel(nn.Module):
             self._fast = FastPath(base, self._linears, self.context, deterministic)
         self._residents: dict[str, _Resident] = {}
         self._anchor = torch.zeros((), device=weight.device, requires_grad=True)
-        self._optimizer = None
+        self._optimizer: Optimizer = HostOptimizer(self.bank)
         if weight.device.type == "cuda":
             from tlora.supermodel.device_optimizer import DeviceOptimizer  # brings triton, which not every CPU install has
 
@@ -163,8 +148,7 @@ class SuperModel(nn.Module):
         self.bank.add(job_id, layout)
         try:
             self.bank.write(job_id, state.params)
-            if self._optimizer is not None:
-                self._optimizer.add(job_id, state)
+            self._optimizer.add(job_id, state)
         except BaseException:
             self._give_slot_back(job_id)
             raise
@@ -198,24 +182,35 @@ class SuperModel(nn.Module):
         """The same without a wait, for a caller who has other work for the device until he asks. These jobs may train on at once; before
         one steps again, leaves or is saved, the answer must have been read.
         """
-        residents = {job_id: self._residents[job_id] for job_id in job_ids}
-        if self._optimizer is not None:
-            return QueuedSteps(*self._optimizer.queue(residents), done=False)
-        stats: dict[str, StepStats] = {}
-        errors: dict[str, Exception] = {}
-        for job_id, resident in residents.items():
-            try:
-                stats[job_id] = self._step(job_id, resident)
-            except Exception as error:
-                errors[job_id] = error
-        return QueuedSteps(lambda: stats, errors, done=True)
+        return self.measure_gradients(job_ids).update()
 
-    def _step(self, job_id: str, resident: _Resident) -> StepStats:
-        grad = self.bank.take_grad(job_id)
-        stats = adamw_step(resident.state, grad, resident.train, resident.total_steps, self.bank.dtype)
-        if stats.applied:
-            self.bank.write(job_id, resident.state.params)
-        return stats
+    # -- a step in parts, for a job that several super-models train ----------------------------------------------------
+
+    def gradient(self, job_id: str) -> Tensor:
+        """A copy of the gradient that `job_id` has summed since its last step: flat [P], in the order of `state(job_id).params`, in fp32
+        (fp64 for an fp64 base), on `device`. Not clipped. Does not wait for the device.
+        """
+        return self._optimizer.gradient(job_id)
+
+    def set_gradient(self, job_id: str, gradient_P: Tensor) -> None:
+        """Replace the gradient that `job_id` has summed, for example by the sum of what `gradient` gave on several devices.
+
+        Raises ConfigError, with nothing changed, for another size, dtype or device than that of `gradient`.
+        """
+        size, dtype = self._residents[job_id].state.layout.numel, self.bank.sum_dtype
+        if (gradient_P.shape, gradient_P.dtype, gradient_P.device) != ((size,), dtype, self.device):
+            raise ConfigError(
+                f"a gradient of {job_id!r} has shape {tuple(gradient_P.shape)}, {gradient_P.dtype}, on {gradient_P.device}; "
+                f"it must be flat, of {size} elements, {dtype}, on {self.device}. Give a tensor like that of gradient({job_id!r})"
+            )
+        self._optimizer.set_gradient(job_id, gradient_P.contiguous())
+
+    def measure_gradients(self, job_ids: Iterable[str]) -> MeasuredSteps:
+        """The first half of `queue_optim_step`: each job's gradient norm, whether it is finite, and how to clip it; nothing is changed.
+
+        `update()` of the answer is the second half. In between, these jobs do not train, leave or change their gradient.
+        """
+        return self._optimizer.measure({job_id: self._residents[job_id] for job_id in job_ids})
 
     # -- beside them ---------------------------------------------------------------------------------------------------
 
@@ -233,8 +228,7 @@ class SuperModel(nn.Module):
 
     def _give_slot_back(self, job_id: str) -> None:
         self.bank.remove(job_id)
-        if self._optimizer is not None:
-            self._optimizer.remove(job_id)
+        self._optimizer.remove(job_id)
 
     def _run(self, batch: PackedBatch, objectives: Mapping[str, Objective], train: bool) -> dict[str, JobLoss]:
         longest = max(batch.lengths, default=0)

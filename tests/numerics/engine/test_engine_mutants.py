@@ -15,7 +15,7 @@ from tests.planted import Changes, planted
 from tlora.adapters import adamw
 from tlora.group import engine, job_run
 from tlora.store import checkpoint
-from tlora.supermodel import supermodel
+from tlora.supermodel import host_optimizer
 
 Promise = Callable[[Runs], None]
 
@@ -32,12 +32,8 @@ class Mutant:
     soak: bool = False  # like another one here
 
 
-NORM_OF_ALL = (
-    "        for job_id, resident in residents.items():\n            try:\n",
-    '        sums = [rows for name in residents for rows in self.bank._rows(name, "da_RK", "db_RN")]\n'
-    "        self.norm = sum(float(rows.norm()) ** 2 for rows in sums) ** 0.5\n"
-    "        for job_id, resident in residents.items():\n            try:\n",
-)
+MEASURED = "        return HostSteps(self._bank, due, found, errors)"
+NORM_OF_ALL = "        norm = sum(v.grad_norm**2 for v in found.values()) ** 0.5\n        for job_id, v in found.items():\n"
 MUTANTS = (
     Mutant(
         "of several micro-batches only the last counts",
@@ -105,39 +101,28 @@ MUTANTS = (
     ),
     Mutant(
         "the rule of the first due job for all",
-        supermodel,
-        [
-            (
-                "self._step(job_id, resident)",
-                "self._step(job_id, _Resident(resident.lora, next(iter(residents.values())).train, resident.total_steps, resident.state))",
-            )
-        ],
+        host_optimizer,
+        [("adamw_step(job.state, grad, job.train,", "adamw_step(job.state, grad, next(iter(self.due.values())).train,")],
         p.a_run_alone_is_one_together,
         p.a_run_is_pefts,
         soak=True,
     ),
     Mutant(
         "clipped by the norm of all gradients that are due",
-        supermodel,
+        host_optimizer,
         [
-            NORM_OF_ALL,
             (
-                "grad = self.bank.take_grad(job_id)",
-                "grad = self.bank.take_grad(job_id) * min(1.0, (resident.train.max_grad_norm or 1e9) / (self.norm + 1e-6))",
-            ),
+                MEASURED,
+                NORM_OF_ALL + "            clip = min(1.0, (due[job_id].train.max_grad_norm or 1e9) / (norm + 1e-6))\n"
+                "            found[job_id] = Verdict(v.grad_norm, clip)\n" + MEASURED,
+            )
         ],
         p.a_run_alone_is_one_together,
     ),
     Mutant(
         "no step where a neighbour's gradient is not finite",
-        supermodel,
-        [
-            NORM_OF_ALL,
-            (
-                "grad = self.bank.take_grad(job_id)",
-                'grad = self.bank.take_grad(job_id) * (1.0 if self.norm < float("inf") else self.norm)',
-            ),
-        ],
+        host_optimizer,
+        [(MEASURED, NORM_OF_ALL + "            found[job_id] = Verdict(v.grad_norm + 0 * norm, v.clip)\n" + MEASURED)],
         p.a_neighbour_of_nan_changes_nothing,
     ),
     Mutant(

@@ -1,0 +1,88 @@
+"""What the super-model asks of an optimizer over its bank, and what passes between the two halves of a step.
+
+There are two optimizers: `host_optimizer.py` with torch's operations, for a CPU, and `device_optimizer.py` with kernels, for a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from tlora.adapters.adamw import StepStats
+from tlora.adapters.state import AdapterState
+from tlora.job import TrainConfig
+
+
+class StepError(Exception):
+    """Steps of some jobs raised (`errors`), and those have not stepped; the others have (`stats`)."""
+
+    def __init__(self, stats: dict[str, StepStats], errors: dict[str, Exception]) -> None:
+        super().__init__("; ".join(f"{job_id}: {type(error).__name__}: {error}" for job_id, error in errors.items()))
+        self.stats, self.errors = stats, errors
+
+
+@dataclass(frozen=True)
+class QueuedSteps:
+    """Optimizer steps under way. `read` waits for them and tells what they did; `errors`: jobs that do not step, and why."""
+
+    read: Callable[[], dict[str, StepStats]]
+    errors: dict[str, Exception]
+    done: bool  # reading does not wait
+
+
+class Stepping(Protocol):
+    """What a step needs of a resident job."""
+
+    @property
+    def state(self) -> AdapterState: ...
+    @property
+    def train(self) -> TrainConfig: ...
+    @property
+    def total_steps(self) -> int: ...
+
+
+class MeasuredSteps(Protocol):
+    """Steps after their first half: gradients are measured, and nothing is changed."""
+
+    @property
+    def verdicts(self) -> Mapping[str, Tensor]:
+        """For each measured job two fp64 numbers on the bank's device: the gradient's norm before clipping, not finite where the job
+        will skip the step, and the factor that clips it. To be read before `update`.
+        """
+        ...
+
+    @property
+    def errors(self) -> Mapping[str, Exception]:
+        """Jobs whose gradient could not be measured, and why: they do not step."""
+        ...
+
+    def update(self) -> QueuedSteps:
+        """The second half, once: clip, apply AdamW, write the weights into the bank, forget the gradient. Does not wait for the device."""
+        ...
+
+
+class Optimizer(Protocol):
+    """AdamW of the adapters in a bank, each by itself."""
+
+    def add(self, job_id: str, state: AdapterState) -> None:
+        """Make what the steps of a job need; it has its slot. May run out of memory; nothing is kept then."""
+        ...
+
+    def remove(self, job_id: str) -> None:
+        """Forget the job, if it is there."""
+        ...
+
+    def gradient(self, job_id: str) -> Tensor:
+        """A copy of the job's summed gradient: flat [P] in the order of its layout, in the bank's `sum_dtype`."""
+        ...
+
+    def set_gradient(self, job_id: str, gradient_P: Tensor) -> None:
+        """Replace the job's sums by a contiguous tensor like that of `gradient`."""
+        ...
+
+    def measure(self, due: Mapping[str, Stepping]) -> MeasuredSteps:
+        """The first half of the steps of all jobs of `due`: norm of each one's sums, finite or not, and how to clip."""
+        ...
