@@ -21,7 +21,7 @@ from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
 
 with interpreted():
-    from tlora.kernels import in_flight, packed_attention  # noqa: F401  (imported late otherwise, when the variable may not be set)
+    from tlora.kernels import packed_attention, pass_operations  # noqa: F401  (imported late otherwise, when the variable may not be set)
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")]
 LAYERS, SMALL = 2, ((8, 16), (4, 8))

@@ -153,7 +153,7 @@ def test_together_is_alone_bitwise_in_fp32(family: str) -> None:
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(("family", "depth"), [*((family, 0) for family in FAMILIES), *((family, 1) for family in FEW)])
-def test_a_replayed_pass_has_the_bits_of_one_that_was_not(family: str, depth: int) -> None:
+def test_a_pass_from_a_graph_has_the_bits_of_one_that_was_not(family: str, depth: int) -> None:
     """Batches of one shape, with other samples, jobs in other places, and other weights at each step."""
     shared, found = make_shared(family, torch.bfloat16), list[dict[str, Tensor]]()
     shared.recomputed_layers = depth
@@ -167,23 +167,23 @@ def test_a_replayed_pass_has_the_bits_of_one_that_was_not(family: str, depth: in
         if hook is not None:
             hook.remove()
         found.append({job_id: shared.leave(job_id).params.cpu() for job_id in "abc"})
-    assert shared._fast is not None and shared._fast._replays is not None and shared._fast._replays.num_captured > 0
+    assert shared._fast is not None and shared._fast._graphs is not None and shared._fast._graphs.num_captured > 0
     assert all(torch.equal(found[0][job_id], found[1][job_id]) for job_id in "abc")
 
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_join_that_moves_the_bank_drops_what_was_captured() -> None:
     shared = make_shared("llama", torch.bfloat16)
-    replays = shared._fast._replays  # type: ignore[union-attr]
+    graphs = shared._fast._graphs  # type: ignore[union-attr]
     join(shared, "a")
     for step in range(3):
         shared.forward_backward(batch_of("a", step))
-    assert replays is not None and replays.num_captured == 1
+    assert graphs is not None and graphs.num_captured == 1
     join(shared, "c")
     shared.forward_backward(batch_of("a", 3))
-    assert replays.num_captured == 0
+    assert graphs.num_captured == 0
     shared.leave("c")
     join(shared, "b")  # into the gap that "c" left; S is as wide as its rank now, so that what came before counts for nothing
     for step in range(4, 7):
         shared.forward_backward(batch_of("a", step))
-    assert replays.num_captured == 1
+    assert graphs.num_captured == 1

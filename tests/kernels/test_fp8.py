@@ -17,8 +17,8 @@ from tests.kernels.linear_cases import Bank, Base, Batch, Job, bits_of, fused_li
 from tests.tolerances import KERNEL, assert_close
 
 with interpreted():
-    from tlora.kernels import fp8
-from tlora.supermodel.fp8_linear import dequantize
+    from tlora.kernels.frozen import FrozenLinear
+from tlora.kernels import fp8
 
 pytestmark = MARKS
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -83,7 +83,7 @@ def test_quantised_rows_are_within_half_a_step_of_the_row() -> None:
     """e4m3 keeps 3 bits of the mantissa: a relative error of 2^-4 at most, below 2^-6 of its range an absolute one."""
     (x,) = rows_of((64,))
     q, scale = fp8.quantize_rows([x])
-    error = (dequantize(q, scale, torch.float32) - x).abs()
+    error = (FrozenLinear(q, None, scale).dense(torch.float32) - x).abs()
     assert bool((error <= x.abs() * (2**-4 + 1e-6) + scale[:, None] * 2**-10).all())
     assert float((error / scale[:, None]).max()) > 4, "the test's rows hold nothing that is rounded"
 

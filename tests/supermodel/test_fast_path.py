@@ -28,7 +28,7 @@ from tlora.supermodel.load import hidden_states, make_base
 from tlora.supermodel.supermodel import JobLoss, SuperModel
 
 with interpreted():  # the path imports them late, when the variable may not be set any more
-    from tlora.kernels import in_flight
+    from tlora.kernels import pass_operations
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")]  # dynamo looks
 CLOSE = 1e-4
@@ -237,11 +237,11 @@ def test_evaluation_has_no_dropout_and_leaves_no_trace() -> None:
         grads.append(model.bank.take_grad("d"))
     assert losses[0] == losses[1] and losses[0] == pytest.approx(losses[2], rel=CLOSE)
     assert_close(grads[0], grads[1], CLOSE)
-    assert not in_flight._flights, "a batch is still in flight"
+    assert not pass_operations._states, "a pass is still held"
 
 
 @pytest.mark.usefixtures("eager")
-def test_a_batch_that_raises_does_not_stay_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_raises_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = make_shared("llama", **ONE_LAYER)
     join(shared, "llama", "a")
     expected = shared.evaluate(batch_of("a"))["a"].mean
@@ -252,7 +252,7 @@ def test_a_batch_that_raises_does_not_stay_in_flight(monkeypatch: pytest.MonkeyP
 
         patch.setattr(loss_module, "linear_cross_entropy", refuse)
         shared.forward_backward(batch_of("a"))
-    assert not in_flight._flights and shared.context.flight is None
+    assert not pass_operations._states and shared.context.pass_number is None
     assert shared.evaluate(batch_of("a"))["a"].mean == expected
 
 
@@ -329,16 +329,18 @@ def test_kernels_are_compiled_for_who_is_resident_not_for_who_is_in_the_batch(re
     for job_id in resident:
         join(shared, "llama", job_id)
     assert shared._fast is not None
-    with shared._fast.fly(batch_of("a"), shared.bank, {}) as flight:
-        assert flight.tables.width == width
-    with shared._fast.fly(batch_of(resident), shared.bank, {}) as flight:
-        assert flight.tables.width == width
+    state = shared._fast.begin(batch_of("a"), shared.weights, shared.bank, {})
+    assert state.tables.width == width
+    state = shared._fast.begin(batch_of(resident), shared.weights, shared.bank, {})
+    assert state.tables.width == width
     for job_id in resident[1:]:
         shared.leave(job_id)
-    with shared._fast.fly(batch_of("a"), shared.bank, {}) as flight:
-        assert flight.tables.width == width
+    state = shared._fast.begin(batch_of("a"), shared.weights, shared.bank, {})
+    assert state.tables.width == width
 
 
 def test_kernels_of_this_module_are_those_of_the_interpreter() -> None:
     """Else the tests above would have run nothing, or something else."""
-    assert type(in_flight.forward.__globals__["gemm_kernel"]).__name__ == ("InterpretedFunction" if DEVICE.type == "cpu" else "JITFunction")
+    assert type(pass_operations.forward.__globals__["gemm_kernel"]).__name__ == (
+        "InterpretedFunction" if DEVICE.type == "cpu" else "JITFunction"
+    )

@@ -21,16 +21,17 @@ from tlora.adapters.state import init_state
 from tlora.engine.check import check
 from tlora.errors import ConfigError, ModelError
 from tlora.job import LoraConfig, RunSpec, TrainConfig
+from tlora.kernels.frozen import FrozenLinear
 from tlora.planning.memory import measure
 from tlora.store.run_directory import check_run_directory
 from tlora.supermodel.batch import BatchRow, collate
-from tlora.supermodel.fp8_linear import DTYPE, Fp8Linear, check_fp8, dequantize, hold_in_fp8
+from tlora.supermodel.fp8_linear import DTYPE, Fp8Linear, check_fp8, hold_in_fp8
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.load import make_base, outline
 from tlora.supermodel.supermodel import SuperModel
 
 with interpreted():
-    import tlora.kernels.in_flight
+    import tlora.kernels.pass_operations
 
 pytestmark = MARKS
 RANKS = {"a": 4, "b": 20}
@@ -49,7 +50,7 @@ def dequantized_model(**changes: Any) -> Any:
     model, held = make_model("llama-tied", COMPUTE, **changes).to(DEVICE), fp8_model(**changes)
     for name, linear in find_linears(model).items():
         fp8 = held.get_submodule(name)
-        linear.weight.data = dequantize(fp8.weight, fp8.scale_N, COMPUTE)
+        linear.weight.data = FrozenLinear(fp8.weight, None, fp8.scale_N).dense(COMPUTE)
     return model
 
 
@@ -67,7 +68,7 @@ def test_every_linear_but_the_head_is_held_in_8_bits_and_nothing_else_changes() 
         held, was = model.get_submodule(name), before.get_submodule(name)
         assert held.weight.dtype == DTYPE and held.weight.shape == was.weight.shape and not held.weight.requires_grad
         assert held.scale_N.shape == (len(was.weight),) and torch.equal(held.bias, was.bias)
-        error = (dequantize(held.weight, held.scale_N, torch.float32) - was.weight.float()).abs().amax(1)
+        error = (FrozenLinear(held.weight, None, held.scale_N).dense(torch.float32) - was.weight.float()).abs().amax(1)
         assert bool((error <= was.weight.float().abs().amax(1) * (1 + 1e-5) / 28).all()), "half a step at the row's largest is 1/28 of it"
     others = {key: t for key, t in before.state_dict().items() if key.rpartition(".")[0] not in names}
     assert others and all(torch.equal(t, model.state_dict()[key]) for key, t in others.items())

@@ -6,6 +6,7 @@ a dense gradient of the whole bank per micro-batch would touch every resident ad
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tlora.kernels.frozen import FrozenLinear
 from tlora.kernels.gemm import linear
 from tlora.kernels.reference import lora_backward_, lora_forward_
 from tlora.kernels.segments import Segments, check_segments
@@ -31,19 +33,19 @@ class LoraWeights:
 
 def multi_lora_linear(
     x_TK: Tensor,
-    weight_NK: Tensor,
-    bias_N: Tensor | None,
+    base: Callable[[], FrozenLinear],
     lora: LoraWeights,
     segments: Segments,
     keys_T: Tensor | None = None,
     anchor: Tensor | None = None,
 ) -> Tensor:
-    """y = x @ weight.T + bias, and for every segment y[t0:t1] += scale * (drop(x[t0:t1]) @ a[r0:r1].T) @ b[r0:r1].
+    """y = x @ weight.T + bias of `base`, and for every segment y[t0:t1] += scale * (drop(x[t0:t1]) @ a[r0:r1].T) @ b[r0:r1].
 
     Shapes: x [T, K], weight [N, K], y [T, N]. `keys_T` int32 [T] are dropout's token keys. `anchor` is any tensor that requires
-    a gradient: with it, backward reaches the adapters of a first layer whose x needs none. The base gets no gradient.
+    a gradient: with it, backward reaches the adapters of a first layer whose x needs none. The base gets no gradient; it is looked up
+    again in backward.
     """
-    return _MultiLoraLinear.apply(x_TK, weight_NK, bias_N, lora, segments, keys_T, anchor)  # type: ignore[no-any-return]
+    return _MultiLoraLinear.apply(x_TK, base, lora, segments, keys_T, anchor)  # type: ignore[no-any-return]
 
 
 class _MultiLoraLinear(torch.autograd.Function):
@@ -51,8 +53,7 @@ class _MultiLoraLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x_TK: Tensor,
-        weight_NK: Tensor,
-        bias_N: Tensor | None,
+        base: Callable[[], FrozenLinear],
         lora: LoraWeights,
         segments: Segments,
         keys_T: Tensor | None,
@@ -60,17 +61,18 @@ class _MultiLoraLinear(torch.autograd.Function):
     ) -> Tensor:
         if __debug__:  # torch cuts a slice that leaves its tensor short without a word
             check_segments(segments, x_TK.shape[0], lora.a_RK.shape[0])
-        y_TN = linear(x_TK, weight_NK, bias_N)
+        frozen = base()
+        y_TN = linear(x_TK, frozen.dense(x_TK.dtype), frozen.bias_N)
         shrunk = lora_forward_(y_TN, x_TK, lora.a_RK, lora.b_RN, segments, keys_T, lora.module_key)
-        ctx.save_for_backward(x_TK, weight_NK, *shrunk)
-        ctx.lora, ctx.segments, ctx.keys_T = lora, segments, keys_T
+        ctx.save_for_backward(x_TK, *shrunk)
+        ctx.base, ctx.lora, ctx.segments, ctx.keys_T = base, lora, segments, keys_T
         return y_TN
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x_TK, weight_NK, *shrunk = ctx.saved_tensors
+        x_TK, *shrunk = ctx.saved_tensors
         lora: LoraWeights = ctx.lora
-        dx_TK = linear(dy_TN, weight_NK.t()) if ctx.needs_input_grad[0] else None
+        dx_TK = linear(dy_TN, ctx.base().dense(dy_TN.dtype).t()) if ctx.needs_input_grad[0] else None
         lora_backward_(dx_TK, dy_TN, x_TK, shrunk, lora.a_RK, lora.b_RN, lora.da_RK, lora.db_RN, ctx.segments, ctx.keys_T, lora.module_key)
-        return dx_TK, None, None, None, None, None, None
+        return dx_TK, None, None, None, None, None

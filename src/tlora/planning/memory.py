@@ -183,7 +183,7 @@ def _saved_bytes(model: SuperModel, name: str, num_tokens: int) -> int:
             seen[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
-    active = ActiveBatch(batch, model.bank, {}, torch.zeros((), device="meta", requires_grad=True))
+    active = ActiveBatch(batch, model.weights, model.bank, {}, torch.zeros((), device="meta", requires_grad=True))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), model.context.enter(active):
         hidden_states(model.base, batch.input_ids_T, batch.position_ids_T, batch.lengths)
     return sum(t.untyped_storage().nbytes() for t in seen.values())

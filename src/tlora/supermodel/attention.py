@@ -38,19 +38,20 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sequence_lengths: tuple[int, ...] | None = None,
-    flight: Tensor | None = None,
+    pass_number: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of each sequence by itself. query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D].
 
-    `sequence_lengths` add up to T. Equal neighbours in length run as one batch. A `flight` knows its own lengths, and has kernels.
+    `sequence_lengths` add up to T. Equal neighbours in length run as one batch. The pass behind `pass_number`
+    knows its own lengths, and has kernels.
     """
     if unused.get("s_aux") is not None:
         raise ModelError(f"{type(module).__name__} uses attention sinks, which packed attention does not have yet")
-    if flight is not None:
+    if pass_number is not None:
         q_THD, k_TGD, v_TGD = (t_1HTD[0].transpose(0, 1) for t_1HTD in (query, key, value))
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        out_THD, _ = torch.ops.tlora.packed_attention(q_THD, k_TGD, v_TGD, flight, scale, sliding_window or 0, softcap or 0.0)
+        out_THD, _ = torch.ops.tlora.packed_attention(q_THD, k_TGD, v_TGD, pass_number, scale, sliding_window or 0, softcap or 0.0)
         return out_THD[None], None
     if sequence_lengths is None:
         raise ModelError(f"{type(module).__name__} does not hand keyword arguments to its attention, so samples cannot be packed for it")

@@ -1,4 +1,4 @@
-"""What a GPU adds to a base: linears that read the same x run as one, each decoder layer is compiled once, batches go as flights.
+"""What a GPU adds to a base: linears that read the same x run as one, each decoder layer is compiled once, passes have numbers.
 
 Any family: which linears share an input is seen by running the model, and layers are found as the decoder's one list of modules.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +19,17 @@ from torch.utils.checkpoint import checkpoint
 from tlora.adapters.bank import AdapterBank
 from tlora.job import LoraConfig
 from tlora.kernels.device import runs_kernels
+from tlora.kernels.frozen import BaseWeights
 from tlora.kernels.lora_tables import ADDRESS_FIELDS, RUNS_STEP, Run, Slots, build_tables, rank_width
 from tlora.supermodel.batch import PackedBatch
+from tlora.supermodel.cuda_graphs import Backward, CudaGraphs
 from tlora.supermodel.fp8_linear import Fp8Linear
 from tlora.supermodel.load import Base, hidden_states
 from tlora.supermodel.lora_linear import Context, LinearsOfOneInput, LoraLinear
-from tlora.supermodel.replay import Replays
 
 if TYPE_CHECKING:
     from tlora.kernels.fused_linear import LinearGroup  # these bring triton, which not every CPU install has
-    from tlora.kernels.in_flight import Flight
+    from tlora.kernels.pass_operations import PassState
 
 _BEHIND = 2**31 - 1  # where empty runs lie, of which a batch has one at least: behind all tokens
 
@@ -51,7 +51,7 @@ def decoder_layers(base: Base) -> list[nn.Module]:
 
 
 class FastPath:
-    """The groups of linears of one base, and the flights of its batches. `tiles` is a digest of the kernels' tile shapes."""
+    """The groups of linears of one base, and the passes of its batches on them. `tiles` is a digest of the kernels' tile shapes."""
 
     def __init__(self, base: Base, linears: Mapping[str, LoraLinear], context: Context, deterministic: bool) -> None:
         from tlora.kernels.fused_linear import make_group
@@ -68,7 +68,7 @@ class FastPath:
             scales = [m.scale_N for m in together if m.scale_N is not None]
             weight_scale_N = torch.cat(scales) if scales else None
             self.groups.append(make_group(len(self._names), widths, together[0].in_features, device, weight_scale_N))
-            shared = LinearsOfOneInput([m.weight for m in together], [m.bias for m in together if m.bias is not None], len(self.groups) - 1)
+            shared = LinearsOfOneInput(list(widths), len(self.groups) - 1)
             for place, member in enumerate(together):
                 member.shared, member.place = shared, place
             self._names += members
@@ -81,18 +81,18 @@ class FastPath:
         self.num_layers = len(layers)
         for number, layer in enumerate(layers):
             layer.forward = self._compiled(layer.forward, number, device)
-        self._replays = Replays(self._decode, self._launch, base.head.weight_VH) if device.type == "cuda" else None
+        self._graphs = CudaGraphs(self.run, base.head.weight_VH) if device.type == "cuda" else None
 
     def _begin_graph(self, _module: nn.Module, _args: object, embedded: Tensor) -> Tensor:
         """The first layer's x needs a gradient like the others': a layer without one would be compiled twice."""
-        return embedded.requires_grad_() if self._context.flight is not None and torch.is_grad_enabled() else embedded
+        return embedded.requires_grad_() if self._context.pass_number is not None and torch.is_grad_enabled() else embedded
 
     def _compiled(self, forward: Callable[..., Any], number: int, device: torch.device) -> Callable[..., Any]:
-        """A layer's `forward`, compiled for batches in flight, with the number of tokens left open: one compilation serves all of them."""
+        """A layer's `forward`, compiled for passes, with the number of tokens left open: one compilation serves all of them."""
         fast: Any = torch.compile(forward, backend="inductor" if device.type == "cuda" else "aot_eager")
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self._context.flight is None:
+            if self._context.pass_number is None:
                 return forward(*args, **kwargs)
             _leave_token_count_open(*args, *kwargs.values())
             # A SwiGLU's product is cheap to make again from what is saved anyway, though backward then writes it out: 11 GiB less at 8B.
@@ -103,11 +103,10 @@ class FastPath:
 
         return run
 
-    @contextmanager
-    def fly(self, batch: PackedBatch, bank: AdapterBank | None, dropout: Mapping[str, float]) -> Iterator[Flight]:
-        """Within it, the base's forward and backward run on the kernels, with the adapters of `batch`; without a bank the base alone."""
-        from tlora.kernels.in_flight import Flight
+    def begin(self, batch: PackedBatch, weights: BaseWeights, bank: AdapterBank | None, dropout: Mapping[str, float]) -> PassState:
+        """What the kernels of one pass over `batch` look up, with the adapters of its jobs; without a bank the base alone."""
         from tlora.kernels.packed_attention import padded, plan_attention
+        from tlora.kernels.pass_operations import PassState
 
         device, lengths = batch.input_ids_T.device, padded(batch.lengths)
         runs = list(_runs(batch, dropout))
@@ -116,38 +115,34 @@ class FastPath:
         tables = build_tables([*runs, *empty], self._slots(batch, bank, len(empty)), len(batch.input_ids_T), batch.keys_T, device)
         self.largest_rank = max(self.largest_rank, bank.largest_rank if bank is not None else 0)
         tables = replace(tables, width=rank_width(self.largest_rank))
-        flight = Flight(self.groups, tables, plan_attention(lengths, device, self._deterministic))
-        with self._launch(flight):
-            yield flight
+        return PassState(self.groups, self._names, weights, tables, plan_attention(lengths, device, self._deterministic))
 
-    @contextmanager
-    def _launch(self, flight: Flight) -> Iterator[None]:
-        from tlora.kernels.in_flight import in_flight
+    def train(self, batch: PackedBatch, state: PassState, bank: AdapterBank) -> tuple[Tensor, Backward]:
+        """Hidden states [T, H] of `batch`, and what takes their gradient back. A pass that overlaps another one runs without a graph."""
+        if self._graphs is None or self._graphs.busy:
+            return self.run(batch, state)
+        if self._base.decoder._forward_hooks:  # somebody measures: a graph calls no hooks
+            return self._graphs.run_uncaptured(batch, state)
+        return self._graphs.run(batch, state, bank.version, self.recomputed_layers)
 
-        before = self._context.flight
-        with in_flight(flight) as self._context.flight:
-            try:
-                yield
-            finally:
-                self._context.flight = before
+    def run(self, batch: PackedBatch, state: PassState) -> tuple[Tensor, Backward]:
+        """The same, launched from Python at once, here and now."""
+        hidden_TH = self._decode(batch, state)
 
-    def evaluate(self, batch: PackedBatch) -> Tensor:
-        """Hidden states [T, H] of `batch`, which flies."""
+        def backward(dhidden_TH: Tensor) -> None:
+            with self._context.enter_pass(state.number):  # layers that are computed again look it up
+                hidden_TH.backward(dhidden_TH)
+
+        return hidden_TH.detach(), backward
+
+    def evaluate(self, batch: PackedBatch, state: PassState) -> Tensor:
+        """Hidden states [T, H] of `batch`, without a way back."""
         with torch.no_grad():
-            return self._decode(batch)
+            return self._decode(batch, state)
 
-    def train(self, batch: PackedBatch, flight: Flight, bank: AdapterBank) -> tuple[Tensor, Callable[[Tensor], object]]:
-        """Hidden states [T, H] of `batch`, which flies, and what takes their gradient back."""
-        if self._replays is None:
-            hidden_TH = self._decode(batch)
-            return hidden_TH.detach(), hidden_TH.backward
-        if self._base.decoder._forward_hooks:  # somebody measures: replayed passes call no hooks
-            return self._replays.run_uncaptured(batch)
-        return self._replays.run(batch, flight, bank.version, self.recomputed_layers)
-
-    def _decode(self, batch: PackedBatch) -> Tensor:
-        assert self._context.flight is not None
-        return hidden_states(self._base, batch.input_ids_T, batch.position_ids_T, self._context.flight)
+    def _decode(self, batch: PackedBatch, state: PassState) -> Tensor:
+        with self._context.enter_pass(state.number):
+            return hidden_states(self._base, batch.input_ids_T, batch.position_ids_T, state.number)
 
     def _slots(self, batch: PackedBatch, bank: AdapterBank | None, num_empty: int) -> Slots:
         """Where each run's adapter lies at each linear; then come empty runs, which have none."""

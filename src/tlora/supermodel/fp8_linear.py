@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tlora.errors import ConfigError, ModelError
 from tlora.kernels.device import CAPABILITY
+from tlora.kernels.frozen import FrozenLinear
 
 DTYPE = torch.float8_e4m3fn
 
@@ -48,12 +49,7 @@ class Fp8Linear(nn.Module):
         self.out_features, self.in_features = weight.shape
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, dequantize(self.weight, self.scale_N, x.dtype), self.bias)
-
-
-def dequantize(weight_NK: Tensor, scale_N: Tensor, dtype: torch.dtype) -> Tensor:
-    """The matrix [N, K] that an e4m3 weight and the scales of its rows stand for."""
-    return (weight_NK.float() * scale_N[:, None]).to(dtype)
+        return nn.functional.linear(x, FrozenLinear(self.weight, None, self.scale_N).dense(x.dtype), self.bias)
 
 
 @torch.no_grad()

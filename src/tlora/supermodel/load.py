@@ -239,7 +239,7 @@ def learned_positions(model: Any) -> int | None:
 
 
 def hidden_states(base: Base, input_ids_T: Tensor, position_ids_T: Tensor, lengths: tuple[int, ...] | Tensor) -> Tensor:
-    """Last hidden states [T, H] of packed samples, whose lengths are given, or the number of their flight (`kernels/in_flight.py`).
+    """Last hidden states [T, H] of packed samples, whose lengths are given, or the number of their pass (`kernels/pass_operations.py`).
 
     A mask of four dims is handed on as it is by transformers, where None would make it search `position_ids` for sequences and
     wait for the device. Packed attention does not look at it.
@@ -249,7 +249,7 @@ def hidden_states(base: Base, input_ids_T: Tensor, position_ids_T: Tensor, lengt
         position_ids=position_ids_T[None],
         attention_mask=input_ids_T.new_ones(1, 1, 1, 1),
         use_cache=False,
-        **({"flight": lengths} if isinstance(lengths, Tensor) else {"sequence_lengths": lengths}),
+        **({"pass_number": lengths} if isinstance(lengths, Tensor) else {"sequence_lengths": lengths}),
     ).last_hidden_state[0]
 
 

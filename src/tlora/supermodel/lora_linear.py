@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from tlora.adapters.bank import AdapterBank
+from tlora.kernels.frozen import BaseWeights, FrozenLinear, frozen_linear
 from tlora.kernels.multi_lora import LoraWeights, multi_lora_linear
 from tlora.kernels.segments import Segment, Segments
 from tlora.supermodel.batch import PackedBatch
-from tlora.supermodel.fp8_linear import Fp8Linear, dequantize
+from tlora.supermodel.fp8_linear import Fp8Linear
 
 
 @dataclass(frozen=True)
 class ActiveBatch:
-    """A batch in flight: its tokens' owners, the bank, and each job's dropout (empty in evaluation)."""
+    """A batch in its forward: its tokens' owners, the base's weights, the bank (None: the base alone), and each job's dropout (empty in
+    evaluation).
+    """
 
     batch: PackedBatch
-    bank: AdapterBank
-    dropout: dict[str, float]
+    weights: BaseWeights
+    bank: AdapterBank | None
+    dropout: Mapping[str, float]
     anchor: Tensor
 
     def segments(self, module: str) -> Segments:
         """The batch as the linear `module` sees it; jobs that do not adapt it have no segment."""
         found: list[Segment] = []
-        for span in self.batch.spans:
-            slot = self.bank.slot(span.job_id, module)
+        for span in self.batch.spans if self.bank is not None else ():
+            slot = self.bank.slot(span.job_id, module)  # type: ignore[union-attr]
             if slot is not None:
                 rows, scale = slot
                 found.append(Segment(span.t0, span.t1, rows.start, rows.stop, scale, self.dropout.get(span.job_id, 0.0)))
@@ -38,14 +43,13 @@ class ActiveBatch:
 
 
 class Context:
-    """Holds the batch in flight for all linears of one super-model. A forward outside `enter` sees the base alone.
-
-    `flight` is the batch's number where the kernels of a GPU know it (`kernels/in_flight.py`).
+    """Whose forward or backward runs now, for all linears of one super-model: a batch on the plain path, or the number of a pass that
+    runs on the kernels (`kernels/pass_operations.py`). With neither, a linear is the base's own.
     """
 
     def __init__(self) -> None:
         self.active: ActiveBatch | None = None
-        self.flight: Tensor | None = None
+        self.pass_number: Tensor | None = None
 
     @contextmanager
     def enter(self, active: ActiveBatch) -> Iterator[None]:
@@ -55,6 +59,14 @@ class Context:
         finally:
             self.active = before
 
+    @contextmanager
+    def enter_pass(self, number: Tensor) -> Iterator[None]:
+        before, self.pass_number = self.pass_number, number
+        try:
+            yield
+        finally:
+            self.pass_number = before
+
 
 class LinearsOfOneInput:
     """Linears that read the same x, as one product: the first one called computes for all, the others take their part.
@@ -62,24 +74,24 @@ class LinearsOfOneInput:
     torch.compile sees one operation, and no part outlives the layer.
     """
 
-    def __init__(self, weights: list[Tensor], biases: list[Tensor], number: int) -> None:
-        self.weights, self.biases, self.number = weights, biases, torch.tensor(number)
+    def __init__(self, widths: list[int], number: int) -> None:
+        self.widths, self.number = widths, torch.tensor(number)
         self._parts: tuple[Tensor, ...] | None = None
 
-    def part(self, x: Tensor, place: int, flight: Tensor) -> Tensor:
+    def part(self, x: Tensor, place: int, pass_number: Tensor) -> Tensor:
         if place == 0:
             x_TK = x.reshape(-1, x.shape[-1])
-            parts = torch.ops.tlora.multi_lora_linear(x_TK, self.weights, self.biases, self.number, flight)
+            parts = torch.ops.tlora.multi_lora_linear(x_TK, self.widths, self.number, pass_number)
             self._parts = tuple(y_TN.view(*x.shape[:-1], -1) for y_TN in parts)
         assert self._parts is not None, "the linears that share an input were called in another order than when they were found"
         part = self._parts[place]
-        if place == len(self.weights) - 1:
+        if place == len(self.widths) - 1:
             self._parts = None
         return part
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear plus the adapters of the batch in flight."""
+    """A frozen linear plus the adapters of the batch whose pass runs now."""
 
     def __init__(self, linear: nn.Linear | Fp8Linear, name: str, context: Context) -> None:
         super().__init__()
@@ -91,17 +103,27 @@ class LoraLinear(nn.Module):
         self.shared: LinearsOfOneInput | None = None
         self.place = 0
 
+    @property
+    def frozen(self) -> FrozenLinear:
+        """The base's linear as this module holds it."""
+        return FrozenLinear(self.weight, self.bias, self.scale_N)
+
     def forward(self, x: Tensor) -> Tensor:
-        if self._context.flight is not None and self.shared is not None:
-            return self.shared.part(x, self.place, self._context.flight)
-        weight = self.weight if self.scale_N is None else dequantize(self.weight, self.scale_N, x.dtype)
+        if self._context.pass_number is not None and self.shared is not None:
+            return self.shared.part(x, self.place, self._context.pass_number)
         active = self._context.active
-        segments = active.segments(self.name) if active else ()
-        if active is None or not segments:
-            return nn.functional.linear(x, weight, self.bias)
+        if active is None:
+            return nn.functional.linear(x, self.frozen.dense(x.dtype), self.bias)
+        base, segments = partial(active.weights, self.name), active.segments(self.name)
+        if active.bank is None or not segments:
+            return frozen_linear(x, base)
         rows = active.bank.linear(self.name)
         lora = LoraWeights(rows.a_RK, rows.b_RN, rows.da_RK, rows.db_RN, self.module_key)
-        x_TK = x.reshape(-1, self.in_features)
         anchor = active.anchor if torch.is_grad_enabled() else None
-        y_TN = multi_lora_linear(x_TK, weight, self.bias, lora, segments, active.batch.keys_T, anchor)
+        y_TN = multi_lora_linear(x.reshape(-1, self.in_features), base, lora, segments, active.batch.keys_T, anchor)
         return y_TN.view(*x.shape[:-1], self.out_features)
+
+
+def resident_weights(linears: Mapping[str, LoraLinear]) -> BaseWeights:
+    """Each linear's weights where the model's modules hold them."""
+    return lambda name: linears[name].frozen

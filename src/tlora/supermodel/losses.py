@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -37,6 +37,15 @@ class JobLoss:
         return JobLoss(self.loss_sum + other.loss_sum, self.weight_sum + other.weight_sum, metrics, logprobs)
 
 
+def sum_losses(parts: Iterable[Mapping[str, JobLoss]]) -> dict[str, JobLoss]:
+    """Each job's losses in all `parts` together."""
+    total: dict[str, JobLoss] = {}
+    for part in parts:
+        for job_id, loss in part.items():
+            total[job_id] = total[job_id] + loss if job_id in total else loss
+    return total
+
+
 @dataclass(frozen=True)
 class Losses:
     """What the jobs of `part` minimise. `reference`: by job, for the objectives that ask; `sum_dtype` of gradients, None in evaluation."""
@@ -47,8 +56,8 @@ class Losses:
     reference: Mapping[str, Tensor]
     sum_dtype: torch.dtype | None
 
-    def of(self, hidden_TH: Tensor, backward: Callable[[Tensor], object] | None = None) -> dict[str, JobLoss]:
-        """Losses of the hidden states [T, H]; `backward` takes their gradient, in training."""
+    def of(self, hidden_TH: Tensor) -> tuple[dict[str, JobLoss], Tensor | None]:
+        """Losses of the hidden states [T, H], and their gradient [T, H]: None in evaluation, and where nothing is trained."""
         part = self.part
         rows, weights_N = part.labelled, part.loss_weights_T[part.labelled]
         grad_weights_N = part.grad_weights_T[rows] if self.sum_dtype is not None else None
@@ -58,18 +67,19 @@ class Losses:
                 found[span.job_id] = self._ask(span, hidden_TH, grad_weights_N)
         plain = [span for span in part.spans if span.job_id not in self.objectives]
         if not plain and grad_weights_N is None:
-            return found
+            return found, None
         train = None if grad_weights_N is None else grad_weights_N.to(self.sum_dtype)
         losses_N, dh = linear_cross_entropy(hidden_TH[rows], self.head, part.labels_T[rows], train)
-        if backward is not None and dh is not None and len(rows):
+        dhidden_TH = None
+        if dh is not None and len(rows):
             dhidden_TH = torch.zeros_like(hidden_TH)
             dhidden_TH[rows] = dh
-            backward(dhidden_TH)
+            del dh
         weighted_N = round_exact(losses_N.double() * weights_N)
         for span in plain:
             own = slice(span.n0, span.n1)
             found[span.job_id] = JobLoss(weighted_N[own].sum(), weights_N[own].sum())
-        return {span.job_id: found[span.job_id] for span in part.spans}
+        return {span.job_id: found[span.job_id] for span in part.spans}, dhidden_TH
 
     def _ask(self, span: Span, hidden_TH: Tensor, grad_weights_N: Tensor | None) -> JobLoss:
         """The objective's losses of `span`. Its derivatives become the weights with which cross-entropy's gradient is taken."""

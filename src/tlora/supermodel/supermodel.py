@@ -6,9 +6,11 @@ It owns weights, gradients and optimizer state. Data, order, evaluation, files a
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +23,15 @@ from tlora.errors import ConfigError
 from tlora.job import BasePrecision, LoraConfig, TrainConfig
 from tlora.objectives import Objective
 from tlora.supermodel.batch import PackedBatch
+from tlora.supermodel.cuda_graphs import Backward
 from tlora.supermodel.fast_path import FastPath, can_take_fast_path, compile_ahead
 from tlora.supermodel.host_optimizer import HostOptimizer
 from tlora.supermodel.inject import expert_modules, find_linears, inject, resolve_targets, sizes
 from tlora.supermodel.load import Base, hidden_states, load_base, longest_safe_sequence
-from tlora.supermodel.lora_linear import ActiveBatch, Context
-from tlora.supermodel.losses import JobLoss, Losses, token_logprobs
+from tlora.supermodel.lora_linear import ActiveBatch, Context, resident_weights
+from tlora.supermodel.losses import JobLoss, Losses, sum_losses, token_logprobs
 from tlora.supermodel.optimizer_steps import MeasuredSteps, Optimizer, QueuedSteps, StepError
+from tlora.supermodel.passes import Pass
 
 
 @dataclass
@@ -36,6 +40,7 @@ class _Resident:
     train: TrainConfig
     total_steps: int
     state: AdapterState
+    version: int  # another one after each step
 
 
 class SuperModel(nn.Module):
@@ -59,7 +64,9 @@ class SuperModel(nn.Module):
         by_sample = deterministic and bool(expert_modules(base.model))  # routers and experts give a row other bits beside other rows
         if not by_sample and can_take_fast_path(base, self._linears, weight.device):
             self._fast = FastPath(base, self._linears, self.context, deterministic)
+        self.weights = resident_weights(self._linears)
         self._residents: dict[str, _Resident] = {}
+        self._versions = count()
         self._anchor = torch.zeros((), device=weight.device, requires_grad=True)
         self._optimizer: Optimizer = HostOptimizer(self.bank)
         if weight.device.type == "cuda":
@@ -152,7 +159,7 @@ class SuperModel(nn.Module):
         except BaseException:
             self._give_slot_back(job_id)
             raise
-        self._residents[job_id] = _Resident(lora, train, total or 0, state)
+        self._residents[job_id] = _Resident(lora, train, total or 0, state, next(self._versions))
 
     def leave(self, job_id: str) -> AdapterState:
         """Take `job_id` out and return its adapter and optimizer state; gradients not yet applied are dropped."""
@@ -165,7 +172,16 @@ class SuperModel(nn.Module):
 
         Jobs that `objectives` names minimise that; the others cross-entropy, the mean over the tokens of their global batch.
         """
-        return self._run(batch, objectives or {}, train=True)
+        return sum_losses(self._forward_and_back(part, objectives or {}) for part in self._parts(batch, objectives or {}))
+
+    def begin(self, batch: PackedBatch, objectives: Mapping[str, Objective] | None = None) -> Pass:
+        """The same in two halves: a pass whose `forward` gives the losses, and whose `backward` adds the gradients.
+
+        Several passes may be open at a time, each with its activations. The first of them is the one that CUDA graphs can serve. Before
+        an adapter of an open pass steps, leaves or moves (a join may move all), the pass must have gone back.
+        """
+        parts = [partial(self._forward, part, objectives or {}, train=True) for part in self._parts(batch, objectives or {})]
+        return Pass(parts, partial(self._adapter_versions, batch))
 
     def optim_step(self, job_ids: Iterable[str]) -> dict[str, StepStats]:
         """Clip, schedule and apply AdamW for each of `job_ids` on its own summed gradient, then forget the gradient.
@@ -210,13 +226,16 @@ class SuperModel(nn.Module):
 
         `update()` of the answer is the second half. In between, these jobs do not train, leave or change their gradient.
         """
-        return self._optimizer.measure({job_id: self._residents[job_id] for job_id in job_ids})
+        residents = {job_id: self._residents[job_id] for job_id in job_ids}
+        for resident in residents.values():
+            resident.version = next(self._versions)
+        return self._optimizer.measure(residents)
 
     # -- beside them ---------------------------------------------------------------------------------------------------
 
     def evaluate(self, batch: PackedBatch, objectives: Mapping[str, Objective] | None = None) -> dict[str, JobLoss]:
         """Loss per job without gradients and without dropout."""
-        return self._run(batch, objectives or {}, train=False)
+        return sum_losses(self._forward(part, objectives or {}, train=False)[0] for part in self._parts(batch, objectives or {}))
 
     def state(self, job_id: str) -> AdapterState:
         """The live state of a resident job; `clone` it to keep it."""
@@ -230,7 +249,22 @@ class SuperModel(nn.Module):
         self.bank.remove(job_id)
         self._optimizer.remove(job_id)
 
-    def _run(self, batch: PackedBatch, objectives: Mapping[str, Objective], train: bool) -> dict[str, JobLoss]:
+    def _forward_and_back(self, part: PackedBatch, objectives: Mapping[str, Objective]) -> dict[str, JobLoss]:
+        losses, backward = self._forward(part, objectives, train=True)
+        if backward is not None:
+            backward()
+        return losses
+
+    def _adapter_versions(self, batch: PackedBatch) -> Hashable:
+        residents = [self._residents.get(span.job_id) for span in batch.spans]
+        return self.bank.version, tuple(resident and resident.version for resident in residents)
+
+    def _parts(self, batch: PackedBatch, objectives: Mapping[str, Objective]) -> Iterable[PackedBatch]:
+        """What is computed at once: `batch`, or each of its units by itself. The kernels are deterministic as they are."""
+        self._check(batch, objectives)
+        return batch.units() if self.deterministic and self._fast is None else (batch,) if batch.spans else ()
+
+    def _check(self, batch: PackedBatch, objectives: Mapping[str, Objective]) -> None:
         longest = max(batch.lengths, default=0)
         if self._longest_safe is not None and longest > self._longest_safe:
             raise ConfigError(
@@ -242,14 +276,6 @@ class SuperModel(nn.Module):
             wanted = objectives[span.job_id].sequences if span.job_id in objectives else 1
             if span.sequences != wanted:
                 raise ConfigError(f"a unit of {span.job_id!r} has {span.sequences} sequences, and its objective takes {wanted}")
-        if not batch.spans:
-            return {}
-        parts = batch.units() if self.deterministic and self._fast is None else (batch,)  # the kernels are deterministic as they are
-        total: dict[str, JobLoss] = {}
-        for part in parts:
-            for job_id, loss in self._run_part(part, objectives, train).items():
-                total[job_id] = total[job_id] + loss if job_id in total else loss
-        return total
 
     def _repeatable_attention(self) -> AbstractContextManager[object]:
         """On a GPU the fused kernels sum dQ with atomics, which changes bits from run to run: deterministic mode takes the plain one."""
@@ -257,31 +283,35 @@ class SuperModel(nn.Module):
             return sdpa_kernel(SDPBackend.MATH)
         return nullcontext()
 
-    def _run_part(self, part: PackedBatch, objectives: Mapping[str, Objective], train: bool) -> dict[str, JobLoss]:
+    def _forward(
+        self, part: PackedBatch, objectives: Mapping[str, Objective], train: bool
+    ) -> tuple[dict[str, JobLoss], Callable[[], object] | None]:
+        """Losses of `part`, and what adds its gradients to the sums."""
         dropout = {s.job_id: self._residents[s.job_id].lora.lora_dropout for s in part.spans if train and s.has_keys}
         reference, sum_dtype = self._reference_logprobs(part, objectives), self.bank.sum_dtype if train else None
-        losses = Losses(part, self.base.head, objectives, reference, sum_dtype)
-        if self._fast is not None:
-            with self._fast.fly(part, self.bank, dropout) as flight:
-                if train:
-                    return losses.of(*self._fast.train(part, flight, self.bank))
-                return losses.of(self._fast.evaluate(part))
-        with self.context.enter(ActiveBatch(part, self.bank, dropout, self._anchor)), self._repeatable_attention():
-            with torch.set_grad_enabled(train):
-                hidden_TH = hidden_states(self.base, part.input_ids_T, part.position_ids_T, part.lengths)
-            return losses.of(hidden_TH.detach(), hidden_TH.backward if hidden_TH.requires_grad else None)
+        hidden_TH, backward = self._decode(part, self.bank, dropout, train)
+        losses, dhidden_TH = Losses(part, self.base.head, objectives, reference, sum_dtype).of(hidden_TH)
+        return losses, None if backward is None or dhidden_TH is None else partial(backward, dhidden_TH)
 
-    @torch.no_grad()
+    def _decode(
+        self, part: PackedBatch, bank: AdapterBank | None, dropout: Mapping[str, float], train: bool
+    ) -> tuple[Tensor, Backward | None]:
+        """Hidden states [T, H] with the adapters of `bank` (None: the base alone), and what takes their gradient back."""
+        if self._fast is not None:
+            state = self._fast.begin(part, self.weights, bank, dropout)
+            if train and bank is not None:
+                return self._fast.train(part, state, bank)
+            return self._fast.evaluate(part, state), None
+        active = ActiveBatch(part, self.weights, bank, dropout, self._anchor)
+        with self.context.enter(active), self._repeatable_attention(), torch.set_grad_enabled(train):
+            hidden_TH = hidden_states(self.base, part.input_ids_T, part.position_ids_T, part.lengths)
+        return hidden_TH.detach(), hidden_TH.backward if hidden_TH.requires_grad else None
+
     def _reference_logprobs(self, part: PackedBatch, objectives: Mapping[str, Objective]) -> dict[str, Tensor]:
         """Log-probabilities [N] under the base alone, for the jobs whose objective compares with it."""
         jobs = {s.job_id for s in part.spans if s.job_id in objectives and objectives[s.job_id].needs_reference}
         if not jobs:
             return {}
         part = part.only(jobs)
-        if self._fast is not None:
-            with self._fast.fly(part, None, {}):
-                hidden_TH = self._fast.evaluate(part)
-        else:
-            with self._repeatable_attention():
-                hidden_TH = hidden_states(self.base, part.input_ids_T, part.position_ids_T, part.lengths)
+        hidden_TH, _ = self._decode(part, None, {}, train=False)
         return token_logprobs(part, hidden_TH, self.base.head)

@@ -4,14 +4,18 @@ A shape is all that the host decides by: tokens, runs, samples, the width of S, 
 device reads, which tokens, whose they are and where the rows of their adapters lie, is copied over what the graph was captured with.
 The first micro-batches of a shape run as they are and compile what is missing; the third is captured, which takes about as long as
 one of them does.
+
+One way to execute passes that do not overlap. Whoever wants a second pass before the first one's backward runs it without graphs
+(`fast_path.py`).
 """
 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -22,15 +26,15 @@ from tlora.garbage import no_collection
 from tlora.supermodel.batch import PackedBatch
 
 if TYPE_CHECKING:
-    from tlora.kernels.in_flight import Flight  # brings triton, which not every CPU install has
+    from tlora.kernels.pass_operations import PassState  # brings triton, which not every CPU install has
 
 _MOST_CAPTURED, _MOST_COUNTED = 64, 4096  # shapes at a time
 _UNCAPTURED = 2  # micro-batches of a shape that run as they are
 
-Decode = Callable[[PackedBatch], Tensor]
-"""Hidden states [T, H] of the batch in flight, with autograd's graph behind them."""
 Backward = Callable[[Tensor], object]
-"""Takes the gradient of the hidden states [T, H] back through the decoder."""
+"""Takes the gradient of the hidden states [T, H] back through the decoder, once."""
+Decode = Callable[[PackedBatch, "PassState"], tuple[Tensor, Backward]]
+"""Hidden states [T, H] of a batch, and the way back."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,10 @@ class _Captured:
         self.backward.replay()
 
 
+class _Turn:
+    """Held by a pass from its forward to the end of its backward."""
+
+
 @dataclass(frozen=True)
 class _Pool:
     """Of memory. A `torch.cuda.MemPool` would abort the process if it were collected before a graph that holds memory of it; this is
@@ -67,16 +75,16 @@ class _Pool:
     id: tuple[int, int]
 
 
-class Replays:
-    """Passes of one decoder, whose batches are in flight through `fly`.
+class CudaGraphs:
+    """Executes passes of one decoder, one after another.
 
     All of them, captured or not, run on one stream with memory of one pool: since they never overlap, their activations take no more
     room together than those of the largest.
     """
 
-    def __init__(self, decode: Decode, fly: Callable[[Flight], AbstractContextManager[object]], like: Tensor) -> None:
+    def __init__(self, decode: Decode, like: Tensor) -> None:
         """`like` has the last dim, dtype and device of the hidden states."""
-        self._decode, self._fly, self._like = decode, fly, like
+        self._decode, self._like = decode, like
         self._pool, self._stream = _Pool(torch.cuda.graph_pool_handle()), torch.cuda.Stream(like.device)
         self._keeper = torch.cuda.CUDAGraph()
         with self._into(self._keeper):
@@ -85,30 +93,48 @@ class Replays:
         self._counts: OrderedDict[Hashable, int] = OrderedDict()  # how many times others were seen
         self._ends = _Ends(like[:0], like[:0])
         self._bank_version = -1
+        self._turn: weakref.ref[_Turn] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a pass is between its forward and its backward: its activations lie where another one's would."""
+        return self._turn is not None and self._turn() is not None
 
     @property
     def num_captured(self) -> int:
         """Shapes that have a graph."""
         return sum(found is not None for found in self._captured.values())
 
-    def run(self, batch: PackedBatch, flight: Flight, bank_version: int, recomputed_layers: int) -> tuple[Tensor, Backward]:
-        """Hidden states of `batch`, which is in flight, and the way back. Graphs hold addresses of the bank's rows: those of an earlier
-        `bank_version` are dropped.
+    def run(self, batch: PackedBatch, state: PassState, bank_version: int, recomputed_layers: int) -> tuple[Tensor, Backward]:
+        """Hidden states of `batch`, which hold until the next pass, and the way back. Graphs hold addresses of the bank's rows: those of
+        an earlier `bank_version` are dropped.
         """
         if bank_version != self._bank_version:
             self._captured.clear()
             self._counts.clear()
             self._bank_version = bank_version
-        shape = (len(batch.input_ids_T), recomputed_layers, flight.shape)
+        shape = (len(batch.input_ids_T), recomputed_layers, state.shape)
         if shape in self._captured:
             self._captured.move_to_end(shape)
         elif self._count(shape) > _UNCAPTURED:
             del self._counts[shape]
-            self._captured[shape] = self._try_to_capture(batch, flight)
+            self._captured[shape] = self._try_to_capture(batch, state)
             if len(self._captured) > _MOST_CAPTURED:
                 self._captured.popitem(last=False)
         captured = self._captured.get(shape)
-        return self.run_uncaptured(batch) if captured is None else captured.run(_inputs(batch, flight))
+        return self.run_uncaptured(batch, state) if captured is None else self._in_turn(*captured.run(_inputs(batch, state)))
+
+    def _in_turn(self, hidden_TH: Tensor, backward: Backward) -> tuple[Tensor, Backward]:
+        """The same; until `backward` has run, or nobody holds it any more, this is `busy`."""
+        assert not self.busy, "another pass has not gone back yet"
+        held = [_Turn()]
+        self._turn = weakref.ref(held[0])
+
+        def once(dhidden_TH: Tensor) -> None:
+            backward(dhidden_TH)
+            held.clear()
+
+        return hidden_TH, once
 
     def _count(self, shape: Hashable) -> int:
         """How many times it was seen, this one included."""
@@ -117,16 +143,16 @@ class Replays:
             self._counts.popitem(last=False)
         return count
 
-    def run_uncaptured(self, batch: PackedBatch) -> tuple[Tensor, Backward]:
-        """The same, never captured nor replayed: hooks in the decoder are called."""
+    def run_uncaptured(self, batch: PackedBatch, state: PassState) -> tuple[Tensor, Backward]:
+        """The same, never captured nor from a graph: hooks in the decoder are called."""
         with self._aside():
-            hidden_TH = self._decode(batch)
+            hidden_TH, backward = self._decode(batch, state)
 
-        def backward(dhidden_TH: Tensor) -> None:
+        def aside(dhidden_TH: Tensor) -> None:
             with self._aside():
-                hidden_TH.backward(dhidden_TH)
+                backward(dhidden_TH)
 
-        return hidden_TH.detach(), backward
+        return self._in_turn(hidden_TH, aside)
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -138,31 +164,27 @@ class Replays:
             yield
         outside.wait_stream(self._stream)
 
-    def _try_to_capture(self, batch: PackedBatch, flight: Flight) -> _Captured | None:
+    def _try_to_capture(self, batch: PackedBatch, state: PassState) -> _Captured | None:
         """A shape that cannot be captured, for want of memory say, runs as it is from then on."""
         try:
-            return self._capture(batch, flight)
+            return self._capture(batch, state)
         except RuntimeError as error:
             warnings.warn(f"a micro-batch was not captured as a CUDA graph and runs slower: {error}", RuntimeWarning, stacklevel=2)
             return None
 
-    def _capture(self, batch: PackedBatch, flight: Flight) -> _Captured:
-        """Keeps the tables of this very flight, and copies of the batch's own tensors, for later ones to be copied over them."""
-        keys_T = flight.tables.keys_T
+    def _capture(self, batch: PackedBatch, state: PassState) -> _Captured:
+        """Keeps the tables of this very pass, and copies of the batch's own tensors, for later ones to be copied over them."""
+        keys_T = state.tables.keys_T
         own = replace(batch, input_ids_T=batch.input_ids_T.clone(), position_ids_T=batch.position_ids_T.clone())
-        tables = replace(flight.tables, keys_T=None if keys_T is None else keys_T.clone())
-        mine = replace(flight, tables=tables, shrunk={})
+        tables = replace(state.tables, keys_T=None if keys_T is None else keys_T.clone())
+        mine = replace(state, tables=tables, shrunk={})
         captured = _Captured(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), _inputs(own, mine), self._ends_of(len(own.input_ids_T)))
-        with (
-            self._fly(mine),
-            torch.autograd.set_multithreading_enabled(False),
-            no_collection(),
-        ):  # a graph that died meanwhile would spoil it
+        with torch.autograd.set_multithreading_enabled(False), no_collection():  # a graph that died meanwhile would spoil it
             with self._into(captured.forward):
-                hidden_TH = self._decode(own)
-                captured.ends.hidden_TH.copy_(hidden_TH.detach())
+                hidden_TH, backward = self._decode(own, mine)
+                captured.ends.hidden_TH.copy_(hidden_TH)
             with self._into(captured.backward):
-                hidden_TH.backward(captured.ends.dhidden_TH)
+                backward(captured.ends.dhidden_TH)
         return captured
 
     def _ends_of(self, num_tokens: int) -> _Ends:
@@ -184,7 +206,7 @@ class Replays:
                 graph.capture_end()
 
 
-def _inputs(batch: PackedBatch, flight: Flight) -> list[Tensor]:
+def _inputs(batch: PackedBatch, state: PassState) -> list[Tensor]:
     """All that a pass reads on the device and that changes from one micro-batch of a shape to the next."""
-    keys = [] if flight.tables.keys_T is None else [flight.tables.keys_T]
-    return [batch.input_ids_T, batch.position_ids_T, *keys, flight.tables.buffer, flight.attention.starts_S, flight.attention.own.buffer]
+    keys = [] if state.tables.keys_T is None else [state.tables.keys_T]
+    return [batch.input_ids_T, batch.position_ids_T, *keys, state.tables.buffer, state.attention.starts_S, state.attention.own.buffer]

@@ -1,0 +1,156 @@
+"""Operations that find what they need of their micro-batch behind the number of its pass.
+
+To torch.compile they are opaque and take tensors and widths alone: what changes from batch to batch (who is there, where their rows
+lie, which samples), and the base's weights, are looked up behind a number in a CPU tensor. So nothing recompiles when jobs join, leave
+or finish, nor when a layer's weights lie elsewhere than before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from tlora.kernels.frozen import BaseWeights
+from tlora.kernels.fused_linear import LinearGroup, backward, forward
+from tlora.kernels.lora_tables import LoraTables
+from tlora.kernels.packed_attention import AttentionPlan, attend, attend_backward
+
+
+@dataclass(eq=False)
+class PassState:
+    """What the operations of one pass look up, from its forward to the end of its backward.
+
+    `names`: all linears, group by group. `shrunk`: each group's S, from forward to backward. The operations know it by `number`, a 0-d
+    int64 tensor on the CPU, for as long as somebody holds it.
+    """
+
+    groups: Sequence[LinearGroup]
+    names: Sequence[str]
+    weights: BaseWeights
+    tables: LoraTables
+    attention: AttentionPlan
+    shrunk: dict[int, Tensor] = field(default_factory=dict)
+    number: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        number = next(_numbers)
+        self.number = torch.tensor(number)
+        _states[number] = self
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """Passes of as many tokens and one shape launch the same kernels, over tensors that differ in nothing but their numbers."""
+        return *self.tables.shape, *self.attention.shape
+
+    def weights_of(self, group: LinearGroup) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights [N_m, K] and biases [N_m] (or none at all) of a group's linears."""
+        found = [self.weights(name) for name in self.names[group.first : group.first + group.size]]
+        return [linear.weight_NK for linear in found], [linear.bias_N for linear in found if linear.bias_N is not None]
+
+
+_states: WeakValueDictionary[int, PassState] = WeakValueDictionary()
+_numbers = count()
+
+
+@torch.library.custom_op("tlora::multi_lora_linear", mutates_args=())
+def multi_lora_linear(x_TK: Tensor, widths: Sequence[int], group: Tensor, pass_number: Tensor) -> list[Tensor]:
+    """[T, N_m] for each linear of `group`: the base and the adapters of the pass. `widths` are the N_m.
+
+    `group` and `pass_number` are 0-d int64 tensors on the CPU. Backward gives dx and adds the adapters' gradients to their sums. One y
+    for each linear, because autograd would put the gradients of parts of one together again, which at 8B took 17 ms of 500.
+    """
+    state, number = _states[int(pass_number)], int(group)
+    weights, biases = state.weights_of(state.groups[number])
+    ys, state.shrunk[number] = forward(_rows(x_TK), weights, biases, state.groups[number], state.tables)
+    return ys
+
+
+@multi_lora_linear.register_fake
+def _(x_TK: Tensor, widths: Sequence[int], group: Tensor, pass_number: Tensor) -> list[Tensor]:
+    return [x_TK.new_empty(x_TK.shape[0], width) for width in widths]
+
+
+@torch.library.custom_op("tlora::multi_lora_linear_backward", mutates_args=())
+def _linear_backward(dys: list[Tensor], x_TK: Tensor, group: Tensor, pass_number: Tensor) -> Tensor:
+    state, number = _states[int(pass_number)], int(group)
+    dys = [dy.contiguous() for dy in dys]
+    weights, _ = state.weights_of(state.groups[number])
+    return backward(dys, _rows(x_TK), state.shrunk.pop(number), weights, state.groups[number], state.tables)
+
+
+@_linear_backward.register_fake
+def _(dys: list[Tensor], x_TK: Tensor, group: Tensor, pass_number: Tensor) -> Tensor:
+    return torch.empty_like(x_TK, memory_format=torch.contiguous_format)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """As the kernels read it: rows of adjacent elements that start at multiples of 16 bytes."""
+    aligned = x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    return x if aligned else x.contiguous()
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x_TK, _widths, group, pass_number = inputs
+    ctx.save_for_backward(x_TK, group, pass_number)
+
+
+def _differentiate(ctx: Any, dys: list[Tensor]) -> tuple[Any, ...]:
+    x_TK, group, pass_number = ctx.saved_tensors
+    return _linear_backward(dys, x_TK, group, pass_number), None, None, None
+
+
+multi_lora_linear.register_autograd(_differentiate, setup_context=_save)
+
+
+@torch.library.custom_op("tlora::packed_attention", mutates_args=())
+def packed_attention(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pass_number: Tensor, scale: float, window: int, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of each sample of the pass by itself: out [T, H, D] and its log-sum-exp [H, T] in fp32.
+
+    `window` 0 and `softcap` 0.0 mean none. H is a multiple of G.
+    """
+    return attend(q_THD, k_TGD, v_TGD, _states[int(pass_number)].attention, scale, window, softcap)
+
+
+@packed_attention.register_fake
+def _(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pass_number: Tensor, scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor]:
+    out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    return out_THD, q_THD.new_empty(q_THD.shape[1], q_THD.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("tlora::packed_attention_backward", mutates_args=())
+def _attention_backward(
+    dout_THD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_THD: Tensor, lse_HT: Tensor, pass_number: Tensor,
+    scale: float, window: int, softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    plan = _states[int(pass_number)].attention
+    return attend_backward(dout_THD, q_THD, k_TGD, v_TGD, out_THD, lse_HT, plan, scale, window, softcap)
+
+
+@_attention_backward.register_fake
+def _(
+    dout_THD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_THD: Tensor, lse_HT: Tensor, pass_number: Tensor,
+    scale: float, window: int, softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q_THD, k_TGD, v_TGD))
+    return dq, dk, dv
+
+
+def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q_THD, k_TGD, v_TGD, pass_number, *ctx.options = inputs
+    ctx.save_for_backward(q_THD, k_TGD, v_TGD, *output, pass_number)
+
+
+def _differentiate_attention(ctx: Any, dout_THD: Tensor, dlse_HT: Tensor) -> tuple[Tensor | None, ...]:
+    dq, dk, dv = _attention_backward(dout_THD, *ctx.saved_tensors, *ctx.options)
+    return dq, dk, dv, None, None, None, None
+
+
+packed_attention.register_autograd(_differentiate_attention, setup_context=_save_attention)
