@@ -28,15 +28,15 @@ from triton.testing import do_bench
 
 from bench.machine import facts, write
 from tlora.kernels.varlen_attention import (
-    AttentionPlan,
     Rule,
     Saved,
     Tile,
+    TileLists,
     launch_dkv,
     launch_dq,
     launch_forward,
+    list_tiles,
     padded,
-    plan_attention,
     tiles_of,
     varlen_attention_backward,
     varlen_attention_forward,
@@ -81,7 +81,7 @@ class Problem:
     k_TGD: Tensor
     v_TGD: Tensor
     dout_THD: Tensor
-    plan: AttentionPlan
+    plan: TileLists
     starts_S: Tensor
 
     @property
@@ -99,7 +99,7 @@ def make(lengths: tuple[int, ...], head_size: int) -> Problem:
     fused = torch.randn(TOKENS, HEADS + 2 * KV_HEADS, head_size, device=device, dtype=torch.bfloat16)
     dout = torch.randn(TOKENS, HEADS, head_size, device=device, dtype=torch.bfloat16)
     starts = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device)
-    return Problem(lengths, *fused.split([HEADS, KV_HEADS, KV_HEADS], 1), dout, plan_attention(lengths, device), starts)
+    return Problem(lengths, *fused.split([HEADS, KV_HEADS, KV_HEADS], 1), dout, list_tiles(lengths, device), starts)
 
 
 Step = Callable[[], Any]

@@ -43,10 +43,10 @@ OTHER = "element-wise and copies"
 PARTS: tuple[tuple[str, str], ...] = (
     (OTHER, r"^triton_(?!tem)"),
     ("optimizer", r"adamw|^norm_kernel|verdict_kernel|check_kernel|update_kernel"),
-    ("LoRA", r"shrink|sum_kernel|(?<!t)lora(?!_linear)"),
+    ("LoRA", r"shrink|sum_kernel|(?<!t)lora(?!_linear|_group)"),
     ("attention", r"flash|fmha|attention|attn|cudnn|dot_product|^(forward|dq|dkv)_kernel"),
     (OTHER, r"elementwise|vectorized|(?<!splitk)reduce_kernel|memcpy|memset"),
-    ("GEMM", r"gemm|nvjet|cutlass|cublas|xmma|gemv|splitk|^triton_tem|aten::(mm|addmm|bmm|linear)|mkldnn|multi_lora_linear"),
+    ("GEMM", r"gemm|nvjet|cutlass|cublas|xmma|gemv|splitk|^triton_tem|aten::(mm|addmm|bmm|linear)|mkldnn|multi_lora_(linear|group)"),
 )
 
 

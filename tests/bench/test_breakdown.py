@@ -68,7 +68,7 @@ def test_on_a_cpu_an_operation_counts_without_those_inside_it():
         ("triton_tem_fused_mm_0", "GEMM"),
         ("shrink_kernel", "LoRA"),
         ("_MultiLoraLinearBackward", "LoRA"),
-        ("tlora::multi_lora_linear", "GEMM"),
+        ("tlora::multi_lora_group", "GEMM"),
         ("tlora::packed_attention", "attention"),
         ("sum_kernel", "LoRA"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma", "attention"),

@@ -18,7 +18,7 @@ from tests.tolerances import KERNEL, assert_close
 
 with interpreted():
     from tlora.kernels import varlen_attention
-    from tlora.kernels.varlen_attention import Rule, Saved, Tile, launch_dkv, launch_dq, launch_forward, plan_attention
+    from tlora.kernels.varlen_attention import Rule, Saved, Tile, launch_dkv, launch_dq, launch_forward, list_tiles
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),  # numpy on Triton's interpreter
@@ -58,7 +58,7 @@ class Case:
 def computed(case: Case, tensors: list[Tensor]) -> list[Tensor]:
     """out, lse, dq, dk, dv."""
     q, k, v, dout = tensors
-    plan = plan_attention(case.lengths, DEVICE)
+    plan = list_tiles(case.lengths, DEVICE)
     out, lse = varlen_attention.varlen_attention_forward(q, k, v, plan, *case.options)
     return [out, lse, *varlen_attention.varlen_attention_backward(dout, q, k, v, out, lse, plan, *case.options)]
 
@@ -134,7 +134,7 @@ def test_every_shape_of_tiles_sees_the_same_pairs(tile: tuple[int, int], window:
     """Lengths around multiples of both: which blocks are full, masked or left out is the part that is easily off by one."""
     case = Case(lengths=(127, 129, 65, 16), heads=1, window=window or None)
     q, k, v, dout = case.draw()
-    plan, rule, shape = plan_attention(case.lengths, DEVICE), Rule(case.scale, window), Tile(*tile, 4, 1)
+    plan, rule, shape = list_tiles(case.lengths, DEVICE), Rule(case.scale, window), Tile(*tile, 4, 1)
     out, lse = launch_forward(q, k, v, plan, rule, shape)
     saved = Saved(dout, q, k, v, out, lse)
     dq, delta = launch_dq(saved, plan, rule, shape)
@@ -214,7 +214,7 @@ def test_no_tokens_at_all() -> None:
 
 def test_a_plan_lists_every_tile_once_and_the_longest_work_first() -> None:
     lengths = (100, 0, 1, 64, 300)
-    plan = plan_attention(lengths, torch.device("cpu"))
+    plan = list_tiles(lengths, torch.device("cpu"))
     starts = np.cumsum([0, *lengths]).tolist()
     expected = {rows: {(starts[s], n, first, 0) for s, n in enumerate(lengths) for first in range(0, n, rows)} for rows in plan.queries}
     for rows, tiles in expected.items():
@@ -244,13 +244,13 @@ def test_what_the_kernels_cannot_do_is_refused(change: dict[str, object], messag
     case = replace(Case(lengths=(2,)), **change)
     q, k, v, _ = case.draw()
     with pytest.raises(AssertionError, match=message):
-        varlen_attention.varlen_attention_forward(q, k, v, plan_attention(case.lengths, DEVICE), *case.options)
+        varlen_attention.varlen_attention_forward(q, k, v, list_tiles(case.lengths, DEVICE), *case.options)
 
 
 def test_tokens_outside_the_plan_are_refused() -> None:
     q, k, v, _ = Case().draw()
     with pytest.raises(AssertionError, match="planned 5"):
-        varlen_attention.varlen_attention_forward(q, k, v, plan_attention((5,), DEVICE), 1.0)
+        varlen_attention.varlen_attention_forward(q, k, v, list_tiles((5,), DEVICE), 1.0)
 
 
 RULES = ({}, {"window": 200}, {"softcap": 5.0}, {"softcap": 5.0, "window": 130})

@@ -5,11 +5,13 @@ The gradient is made beside the loss, so no graph is kept. Each row is on its ow
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tlora.kernels.frozen import FrozenLinear
 from tlora.kernels.gemm import linear
 
 CHUNK_ELEMENTS = 1 << 22  # 16 MiB of fp32 logits a chunk: stays near the caches of a CPU
@@ -19,12 +21,22 @@ _ROW_STEP, _MAX_ROWS = 128, 4096  # rows fill a GEMM's tile of 128; past 4,096 a
 
 @dataclass(frozen=True)
 class Head:
-    """logits = softcap * tanh(scale * (h @ weight.T + bias) / softcap); softcap None means no cap."""
+    """logits = softcap * tanh(scale * (h @ weight.T + bias) / softcap); softcap None means no cap.
 
-    weight_VH: Tensor
-    bias_V: Tensor | None = None
+    Weight [V, H] and bias [V] are those of `base`, looked up each time that they are read.
+    """
+
+    base: Callable[[], FrozenLinear]
     scale: float = 1.0
     softcap: float | None = None
+
+    @property
+    def weight_VH(self) -> Tensor:  # noqa: N802
+        return self.base().weight_NK
+
+    @property
+    def bias_V(self) -> Tensor | None:  # noqa: N802
+        return self.base().bias_N
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """[T, V] in at least fp32."""

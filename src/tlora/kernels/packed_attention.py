@@ -32,7 +32,7 @@ class AttentionPlan:
     count: int
     longest: int  # tokens; where they differ, rounded up to a power of two
     starts_S: Tensor  # int32 [S + 1]
-    own: varlen_attention.AttentionPlan
+    own: varlen_attention.TileLists
 
     @property
     def shape(self) -> tuple[str, int, int]:
@@ -53,7 +53,7 @@ def plan_attention(lengths: Sequence[int], device: torch.device, deterministic: 
     kind = "own" if deterministic or device.type != "cuda" else "cudnn" if _alike(lengths) else "flash"
     longest = max(lengths) if kind == "cudnn" else 1 << (max(lengths) - 1).bit_length()
     starts = to_device(np.cumsum([0, *lengths], dtype=np.int32), device)
-    return AttentionPlan(kind, len(lengths), longest, starts, varlen_attention.plan_attention(lengths, device))
+    return AttentionPlan(kind, len(lengths), longest, starts, varlen_attention.list_tiles(lengths, device))
 
 
 def attend(

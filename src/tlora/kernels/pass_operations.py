@@ -58,8 +58,8 @@ _states: WeakValueDictionary[int, PassState] = WeakValueDictionary()
 _numbers = count()
 
 
-@torch.library.custom_op("tlora::multi_lora_linear", mutates_args=())
-def multi_lora_linear(x_TK: Tensor, widths: Sequence[int], group: Tensor, pass_number: Tensor) -> list[Tensor]:
+@torch.library.custom_op("tlora::multi_lora_group", mutates_args=())
+def multi_lora_group(x_TK: Tensor, widths: Sequence[int], group: Tensor, pass_number: Tensor) -> list[Tensor]:
     """[T, N_m] for each linear of `group`: the base and the adapters of the pass. `widths` are the N_m.
 
     `group` and `pass_number` are 0-d int64 tensors on the CPU. Backward gives dx and adds the adapters' gradients to their sums. One y
@@ -71,12 +71,12 @@ def multi_lora_linear(x_TK: Tensor, widths: Sequence[int], group: Tensor, pass_n
     return ys
 
 
-@multi_lora_linear.register_fake
+@multi_lora_group.register_fake
 def _(x_TK: Tensor, widths: Sequence[int], group: Tensor, pass_number: Tensor) -> list[Tensor]:
     return [x_TK.new_empty(x_TK.shape[0], width) for width in widths]
 
 
-@torch.library.custom_op("tlora::multi_lora_linear_backward", mutates_args=())
+@torch.library.custom_op("tlora::multi_lora_group_backward", mutates_args=())
 def _linear_backward(dys: list[Tensor], x_TK: Tensor, group: Tensor, pass_number: Tensor) -> Tensor:
     state, number = _states[int(pass_number)], int(group)
     dys = [dy.contiguous() for dy in dys]
@@ -105,7 +105,7 @@ def _differentiate(ctx: Any, dys: list[Tensor]) -> tuple[Any, ...]:
     return _linear_backward(dys, x_TK, group, pass_number), None, None, None
 
 
-multi_lora_linear.register_autograd(_differentiate, setup_context=_save)
+multi_lora_group.register_autograd(_differentiate, setup_context=_save)
 
 
 @torch.library.custom_op("tlora::packed_attention", mutates_args=())

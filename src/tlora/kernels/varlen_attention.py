@@ -26,7 +26,7 @@ TILE_ROWS = (32, 64, 128)
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
+class TileLists:
     """Where the tiles of one micro-batch lie; made once, read by all layers.
 
     Per rows of a tile, int32 [tiles, 4] on the device: the sequence's first token, its length, the tile's first row within it, and a
@@ -41,7 +41,7 @@ class AttentionPlan:
     keys: Mapping[int, Tensor]
 
 
-def plan_attention(lengths: Sequence[int], device: torch.device) -> AttentionPlan:
+def list_tiles(lengths: Sequence[int], device: torch.device) -> TileLists:
     """For samples of `lengths` one after another; a length may be zero. One copy to the device, which the host does not wait for."""
     lengths_S = np.asarray(lengths, dtype=np.int32)
     starts_S = np.cumsum(lengths_S, dtype=np.int32) - lengths_S
@@ -57,7 +57,7 @@ def plan_attention(lengths: Sequence[int], device: torch.device) -> AttentionPla
     flat = to_device(np.concatenate(tables), device)
     parts = flat.split([len(table) for table in tables])
     queries, keys = (dict(zip(TILE_ROWS, parts[k::2], strict=True)) for k in (0, 1))
-    return AttentionPlan(int(lengths_S.sum()), flat, queries, keys)
+    return TileLists(int(lengths_S.sum()), flat, queries, keys)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def padded(head_size: int) -> int:
 
 
 def varlen_attention_forward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, plan: AttentionPlan, scale: float, window: int | None = None, softcap: float | None = None
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, plan: TileLists, scale: float, window: int | None = None, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """softmax(cap(q k^T scale)) v of each sample by itself: out [T, H, D], and log-sum-exp of its scores, fp32 [H, T], for backward.
 
@@ -143,7 +143,7 @@ def varlen_attention_forward(
 
 
 def varlen_attention_backward(
-    dout_THD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_THD: Tensor, lse_HT: Tensor, plan: AttentionPlan,
+    dout_THD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_THD: Tensor, lse_HT: Tensor, plan: TileLists,
     scale: float, window: int | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq [T, H, D], dk and dv [T, G, D], given what forward took and gave. With p = exp(s - lse) and delta = sum of out * dout:
@@ -173,7 +173,7 @@ class Saved:
 
 
 def launch_forward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, plan: AttentionPlan, rule: Rule, tile: Tile
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, plan: TileLists, rule: Rule, tile: Tile
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out [T, H, D] and lse [H, T] with the tiles given."""
     _check(q_THD, k_TGD, v_TGD, plan)
@@ -190,7 +190,7 @@ def launch_forward(
     return out_THD, lse_HT
 
 
-def launch_dq(saved: Saved, plan: AttentionPlan, rule: Rule, tile: Tile) -> tuple[Tensor, Tensor]:
+def launch_dq(saved: Saved, plan: TileLists, rule: Rule, tile: Tile) -> tuple[Tensor, Tensor]:
     """dq [T, H, D] and delta, fp32 [H, T]."""
     q_THD = saved.q_THD
     _check(q_THD, saved.k_TGD, saved.v_TGD, plan)
@@ -206,7 +206,7 @@ def launch_dq(saved: Saved, plan: AttentionPlan, rule: Rule, tile: Tile) -> tupl
     return dq_THD, delta_HT
 
 
-def launch_dkv(saved: Saved, delta_HT: Tensor, plan: AttentionPlan, rule: Rule, tile: Tile) -> tuple[Tensor, Tensor]:
+def launch_dkv(saved: Saved, delta_HT: Tensor, plan: TileLists, rule: Rule, tile: Tile) -> tuple[Tensor, Tensor]:
     """dk and dv [T, G, D]."""
     q_THD, k_TGD, v_TGD = saved.q_THD, saved.k_TGD, saved.v_TGD
     dk_TGD, dv_TGD = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (k_TGD, v_TGD))
@@ -235,7 +235,7 @@ def _constants(q_THD: Tensor, k_TGD: Tensor, rule: Rule, tile: Tile) -> dict[str
     }
 
 
-def _check(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, plan: AttentionPlan) -> None:
+def _check(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, plan: TileLists) -> None:
     num_tokens, heads, head_size = q_THD.shape
     assert q_THD.dtype == k_TGD.dtype == v_TGD.dtype, f"{q_THD.dtype}, {k_TGD.dtype}, {v_TGD.dtype}"
     assert k_TGD.shape == v_TGD.shape == (num_tokens, k_TGD.shape[1], head_size), f"q {q_THD.shape}, k {k_TGD.shape}, v {v_TGD.shape}"

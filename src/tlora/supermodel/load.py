@@ -16,6 +16,7 @@ from transformers.utils import cached_file
 from tlora.errors import ModelError
 from tlora.garbage import no_collection
 from tlora.job import BasePrecision, split_revision
+from tlora.kernels.frozen import FrozenLinear
 from tlora.kernels.linear_cross_entropy import Head
 from tlora.kernels.transfer import upload
 from tlora.supermodel import attention, attention_probe
@@ -208,7 +209,7 @@ def find_head(model: Any, name: str) -> Head:
         raise ModelError(f"base_model {name}: its output head is {kind}, and must be a linear layer. Use a causal language model")
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-    return Head(embeddings.weight, embeddings.bias, scale, getattr(config, "final_logit_softcapping", None))
+    return Head(lambda: FrozenLinear(embeddings.weight, embeddings.bias), scale, getattr(config, "final_logit_softcapping", None))
 
 
 def longest_safe_sequence(model: Any) -> int | None:

@@ -81,7 +81,7 @@ class LinearsOfOneInput:
     def part(self, x: Tensor, place: int, pass_number: Tensor) -> Tensor:
         if place == 0:
             x_TK = x.reshape(-1, x.shape[-1])
-            parts = torch.ops.tlora.multi_lora_linear(x_TK, self.widths, self.number, pass_number)
+            parts = torch.ops.tlora.multi_lora_group(x_TK, self.widths, self.number, pass_number)
             self._parts = tuple(y_TN.view(*x.shape[:-1], -1) for y_TN in parts)
         assert self._parts is not None, "the linears that share an input were called in another order than when they were found"
         part = self._parts[place]

@@ -1,8 +1,8 @@
-"""Micro-batches replayed as CUDA graphs and run as they are, taking turns in one run over one engine.
+"""Micro-batches launched as CUDA graphs and from Python, taking turns in one run over one engine.
 
-    python -m bench.replays --shape llama-3-8b --lengths 256 --out FILE     # the options of bench.throughput that describe the jobs
+    python -m bench.cuda_graphs --shape llama-3-8b --lengths 256 --out FILE     # the options of bench.throughput that describe the jobs
 
-What replaying saves is the host's work; where that hides behind the device's, the two are the same. Medians of windows.
+What graphs save is the host's work; where that hides behind the device's, the two are the same. Medians of windows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WARM_UP = 4  # windows of each kind, in which shapes are compiled and captured
 
 @contextmanager
 def _as_they_are(base: Base) -> Iterator[None]:
-    """A hook in the decoder forbids replays: it would not be called."""
+    """A hook in the decoder forbids graphs: they would not call it."""
     hook = base.decoder.register_forward_hook(lambda *_: None)
     try:
         yield
@@ -40,7 +40,7 @@ def _as_they_are(base: Base) -> Iterator[None]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second of every window, by kind, and how many times as fast replaying is."""
+    """Tokens per second of every window, by kind, and how many times as fast graphs are."""
     device = torch.device(options.device)
     order = Order(options.jobs, options.ranks, options.batch_size, options.lengths, min(2048, throughput.most_tokens(options)))
     with tempfile.TemporaryDirectory() as directory:
@@ -53,11 +53,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         base = make_base(weights, options.shape)
         engine, _ = open_engine(SuperModel(base, options.deterministic), jobs, budget)
         window = window_tokens(jobs, budget)
-        speeds: dict[str, list[float]] = {"replayed": [], "as they are": []}
+        speeds: dict[str, list[float]] = {"graphs": [], "as they are": []}
         turn = 0
         while turn < WARM_UP + 3 or sum(window / speed for found in speeds.values() for speed in found) < options.seconds:
             for kind, found in speeds.items():
-                with nullcontext() if kind == "replayed" else _as_they_are(base):
+                with nullcontext() if kind == "graphs" else _as_they_are(base):
                     tokens, seconds = run_window(engine, window)
                 if turn >= WARM_UP:
                     found.append(tokens / seconds)
@@ -65,12 +65,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         engine.stop()
     medians = {kind: statistics.median(found) for kind, found in speeds.items()}
     return {
-        "benchmark": "replays",
+        "benchmark": "cuda_graphs",
         **machine.facts(device, options.commit),
         "setup": {"shape": options.shape, "lengths": options.lengths, "token_budget": budget, "jobs": describe(jobs)},
         "tokens_per_second": medians,
         "useful_tflops": {kind: 4 * parameters * speed / 1e12 for kind, speed in medians.items()},
-        "times_as_fast": medians["replayed"] / medians["as they are"],
+        "times_as_fast": medians["graphs"] / medians["as they are"],
         "tokens_per_second_of_windows": speeds,
     }
 
