@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import get_scheduler
 
 from tests.tolerances import assert_close
-from tlora.adapters.adamw import adamw_step, learning_rate
+from tlora.adapters.adamw import Verdict, adamw_step, learning_rate, measure
 from tlora.adapters.state import AdapterState, init_state, make_layout
 from tlora.job import LoraConfig, SchedulerType, TrainConfig
 
@@ -119,6 +119,25 @@ def test_a_norm_at_the_limit_is_clipped_as_torch_clips_it() -> None:
     state = fresh()
     adamw_step(state, grad, config, 1)
     assert_close(state.params - fresh().params, param.detach() - fresh().params, 1e-12)
+
+
+@pytest.mark.parametrize(("size", "clip"), [(1.0, 1.0), (1.0, 100.0), (1e-3, 0.0), (math.nan, 1.0), (math.inf, 0.0)])
+def test_a_step_in_two_halves_is_the_whole_step(size: float, clip: float) -> None:
+    config, whole, halves = TrainConfig(max_grad_norm=clip), fresh(), fresh()
+    grad = gradient(0, size)
+    expected, before = adamw_step(whole, grad.clone(), config, 9), grad.clone()
+    verdict = measure(grad, clip)
+    assert torch.equal(grad.nan_to_num(7), before.nan_to_num(7)), "measuring has changed the gradient"
+    assert (verdict.clip < 1) == (clip == 1.0 and math.isfinite(size))
+    assert repr(adamw_step(halves, grad, config, 9, None, verdict)) == repr(expected)  # NaN too
+    assert torch.equal(halves.params, whole.params) and torch.equal(halves.exp_avg_sq, whole.exp_avg_sq)
+
+
+def test_the_second_half_clips_as_the_verdict_says() -> None:
+    config, given, scaled = TrainConfig(max_grad_norm=1.0), fresh(), fresh()
+    adamw_step(given, gradient(0), config, 9, verdict=Verdict(8.0, 0.25))
+    adamw_step(scaled, gradient(0) * 0.25, config.model_copy(update={"max_grad_norm": 0.0}), 9)
+    assert torch.equal(given.params, scaled.params) and torch.equal(given.exp_avg, scaled.exp_avg)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -74,6 +74,27 @@ def test_any_order_of_coming_and_going(drawn: list[tuple[bool, int, int]]) -> No
         check_rows(bank, live)
 
 
+def test_a_gradient_is_flat_as_the_parameters_are_and_can_be_put_back() -> None:
+    bank = make_bank()
+    layouts = {"a": layout_of(3), "b": layout_of(5, {"layers.0.v_proj": (8, 4)}), "c": layout_of(17)}
+    for start, (job, layout) in enumerate(layouts.items()):
+        bank.add(job, layout)
+        bank.set_gradient(job, numbered(layout, 1000 * start))
+    for start, (job, layout) in enumerate(layouts.items()):
+        assert torch.equal(bank.gradient(job), numbered(layout, 1000 * start))
+        for shape, da, db in layout.views(numbered(layout, 1000 * start)):
+            span, _ = bank.slot(job, shape.module) or (range(0), 0.0)
+            rows = bank.linear(shape.module)
+            assert torch.equal(rows.da_RK[span.start : span.stop], da) and torch.equal(rows.db_RN[span.start : span.stop], db)
+    for module in TARGETS:  # the rows between adapters stay zero
+        rows = bank.linear(module)
+        owned = [span for job in layouts if (slot := bank.slot(job, module)) for span in slot[0]]
+        free = [row for row in range(len(rows.da_RK)) if row not in owned]
+        assert free and not rows.da_RK[free].any() and not rows.db_RN[free].any()
+    assert torch.equal(bank.take_grad("c"), numbered(layouts["c"], 2000)) and not bank.gradient("c").any()
+    assert torch.equal(bank.gradient("a"), numbered(layouts["a"], 0))
+
+
 def test_rows_are_used_again() -> None:
     bank = make_bank()
     for i in range(100):

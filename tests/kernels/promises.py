@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.kernels import test_fp8, test_fused_adamw, test_triton_cross_entropy, test_varlen_attention
+from tests.kernels import test_bank_chunks, test_fp8, test_fused_adamw, test_triton_cross_entropy, test_varlen_attention
 from tests.kernels.linear_cases import Bank, Base, Bits, Job, bits_of, check_case, make_batch, run_kernels
 from tests.kernels.test_fused_adamw import RULE, World, config_of
 from tests.kernels.test_varlen_attention import Case, assert_true, computed, of_sample
@@ -171,6 +171,15 @@ def adamw_takes_no_nan() -> None:
 
 def adamw_stays_finite() -> None:
     test_fused_adamw.test_an_update_that_is_not_finite_changes_nothing("half")
+
+
+def gradient_is_gathered() -> None:
+    test_bank_chunks.test_gather_copies_each_run_to_its_place("odd", torch.float32)
+
+
+def gradient_is_put_back() -> None:
+    """L2: where it was, and over no bit of another adapter."""
+    test_bank_chunks.test_scatter_writes_each_run_and_nothing_beside_it("odd", torch.float32)
 
 
 def _shared() -> Shared:

@@ -281,18 +281,3 @@ def test_the_same_bytes_wherever_the_rows_lie_and_aligned_or_not() -> None:
         assert aligned.step(aligned.gradient(step), rule) and odd.step(odd.gradient(step), rule)
     assert torch.equal(aligned.state.params, odd.state.params) and aligned.outcome == odd.outcome
     assert not World(counts=(4095, 65)).aligned
-
-
-def test_the_table_covers_every_element_once() -> None:
-    runs = [BankRun(1 << 20, 1 << 30, 5000), BankRun(1 << 21, 1 << 31, 3), BankRun(1 << 22, 1 << 32, 8192)]
-    table, aligned = bank_chunks.chunk_table(runs, 2, 4)
-    assert not aligned
-    covered = [at for start, *_, count in table.tolist() for at in range(start, start + count)]
-    assert covered == list(range(5000 + 3 + 8192))
-    flat = 0
-    for run in runs:
-        for start, weights, sums, count in table.tolist():
-            if flat <= start < flat + run.count:
-                assert (weights - run.weights, sums - run.sums) == (2 * (start - flat), 4 * (start - flat))
-                assert start + count <= flat + run.count
-        flat += run.count

@@ -1,4 +1,4 @@
-"""Kernels of linears and of the loss through Triton's compiler for a GPU that need not be there: the interpreter accepts more."""
+"""Kernels through Triton's compiler for a GPU that need not be there: the interpreter accepts more."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import traceback
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tlora.kernels import triton_fp8, triton_gemm, triton_lora
+from tlora.kernels import triton_adamw, triton_chunks, triton_fp8, triton_gemm, triton_lora
 from tlora.kernels.triton_cross_entropy import _BLOCK_V, _WARPS, cross_entropy_kernel
 
 POINTERS = {"rows_ptr": "*i64", "scales_ptr": "*fp32", "s_ptr": "*bf16", "column_scale_ptr": "*fp32",
-            "scale_ptr": "*fp32", "q_ptr": "*fp8e4nv", "x0_ptr": "*bf16", "x1_ptr": "*bf16"}
+            "scale_ptr": "*fp32", "q_ptr": "*fp8e4nv", "x0_ptr": "*bf16", "x1_ptr": "*bf16", "chunks_ptr": "*i64"}
 ROWS, COLUMNS, INNER, WIDTH, SKINNY = 128, 256, 64, 64, 128
 tile = lambda *sides: f"tensordesc<bf16[{','.join(map(str, sides))}]>"
 GEMM = {"ADAPTERS": True, "MANY": True, "SKIP": True, "R": WIDTH,
@@ -60,6 +60,18 @@ def compile_loss(dtype, has_cap, gradient):
     assert ptx.count("ld.global.v4") >= 1 + gradient, "an odd vocabulary is read one element at a time"
 
 LOSSES = {"loss bf16": ("bf16", False, True), "loss fp16": ("fp16", True, True), "loss fp32": ("fp32", True, False)}
+
+STATE = {"flat_ptr": "*fp32", "params_ptr": "*fp32", "exp_avg_ptr": "*fp32", "exp_avg_sq_ptr": "*fp32", "largest_ptr": "*fp32",
+         "weights_like_ptr": "*bf16", "squares_ptr": "*fp64", "scalars_ptr": "*fp64", "outcome_ptr": "*fp64"}
+BY_CHUNK = {"CHUNK": 4096, "ALIGNED": True}
+CASES |= {
+    "gather": (triton_chunks.gather_kernel, STATE, BY_CHUNK, 8),
+    "scatter": (triton_chunks.scatter_kernel, STATE, BY_CHUNK | {"ALIGNED": False}, 8),
+    "norm": (triton_adamw.norm_kernel, STATE, BY_CHUNK, 8),
+    "verdict": (triton_adamw.verdict_kernel, STATE, {"BLOCK": 4096}, 16),
+    "check": (triton_adamw.check_kernel, STATE, BY_CHUNK, 8),
+    "update": (triton_adamw.update_kernel, STATE, BY_CHUNK, 8),
+}
 TASKS = [(name, compile, case) for name, case in CASES.items()] + [(name, compile_loss, case) for name, case in LOSSES.items()]
 faults = {}
 for name, action, case in TASKS:
@@ -79,4 +91,4 @@ def test_they_compile(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     faults = json.loads(done.stdout.splitlines()[-1])
-    assert len(faults) == 10 and not any(faults.values()), "\n".join(f"{name}: {fault[-2000:]}" for name, fault in faults.items() if fault)
+    assert len(faults) == 16 and not any(faults.values()), "\n".join(f"{name}: {fault[-2000:]}" for name, fault in faults.items() if fault)

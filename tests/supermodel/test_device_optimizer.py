@@ -242,6 +242,90 @@ def test_a_step_that_cannot_be_queued_is_its_own_jobs_alone(shared: Shared, half
         shared.check(name, stats[name])
 
 
+def everything_in(bank: AdapterBank) -> dict[tuple[str, str], torch.Tensor]:
+    """Copies of all rows of all adapters, the padding between them too."""
+    return {(m, name): getattr(bank.linear(m), name).clone() for m in TARGETS for name in ("a_RK", "b_RN", "da_RK", "db_RN")}
+
+
+def test_a_flat_gradient_is_the_banks_rows_in_the_order_of_the_layout(shared: Shared) -> None:
+    for name in shared.jobs:
+        assert not shared.optimizer.gradient(name).any()
+        shared.add_gradient(name, len(name))
+    before = everything_in(shared.bank)
+    for name, job in shared.jobs.items():
+        found = shared.optimizer.gradient(name)
+        assert found.dtype == shared.bank.sum_dtype and torch.equal(found, shared.bank.gradient(name)) and found.any()
+        for shape, da, _ in job.state.layout.views(found):
+            rows, _ = shared.bank.slot(name, shape.module) or (range(0), 0.0)
+            assert torch.equal(da, shared.bank.linear(shape.module).da_RK[rows.start : rows.stop])
+    assert all(torch.equal(found, before[at]) for at, found in everything_in(shared.bank).items())
+
+
+def test_a_gradient_that_is_set_replaces_the_jobs_own_sums_alone(shared: Shared) -> None:
+    for name in shared.jobs:
+        shared.add_gradient(name, len(name))
+    expected = AdapterBank(TARGETS, shared.bank.dtype, DEVICE)  # the same slots, where torch writes the gradient
+    for name, job in shared.jobs.items():
+        expected.add(name, job.state.layout)
+        expected.write(name, job.state.params)
+        expected.set_gradient(name, shared.bank.gradient(name))
+    drawn = torch.randn(shared.jobs["ranks"].state.layout.numel, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    expected.set_gradient("ranks", drawn)
+    shared.optimizer.set_gradient("ranks", drawn)
+    true = everything_in(expected)
+    assert all(torch.equal(found, true[at]) for at, found in everything_in(shared.bank).items())
+    assert torch.equal(shared.optimizer.gradient("ranks"), drawn)
+
+
+def test_gradients_are_found_again_where_the_bank_moved(shared: Shared) -> None:
+    shared.add_gradient("plain", 1)
+    before = shared.optimizer.gradient("plain")
+    address = shared.bank.rows_at("plain", "layers.0.q_proj")
+    shared.join("large", LoraConfig(r=100))
+    assert shared.bank.rows_at("plain", "layers.0.q_proj") != address, "the bank did not grow"
+    assert torch.equal(shared.optimizer.gradient("plain"), before)
+    shared.optimizer.set_gradient("plain", 2 * before)
+    assert torch.equal(shared.bank.gradient("plain"), 2 * before)
+
+
+def test_measuring_changes_nothing_and_says_the_norm_and_how_to_clip(shared: Shared) -> None:
+    for name in shared.jobs:
+        shared.add_gradient(name, 2, size=math.nan if name == "few" else 3.0)
+    before, states = everything_in(shared.bank), {name: job.state.clone() for name, job in shared.jobs.items()}
+    measured = shared.optimizer.measure(shared.jobs)
+    assert all(found.device == shared.bank.linear("layers.0.v_proj").a_RK.device for found in measured.verdicts.values())
+    verdicts = {name: found.tolist() for name, found in measured.verdicts.items()}
+    for name in ("plain", "ranks"):
+        norm, limit = float(shared.bank.gradient(name).double().norm()), shared.jobs[name].train.max_grad_norm
+        assert verdicts[name] == pytest.approx([norm, limit / (norm + 1e-6)], rel=1e-9)
+    assert math.isnan(verdicts["few"][0])
+    after = everything_in(shared.bank)
+    assert all(torch.equal(after[at].nan_to_num(7), old.nan_to_num(7)) for at, old in before.items())
+    for name, job in shared.jobs.items():
+        assert torch.equal(job.state.params, states[name].params) and job.state.step == 0
+    stats = measured.update().read()
+    for name in shared.jobs:
+        shared.check(name, stats[name])
+
+
+def test_steps_that_are_measured_apart_are_updated_in_any_order(shared: Shared) -> None:
+    """An exchange for one job may last, while others step, join and move the bank."""
+    for name in shared.jobs:
+        shared.add_gradient(name, 5)
+    waiting = shared.optimizer.measure({"plain": shared.jobs["plain"]})
+    for seed in (5, 6):
+        if seed == 6:
+            for i in range(9):  # more than there were rows of scalars for
+                shared.join(f"new{i}", LoraConfig(r=30 + i, target_modules=["q_proj"]))
+                shared.add_gradient(f"new{i}", i)
+            for name in ("ranks", "few"):
+                shared.add_gradient(name, seed)
+        shared.step(*(name for name in shared.jobs if name != "plain"))
+    shared.check("plain", waiting.update().read()["plain"])
+    shared.add_gradient("plain", 7)
+    shared.step(*shared.jobs)
+
+
 def test_no_job_is_due(shared: Shared) -> None:
     steps = shared.optimizer.measure({}).update()
     assert (steps.read(), steps.errors) == ({}, {})
