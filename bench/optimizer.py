@@ -4,7 +4,8 @@
 
 Ranks 8, 16, 32 and 64, twice, at all seven linears of each layer: 629 million parameters with 32 layers. Checks one step against
 `adamw_step` and that two runs give the same bytes, then times the fused step (and the same with its check of the whole update, which
-sane training does not need), and beside it `take_grad`, `adamw_step` and `write` job by job. Medians; needs 24 GiB.
+sane training does not need), beside it `take_grad`, `adamw_step` and `write` job by job, and the flat gradient of one job, had and set.
+Medians; needs 24 GiB.
 """
 
 from __future__ import annotations
@@ -144,8 +145,11 @@ def main() -> None:
     with_check = {name: Job(job.state, unproven) for name, job in jobs.items()}
     rows["with_check_seconds"] = seconds_of(lambda: step(optimizer, with_check), args.repeats)
     rows["unfused_seconds"] = seconds_of(lambda: unfused(bank, jobs), 3)
+    flat = optimizer.gradient("job3")
+    rows["gradient_of_rank_64_seconds"] = seconds_of(lambda: optimizer.gradient("job3"), args.repeats)
+    rows["set_gradient_of_rank_64_seconds"] = seconds_of(lambda: optimizer.set_gradient("job3", flat), args.repeats)
     rows["bytes_per_second"] = BYTES * numel / rows["fused_seconds"]
-    for name in ("fused_seconds", "one_job_of_rank_8_seconds", "with_check_seconds", "unfused_seconds"):
+    for name in [name for name in rows if name.endswith("_seconds")]:
         print(f"{name.removesuffix('_seconds').replace('_', ' '):>24}: {1e3 * rows[name]:8.2f} ms")
     print(
         f"fused: {rows['bytes_per_second'] / 1e12:.2f} TB/s at {BYTES} bytes per parameter; {rows['allocations_in_a_step']:.0f} allocations"

@@ -18,6 +18,7 @@ from tlora.job import LoraConfig, TrainConfig
 
 pytest.importorskip("triton")
 with interpreted():
+    from tlora.kernels import triton_adamw, triton_chunks
     from tlora.supermodel import device_optimizer
     from tlora.supermodel.device_optimizer import DeviceOptimizer
 
@@ -324,6 +325,54 @@ def test_steps_that_are_measured_apart_are_updated_in_any_order(shared: Shared) 
     shared.check("plain", waiting.update().read()["plain"])
     shared.add_gradient("plain", 7)
     shared.step(*shared.jobs)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A kernel whose launches are noted."""
+
+    kernel: Any
+    launches: list[str]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.launches.append(self.kernel.fn.__name__)
+        return self.kernel[grid]
+
+
+def test_a_step_is_two_kernels_in_each_half_and_a_flat_gradient_is_one(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[str] = []
+    for module in (triton_adamw, triton_chunks):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Counted(getattr(module, name), launches))
+    for name in shared.jobs:
+        shared.add_gradient(name, 1)
+    measured, num_jobs = shared.optimizer.measure(shared.jobs), len(shared.jobs)
+    assert launches == num_jobs * ["norm_kernel", "verdict_kernel"]
+    launches.clear()
+    measured.update()
+    assert launches == num_jobs * ["check_kernel", "update_kernel"]
+    launches.clear()
+    shared.optimizer.set_gradient("plain", shared.optimizer.gradient("plain"))
+    assert launches == ["gather_kernel", "scatter_kernel"]
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="a CPU has nothing to wait for")
+def test_queueing_a_step_waits_for_nothing_and_takes_no_memory(shared: Shared) -> None:
+    for name in shared.jobs:
+        shared.add_gradient(name, 1)
+    shared.step_unchecked(*shared.jobs)  # kernels are compiled, and the host has its pinned memory
+    flat = shared.optimizer.gradient("plain")
+    torch.cuda.synchronize()
+    allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        shared.optimizer.set_gradient("plain", flat)
+        steps = shared.optimizer.measure(shared.jobs).update()
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations
+        flat = shared.optimizer.gradient("plain")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(stats.applied for stats in steps.read().values()) and not flat.any()
 
 
 def test_no_job_is_due(shared: Shared) -> None:
