@@ -20,7 +20,7 @@ DEFAULT_MAX_SLOWDOWN = 1.5
 
 @dataclass(frozen=True, slots=True)
 class JobProfile:
-    """What a scheduler must know of a job's data and adapter before it runs; computed once by the data wing.
+    """What a scheduler must know of a job's data and adapter before it runs; computed once where the data are read.
 
     `tokens_per_step` is the mean over the job's optimizer steps, `steps` their number. `length_histogram[k]` counts samples of
     2^k to 2^(k+1) - 1 tokens. `adapter_parameters` are those that are trained.
