@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tlora.adapters.state import init_state
 from tlora.job import LoraConfig, TrainConfig
 from tlora.kernels.frozen import FrozenLinear
 from tlora.objectives import Dpo
-from tlora.supermodel import supermodel
+from tlora.supermodel import losses, supermodel
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
@@ -79,10 +80,10 @@ def test_open_passes_give_the_bits_of_one_after_another(order: tuple[int, int], 
     batches = [batch_of("ab", 1), batch_of("ba", 2)]
     expected, found = make_shared(fast), make_shared(fast)
     for _ in range(4 if DEVICE.type == "cuda" else 1):
-        losses = {i: expected.forward_backward(batches[i]) for i in order}
+        wanted = {i: expected.forward_backward(batches[i]) for i in order}
         passes = [found.begin(batch) for batch in batches]
         for i, open_losses in enumerate([one.forward() for one in passes]):
-            assert all(torch.equal(open_losses[job_id].loss_sum, losses[i][job_id].loss_sum) for job_id in "ab")
+            assert all(torch.equal(open_losses[job_id].loss_sum, wanted[i][job_id].loss_sum) for job_id in "ab")
         for i in order:
             passes[i].backward()
         true, grads = gradients(expected), gradients(found)
@@ -146,8 +147,8 @@ def test_weights_are_looked_up_in_forward_and_again_in_backward(depth: int, fast
             looks = [source.looked_up.count(name) for name in shared.targets()]
             assert len(looks) == linears and min(looks) >= 1 and sum(looks) >= 2 * linears - 3  # the first q, k and v pass nothing back
         shared.forward_backward(batch_of("ab", 5))
-        losses = shared.forward_backward(collate([rows], DEVICE), {"b": Dpo(0.3)})
-        found.append((gradients(shared), losses["b"].mean))
+        pair_losses = shared.forward_backward(collate([rows], DEVICE), {"b": Dpo(0.3)})
+        found.append((gradients(shared), pair_losses["b"].mean))
     (true, loss), (grads, found_loss) = found
     assert loss == found_loss
     assert all(bool(grad.any()) and torch.equal(grad, true[job_id]) for job_id, grad in grads.items())
@@ -165,6 +166,30 @@ def test_a_pass_is_used_once_and_in_order(fast: bool) -> None:
     grads = gradients(shared)
     one.backward()
     assert bool(grads["a"].any()) and not bool(gradients(shared)["a"].any())
+
+
+def test_a_forward_that_raised_leaves_nothing_to_go_back_with_and_may_be_called_again(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, calls = make_shared(fast), list[int]()
+    expected = shared.forward_backward(batch_of("a"))["a"].loss_sum
+    true = gradients(shared, "a")["a"]
+    healthy = losses.linear_cross_entropy
+
+    def refuse_the_last(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == (1 if fast else 2):  # the plain path computes two samples one after another
+            raise RuntimeError("no loss today")
+        return healthy(*args)
+
+    monkeypatch.setattr(losses, "linear_cross_entropy", refuse_the_last)
+    one = shared.begin(batch_of("a"))
+    with pytest.raises(RuntimeError, match="no loss today"):
+        one.forward()
+    with pytest.raises(RuntimeError, match="Call forward first"):
+        one.backward()
+    assert not bool(gradients(shared, "a")["a"].any())
+    assert torch.equal(one.forward()["a"].loss_sum, expected)
+    one.backward()
+    assert torch.equal(gradients(shared, "a")["a"], true)
 
 
 @pytest.mark.parametrize("what", ["step", "leave", "move"])

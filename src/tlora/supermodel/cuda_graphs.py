@@ -131,8 +131,10 @@ class CudaGraphs:
         self._turn = weakref.ref(held[0])
 
         def once(dhidden_TH: Tensor) -> None:
-            backward(dhidden_TH)
-            held.clear()
+            try:
+                backward(dhidden_TH)
+            finally:
+                held.clear()
 
         return hidden_TH, once
 

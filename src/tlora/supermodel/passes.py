@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Sequence
 
 from tlora.supermodel.losses import JobLoss, sum_losses
 
@@ -16,23 +16,21 @@ class Pass:
     Its parts run in the order of `forwards`, in backward too. `adapters` tells whether those that the pass reads are what they were.
     """
 
-    def __init__(self, forwards: Iterable[Forward], adapters: Callable[[], Hashable]) -> None:
-        self._forwards: Iterable[Forward] | None = forwards
-        self._adapters, self._before = adapters, adapters()
+    def __init__(self, forwards: Sequence[Forward], adapters: Callable[[], Hashable]) -> None:
+        self._forwards: Sequence[Forward] | None = forwards
+        self._adapters = adapters
+        self._before: Hashable = None
         self._backwards: list[Callable[[], object]] = []
 
     def forward(self) -> dict[str, JobLoss]:
-        """Each job's loss. RuntimeError the second time."""
+        """Each job's loss. RuntimeError the second time; a forward that raised may be called again."""
         if self._forwards is None:
             raise RuntimeError("this pass has run its forward already. Begin another one")
-        forwards, self._forwards, self._before = self._forwards, None, self._adapters()
-        losses: list[dict[str, JobLoss]] = []
-        for forward in forwards:
-            found, backward = forward()
-            losses.append(found)
-            if backward is not None:
-                self._backwards.append(backward)
-        return sum_losses(losses)
+        before = self._adapters()
+        found = [forward() for forward in self._forwards]
+        self._forwards, self._before = None, before
+        self._backwards = [backward for _, backward in found if backward is not None]
+        return sum_losses(losses for losses, _ in found)
 
     def backward(self) -> None:
         """Add each job's gradients to its sums. Does nothing the second time, in evaluation, and where no token is trained.
