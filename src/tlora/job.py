@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 # A job's directory stands beside the run's own files and what `durable.py` makes there: half-written, set aside, being replaced.
@@ -20,6 +20,7 @@ DataFormat = Literal["auto", "chat", "prompt_completion", "text", "alpaca", "sha
 ObjectiveName = Literal["sft", "dpo", "orpo"]
 SchedulerType = Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial"]
 BasePrecision = Literal["fp8"]
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow", ".txt")
 Positive = Annotated[int, Field(ge=1, le=10**9)]  # bounded, or ten to the four hundredth would overflow a float somewhere
 
 Number = TypeVar("Number", int, float)
@@ -102,18 +103,56 @@ class TrainConfig(BaseModel):
         return self.max_steps or max(1, math.ceil(self.num_train_epochs * per_epoch))
 
 
+class DataSource(BaseModel):
+    """One of several sources of samples: a file, a directory, a saved set, or a data set of the hub (`org/name`)."""
+
+    model_config = _STRICT
+
+    path: str
+    name: str | None = None  # configuration of a hub data set
+    split: str | None = None  # of a hub data set or a saved set
+    revision: str | None = None  # branch, tag or commit of a hub data set; a run records the commit
+    weight: Annotated[float, Field(gt=0, le=1e6)] | None = None  # share of the samples of an epoch against the other sources'
+
+    @property
+    def called(self) -> str:
+        """As a message names it."""
+        return ", ".join([self.path, *(f"{key} {value}" for key in ("name", "split") if (value := getattr(self, key)))])
+
+
+SOURCE_KEYS = tuple(key for key in DataSource.model_fields if key != "weight")  # those that may stand in `data` itself
+
+
+def _sources(value: object) -> object:
+    """A list of sources in which paths may stand without `path:`; anything else as it is."""
+    return [{"path": item} if isinstance(item, str) else item for item in cast("list[object]", value)] if isinstance(value, list) else value
+
+
+Sources = Annotated[tuple[DataSource, ...], Field(min_length=1, max_length=1000), BeforeValidator(_sources)]
+
+
 class DataConfig(BaseModel):
     """Where one job's samples come from and which of their tokens are trained."""
 
     model_config = _STRICT
 
-    path: str
+    path: str | Sources
     format: DataFormat = "auto"
-    eval_path: str | None = None
+    eval_path: str | Sources | None = None
     eval_size: Annotated[float, Field(ge=0)] = 0  # below 1: a share of the rows, else a number of rows; split off by seed
     max_length: Annotated[int, Field(ge=2, le=10**9)] = 1024  # tokens; longer samples are cut at the end
     train_on: Literal["completions", "all"] = "completions"
     chat_template: str | None = None  # a file with a Jinja template, instead of the base model's own
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_source(cls, raw: object) -> object:
+        """`{path: p, split: s}` is one source of a list."""
+        fields = cast("dict[str, object]", raw) if isinstance(raw, dict) else {}
+        source = {key: value for key, value in fields.items() if key in SOURCE_KEYS}
+        if not isinstance(fields.get("path"), str) or len(source) == 1:
+            return cast("object", raw)
+        return {key: value for key, value in fields.items() if key not in SOURCE_KEYS} | {"path": [source]}
 
     @model_validator(mode="after")
     def _check_evaluation(self) -> DataConfig:
@@ -126,6 +165,33 @@ class DataConfig(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_sources(self) -> DataConfig:
+        weighted = [source.path for source in self.sources if source.weight is not None]
+        bare = [source.path for source in self.sources if source.weight is None]
+        if bare and weighted:
+            raise ValueError(f"path: the source {bare[0]!r} has no weight, and {weighted[0]!r} has one; give each a weight, or none")
+        if any(source.weight is not None for source in self.eval_sources):
+            raise ValueError("eval_path: sources have weights, and an evaluation takes each row once; remove the weights")
+        return self
+
+    @property
+    def sources(self) -> tuple[DataSource, ...]:
+        """The sources of the samples, in order."""
+        return (DataSource(path=self.path),) if isinstance(self.path, str) else self.path
+
+    @property
+    def eval_sources(self) -> tuple[DataSource, ...]:
+        """Those of `eval_path`; none without it."""
+        if not self.eval_path:
+            return ()
+        return (DataSource(path=self.eval_path),) if isinstance(self.eval_path, str) else self.eval_path
+
+    @property
+    def called(self) -> str:
+        """The sources as a message names them."""
+        return " + ".join(source.called for source in self.sources)
+
 
 _DATA_KEYS = ("max_length", "train_on", "eval_size", "eval_path", "chat_template", "format")
 
@@ -133,7 +199,7 @@ _DATA_KEYS = ("max_length", "train_on", "eval_size", "eval_path", "chat_template
 class JobSpec(LoraConfig, TrainConfig):
     """One user's order for one adapter.
 
-    `data` may be a path, or a mapping with the fields of `DataConfig`; those fields may also stand beside it, so that
+    `data` may be a path, a list of sources, or a mapping with the fields of `DataConfig`; those fields may also stand beside it, so that
     `max_length: 2048` can be written on the job or in the defaults.
     """
 
@@ -150,8 +216,8 @@ class JobSpec(LoraConfig, TrainConfig):
             return cast("object", raw)
         fields = dict(cast("dict[str, object]", raw))
         data = fields["data"]
-        if isinstance(data, str):
-            data = {"path": data}
+        if isinstance(data, str | list):
+            data = {"path": cast("object", data)}
         if isinstance(data, DataConfig):
             data = data.model_dump(exclude_unset=True)
         if isinstance(data, dict):
@@ -188,6 +254,14 @@ class JobSpec(LoraConfig, TrainConfig):
                 "its first step and after its last only; set eval_steps (say 50, or epoch)"
             )
         return self
+
+
+_HUB_DATA = re.compile(r"[A-Za-z0-9][\w-]*/[\w.-]+")
+
+
+def may_be_hub_data(path: str) -> bool:
+    """Whether `path`, where nothing lies, is written as a data set of the hub is: `org/name`, without the suffix of a data file."""
+    return _HUB_DATA.fullmatch(path) is not None and Path(path).suffix.lower() not in DATA_SUFFIXES
 
 
 def split_revision(base_model: str) -> tuple[str, str | None]:

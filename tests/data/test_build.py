@@ -24,6 +24,8 @@ from tlora.data.dataset import Dataset, Sample, Writer, find_damage
 from tlora.data.encode import encode, open_encoder
 from tlora.data.formats import Text
 from tlora.data.report import DataReport
+from tlora.data.rows import list_files
+from tlora.data.sources import Source
 from tlora.data.worker import Worker
 from tlora.errors import DataError
 
@@ -33,13 +35,17 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+def source(path: Path) -> Source:
+    return Source(str(path), tuple(list_files(path)))
+
+
 def make(path: Path, tokenizer: Any, max_length: int = 1024, **settings: Any) -> Path:
     return make_and_tell(path, tokenizer, max_length, **settings)[0]
 
 
 def make_and_tell(path: Path, tokenizer: Any, max_length: int = 1024, **settings: Any) -> tuple[Path, str | None]:
     encoder = open_encoder(tokenizer, settings.get("template"), settings.get("train_all", False), settings.get("vocab_size", 1000))
-    order = Order(path, settings.get("format", "auto"), max_length, path.parent / "cache")
+    order = Order((source(path),), settings.get("format", "auto"), max_length, path.parent / "cache")
     return build(order, encoder, lambda file: hash_file(file, lambda _rows, _share: None), lambda _rows, _share: None)
 
 
@@ -306,11 +312,11 @@ def test_a_set_without_hashes_is_made_again_in_silence(tmp_path: Path, tokenizer
 def test_the_key_of_a_set_stays(tmp_path: Path, tokenizers: Any) -> None:
     """Checkpoints name the set that they were trained on: another key for the same tokens would end all runs."""
     tokenizer = tokenizers(CHATML)
-    order = Order(write(tmp_path / "x.jsonl", [{"text": "Hello!"}]), "auto", 64, tmp_path)
+    order = Order((source(write(tmp_path / "x.jsonl", [{"text": "Hello!"}])),), "auto", 64, tmp_path)
     encoder = open_encoder(tokenizer, None, False, 1000)
     parts = {
         "version": 1,
-        "files": [(".jsonl", hashlib.sha256(order.path.read_bytes()).hexdigest())],
+        "files": [(".jsonl", hashlib.sha256(order.files[0].read_bytes()).hexdigest())],
         "tokenizer": tokenizer_hash(tokenizer),
         "template": CHATML,
         "settings": ["auto", 64, False, 1000],

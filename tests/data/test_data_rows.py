@@ -221,7 +221,7 @@ def test_saved_set_with_missing_or_broken_parts(tmp_path: Path) -> None:
     splits = tmp_path / "two"
     splits.mkdir()
     (splits / "dataset_dict.json").write_text('{"splits": ["a", "b"]}')
-    refused(splits, "a saved set with the splits a, b; name one of them")
+    refused(splits, "its splits are a, b; name one of them")
 
 
 def test_saved_set_does_not_lead_out_of_its_directory(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlora.data.order import epoch_order, global_batch, split
+from tlora.data.order import epoch_order, epoch_size, global_batch, mix, mixed_order, split
 from tlora.errors import DataError
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -71,3 +73,45 @@ def test_split_by_count_and_by_seed() -> None:
 def test_split_that_leaves_nothing_to_train_is_refused(num_samples: int, eval_size: float) -> None:
     with pytest.raises(DataError, match=f"of {num_samples} samples and leaves none to train on"):
         split(num_samples, eval_size, 0)
+
+
+SIZES = st.lists(st.integers(1, 60), min_size=2, max_size=5)
+
+
+@given(SIZES, st.data())
+def test_a_mixture_is_by_weight_and_takes_all_of_one_source(sizes: list[int], data: st.DataObject) -> None:
+    weights = data.draw(st.lists(st.floats(0.01, 100), min_size=len(sizes), max_size=len(sizes)))
+    mixture = mix(sizes, weights)
+    scale = min(size / weight for size, weight in zip(sizes, weights, strict=True))
+    assert any(take == size for take, size in zip(mixture.takes, sizes, strict=True))
+    for take, size, weight in zip(mixture.takes, sizes, weights, strict=True):
+        assert 1 <= take <= size and (take == 1 or abs(take - weight * scale) <= 0.5 + 1e-9)
+
+
+def test_the_mixture_of_the_documentation() -> None:
+    assert mix([300, 5000], [3, 1]).takes == (300, 100)
+
+
+@given(SEEDS, SIZES, st.data())
+def test_a_mixtures_epochs_go_through_each_source_evenly(seed: int, sizes: list[int], data: st.DataObject) -> None:
+    """Of each source, no sample comes a second time before all others came once, over epochs."""
+    mixture = mix(sizes, data.draw(st.lists(st.floats(0.1, 10), min_size=len(sizes), max_size=len(sizes))))
+    starts = np.cumsum([0, *sizes])
+    counts = np.zeros(starts[-1], int)
+    for epoch in range(6):
+        order = mixed_order(seed, epoch, mixture)
+        taken = [int(((order >= a) & (order < b)).sum()) for a, b in itertools.pairwise(starts)]
+        assert taken == list(mixture.takes) and len(order) == epoch_size(mixture)
+        np.add.at(counts, order, 1)
+        for a, b in itertools.pairwise(starts):
+            assert counts[a:b].max() - counts[a:b].min() <= 1
+
+
+def test_a_mixtures_sources_are_shuffled_together_and_anew_each_epoch() -> None:
+    mixture = mix([200, 200], [1, 1])
+    first, second = mixed_order(5, 0, mixture), mixed_order(5, 1, mixture)
+    assert sorted(first) == sorted(second) == list(range(400)) and not np.array_equal(first, second)
+    assert 60 < (first[:200] < 200).sum() < 140, "both sources in the first half"
+    assert not np.array_equal(np.argsort(first[first < 200]), np.argsort(first[first >= 200] - 200)), "each has an order of its own"
+    steps = [global_batch(step, mixture, 7, 5) for step in range(2 * 58)]
+    assert [index for batch in steps for index in batch] == [*first, *second]

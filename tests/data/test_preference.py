@@ -14,6 +14,7 @@ from tlora.data.dataset import Dataset
 from tlora.data.encode import open_encoder
 from tlora.data.formats import Chat, Pair, Text, read_pair
 from tlora.data.rows import Row
+from tlora.data.sources import Source
 from tlora.errors import DataError
 
 USER, GOOD, BAD = ({"role": role, "content": text} for role, text in (("user", "Is it late?"), ("assistant", "Yes."), ("assistant", "No.")))
@@ -75,7 +76,7 @@ def _write(path: Path, rows: list[Any]) -> Path:
 
 
 def _build(path: Path, encoder: Any, max_length: int = 64, rows: Any = "pairs") -> Dataset:
-    order = Order(path, "auto", max_length, path.parent / "cache", rows)
+    order = Order((Source(str(path), (path,)),), "auto", max_length, path.parent / "cache", rows)
     return Dataset(build(order, encoder, lambda file: hash_file(file, lambda *_: None), lambda *_: None)[0])
 
 
@@ -125,5 +126,8 @@ def test_pairs_and_samples_are_not_taken_for_each_other(tmp_path: Path, tokenize
 
 def test_the_cache_keys_of_samples_are_as_before(tmp_path: Path, tokenizers: Any) -> None:
     encoder, path = open_encoder(tokenizers(), None, False, 10**6), _write(tmp_path / "d.jsonl", [{"text": "x"}])
-    keys = [cache_key(Order(path, "auto", 8, tmp_path, rows), encoder, lambda _: "hash") for rows in ("samples", "pairs")]
-    assert keys[0] != keys[1] and keys[0] == cache_key(Order(path, "auto", 8, tmp_path), encoder, lambda _: "hash")
+    keys = [
+        cache_key(Order((Source(str(path), (path,)),), "auto", 8, tmp_path, rows), encoder, lambda _: "hash")
+        for rows in ("samples", "pairs")
+    ]
+    assert keys[0] != keys[1] and keys[0] == cache_key(Order((Source(str(path), (path,)),), "auto", 8, tmp_path), encoder, lambda _: "hash")

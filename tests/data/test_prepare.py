@@ -333,7 +333,7 @@ def test_jobs_of_one_set_have_it_checked_once(tmp_path: Path, tokenizer_path: Pa
     worker.run(prepare_module._as_json(request("other", tmp_path, tokenizer_path, {"max_length": 64})))
     worker.run(prepare_module._as_json(request("base", tmp_path, tokenizer_path, vocab_size=2000)))
     ends = [event for line in stream.getvalue().splitlines() if (event := json.loads(line))["event"] not in ("start", "progress")]
-    assert len(ends) == 22 and len({event["train"] for event in ends}) == 3
+    assert len(ends) == 22 and len({event["train"]["directory"] for event in ends}) == 3
     assert checked == []  # nothing was there before
     again = worker_module.Worker(stream)
     for i in range(20):

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from tests.engine.tiny_runs import job, run_spec, train
 from tlora.data.dataset import Dataset
-from tlora.data.order import global_batch
+from tlora.data.order import Mixture, global_batch, mix
 from tlora.errors import ConfigError, ModelError
 from tlora.job import JobSpec
 from tlora.planning.job_profile import ProfiledJob, profile_jobs, tokens_of_steps
@@ -46,9 +46,10 @@ def test_a_profile_is_what_the_job_then_does(base: Path, data: Path, tmp_path: P
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 60), st.integers(0, 9))
 def test_tokens_of_steps_are_those_of_the_batches(samples: int, batch: int, steps: int, seed: int) -> None:
     spec = JobSpec.model_validate({"name": "x", "data": "d", "batch_size": batch, "max_steps": steps, "seed": seed})
-    lengths = np.random.default_rng(seed).integers(1, 100, samples)
-    walked = sum(int(lengths[global_batch(step, samples, batch, seed)].sum()) for step in range(steps))
-    assert tokens_of_steps(lengths, spec, steps) == walked
+    for epoch in (samples, mix([samples, samples], [1, 2.5])):
+        lengths = np.random.default_rng(seed).integers(1, 100, 2 * samples if isinstance(epoch, Mixture) else samples)
+        walked = sum(int(lengths[global_batch(step, epoch, batch, seed)].sum()) for step in range(steps))
+        assert tokens_of_steps(lengths, epoch, spec, steps) == walked
 
 
 def test_what_is_wrong_with_a_job_is_its_own(base: Path, data: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Makes one tokenized set from one `path` of a job's data, or finds it made already.
+"""Makes one tokenized set from the sources of a job's data, or finds it made already.
 
 Owns the cache key, cutting to `max_length`, skipping what has nothing to train, and the report of all that.
 """
@@ -10,7 +10,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -20,9 +20,10 @@ from tlora import durable
 from tlora.data.columns import format_of, unused_columns
 from tlora.data.dataset import FORMAT_VERSION, Sample, Writer, find_damage, join
 from tlora.data.encode import Encoded, Encoder, encode, encode_pairs
-from tlora.data.formats import Example, Format, Pair, Rows, Text, read_example, read_pair
+from tlora.data.formats import Chat, Example, Format, Pair, Rows, Text, read_example, read_pair
 from tlora.data.report import DataReport
-from tlora.data.rows import list_files, read_rows
+from tlora.data.rows import read_files
+from tlora.data.sources import Source
 from tlora.errors import DataError
 
 if TYPE_CHECKING:
@@ -37,24 +38,34 @@ Beat = Callable[[int, float], None]  # rows so far, share of the bytes; called a
 class Order:
     """One set to make: what of a job's `DataConfig` decides about its tokens, and where sets are kept."""
 
-    path: Path
+    sources: tuple[Source, ...]
     format: str
     max_length: int
     cache_dir: Path
     rows: Rows = "samples"
+
+    @property
+    def called(self) -> str:
+        return " + ".join(source.called for source in self.sources)
+
+    @property
+    def files(self) -> list[Path]:
+        return [file for source in self.sources for file in source.files]
 
 
 def cache_key(order: Order, encoder: Encoder, file_hash: Callable[[Path], str]) -> str:
     """Same key, same tokens: the files' contents, the tokenizer, the template and the settings that decide."""
     parts = {
         "version": FORMAT_VERSION,
-        "files": [(file.suffix.lower(), file_hash(file)) for file in list_files(order.path)],
+        "files": [(file.suffix.lower(), file_hash(file)) for file in order.files],
         "tokenizer": tokenizer_hash(encoder.tokenizer),
         "template": encoder.template.text(),
         "settings": [order.format, order.max_length, encoder.train_all, encoder.vocab_size],
     }
     if order.rows != "samples":
         parts["rows"] = order.rows
+    if len(order.sources) > 1:  # the sets of versions that knew one source only are still found
+        parts["sources"] = [len(source.files) for source in order.sources]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -97,11 +108,31 @@ def build(order: Order, encoder: Encoder, file_hash: Callable[[Path], str], beat
 
 
 def _fill(writer: Writer, order: Order, encoder: Encoder, beat: Beat) -> DataReport:
-    report, only_numbers = DataReport(files=[str(file) for file in list_files(order.path)]), True
+    report = DataReport(files=[str(file) for file in order.files])
     if order.rows == "pairs" and encoder.train_all:
-        raise DataError(f"{order.path}: train_on: all would compare the prompts of a pair too, which are the same. Remove train_on")
+        raise DataError(f"{order.called}: train_on: all would compare the prompts of a pair too, which are the same. Remove train_on")
+    sizes = [sum(file.stat().st_size for file in source.files) for source in order.sources]
+    formats: list[str] = []
+    for number, source in enumerate(order.sources):
+        before, total = sum(sizes[:number]), max(1, sum(sizes))
+
+        def beat_in_whole(rows: int, share: float, before: int = before, size: int = sizes[number], total: int = total) -> None:
+            beat(rows, (before + share * size) / total)
+
+        samples = report.samples
+        _fill_source(writer, replace(order, sources=(source,)), encoder, report, beat_in_whole)
+        formats.append(report.format)
+        report.sources.append(report.samples - samples)
+    report.format = ", ".join(dict.fromkeys(formats))
+    return report
+
+
+def _fill_source(writer: Writer, order: Order, encoder: Encoder, report: DataReport, beat: Beat) -> None:
+    """Add the samples of the one source of `order`."""
+    only_numbers, rows, samples = True, report.rows, report.samples
     for examples, places, share in _batches(order, report):
         only_numbers = only_numbers and all(isinstance(example, Text) and _is_number(example.completion) for example in examples)
+        report.has_chats = report.has_chats or any(isinstance(_answer(example), Chat) for example in examples)
         if order.rows == "pairs":
             units = encode_pairs(encoder, cast("list[Pair]", examples), places)
         else:
@@ -110,16 +141,18 @@ def _fill(writer: Writer, order: Order, encoder: Encoder, beat: Beat) -> DataRep
             _add(writer, unit, order.max_length, report, encoder)
         report.rows += len(examples)
         beat(report.rows, share)
+    rows, samples = report.rows - rows, report.samples - samples
     if only_numbers and report.format == "text":
+        raise DataError(f"{order.called}: all {rows} values of column 'text' are numbers; expected text: name the column of text 'text'")
+    if not samples:
         raise DataError(
-            f"{order.path}: all {report.rows} values of column 'text' are numbers; expected text: name the column of text 'text'"
-        )
-    if not report.samples:
-        raise DataError(
-            f"{order.path}: none of {report.rows} rows has a token to train on within max_length {order.max_length}; "
+            f"{order.called}: none of {rows} rows has a token to train on within max_length {order.max_length}; "
             "raise max_length, or check that the rows hold assistant turns or completions (train_on: all trains everything)"
         )
-    return report
+
+
+def _answer(example: Example | Pair) -> Example:
+    return example.chosen if isinstance(example, Pair) else example
 
 
 def _is_number(text: str) -> bool:
@@ -135,7 +168,7 @@ def _batches(order: Order, report: DataReport) -> Iterator[tuple[list[Example | 
     examples: list[Example | Pair] = []
     places: list[str] = []
     data_format, size, share = cast("Format | Literal['auto']", order.format), 0, 0.0
-    for row in read_rows(order.path):
+    for row in read_files(order.files, order.called):
         data_format = report.format = format_of(row, data_format, order.rows)
         report.count_columns(unused_columns(row, data_format))
         examples.append(read_pair(row) if order.rows == "pairs" else read_example(row, data_format))

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tlora import durable
+from tlora.data.order import Mixture
 
 FORMAT_VERSION = 1  # part of every cache key: raise it when the same input gives other tokens, weights or files
 SCRATCH_PREFIX = "tmp-"
@@ -59,16 +60,18 @@ def join(sequences: Sequence[Sample]) -> Sample:
 class Dataset:
     """Samples of a finished set, or of the part of it that `indices` names.
 
-    `lengths` are tokens a sample, of all its sequences; `trained` is the sum of the loss weights of a sample's targets.
+    `lengths` are tokens a sample, of all its sequences; `trained` is the sum of the loss weights of a sample's targets. `epoch` is what
+    an epoch takes: all samples, or those of a mixture.
     """
 
-    def __init__(self, directory: Path, indices: npt.NDArray[np.int64] | None = None) -> None:
+    def __init__(self, directory: Path, indices: npt.NDArray[np.int64] | None = None, mixture: Mixture | None = None) -> None:
         offsets, trained = _shared(directory / "offsets.npy", np.load), _shared(directory / "trained.npy", np.load)
         starts, ends = (offsets[:-1], offsets[1:]) if indices is None else (offsets[indices], offsets[indices + 1])
         self.directory = directory
         self.meta: dict[str, object] = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
         self.lengths: npt.NDArray[np.int64] = np.asarray(ends - starts)
         self.trained: npt.NDArray[np.float64] = np.asarray(trained if indices is None else trained[indices])
+        self.epoch: int | Mixture = mixture or len(starts)
         self.max_token_id = int(str(self.meta["max_token_id"]))
         self._offsets, self._starts = offsets, starts
         ends = directory / "sequence_ends.npy"

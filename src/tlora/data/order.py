@@ -1,11 +1,14 @@
-"""Which sample comes when: the order of an epoch, the global batches cut from it, the split into train and eval.
+"""Which sample comes when: the order of an epoch, also of a mixture, the global batches cut from it, the split into train and eval.
 
 Counter-based: every answer depends on its arguments only, so a resumed job needs no random state.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +16,30 @@ import numpy.typing as npt
 from tlora.errors import DataError
 
 _SPLIT_STREAM = 2**64 - 1  # the epoch number that no epoch reaches: the split must not equal an epoch's order
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Samples of several sources, which lie one source after another: source i has `sizes[i]`, and an epoch takes `takes[i]` of them."""
+
+    sizes: tuple[int, ...]
+    takes: tuple[int, ...]
+
+
+def mix(sizes: Sequence[int], weights: Sequence[float]) -> Mixture:
+    """An epoch takes samples in proportion to `weights`, as many as there can be without one twice: all of at least one source.
+
+    takes[i] = round(weights[i] * min_j(sizes[j] / weights[j])), at least 1. Every source must have a sample.
+    """
+    assert all(sizes) and len(sizes) == len(weights), (sizes, weights)
+    scale = min(size / weight for size, weight in zip(sizes, weights, strict=True))
+    takes = (min(size, max(1, round(weight * scale))) for size, weight in zip(sizes, weights, strict=True))
+    return Mixture(tuple(sizes), tuple(takes))
+
+
+def epoch_size(samples: int | Mixture) -> int:
+    """Samples of one epoch."""
+    return samples if isinstance(samples, int) else sum(samples.takes)
 
 
 def epoch_order(seed: int, epoch: int, num_samples: int) -> npt.NDArray[np.int64]:
@@ -24,16 +51,41 @@ def epoch_order(seed: int, epoch: int, num_samples: int) -> npt.NDArray[np.int64
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
 
 
-def global_batch(step: int, num_samples: int, batch_size: int, seed: int) -> list[int]:
-    """Sample indices of optimizer step `step` (from 0). Epochs follow one another; an epoch's last batch may be smaller."""
-    assert step >= 0 and num_samples > 0 and batch_size > 0, (step, num_samples, batch_size)
-    epoch, batch = divmod(step, -(-num_samples // batch_size))
-    return _order_of_epoch(seed, epoch, num_samples)[batch * batch_size : (batch + 1) * batch_size].tolist()
+def mixed_order(seed: int, epoch: int, mixture: Mixture) -> npt.NDArray[np.int64]:
+    """The samples of one epoch of a mixture, in their order. It depends on the arguments only.
+
+    Each source goes through all its samples, in a new order each time, and each epoch takes the next `takes[i]` of them: no sample is
+    taken twice before every other of its source has been taken once.
+    """
+    starts = [0, *accumulate(mixture.sizes)]
+    parts = [
+        starts[i] + _stretch(seed + ((i + 1) << 32), epoch * take, take, size)  # seeds are below 2^32: each source has keys of its own
+        for i, (size, take) in enumerate(zip(mixture.sizes, mixture.takes, strict=True))
+    ]
+    taken = np.concatenate(parts)
+    return taken[epoch_order(seed, epoch, len(taken))]
+
+
+def _stretch(seed: int, begin: int, count: int, size: int) -> npt.NDArray[np.int64]:
+    """`count` <= `size` places from `begin` on, of the permutations 0, 1, ... of `size` samples one after another."""
+    turn, start = divmod(begin, size)
+    order = epoch_order(seed, turn, size)[start : start + count]
+    return order if len(order) == count else np.concatenate([order, epoch_order(seed, turn + 1, size)[: count - len(order)]])
+
+
+def global_batch(step: int, samples: int | Mixture, batch_size: int, seed: int) -> list[int]:
+    """Sample indices of optimizer step `step` (from 0), of so many `samples`. Epochs follow one another; an epoch's last batch may be
+    smaller.
+    """
+    size = epoch_size(samples)
+    assert step >= 0 and size > 0 and batch_size > 0, (step, samples, batch_size)
+    epoch, batch = divmod(step, -(-size // batch_size))
+    return _order_of_epoch(seed, epoch, samples)[batch * batch_size : (batch + 1) * batch_size].tolist()
 
 
 @lru_cache(maxsize=64)  # 8 bytes a sample; one epoch of each of 64 jobs
-def _order_of_epoch(seed: int, epoch: int, num_samples: int) -> npt.NDArray[np.int64]:
-    order = epoch_order(seed, epoch, num_samples)
+def _order_of_epoch(seed: int, epoch: int, samples: int | Mixture) -> npt.NDArray[np.int64]:
+    order = epoch_order(seed, epoch, samples) if isinstance(samples, int) else mixed_order(seed, epoch, samples)
     order.setflags(write=False)
     return order
 

@@ -17,18 +17,27 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from tlora.data.dataset import SCRATCH_PREFIX, Dataset
 from tlora.data.formats import Rows
-from tlora.data.order import split
+from tlora.data.order import Mixture, mix, split
 from tlora.data.report import DataReport
-from tlora.data.rows import list_files
+from tlora.data.sources import shown_files
 from tlora.errors import DataError, ModelError
-from tlora.job import DataConfig
+from tlora.job import DataConfig, DataSource, Sources
 
 STALL_SECONDS = 180.0  # without a sign of life; a batch of half a million characters takes about one
 TAIL_BYTES = 2000
+_ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "true",
+    "PYTHONUNBUFFERED": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -47,11 +56,14 @@ class PrepareRequest:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job's sets. `report` is about all of `data.path` (before the split), `eval_report` about `data.eval_path`."""
+    """A job's sets. `report` is about all of `data.path` (before the split), `eval_report` about `data.eval_path`. `data` is the request's
+    with the commits of its hub data sets.
+    """
 
     train: Dataset
     eval: Dataset | None
     report: DataReport
+    data: DataConfig
     eval_report: DataReport | None = None
     remade: tuple[str, ...] = ()  # what was wrong with earlier sets in the cache, said for one job of all that share a set
 
@@ -89,7 +101,7 @@ class WorkerProcess:
 @contextlib.contextmanager
 def start_worker() -> Iterator[WorkerProcess]:
     """A process that loads its libraries and waits for requests. It is ended with the block, whatever it is doing."""
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "true", "PYTHONUNBUFFERED": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    environment = os.environ | _ENVIRONMENT
     # -P: without it the current directory comes first on the path, and a user's queue.py beside the jobs file would be run
     command = [sys.executable, "-P", "-m", "tlora.data.worker"]
     lines: queue.Queue[bytes] = queue.Queue()
@@ -169,8 +181,8 @@ def _follow(worker: WorkerProcess, requests: Sequence[PrepareRequest], on_progre
             ended = f"gave no sign of life for {STALL_SECONDS:g} seconds" if event is None else _how_it_ended(worker.process.wait())
             message = f"the data worker {ended}{_tail(worker.log)}"
             if current:
-                path = by_key[current].data.path
-                results[current] = DataError(f"{path}: {message}; look for a row, or a chat template, that takes too much time or memory")
+                called = by_key[current].data.called
+                results[current] = DataError(f"{called}: {message}; look for a row, or a chat template, that takes too much time or memory")
             elif not results:
                 raise ModelError(f"{requests[0].tokenizer_path}: {message}, before the first job; is the installation whole?")
             break
@@ -209,31 +221,58 @@ def _as_json(request: PrepareRequest) -> dict[str, object]:
 
 
 def _open_made(request: PrepareRequest, event: dict[str, object]) -> Prepared | DataError:
-    evaluation, remade = event["eval"], cast("list[str]", event["remade"])
-    opened = open_sets(request, Path(str(event["train"])), Path(str(evaluation)) if evaluation is not None else None)
-    return replace(opened, remade=tuple(remade)) if isinstance(opened, Prepared) else opened
+    made, of_eval = (cast("dict[str, Any]", event[name]) for name in ("train", "eval"))
+    data = request.data
+    pinned = {"path": _pinned(data.path, data.sources, made["commits"])}
+    if data.eval_path:
+        pinned["eval_path"] = _pinned(data.eval_path, data.eval_sources, of_eval["commits"])
+    request = replace(request, data=data.model_copy(update=pinned))
+    opened = open_sets(request, Path(made["directory"]), Path(of_eval["directory"]) if of_eval["directory"] else None)
+    remade = tuple(found["damage"] for found in (made, of_eval) if found["damage"])
+    return replace(opened, remade=remade) if isinstance(opened, Prepared) else opened
+
+
+def _pinned(path: str | Sources, sources: Sequence[DataSource], commits: Sequence[str | None]) -> str | Sources:
+    """The sources with the commits that were read; `path` itself if none of them is the hub's."""
+    if not any(commits):
+        return path
+    return tuple(source.model_copy(update={"revision": commit} if commit else {}) for source, commit in zip(sources, commits, strict=True))
 
 
 def open_sets(request: PrepareRequest, train_set: Path, eval_set: Path | None) -> Prepared | DataError:
     """What `prepare` gives, from the sets that it made for this request before. `eval_set`: of `data.eval_path`, if there is one."""
     data = request.data
     whole = Dataset(train_set)
-    report = _report(request, data.path, whole)
-    if data.eval_path:
-        assert eval_set is not None, f"{data.eval_path} was not tokenized"
-        evaluation = Dataset(eval_set)
-        return Prepared(whole, evaluation, report, _report(request, data.eval_path, evaluation))
-    if not data.eval_size:
-        return Prepared(whole, None, report)
+    report = _report(request, data.sources, whole)
+    train, evaluation, eval_report = None, None, None
     try:
-        train, held_out = split(len(whole), data.eval_size, request.seed)
+        if data.eval_path:
+            assert eval_set is not None, f"{data.eval_path} was not tokenized"
+            evaluation = Dataset(eval_set)
+            eval_report = _report(request, data.eval_sources, evaluation)
+        elif data.eval_size:
+            train, held_out = split(len(whole), data.eval_size, request.seed)
+            evaluation = Dataset(train_set, held_out)
+        mixture = _mixture(data.sources, report.sources, train)
     except DataError as error:
-        return DataError(f"{data.path}: {error}")
-    return Prepared(Dataset(whole.directory, train), Dataset(whole.directory, held_out), report)
+        return DataError(f"{data.called}: {error}")
+    return Prepared(Dataset(train_set, train, mixture), evaluation, report, data, eval_report)
 
 
-def _report(request: PrepareRequest, path: str, dataset: Dataset) -> DataReport:
-    return DataReport.from_meta(dataset.meta, [str(file) for file in list_files(request.base_dir / path)])
+def _mixture(sources: Sequence[DataSource], counts: Sequence[int], train: npt.NDArray[np.int64] | None) -> Mixture | None:
+    """What an epoch takes of weighted `sources` with so many samples each, of which those in `train` are trained on (None: all)."""
+    weights = [source.weight for source in sources if source.weight is not None]
+    if len(weights) < 2:
+        return None
+    sizes = list(counts) if train is None else np.diff(np.searchsorted(train, np.cumsum([0, *counts]))).tolist()
+    for source, size in zip(sources, sizes, strict=True):
+        if not size:
+            raise DataError(f"eval_size takes all samples of {source.called} and leaves none to train on; lower it or add rows")
+    return mix(sizes, weights)
+
+
+def _report(request: PrepareRequest, sources: Sequence[DataSource], dataset: Dataset) -> DataReport:
+    return DataReport.from_meta(dataset.meta, shown_files(sources, request.base_dir))
 
 
 def _how_it_ended(code: int) -> str:

@@ -14,6 +14,7 @@ from tlora.data.template_changes import Change
 
 _MOST_KINDS = 100  # of columns, or of changes: a file of random keys must not fill the report
 _MOST_NAMED = 12
+_NEWER = ("sources", "has_chats")  # beside the others in meta.json: earlier versions, which may share the cache, do not read them
 
 
 @dataclass
@@ -44,6 +45,8 @@ class DataReport:
     trained_characters: int = 0  # of text, before cutting
     unused_columns: dict[str, int] = field(default_factory=dict)  # by name: rows in which they hold something
     changes: list[ChangeCount] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)  # samples of each source, in their order; none for a set of an earlier version
+    has_chats: bool | None = False  # whether a row goes through the chat template; None for a set of an earlier version
 
     @staticmethod
     def from_meta(meta: dict[str, object], files: list[str]) -> DataReport:
@@ -52,10 +55,13 @@ class DataReport:
         fields["files"] = files
         fields["rendered"] = [(str(text), float(weight)) for text, weight in fields["rendered"]]
         fields["changes"] = [ChangeCount(**change) for change in fields["changes"]]
+        fields |= {"sources": [], "has_chats": None} | {key: meta[key] for key in _NEWER if key in meta}
         return DataReport(**fields)
 
     def as_meta(self) -> dict[str, object]:
-        return {"report": dataclasses.asdict(self)}
+        fields = dataclasses.asdict(self)
+        newer = {key: fields.pop(key) for key in _NEWER}
+        return {"report": fields, **newer}
 
     def count_columns(self, columns: Iterable[str]) -> None:
         """One more row in which `columns` hold something that is not used."""

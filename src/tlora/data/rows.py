@@ -1,7 +1,10 @@
 """Reads rows out of data files, one after another, each with the place where it stands.
 
-Owns containers (JSONL, JSON array, CSV, Parquet, a directory of them, a saved `datasets` set) and what can be wrong with
+Owns containers (JSONL, JSON array, CSV, text, Parquet, a directory of them, a saved `datasets` set) and what can be wrong with
 their bytes. Knows nothing of what the columns mean (`formats.py`). Never holds more than one row, or one small batch.
+
+JSON is read here and not by `datasets` or pyarrow: those give all rows of a column one type, and write text that looks like a date,
+numbers and absent keys anew (docs/design.md, "Rows as they stand in the file").
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import codecs
 import csv
 import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
@@ -23,7 +26,15 @@ from tlora.errors import DataError
 MAX_ROW_BYTES = 16 << 20  # a row beyond it is no training sample but a broken file: the longest context holds some 4 MB of text
 CHUNK_BYTES = 1 << 16
 ARROW_BATCH_ROWS = 64
-SUFFIXES = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+SUFFIXES = {
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+}
 _JSON_SPACE = " \t\r\n"
 
 
@@ -36,33 +47,38 @@ class Row:
     share: float
 
 
-def list_files(path: Path) -> list[Path]:
-    """The data files behind `path` in reading order: itself, a directory's by name, or a saved set's arrow files."""
+def list_files(path: Path, split: str | None = None) -> list[Path]:
+    """The data files behind `path` in reading order: itself, a directory's by name, or the arrow files of a saved set's `split`.
+
+    Text files of a directory are read only if it holds no other data: they are often notes about it. Raises DataError.
+    """
     if not path.exists():
         near = difflib.get_close_matches(path.name, [item.name for item in path.parent.iterdir()], n=1) if path.parent.is_dir() else []
-        hint = (
-            f"did you mean {near[0]!r}?"
-            if near
-            else "give a file or directory that exists (a hub data set: save it first with save_to_disk)"
-        )
+        hint = f"did you mean {near[0]!r}?" if near else "give a file or directory that exists, or a data set of the hub as org/name"
         raise DataError(f"{path}: no such file or directory; {hint}")
     if path.is_file():
         if path.suffix.lower() not in SUFFIXES:
             raise DataError(f"{path}: unknown file type {path.suffix!r}; rename or convert it to one of {', '.join(SUFFIXES)}")
         return [path]
     if (path / "dataset_dict.json").exists():
-        return list_files(_split_of(path))
+        return list_files(_split_of(path, split))
     if (path / "state.json").exists():
         return _saved_files(path)
     files = sorted(item for item in path.iterdir() if item.is_file() and item.suffix.lower() in SUFFIXES and item.name[0] not in "._")
     if not files:
         raise DataError(f"{path}: the directory holds no data file; put files there that end in one of {', '.join(SUFFIXES)}")
-    return files
+    return [file for file in files if SUFFIXES[file.suffix.lower()] != "text"] or files
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Every row behind `path`, streaming. Raises DataError with file and row at the first one that cannot be read."""
-    files = list_files(path)
+    """Every row behind `path`, as `read_files`."""
+    return read_files(list_files(path), str(path))
+
+
+def read_files(files: Sequence[Path], called: str) -> Iterator[Row]:
+    """Every row of `files`, streaming. Raises DataError with file and row at the first one that cannot be read, and with the name
+    `called` where there is none.
+    """
     sizes = [file.stat().st_size for file in files]
     total, before, count = max(1, sum(sizes)), 0, 0
     for file, size in zip(files, sizes, strict=True):
@@ -71,7 +87,7 @@ def read_rows(path: Path) -> Iterator[Row]:
             yield Row(row.place, row.value, (before + row.share * size) / total)
         before += size
     if not count:
-        raise DataError(f"{path}: the {'file is empty' if path.is_file() else 'files are empty'}; at least one row is needed")
+        raise DataError(f"{called}: the {'file is empty' if len(files) == 1 else 'files are empty'}; at least one row is needed")
 
 
 def _read_file(file: Path) -> Iterator[Row]:
@@ -83,6 +99,8 @@ def _read_file(file: Path) -> Iterator[Row]:
             yield from _read_arrow(file)
         elif kind == "csv":
             yield from _read_csv(file)
+        elif kind == "text":
+            yield from _read_text(file)
         elif _first_character(file) == b"[":
             yield from _read_array(file)
         else:
@@ -153,6 +171,14 @@ def _object(value: object, place: str) -> dict[str, object]:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _read_text(file: Path) -> Iterator[Row]:
+    """A row of column `text` for each line that is not blank, as `datasets` reads text."""
+    lines, size = _Lines(file), file.stat().st_size
+    for line in lines:
+        if text := line.rstrip("\r\n"):
+            yield lines.row({"text": text}, size)
 
 
 def _read_csv(file: Path) -> Iterator[Row]:
@@ -318,12 +344,19 @@ def _python_rows(batch: pa.RecordBatch, file: Path, before: int) -> list[dict[st
         return [row for i in range(batch.num_rows) for row in _python_rows(batch.slice(i, 1), file, before + i)]
 
 
-def _split_of(path: Path) -> Path:
+def _split_of(path: Path, split: str | None) -> Path:
     splits = _saved_json(path / "dataset_dict.json").get("splits")
-    names = [str(name) for name in splits] if isinstance(splits, list) else []
-    if "train" in names or len(names) == 1:
-        return path / ("train" if "train" in names else names[0])
-    raise DataError(f"{path}: a saved set with the splits {', '.join(names) or 'none'}; name one of them: {path}/<split>")
+    return path / choose_split(str(path), [str(name) for name in splits] if isinstance(splits, list) else [], split)
+
+
+def choose_split(called: str, names: Sequence[str], split: str | None) -> str:
+    """`split`, or else "train", or else the only one of `names`. Raises DataError."""
+    chosen = split or ("train" if "train" in names else names[0] if len(names) == 1 else None)
+    if chosen is not None and chosen in names:
+        return chosen
+    found = f"its splits are {', '.join(names) or 'none'}"
+    wrong = f"{split!r} is no split of it, {found}" if split else found
+    raise DataError(f"{called}: {wrong}; name one of them: `split: {names[0] if names else 'train'}`, whole, without a slice")
 
 
 def _saved_files(path: Path) -> list[Path]:

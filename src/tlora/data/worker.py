@@ -7,12 +7,15 @@ is the parent's to handle (`prepare.py`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
@@ -20,17 +23,28 @@ from tlora.data.build import Order, build, hash_file
 from tlora.data.dataset import SCRATCH_PREFIX
 from tlora.data.encode import Encoder, open_encoder
 from tlora.data.formats import Rows
+from tlora.data.sources import open_source
 from tlora.data.tokenizer import load_libraries, load_tokenizer
 from tlora.errors import DataError, ModelError
-from tlora.job import DataConfig
+from tlora.job import DataConfig, DataSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MEMORY_LIMIT_BYTES = 8 << 30  # private memory; reading streams, so a large vocabulary and the longest rows stay below 2 GiB
 EVENT_SECONDS = 0.25
+FETCH_EVENT_SECONDS = 5.0
 STALE_SECONDS = 24 * 3600.0
 _Request = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A set: its directory, the commit of each source that is the hub's, and what was wrong with an earlier one there."""
+
+    directory: str | None = None
+    commits: list[str | None] = dataclasses.field(default_factory=list)
+    damage: str | None = None
 
 
 class Worker:
@@ -40,7 +54,7 @@ class Worker:
         self.events = events
         self.tokenizers: dict[str, PreTrainedTokenizerBase] = {}
         self.hashes: dict[Path, str] = {}
-        self.sets: dict[str, str] = {}  # directories of sets that are made or checked, by what decides about them
+        self.sets: dict[str, Made] = {}  # those that are made or checked, by what decides about them
         self.last_event = 0.0
 
     def send(self, event: str, key: str, **fields: object) -> None:
@@ -53,10 +67,8 @@ class Worker:
         key, data = str(request["key"]), DataConfig.model_validate(request["data"])
         self.send("start", key)
         try:
-            remade: list[str] = []
-            train = self.make(request, data, data.path, remade)
-            evaluation = self.make(request, data, data.eval_path, remade) if data.eval_path else None
-            self.send("done", key, train=train, eval=evaluation, remade=remade)
+            made = {"train": self.make(request, data, data.sources), "eval": self.make(request, data, data.eval_sources)}
+            self.send("done", key, **{name: dataclasses.asdict(found) for name, found in made.items()})
         except (DataError, ModelError) as error:
             self.send("model_error" if isinstance(error, ModelError) else "data_error", key, message=str(error))
         except OSError as error:
@@ -65,28 +77,50 @@ class Worker:
             self.send(
                 "data_error",
                 key,
-                message=f"{data.path}: preparing takes more than {MEMORY_LIMIT_BYTES >> 30} GiB; is one row far too long?",
+                message=f"{data.called}: preparing takes more than {MEMORY_LIMIT_BYTES >> 30} GiB; is one row far too long?",
             )
         except BaseException as error:  # the tokenizer's panics are no Exceptions
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
-            self.send("data_error", key, message=f"{data.path}: {type(error).__name__}: {error}")
+            self.send("data_error", key, message=f"{data.called}: {type(error).__name__}: {error}")
 
-    def make(self, request: _Request, data: DataConfig, path: str, remade: list[str]) -> str:
-        """The set's directory; jobs of one set share it. To `remade` goes what was wrong with an earlier set there."""
+    def make(self, request: _Request, data: DataConfig, sources: Sequence[DataSource]) -> Made:
+        """The set of `sources`, if there are any; jobs of one set share it."""
+        if not sources:
+            return Made()
         place, base = Path(str(request["cache_dir"])), Path(str(request["base_dir"]))
         deciding = [str(place), str(base), str(request["tokenizer_path"]), request["vocab_size"]]
         rows = cast("Rows", request["rows"])
-        known = json.dumps([*deciding, path, data.format, data.max_length, data.train_on, data.chat_template, rows])
-        if known not in self.sets:
-            source = _read_template(base / data.chat_template) if data.chat_template else None
-            tokenizer = self.tokenizer(str(request["tokenizer_path"]))
-            encoder = open_encoder(tokenizer, source, data.train_on == "all", int(str(request["vocab_size"])))
-            order = Order(base / path, data.format, data.max_length, place, rows)
-            directory, damage = self.build(order, encoder, str(request["key"]))
-            remade += [damage] if damage else []
-            self.sets[known] = str(directory)
+        plain = [source.model_dump(exclude={"weight"}) for source in sources]
+        known = json.dumps([*deciding, plain, data.format, data.max_length, data.train_on, data.chat_template, rows])
+        if known in self.sets:
+            return dataclasses.replace(self.sets[known], damage=None)
+        key = str(request["key"])
+        with self.signs_of_life(key):
+            opened = tuple(open_source(source, base, place) for source in sources)
+        template = _read_template(base / data.chat_template) if data.chat_template else None
+        tokenizer = self.tokenizer(str(request["tokenizer_path"]))
+        encoder = open_encoder(tokenizer, template, data.train_on == "all", int(str(request["vocab_size"])))
+        directory, damage = self.build(Order(opened, data.format, data.max_length, place, rows), encoder, key)
+        self.sets[known] = Made(str(directory), [source.commit for source in opened], damage)
         return self.sets[known]
+
+    @contextlib.contextmanager
+    def signs_of_life(self, key: str) -> Iterator[None]:
+        """While the hub is asked and files are fetched: that ends by the timeouts of its client."""
+        ended = threading.Event()
+
+        def beat() -> None:
+            while not ended.wait(FETCH_EVENT_SECONDS):
+                self.send("progress", key, rows=0, share=0.0)
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def build(self, order: Order, encoder: Encoder, key: str) -> tuple[Path, str | None]:
         """As `build`, with signs of life for the job `key`."""

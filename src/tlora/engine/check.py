@@ -7,9 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from tlora.data.order import epoch_size
 from tlora.data.prepare import Preparation
 from tlora.data.report import DataReport
-from tlora.data.rows import list_files
+from tlora.data.sources import shown_files
 from tlora.engine.watcher import JobProgress, RunProgress, Watcher
 from tlora.errors import ConfigError, DataError, ModelError
 from tlora.job import JobSpec, RunSpec
@@ -92,7 +93,7 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
             place,
             Preparation(lambda p: watcher.progress(RunProgress(0.0, jobs, stage=f"tokenizing {p.key}: {p.rows:,} rows, {p.share:.0%}"))),
         )
-        warnings += ServingFiles(run.base_model).warn([(job.spec, job.data.report.format) for job in plan.jobs if job.data])
+        warnings += ServingFiles(run.base_model).warn([(job.spec, job.data.report) for job in plan.jobs if job.data])
     except (ModelError, ConfigError) as error:
         return _without_base(run, (*problems, str(error)), str(place))
     known = recall(probe_key(model, plan.can_run, run.deterministic, place)) if place.type == "cuda" else None
@@ -139,9 +140,9 @@ def _without_base(run: RunSpec, problems: tuple[str, ...], device: str) -> RunCh
 
 def _missing_files(job: JobSpec) -> tuple[str, ...]:
     found: list[str] = []
-    for path in filter(None, (job.data.path, job.data.eval_path)):
+    for source in (*job.data.sources, *job.data.eval_sources):
         try:
-            list_files(Path(path))
+            shown_files([source], Path())
         except DataError as error:
             found.append(str(error))
     return tuple(found)
@@ -155,7 +156,7 @@ def _job_check(job: PlannedJob, plan: RunPlan) -> JobCheck:
         rank=job.spec.r,
         trainable_parameters=job.layout.numel if job.layout else 0,
         memory_bytes=plan.memory.job_bytes(job.layout) if job.layout else 0,
-        total_steps=job.spec.total_steps(len(job.data.train)) if job.data else 0,
+        total_steps=job.spec.total_steps(epoch_size(job.data.train.epoch)) if job.data else 0,
         data=job.data.report if job.data else None,
         eval_data=job.data.eval_report if job.data else None,
     )

@@ -60,7 +60,7 @@ class Driver:
         run, state = open_run(job, self.group.model.bank.sum_dtype, directory, resume, note, start)
         assert job.data is not None, f"{name} was opened without data"
         places.mark(directory)
-        places.serving.write(directory, job.spec, job.data.report.format, note)
+        places.serving.write(directory, job.spec, job.data.report, note)
         return Opened(run, state)
 
     def let_in(self, opened: Opened) -> None:

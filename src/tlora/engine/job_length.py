@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tlora import durable
 from tlora.adapters.adamw import learning_rate
+from tlora.data.order import epoch_size
 from tlora.errors import ConfigError
 from tlora.group.job_run import stopped_early
 from tlora.group.wall import Failure, attempt
@@ -30,7 +31,7 @@ def check_lengths(jobs: Sequence[PlannedJob], directory: Path) -> list[str]:
         earlier = attempt(earlier_order, place)
         if job.data is None or earlier is None or isinstance(earlier, Failure):
             continue
-        before, now = (spec.total_steps(len(job.data.train)) for spec in (earlier, job.spec))
+        before, now = (spec.total_steps(epoch_size(job.data.train.epoch)) for spec in (earlier, job.spec))
         found = durable.find_verified(place) if before != now else None
         progress = attempt(read_progress, found) if found is not None else None
         if progress is None or isinstance(progress, Failure):

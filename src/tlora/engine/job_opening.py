@@ -58,9 +58,10 @@ def _load(found: Path, run: JobRun, layout: AdapterLayout, dtype: torch.dtype) -
     state, progress = checkpoint.load(found, layout, dtype)
     data = run.spec.data
     if progress.data != run.data_key:
-        raise DataError(f"{data.path}: is not the data that {found} was trained on. Put it back, or use a new output_dir")
+        raise DataError(f"{data.called}: is not the data that {found} was trained on. Put it back, or use a new output_dir")
     if progress.eval_data not in ("", run.eval_key):  # "": an earlier version did not write it down
-        changed = f"{data.eval_path or data.path}: is not the data that {found} was evaluated on"
+        evaluated = " + ".join(source.called for source in data.eval_sources)
+        changed = f"{evaluated or data.called}: is not the data that {found} was evaluated on"
         raise DataError(f"{changed}, and losses of both would be mixed. Put it back, or use a new output_dir")
     if run.total_steps < progress.step:
         raise ConfigError(

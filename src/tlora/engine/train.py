@@ -40,7 +40,7 @@ from tlora.store.disk_reserve import DiskReserve
 from tlora.store.fingerprint import BaseGuard
 from tlora.store.metrics import check_trackers
 from tlora.store.recorder import JobResult, RunContext, write_result
-from tlora.store.run_directory import check_run_directory, check_tiles, earlier_base, hold_run_directory, pin_base, write_run_file
+from tlora.store.run_directory import check_run_directory, check_tiles, earlier_base, hold_run_directory, pin_base, pin_data, write_run_file
 from tlora.store.run_recovery import base_facts, restore_run_file, write_base_file
 from tlora.store.serving import ServingFiles
 from tlora.supermodel.base_name import public_name
@@ -86,6 +86,7 @@ def train(
     if resume:
         restore_run_file(run, watcher.note)
     run = pin_base(run, resume)
+    run = pin_data(run) if resume else run
     check_trackers(list(run.report_to))
     check_run_directory(run, resume, overwrite)
     place = pick_device(device)
@@ -129,7 +130,7 @@ def train(
 
 def _opening_notes(run: RunSpec, plan: RunPlan, serving: ServingFiles, resume: bool) -> list[str]:
     """What is said before the first step. Raises ConfigError where a resumed job has taken more steps than it shall have."""
-    templates = serving.warn([(job.spec, job.data.report.format) for job in plan.jobs if job.data])
+    templates = serving.warn([(job.spec, job.data.report) for job in plan.jobs if job.data])
     lengths = check_lengths(plan.jobs, Path(run.output_dir)) if resume else []
     return [*plan.warnings, *plan.job_warnings(), *templates, *lengths, describe_plan(plan)]
 

@@ -38,6 +38,7 @@ from tlora.planning.plan import PlannedJob, fixed_depth, plan_job, prepare_reque
 from tlora.store.disk_reserve import DiskReserve
 from tlora.store.metrics import check_trackers
 from tlora.store.recorder import JobResult, RunContext
+from tlora.store.run_directory import pin_data
 from tlora.store.serving import ServingFiles
 from tlora.store.writer import Writer
 from tlora.supermodel.base_name import public_name
@@ -163,7 +164,7 @@ class Worker:
         self._inbox.put(_Prepared(join, DataError(data.reason) if isinstance(data, Failure) else data))
 
     def _data_of(self, join: Join) -> Prepared | DataError:
-        (request,) = prepare_requests(self._run_of(join.job), self._group.model.base.vocab_size)
+        (request,) = prepare_requests(pin_data(self._run_of(join.job)), self._group.model.base.vocab_size)
         train_set, eval_set = (
             Path(path) if path and find_damage(Path(path), request.vocab_size) is None else None for path in (join.train_set, join.eval_set)
         )
@@ -202,7 +203,7 @@ class Worker:
     def _open_planned(self, planned: PlannedJob) -> Opened:
         opened = self._driver.open(planned, True)
         assert planned.data is not None, f"{planned.spec.name} was opened without data"
-        for line in self._serving.warn([(planned.spec, planned.data.report.format)]):
+        for line in self._serving.warn([(planned.spec, planned.data.report)]):
             note(line)
         return opened
 

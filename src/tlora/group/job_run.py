@@ -15,7 +15,7 @@ from tlora.adapters.adamw import StepStats
 from tlora.batching.flow import Flow, Item
 from tlora.batching.pack import Row
 from tlora.data.dataset import Dataset
-from tlora.data.order import global_batch
+from tlora.data.order import epoch_size, global_batch
 from tlora.group.progress import TrainingProgress
 from tlora.job import JobSpec
 from tlora.objectives import OBJECTIVES, Objective
@@ -62,8 +62,8 @@ class JobRun:
 
     def __init__(self, spec: JobSpec, train: Dataset, evaluation: Dataset | None) -> None:
         self.spec, self.train, self.evaluation = spec, train, evaluation
-        self.total_steps = spec.total_steps(len(train))
-        self.steps_per_epoch = math.ceil(len(train) / spec.batch_size)
+        self.total_steps = spec.total_steps(epoch_size(train.epoch))
+        self.steps_per_epoch = math.ceil(epoch_size(train.epoch) / spec.batch_size)
         self.progress = TrainingProgress(data=self.data_key, eval_data=self.eval_key)
         self.saved_step = -1  # of the newest checkpoint
         self.objective: Objective | None = OBJECTIVES[spec.objective](spec.beta) if spec.objective != "sft" else None
@@ -119,7 +119,7 @@ class JobRun:
         if self.needs_evaluation and self.evaluation is not None:
             self._offer("eval", range(len(self.evaluation)), self.evaluation)
             return
-        samples = global_batch(self.progress.step, len(self.train), self.spec.batch_size, self.spec.seed)
+        samples = global_batch(self.progress.step, self.train.epoch, self.spec.batch_size, self.spec.seed)
         self._normalizer = float(sum(self.train.trained[i] for i in samples)) if self.objective is None else float(len(samples))
         self._offer("train", samples, self.train)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from tlora.errors import ConfigError
-from tlora.job import DataConfig, JobSpec, RunSpec
+from tlora.job import SOURCE_KEYS, DataConfig, DataSource, JobSpec, RunSpec, may_be_hub_data
 from tlora.jobs_file.located import Located, Problem, join_problems, plain, read_yaml
 from tlora.jobs_file.rules import find_booleans, shown, translate
 from tlora.jobs_file.spelling import suggest
@@ -21,12 +21,12 @@ from tlora.jobs_file.sweep import expand
 MAX_BYTES = 1 << 20
 MAX_JOBS = 10_000
 _EXAMPLE = "a jobs file is YAML such as `base_model: ...` and `jobs: [{name: polite, data: polite.jsonl}]`"
-_DATA_KEYS = tuple(DataConfig.model_fields)
-_DATA_KEYS_ON_JOB = tuple(key for key in _DATA_KEYS if key != "path")  # a job may have them directly
+_DATA_KEYS_ON_JOB = tuple(key for key in DataConfig.model_fields if key != "path")  # a job may have them directly
+_DATA_KEYS = (*SOURCE_KEYS, *_DATA_KEYS_ON_JOB)
 _RUN_KEYS = (*RunSpec.model_fields, "defaults")
 _DEFAULT_KEYS = (*(key for key in JobSpec.model_fields if key not in ("name", "sweep_of")), *_DATA_KEYS_ON_JOB)
 _JOB_KEYS = ("name", *_DEFAULT_KEYS, "sweep")
-_PATH_KEYS = ("path", "eval_path", "chat_template")
+_SOURCES = ("path", "eval_path")
 
 Fields = dict[str, Located]
 
@@ -112,7 +112,7 @@ def _gather(layer: Fields, problems: list[Problem]) -> Fields:
     if data is not None:
         if isinstance(data.value, dict):
             inner = dict(data.value)
-        elif isinstance(data.value, str):
+        elif isinstance(data.value, str | list):
             inner = {"path": data}
         else:
             return fields  # the model's own rule reports it
@@ -223,9 +223,44 @@ def _resolve_job(job: Located, directory: Path, problems: list[Problem]) -> Loca
     if "adapter_path" in fields:
         fields["adapter_path"] = _absolute(fields["adapter_path"], "adapter_path", directory, problems)
     if data := fields.get("data"):
-        paths = {key: _absolute(item, f"data.{key}", directory, problems) for key, item in data.fields.items() if key in _PATH_KEYS}
-        fields["data"] = data.with_value(data.fields | paths) if data.fields else data
+        fields["data"] = data.with_value(_resolve_data(data.fields, directory, problems)) if data.fields else data
     return job.with_value(fields)
+
+
+def _resolve_data(data: Fields, directory: Path, problems: list[Problem]) -> Fields:
+    """With absolute paths, and with `split` and the like moved to the one source that they are about."""
+    fields = dict(data)
+    about = {key: fields.pop(key) for key in SOURCE_KEYS[1:] if key in fields}
+    path = fields.get("path")
+    if path and isinstance(path.value, str) and about:
+        fields["path"] = path.with_value([path.with_value({"path": path} | about)])
+    elif about:
+        key, given = next(iter(about.items()))
+        found = "a list" if path else "none"
+        problems.append(given.problem(f"data.{key}: it is about one path, and there is {found}; write it beside the path it is about"))
+    if "chat_template" in fields:
+        fields["chat_template"] = _absolute(fields["chat_template"], "data.chat_template", directory, problems)
+    for key in _SOURCES:
+        if key in fields:
+            fields[key] = _resolve_sources(fields[key], f"data.{key}", directory, problems)
+    return fields
+
+
+def _resolve_sources(place: Located, key: str, directory: Path, problems: list[Problem]) -> Located:
+    """The path of each source of a list, or the one path."""
+    if isinstance(place.value, list):
+        return place.with_value([_resolve_sources(item, key, directory, problems) for item in place.value])
+    if not isinstance(place.value, dict):
+        local = _absolute(place, key, directory, problems)
+        is_hub = isinstance(place.value, str) and may_be_hub_data(place.value) and not Path(str(local.value)).exists()
+        return place if is_hub else local
+    source = dict(place.value)
+    for unknown in [name for name in source if name not in DataSource.model_fields]:
+        problems.append(source.pop(unknown).problem(f"{key}.{unknown}: unknown key; {suggest(unknown, DataSource.model_fields)}"))
+    if "path" not in source:
+        problems.append(place.problem(f"{key}: a source without `path`; write {{path: polite.jsonl}}"))
+        return place.with_value({})
+    return place.with_value(source | {"path": _resolve_sources(source["path"], key, directory, problems)})
 
 
 def _absolute(place: Located, key: str, directory: Path, problems: list[Problem]) -> Located:

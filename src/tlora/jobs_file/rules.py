@@ -34,6 +34,8 @@ def _rule(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         return f"one of {', '.join(names)}" if len(names) > 2 else " or ".join(names)
     if origin is list:
         return "a list of names" if arguments[0] is str else f"a list, each {_rule(arguments[0])}"
+    if origin is tuple:
+        return f"a list, each {_rule(arguments[0])}"
     if origin is dict:
         return f"a mapping of module names, each to {_rule(arguments[1])}"
     if annotation is JobSpec:

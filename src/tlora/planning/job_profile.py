@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tlora.data.order import global_batch
+from tlora.data.order import Mixture, epoch_size, global_batch
 from tlora.data.prepare import Preparation, PrepareProgress
 from tlora.errors import ConfigError
 from tlora.job import JobSpec, RunSpec
@@ -44,23 +44,26 @@ def profile_jobs(run: RunSpec, on_progress: Callable[[PrepareProgress], None] = 
 def _profile(job: PlannedJob) -> ProfiledJob | ConfigError:
     if job.problems or job.data is None or job.layout is None:
         return ConfigError("; ".join(job.problems))
-    lengths, steps = job.data.train.lengths, job.spec.total_steps(len(job.data.train))
+    train = job.data.train
+    lengths, steps = train.lengths, job.spec.total_steps(epoch_size(train.epoch))
     profile = JobProfile(
-        tokens_per_step=tokens_of_steps(lengths, job.spec, steps) / steps,
+        tokens_per_step=tokens_of_steps(lengths, train.epoch, job.spec, steps) / steps,
         steps=steps,
         longest_sample_tokens=longest_sample(job.data),
         adapter_parameters=job.layout.numel,
         length_histogram=_histogram(lengths),
     )
     evaluation = job.data.eval if job.spec.data.eval_path else None
-    return ProfiledJob(profile, str(job.data.train.directory), str(evaluation.directory) if evaluation is not None else None)
+    return ProfiledJob(profile, str(train.directory), str(evaluation.directory) if evaluation is not None else None)
 
 
-def tokens_of_steps(lengths: npt.NDArray[np.int64], spec: JobSpec, steps: int) -> int:
-    """Tokens of the job's first `steps` global batches: whole epochs take all samples, of the last one its batches are looked up."""
-    steps_per_epoch = math.ceil(len(lengths) / spec.batch_size)
-    epochs = steps // steps_per_epoch
-    rest = (global_batch(step, len(lengths), spec.batch_size, spec.seed) for step in range(epochs * steps_per_epoch, steps))
+def tokens_of_steps(lengths: npt.NDArray[np.int64], samples: int | Mixture, spec: JobSpec, steps: int) -> int:
+    """Tokens of the job's first `steps` global batches; `samples` is what an epoch takes. Whole epochs take all samples, unless they are
+    drawn from a mixture; batches of other epochs are looked up.
+    """
+    steps_per_epoch = math.ceil(epoch_size(samples) / spec.batch_size)
+    epochs = steps // steps_per_epoch if isinstance(samples, int) else 0
+    rest = (global_batch(step, samples, spec.batch_size, spec.seed) for step in range(epochs * steps_per_epoch, steps))
     return epochs * int(lengths.sum()) + sum(int(lengths[samples].sum()) for samples in rest)
 
 

@@ -177,6 +177,7 @@ def _take_data(job: PlannedJob, data: Prepared | DataError, model: Any) -> None:
     if isinstance(data, DataError):
         raise data
     job.data = data
+    job.spec = job.spec.model_copy(update={"data": data.data})
     job.warnings += data.warnings() + _position_warnings(data, model.config.get_text_config())
 
 

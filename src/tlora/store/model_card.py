@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from tlora.job import JobSpec
+from tlora.job import DataSource, JobSpec
 from tlora.store.serving import read_prompt
 from tlora.supermodel.base_name import is_hub_id
 from tlora.version import __version__
@@ -62,12 +62,23 @@ def is_unedited(path: Path) -> bool:
 
 
 def _data(spec: JobSpec, report: dict[str, Any]) -> str:
-    names = {"Trained on": spec.data.path, "evaluated on": spec.data.eval_path}
-    told = [f"{what} `{Path(path).name}`" for what, path in names.items() if path]
+    sources = {"Trained on": spec.data.sources, "evaluated on": spec.data.eval_sources}
+    told = [f"{what} {', '.join(map(_source, found))}" for what, found in sources.items() if found]
     if spec.data.eval_size:
         told.append(f"evaluated on {spec.data.eval_size:g} {'of its rows' if spec.data.eval_size < 1 else 'rows of it'}")
     counts = f"{report['rows']:,} rows of format {report['format']}, {report['tokens']:,} tokens"
     return f"{', '.join(told)}: {counts}, {report['trained_tokens']:,} of them trained on."
+
+
+def _source(source: DataSource) -> str:
+    """A file's name; of a data set of the hub all that it takes to load it again."""
+    if source.revision is None:
+        shown = f"`{Path(source.path).name}`"
+    else:
+        shown = f"`{source.path}` (revision {source.revision})"
+    told = [f"{key} {value}" for key in ("name", "split") if (value := getattr(source, key))]
+    weight = f"weight {source.weight:g}" if source.weight is not None else ""
+    return shown + (f" ({', '.join([*told, *filter(None, [weight])])})" if told or weight else "")
 
 
 def _settings(spec: JobSpec) -> dict[str, Any]:

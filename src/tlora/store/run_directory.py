@@ -16,7 +16,7 @@ from typing import Any
 from tlora import durable
 from tlora.errors import ConfigError
 from tlora.group.wall import Failure, attempt
-from tlora.job import JobSpec, RunSpec, split_revision
+from tlora.job import JobSpec, RunSpec, Sources, split_revision
 from tlora.json_file import read_object
 from tlora.store.checkpoint import read_progress
 from tlora.store.fingerprint import BASE_FILE, Fingerprint, read_fingerprint
@@ -127,6 +127,32 @@ def pin_base(run: RunSpec, resume: bool) -> RunSpec:
         if split_revision(before) != (before, None) and split_revision(before)[0] == name:
             return run.model_copy(update={"base_model": before})
     return run.model_copy(update={"base_model": pin_revision(run.base_model)})
+
+
+def pin_data(run: RunSpec) -> RunSpec:
+    """`run`, to be resumed, with the commits that its jobs took of hub data sets whose revision is left open. The order of a job that is
+    another one by now, or cannot be read, pins nothing: what is wrong with it is said when it is opened.
+    """
+    jobs = [_pinned(job, attempt(earlier_order, Path(run.output_dir) / job.name)) for job in run.jobs]
+    return run.model_copy(update={"jobs": jobs})
+
+
+def _pinned(job: JobSpec, earlier: JobSpec | Failure | None) -> JobSpec:
+    if not isinstance(earlier, JobSpec):
+        return job
+    data, before = job.data, earlier.data
+    pinned = {"path": _pin_sources(data.path, data.sources, before.sources)}
+    if data.eval_path:
+        pinned["eval_path"] = _pin_sources(data.eval_path, data.eval_sources, before.eval_sources)
+    return job.model_copy(update={"data": data.model_copy(update=pinned)})
+
+
+def _pin_sources(path: str | Sources, now: Sources, before: Sources) -> str | Sources:
+    """`path`, whose sources are `now`, with the revisions of `before` if nothing else differs."""
+    if len(now) != len(before):
+        return path
+    found = tuple(old if new == old.model_copy(update={"revision": None}) else new for new, old in zip(now, before, strict=True))
+    return path if found == now else found
 
 
 def earlier_base(run: RunSpec, resume: bool) -> Fingerprint | None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tlora import durable
 from tlora.data.chat import open_template
 from tlora.data.formats import Chat, detect, read_example, read_pair
+from tlora.data.report import DataReport
 from tlora.data.rows import read_rows
 from tlora.data.tokenizer import load_tokenizer
 from tlora.errors import DataError, ModelError, TloraError
@@ -67,10 +68,10 @@ class ServingFiles:
             found = sorted(path for path in Path(scratch).rglob("*") if path.is_file())
             return {str(path.relative_to(scratch)): path.read_bytes() for path in found}
 
-    def write(self, directory: Path, spec: JobSpec, data_format: str, note: Callable[[str], None]) -> None:
-        """Into the job's directory; `data_format` is that of its rows. What cannot be written costs a note: the adapter is worth more."""
+    def write(self, directory: Path, spec: JobSpec, report: DataReport, note: Callable[[str], None]) -> None:
+        """Into the job's directory; `report` is of its rows. What cannot be written costs a note: the adapter is worth more."""
         try:
-            for name, content in self._contents(spec, data_format).items():
+            for name, content in self._contents(spec, report).items():
                 path = directory / name
                 if not (path.is_file() and path.read_bytes() == content):
                     durable.make_directory(path.parent)
@@ -78,15 +79,15 @@ class ServingFiles:
         except (TloraError, OSError) as error:
             note(f"{spec.name}: its tokenizer and chat template are not saved beside its adapter: {error}")
 
-    def warn(self, jobs: Sequence[tuple[JobSpec, str]]) -> list[str]:
-        """Of jobs (with the format of their rows) that get a template which is neither theirs nor the base's, and of a name of the base
+    def warn(self, jobs: Sequence[tuple[JobSpec, DataReport]]) -> list[str]:
+        """Of jobs (with the report of their rows) that get a template which is neither theirs nor the base's, and of a name of the base
         that may be another's. Raises ModelError.
         """
         naming = naming_warning(self._base_model)
         warnings = [naming] if naming else []
         if self._tokenizer.chat_template:
             return warnings
-        names = [spec.name for spec, found in jobs if not spec.data.chat_template and not is_plain(spec.data, found)]
+        names = [spec.name for spec, report in jobs if not spec.data.chat_template and not _trains_plain(spec.data, report)]
         if not names:
             return warnings
         who = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
@@ -95,10 +96,10 @@ class ServingFiles:
             f"{who}: the base model has no chat template, so tlora's plain one is used (### User: ...). chat_template sets another",
         ]
 
-    def _contents(self, spec: JobSpec, data_format: str) -> dict[str, bytes]:
+    def _contents(self, spec: JobSpec, report: DataReport) -> dict[str, bytes]:
         own = bool(self._tokenizer.chat_template)
         origin: TemplateOrigin = "job" if spec.data.chat_template else "base" if own else "tlora"
-        prompt = PromptFormat(data_format, None if is_plain(spec.data, data_format) else origin)
+        prompt = PromptFormat(report.format, None if _trains_plain(spec.data, report) else origin)
         files = dict(self._files)
         if prompt.template in ("job", "tlora"):
             source = Path(spec.data.chat_template).read_text(encoding="utf-8") if spec.data.chat_template else None
@@ -107,13 +108,18 @@ class ServingFiles:
         return files | {PROMPT_FILE: (json.dumps(asdict(prompt), indent=1) + "\n").encode()}
 
 
+def _trains_plain(data: DataConfig, report: DataReport) -> bool:
+    """Whether no sample went through a chat template."""
+    return is_plain(data, report.format) if report.has_chats is None else not report.has_chats
+
+
 def is_plain(data: DataConfig, data_format: str) -> bool:
     """Whether samples are plain text or token ids. Raises DataError and OSError where only a row could tell, and there is none."""
     if data_format in ("chat", "sharegpt", "alpaca"):
         return False
     if data_format in ("text", "tokenized"):
         return True
-    row = next(islice(read_rows(Path(data.path)), 1))
+    row = next(islice(read_rows(Path(data.sources[0].path)), 1))
     if data_format == "preference":
         return not isinstance(read_pair(row).chosen, Chat)
     return not isinstance(read_example(row, detect(row) if data_format == "auto" else data_format), Chat)  # type: ignore[arg-type]

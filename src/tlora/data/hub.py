@@ -1,0 +1,154 @@
+"""Which files a split of a hub data set has, and the way to them; also of a directory that is laid out as a data set of the hub.
+
+`datasets` knows which files belong to a configuration's split, `huggingface_hub` fetches them, and `rows.py` reads them, so that rows
+are as in the files. Code that comes with a data set is never run. What was resolved is kept, so that a pinned commit needs no network
+once its files are there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from tlora import durable
+from tlora.data.rows import SUFFIXES, choose_split
+from tlora.errors import DataError
+from tlora.job import DataSource
+from tlora.json_file import read_object
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_TIMEOUT_SECONDS = 20.0  # for the first answer of the hub
+_NO_SETTING = ("name", "version", "data_dir", "data_files", "description", "features")  # of a configuration: not about reading
+
+
+@dataclass(frozen=True)
+class HubFiles:
+    """The files of one split, in reading order, and the commit that they are from."""
+
+    files: tuple[Path, ...]
+    commit: str
+
+
+def fetch(source: DataSource, cache_dir: Path) -> HubFiles:
+    """The files of a data set `org/name`, downloaded into the hub's own cache if they are not there. Raises DataError."""
+    deciding = json.dumps([source.path, source.name, source.split])
+    record = cache_dir / "hub" / f"{hashlib.sha256(deciding.encode()).hexdigest()[:32]}.json"
+    earlier = _read_record(record)
+    commit = source.revision if source.revision in earlier else _today(source, list(earlier))
+    if commit not in earlier:
+        earlier[commit] = _resolve(source, commit)
+        durable.make_directory(record.parent)
+        durable.write_file(record, json.dumps(earlier))
+    return HubFiles(tuple(_download(source, name, commit) for name in earlier[commit]), commit)
+
+
+def _read_record(record: Path) -> dict[str, list[str]]:
+    """The files by commit that were found before."""
+    try:
+        return cast("dict[str, list[str]]", read_object(record))
+    except (OSError, ValueError):
+        return {}
+
+
+def _today(source: DataSource, fetched: list[str]) -> str:
+    """The commit that the revision names today."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        return str(HfApi().dataset_info(source.path, revision=source.revision, timeout=_TIMEOUT_SECONDS).sha)
+    except GatedRepoError:
+        why = "the hub gives this data set only to those who have accepted its terms; accept them there and set HF_TOKEN"
+    except RevisionNotFoundError:
+        why = f"the data set has no revision {source.revision!r}; give a branch, tag or commit that it has"
+    except (RepositoryNotFoundError, HFValidationError):
+        why = "no such file or directory, and no such data set on the hub; correct the path, or set HF_TOKEN if the data set is private"
+    except Exception as error:  # whatever the client, a proxy or the network raise
+        more = f", or write `revision: {fetched[-1]}`, which was fetched before" if fetched else ""
+        why = (
+            f"no such file or directory, and the hub cannot be asked for a data set of this name ({_line(error)}); correct the path, "
+            f"see to the network{more}"
+        )
+    raise DataError(f"{source.path}: {why}") from None
+
+
+def _resolve(source: DataSource, commit: str) -> list[str]:
+    """Names of the split's files in the data set's repository."""
+    start = f"hf://datasets/{source.path}@{commit}/"
+    found = _files_of_split(source.path, source, commit)
+    if outside := [name for name in found if not name.startswith(start)]:
+        raise DataError(
+            f"{source.called}: its file {outside[0]} is not in the data set itself; download what you need, and give the path of the files"
+        )
+    return [name.removeprefix(start) for name in found]
+
+
+def _download(source: DataSource, name: str, commit: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(source.path, name, repo_type="dataset", revision=commit))
+    except Exception as error:
+        raise DataError(
+            f"{source.called}: {name} of commit {commit} cannot be fetched ({_line(error)}); see to the network and to free space, and "
+            "start again: what has been fetched is kept"
+        ) from None
+
+
+def files_of_directory(directory: Path, source: DataSource) -> list[Path]:
+    """The files of `source.split` in a directory with the layout of a hub data set. Raises DataError."""
+    return [Path(name) for name in _files_of_split(str(directory), source, None)]
+
+
+def _files_of_split(path: str, source: DataSource, commit: str | None) -> list[str]:
+    with _torch_not_looked_for():
+        from datasets import load_dataset_builder
+
+        try:
+            config = load_dataset_builder(path, source.name, revision=commit).config
+        except Exception as error:  # of many kinds, for a missing configuration as for a broken README.md
+            raise DataError(
+                f"{source.called}: it cannot be seen which files belong to it ({_line(error)}); "
+                "check `name` and `split`, or give the paths of files"
+            ) from None
+    splits = {str(name): list(map(str, files)) for name, files in (config.data_files or {}).items()}
+    files = splits[choose_split(source.called, list(splits), source.split)]
+    plain = type(config)()
+    fields = [field.name for field in dataclasses.fields(config) if field.name not in _NO_SETTING]
+    if settings := [name for name in fields if getattr(config, name) != getattr(plain, name)]:
+        raise DataError(
+            f"{source.called}: it is to be read with {settings[0]}: {getattr(config, settings[0])!r}, which is not supported; "
+            "load it with datasets, save it with save_to_disk, and give that directory"
+        )
+    if unread := [name for name in files if Path(name).suffix.lower() not in SUFFIXES]:
+        raise DataError(
+            f"{source.called}: {Path(unread[0]).name} is none of {', '.join(SUFFIXES)}; "
+            "load it with datasets, save it with save_to_disk, and give that directory"
+        )
+    return files
+
+
+@contextmanager
+def _torch_not_looked_for() -> Iterator[None]:
+    """`datasets` takes any entry "torch" of sys.modules for the library, also the None with which the data worker keeps it out."""
+    hidden = "torch" in sys.modules and sys.modules["torch"] is None
+    if hidden:
+        del sys.modules["torch"]
+    try:
+        yield
+    finally:
+        if hidden:
+            sys.modules["torch"] = cast("None", None)  # type: ignore[assignment]
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."

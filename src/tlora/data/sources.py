@@ -1,0 +1,56 @@
+"""From the sources that a job names to files: local ones where something lies at the path, else those of a hub data set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tlora.data.hub import fetch, files_of_directory
+from tlora.data.rows import list_files
+from tlora.errors import DataError
+from tlora.job import DataSource, may_be_hub_data
+
+
+@dataclass(frozen=True)
+class Source:
+    """The files of one source in reading order. `called` is its name in messages, `commit` that of a hub data set."""
+
+    called: str
+    files: tuple[Path, ...]
+    commit: str | None = None
+
+
+def is_on_hub(source: DataSource, base_dir: Path) -> bool:
+    """Whether the source is a data set of the hub: nothing lies at its path, and it is written as one."""
+    return may_be_hub_data(source.path) and not (base_dir / source.path).exists()
+
+
+def open_source(source: DataSource, base_dir: Path, cache_dir: Path) -> Source:
+    """Find the files of `source`, and fetch them where they are the hub's. Relative paths are under `base_dir`. Raises DataError."""
+    if is_on_hub(source, base_dir):
+        found = fetch(source, cache_dir)
+        return Source(source.called, found.files, found.commit)
+    path = base_dir / source.path
+    has_splits, is_saved = (path / "dataset_dict.json").exists(), (path / "state.json").exists()
+    is_layout = path.is_dir() and not has_splits and not is_saved
+    meaning = {"revision": False, "name": is_layout, "split": is_layout or has_splits}
+    given = [key for key in meaning if getattr(source, key) is not None]
+    if path.exists() and (wrong := [key for key in given if not meaning[key]]):
+        kind = "a file" if path.is_file() else "a set saved with save_to_disk" if is_saved or has_splits else "a local directory"
+        raise DataError(f"{path}: {wrong[0]} {getattr(source, wrong[0])!r} has no meaning for {kind}; remove {wrong[0]}")
+    if is_layout and given:
+        return Source(str(path), tuple(files_of_directory(path, source)))
+    return Source(str(path), tuple(list_files(path, source.split)))
+
+
+def shown_files(sources: Sequence[DataSource], base_dir: Path) -> list[str]:
+    """The sources by the names of their files, as messages have them; without asking the hub. Raises DataError."""
+    return [name for source in sources for name in _shown(source, base_dir)]
+
+
+def _shown(source: DataSource, base_dir: Path) -> list[str]:
+    path = base_dir / source.path
+    if is_on_hub(source, base_dir) or ((source.split or source.name) and path.is_dir()):
+        return [source.called]
+    return [str(file) for file in list_files(path)]

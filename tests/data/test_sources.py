@@ -1,0 +1,191 @@
+"""Which files a source stands for: local ones, directories in the layout of a hub data set, and data sets of a hub."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_hub import SmallHub, small_hub
+
+from tlora.data.rows import SUFFIXES, list_files, read_files, read_rows
+from tlora.data.sources import open_source, shown_files
+from tlora.errors import DataError
+from tlora.job import DATA_SUFFIXES, DataSource, may_be_hub_data
+
+CARD = """---
+configs:
+- config_name: default
+  data_files:
+  - {split: train, path: "data/train-*"}
+  - {split: test, path: "data/test-*"}
+- config_name: small
+  data_files:
+  - {split: validation, path: "data/test-*"}
+- config_name: packed
+  data_files: more.zip
+---
+"""
+FILES = {
+    "README.md": CARD,
+    "data/train-0.jsonl": '{"text": "a", "n": 1}\n{"text": "2024-01-01", "n": 1.5}\n',
+    "data/train-1.jsonl": '{"text": "c"}\n',
+    "data/test-0.jsonl": '{"text": "d"}\n',
+    "more.zip": "PK",
+}
+TRAIN = [{"text": "a", "n": 1}, {"text": "2024-01-01", "n": 1.5}, {"text": "c"}]
+
+
+TABLE = {"README.md": '---\nconfigs: [{config_name: semicolons, sep: ";", data_files: a.csv}]\n---\n', "a.csv": "text;n\na;1\n"}
+
+
+def lay_out(directory: Path, files: dict[str, str] = FILES) -> Path:
+    for name, text in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text)
+    return directory
+
+
+def rows(directory: Path, **source: Any) -> list[dict[str, object]]:
+    found = open_source(DataSource.model_validate(source), directory, directory / "cache")
+    return [row.value for row in read_files(found.files, found.called)]
+
+
+def test_a_text_file_is_a_row_for_each_line_that_is_not_empty(tmp_path: Path) -> None:
+    file = tmp_path / "x.txt"
+    file.write_bytes(b"\xef\xbb\xbfOne line.\n\n  indented\r\n\xe2\x80\xa8still the third\nlast, without an end")
+    found = list(read_rows(file))
+    assert [row.value for row in found] == [
+        {"text": text} for text in ("One line.", "  indented", "\u2028still the third", "last, without an end")
+    ]
+    assert found[1].place == f"{file}, line 3" and found[-1].share == 1
+
+
+def test_text_files_of_a_directory_are_read_where_there_is_no_other_data(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("About the rows.\n")
+    assert [file.name for file in list_files(tmp_path)] == ["notes.txt"]
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    assert [file.name for file in list_files(tmp_path)] == ["a.jsonl"]
+
+
+def test_a_path_is_a_data_set_of_the_hub_only_without_a_data_suffix() -> None:
+    assert tuple(SUFFIXES) == DATA_SUFFIXES
+    assert all(map(may_be_hub_data, ("tatsu-lab/alpaca", "openai/gsm8k", "a/b.v2")))
+    assert not any(map(may_be_hub_data, ("alpaca", "data/x.jsonl", "data/X.TXT", "/data/x", "./x", "../x", "~/x", "a/b/c", "a//b")))
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [({"split": "train"}, TRAIN), ({"split": "test"}, [{"text": "d"}]), ({"name": "small"}, [{"text": "d"}])],
+)
+def test_a_directory_in_the_layout_of_a_hub_data_set(source: dict[str, str], expected: list[object], tmp_path: Path) -> None:
+    """Rows are as in the files: `datasets` itself would give n = 1.0, and a time for the date."""
+    lay_out(tmp_path / "toy")
+    assert rows(tmp_path, path="toy", **source) == expected
+    assert shown_files([DataSource.model_validate({"path": "toy", **source})], tmp_path) == [DataSource(path="toy", **source).called]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ({"split": "train[:1%]"}, r"'train\[:1%\]' is no split of it, its splits are train, test; name one of them: `split: train`"),
+        ({"name": "large"}, "it cannot be seen which files belong to it .*'large' not found.*; check `name` and `split`"),
+        ({"path": "table", "name": "semicolons"}, "it is to be read with sep: ';', which is not supported; load it with datasets, save it"),
+        ({"name": "packed"}, "more.zip is none of .jsonl, .*; load it with datasets, save it"),
+        ({"revision": "main"}, "revision 'main' has no meaning for a local directory; remove revision"),
+        ({"path": "toy/data/test-0.jsonl", "split": "test"}, "split 'test' has no meaning for a file; remove split"),
+    ],
+)
+def test_what_a_local_source_cannot_be(source: dict[str, str], said: str, tmp_path: Path) -> None:
+    lay_out(tmp_path / "toy")
+    lay_out(tmp_path / "table", TABLE)
+    with pytest.raises(DataError, match=said):
+        rows(tmp_path, **{"path": "toy", **source})
+
+
+def test_a_saved_set_takes_a_split_and_no_name(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    parts = {name: Dataset.from_list([{"text": name}]) for name in ("one", "two")}
+    DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    assert rows(tmp_path, path="saved", split="two") == [{"text": "two"}]
+    with pytest.raises(DataError, match="saved: its splits are one, two; name one of them: `split: one`"):
+        rows(tmp_path, path="saved")
+    with pytest.raises(DataError, match="name 'x' has no meaning for a set saved with save_to_disk"):
+        rows(tmp_path, path="saved", name="x", split="two")
+    with pytest.raises(DataError, match="split 'two' has no meaning for a set saved with save_to_disk"):
+        rows(tmp_path, path="saved/two", split="two")
+
+
+@pytest.fixture
+def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """`open_source` and the rows, in a process of its own: the hub's clients read their settings when they are imported."""
+    code = (
+        "import json, sys; sys.modules['torch'] = None\n"
+        "from pathlib import Path\n"
+        "from tlora.data.rows import read_files\n"
+        "from tlora.data.sources import open_source\n"
+        "from tlora.errors import DataError\n"
+        "from tlora.job import DataSource\n"
+        "source, here = DataSource.model_validate_json(sys.argv[1]), Path(sys.argv[2])\n"
+        "try:\n"
+        "    found = open_source(source, here, here / 'cache')\n"
+        "    print(json.dumps([[row.value for row in read_files(found.files, found.called)], found.commit, sys.modules['torch']]))\n"
+        "except DataError as error:\n"
+        "    print(json.dumps(str(error)))\n"
+    )
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+
+    def run(endpoint: str, **source: Any) -> Any:
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        text = DataSource.model_validate(source).model_dump_json()
+        found = subprocess.run([sys.executable, "-P", "-c", code, text, str(tmp_path)], capture_output=True, text=True, check=False)
+        assert found.returncode == 0, found.stderr
+        return json.loads(found.stdout)
+
+    return run
+
+
+def test_a_data_set_of_the_hub(fetched: Callable[..., Any]) -> None:
+    with small_hub() as hub:
+        first = hub.add("org/toy", FILES)
+        assert fetched(hub.endpoint, path="org/toy") == [TRAIN, first, None]
+        assert fetched(hub.endpoint, path="org/toy", name="small") == [[{"text": "d"}], first, None]
+        second = hub.add("org/toy", FILES | {"data/train-1.jsonl": '{"text": "new"}\n'})
+        assert fetched(hub.endpoint, path="org/toy", split="train") == [[*TRAIN[:2], {"text": "new"}], second, None]
+        assert fetched(hub.endpoint, path="org/toy", revision=first) == [TRAIN, first, None]
+        gone = hub.endpoint
+    assert fetched(gone, path="org/toy", revision=first) == [TRAIN, first, None], "a commit that was read before needs no network"
+    said = fetched(gone, path="org/toy")
+    assert "org/toy: no such file or directory, and the hub cannot be asked for a data set of this name (" in said
+    assert f"or write `revision: {first}`, which was fetched before" in said
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ({"path": "org/none"}, "org/none: no such file or directory, and no such data set on the hub; correct the path, or set HF_TOKEN"),
+        ({"revision": "old"}, "org/toy: the data set has no revision 'old'; give a branch, tag or commit that it has"),
+        ({"split": "dev"}, "org/toy, split dev: 'dev' is no split of it, its splits are train, test; name one of them"),
+        ({"name": "packed"}, "org/toy, name packed: more.zip is none of .jsonl"),
+        ({"path": "org/code"}, "org/code: it cannot be seen which files belong to it (Dataset scripts are no longer supported"),
+    ],
+)
+def test_what_the_hub_cannot_give(source: dict[str, str], said: str, fetched: Callable[..., Any]) -> None:
+    with small_hub() as hub:
+        hub.add("org/toy", FILES)
+        hub.add("org/code", FILES | {"code.py": "raise SystemExit('this must not run')"})
+        found = fetched(hub.endpoint, **{"path": "org/toy", **source})
+        assert isinstance(found, str) and found.startswith(said), found
+
+
+def test_the_small_hub_knows_revisions() -> None:
+    """What the other tests lean on: `main` moves, commits stay."""
+    hub = SmallHub()
+    first, second = hub.add("a/b", {"x": "1"}), hub.add("a/b", {"x": "2"})
+    assert hub.find("a/b", "main") == (second, {"x": b"2"}) and hub.find("a/b", first) == (first, {"x": b"1"})
