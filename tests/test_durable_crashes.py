@@ -288,7 +288,7 @@ def restore(parent: Path, tree: dict[str, bytes | None]) -> None:
 
 
 def power_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scenario: str, forget: Callable[[Path], bool]) -> tuple[int, int, int]:
-    """Enumerate the power cuts during one save whose `_sync` forgets some paths.
+    """Enumerate the power cuts during one save whose `sync` forgets some paths.
 
     Return how many cuts there are, how many different trees they leave, and in how many of those something promised is lost.
     """
@@ -297,8 +297,8 @@ def power_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scenario: str, f
     with monkeypatch.context() as patch:
         disk = Disk(parent, patch)
         prepare_small(parent, scenario)
-        begin, real = len(disk.log), durable._sync
-        patch.setattr(durable, "_sync", lambda path: None if forget(path) else real(path))
+        begin, real = len(disk.log), durable.sync
+        patch.setattr(durable, "sync", lambda path: None if forget(path) else real(path))
         write_directory(parent / "checkpoint-20", small("20"))
         acknowledged = len(disk.log)
         prune(parent, 1, set(), whole="checkpoint-20")

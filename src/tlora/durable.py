@@ -46,7 +46,7 @@ def make_directory(path: Path) -> None:
     make_directory(path.parent)
     try:
         path.mkdir(exist_ok=True)
-        _sync(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise _failure(path, error) from error
 
@@ -89,12 +89,12 @@ def link_file(source: Path, path: Path, *, failpoint: Failpoint = _pass) -> None
             if error.errno in _NO_SPACE:
                 raise
             shutil.copyfile(source, temporary)
-        _sync(temporary)
+        sync(temporary)
         failpoint(f"linked {path.name}")
         temporary.replace(path)
         failpoint("renamed")
         _remove(temporary)  # a rename onto the same file does nothing
-        _sync(path.parent)
+        sync(path.parent)
     except OSError as error:
         _give_up(temporary, path)
         raise _failure(path, error) from error
@@ -107,11 +107,11 @@ def write_manifest(directory: Path, digests: Mapping[str, str] | None = None, fa
     known, files = digests or {}, Files()
     for path in sorted(directory.iterdir()):
         assert path.is_file() and path.name != MANIFEST, f"{path}: only plain files belong into a durable directory"
-        _sync(path)
+        sync(path)
         failpoint(f"synced {path.name}")
         files[path.name] = {"bytes": path.stat().st_size, "sha256": known.get(path.name) or sha256(path)}
     _write_synced(directory / MANIFEST, manifest_of(files), failpoint)
-    _sync(directory)
+    sync(directory)
 
 
 def _put_in_place(temporary: Path, final: Path, failpoint: Failpoint) -> None:
@@ -124,7 +124,7 @@ def _put_in_place(temporary: Path, final: Path, failpoint: Failpoint) -> None:
             failpoint("set the damaged one aside")
         else:
             if (final / MANIFEST).read_bytes() == (temporary / MANIFEST).read_bytes():
-                _sync(final.parent)  # whoever renamed it may have been killed before this
+                sync(final.parent)  # whoever renamed it may have been killed before this
                 failpoint("kept the equal one")
                 _remove(temporary)
                 return
@@ -132,7 +132,7 @@ def _put_in_place(temporary: Path, final: Path, failpoint: Failpoint) -> None:
             failpoint("moved the old one")
     temporary.rename(final)
     failpoint("renamed")
-    _sync(final.parent)
+    sync(final.parent)
     failpoint("synced the parent")
     if replaced.exists():
         _remove(replaced)
@@ -209,7 +209,7 @@ def remove_checkpoints(parent: Path, keep: set[str], *, failpoint: Failpoint = _
         for path, leftover in zip(doomed, leftovers, strict=True):
             path.rename(leftover)
             failpoint(f"renamed {path.name}")
-        _sync(parent)
+        sync(parent)
         failpoint("synced the parent")
         for leftover in leftovers:
             _remove(leftover)
@@ -266,7 +266,7 @@ def write_file(path: Path, content: bytes | str, *, failpoint: Failpoint = _pass
         _write_synced(temporary, content.encode() if isinstance(content, str) else content, failpoint)
         temporary.replace(path)
         failpoint("renamed")
-        _sync(path.parent)
+        sync(path.parent)
     except OSError as error:
         _give_up(temporary, path)
         raise _failure(path, error) from error
@@ -334,11 +334,11 @@ def _settle(final: Path) -> None:
     if final.exists() and find_damage(final) is not None:
         set_aside(final)
     if final.exists():
-        _sync(final.parent)
+        sync(final.parent)
         _remove(replaced)
     else:
         replaced.rename(final)
-        _sync(final.parent)
+        sync(final.parent)
 
 
 def set_aside(path: Path, mark: str = "bad") -> Path:
@@ -364,7 +364,8 @@ def _write_synced(path: Path, content: bytes, failpoint: Failpoint) -> None:
     failpoint(f"synced {path.name}")
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Put the file, or the names in the directory, on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

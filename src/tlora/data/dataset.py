@@ -108,7 +108,11 @@ def _shared(path: Path, read: Callable[[Path], Any]) -> Any:
 
 
 class Writer:
-    """Fills a scratch directory beside `final` sample by sample; `finish` puts it in place in one rename."""
+    """Fills a scratch directory beside `final` sample by sample; `finish` puts it in place in one rename.
+
+    Not `durable.write_directory`, which expects one writer and replaces what is there: any number of processes may make the same set at a
+    time, readers hold the first one's files open, and a killed process's scratch is known by its process id.
+    """
 
     def __init__(self, final: Path) -> None:
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +155,7 @@ class Writer:
         except OSError:
             if durable.find_damage(self.final) is not None:
                 raise
-        _flush(self.final.parent)
+        durable.sync(self.final.parent)
         self.abandon()
 
     def abandon(self) -> None:
@@ -176,11 +180,3 @@ def find_damage(directory: Path, vocab_size: int, beat: Callable[[], None] = lam
     if lowest < 0 or highest >= vocab_size:
         return f"{directory} is damaged: it holds token ids from {lowest} to {highest}, and the vocabulary has {vocab_size}"
     return None
-
-
-def _flush(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -200,10 +200,8 @@ def remember(key: str, memory: MemoryModel) -> None:
     """Keep what was measured. A directory that cannot be written costs `tlora check` its precision, and the run nothing."""
     path = _file_of(key)
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = durable.scratch_path(path.parent)
-        temporary.write_text(json.dumps(asdict(memory)))
-        temporary.replace(path)
+        durable.make_directory(path.parent)
+        durable.write_file(path, json.dumps(asdict(memory)))
 
 
 def recall(key: str) -> MemoryModel | None:
