@@ -19,10 +19,10 @@ from tlora.kernels.segments import Segment
 
 with interpreted():
     from tlora.kernels import fused_linear
-    from tlora.kernels.lora_tables import LoraTables, Run, Slots, build_tables
+    from tlora.kernels.lora_tables import ADDRESS_FIELDS, LoraTables, Run, Slots, build_tables
 
 FRAME = 16  # rows of nobody before and after each slot
-ROW = ("a", "b", "da", "db")  # in the order of `ADDRESS_FIELDS`
+ROW = ("a", "b", "da", "db")  # in the order of A, B, DA, DB of `lora_tables`
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def make_tables(
     members = range(len(base.widths))
     shape = (len(members), len(jobs))
     where = Slots(
-        rows_LS5=np.array([[slot.address(m) for slot in slots] for m in members], np.int64).reshape(*shape, 5),
+        rows_LS5=np.array([[slot.address(m) for slot in slots] for m in members], np.int64).reshape(*shape, ADDRESS_FIELDS),
         starts_LS=np.array([[slot.starts[m] if slot.ranks[m] else 0 for slot in slots] for m in members], np.int32).reshape(shape),
         scales_LS=np.array([[job.scale + m for job in jobs] for m in members], np.float32).reshape(shape),
         module_keys_L=base.module_keys,

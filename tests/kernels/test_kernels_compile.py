@@ -15,6 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from tlora.kernels import triton_adamw, triton_chunks, triton_fp8, triton_gemm, triton_lora
+from tlora.kernels.lora_tables import A, DA
 from tlora.kernels.triton_cross_entropy import _BLOCK_V, _WARPS, cross_entropy_kernel
 
 POINTERS = {"rows_ptr": "*i64", "scales_ptr": "*fp32", "s_ptr": "*bf16", "column_scale_ptr": "*fp32",
@@ -32,9 +33,9 @@ CASES = {
     "gemm": (triton_gemm.gemm_kernel, TILES, GEMM | {"r1": None, "r2": None, "MANY": False, "SKIP": False}, 8),
     "many runs": (triton_gemm.gemm_kernel, TILES, GEMM | {"r1": None, "r2": None}, 8),
     "wide": (triton_gemm.gemm_kernel, TILES, GEMM | {"r1": None, "r2": None, "W": 3 * WIDTH}, 8),
-    "shrink": (triton_lora.shrink_kernel, {"x": tile(64, SKINNY)}, LORA | {"WHICH": 0, "BK": SKINNY}, 8),
-    "sum": (triton_lora.sum_kernel, {"x": tile(64, SKINNY), "s": tile(64, 16)}, LORA | {"WHICH": 2, "BC": SKINNY, "W": 16, "R": 16}, 4),
-    "dropped": (triton_lora.add_dropped_kernel, {"y_ptr": "*bf16"}, {"WHICH": 0, "M": 2, "W": WIDTH, "R": WIDTH, "BT": 64,
+    "shrink": (triton_lora.shrink_kernel, {"x": tile(64, SKINNY)}, LORA | {"WHICH": A, "BK": SKINNY}, 8),
+    "sum": (triton_lora.sum_kernel, {"x": tile(64, SKINNY), "s": tile(64, 16)}, LORA | {"WHICH": DA, "BC": SKINNY, "W": 16, "R": 16}, 4),
+    "dropped": (triton_lora.add_dropped_kernel, {"y_ptr": "*bf16"}, {"WHICH": A, "M": 2, "W": WIDTH, "R": WIDTH, "BT": 64,
                 "BC": SKINNY}, 4),
     "quantize": (triton_fp8.quantize_kernel, {}, {"x2_ptr": None, "SOURCES": 2, "BLOCK": 4096}, 16),
 }

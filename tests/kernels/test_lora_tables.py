@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlora.kernels.lora_tables import TILE, LoraTables, Run, Slots, build_tables, rank_width
+from tlora.kernels.lora_tables import ADDRESS_FIELDS, RANK, TILE, LoraTables, Run, Slots, build_tables, rank_width
 
 CPU = torch.device("cpu")
 
@@ -36,8 +36,8 @@ def make(samples: list[list[int]], gaps: list[int], ranks: list[list[int]], drop
         t = runs[-1].t1
     rng = np.random.default_rng(len(runs))
     shape = (len(ranks), len(runs))
-    rows = rng.integers(0, 2**62, (*shape, 5))
-    rows[:, :, 4] = np.array(ranks).reshape(shape)
+    rows = rng.integers(0, 2**62, (*shape, ADDRESS_FIELDS))
+    rows[:, :, RANK] = np.array(ranks).reshape(shape)
     keys = rng.integers(0, 2**31, len(ranks))
     slots = Slots(rows, rng.integers(0, 999, shape), rng.random(shape), keys, [None] * len(ranks))
     return Drawn(runs, slots, t + tail)
@@ -106,7 +106,7 @@ def test_what_is_copied_arrives_whole(drawn: Drawn) -> None:
 def test_width_holds_every_rank_and_many_says_what_the_simple_gemm_cannot(drawn: Drawn) -> None:
     keys = torch.zeros(drawn.num_tokens, dtype=torch.int32)
     tables = drawn.build(keys)
-    largest = max((int(rank) for rank in drawn.slots.rows_LS5[:, :, 4].ravel()), default=0)
+    largest = max((int(rank) for rank in drawn.slots.rows_LS5[:, :, RANK].ravel()), default=0)
     assert tables.width == rank_width(largest)
     assert tables.has_dropout == any(run.dropout for run in drawn.runs)
     assert not drawn.build(None).has_dropout

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.kernels.interpreter import DEVICE, MARKS, interpret, interpreted
 from tests.tolerances import KERNEL, assert_close
+from tlora.kernels.lora_tables import DA, DB, RANK, A
 from tlora.kernels.single_lora import _num_runs, _place, _run_tokens, compiled_single_lora_linear, single_lora_linear, takes_kernels
 
 with interpreted():
@@ -90,8 +91,8 @@ def test_each_run_has_sums_of_its_own() -> None:
     sums = torch.zeros(_num_runs(tokens), rank * (inner + columns), device=DEVICE)
     rows_S5 = _place(x, a, b, 1.5, sums).rows_LS5[0].cpu()
     starts = torch.tensor([row.data_ptr() for row in sums])
-    assert len(rows_S5) == 3 and rows_S5[:, 2].equal(starts) and rows_S5[:, 3].equal(starts + rank * inner * 4)
-    assert rows_S5[:, 0].unique().tolist() == [a.data_ptr()] and rows_S5[:, 4].tolist() == [rank] * 3
+    assert len(rows_S5) == 3 and rows_S5[:, DA].equal(starts) and rows_S5[:, DB].equal(starts + rank * inner * 4)
+    assert rows_S5[:, A].unique().tolist() == [a.data_ptr()] and rows_S5[:, RANK].tolist() == [rank] * 3
 
 
 def test_an_adapter_of_another_dtype_is_cast_and_keeps_its_dtype_in_its_gradient() -> None:

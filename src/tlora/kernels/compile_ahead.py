@@ -23,7 +23,7 @@ import torch
 from tlora.kernels import fused_linear
 from tlora.kernels.fp8 import DTYPE
 from tlora.kernels.fused_linear import LinearGroup
-from tlora.kernels.lora_tables import DA, DB, RUNS_STEP, A, B, LoraTables, Run, Slots, build_tables
+from tlora.kernels.lora_tables import ADDRESS_FIELDS, DA, DB, RANK, RUNS_STEP, A, B, LoraTables, Run, Slots, build_tables
 from tlora.kernels.tile_files import table_of_gpu
 from tlora.kernels.tiles import TileTable, keys_of
 
@@ -172,8 +172,8 @@ def _tables(order: Order, kernel: _Kernel) -> LoraTables:
     ends = np.cumsum(lengths).tolist()
     runs = [Run(end - n, end, (n,), 0.5 if kernel.dropout and n == end else 0.0) for n, end in zip(lengths, ends, strict=True)]
     runs += [Run(_TOKENS, _TOKENS, ())] * (RUNS_STEP - len(runs))
-    rows = np.zeros((num, RUNS_STEP, 5), np.int64)
-    rows[:, :, 4] = order.width
+    rows = np.zeros((num, RUNS_STEP, ADDRESS_FIELDS), np.int64)
+    rows[:, :, RANK] = order.width
     empty = partial(torch.empty, dtype=getattr(torch, order.dtype), device=META)
     banks = [(empty(order.width, group.in_features), empty(order.width, width)) for width in group.widths]
     nothing = np.zeros((num, RUNS_STEP))

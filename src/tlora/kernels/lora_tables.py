@@ -1,6 +1,7 @@
 """What GPU kernels read of one micro-batch: whose tokens are where, and where each adapter's rows lie. One copy to the device.
 
 Rows are given by address, so that a kernel needs no tensor per adapter and no resident adapter constrains another's place.
+Kernels read the tables through the functions of `triton_tables.py`, which is the other side of this layout.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from tlora.kernels.device import to_device
 
 TILE = 64  # tokens; the kernels' row tiles are multiples of it
 WIDEST_PIECE = 64  # ranks that a kernel takes at a time
-ADDRESS_FIELDS = 5  # of a row of `rows_LS5`: addresses of the first row of A, B, dA, dB, and the rank
-A, B, DA, DB = range(4)  # the first four of them
+A, B, DA, DB, RANK = range(5)  # of a row of `rows_LS5`: addresses of the first rows of A, B, dA and dB, and the rank
+ADDRESS_FIELDS = 5
 RUNS_STEP = 4  # runs are filled up to a multiple of it with empty ones: fewer shapes, and rows of tables at multiples of 16 bytes
 
 
@@ -105,7 +106,7 @@ def build_tables(runs: Sequence[Run], slots: Slots, num_tokens: int, keys_T: Ten
     tiles = np.stack([np.searchsorted(table[:, 1], edges, "right"), np.searchsorted(table[:, 0], edges + TILE, "left")], 1)
     dropouts = np.array([run.dropout if keys_T is not None else 0.0 for run in runs])
     wide = np.stack([tiles[::2, 0], np.append(tiles[1::2, 1], tiles[-1:, 1])[: len(tiles[::2])]])
-    ranks = slots.rows_LS5[:, :, 4].max(0, initial=0).clip(16)
+    ranks = slots.rows_LS5[:, :, RANK].max(0, initial=0).clip(16)
     parts = [
         slots.rows_LS5.astype(np.int64, copy=False),
         slots.starts_LS.astype(np.int32, copy=False),
@@ -135,7 +136,7 @@ def build_tables(runs: Sequence[Run], slots: Slots, num_tokens: int, keys_T: Ten
         buffer=buffer,
         weights=slots.weights,
         runs_in_a_tile=int((wide[1] - wide[0]).max(initial=0)),
-        width=rank_width(int(slots.rows_LS5[:, :, 4].max(initial=16))),
+        width=rank_width(int(slots.rows_LS5[:, :, RANK].max(initial=16))),
         has_dropout=bool(dropouts.any()),
         all_dropout=bool(dropouts.any() and dropouts[table[:, 0] < table[:, 1]].all()),
     )

@@ -11,14 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Columns of the table of chunks, int64: offset in the flat vectors, addresses of weights and sums in the bank, elements.
-CHUNK_COLUMNS = tl.constexpr(4)
-
 
 @triton.jit
 def chunk_at(chunks_ptr, chunk, ALIGNED: tl.constexpr):
-    """(offset, address of weights, address of sums, elements) of one chunk."""
-    at = chunks_ptr + chunk.to(tl.int64) * CHUNK_COLUMNS
+    """(offset, address of weights, address of sums, elements) of one chunk: the columns of `bank_chunks.chunk_table`."""
+    at = chunks_ptr + chunk.to(tl.int64) * 4
     start, weights, sums, count = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3).to(tl.int32)
     if ALIGNED:
         start, count = tl.multiple_of(start, 16), tl.multiple_of(count, 16)

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from tlora.kernels.triton_dot import LARGEST, dot
 from tlora.kernels.triton_lora import PLACES
+from tlora.kernels.triton_tables import first_run, in_run, runs_of_tiles
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def _add(acc, s_BR, rows, row, n0):
 def _expand_one(acc, s, r0, r1, r2, tiles_ptr, starts_ptr, num_runs, s_column, m0, n0,
                 M: tl.constexpr, W: tl.constexpr):  # fmt: skip
     """acc + S @ rows of M linears, for a tile whose tokens are one run's, or nobody's with zeros in S. No rank is above W."""
-    at = starts_ptr + min(tl.load(tiles_ptr + m0 // 64 * 2), num_runs - 1)
+    at = starts_ptr + min(first_run(tiles_ptr, m0), num_runs - 1)
     acc = _add(acc, s.load([m0, s_column]), r0, tl.load(at), n0)
     if M > 1:
         acc = _add(acc, s.load([m0, s_column + W]), r1, tl.load(at + num_runs), n0)
@@ -80,10 +81,9 @@ def _expand_many(acc, s, r0, r1, r2, runs_ptr, tiles_ptr, starts_ptr, thresholds
                  M: tl.constexpr, SKIP: tl.constexpr, W: tl.constexpr, R: tl.constexpr):  # fmt: skip
     """The same for any number of runs in a tile, and any rank, R at a time. SKIP leaves out the runs with dropout."""
     t = m0 + tl.arange(0, acc.shape[0])
-    lo = tl.load(tiles_ptr + m0 // 64 * 2)
-    hi = tl.load(tiles_ptr + ((min(m0 + acc.shape[0], T) - 1) // 64) * 2 + 1)
+    lo, hi = runs_of_tiles(tiles_ptr, m0, T, acc.shape[0])
     for run in tl.range(lo, hi, num_stages=1):  # stages of it would take the product's shared memory
-        own = (t >= tl.load(runs_ptr + run * 4)) & (t < tl.load(runs_ptr + run * 4 + 1))
+        own = in_run(runs_ptr, run, t)
         if SKIP:
             own &= tl.load(thresholds_ptr + run) == 0
         at = starts_ptr + run

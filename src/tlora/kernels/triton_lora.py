@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from tlora.kernels.triton_dot import dot
+from tlora.kernels.triton_tables import in_run, item_at, rank_of, rows_of, run_samples, run_tokens, runs_of_tiles, sample_tokens
 
 # Else Triton compiles once more for a first linear, a second, and every sixteenth, and for numbers of tokens that are multiples of 16.
 PLACES = ["linear", "slot", "num_runs", "s_column", "T"]
@@ -26,9 +27,9 @@ def _mix(h):
 
 
 @triton.jit
-def keep_tile(keys_ptr, module_key, rows, cols, in_run, threshold):
+def keep_tile(keys_ptr, module_key, rows, cols, own, threshold):
     """bool [rows, cols]: `dropout.keep_mask` for a tile; `threshold` is int(probability * 2^31)."""
-    keys = tl.load(keys_ptr + rows, mask=in_run, other=0).to(tl.uint32, bitcast=True)
+    keys = tl.load(keys_ptr + rows, mask=own, other=0).to(tl.uint32, bitcast=True)
     row = _mix(keys ^ module_key.to(tl.uint32, bitcast=True))
     column = _mix(cols.to(tl.uint32) * 0x9E3779B9)
     bits = _mix(row[:, None] ^ column[None, :]) & 0x7FFFFFFF
@@ -36,18 +37,10 @@ def keep_tile(keys_ptr, module_key, rows, cols, in_run, threshold):
 
 
 @triton.jit
-def _rows_of(rows_ptr, linear, num_runs, run, which: tl.constexpr, dtype: tl.constexpr):
-    """Address of the first of a run's rows at a linear, and its rank there."""
-    at = rows_ptr + (linear * num_runs + run) * 5
-    base = tl.multiple_of(tl.load(at + which).to(tl.pointer_type(dtype)), 16)  # type: ignore[arg-type]
-    return base, tl.load(at + 4).to(tl.int32)
-
-
-@triton.jit
 def _largest_rank(rows_ptr, linear, num_runs, run, M: tl.constexpr):
     rank = 0
     for m in tl.static_range(M):
-        rank = max(rank, tl.load(rows_ptr + ((linear + m) * num_runs + run) * 5 + 4).to(tl.int32))
+        rank = max(rank, rank_of(rows_ptr, linear + m, num_runs, run))
     return rank
 
 
@@ -93,15 +86,15 @@ def _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, module_key, t0, t1, th
                 BT: tl.constexpr, BK: tl.constexpr, DROPOUT: tl.constexpr):  # fmt: skip
     """S of the tokens of one run in one tile, ranks `first + 0..R-1` of M linears. Other tokens' rows are computed and not stored."""
     t, r, k = start + tl.arange(0, BT), first + tl.arange(0, R), tl.arange(0, BK)
-    in_run = (t >= t0) & (t < t1)
-    base0, rank0 = _rows_of(rows_ptr, linear, num_runs, run, WHICH, x.dtype)
-    base1, rank1 = _rows_of(rows_ptr, linear + (M > 1), num_runs, run, WHICH, x.dtype)
-    base2, rank2 = _rows_of(rows_ptr, linear + 2 * (M > 2), num_runs, run, WHICH, x.dtype)
+    own = (t >= t0) & (t < t1)
+    base0, rank0 = rows_of(rows_ptr, linear, num_runs, run, WHICH, x.dtype)
+    base1, rank1 = rows_of(rows_ptr, linear + (M > 1), num_runs, run, WHICH, x.dtype)
+    base2, rank2 = rows_of(rows_ptr, linear + 2 * (M > 2), num_runs, run, WHICH, x.dtype)
     offsets = r[:, None] * K + k[None, :]  # shared by the linears: pointers of each would spill
     s0 = tl.zeros((BT, R), tl.float32)
     s1, s2 = s0, s0
     for k0 in range(0, K, BK):
-        a = _dropped_out(x.load([start, k0]), keys_ptr, module_key, t, k0 + k, in_run, threshold, DROPOUT)
+        a = _dropped_out(x.load([start, k0]), keys_ptr, module_key, t, k0 + k, own, threshold, DROPOUT)
         inside = (k0 + k < K)[None, :]
         s0 = _shrink(s0, a, base0 + k0, offsets, (r < rank0)[:, None] & inside)
         if M > 1:
@@ -110,11 +103,11 @@ def _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, module_key, t0, t1, th
             s2 = _shrink(s2, a, base2 + k0, offsets, (r < rank2)[:, None] & inside)
     s_at = s_ptr + t.to(tl.int64)[:, None] * stride_s + (slot * W + r)[None, :]
     scale_at = scales_ptr + linear * num_runs + run
-    _store_scaled(s0, s_at, scale_at, in_run[:, None], (r < rank0)[None, :])
+    _store_scaled(s0, s_at, scale_at, own[:, None], (r < rank0)[None, :])
     if M > 1:
-        _store_scaled(s1, s_at + W, scale_at + num_runs, in_run[:, None], (r < rank1)[None, :])
+        _store_scaled(s1, s_at + W, scale_at + num_runs, own[:, None], (r < rank1)[None, :])
     if M > 2:
-        _store_scaled(s2, s_at + 2 * W, scale_at + 2 * num_runs, in_run[:, None], (r < rank2)[None, :])
+        _store_scaled(s2, s_at + 2 * W, scale_at + 2 * num_runs, own[:, None], (r < rank2)[None, :])
 
 
 @triton.jit
@@ -123,7 +116,7 @@ def _shrink_item(x, s_ptr, runs_ptr, rows_ptr, scales_ptr, thresholds_ptr, modul
                  WHICH: tl.constexpr, M: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                  SPLIT: tl.constexpr, DROPOUT: tl.constexpr):  # fmt: skip
     """S of one run in one tile. With SPLIT only if the run has dropout (DROPOUT), or only if it has none."""
-    t0, t1 = tl.load(runs_ptr + run * 4), tl.load(runs_ptr + run * 4 + 1)
+    t0, t1 = run_tokens(runs_ptr, run)
     rank, threshold, key = _turn(rows_ptr, thresholds_ptr, module_keys_ptr, linear, num_runs, run, M, SPLIT, DROPOUT)
     if rank == 0:
         pass
@@ -150,8 +143,8 @@ def shrink_kernel(x, s_ptr, runs_ptr, items_ptr, rows_ptr, scales_ptr, threshold
     waited for by all others. With SPLIT, which is for runs with dropout, (items, M + 1): each linear has an x of its own for those, so
     that programs m < M do linear m for them and the last does all linears for the others. A neighbour's dropout changes no bit of mine.
     """
-    item, member = items_ptr + tl.program_id(0) * 2, tl.program_id(1)
-    start, run = tl.load(item), tl.load(item + 1)
+    start, run = item_at(items_ptr, tl.program_id(0))
+    member = tl.program_id(1)
     if run >= 0:
         if SPLIT and member < M:
             _shrink_item(x, s_ptr, runs_ptr, rows_ptr, scales_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear + member,
@@ -173,9 +166,9 @@ def _sum_run(x, s, samples_ptr, rows_ptr, keys_ptr, module_key, p0, p1, threshol
              DROPOUT: tl.constexpr):  # fmt: skip
     """rows += s^T x over the samples of one run, for BC columns and ranks `first + 0..R-1` of M linears."""
     c, r = c0 + tl.arange(0, BC), first + tl.arange(0, R)
-    base0, rank0 = _rows_of(rows_ptr, linear, num_runs, run, WHICH, tl.float32)
-    base1, rank1 = _rows_of(rows_ptr, linear + (M > 1), num_runs, run, WHICH, tl.float32)
-    base2, rank2 = _rows_of(rows_ptr, linear + 2 * (M > 2), num_runs, run, WHICH, tl.float32)
+    base0, rank0 = rows_of(rows_ptr, linear, num_runs, run, WHICH, tl.float32)
+    base1, rank1 = rows_of(rows_ptr, linear + (M > 1), num_runs, run, WHICH, tl.float32)
+    base2, rank2 = rows_of(rows_ptr, linear + 2 * (M > 2), num_runs, run, WHICH, tl.float32)
     offsets, inside = r[None, :] * K + c[:, None], (c < K)[:, None]
     total0 = tl.load(base0 + offsets, mask=inside & (r < rank0)[None, :], other=0.0)
     total1, total2 = total0, total0
@@ -185,7 +178,7 @@ def _sum_run(x, s, samples_ptr, rows_ptr, keys_ptr, module_key, p0, p1, threshol
         total2 = tl.load(base2 + offsets, mask=inside & (r < rank2)[None, :], other=0.0)
     column = slot * W + first
     for p in range(p0, p1):
-        t0, t1 = tl.load(samples_ptr + p * 2), tl.load(samples_ptr + p * 2 + 1)
+        t0, t1 = sample_tokens(samples_ptr, p)
         full = t0 + (t1 - t0) // BT * BT
         for start in range(t0, full, BT):
             t = start + tl.arange(0, BT)
@@ -206,7 +199,7 @@ def _sum_run(x, s, samples_ptr, rows_ptr, keys_ptr, module_key, p0, p1, threshol
             if M > 2:
                 total2 = dot(a, _own_s(s, full, column + 2 * W, own), total2)
     # A zero that the compiler does not know: it makes the addresses anew instead of keeping them through the loop, which would spill.
-    nothing = tl.load(rows_ptr + (linear * num_runs + run) * 5 + 4, volatile=True).to(tl.int32) - rank0
+    nothing = rank_of(rows_ptr, linear, num_runs, run, VOLATILE=True) - rank0
     offsets = r[None, :] * K + (c + nothing)[:, None]
     tl.store(base0 + offsets, total0, mask=inside & (r < rank0)[None, :])
     if M > 1:
@@ -221,7 +214,7 @@ def _sum_columns(x, s, runs_ptr, samples_ptr, rows_ptr, thresholds_ptr, module_k
                  SPLIT: tl.constexpr, DROPOUT: tl.constexpr):  # fmt: skip
     """Gradient sums of one run's rows, for BC columns. SPLIT and DROPOUT as in `_shrink_item`."""
     rank, threshold, key = _turn(rows_ptr, thresholds_ptr, module_keys_ptr, linear, num_runs, run, M, SPLIT, DROPOUT)
-    p0, p1 = tl.load(runs_ptr + run * 4 + 2), tl.load(runs_ptr + run * 4 + 3)
+    p0, p1 = run_samples(runs_ptr, run)
     for first in range(0, rank, R):
         _sum_run(x, s, samples_ptr, rows_ptr, keys_ptr, key, p0, p1, threshold, run, num_runs, linear, slot, first, c0, K,
                  WHICH, M, R, W, BT, BC, DROPOUT)  # fmt: skip
@@ -253,8 +246,7 @@ def add_dropped_kernel(y_ptr, s_ptr, runs_ptr, tiles_ptr, rows_ptr, thresholds_p
     y [T, N] holds the GEMM's product already, which left these runs out.
     """
     start = tl.program_id(1) * BT
-    lo = tl.load(tiles_ptr + start // 64 * 2)
-    hi = tl.load(tiles_ptr + ((min(start + BT, T) - 1) // 64) * 2 + 1)
+    lo, hi = runs_of_tiles(tiles_ptr, start, T, BT)
     i, c, r = tl.arange(0, BT), tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, R)
     t = start + i
     s_tile, y_tile = s_ptr + tl.cast(start, tl.int64) * stride_s, y_ptr + tl.cast(start, tl.int64) * N  # 32 bits do within a tile
@@ -262,18 +254,18 @@ def add_dropped_kernel(y_ptr, s_ptr, runs_ptr, tiles_ptr, rows_ptr, thresholds_p
     for run in range(lo, hi):
         threshold = tl.load(thresholds_ptr + run)
         if threshold > 0:
-            in_run = (t >= tl.load(runs_ptr + run * 4)) & (t < tl.load(runs_ptr + run * 4 + 1))
+            own = in_run(runs_ptr, run, t)
             total = tl.zeros((BT, BC), tl.float32)
             for m in tl.static_range(M):
-                rows, rank = _rows_of(rows_ptr, linear + m, num_runs, run, WHICH, s_ptr.dtype.element_ty)
+                rows, rank = rows_of(rows_ptr, linear + m, num_runs, run, WHICH, s_ptr.dtype.element_ty)
                 delta = tl.zeros((BT, BC), tl.float32)
                 for first in range(0, rank, R):
-                    s = tl.load(s_tile + (m * W + first) + s_offsets, mask=in_run[:, None], other=0.0)
+                    s = tl.load(s_tile + (m * W + first) + s_offsets, mask=own[:, None], other=0.0)
                     mask = (first + r < rank)[:, None] & (c < N)[None, :]
                     b = tl.load(rows + first * N + b_offsets, mask=mask, other=0.0)
                     delta = dot(s, b, delta)
-                keep = keep_tile(keys_ptr, tl.load(module_keys_ptr + linear + m), t, c, in_run, threshold)
+                keep = keep_tile(keys_ptr, tl.load(module_keys_ptr + linear + m), t, c, own, threshold)
                 total += tl.where(keep, delta, 0.0)
-            y_at, mask = y_tile + (i[:, None] * N + c[None, :]), in_run[:, None] & (c < N)[None, :]
+            y_at, mask = y_tile + (i[:, None] * N + c[None, :]), own[:, None] & (c < N)[None, :]
             y = tl.load(y_at, mask=mask, other=0.0).to(tl.float32) + total
             tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=mask)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tlora.kernels.triton_tables import store_rank, store_sums, store_weights
+
 
 @triton.jit
 def place_kernel(a_ptr, b_ptr, bt_ptr, sums_ptr, rows_ptr, scales_ptr, scale, rank, N, K, num_runs, stride_n, stride_r,
@@ -28,11 +30,9 @@ def place_kernel(a_ptr, b_ptr, bt_ptr, sums_ptr, rows_ptr, scales_ptr, scale, ra
         run = tl.arange(0, S)
         real = run < num_runs
         nothing = tl.zeros((S,), tl.int64)
-        tl.store(rows_ptr + run * 5, nothing + a_ptr.to(tl.int64), mask=real)
-        tl.store(rows_ptr + run * 5 + 1, nothing + bt_ptr.to(tl.int64), mask=real)
+        store_weights(rows_ptr, run, nothing + a_ptr.to(tl.int64), nothing + bt_ptr.to(tl.int64), real)
         if GRADIENTS:
             da = sums_ptr.to(tl.int64) + run.to(tl.int64) * rank * (K + N) * 4
-            tl.store(rows_ptr + run * 5 + 2, da, mask=real)
-            tl.store(rows_ptr + run * 5 + 3, da + (nothing + rank) * K * 4, mask=real)
-        tl.store(rows_ptr + run * 5 + 4, nothing + rank, mask=real)
+            store_sums(rows_ptr, run, da, da + (nothing + rank) * K * 4, real)
+        store_rank(rows_ptr, run, nothing + rank, real)
         tl.store(scales_ptr + run, tl.zeros((S,), tl.float32) + scale, mask=real)
