@@ -24,7 +24,7 @@ from bench import machine
 from tlora.kernels import linear_cross_entropy as reference
 from tlora.kernels import triton_cross_entropy as kernel
 from tlora.kernels.frozen import FrozenLinear
-from tlora.kernels.linear_cross_entropy import Head, gpu_chunk_rows
+from tlora.kernels.head import Head, gpu_chunk_rows
 
 TOKENS, FLOOR_ROWS = 8192, 1024
 SHAPES = {"llama-3-8b": (4096, 128_256), "qwen3-0.6b": (1024, 151_936)}

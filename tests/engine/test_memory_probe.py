@@ -13,7 +13,7 @@ import torch
 from tests.kernels.interpreter import DEVICE, MARKS, interpret, interpreted
 from tests.tiny import make_model
 from tlora.job import JobSpec, LoraConfig, TrainConfig
-from tlora.kernels.linear_cross_entropy import gpu_chunk_rows
+from tlora.kernels.head import gpu_chunk_rows
 from tlora.planning import memory_probe
 from tlora.planning.memory import MemoryModel, Stage
 from tlora.planning.memory_probe import PROBE_TOKENS, Probe, probe, probe_key, recall, remember

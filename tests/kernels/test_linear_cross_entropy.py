@@ -12,7 +12,8 @@ from torch import Tensor
 from tests.tolerances import KERNEL, assert_close
 from tlora.kernels import linear_cross_entropy as module
 from tlora.kernels.frozen import FrozenLinear
-from tlora.kernels.linear_cross_entropy import Head, linear_cross_entropy
+from tlora.kernels.head import Head
+from tlora.kernels.linear_cross_entropy import linear_cross_entropy
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 HEADS = {

@@ -16,7 +16,8 @@ from tests.kernels.test_linear_cross_entropy import HEADS, make, oracle
 from tests.tolerances import KERNEL, assert_close
 from tlora.kernels import linear_cross_entropy as reference
 from tlora.kernels.frozen import FrozenLinear
-from tlora.kernels.linear_cross_entropy import Head, chunk_bytes, gpu_chunk_rows
+from tlora.kernels.head import GPU_CHUNK_BYTES, Head, gpu_chunk_rows
+from tlora.kernels.linear_cross_entropy import chunk_bytes
 
 with interpreted():
     from tlora.kernels import triton_cross_entropy as module
@@ -180,7 +181,7 @@ def test_rows_of_a_chunk_follow_from_the_head_and_memory_counts_them() -> None:
         head = Head(partial(FrozenLinear, torch.empty(vocab, 64, dtype=dtype, device="meta")))
         assert gpu_chunk_rows(head) == rows
         logits = rows * vocab * dtype.itemsize
-        assert logits <= reference.GPU_CHUNK_BYTES
+        assert logits <= GPU_CHUNK_BYTES
         assert logits < chunk_bytes(head, torch.device("cuda")) < 1.01 * logits + (8 << 20)
         assert chunk_bytes(head, torch.device("cpu")) == 3 * reference.CHUNK_ELEMENTS * 4
 

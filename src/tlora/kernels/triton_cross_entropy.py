@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlora.kernels.linear_cross_entropy import Head, gpu_chunk_rows
+from tlora.kernels.head import Head, gpu_chunk_rows
 
 _BLOCK_V, _WARPS = 8192, 16  # 16 elements a thread; two rows an SM, so that most of the second pass hits the L2 cache
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tlora import durable
 from tlora.job import JobSpec, TrainConfig
-from tlora.kernels.linear_cross_entropy import gpu_chunk_rows
+from tlora.kernels.head import gpu_chunk_rows
 from tlora.planning.memory import MemoryModel, Stage
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.supermodel import SuperModel

@@ -17,7 +17,7 @@ from tlora.errors import ModelError
 from tlora.garbage import no_collection
 from tlora.job import BasePrecision, split_revision
 from tlora.kernels.frozen import FrozenLinear
-from tlora.kernels.linear_cross_entropy import Head
+from tlora.kernels.head import Head
 from tlora.kernels.transfer import upload
 from tlora.supermodel import attention, attention_probe
 from tlora.supermodel.fp8_linear import check_fp8, hold_in_fp8

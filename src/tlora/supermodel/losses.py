@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tlora.kernels.linear_cross_entropy import Head, linear_cross_entropy
+from tlora.kernels.head import Head
+from tlora.kernels.linear_cross_entropy import linear_cross_entropy
 from tlora.objectives import Objective, TokenLogprobs, differentiate, round_exact
 from tlora.supermodel.batch import PackedBatch, Span
 
