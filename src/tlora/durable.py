@@ -33,12 +33,6 @@ def _pass(name: str) -> None:
     """The failpoint of production: nothing happens."""
 
 
-def cache_dir() -> Path:
-    """Where what can be made again (tokenized data, tables of tiles) is kept: $TLORA_CACHE, or tlora in the user's cache directory."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("TLORA_CACHE") or Path(home) / "tlora").expanduser()
-
-
 def make_directory(path: Path) -> None:
     """Make `path` and its missing parents so that they survive a power cut; fine if it exists, or another thread makes it meanwhile."""
     if path.is_dir():

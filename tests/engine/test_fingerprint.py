@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, sha256, train
 from tests.tiny import make_model
-from tlora import durable
+from tlora.cache_directory import cache_dir
 from tlora.engine.generate import open_adapter
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import ConfigError, ModelError
@@ -109,7 +109,7 @@ def test_a_file_is_hashed_once_and_again_when_it_has_changed(own_base: Path) -> 
         assert guard.check() and not guard.check()
         return guard.facts()["base_files"]["sha256"]
 
-    place = durable.cache_dir() / "weights"
+    place = cache_dir() / "weights"
     before = set(place.iterdir()) if place.is_dir() else set()  # other tests' copies of the same base have entries of their own
     first = hashes()
     assert len(first[WEIGHTS]) == 64

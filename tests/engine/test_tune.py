@@ -12,11 +12,11 @@ from transformers import LlamaConfig
 
 from tests.kernels.interpreter import DEVICE, MARKS, interpreted
 from tlora.engine import tune as tuning
-from tlora.engine.tune import Choice, launches_of, pick, tune, write_choices
+from tlora.engine.tune import Choice, launches_of, pick, tune, write_choices, write_rows
 from tlora.errors import ConfigError
 from tlora.job import RunSpec
 from tlora.kernels import tile_files
-from tlora.kernels.tiles import AnyTile, Key, SkinnyTile, Tile, TileTable, tile_by_rule
+from tlora.kernels.tiles import AnyTile, Key, SkinnyTile, Tile, TileTable, describe, tile_by_rule
 from tlora.store.run_directory import check_tiles, write_run_file
 from tlora.supermodel.load import outline
 
@@ -124,6 +124,26 @@ def test_the_file_gets_what_differs_and_keeps_other_shapes(tmp_path: Path, monke
     write_choices(tmp_path / "shipped" / "g.json", "G", [Choice(SHRINK, FAST, RULE, 0.5, 1.0)])
     write_choices(path, "G", by_rule)
     assert tile_files.merged([tmp_path / "shipped" / "g.json", path]).find(SHRINK) == RULE, "the rule must win over the package's entry"
+
+
+def test_a_written_table_is_read_back_and_the_later_file_wins(tmp_path: Path) -> None:
+    shipped, own, absent = (tmp_path / name for name in ("shipped.json", "deep/own.json", "absent.json"))
+    other, tile = SHRINK._replace(inner=2048), Tile(64, 128, 32, 5, 4, first=True)
+    first = {FORWARD: Tile(128, 128, 64, 4, 4), SHRINK: SkinnyTile(64, 128, 3, 4)}
+    second = {FORWARD: tile, other: SkinnyTile(64, 64, 4, 8)}
+    for path, entries in ((shipped, first), (own, second)):
+        write_rows(path, "a GPU", {key: describe(key, entry) | {"microseconds": 1.5} for key, entry in entries.items()}, {"tokens": 8})
+    assert tile_files.merged([shipped]).entries == first
+    assert tile_files.merged([shipped, own, absent]).entries == first | second
+    assert tile_files.merged([own, shipped]).find(FORWARD) == first[FORWARD]
+    content = json.loads(own.read_text())
+    assert (content["gpu"], content["tokens"], content["entries"][0]["microseconds"]) == ("a GPU", 8, 1.5)
+    assert own.read_text().count("\n") == 8, "head, an entry a line, and brackets"
+
+
+def test_a_table_without_entries_is_written_as_json(tmp_path: Path) -> None:
+    write_rows(tmp_path / "t.json", "a GPU", {}, {})
+    assert tile_files.merged([tmp_path / "t.json"]) == TileTable()
 
 
 def test_tune_writes_where_training_reads(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

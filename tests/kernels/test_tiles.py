@@ -53,28 +53,6 @@ def test_rules_as_they_were_measured() -> None:
     assert tile_by_rule(Key("sum", BF16, 1024, 0, 3)) == SkinnyTile(64, 128, 3, 8)
 
 
-def test_a_written_table_is_read_back_and_the_later_file_wins(tmp_path: Path) -> None:
-    shipped, own, absent = (tmp_path / name for name in ("shipped.json", "deep/own.json", "absent.json"))
-    other = SHRINK._replace(inner=2048)
-    first = {FORWARD: Tile(128, 128, 64, 4, 4), SHRINK: SkinnyTile(64, 128, 3, 4)}
-    second = {FORWARD: TILE, other: SkinnyTile(64, 64, 4, 8)}
-    for path, entries in ((shipped, first), (own, second)):
-        tile_files.write_rows(
-            path, "a GPU", {key: describe(key, tile) | {"microseconds": 1.5} for key, tile in entries.items()}, {"tokens": 8}
-        )
-    assert tile_files.merged([shipped]).entries == first
-    assert tile_files.merged([shipped, own, absent]).entries == first | second
-    assert tile_files.merged([own, shipped]).find(FORWARD) == first[FORWARD]
-    content = json.loads(own.read_text())
-    assert (content["gpu"], content["tokens"], content["entries"][0]["microseconds"]) == ("a GPU", 8, 1.5)
-    assert own.read_text().count("\n") == 8, "head, an entry a line, and brackets"
-
-
-def test_a_table_without_entries_is_written_as_json(tmp_path: Path) -> None:
-    tile_files.write_rows(tmp_path / "t.json", "a GPU", {}, {})
-    assert tile_files.merged([tmp_path / "t.json"]) == TileTable()
-
-
 def test_the_users_table_lies_in_the_cache_and_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TLORA_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 (made up)")

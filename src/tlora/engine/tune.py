@@ -5,6 +5,8 @@ A candidate and the rule's tile are timed in turns, because clocks vary. It must
 
 from __future__ import annotations
 
+import json
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from tlora import durable
 from tlora.errors import ConfigError
 from tlora.planning.plan import pick_device
 from tlora.supermodel.fast_path import find_groups
@@ -195,7 +198,7 @@ def _graph_of(step: Callable[[], object], calls: int) -> Callable[[], None]:
 
 def write_choices(path: Path, gpu: str, choices: Sequence[Choice]) -> None:
     """The file's rows with those of `choices`: a tile that is not the rule's, or one where the package's table says otherwise."""
-    from tlora.kernels.tile_files import SHIPPED, read_rows, table_path, write_rows
+    from tlora.kernels.tile_files import SHIPPED, read_rows, table_path
     from tlora.kernels.tiles import describe
 
     rows, shipped = read_rows(path), read_rows(table_path(SHIPPED, gpu))
@@ -206,6 +209,21 @@ def write_choices(path: Path, gpu: str, choices: Sequence[Choice]) -> None:
             rows[choice.key] = describe(choice.key, choice.tile) | measured
     facts: dict[str, Any] = {"tlora": __version__, "torch": torch.__version__, "tokens": TOKENS, "jobs": JOBS, "rank": RANK}
     write_rows(path, gpu, rows, facts)
+
+
+def write_rows(path: Path, gpu: str, rows: Mapping[Key, Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
+    """A table as `kernels/tile_files.py` reads it, atomically; a row is `describe`'s with whatever was measured.
+
+    Raises CheckpointError where it cannot be written.
+    """
+    durable.make_directory(path.parent)
+    head = json.dumps({"gpu": gpu, **facts}, indent=1).removesuffix("\n}")
+    lines = sorted((json.dumps(dict(row)) for row in rows.values()), key=_natural)  # a line each, for eyes and diffs
+    durable.write_file(path, head + ',\n "entries": [\n' + ",\n".join(f"  {line}" for line in lines) + "\n ]\n}\n")
+
+
+def _natural(line: str) -> list[Any]:
+    return [int(part) if part.isdigit() else part for part in re.split("([0-9]+)", line)]
 
 
 def choice_text(choice: Choice) -> str:

@@ -1,5 +1,5 @@
-"""Tables of measured tiles as JSON files: one per GPU and place. Those of this package lie in `tile_tables`, those that `tlora tune`
-made in the user's cache directory, and an entry of the user's goes before one of the package's.
+"""Reads tables of measured tiles: JSON files, one per GPU and place. Those of this package lie in `tile_tables`, those that `tlora tune`
+wrote in the user's cache directory, and an entry of the user's goes before one of the package's.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from tlora import durable
+from tlora.cache_directory import cache_dir
 from tlora.errors import ConfigError
+from tlora.kernels.lora_tables import TILE
 from tlora.kernels.tiles import KERNELS, AnyTile, Key, SkinnyTile, Tile, TileTable
 
 SHIPPED = Path(__file__).with_name("tile_tables")
@@ -24,7 +25,7 @@ _REMEDY = "Delete it, and make it again with `tlora tune`"
 
 
 def user_directory() -> Path:
-    return durable.cache_dir() / "tiles"
+    return cache_dir() / "tiles"
 
 
 def table_path(directory: Path, gpu: str) -> Path:
@@ -69,18 +70,6 @@ def read_rows(path: Path) -> dict[Key, dict[str, Any]]:
     return found
 
 
-def write_rows(path: Path, gpu: str, rows: Mapping[Key, Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
-    """Atomically; a row is `describe`'s with whatever was measured beside it. Raises CheckpointError where it cannot be written."""
-    durable.make_directory(path.parent)
-    head = json.dumps({"gpu": gpu, **facts}, indent=1).removesuffix("\n}")
-    lines = sorted((json.dumps(dict(row)) for row in rows.values()), key=_natural)  # a line each, for eyes and diffs
-    durable.write_file(path, head + ',\n "entries": [\n' + ",\n".join(f"  {line}" for line in lines) + "\n ]\n}\n")
-
-
-def _natural(line: str) -> list[Any]:
-    return [int(part) if part.isdigit() else part for part in re.split("([0-9]+)", line)]
-
-
 def _key_of(row: Any, path: Path) -> Key:
     if not isinstance(row, dict):
         raise _bad(path, row, "an entry must be a mapping")
@@ -108,7 +97,7 @@ def _tile_of(key: Key, row: Mapping[str, Any], path: Path) -> AnyTile:
 
 
 def _problem(tile: AnyTile, key: Key) -> str | None:
-    """What the kernels do not take. Tables of a micro-batch are of tiles of 64 tokens, a shrink's own (`lora_tables.py`)."""
+    """What the kernels do not take."""
     if isinstance(tile, Tile):
         sizes, tokens = {"columns": tile.columns, "inner": tile.inner}, tile.rows
         if tile.halves and tile.columns < 32:
@@ -117,7 +106,7 @@ def _problem(tile: AnyTile, key: Key) -> str | None:
             return "band must be 1 or more"
     else:
         sizes, tokens = {"columns": tile.columns}, tile.tokens
-    allowed = {"shrink": (64,), "sum": (16, 32, 64, 128)}.get(key.kernel, (64, 128))
+    allowed = {"shrink": (TILE,), "sum": (16, 32, 64, 128)}.get(key.kernel, (64, 128))
     if tokens not in allowed:
         return f"{'rows' if isinstance(tile, Tile) else 'tokens'} must be one of {allowed}, and is {tokens}"
     widest = 128 if key.dtype == torch.float32 else 256  # fp32 beyond that does not run on tensor cores: triton_dot.py

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tlora import durable
+from tlora.cache_directory import cache_dir
 from tlora.job import JobSpec, TrainConfig
 from tlora.kernels.head import gpu_chunk_rows
 from tlora.planning.memory import MemoryModel, Stage
@@ -215,7 +216,7 @@ def recall(key: str) -> MemoryModel | None:
 
 
 def _file_of(key: str) -> Path:
-    return durable.cache_dir() / "memory" / f"{key}.json"
+    return cache_dir() / "memory" / f"{key}.json"
 
 
 def probe_key(model: SuperModel, specs: Sequence[JobSpec], deterministic: bool, device: torch.device) -> str:

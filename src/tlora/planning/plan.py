@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tlora import durable
 from tlora.adapters.peft import load_params, read_config
 from tlora.adapters.state import AdapterLayout
 from tlora.batching.pack import auto_token_budget
+from tlora.cache_directory import cache_dir
 from tlora.data.formats import Rows
 from tlora.data.prepare import Preparation, Prepared, PrepareRequest, prepare
 from tlora.errors import CapacityError, DataError, ModelError
@@ -196,7 +196,7 @@ def _take_shape(job: PlannedJob, model: SuperModel, resumed: Path | None) -> Non
 def prepare_requests(run: RunSpec, vocab_size: int) -> list[PrepareRequest]:
     """The data of all jobs of a run, keyed by their names."""
     return [
-        PrepareRequest(job.name, job.data, job.seed, run.base_model, vocab_size, durable.cache_dir(), Path.cwd(), _rows_of(job.objective))
+        PrepareRequest(job.name, job.data, job.seed, run.base_model, vocab_size, cache_dir(), Path.cwd(), _rows_of(job.objective))
         for job in run.jobs
     ]
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tlora import durable
+from tlora.cache_directory import cache_dir
 from tlora.errors import ModelError
 
 BASE_FILE = "base.json"  # in each job's directory: what `run.json` has of the base and how it computes (run_recovery.py)
@@ -102,7 +103,7 @@ def _identity(file: os.stat_result) -> Identity:
 
 
 def _cache_file(identity: Identity) -> Path:
-    return durable.cache_dir() / "weights" / "-".join(format(number, "x") for number in identity)
+    return cache_dir() / "weights" / "-".join(format(number, "x") for number in identity)
 
 
 def _known_sha256(identity: Identity) -> str | None:
