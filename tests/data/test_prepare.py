@@ -47,7 +47,7 @@ def request(key: str, directory: Path, tokenizer_path: Path, data: dict[str, Any
 
 def sets_in(directory: Path) -> list[str]:
     """Names in the cache; whatever is there must be whole."""
-    names = sorted(path.name for path in (directory / "cache").iterdir())
+    names = sorted(path.name for path in (directory / "cache").iterdir() if path.name != "known")
     assert all(find_damage(directory / "cache" / name, 1000) is None for name in names), names
     return names
 

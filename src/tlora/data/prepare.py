@@ -22,6 +22,7 @@ from typing import IO, Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from tlora.data import known_sets
 from tlora.data.dataset import SCRATCH_PREFIX, Dataset
 from tlora.data.formats import Rows
 from tlora.data.order import Mixture, mix, split
@@ -138,14 +139,20 @@ def prepare(
     Raises ModelError when the tokenizer cannot be loaded, which all jobs share.
     """
     assert len({request.key for request in requests}) == len(requests), [request.key for request in requests]
-    results: dict[str, Prepared | DataError] = {}
-    waiting = list(requests)
+    tell = on_progress or (lambda _: None)
+    results = {request.key: found for request in requests if (found := _known(request, tell)) is not None}
+    waiting = [request for request in requests if request.key not in results]
     while waiting:
         with start_worker() if started is None else contextlib.nullcontext(started) as worker:
-            results |= _run_worker(worker, waiting, on_progress or (lambda _: None))
+            results |= _run_worker(worker, waiting, tell)
         started = None  # after a death the rest goes to a new one
         waiting = [request for request in waiting if request.key not in results]
     return {request.key: results[request.key] for request in requests}
+
+
+def _known(request: PrepareRequest, tell: OnProgress) -> Prepared | DataError | None:
+    sets = known_sets.recall(request, lambda: tell(PrepareProgress(request.key, 0, 0.0)))
+    return open_sets(request, *sets) if sets else None
 
 
 def _run_worker(worker: WorkerProcess, requests: Sequence[PrepareRequest], on_progress: OnProgress) -> dict[str, Prepared | DataError]:
@@ -226,8 +233,9 @@ def _open_made(request: PrepareRequest, event: dict[str, object]) -> Prepared | 
     pinned = {"path": _pinned(data.path, data.sources, made["commits"])}
     if data.eval_path:
         pinned["eval_path"] = _pinned(data.eval_path, data.eval_sources, of_eval["commits"])
-    request = replace(request, data=data.model_copy(update=pinned))
-    opened = open_sets(request, Path(made["directory"]), Path(of_eval["directory"]) if of_eval["directory"] else None)
+    train_set, eval_set = Path(made["directory"]), Path(of_eval["directory"]) if of_eval["directory"] else None
+    known_sets.remember(request, train_set, eval_set)
+    opened = open_sets(replace(request, data=data.model_copy(update=pinned)), train_set, eval_set)
     remade = tuple(found["damage"] for found in (made, of_eval) if found["damage"])
     return replace(opened, remade=remade) if isinstance(opened, Prepared) else opened
 

@@ -1,0 +1,91 @@
+"""Which sets a request was answered with before, by the identity of the files that decide: a warm cache then needs no process that
+loads a tokenizer, and no hash of the data files.
+
+A file's identity is its inode, size and times. A record whose files are younger than a clock's tick is not made: a change within the
+same tick could not be seen. Hub data sets and splits of directories are not recorded; the worker finds their files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tlora import durable
+from tlora.data.dataset import FORMAT_VERSION, find_damage
+from tlora.data.rows import list_files
+from tlora.data.sources import is_on_hub
+from tlora.errors import DataError
+from tlora.json_file import read_object
+from tlora.version import __version__
+
+if TYPE_CHECKING:
+    from tlora.data.prepare import PrepareRequest
+
+_SETTLED_SECONDS = 2.0  # the coarsest times of a file system (FAT)
+_VERSIONS = ("transformers", "tokenizers", "jinja2")  # of what makes tokens from rows, besides this program
+
+Sets = tuple[Path, Path | None]
+
+
+def recall(request: PrepareRequest, beat: Callable[[], None]) -> Sets | None:
+    """The directories of the training and the evaluation set that `request` was answered with, if nothing has changed since and they are
+    whole. `beat` is called every few MiB.
+    """
+    try:
+        found = read_object(_record(request))
+        names = [found["train"], *([found["eval"]] if request.data.eval_path else [])]
+        sets = [request.cache_dir / Path(str(name)).name for name in names]
+        if any(find_damage(directory, request.vocab_size, beat) is not None for directory in sets):
+            return None
+    except (OSError, ValueError, KeyError, DataError, _UnrecordedError):
+        return None
+    return sets[0], sets[1] if len(sets) > 1 else None
+
+
+def remember(request: PrepareRequest, train_set: Path, eval_set: Path | None) -> None:
+    """Record the answer. A cache that cannot be written costs the next run its time, and nothing else."""
+    with suppress(OSError, DataError, _UnrecordedError):
+        record = _record(request)
+        if not record.exists():
+            durable.make_directory(record.parent)
+            durable.write_file(record, json.dumps({"train": train_set.name, "eval": eval_set.name if eval_set else None}))
+
+
+class _UnrecordedError(Exception):
+    """The request's answer depends on more than settled local files."""
+
+
+def _record(request: PrepareRequest) -> Path:
+    data = request.data
+    identities = [_identity(file) for file in _files(request)]
+    if time.time() - max(max(changed, modified) for *_, changed, modified in identities) / 1e9 < _SETTLED_SECONDS:
+        raise _UnrecordedError
+    settings = [data.format, data.max_length, data.train_on, request.rows, request.vocab_size]
+    numbers = [[len(list_files(request.base_dir / source.path)) for source in part] for part in (data.sources, data.eval_sources)]
+    facts = [__version__, FORMAT_VERSION, [version(name) for name in _VERSIONS], settings, numbers, identities]
+    return request.cache_dir / "known" / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]}.json"
+
+
+def _files(request: PrepareRequest) -> Iterator[Path]:
+    """All whose content decides: data, chat template, and whatever lies beside the tokenizer."""
+    data, tokenizer = request.data, Path(request.tokenizer_path)
+    for source in (*data.sources, *data.eval_sources):
+        if source.split or source.name or source.revision or is_on_hub(source, request.base_dir):
+            raise _UnrecordedError
+        yield from list_files(request.base_dir / source.path)
+    if data.chat_template:
+        yield request.base_dir / data.chat_template
+    if not tokenizer.is_dir():
+        raise _UnrecordedError
+    yield from sorted(path for path in tokenizer.rglob("*") if path.is_file())
+
+
+def _identity(file: Path) -> tuple[str, str, int, int, int, int, int]:
+    found = file.stat()
+    return file.name, file.suffix.lower(), found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns, found.st_mtime_ns
