@@ -26,7 +26,7 @@ from tlora.sim import processes, run
 from tlora.sim.conditions import Conditions
 from tlora.sim.processes import Standing
 from tlora.sim.scenario import Scenario, contender
-from tlora.sim.sweep import Row
+from tlora.sim.sweep import SweepRow
 from tlora.sim.trace import SHIPPED
 from tlora.wording.metrics import TIMES
 from tlora.wording.numbers import DASH
@@ -379,7 +379,7 @@ def test_a_bar_in_a_terminal_and_lines_elsewhere(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_long_sweep_is_cut_and_a_row_without_a_number_is_a_dash() -> None:
-    rows: list[Row] = [
+    rows: list[SweepRow] = [
         {"trace": "t", "policy": policy, "kernels": "tlora", "seed": 0.0, "load": float(load), "mean_jct_seconds": None if load else 5.0}
         for load in range(SWEEP_LINES + 5)
         for policy in ("fifo", "sjf")

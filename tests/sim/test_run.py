@@ -26,7 +26,7 @@ from tlora.sim.run import (
     sweep_numbers,
 )
 from tlora.sim.scenario import Scenario, cost_of
-from tlora.sim.sweep import Row as SweepRow
+from tlora.sim.sweep import SweepRow
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tlora.sim.outputs import MetricRow
     from tlora.sim.processes import Standing
     from tlora.sim.scenario import Scenario
-    from tlora.sim.sweep import Row as SweepRow
+    from tlora.sim.sweep import SweepRow
 
 LINE_SECONDS = 10.0  # between two plain lines
 SWEEP_LINES = 60  # of a sweep's table; the file has all

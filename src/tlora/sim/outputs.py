@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from tlora.costs.cost import BaseConstants
-from tlora.report.rows import JsonObject as Row
+from tlora.report.rows import JsonObject
 from tlora.report.simulation_view import PolicyView, SimulationView
 from tlora.sim.bounds import Bounds
 from tlora.sim.metrics import compare_all, metrics
@@ -62,7 +62,7 @@ def write_job_csv(path: Path, results: Iterable[SimulationResult]) -> None:
     _write_csv(path, [*scene, *names, "jct_seconds"], rows)
 
 
-def constant_rows(constants: Mapping[str, Mapping[str, BaseConstants]]) -> list[Row]:
+def constant_rows(constants: Mapping[str, Mapping[str, BaseConstants]]) -> list[JsonObject]:
     """Each constant of each base under each set of kernels, with where it was measured or that it was not."""
     return [
         {"kernels": kernels, "base": base, "field": name, "value": float(getattr(found, name)), "source": source}
@@ -76,7 +76,7 @@ def constant_rows(constants: Mapping[str, Mapping[str, BaseConstants]]) -> list[
 def simulation_view(
     results: Sequence[SimulationResult],
     rows: Sequence[MetricRow],
-    constants: Sequence[Row] = (),
+    constants: Sequence[JsonObject] = (),
     sweep: Sequence[Mapping[str, float | str]] = (),
 ) -> SimulationView:
     """The numbers of a page over `results` of one trace, load, seed and cluster; `rows` are their `metric_rows`.
@@ -88,7 +88,7 @@ def simulation_view(
     assert len(set(names)) == len(names), f"two results of one policy and kernels: {names}"
     first = results[0]
     reference = policy_name(*REFERENCE) if any((result.policy, result.kernels) == REFERENCE for result in results) else names[0]
-    ratios: list[Row] = []
+    ratios: list[JsonObject] = []
     for against, found in sorted(zip(names, compare_all(results), strict=True), key=lambda pair: pair[0] != reference):
         ratios += [dict(row) | {"name": name, "against": against} for name, row in zip(names, found, strict=True)]
     settings = {"trace": first.trace, "GPUs": first.num_gpus, "load": first.load, "seed": first.seed, "jobs": len(first.jobs)}

@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 
 from tlora.costs.cost import BaseConstants
-from tlora.report.rows import JsonObject as Row
+from tlora.report.rows import JsonObject
 from tlora.report.simulation_view import SimulationView
 from tlora.scheduler.policies import POLICIES
 from tlora.sim.bounds import Bounds, lower_bounds, work_of
@@ -19,7 +19,7 @@ from tlora.sim.processes import Standing, map_in_processes
 from tlora.sim.records import SimulationResult
 from tlora.sim.scenario import KERNELS, Scenario, cost_of, scene_of
 from tlora.sim.simulate import Labels, simulate
-from tlora.sim.sweep import Row as SweepRow
+from tlora.sim.sweep import SweepRow
 
 WALL_TIMES = ("decision_milliseconds", "wall_seconds")  # the only metrics that differ between equal runs
 
@@ -96,7 +96,7 @@ def constants_in(outcomes: Sequence[Outcome]) -> dict[str, dict[str, BaseConstan
     }
 
 
-def page_view(outcomes: Sequence[Outcome], swept: Sequence[Row]) -> SimulationView:
+def page_view(outcomes: Sequence[Outcome], swept: Sequence[JsonObject]) -> SimulationView:
     """The page of the first seed's simulations. Its gains over load are those of a sweep, or else of all seeds."""
     scenario = outcomes[0].scenario
     shown = [outcome for outcome in outcomes if outcome.scenario.seed == scenario.seed]
@@ -107,7 +107,7 @@ def page_view(outcomes: Sequence[Outcome], swept: Sequence[Row]) -> SimulationVi
     return replace(view, sweep=swept) if swept else view
 
 
-def gain_rows(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Row]:
+def gain_rows(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[JsonObject]:
     """As the page's curves of gain over load have them: a curve for each policy and point on `axes`, which `load` is not among.
 
     Each is held against the reference at the same point.

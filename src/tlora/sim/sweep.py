@@ -21,7 +21,7 @@ from tlora.sim.result_files import held, write_result
 from tlora.sim.scenario import CONSTANTS, Scenario, inputs_digest
 
 Cell = float | str | None
-Row = dict[str, Cell]
+SweepRow = dict[str, Cell]
 
 FORMATS = (".csv", ".parquet")
 _GO_ON = "Free space or change its mode there, and run the same command again: it goes on from the rows that it has"
@@ -33,7 +33,7 @@ def run_sweep(
     path: Path,
     measure: Callable[[Scenario], Mapping[str, float]],
     watch: Callable[[Standing], None],
-) -> list[Row]:
+) -> list[SweepRow]:
     """The row of each scenario, in their order: its settings, and what `measure` gives, a function of a module.
 
     After each simulation the whole table is put in place at once; points that `path` has are not simulated again, and its rows of
@@ -60,7 +60,7 @@ def run_sweep(
         return [found[key] for key in keys]
 
 
-def setting_cells(scenario: Scenario, inputs: str) -> Row:
+def setting_cells(scenario: Scenario, inputs: str) -> SweepRow:
     """The columns that tell one point from another. None: natural load, all jobs, each job's own bound, measured kappa, no failures."""
     scale, conditions = dict(scenario.scale), scenario.conditions
     return {
@@ -86,7 +86,7 @@ def setting_cells(scenario: Scenario, inputs: str) -> Row:
     }
 
 
-def read_table(path: Path, columns: Sequence[str]) -> list[Row]:
+def read_table(path: Path, columns: Sequence[str]) -> list[SweepRow]:
     """The rows of an earlier sweep, none where there is no file. Every one must have `columns`."""
     if path.suffix not in FORMATS:
         raise ConfigError(f"out {path}: a sweep is written as {' or '.join(FORMATS)}. Give the file one of these endings")
@@ -100,7 +100,7 @@ def read_table(path: Path, columns: Sequence[str]) -> list[Row]:
         raise DataError(f"{path} cannot be read as the table of a sweep ({error}). Give another file, or take this one away") from None
 
 
-def write_table(path: Path, rows: Sequence[Row]) -> None:
+def write_table(path: Path, rows: Sequence[SweepRow]) -> None:
     """All rows, with the columns of the first. At every moment the file holds the old or the new ones."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     write_result(path, _csv_text(columns, rows) if path.suffix == ".csv" else _parquet_bytes(columns, rows), _GO_ON)
@@ -115,7 +115,7 @@ def _digests(scenarios: Sequence[Scenario]) -> Iterator[str]:
         yield known[key]
 
 
-def _read_csv(path: Path, columns: Sequence[str]) -> list[Row]:
+def _read_csv(path: Path, columns: Sequence[str]) -> list[SweepRow]:
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.reader(file, strict=True)
         heads = next(reader, None)
@@ -129,11 +129,11 @@ def _cell(head: str, text: str) -> Cell:
     return text if head in _TEXTS else float(text) if text else None
 
 
-def _read_parquet(path: Path, columns: Sequence[str]) -> list[Row]:
+def _read_parquet(path: Path, columns: Sequence[str]) -> list[SweepRow]:
     parquet: Any = import_module("pyarrow.parquet")  # slow to load, and without types
     table: Any = parquet.read_table(path)
     _check_heads(path, table.column_names, columns)
-    return cast("list[Row]", table.to_pylist())
+    return cast("list[SweepRow]", table.to_pylist())
 
 
 def _check_heads(path: Path, heads: Sequence[str], columns: Sequence[str]) -> None:
@@ -144,7 +144,7 @@ def _check_heads(path: Path, heads: Sequence[str], columns: Sequence[str]) -> No
         )
 
 
-def _csv_text(columns: Sequence[str], rows: Sequence[Row]) -> str:
+def _csv_text(columns: Sequence[str], rows: Sequence[SweepRow]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
@@ -159,7 +159,7 @@ def _cell_text(value: Cell) -> str:
     return str(int(value)) if math.isfinite(value) and value == int(value) else repr(float(value))
 
 
-def _parquet_bytes(columns: Sequence[str], rows: Sequence[Row]) -> bytes:
+def _parquet_bytes(columns: Sequence[str], rows: Sequence[SweepRow]) -> bytes:
     pyarrow: Any = import_module("pyarrow")
     parquet: Any = import_module("pyarrow.parquet")
     schema: Any = pyarrow.schema([(column, pyarrow.string() if column in _TEXTS else pyarrow.float64()) for column in columns])
