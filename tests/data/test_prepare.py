@@ -271,6 +271,15 @@ def test_worker_leaves_with_its_parent_and_holds_no_torch(tmp_path: Path, tokeni
         assert process.wait(timeout=600) == 1
 
 
+def test_a_worker_that_waits_for_the_hub_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large file takes longer than the parent waits for one that says nothing."""
+    monkeypatch.setattr(worker_module, "FETCH_EVENT_SECONDS", 0.001)
+    read, write = os.pipe()
+    with os.fdopen(read, "rb") as lines, os.fdopen(write, "wb") as events, worker_module.Worker(events).signs_of_life("job"):
+        for _ in range(2):
+            assert json.loads(lines.readline()) == {"event": "progress", "key": "job", "rows": 0, "share": 0.0}
+
+
 MEASURE = """
 import json, resource, sys
 from pathlib import Path

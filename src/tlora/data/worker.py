@@ -23,7 +23,7 @@ from tlora.data.build import Order, build, hash_file
 from tlora.data.dataset import SCRATCH_PREFIX
 from tlora.data.encode import Encoder, open_encoder
 from tlora.data.formats import Rows
-from tlora.data.sources import open_source
+from tlora.data.sources import is_on_hub, open_source
 from tlora.data.tokenizer import load_libraries, load_tokenizer
 from tlora.errors import DataError, ModelError
 from tlora.job import DataConfig, DataSource
@@ -96,7 +96,8 @@ class Worker:
         if known in self.sets:
             return dataclasses.replace(self.sets[known], damage=None)
         key = str(request["key"])
-        with self.signs_of_life(key):
+        asks_hub = any(is_on_hub(source, base) for source in sources)
+        with self.signs_of_life(key) if asks_hub else contextlib.nullcontext():
             opened = tuple(open_source(source, base, place) for source in sources)
         template = _read_template(base / data.chat_template) if data.chat_template else None
         tokenizer = self.tokenizer(str(request["tokenizer_path"]))
