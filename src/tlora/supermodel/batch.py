@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -37,16 +35,20 @@ class BatchRow:
 class Span:
     """Tokens `t0:t1` belong to `job_id`, and `labelled[n0:n1]` of the batch are those of them that are trained.
 
-    `has_keys` when its rows bring dropout keys; `sequences` of the batch's sequences make one unit.
+    `lengths` are the tokens of each of its sequences, of which `sequences` make one unit. `has_keys` when its rows bring dropout keys.
     """
 
     job_id: str
     t0: int
-    t1: int
+    lengths: tuple[int, ...]
     has_keys: bool = False
     sequences: int = 1
     n0: int = 0
     n1: int = 0
+
+    @property
+    def t1(self) -> int:
+        return self.t0 + sum(self.lengths)
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,13 @@ class PackedBatch:
 
     def units(self) -> Iterator[PackedBatch]:
         """Each unit as a batch of its own, in order. Waits for the device."""
-        start, sequences = 0, iter(self.lengths)
         for span in self.spans:
-            while start < span.t1:
-                lengths = tuple(next(sequences) for _ in range(span.sequences))
+            start = span.t0
+            for first in range(0, len(span.lengths), span.sequences):
+                lengths = span.lengths[first : first + span.sequences]
                 cut = slice(start, start + sum(lengths))
                 labelled = self.loss_weights_T[cut].nonzero().squeeze(1)
-                own = replace(span, t0=0, t1=cut.stop - start, n0=0, n1=len(labelled))
+                own = replace(span, t0=0, lengths=lengths, n0=0, n1=len(labelled))
                 yield self._cut([cut], labelled, lengths, (own,))
                 start = cut.stop
 
@@ -90,15 +92,10 @@ class PackedBatch:
         found = [span for span in self.spans if span.job_id in job_ids]
         for span in found:
             labelled.append(self.labelled[span.n0 : span.n1] + (end - span.t0))
-            end, last = end + span.t1 - span.t0, last + span.n1 - span.n0
-            spans.append(replace(span, t0=end - (span.t1 - span.t0), t1=end, n0=last - (span.n1 - span.n0), n1=last))
-        lengths = tuple(length for span in found for length in self.lengths_of(span))
+            spans.append(replace(span, t0=end, n0=last, n1=last + span.n1 - span.n0))
+            end, last = spans[-1].t1, spans[-1].n1
+        lengths = tuple(length for span in found for length in span.lengths)
         return self._cut([slice(span.t0, span.t1) for span in found], torch.cat(labelled), lengths, tuple(spans))
-
-    def lengths_of(self, span: Span) -> tuple[int, ...]:
-        """Tokens of each sequence of `span`."""
-        ends = list(accumulate(self.lengths))
-        return self.lengths[bisect_left(ends, span.t0 + 1) : bisect_left(ends, span.t1) + 1]
 
     def _cut(self, cuts: list[slice], labelled: Tensor, lengths: tuple[int, ...], spans: tuple[Span, ...]) -> PackedBatch:
         return PackedBatch(
@@ -147,10 +144,10 @@ def collate(rows: Sequence[BatchRow], device: torch.device | str = "cpu", pad_to
         if spans and spans[-1].job_id == row.job_id:
             assert spans[-1].has_keys == has_keys, f"some rows of {row.job_id} have a dropout key and some have none"
             assert spans[-1].sequences == len(own), f"rows of {row.job_id} have {len(own)} sequences, and {spans[-1].sequences}"
-            spans[-1] = replace(spans[-1], t1=end)
+            spans[-1] = replace(spans[-1], lengths=(*spans[-1].lengths, *own))
         else:
             assert all(s.job_id != row.job_id for s in spans), f"rows of {row.job_id} are not adjacent"
-            spans.append(Span(row.job_id, start, end, has_keys, len(own)))
+            spans.append(Span(row.job_id, start, own, has_keys, len(own)))
         start = end
     labelled = weights.nonzero()[0]
     spans = [replace(s, n0=int(np.searchsorted(labelled, s.t0)), n1=int(np.searchsorted(labelled, s.t1))) for s in spans]

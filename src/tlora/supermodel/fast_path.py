@@ -6,7 +6,7 @@ Any family: which linears share an input is seen by running the model, and layer
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +109,7 @@ class FastPath:
         from tlora.kernels.pass_operations import PassState
 
         device, lengths = batch.input_ids_T.device, padded(batch.lengths)
-        runs = list(_runs(batch, dropout))
+        runs = [Run(span.t0, span.t1, span.lengths, dropout.get(span.job_id, 0.0)) for span in batch.spans]
         empty = [Run(_BEHIND, _BEHIND, ())] * (RUNS_STEP - len(runs) % RUNS_STEP)
         empty[-1] = Run(_BEHIND, _BEHIND, (0,) * (len(lengths) - sum(len(run.lengths) for run in runs)))
         tables = build_tables([*runs, *empty], self._slots(batch, bank, len(empty)), len(batch.input_ids_T), batch.keys_T, device)
@@ -164,16 +164,6 @@ class FastPath:
             scales = np.array([s.scale if s else 0.0 for s in slots], np.float32)
             known = self._known[job_id] = (found, (rows, np.array(starts, np.int32), scales))
         return known[1]
-
-
-def _runs(batch: PackedBatch, dropout: Mapping[str, float]) -> Iterator[Run]:
-    lengths, start = iter(batch.lengths), 0
-    for span in batch.spans:
-        own: list[int] = []
-        while start < span.t1:
-            own.append(next(lengths))
-            start += own[-1]
-        yield Run(span.t0, span.t1, tuple(own), dropout.get(span.job_id, 0.0))
 
 
 def find_groups(base: Base, linears: Mapping[str, nn.Linear | Fp8Linear | LoraLinear]) -> list[list[str]]:

@@ -86,9 +86,9 @@ class Losses:
         """The objective's losses of `span`. Its derivatives become the weights with which cross-entropy's gradient is taken."""
         own, part = slice(span.n0, span.n1), self.part
         weights_N = part.loss_weights_T[part.labelled[own]]
-        logprobs_N, lengths = _logprobs(part, span, hidden_TH, self.head), part.lengths_of(span)
+        logprobs_N = _logprobs(part, span, hidden_TH, self.head)
         sequence_N = ((part.position_ids_T[span.t0 : span.t1] == 0).cumsum(0) - 1)[part.labelled[own] - span.t0]
-        scored = TokenLogprobs(logprobs_N, self.reference.get(span.job_id), weights_N, sequence_N, len(lengths))
+        scored = TokenLogprobs(logprobs_N, self.reference.get(span.job_id), weights_N, sequence_N, len(span.lengths))
         units, slope_N = differentiate(self.objectives[span.job_id], scored)
         if grad_weights_N is not None:
             grad_weights_N[own] *= -slope_N / weights_N
