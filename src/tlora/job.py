@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -17,8 +17,21 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 # A job's directory stands beside the run's own files and what `durable.py` makes there: half-written, set aside, being replaced.
 _RESERVED_NAME = re.compile(r"tmp-.*|bad-.*|.*\.replaced|run\.jsonl?|report\.html", re.IGNORECASE)
 DataFormat = Literal["auto", "chat", "prompt_completion", "text", "alpaca", "sharegpt", "tokenized", "preference"]
-ObjectiveName = Literal["sft", "dpo", "orpo"]
+Rows = Literal["samples", "pairs", "labelled"]
+# Objectives (`tlora.objectives`), and what of its data each learns from (`data.formats.Rows`).
+LEARNS_FROM: dict[str, Rows] = {"sft": "samples", "dpo": "pairs", "orpo": "pairs", "kto": "labelled"}
+if TYPE_CHECKING:
+    ObjectiveName = str
+else:
+    ObjectiveName = Literal[tuple(LEARNS_FROM)]  # the list stands once: a type checker cannot read it
 SchedulerType = Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial"]
+# Formats that a row may have, by what is learned from it.
+FORMATS: dict[Rows, tuple[str, ...]] = {
+    "samples": ("chat", "prompt_completion", "text", "alpaca", "sharegpt", "tokenized"),
+    "pairs": ("preference",),
+    "labelled": ("chat", "prompt_completion", "alpaca", "sharegpt"),
+}
+_TAKES: dict[Rows, str] = {"samples": "samples", "pairs": "pairs of answers", "labelled": "answers labelled as wanted or not"}
 BasePrecision = Literal["fp8"]
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow", ".txt")
 Positive = Annotated[int, Field(ge=1, le=10**9)]  # bounded, or ten to the four hundredth would overflow a float somewhere
@@ -70,7 +83,9 @@ class TrainConfig(BaseModel):
     model_config = _STRICT
 
     objective: ObjectiveName = "sft"
-    beta: Annotated[float, Field(gt=0, le=1e6)] = 0.1  # of dpo: how far from the base; of orpo: weight of the odds ratio
+    beta: Annotated[float, Field(gt=0, le=1e6)] = 0.1  # of dpo and kto: how far from the base; of orpo: weight of the odds ratio
+    desirable_weight: Annotated[float, Field(ge=0, le=1e6)] = 1.0  # of kto: weight of the wanted answers' losses
+    undesirable_weight: Annotated[float, Field(ge=0, le=1e6)] = 1.0  # of kto: of the unwanted ones'
     learning_rate: Annotated[float, Field(ge=0)] = 2e-4
     lr_scheduler_type: SchedulerType = "linear"
     min_lr_rate: Annotated[float, Field(ge=0, le=1)] = 0.1  # floor of cosine_with_min_lr, a share of learning_rate
@@ -92,6 +107,11 @@ class TrainConfig(BaseModel):
     load_best_model_at_end: bool = False
     save_steps: Positive | Literal["epoch"] = 500
     save_total_limit: Positive | None = 2
+
+    @property
+    def learns_from(self) -> Rows:
+        """What of its data the objective learns from."""
+        return LEARNS_FROM[self.objective]
 
     def warmup_count(self, total_steps: int) -> int:
         """Warm-up in optimizer steps out of `total_steps`."""
@@ -239,12 +259,18 @@ class JobSpec(LoraConfig, TrainConfig):
 
     @model_validator(mode="after")
     def _check_together(self) -> JobSpec:
-        pairs, data = self.objective != "sft", self.data
-        if data.format != "auto" and (data.format == "preference") != pairs:
-            wanted = "pairs (format: preference, or auto)" if pairs else "samples; set objective: dpo for pairs"
-            raise ValueError(f"objective {self.objective} does not learn from format {data.format}: it takes {wanted}")
-        if pairs and data.train_on == "all":
-            raise ValueError(f"objective {self.objective} compares two answers to one prompt: train_on: all has no meaning. Take it out")
+        rows, data = self.learns_from, self.data
+        if data.format != "auto" and data.format not in FORMATS[rows]:
+            raise ValueError(
+                f"objective {self.objective} does not learn from format {data.format}: it takes {_TAKES[rows]}. "
+                f"Set format to auto or one of {', '.join(FORMATS[rows])}, or choose another objective"
+            )
+        if rows != "samples" and data.train_on == "all":
+            raise ValueError(f"objective {self.objective} learns from answers alone: train_on: all has no meaning. Take it out")
+        if rows == "labelled" and self.batch_size == 1:
+            raise ValueError(
+                f"objective {self.objective} compares an answer with those of other rows of its batch, and batch_size is 1. Set at least 2"
+            )
         needs_eval = [key for key in ("early_stopping_patience", "load_best_model_at_end", "eval_steps") if getattr(self, key)]
         if needs_eval and not (self.data.eval_size or self.data.eval_path):
             raise ValueError(f"{needs_eval[0]} needs evaluation data: set eval_size (say 0.05) or eval_path on the job's data")

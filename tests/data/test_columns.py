@@ -70,7 +70,7 @@ def test_pairs_are_refused_by_their_columns(value: dict[str, Any], how: Any) -> 
 @pytest.mark.parametrize("verdict", [False, True, 0, 1, 0.0, "False", "true", "1"])
 def test_verdicts_are_refused(name: str, column: str, verdict: object) -> None:
     for how in ("auto", name):
-        with pytest.raises(DataError, match=rf"line 3: column '{column}' is {verdict!r}: .*preference data.*Keep the rows with wanted"):
+        with pytest.raises(DataError, match=rf"line 3: column '{column}' is {verdict!r}: .*preference data.*Set objective: kto"):
             format_of(row(ROWS[name] | {column: verdict}), how)  # type: ignore[arg-type]
 
 

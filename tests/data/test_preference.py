@@ -120,8 +120,6 @@ def test_pairs_and_samples_are_not_taken_for_each_other(tmp_path: Path, tokenize
         _build(pairs, encoder, rows="samples")
     with pytest.raises(DataError, match="needs the columns 'chosen' and 'rejected' .found: text"):
         _build(samples, encoder)
-    with pytest.raises(DataError, match="train_on: all"):
-        _build(pairs, open_encoder(tokenizers(), None, True, 10**6))
 
 
 def test_the_cache_keys_of_samples_are_as_before(tmp_path: Path, tokenizers: Any) -> None:

@@ -34,6 +34,8 @@ OTHER_VALUES: dict[str, Any] = {  # a value of each key that is not its default
     "adapter_path": "/adapters/a",
     "objective": "dpo",
     "beta": 0.3,
+    "desirable_weight": 1.25,
+    "undesirable_weight": 0.5,
     "learning_rate": 0.5,
     "lr_scheduler_type": "cosine",
     "min_lr_rate": 0.75,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -23,6 +24,17 @@ def _logprobs(seed: int = 0, reference: bool = False) -> TokenLogprobs:
     return TokenLogprobs(policy, other if reference else None, torch.ones(count, dtype=torch.float64), sequence, len(LENGTHS))
 
 
+def _case(name: str, seed: int, beta: float) -> tuple[Objective, TokenLogprobs]:
+    """With a batch's statistic of 0.7, where it asks for one; every other answer is unwanted, where units have one."""
+    objective: Objective = OBJECTIVES[name](beta)
+    logprobs = _logprobs(seed, objective.needs_reference)
+    if objective.sequences == 1:
+        logprobs = replace(logprobs, weights_N=1 - 2.0 * (logprobs.sequence_N % 2))
+    if objective.statistic is not None:
+        objective = objective.statistic.objective(torch.tensor(0.7, dtype=torch.float64))
+    return objective, logprobs
+
+
 def test_its_odds_ratio_is_trls() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # theirs, about themselves
@@ -40,8 +52,7 @@ def test_its_odds_ratio_is_trls() -> None:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_slopes_are_those_of_finite_differences(name: str) -> None:
-    objective: Objective = OBJECTIVES[name](0.4)
-    logprobs = _logprobs(1, objective.needs_reference)
+    objective, logprobs = _case(name, 1, 0.4)
     _, slope_N = differentiate(objective, logprobs)
 
     def total(shift: Tensor) -> float:
@@ -56,16 +67,16 @@ def test_slopes_are_those_of_finite_differences(name: str) -> None:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_unit_knows_no_other(name: str) -> None:
-    """Each pair alone has the loss and the slopes that it has among others, to the bit."""
-    objective: Objective = OBJECTIVES[name]()
-    logprobs = _logprobs(2, objective.needs_reference)
+    """Each unit alone has the loss and the slopes that it has among others, to the bit."""
+    objective, logprobs = _case(name, 2, 0.1)
     units, slope_N = differentiate(objective, logprobs)
-    ends = torch.tensor((0, *LENGTHS)).cumsum(0)[::2].tolist()
+    size = objective.sequences
+    ends = torch.tensor((0, *LENGTHS)).cumsum(0)[::size].tolist()
     for unit, (start, end) in enumerate(pairwise(ends)):
         own, reference = slice(start, end), logprobs.reference_N
         alone = TokenLogprobs(
             logprobs.policy_N[own], None if reference is None else reference[own], logprobs.weights_N[own],
-            logprobs.sequence_N[own] - 2 * unit, 2,
+            logprobs.sequence_N[own] - size * unit, size,
         )  # fmt: skip
         found, slopes = differentiate(objective, alone)
         assert torch.equal(found.losses_U[0], units.losses_U[unit]) and torch.equal(slopes, slope_N[own])

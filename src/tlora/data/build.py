@@ -19,12 +19,13 @@ import numpy as np
 from tlora import durable
 from tlora.data.columns import format_of, unused_columns
 from tlora.data.dataset import FORMAT_VERSION, Sample, Writer, find_damage, join
-from tlora.data.encode import Encoded, Encoder, encode, encode_pairs
-from tlora.data.formats import Chat, Example, Format, Pair, Rows, Text, read_example, read_pair
+from tlora.data.encode import Encoded, Encoder, encode, encode_labelled, encode_pairs
+from tlora.data.formats import Chat, Example, Format, Labelled, Pair, Text, read_example, read_labelled, read_pair
 from tlora.data.report import DataReport
-from tlora.data.rows import read_files
+from tlora.data.rows import Row, read_files
 from tlora.data.sources import Source
 from tlora.errors import DataError
+from tlora.job import Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -109,8 +110,6 @@ def build(order: Order, encoder: Encoder, file_hash: Callable[[Path], str], beat
 
 def _fill(writer: Writer, order: Order, encoder: Encoder, beat: Beat) -> DataReport:
     report = DataReport(files=[str(file) for file in order.files])
-    if order.rows == "pairs" and encoder.train_all:
-        raise DataError(f"{order.called}: train_on: all would compare the prompts of a pair too, which are the same. Remove train_on")
     sizes = [sum(file.stat().st_size for file in source.files) for source in order.sources]
     formats: list[str] = []
     for number, source in enumerate(order.sources):
@@ -133,11 +132,7 @@ def _fill_source(writer: Writer, order: Order, encoder: Encoder, report: DataRep
     for examples, places, share in _batches(order, report):
         only_numbers = only_numbers and all(isinstance(example, Text) and _is_number(example.completion) for example in examples)
         report.has_chats = report.has_chats or any(isinstance(_answer(example), Chat) for example in examples)
-        if order.rows == "pairs":
-            units = encode_pairs(encoder, cast("list[Pair]", examples), places)
-        else:
-            units = [(encoded,) for encoded in encode(encoder, cast("list[Example]", examples), places)]
-        for unit in units:
+        for unit in _encode(encoder, examples, places, order.rows):
             _add(writer, unit, order.max_length, report, encoder)
         report.rows += len(examples)
         beat(report.rows, share)
@@ -151,8 +146,23 @@ def _fill_source(writer: Writer, order: Order, encoder: Encoder, report: DataRep
         )
 
 
-def _answer(example: Example | Pair) -> Example:
-    return example.chosen if isinstance(example, Pair) else example
+def _answer(example: Example | Pair | Labelled) -> Example:
+    return example.chosen if isinstance(example, Pair) else example.example if isinstance(example, Labelled) else example
+
+
+def _read(row: Row, data_format: Format, rows: Rows) -> Example | Pair | Labelled:
+    return read_pair(row) if rows == "pairs" else read_labelled(row, data_format) if rows == "labelled" else read_example(row, data_format)
+
+
+def _encode(
+    encoder: Encoder, examples: Sequence[Example | Pair | Labelled], places: Sequence[str], rows: Rows
+) -> Sequence[Sequence[Encoded]]:
+    """The sequences of each unit."""
+    if rows == "pairs":
+        return encode_pairs(encoder, cast("list[Pair]", examples), places)
+    if rows == "labelled":
+        return [(encoded,) for encoded in encode_labelled(encoder, cast("list[Labelled]", examples), places)]
+    return [(encoded,) for encoded in encode(encoder, cast("list[Example]", examples), places)]
 
 
 def _is_number(text: str) -> bool:
@@ -163,15 +173,15 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _batches(order: Order, report: DataReport) -> Iterator[tuple[list[Example | Pair], list[str], float]]:
+def _batches(order: Order, report: DataReport) -> Iterator[tuple[list[Example | Pair | Labelled], list[str], float]]:
     """Rows as examples, some at a time: by number, and by size, so that long rows do not pile up."""
-    examples: list[Example | Pair] = []
+    examples: list[Example | Pair | Labelled] = []
     places: list[str] = []
     data_format, size, share = cast("Format | Literal['auto']", order.format), 0, 0.0
     for row in read_files(order.files, order.called):
         data_format = report.format = format_of(row, data_format, order.rows)
-        report.count_columns(unused_columns(row, data_format))
-        examples.append(read_pair(row) if order.rows == "pairs" else read_example(row, data_format))
+        report.count_columns(unused_columns(row, data_format, order.rows))
+        examples.append(_read(row, data_format, order.rows))
         places.append(row.place)
         size += sum(len(value) if isinstance(value, (str, list)) else 0 for value in row.value.values())
         share = row.share

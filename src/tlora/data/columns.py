@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tlora.data.formats import COLUMNS, Format, Rows, detect
+from tlora.data.formats import COLUMNS, VERDICT_COLUMNS, Format, detect, verdict_of
 from tlora.data.rows import Row
 from tlora.errors import DataError
+from tlora.job import Rows
 
 OPTIONAL: dict[Format, tuple[str, ...]] = {
     "tokenized": ("labels", "attention_mask"),
@@ -22,12 +23,12 @@ OPTIONAL: dict[Format, tuple[str, ...]] = {
     "preference": ("prompt", "conversations", "tools"),
 }
 PAIR_COLUMNS = ("chosen", "rejected", "rejected_response", "rejected_messages")  # of TRL and LLaMA-Factory; the last two of MS-SWIFT
-VERDICT_COLUMNS = ("label", "kto_tag")  # of TRL and MS-SWIFT; of LLaMA-Factory
-_VERDICTS = ("true", "false", "0", "1", "0.0", "1.0")
 
 
 def format_of(row: Row, data_format: Format | Literal["auto"], rows: Rows = "samples") -> Format:
-    """The format to read `row` by. Raises DataError for columns of no format, for pairs where samples are wanted, and the reverse."""
+    """The format to read `row` by. Raises DataError for columns of no format, and for columns that say
+    which answers are wanted where `rows` are others.
+    """
     if rows == "pairs":
         if any(_is_empty(row.value.get(column)) for column in COLUMNS["preference"]):
             found = ", ".join(map(str, row.value)) or "none"
@@ -42,19 +43,26 @@ def format_of(row: Row, data_format: Format | Literal["auto"], rows: Rows = "sam
             "orpo to learn from them; to imitate the wanted ones, write each into its row as the answer, and remove these columns"
         )
     found = detect(row) if data_format == "auto" else data_format
-    for column in () if found in ("text", "tokenized") else VERDICT_COLUMNS:  # without an answer, a label is a class
-        value = row.value.get(column)
-        if isinstance(value, bool | int | float | str) and str(value).strip().lower() in _VERDICTS:
-            raise DataError(
-                f"{row.place}: column {column!r} is {value!r}: it says whether the answer is wanted (preference data), and training would "
-                "imitate every answer. Keep the rows with wanted answers and remove the column, or rename it if it means something else"
-            )
+    has_answer, verdict = found not in ("text", "tokenized"), verdict_of(row)  # without an answer, a label is a class
+    if rows == "labelled" and not (has_answer and verdict is not None):
+        columns = ", ".join(map(str, row.value)) or "none"
+        raise DataError(
+            f"{row.place}: a job that learns from labelled answers needs a prompt, its answer, and a column 'label' with true or false "
+            f"(found: {columns}). Label each row so, or choose objective: sft"
+        )
+    if rows == "samples" and has_answer and verdict is not None:
+        column = next(column for column in VERDICT_COLUMNS if not _is_empty(row.value.get(column)))
+        raise DataError(
+            f"{row.place}: column {column!r} is {row.value[column]!r}: it says whether the answer is wanted (preference data), and "
+            "to imitate every answer would be wrong. Set objective: kto to learn from it, or keep the rows with wanted answers and "
+            "remove the column; rename it if it means something else"
+        )
     return found
 
 
-def unused_columns(row: Row, data_format: Format) -> list[str]:
+def unused_columns(row: Row, data_format: Format, rows: Rows = "samples") -> list[str]:
     """Columns of `row` that hold something which `data_format` does not read."""
-    used = {*COLUMNS[data_format], *OPTIONAL[data_format]}
+    used = {*COLUMNS[data_format], *OPTIONAL[data_format], *(VERDICT_COLUMNS if rows == "labelled" else ())}
     if data_format == "prompt_completion" and isinstance(row.value.get("prompt"), str):
         used.remove("tools")  # plain text goes through no template
     return [column for column, value in row.value.items() if column not in used and not _is_empty(value)]

@@ -7,7 +7,7 @@ tokens. Does not cut to a length and writes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from tlora.data.chat import Span, Template, open_template, render
 from tlora.data.dataset import Sample
-from tlora.data.formats import Chat, Example, Pair, Text, Tokens
+from tlora.data.formats import Chat, Example, Labelled, Pair, Text, Tokens
 from tlora.data.template_changes import Change, find_changes
 from tlora.errors import DataError, ModelError
 
@@ -85,6 +85,15 @@ def encode_pairs(encoder: Encoder, pairs: Sequence[Pair], places: Sequence[str])
     """The chosen and the rejected answer of each pair, with its prompt, as `encode` makes them."""
     found = encode(encoder, [answer for pair in pairs for answer in (pair.chosen, pair.rejected)], [p for p in places for _ in range(2)])
     return list(zip(found[0::2], found[1::2], strict=True))
+
+
+def encode_labelled(encoder: Encoder, answers: Sequence[Labelled], places: Sequence[str]) -> list[Encoded]:
+    """As `encode`; an unwanted answer has the negative of its weights."""
+    found = encode(encoder, [answer.example for answer in answers], places)
+    return [
+        encoded if answer.wanted else replace(encoded, sample=Sample(encoded.sample.input_ids, -encoded.sample.loss_weights))
+        for encoded, answer in zip(found, answers, strict=True)
+    ]
 
 
 def _check_vocabulary(encoder: Encoder, ids: Sequence[int] | npt.NDArray[np.int32], place: str) -> None:

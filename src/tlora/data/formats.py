@@ -17,8 +17,8 @@ from tlora.data.rows import Row
 from tlora.errors import DataError
 
 Format = Literal["chat", "prompt_completion", "text", "alpaca", "sharegpt", "tokenized", "preference"]
-Rows = Literal["samples", "pairs"]
-"""What an objective learns from: samples, or a chosen answer beside a rejected one."""
+VERDICT_COLUMNS = ("label", "kto_tag")  # of TRL and MS-SWIFT; of LLaMA-Factory
+_VERDICTS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 # Of samples, in the order of detection: sets often carry a rendered `text` or a bare `prompt` beside their real columns.
 COLUMNS: dict[Format, tuple[str, ...]] = {
     "tokenized": ("input_ids",),
@@ -73,6 +73,14 @@ class Pair:
     rejected: Chat | Text
 
 
+@dataclass(frozen=True)
+class Labelled:
+    """An answer to a prompt, and whether it is wanted; only the answer is trained."""
+
+    example: Chat | Text
+    wanted: bool
+
+
 def detect(row: Row) -> Format:
     """The format whose columns `row` has."""
     samples: dict[Format, tuple[str, ...]] = {name: columns for name, columns in COLUMNS.items() if name != "preference"}
@@ -114,6 +122,24 @@ def read_pair(row: Row) -> Pair:
     else:
         asked = _common_start(row)
     return Pair(_answered(row, asked, "chosen"), _answered(row, asked, "rejected"))
+
+
+def read_labelled(row: Row, data_format: Format) -> Labelled:
+    """The last answer in `row`, and what its label says of it. Raises DataError as `read_example` does."""
+    example, wanted = read_example(row, data_format), verdict_of(row)
+    if wanted is None or isinstance(example, Tokens):
+        _fail(row, "column 'label'", row.value.get("label"), "true or false, beside a prompt and its answer")
+    if isinstance(example, Text):
+        return Labelled(example, wanted)
+    last = max((i for i, message in enumerate(example.messages) if message["role"] != "assistant"), default=-1)
+    return Labelled(Chat(example.messages, [0.0] * (last + 1) + example.weights[last + 1 :], example.tools), wanted)
+
+
+def verdict_of(row: Row) -> bool | None:
+    """What the row's label says of its answer; None where it has none, or one that says something else."""
+    values = (row.value.get(column) for column in VERDICT_COLUMNS)
+    found = (_VERDICTS.get(str(value).strip().lower()) for value in values if isinstance(value, bool | int | float | str))
+    return next((verdict for verdict in found if verdict is not None), None)
 
 
 def _answered(row: Row, asked: list[Message], column: str) -> Chat:

@@ -24,12 +24,11 @@ import numpy.typing as npt
 
 from tlora.data import known_sets
 from tlora.data.dataset import SCRATCH_PREFIX, Dataset
-from tlora.data.formats import Rows
 from tlora.data.order import Mixture, mix, split
 from tlora.data.report import DataReport
 from tlora.data.sources import shown_files
 from tlora.errors import DataError, ModelError
-from tlora.job import DataConfig, DataSource, Sources
+from tlora.job import DataConfig, DataSource, Rows, Sources
 
 STALL_SECONDS = 180.0  # without a sign of life; a batch of half a million characters takes about one
 TAIL_BYTES = 2000

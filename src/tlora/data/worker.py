@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 from tlora.data.build import Order, build, hash_file
 from tlora.data.dataset import SCRATCH_PREFIX
 from tlora.data.encode import Encoder, open_encoder
-from tlora.data.formats import Rows
 from tlora.data.sources import is_on_hub, open_source
 from tlora.data.tokenizer import load_libraries, load_tokenizer
 from tlora.errors import DataError, ModelError
-from tlora.job import DataConfig, DataSource
+from tlora.job import DataConfig, DataSource, Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -132,10 +132,15 @@ class Engine:
         return packed
 
     def _evaluated(self, through: list[JobRun]) -> None:
+        for run in [run for run in through if run.measuring]:
+            run.measured()
+        through = [run for run in through if run.flow.complete]
+        if not through:
+            return
         means = self.decisions.evaluations(_Losses([run.passed for run in through]).read())
         for run, found in zip(through, means, strict=True):
             run.evaluated(found.loss)
-            self._listen(Evaluated(run.spec.name, run.progress, found.loss, found.metrics))
+            self._listen(Evaluated(run.spec.name, run.progress, found.loss, run.summary(found.metrics)))
             self._advance(run)
 
     def _step(self, through: list[JobRun]) -> None:
@@ -169,7 +174,7 @@ class Engine:
         for run, found in stepped:
             name = run.spec.name
             run.stepped(stats[name], found.loss)
-            self._listen(Stepped(name, run.progress, stats[name], found.loss, found.metrics))
+            self._listen(Stepped(name, run.progress, stats[name], found.loss, run.summary(found.metrics)))
         for run in sorted((run for run, _ in stepped), key=self._numel, reverse=True):  # the longest to write ends first
             self._advance(run, offered=stepping.offered)
 

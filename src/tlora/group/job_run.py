@@ -12,13 +12,13 @@ from functools import reduce
 from operator import add
 
 from tlora.adapters.adamw import StepStats
-from tlora.batching.flow import Flow, Item
+from tlora.batching.flow import Flow, Item, Kind
 from tlora.batching.pack import Row
 from tlora.data.dataset import Dataset
 from tlora.data.order import epoch_size, global_batch
 from tlora.group.progress import TrainingProgress
 from tlora.job import JobSpec
-from tlora.objectives import OBJECTIVES, Objective
+from tlora.objectives import Objective, Unit, UnitLoss, objective_of
 from tlora.supermodel.batch import BatchRow
 from tlora.supermodel.supermodel import JobLoss
 
@@ -66,10 +66,15 @@ class JobRun:
         self.steps_per_epoch = math.ceil(epoch_size(train.epoch) / spec.batch_size)
         self.progress = TrainingProgress(data=self.data_key, eval_data=self.eval_key)
         self.saved_step = -1  # of the newest checkpoint
-        self.objective: Objective | None = OBJECTIVES[spec.objective](spec.beta) if spec.objective != "sft" else None
+        self._objective: Objective | None = objective_of(spec)
+        self.objective: UnitLoss | None = self._objective
+        """Of what is on offer now; None for cross-entropy."""
         self.flow = Flow(spec.name, spec.weight)
         self.passed = Passed()
         self._normalizer = 1.0
+        self._evaluates = False
+        self._offered: tuple[Dataset, Sequence[int]] = (train, ())
+        self._before: dict[int, int] | None = None  # the row before each, while a statistic of the batch is measured
 
     @property
     def data_key(self) -> str:
@@ -90,7 +95,12 @@ class JobRun:
 
     @property
     def evaluating(self) -> bool:
-        return self.flow.kind == "eval"
+        return self._evaluates
+
+    @property
+    def measuring(self) -> bool:
+        """Whether a statistic is on offer, and not yet the batch that needs it."""
+        return self._before is not None
 
     @property
     def exhausted(self) -> bool:
@@ -115,26 +125,53 @@ class JobRun:
 
     def offer(self) -> None:
         """Put the next evaluation or global batch on offer."""
-        self.passed = Passed()
-        if self.needs_evaluation and self.evaluation is not None:
-            self._offer("eval", range(len(self.evaluation)), self.evaluation)
-            return
-        samples = global_batch(self.progress.step, self.train.epoch, self.spec.batch_size, self.spec.seed)
-        self._normalizer = float(sum(self.train.trained[i] for i in samples)) if self.objective is None else float(len(samples))
-        self._offer("train", samples, self.train)
+        self._evaluates = self.needs_evaluation
+        if self._evaluates and self.evaluation is not None:
+            self._offered = self.evaluation, range(len(self.evaluation))
+        else:
+            samples = global_batch(self.progress.step, self.train.epoch, self.spec.batch_size, self.spec.seed)
+            self._normalizer = float(sum(self.train.trained[i] for i in samples)) if self._objective is None else float(len(samples))
+            self._offered = self.train, samples
+        self.objective, self._before = self._objective, None
+        if self._objective is not None and self._objective.statistic is not None:
+            self.objective, samples = self._objective.statistic, self._offered[1]
+            self._before = dict(zip(samples, [samples[-1], *samples[:-1]], strict=True))
+        self._offer()
 
-    def _offer(self, kind: str, samples: Sequence[int], data: Dataset) -> None:
+    def measured(self) -> None:
+        """All of the statistic is through: offer the batch itself. The value stays on the device."""
+        assert self._objective is not None and self._objective.statistic is not None
+        parts, self._before = self.passed.parts, None
+        total, count = (reduce(add, column) for column in zip(*((part.loss_sum, part.weight_sum) for part in parts), strict=True))
+        self.objective = self._objective.statistic.objective(total / count)
+        self._offer()
+
+    def summary(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """What metrics show of the objective's means."""
+        return self._objective.summarise(metrics) if self._objective is not None and metrics else metrics
+
+    def _offer(self) -> None:
+        self.passed, (data, samples) = Passed(), self._offered
+        kind: Kind = "eval" if self.evaluating or self.measuring else "train"
         if self.flow.kind != kind or self.flow.runnable:  # a new kind of work, or one that starts over
-            before, self.flow = self.flow, Flow(self.spec.name, self.spec.weight, "eval" if kind == "eval" else "train")
+            before, self.flow = self.flow, Flow(self.spec.name, self.spec.weight, kind)
             self.flow.virtual_time = before.virtual_time
-        self.flow.offer([Item(i, int(data.lengths[i])) for i in samples])
+        self.flow.offer([Item(i, len(self._measured_unit(i).input_ids) if self.measuring else int(data.lengths[i])) for i in samples])
+
+    def _measured_unit(self, sample: int) -> Unit:
+        data = self._offered[0]
+        assert self._objective is not None and self._objective.statistic is not None and self._before is not None
+        own, before = (Unit(s.input_ids, s.loss_weights) for s in (data[sample], data[self._before[sample]]))
+        return self._objective.statistic.unit(own, before, int(data.lengths.max()))
 
     def batch_row(self, row: Row) -> BatchRow:
         """The sample behind a packed row."""
-        if self.evaluating and self.evaluation is not None:
-            sample = self.evaluation[row.sample]
+        if self.measuring:
+            unit = self._measured_unit(row.sample)
+            return BatchRow(self.spec.name, unit.input_ids, unit.loss_weights)
+        sample = self._offered[0][row.sample]
+        if self.evaluating:
             return BatchRow(self.spec.name, sample.input_ids, sample.loss_weights, lengths=sample.lengths)
-        sample = self.train[row.sample]
         key = (self.spec.seed, self.progress.step, row.sample) if self.spec.lora_dropout else None
         return BatchRow(self.spec.name, sample.input_ids, sample.loss_weights, self._normalizer, key, sample.lengths)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch.nn.functional import logsigmoid
@@ -18,8 +19,13 @@ class Dpo:
     """
 
     beta: float = 0.1
-    sequences: int = 2
-    needs_reference: bool = True
+
+    sequences = 2
+    needs_reference = True
+    statistic = None
+
+    def summarise(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        return means
 
     def __call__(self, logprobs: TokenLogprobs) -> UnitLosses:
         assert logprobs.reference_N is not None, "DPO compares with a reference"

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,8 +55,16 @@ class UnitLosses:
     metrics: Mapping[str, Tensor]
 
 
-class Objective(Protocol):
-    """A loss over units. The job's loss is the mean over the units of its global batch."""
+@dataclass(frozen=True)
+class Unit:
+    """One row of a job's data: token ids [L] and loss weights [L]."""
+
+    input_ids: np.ndarray
+    loss_weights: np.ndarray
+
+
+class UnitLoss(Protocol):
+    """A loss over units, as `SuperModel` computes it."""
 
     @property
     def sequences(self) -> int:
@@ -72,7 +81,34 @@ class Objective(Protocol):
         ...
 
 
-def differentiate(objective: Objective, logprobs: TokenLogprobs) -> tuple[UnitLosses, Tensor]:
+class BatchStatistic(UnitLoss, Protocol):
+    """A number of a job's whole global batch that its losses depend on: the mean of this loss over other units, made from those of the
+    batch. Measured by forward passes without gradients and dropout, before the batch's own.
+    """
+
+    def unit(self, own: Unit, before: Unit, most_tokens: int) -> Unit:
+        """What is measured for the row `own`, which follows `before` in the batch (the last one stands before the first)."""
+        ...
+
+    def objective(self, value: Tensor) -> Objective:
+        """The objective of the batch whose statistic is `value`, 0-d in fp64."""
+        ...
+
+
+class Objective(UnitLoss, Protocol):
+    """What a job minimises: the mean loss over the units of its global batch."""
+
+    @property
+    def statistic(self) -> BatchStatistic | None:
+        """What is measured of a global batch before its losses are asked for."""
+        ...
+
+    def summarise(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """What metrics show, of the means over the units of `UnitLosses.metrics`."""
+        ...
+
+
+def differentiate(objective: UnitLoss, logprobs: TokenLogprobs) -> tuple[UnitLosses, Tensor]:
     """The losses, and d(sum of losses) / d(policy log-probability) of each token [N]."""
     with torch.enable_grad():
         policy_N = logprobs.policy_N.detach().double().requires_grad_()

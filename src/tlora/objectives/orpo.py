@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +21,13 @@ class Orpo:
     """
 
     beta: float = 0.1
-    sequences: int = 2
-    needs_reference: bool = False
+
+    sequences = 2
+    needs_reference = False
+    statistic = None
+
+    def summarise(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        return means
 
     def __call__(self, logprobs: TokenLogprobs) -> UnitLosses:
         counts_S = logprobs.sum_by_sequence(torch.ones_like(logprobs.policy_N))

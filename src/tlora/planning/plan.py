@@ -16,11 +16,10 @@ from tlora.adapters.peft import load_params, read_config
 from tlora.adapters.state import AdapterLayout
 from tlora.batching.pack import auto_token_budget
 from tlora.cache_directory import cache_dir
-from tlora.data.formats import Rows
 from tlora.data.prepare import Preparation, Prepared, PrepareRequest, prepare
 from tlora.errors import CapacityError, DataError, ModelError
 from tlora.group.wall import Failure, attempt
-from tlora.job import JobSpec, ObjectiveName, Recompute, RunSpec
+from tlora.job import JobSpec, Recompute, RunSpec
 from tlora.planning.memory import MemoryModel, bytes_in_fp8, measure, memory_limit
 from tlora.planning.start import adopt_adapter_config, find_start
 from tlora.supermodel.base_name import same_base
@@ -196,13 +195,9 @@ def _take_shape(job: PlannedJob, model: SuperModel, resumed: Path | None) -> Non
 def prepare_requests(run: RunSpec, vocab_size: int) -> list[PrepareRequest]:
     """The data of all jobs of a run, keyed by their names."""
     return [
-        PrepareRequest(job.name, job.data, job.seed, run.base_model, vocab_size, cache_dir(), Path.cwd(), _rows_of(job.objective))
+        PrepareRequest(job.name, job.data, job.seed, run.base_model, vocab_size, cache_dir(), Path.cwd(), job.learns_from)
         for job in run.jobs
     ]
-
-
-def _rows_of(objective: ObjectiveName) -> Rows:
-    return "samples" if objective == "sft" else "pairs"
 
 
 def _check_length(job: PlannedJob, model: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -92,6 +92,12 @@ def _on_host(moment: _Moment | Failure) -> _Moment | Failure:
     return moment if isinstance(moment, Failure) else attempt(moment.on_host)
 
 
+def _means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each metric over the steps that have it."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {name: fmean(step[name] for step in steps if name in step) for name in names}
+
+
 class Recorder:
     """Writes for one job into `directory`. `settings`: its values of the fields that a sweep varies, for its result."""
 
@@ -139,7 +145,7 @@ class Recorder:
                 "step": p.step,
                 "epoch": round(self._run.epoch, 6),
                 "loss": sum(self._unlogged) / len(self._unlogged),
-                **{name: fmean(each[name] for each in self._unlogged_metrics) for name in report.metrics},
+                **_means(self._unlogged_metrics),
                 "grad_norm": report.stats.grad_norm,
                 "learning_rate": report.stats.learning_rate,
                 "num_tokens": p.num_tokens,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tlora.kernels.head import Head
 from tlora.kernels.linear_cross_entropy import linear_cross_entropy
-from tlora.objectives import Objective, TokenLogprobs, differentiate, round_exact
+from tlora.objectives import TokenLogprobs, UnitLoss, differentiate, round_exact
 from tlora.supermodel.batch import PackedBatch, Span
 
 
@@ -53,24 +53,24 @@ class Losses:
 
     part: PackedBatch
     head: Head
-    objectives: Mapping[str, Objective]
+    objectives: Mapping[str, UnitLoss]
     reference: Mapping[str, Tensor]
     sum_dtype: torch.dtype | None
 
     def of(self, hidden_TH: Tensor) -> tuple[dict[str, JobLoss], Tensor | None]:
         """Losses of the hidden states [T, H], and their gradient [T, H]: None in evaluation, and where nothing is trained."""
         part = self.part
-        rows, weights_N = part.labelled, part.loss_weights_T[part.labelled]
-        grad_weights_N = part.grad_weights_T[rows] if self.sum_dtype is not None else None
+        grad_weights_N = part.grad_weights_T[part.labelled] if self.sum_dtype is not None else None
         found: dict[str, JobLoss] = {}
         for span in part.spans:
             if span.job_id in self.objectives:
                 found[span.job_id] = self._ask(span, hidden_TH, grad_weights_N)
         plain = [span for span in part.spans if span.job_id not in self.objectives]
-        if not plain and grad_weights_N is None:
-            return found, None
-        train = None if grad_weights_N is None else grad_weights_N.to(self.sum_dtype)
-        losses_N, dh = linear_cross_entropy(hidden_TH[rows], self.head, part.labels_T[rows], train)
+        if grad_weights_N is None:
+            found |= self._evaluate(plain, hidden_TH)
+            return {span.job_id: found[span.job_id] for span in part.spans}, None
+        rows, weights_N = part.labelled, part.loss_weights_T[part.labelled]
+        losses_N, dh = linear_cross_entropy(hidden_TH[rows], self.head, part.labels_T[rows], grad_weights_N.to(self.sum_dtype))
         dhidden_TH = None
         if dh is not None and len(rows):
             dhidden_TH = torch.zeros_like(hidden_TH)
@@ -81,6 +81,17 @@ class Losses:
             own = slice(span.n0, span.n1)
             found[span.job_id] = JobLoss(weighted_N[own].sum(), weights_N[own].sum())
         return {span.job_id: found[span.job_id] for span in part.spans}, dhidden_TH
+
+    def _evaluate(self, spans: Sequence[Span], hidden_TH: Tensor) -> dict[str, JobLoss]:
+        """Cross-entropy of these spans alone."""
+        if not spans:
+            return {}
+        rows = torch.cat([self.part.labelled[span.n0 : span.n1] for span in spans])
+        losses_N, _ = linear_cross_entropy(hidden_TH[rows], self.head, self.part.labels_T[rows])
+        weights_N = self.part.loss_weights_T[rows]
+        sizes = [span.n1 - span.n0 for span in spans]
+        parts = zip(spans, round_exact(losses_N.double() * weights_N).split(sizes), weights_N.split(sizes), strict=True)
+        return {span.job_id: JobLoss(losses_n.sum(), weights_n.sum()) for span, losses_n, weights_n in parts}
 
     def _ask(self, span: Span, hidden_TH: Tensor, grad_weights_N: Tensor | None) -> JobLoss:
         """The objective's losses of `span`. Its derivatives become the weights with which cross-entropy's gradient is taken."""

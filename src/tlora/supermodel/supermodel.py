@@ -21,7 +21,7 @@ from tlora.adapters.bank import AdapterBank
 from tlora.adapters.state import AdapterLayout, AdapterState, init_state, make_layout
 from tlora.errors import ConfigError
 from tlora.job import BasePrecision, LoraConfig, TrainConfig
-from tlora.objectives import Objective
+from tlora.objectives import UnitLoss
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.cuda_graphs import Backward
 from tlora.supermodel.fast_path import FastPath, can_take_fast_path, compile_ahead
@@ -167,14 +167,14 @@ class SuperModel(nn.Module):
         self._give_slot_back(job_id)
         return state
 
-    def forward_backward(self, batch: PackedBatch, objectives: Mapping[str, Objective] | None = None) -> dict[str, JobLoss]:
+    def forward_backward(self, batch: PackedBatch, objectives: Mapping[str, UnitLoss] | None = None) -> dict[str, JobLoss]:
         """Loss per job, and gradients added to each job's sums until its next `optim_step`.
 
         Jobs that `objectives` names minimise that; the others cross-entropy, the mean over the tokens of their global batch.
         """
         return sum_losses(self._forward_and_back(part, objectives or {}) for part in self._parts(batch, objectives or {}))
 
-    def begin(self, batch: PackedBatch, objectives: Mapping[str, Objective] | None = None) -> Pass:
+    def begin(self, batch: PackedBatch, objectives: Mapping[str, UnitLoss] | None = None) -> Pass:
         """The same in two halves: a pass whose `forward` gives the losses, and whose `backward` adds the gradients.
 
         Several passes may be open at a time, each with its activations. The first of them is the one that CUDA graphs can serve. Before
@@ -233,7 +233,7 @@ class SuperModel(nn.Module):
 
     # -- beside them ---------------------------------------------------------------------------------------------------
 
-    def evaluate(self, batch: PackedBatch, objectives: Mapping[str, Objective] | None = None) -> dict[str, JobLoss]:
+    def evaluate(self, batch: PackedBatch, objectives: Mapping[str, UnitLoss] | None = None) -> dict[str, JobLoss]:
         """Loss per job without gradients and without dropout."""
         return sum_losses(self._forward(part, objectives or {}, train=False)[0] for part in self._parts(batch, objectives or {}))
 
@@ -249,7 +249,7 @@ class SuperModel(nn.Module):
         self.bank.remove(job_id)
         self._optimizer.remove(job_id)
 
-    def _forward_and_back(self, part: PackedBatch, objectives: Mapping[str, Objective]) -> dict[str, JobLoss]:
+    def _forward_and_back(self, part: PackedBatch, objectives: Mapping[str, UnitLoss]) -> dict[str, JobLoss]:
         losses, backward = self._forward(part, objectives, train=True)
         if backward is not None:
             backward()
@@ -259,12 +259,12 @@ class SuperModel(nn.Module):
         residents = [self._residents.get(span.job_id) for span in batch.spans]
         return self.bank.version, tuple(resident and resident.version for resident in residents)
 
-    def _parts(self, batch: PackedBatch, objectives: Mapping[str, Objective]) -> Iterable[PackedBatch]:
+    def _parts(self, batch: PackedBatch, objectives: Mapping[str, UnitLoss]) -> Iterable[PackedBatch]:
         """What is computed at once: `batch`, or each of its units by itself. The kernels are deterministic as they are."""
         self._check(batch, objectives)
         return batch.units() if self.deterministic and self._fast is None else (batch,) if batch.spans else ()
 
-    def _check(self, batch: PackedBatch, objectives: Mapping[str, Objective]) -> None:
+    def _check(self, batch: PackedBatch, objectives: Mapping[str, UnitLoss]) -> None:
         longest = max(batch.lengths, default=0)
         if self._longest_safe is not None and longest > self._longest_safe:
             raise ConfigError(
@@ -284,7 +284,7 @@ class SuperModel(nn.Module):
         return nullcontext()
 
     def _forward(
-        self, part: PackedBatch, objectives: Mapping[str, Objective], train: bool
+        self, part: PackedBatch, objectives: Mapping[str, UnitLoss], train: bool
     ) -> tuple[dict[str, JobLoss], Callable[[], object] | None]:
         """Losses of `part`, and what adds its gradients to the sums."""
         dropout = {s.job_id: self._residents[s.job_id].lora.lora_dropout for s in part.spans if train and s.has_keys}
@@ -307,7 +307,7 @@ class SuperModel(nn.Module):
             hidden_TH = hidden_states(self.base, part.input_ids_T, part.position_ids_T, part.lengths)
         return hidden_TH.detach(), hidden_TH.backward if hidden_TH.requires_grad else None
 
-    def _reference_logprobs(self, part: PackedBatch, objectives: Mapping[str, Objective]) -> dict[str, Tensor]:
+    def _reference_logprobs(self, part: PackedBatch, objectives: Mapping[str, UnitLoss]) -> dict[str, Tensor]:
         """Log-probabilities [N] under the base alone, for the jobs whose objective compares with it."""
         jobs = {s.job_id for s in part.spans if s.job_id in objectives and objectives[s.job_id].needs_reference}
         if not jobs:

@@ -1,0 +1,143 @@
+"""KTO against TRL's own trainer, on a batch of its own making: loss, KL, rewards, and the gradient of every adapter weight."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from tests.engine.test_generate import save_base
+from tests.numerics.peft_oracle import peft_config, peft_modules
+from tests.tolerances import TRAINED, assert_close
+from tlora.adapters.state import AdapterState, init_state
+from tlora.job import LoraConfig, TrainConfig
+from tlora.objectives import Kto, Unit
+from tlora.supermodel.batch import BatchRow, collate
+from tlora.supermodel.supermodel import SuperModel
+
+TRAIN = TrainConfig(lr_scheduler_type="constant", learning_rate=1e-3)
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+KTO = Kto(0.3, desirable_weight=1.5, undesirable_weight=0.75)
+ANSWERS = [
+    {"prompt": "How many players?", "completion": " There are eleven.", "label": True},
+    {"prompt": "How many players?", "completion": " Ask somebody who knows about games.", "label": False},
+    {"prompt": "Name a colour.", "completion": " A colour that I like is green.", "label": True},
+    {"prompt": "Is it late?", "completion": " It is late, it is late, it is late.", "label": False},
+    {"prompt": "Name a colour, any colour that you know.", "completion": " No.", "label": False},
+]
+
+
+def _learned_state(model: SuperModel, seed: int) -> AdapterState:
+    """An adapter with a B that is not zero: the policy is not the reference."""
+    state = init_state(model.layout(LORA), seed, torch.float32)
+    state.params.add_(torch.randn(state.params.shape, generator=torch.Generator().manual_seed(seed)) * 0.3)
+    return state
+
+
+def _trl(base: Path, state: AdapterState, directory: Path, answers: list[dict[str, Any]]) -> tuple[Any, dict[str, Tensor]]:
+    """A KTOTrainer that holds our adapter, and its batch of all `answers`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs, about themselves
+        from trl import KTOConfig, KTOTrainer
+
+        config = KTOConfig(
+            output_dir=str(directory), beta=KTO.beta, desirable_weight=KTO.desirable_weight, undesirable_weight=KTO.undesirable_weight,
+            per_device_train_batch_size=len(answers), use_cpu=True, bf16=False, report_to=[], gradient_checkpointing=False, max_length=None,
+            disable_tqdm=True, logging_strategy="no", save_strategy="no",
+        )  # fmt: skip
+        trainer = KTOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+            args=config,
+            train_dataset=Dataset.from_list(answers),
+            processing_class=AutoTokenizer.from_pretrained(base),
+            peft_config=peft_config(LORA),
+        )
+        batch = next(iter(trainer.get_train_dataloader()))
+    modules: dict[str, Any] = peft_modules(trainer.model)
+    for shape, a, b in state.layout.views(state.params):
+        modules[shape.module].lora_A["default"].weight.data.copy_(a)
+        modules[shape.module].lora_B["default"].weight.data.copy_(b.t())
+    return trainer, batch
+
+
+def _units(batch: dict[str, Tensor]) -> list[Unit]:
+    """Our units of TRL's padded batch."""
+    found = zip(batch["input_ids"], batch["attention_mask"], batch["completion_mask"], batch["label"], strict=True)
+    return [
+        Unit(ids[mask.bool()].numpy(), (trained[mask.bool()] * (1 if wanted else -1)).numpy().astype(np.float32))
+        for ids, mask, trained, wanted in found
+    ]
+
+
+def _rows(units: list[Unit]) -> list[BatchRow]:
+    return [BatchRow("a", unit.input_ids, unit.loss_weights, len(units)) for unit in units]
+
+
+def _given(model: SuperModel, units: list[Unit]) -> Kto:
+    """The objective of a batch of `units`, as a run measures it."""
+    statistic = KTO.statistic
+    longest = max(len(unit.input_ids) for unit in units) + 99
+    measured = [statistic.unit(own, before, longest) for own, before in zip(units, [units[-1], *units[:-1]], strict=True)]
+    found = model.evaluate(collate(_rows(measured)), {"a": statistic})["a"]
+    return statistic.objective(found.loss_sum / found.weight_sum)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.mark.parametrize("kept", [(0, 1, 2, 3, 4), (0, 2), (1, 3, 4)], ids=["both kinds", "wanted alone", "unwanted alone"])
+@pytest.mark.parametrize("seed", [1, 10])
+def test_it_is_what_trl_computes(base: Path, kept: tuple[int, ...], seed: int, tmp_path: Path) -> None:
+    model = SuperModel.from_pretrained(str(base))
+    state = _learned_state(model, seed)
+    trainer, batch = _trl(base, state, tmp_path, [ANSWERS[i] for i in kept])
+    model.join("a", LORA, TRAIN, state=state)
+    units = _units(batch)
+    objective = _given(model, units)
+    found = model.forward_backward(collate(_rows(units)), {"a": objective})["a"]
+
+    trainer.model.train()
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    assert found.mean == pytest.approx(float(loss.detach()), rel=1e-5)
+    theirs = {name: float(np.mean(values)) for name, values in trainer._metrics["train"].items()}
+    ours = objective.summarise({name: float(value) / len(units) for name, value in found.metrics.items()})
+    assert set(ours) == {name for name in theirs if name == "kl" or name.startswith("rewards/")}
+    for name, value in ours.items():
+        assert value == pytest.approx(theirs[name], rel=1e-4, abs=1e-4), name
+    modules = peft_modules(trainer.model)
+    for shape, da, db in state.layout.views(model.bank.take_grad("a")):
+        assert_close(da, modules[shape.module].lora_A["default"].weight.grad, TRAINED[torch.float32], f"dA of {shape.module}")
+        assert_close(db, modules[shape.module].lora_B["default"].weight.grad.t(), TRAINED[torch.float32], f"dB of {shape.module}")
+
+
+def test_a_kl_above_zero_is_among_the_cases(base: Path, tmp_path: Path) -> None:
+    """Where it is below zero it counts as zero: the comparison above must have seen both."""
+    found: list[bool] = []
+    for seed in (1, 10):
+        model = SuperModel.from_pretrained(str(base))
+        state = _learned_state(model, seed)
+        model.join("a", LORA, TRAIN, state=state)
+        for kept in ((0, 1, 2, 3, 4), (0, 2), (1, 3, 4)):
+            _, batch = _trl(base, state, tmp_path, [ANSWERS[i] for i in kept])
+            kl = _given(model, _units(batch)).kl
+            assert kl is not None
+            found.append(float(kl) > 0)
+    assert any(found) and not all(found)
+
+
+def test_a_measured_unit_is_a_prompt_with_the_answer_before_cut_at_the_end() -> None:
+    own = Unit(np.array([1, 2, 3, 4]), np.array([0, 0, 1, 1], np.float32))
+    before = Unit(np.array([5, 6, 7, 8, 9]), np.array([0, -1, -1, 0, -1], np.float32))
+    found = KTO.statistic.unit(own, before, 5)
+    assert found.input_ids.tolist() == [1, 2, 6, 7, 8] and found.loss_weights.tolist() == [0, 0, 1, 1, 0]
