@@ -20,7 +20,7 @@ from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import CheckpointError
 from tlora.group.engine import Engine
 from tlora.store import checkpoint
-from tlora.supermodel import supermodel
+from tlora.supermodel import host_optimizer, supermodel
 from tlora.supermodel.supermodel import SuperModel
 
 POISON = 260  # a token that stands in the victim's data alone
@@ -111,17 +111,17 @@ def test_a_job_without_a_finite_loss_is_not_done(wide_base: Path, data: Path, po
 def test_quarantine_after_three_steps_keeps_the_last_finite_state(neighbourhood: Neighbourhood, monkeypatch: pytest.MonkeyPatch) -> None:
     """From its fifth step on the victim's gradient is NaN; what is kept is its adapter of four steps."""
     victim = job("victim", str(neighbourhood.data / "b.jsonl"), lr_scheduler_type="constant", max_steps=20)
-    take_grad, taken = AdapterBank.take_grad, [0]
+    gradient, taken = AdapterBank.gradient, [0]
 
     def spoiled(bank: AdapterBank, job_id: str) -> Tensor:
-        grad = take_grad(bank, job_id)
+        grad = gradient(bank, job_id)
         if job_id == "victim":
             taken[0] += 1
-            if taken[0] > 4:
+            if taken[0] > 2 * 4:  # a step reads it twice, to measure and to update
                 grad[3] = float("nan")
         return grad
 
-    monkeypatch.setattr(AdapterBank, "take_grad", spoiled)
+    monkeypatch.setattr(AdapterBank, "gradient", spoiled)
     result = neighbourhood.train(victim)["victim"]
     assert (result.status, result.steps) == ("failed", 7)
     kept = neighbourhood.out / "victim" / "checkpoint-7"
@@ -228,14 +228,14 @@ def test_a_sample_that_never_fits_fails_its_job(wide_base: Path, data: Path, tmp
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room for the step"), RuntimeError("broken step")])
 def test_an_optimizer_step_that_raises(neighbourhood: Neighbourhood, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    step = supermodel.adamw_step
+    step = host_optimizer.adamw_step
 
     def raising(state: Any, *args: Any) -> Any:
         if state.layout.shapes[0].rank == 5 and state.step == 2:
             raise error
         return step(state, *args)
 
-    monkeypatch.setattr(supermodel, "adamw_step", raising)
+    monkeypatch.setattr(host_optimizer, "adamw_step", raising)
     result = neighbourhood.train(job("victim", str(neighbourhood.data / "b.jsonl"), r=5))["victim"]
     assert (result.status, result.steps) == ("failed", 2) and str(error) in result.reason
     assert (neighbourhood.out / "victim" / "checkpoint-2").is_dir()

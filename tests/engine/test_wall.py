@@ -16,6 +16,7 @@ import torch
 
 from tests.engine.tiny_runs import job, sha256, train
 from tlora import durable
+from tlora.adapters.bank import AdapterBank
 from tlora.adapters.state import AdapterState
 from tlora.engine import job_opening as admission
 from tlora.engine.watcher import Watcher
@@ -144,7 +145,7 @@ def test_writing_a_failure_may_fail_too(
 ) -> None:
     """The step raises, then there is no memory to save its state, and then none for its result."""
     left, right = beside(data)
-    raise_for_victim(monkeypatch, SuperModel, "_step", lambda _, name, __: name == "victim", BUG)
+    raise_for_victim(monkeypatch, AdapterBank, "take_grad", lambda _, name: name == "victim", BUG)
     raise_for_victim(monkeypatch, Recorder, step, lambda recorder, *_: recorder._run.spec.name == "victim", NO_MEMORY)
     raise_for_victim(
         monkeypatch, durable, "write_file", lambda path, _: path.parent.name == "victim" and path.name == "result.json", NO_MEMORY
