@@ -16,7 +16,7 @@ from tlora.data.order import Mixture, epoch_size, global_batch
 from tlora.data.prepare import Preparation, PrepareProgress
 from tlora.errors import ConfigError
 from tlora.job import JobSpec, RunSpec
-from tlora.planning.plan import PlannedJob, longest_sample, plan_jobs
+from tlora.planning.plan import PlannedJob, plan_jobs
 from tlora.protocol import JobProfile
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
@@ -49,7 +49,7 @@ def _profile(job: PlannedJob) -> ProfiledJob | ConfigError:
     profile = JobProfile(
         tokens_per_step=tokens_of_steps(lengths, train.epoch, job.spec, steps) / steps,
         steps=steps,
-        longest_sample_tokens=longest_sample(job.data),
+        longest_sample_tokens=job.longest,
         adapter_parameters=job.layout.numel,
         length_histogram=_histogram(lengths),
     )

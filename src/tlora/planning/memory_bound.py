@@ -9,7 +9,7 @@ import torch
 
 from tlora.adapters.state import AdapterLayout
 from tlora.planning.memory import measure
-from tlora.planning.plan import PlannedJob, RunPlan, check_base_fits, check_capacity, longest_sample
+from tlora.planning.plan import PlannedJob, RunPlan, check_base_fits, check_capacity
 from tlora.supermodel.supermodel import SuperModel
 
 _RANK = 64  # up to which a GPU's activations are counted
@@ -24,8 +24,7 @@ class MemoryBound:
 
     def check(self, job: PlannedJob, recomputed_layers: int) -> None:
         """A job that does not fit by itself, in micro-batches of its longest sample, gets a problem that says so."""
-        longest = longest_sample(job.data) if job.data else 1
-        check_capacity(job, replace(self._plan, token_budget=longest, longest=longest, recomputed_layers=recomputed_layers))
+        check_capacity(job, replace(self._plan, token_budget=job.longest, longest=job.longest, recomputed_layers=recomputed_layers))
 
     def lower(self, token_budget: int, longest: int, recomputed_layers: int, layouts: Sequence[AdapterLayout]) -> int:
         """The largest of `token_budget`, its half, its quarter, … with which all `layouts` fit at once; `longest` if none does."""

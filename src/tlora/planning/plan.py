@@ -44,6 +44,7 @@ class PlannedJob:
 
     spec: JobSpec
     data: Prepared | None = None
+    longest: int = 1  # tokens of the longest sample that it trains or evaluates on
     layout: AdapterLayout | None = None
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -133,7 +134,7 @@ def plan_run(
     memory = measure(model, base_bytes, device, rank)
     limit = memory_limit(device) if run.memory_limit == "auto" else run.memory_limit
     sound = [j for j in jobs if not j.problems]
-    longest = max((longest_sample(job.data) for job in sound if job.data), default=1)
+    longest = max((job.longest for job in sound), default=1)
     warnings = _budget_warnings(run, sound, longest) + _recompute_warnings(run, memory)
     fp8 = bytes_in_fp8(model, base_bytes) if run.base_precision is None and has_fp8(device, model.base.head.weight_VH.dtype) else None
     return settle(run, RunPlan(jobs, longest, 0, memory, limit, longest, fp8, warnings), memory, device)
@@ -175,7 +176,7 @@ def plan_job(spec: JobSpec, data: Prepared | DataError, model: SuperModel, resum
 def _take_data(job: PlannedJob, data: Prepared | DataError, model: Any) -> None:
     if isinstance(data, DataError):
         raise data
-    job.data = data
+    job.data, job.longest = data, longest_sample(data)
     job.spec = job.spec.model_copy(update={"data": data.data})
     job.warnings += data.warnings() + _position_warnings(data, model.config.get_text_config())
 
@@ -204,7 +205,6 @@ def _check_length(job: PlannedJob, model: Any) -> None:
     """Samples that the base cannot take at all, or only by changing the other jobs' results."""
     sets = [found for found in (job.data.train, job.data.eval) if found is not None] if job.data else []
     longest = max((int(found.longest_sequences.max()) for found in sets), default=0)
-    assert job.data is None or longest <= longest_sample(job.data), "a sequence is a part of its sample"
     table, safe = learned_positions(model), longest_safe_sequence(model)
     if table is not None and longest > table:
         raise DataError(f"a sample has {longest} tokens, and this base has {table} learned positions. Set max_length: {table}")
@@ -305,7 +305,7 @@ def _recompute_warnings(run: RunSpec, memory: MemoryModel) -> tuple[str, ...]:
 def _budget_warnings(run: RunSpec, jobs: list[PlannedJob], longest: int) -> tuple[str, ...]:
     if run.token_budget == "auto" or run.token_budget >= longest:
         return ()
-    who = next(job.spec.name for job in jobs if job.data and longest_sample(job.data) == longest)
+    who = next(job.spec.name for job in jobs if job.longest == longest)
     return (
         f"token_budget {run.token_budget} is raised to {longest}: {who} has a sample of so many tokens, and a sample is never split. "
         "Lower its max_length to keep the budget",
