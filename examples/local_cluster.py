@@ -8,6 +8,7 @@ After a stop the same command goes on with both the jobs and that log.
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Literal
 
 from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
@@ -34,7 +35,11 @@ def main(jobs_file: str, device: str, *gpus: str, apart_seconds: float = 10.0) -
         spec = next(job for job in order.jobs if job.name == name)
         jobs[name] = LocalJob(spec, found.train_set, found.eval_set)
         arrivals.append((number * apart_seconds, JobSubmitted(name, BASE, 1, found.profile, max_slowdown=2.0)))
-    machine = LocalMachine(tuple(map(int, gpus)), "cuda" if device == "cuda" else "cpu", {BASE: order.base_model}, out, order.deterministic)
+    place: Literal["cuda", "cpu"] = "cuda" if device == "cuda" else "cpu"
+    machine = LocalMachine(
+        tuple(map(int, gpus)), place, {BASE: order.base_model}, out, order.deterministic, dtype=order.dtype,
+        base_precision=order.base_precision, recompute=order.recompute, memory_limit=order.memory_limit, report_to=tuple(order.report_to),
+    )  # fmt: skip
     scheduler = Scheduler(residual_capacity(Settings(elastic=False)), cost_model())
     out.mkdir(parents=True, exist_ok=True)
     with LocalBackend(machine) as backend, closing(EventLog(out / "events.jsonl")) as log:

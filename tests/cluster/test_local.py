@@ -65,6 +65,23 @@ def fake_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     STARTED.clear()
 
 
+def test_workers_are_told_the_options_of_the_machine(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "deterministic": True,
+        "dtype": "bfloat16",
+        "base_precision": "fp8",
+        "recompute": 3,
+        "memory_limit": 10**9,
+        "report_to": ("trackio",),
+    }
+    with LocalBackend(machine(tmp_path, **options)) as made:
+        submit_all(made, {"a": job("a")}, [(0.0, submitted("a"))])
+        made.poll(), made.poll()
+        made.execute(StartGroup(group("g", 0, "a")))
+        told = STARTED[0].load
+    assert {name: getattr(told, name) for name in options} == options
+
+
 @pytest.fixture
 def backend(tmp_path: Path) -> Iterator[LocalBackend]:
     """With a, b and c just submitted."""

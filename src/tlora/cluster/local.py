@@ -24,6 +24,7 @@ from tlora import durable
 from tlora.cluster.reconciler import LocalJob, Reconciler, Worker
 from tlora.cluster.worker_process import Message, WorkerProcess
 from tlora.errors import ConfigError
+from tlora.job import BasePrecision, DType, MemoryLimit, Recompute, TrackerName
 from tlora.protocol import (
     Action,
     ChangeGroup,
@@ -50,8 +51,8 @@ _LOCK_SECONDS = 0.1  # between two looks whether a directory is free
 class LocalMachine:
     """GPUs as CUDA_VISIBLE_DEVICES numbers them, or as many one-thread workers on a CPU. `base_models`: name -> directory or hub id.
 
-    `output_dir` gets `jobs/<name>/` as `tlora train` leaves it, and the workers' logs. `deterministic` as in a jobs file: then an adapter's
-    bytes depend neither on the company that its job had nor on its moves.
+    `output_dir` gets `jobs/<name>/` as `tlora train` leaves it, and the workers' logs. What stands behind it is as in a jobs file, but for
+    `tick_seconds`. With `deterministic`, an adapter's bytes depend neither on the company that its job had nor on its moves.
     """
 
     gpus: tuple[int, ...]
@@ -60,6 +61,11 @@ class LocalMachine:
     output_dir: Path
     deterministic: bool = False
     tick_seconds: float = 60.0
+    dtype: DType = "auto"
+    base_precision: BasePrecision | None = None
+    recompute: Recompute = "auto"
+    memory_limit: MemoryLimit = "auto"
+    report_to: tuple[TrackerName, ...] = ()
 
 
 Arrival = tuple[float, JobSubmitted | Request]
@@ -255,7 +261,18 @@ class LocalBackend:
 
     def _start_worker(self, gpu: int, base_model: str) -> Worker:
         machine = self._machine
-        load = Load(base_model, str(machine.output_dir / "jobs"), machine.device, self._start_unix, machine.deterministic)
+        load = Load(
+            base_model,
+            str(machine.output_dir / "jobs"),
+            machine.device,
+            self._start_unix,
+            machine.deterministic,
+            machine.dtype,
+            machine.base_precision,
+            machine.recompute,
+            machine.memory_limit,
+            machine.report_to,
+        )
         return WorkerProcess(gpu, load, machine.output_dir / "workers" / f"gpu{gpu}.log", self._inbox, self._lock_file)
 
 
