@@ -25,8 +25,8 @@ _POINTS_PER_CHART = 48_000  # over all jobs: what a browser still draws without 
 _SHARE_COLUMNS = 120  # rows of a second are noise in a stacked area; a column is at least a few micro-batches
 _TAIL_COLOUR = "#8a929c"
 _MARKERS_UP_TO = 40  # points: short series get markers, and a single point is invisible without one
-_REWARDS = {"rewards/margins": "Reward margin", "rewards/accuracies": "Reward accuracy"}
-"""Metrics of jobs that learn from pairs, and the titles of their charts."""
+_REWARDS = {"rewards/margins": "Reward margin", "rewards/accuracies": "Reward accuracy", "kl": "KL of the global batch"}
+"""Metrics of jobs that learn which answers are wanted, and the titles of their charts."""
 
 Trace = dict[str, Any]
 Figure = dict[str, Any]
