@@ -25,8 +25,12 @@ _POINTS_PER_CHART = 48_000  # over all jobs: what a browser still draws without 
 _SHARE_COLUMNS = 120  # rows of a second are noise in a stacked area; a column is at least a few micro-batches
 _TAIL_COLOUR = "#8a929c"
 _MARKERS_UP_TO = 40  # points: short series get markers, and a single point is invisible without one
-_REWARDS = {"rewards/margins": "Reward margin", "rewards/accuracies": "Reward accuracy", "kl": "KL of the global batch"}
-"""Metrics of jobs that learn which answers are wanted, and the titles of their charts."""
+_REWARDS = {
+    "rewards/margins": ("Reward margin", "Of wanted answers over unwanted ones, mean of each logged step."),
+    "rewards/accuracies": ("Reward accuracy", "Share of each logged step's pairs whose chosen answer has the larger reward."),
+    "kl": ("KL of the global batch", "How far the adapter is from the base, on prompts with other rows' answers; at least 0."),
+}
+"""Metrics of jobs that learn which answers are wanted, and the titles and notes of their charts."""
 
 Trace = dict[str, Any]
 Figure = dict[str, Any]
@@ -92,7 +96,7 @@ def learning_charts(run: RunView, curves: Sequence[JobCurve]) -> list[Chart]:
     rates = [_line(curve, "learning_rate", ".3g") for curve in curves if curve.values["loss"]]
     norms = [trace for curve in curves for trace in _smoothed_pair(curve, "grad_norm", ".4g")]
     pairs = any(key in curve.values for curve in curves for key in _REWARDS)
-    unit = "loss per trained token or pair" if pairs else "loss per trained token"
+    unit = "loss per trained token, pair or answer" if pairs else "loss per trained token"
     note = _average_note(run, curves)
     broken = [f"{job.name} from step {step:,.0f}" for job in run.jobs if (step := job.broken_step) is not None]
     if broken:
@@ -100,19 +104,20 @@ def learning_charts(run: RunView, curves: Sequence[JobCurve]) -> list[Chart]:
     charts = (
         Chart("Train loss", _figure(losses, unit, titles), note, wide=True, log=True),
         Chart("Eval loss", _figure(evals, unit, titles), "★ marks each job's best evaluation.", log=True),
-        *(_reward_chart(key, title, curves, titles) for key, title in _REWARDS.items()),
+        *(_reward_chart(key, curves, titles) for key in _REWARDS),
         Chart("Gradient norm", _figure(norms, "norm before clipping", titles), _average_note(run, curves), log=True),
         Chart("Learning rate", _rate_figure(rates, titles), "As each job's schedule set it.", log=True),
     )
     return [chart for chart in charts if chart.figure["data"]]
 
 
-def _reward_chart(key: str, title: str, curves: Sequence[JobCurve], x_titles: dict[str, str]) -> Chart:
-    """A figure of the jobs that learn from pairs, on a linear scale: margins may be negative."""
+def _reward_chart(key: str, curves: Sequence[JobCurve], x_titles: dict[str, str]) -> Chart:
+    """A figure of the jobs that learn which answers are wanted, on a linear scale: margins may be negative."""
+    title, note = _REWARDS[key]
     traces = [trace for curve in curves if key in curve.values for trace in _smoothed_pair(curve, key, ".4g")]
     figure = _figure(traces, title.lower(), x_titles)
     figure["layout"]["yaxis"]["type"] = "linear"
-    return Chart(title, figure, "Of the chosen answer over the rejected one, mean of each logged step's pairs.")
+    return Chart(title, figure, note)
 
 
 def _average_note(run: RunView, curves: Sequence[JobCurve]) -> str:
