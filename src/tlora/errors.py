@@ -26,3 +26,7 @@ class CheckpointError(TloraError, OSError):
 
 class CapacityError(TloraError, MemoryError):
     """A job cannot fit into the memory that there is."""
+
+
+class RankError(TloraError, ConnectionError):
+    """Another rank is lost, failed or differs from this one, or ranks cannot reach each other."""

@@ -19,9 +19,9 @@ from tlora.errors import ModelError
 from tlora.job import LoraConfig, TrainConfig
 from tlora.kernels.linear_cross_entropy import chunk_bytes
 from tlora.supermodel.batch import BatchRow, collate
-from tlora.supermodel.fast_path import decoder_layers, fit_kernels
+from tlora.supermodel.fast_path import fit_kernels
 from tlora.supermodel.inject import expert_modules
-from tlora.supermodel.load import hidden_states
+from tlora.supermodel.load import hidden_states, layers_of
 from tlora.supermodel.lora_linear import ActiveBatch, LoraLinear
 from tlora.supermodel.supermodel import SuperModel
 
@@ -100,7 +100,7 @@ def measure(model: SuperModel, base_bytes: int, device: torch.device, rank: int 
     element, sums = model.base.head.weight_VH.element_size(), model.bank.sum_dtype.itemsize
     step_copies = 0 if device.type == "cuda" else 5
     if device.type == "cuda" and takes_fast_path(model):
-        layers = len(decoder_layers(model.base))
+        layers = len(layers_of(model.base.decoder))
         weights = sum(k * n for k, n in model.targets().values()) // layers
         return MemoryModel(base_bytes, _estimate(model, device, rank), layers, element, sums, step_copies, weights)
     head = model.base.head.weight_VH
@@ -121,7 +121,7 @@ def measure(model: SuperModel, base_bytes: int, device: torch.device, rank: int 
 def takes_fast_path(model: SuperModel) -> bool:
     """Whether a base on the meta device would take a GPU's compiled layers there (`fast_path.can_take_fast_path`)."""
     widths = [width for shape in model.targets().values() for width in shape]
-    return bool(decoder_layers(model.base)) and fit_kernels(model.base.head.weight_VH.dtype, widths)
+    return bool(layers_of(model.base.decoder)) and fit_kernels(model.base.head.weight_VH.dtype, widths)
 
 
 def _estimate(model: SuperModel, device: torch.device, rank: int) -> tuple[Stage, ...]:
@@ -133,7 +133,7 @@ def _estimate(model: SuperModel, device: torch.device, rank: int) -> tuple[Stage
     gradients of that and of its factors), and five of its hidden states.
     """
     head, config = model.base.head, model.model.config.get_text_config()
-    element, hidden, layers = head.weight_VH.element_size(), head.weight_VH.shape[1], len(decoder_layers(model.base))
+    element, hidden, layers = head.weight_VH.element_size(), head.weight_VH.shape[1], len(layers_of(model.base.decoder))
     shapes = list(model.targets().values())
     attention = config.num_attention_heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     layer = element * sum(n for _, n in shapes) / layers + element * attention + 4 * config.num_attention_heads

@@ -23,9 +23,8 @@ from tlora.kernels.frozen import BaseWeights
 from tlora.kernels.lora_tables import ADDRESS_FIELDS, RUNS_STEP, Run, Slots, build_tables, rank_width
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.cuda_graphs import Backward, CudaGraphs
-from tlora.supermodel.fp8_linear import Fp8Linear
-from tlora.supermodel.load import Base, hidden_states
-from tlora.supermodel.lora_linear import Context, LinearsOfOneInput, LoraLinear
+from tlora.supermodel.load import Base, hidden_states, layers_of
+from tlora.supermodel.lora_linear import BaseLinear, Context, LinearsOfOneInput, LoraLinear
 
 if TYPE_CHECKING:
     from tlora.kernels.fused_linear import LinearGroup  # these bring triton, which not every CPU install has
@@ -43,11 +42,6 @@ def can_take_fast_path(base: Base, linears: Mapping[str, LoraLinear], device: to
 def fit_kernels(dtype: torch.dtype, widths: Sequence[int]) -> bool:
     """Whether linears of `widths` (in and out features) in `dtype` are what the kernels take."""
     return dtype != torch.float64 and all(width % 16 == 0 for width in widths)
-
-
-def decoder_layers(base: Base) -> list[nn.Module]:
-    """The layers in the decoder's own lists of modules."""
-    return [layer for child in base.decoder.children() if isinstance(child, nn.ModuleList) for layer in child]
 
 
 class FastPath:
@@ -77,11 +71,12 @@ class FastPath:
         self._module_keys = np.array([linears[name].module_key for name in self._names], np.int32)
         base.model.get_input_embeddings().register_forward_hook(self._begin_graph)
         self._known: dict[str, tuple[object, tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
-        layers = decoder_layers(base)
+        layers = layers_of(base.decoder)
         self.num_layers = len(layers)
         for number, layer in enumerate(layers):
             layer.forward = self._compiled(layer.forward, number, device)
-        self._graphs = CudaGraphs(self.run, base.head.weight_VH) if device.type == "cuda" else None
+        # A graph has the addresses of weights; those of a shared base change with the slots. It is large enough to do without.
+        self._graphs = CudaGraphs(self.run, base.head.weight_VH) if device.type == "cuda" and base.layers is None else None
 
     def _begin_graph(self, _module: nn.Module, _args: object, embedded: Tensor) -> Tensor:
         """The first layer's x needs a gradient like the others': a layer without one would be compiled twice."""
@@ -166,7 +161,7 @@ class FastPath:
         return known[1]
 
 
-def find_groups(base: Base, linears: Mapping[str, nn.Linear | Fp8Linear | LoraLinear]) -> list[list[str]]:
+def find_groups(base: Base, linears: Mapping[str, BaseLinear | LoraLinear]) -> list[list[str]]:
     """Names of linears that read the very same tensor one after another, in the order in which the model calls them."""
     calls: list[tuple[str, Tensor]] = []  # holds the inputs: a freed one's identity would come again
     names = {linear: name for name, linear in linears.items()}

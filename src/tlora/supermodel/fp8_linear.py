@@ -37,6 +37,14 @@ def has_fp8(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
+def check_widths(name: str, in_features: int, out_features: int) -> None:
+    """Raises ModelError for a linear of widths that the kernels do not take in fp8."""
+    if in_features % 16 or out_features % 16:
+        raise ModelError(
+            f"base_precision fp8 needs widths that are multiples of 16, and {name} has {in_features} to {out_features}. Take it out"
+        )
+
+
 class Fp8Linear(nn.Module):
     """A frozen linear with an e4m3 weight [N, K] and an fp32 scale per row. By itself slow: it makes the weight anew each time."""
 
@@ -62,8 +70,7 @@ def hold_in_fp8(model: nn.Module, names: list[str], device: torch.device) -> Non
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear), f"{name} is {type(linear).__name__}"
         num_rows, inner = linear.weight.shape
-        if num_rows % 16 or inner % 16:
-            raise ModelError(f"base_precision fp8 needs widths that are multiples of 16, and {name} has {inner} to {num_rows}. Take it out")
+        check_widths(name, inner, num_rows)
         if device.type == "meta":
             weight, scale_N = torch.empty(num_rows, inner, dtype=DTYPE, device=device), torch.empty(num_rows, device=device)
         else:

@@ -10,15 +10,17 @@ from torch import nn
 from tlora.errors import ModelError
 from tlora.job import LoraConfig
 from tlora.supermodel.fp8_linear import Fp8Linear
-from tlora.supermodel.lora_linear import Context, LoraLinear
+from tlora.supermodel.lora_linear import BaseLinear, Context, LoraLinear
+from tlora.supermodel.streamed_linear import StreamedLinear
 
-Linears = dict[str, nn.Linear | Fp8Linear]
 
-
-def find_linears(model: nn.Module) -> Linears:
+def find_linears(model: nn.Module) -> dict[str, BaseLinear]:
     """Every `nn.Linear` of the model but the output head, by dotted name, as PEFT's `all-linear` takes them."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-    found = {name: m for name, m in model.named_modules() if (type(m) is nn.Linear or type(m) is Fp8Linear) and m is not head}
+    found: dict[str, BaseLinear] = {}
+    for name, m in model.named_modules():
+        if (type(m) is nn.Linear or type(m) is Fp8Linear or type(m) is StreamedLinear) and m is not head:
+            found[name] = m
     if not found:
         raise ModelError(f"{type(model).__name__} has no nn.Linear layer to adapt. Use a base model that is made of linear layers")
     return found
@@ -30,9 +32,7 @@ def expert_modules(model: nn.Module) -> list[str]:
     return sorted(blocks)
 
 
-def resolve_targets(
-    model: nn.Module, linears: Mapping[str, nn.Linear | Fp8Linear | LoraLinear], lora: LoraConfig
-) -> dict[str, tuple[int, int]]:
+def resolve_targets(model: nn.Module, linears: Mapping[str, BaseLinear | LoraLinear], lora: LoraConfig) -> dict[str, tuple[int, int]]:
     """Module name -> (in, out features) of the linears that `lora` adapts.
 
     A literal target matches a whole dotted name or its end, as in PEFT. Raises ModelError for a target that matches nothing
@@ -63,12 +63,12 @@ def resolve_targets(
     return sizes({name: linears[name] for name in names})
 
 
-def sizes(linears: Mapping[str, nn.Linear | Fp8Linear | LoraLinear]) -> dict[str, tuple[int, int]]:
+def sizes(linears: Mapping[str, BaseLinear | LoraLinear]) -> dict[str, tuple[int, int]]:
     """Dotted name -> (in features, out features)."""
     return {name: (linear.in_features, linear.out_features) for name, linear in linears.items()}
 
 
-def inject(model: nn.Module, linears: Mapping[str, nn.Linear | Fp8Linear], context: Context) -> dict[str, LoraLinear]:
+def inject(model: nn.Module, linears: Mapping[str, BaseLinear], context: Context) -> dict[str, LoraLinear]:
     """Replace each linear by a `LoraLinear` that holds the same frozen weight; gives these by name."""
     injected = {name: LoraLinear(linear, name, context) for name, linear in linears.items()}
     for name, linear in injected.items():

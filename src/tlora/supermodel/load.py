@@ -19,6 +19,7 @@ from tlora.job import BasePrecision, split_revision
 from tlora.kernels.frozen import FrozenLinear
 from tlora.kernels.head import Head
 from tlora.kernels.transfer import upload
+from tlora.sharing.layer_stream import LayerStream
 from tlora.supermodel import attention, attention_probe
 from tlora.supermodel.fp8_linear import check_fp8, hold_in_fp8
 from tlora.supermodel.inject import find_linears
@@ -31,12 +32,16 @@ _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 1e-1, to
 
 @dataclass(frozen=True)
 class Base:
-    """A frozen causal language model: the whole, the decoder that ends at the last norm, and the head."""
+    """A frozen causal language model: the whole, the decoder that ends at the last norm, and the head.
+
+    `layers`: what brings the weights of the decoder's layers, where several ranks share them (`shared_base.py`).
+    """
 
     model: Any
     decoder: Any
     head: Head
     name: str
+    layers: LayerStream | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -163,10 +168,10 @@ def _pick_dtype(config: Any, dtype: str, base_model: str) -> torch.dtype:
     return found
 
 
-def make_base(model: Any, name: str) -> Base:
+def make_base(model: Any, name: str, layers: LayerStream | None = None) -> Base:
     """Freeze a loaded transformers causal LM and check that packed samples get the logits that each gets alone."""
     model.requires_grad_(False).eval()
-    base = Base(model, _decoder_of(model, name), find_head(model, name), name)
+    base = Base(model, decoder_of(model, name), find_head(model, name), name, layers)
     attention.register()
     attention_probe.register()
     _check_packing(base)
@@ -190,15 +195,20 @@ def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision 
     if base_precision == "fp8":
         hold_in_fp8(model, list(find_linears(model)), torch.device("meta"))
     model.requires_grad_(False).eval()
-    return Base(model, _decoder_of(model, base_model), find_head(model, base_model), base_model)
+    return Base(model, decoder_of(model, base_model), find_head(model, base_model), base_model)
 
 
-def _decoder_of(model: Any, name: str) -> Any:
+def decoder_of(model: Any, name: str) -> Any:
     """The part that ends at the last norm. Llama 4's text model names a prefix that it does not have. Raises ModelError."""
     decoder = getattr(model, model.base_model_prefix, None) or getattr(model, "model", None)
     if decoder is None:
         raise ModelError(f"base_model {name}: {type(model).__name__} keeps its decoder in no {model.base_model_prefix!r}. Use another base")
     return decoder
+
+
+def layers_of(decoder: Any) -> list[nn.Module]:
+    """The layers in a decoder's own lists of modules."""
+    return [layer for child in decoder.children() if isinstance(child, nn.ModuleList) for layer in child]
 
 
 def find_head(model: Any, name: str) -> Head:

@@ -17,6 +17,10 @@ from tlora.kernels.multi_lora import LoraWeights, multi_lora_linear
 from tlora.kernels.segments import Segment, Segments
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.fp8_linear import Fp8Linear
+from tlora.supermodel.streamed_linear import StreamedLinear
+
+BaseLinear = nn.Linear | Fp8Linear | StreamedLinear
+"""A linear of a base before it is adapted."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +97,12 @@ class LinearsOfOneInput:
 class LoraLinear(nn.Module):
     """A frozen linear plus the adapters of the batch whose pass runs now."""
 
-    def __init__(self, linear: nn.Linear | Fp8Linear, name: str, context: Context) -> None:
+    def __init__(self, linear: BaseLinear, name: str, context: Context) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.scale_N: Tensor | None  # of the weight's rows, where it is fp8
-        self.register_buffer("scale_N", linear.scale_N if isinstance(linear, Fp8Linear) else None, persistent=False)
+        self.register_buffer("scale_N", None if isinstance(linear, nn.Linear) else linear.scale_N, persistent=False)
+        self._look_up = linear.look_up if isinstance(linear, StreamedLinear) else None
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.name, self.module_key, self._context = name, zlib.crc32(name.encode()) & 0x7FFFFFFF, context
         self.shared: LinearsOfOneInput | None = None
@@ -105,8 +110,8 @@ class LoraLinear(nn.Module):
 
     @property
     def frozen(self) -> FrozenLinear:
-        """The base's linear as this module holds it."""
-        return FrozenLinear(self.weight, self.bias, self.scale_N)
+        """The base's linear as this module holds it, or as a shared base has it now."""
+        return self._look_up() if self._look_up is not None else FrozenLinear(self.weight, self.bias, self.scale_N)
 
     def forward(self, x: Tensor) -> Tensor:
         if self._context.pass_number is not None and self.shared is not None:
@@ -124,6 +129,6 @@ class LoraLinear(nn.Module):
         return y_TN.view(*x.shape[:-1], self.out_features)
 
 
-def resident_weights(linears: Mapping[str, LoraLinear]) -> BaseWeights:
-    """Each linear's weights where the model's modules hold them."""
+def base_weights(linears: Mapping[str, LoraLinear]) -> BaseWeights:
+    """Each linear's weights where the model's modules hold or find them."""
     return lambda name: linears[name].frozen

@@ -28,7 +28,7 @@ from tlora.supermodel.fast_path import FastPath, can_take_fast_path, compile_ahe
 from tlora.supermodel.host_optimizer import HostOptimizer
 from tlora.supermodel.inject import expert_modules, find_linears, inject, resolve_targets, sizes
 from tlora.supermodel.load import Base, hidden_states, load_base, longest_safe_sequence
-from tlora.supermodel.lora_linear import ActiveBatch, Context, resident_weights
+from tlora.supermodel.lora_linear import ActiveBatch, Context, base_weights
 from tlora.supermodel.losses import JobLoss, Losses, sum_losses, token_logprobs
 from tlora.supermodel.optimizer_steps import MeasuredSteps, Optimizer, QueuedSteps, StepError
 from tlora.supermodel.passes import Pass
@@ -64,7 +64,7 @@ class SuperModel(nn.Module):
         by_sample = deterministic and bool(expert_modules(base.model))  # routers and experts give a row other bits beside other rows
         if not by_sample and can_take_fast_path(base, self._linears, weight.device):
             self._fast = FastPath(base, self._linears, self.context, deterministic)
-        self.weights = resident_weights(self._linears)
+        self.weights = base_weights(self._linears)
         self._residents: dict[str, _Resident] = {}
         self._versions = count()
         self._anchor = torch.zeros((), device=weight.device, requires_grad=True)
