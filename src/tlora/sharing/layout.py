@@ -11,11 +11,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 
 ALIGNMENT = 256  # bytes: 16 are what a tensor-map load needs, 256 what torch's own allocations on a GPU have at least
 _SCALE_BYTES = 4
+NO_OFFSETS: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -93,13 +95,18 @@ class BaseLayout:
         return {piece.name: (number, piece) for number, layer in enumerate(self.layers) for piece in layer.pieces}
 
 
-def lay_out(layers: Sequence[Mapping[str, tuple[int, int]]], dtype: torch.dtype, fp8: bool, world_size: int) -> BaseLayout:
-    """The layout of `layers`, each with the weights [N, K] of its linears by name, in `dtype` or in fp8 with scales."""
+def lay_out(
+    layers: Sequence[Mapping[str, tuple[int, int]]], dtype: torch.dtype, fp8: bool, world_size: int, offsets: Mapping[str, int] = NO_OFFSETS
+) -> BaseLayout:
+    """The layout of `layers`, each with the weights [N, K] of its linears by name, in `dtype` or in fp8 with scales.
+
+    A weight starts at a multiple of ALIGNMENT, and those that `offsets` names so many bytes behind one.
+    """
     found, range_start = list[LayerLayout](), 0
     for layer in layers:
         pieces, end = list[Piece](), 0
         for name, (num_rows, row_length) in layer.items():
-            piece = Piece(name, _align(end), num_rows, row_length, torch.float8_e4m3fn if fp8 else dtype)
+            piece = Piece(name, _align(end) + offsets.get(name, 0), num_rows, row_length, torch.float8_e4m3fn if fp8 else dtype)
             if fp8:
                 piece = Piece(name, piece.start, num_rows, row_length, piece.dtype, _align(piece.stop))
             pieces.append(piece)

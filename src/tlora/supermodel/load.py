@@ -141,7 +141,7 @@ def _move(model: Any, place: torch.device) -> Any:
 def load_weights(base_model: str, dtype: str = "auto") -> Any:
     """The transformers model, whole: a tensor that is missing would be drawn at random. Raises ModelError."""
     config = load_config(base_model)
-    _pick_dtype(config, dtype, base_model)
+    pick_dtype(config, dtype, base_model)
     if Path(base_model).is_dir():  # a hub id's files are not here yet
         check_weights(base_model, config)
     name, revision = split_revision(base_model)
@@ -157,7 +157,7 @@ def load_weights(base_model: str, dtype: str = "auto") -> Any:
     return model
 
 
-def _pick_dtype(config: Any, dtype: str, base_model: str) -> torch.dtype:
+def pick_dtype(config: Any, dtype: str, base_model: str) -> torch.dtype:
     """Of the base's weights. Raises ModelError for one that cannot be computed in."""
     found = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     if found not in _TOLERANCE:
@@ -182,7 +182,7 @@ def make_base(model: Any, name: str, layers: LayerStream | None = None) -> Base:
 def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision | None = None) -> Base:
     """The base without its weights, on the meta device: for shapes and for counting memory."""
     config = load_config(base_model)
-    wanted = _pick_dtype(config, dtype, base_model)
+    wanted = pick_dtype(config, dtype, base_model)
     attention.register()
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # of tensors without numbers: refused below

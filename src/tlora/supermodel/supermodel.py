@@ -22,6 +22,8 @@ from tlora.adapters.state import AdapterLayout, AdapterState, init_state, make_l
 from tlora.errors import ConfigError
 from tlora.job import BasePrecision, LoraConfig, TrainConfig
 from tlora.objectives import UnitLoss
+from tlora.sharing.layer_stream import FetchStats
+from tlora.sharing.peers import Sharing
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.cuda_graphs import Backward
 from tlora.supermodel.fast_path import FastPath, can_take_fast_path, compile_ahead
@@ -32,6 +34,7 @@ from tlora.supermodel.lora_linear import ActiveBatch, Context, base_weights
 from tlora.supermodel.losses import JobLoss, Losses, sum_losses, token_logprobs
 from tlora.supermodel.optimizer_steps import MeasuredSteps, Optimizer, QueuedSteps, StepError
 from tlora.supermodel.passes import Pass
+from tlora.supermodel.shared_base import load_shared_base
 
 
 @dataclass
@@ -82,9 +85,21 @@ class SuperModel(nn.Module):
         device: str = "cpu",
         deterministic: bool = False,
         base_precision: BasePrecision | None = None,
+        shared: Sharing | None = None,
     ) -> SuperModel:
-        """Load `base_model` (a directory or hub id). Raises ModelError, and ConfigError for a precision that `device` lacks."""
+        """Load `base_model` (a directory or hub id). Raises ModelError, and ConfigError for a precision that `device` lacks.
+
+        With `shared` this process is one of several on a host that load the base together: each holds a part of every decoder layer, and
+        layers are fetched as they run. Bits are those of a base of one's own. Raises RankError for what goes wrong between them.
+        """
+        if shared is not None:
+            return cls(load_shared_base(base_model, dtype, torch.device(device), base_precision, shared), deterministic)
         return cls(load_base(base_model, dtype, device, base_precision), deterministic)
+
+    @property
+    def fetches(self) -> FetchStats | None:
+        """What a shared base has fetched, and how long computing waited for it; None of a base of one's own. Waits for the device."""
+        return None if self.base.layers is None else self.base.layers.stats()
 
     @property
     def device(self) -> torch.device:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from tlora.errors import ModelError
 
@@ -43,6 +44,27 @@ def check_weights(base_model: str, config: Any) -> str | None:
         return f"{files[0].name} has no header that can be read by itself: whether all weights are there shows when they are loaded"
     _compare(_read_headers(files, base_model), config, base_model)
     return None
+
+
+def find_safetensors(name: str, revision: str | None) -> list[Path]:
+    """The safetensors files of a base: of a directory, or of a hub id, whose files are downloaded if they are not in the cache.
+
+    Raises ModelError where there are none.
+    """
+    if Path(name).is_dir():
+        files = _weight_files(Path(name), name)
+    else:
+        options: Any = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+        get_shards: Any = get_checkpoint_shard_files
+        try:
+            whole, index = (cached_file(name, file, **options) for file in _WHOLE_OR_INDEX[:2])
+            found = [whole] if whole else get_shards(name, index, revision=revision)[0] if index else []
+        except Exception as error:  # a library's border: what it raises depends on the network
+            raise ModelError(f"base_model {name}: its weights cannot be had: {' '.join(str(error).split())[:400]}") from None
+        files = [Path(file) for file in found]
+    if not files or files[0].suffix != ".safetensors":
+        raise ModelError(f"base_model {name}: has no safetensors files, which a shared base is read from. Convert it, or load it unshared")
+    return files
 
 
 def _snapshot(base_model: str) -> Path:
