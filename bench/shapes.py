@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,18 @@ SHAPES: dict[str, PretrainedConfig] = {
         tie_word_embeddings=False,
         pad_token_id=0,
     ),
+    "llama-3-70b": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        tie_word_embeddings=False,
+        pad_token_id=0,
+    ),
     "qwen3-0.6b": _qwen3(1024, 3072),
     "qwen3-1.7b": _qwen3(2048, 6144),
     "qwen3-1.7b-layer": _qwen3(2048, 6144, vocab_size=3072, num_hidden_layers=1),
@@ -56,6 +69,15 @@ SHAPES: dict[str, PretrainedConfig] = {
         pad_token_id=0,
     ),
 }
+
+
+def shape_of(name: str, layers: int | None) -> PretrainedConfig:
+    """A copy of a shape, with another number of layers if one is given."""
+    config = copy.deepcopy(SHAPES[name])
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1] * config.num_hidden_layers
+    return config
 
 
 def make_model(shape: str, device: torch.device, dtype: torch.dtype) -> Any:

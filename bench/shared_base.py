@@ -7,7 +7,8 @@
 Parts. `bits`: a small base, in 16 bits and in fp8, with recomputed layers and a reference pass, on every GPU, streamed and resident.
 `step`: forward and backward of one micro-batch over `--shape`, in turns: with resident weights (as CUDA graphs and from Python), with
 layers copied from the peers, and with layers gathered by NCCL, without and with the copy that FSDP2 makes of what it gathered.
-`links`: bytes into every GPU at once, alone. `early`: one rank ends, and the others go on reading what it held.
+`links`: bytes into every GPU at once, alone. `big`: random layers of a 70B, as many as fit. `early`: one rank ends, and the others go on
+reading what it held.
 Random weights. Medians; each rank's own figures.
 """
 
@@ -31,14 +32,14 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 from bench import machine
 from bench.shared_base_parts import PARTS, Rank
 
-SECONDS = {"bits": 150.0, "step": 170.0, "links": 60.0, "early": 60.0}  # after which a part's processes are killed
+SECONDS = {"bits": 150.0, "step": 170.0, "links": 60.0, "big": 170.0, "early": 60.0}  # after which a part's processes are killed
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=2, help="ranks: one process for each")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=f"of {','.join(PARTS)}")
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=f"in this order; of {','.join(PARTS)}")
     parser.add_argument("--shape", default="llama-3-8b", help="of bench.shapes, for step and links")
     parser.add_argument("--layers", type=int, help="fewer than the shape's")
     parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch")
