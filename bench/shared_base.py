@@ -30,7 +30,8 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # with NVLink's multicast a prog
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 from bench import machine
-from bench.shared_base_parts import PARTS, Rank
+from bench.shared_base_parts import PARTS
+from bench.shared_base_rank import Rank
 
 SECONDS = {"bits": 150.0, "step": 170.0, "links": 60.0, "big": 170.0, "early": 60.0}  # after which a part's processes are killed
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,13 +18,13 @@ from transformers import AutoModelForCausalLM
 
 from bench.machine import wait
 from bench.shapes import shape_of
-from tlora.adapters.state import init_state
-from tlora.job import LoraConfig, TrainConfig
+from bench.shared_base_rank import JOBS, Rank
+from tlora.job import LoraConfig
 from tlora.kernels.frozen import FrozenLinear
 from tlora.objectives import Dpo
 from tlora.sharing.layer_stream import LayerStream
 from tlora.sharing.peer_memory import PeerMemory, open_peer_memory
-from tlora.sharing.peers import Peers, Sharing
+from tlora.sharing.peers import Peers
 from tlora.sharing.shards import fill, random_rows
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.fp8_linear import has_fp8, hold_in_fp8
@@ -34,60 +33,7 @@ from tlora.supermodel.load import Base, make_base
 from tlora.supermodel.shared_base import assemble, lay_out_model, share_linears, share_model, stand_in
 from tlora.supermodel.supermodel import SuperModel
 
-TRAIN = TrainConfig(learning_rate=1e-4, lr_scheduler_type="constant")
-JOBS = {name: LoraConfig(r=r) for name, r in zip("abcd", (8, 16, 32, 64), strict=True)}
 WARM_UP = 3  # micro-batches of each kind: compiled, counted, captured
-
-
-class Rank:
-    """One rank of one part: its options, device and ways to meet the others, and what it has found."""
-
-    def __init__(self, options: argparse.Namespace, found: dict[str, Any], keep: Callable[[], None]) -> None:
-        self.options, self.found, self.keep = options, found, keep
-        self.number, self.count = options.rank, options.gpus
-        self.device = torch.device(options.device, options.rank) if options.device == "cuda" else torch.device("cpu")
-        self.dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        else:
-            torch.set_num_threads(1)
-
-    def sharing(self, name: str) -> Sharing:
-        store = dist.FileStore(str(self.options.directory / name), self.count)
-        return Sharing(store, self.number, self.count, self.options.slots, 120.0)
-
-    def say(self, what: str) -> None:
-        print(f"[{time.strftime('%X')} rank {self.number}] {what}", flush=True)
-
-    def note(self, key: str, value: Any) -> None:
-        """Keep it, whatever comes after."""
-        self.found[key] = value
-        self.keep()
-        self.say(f"{key}: {value}")
-
-    def model(self, shape: str, layers: int | None, seed: int = 0) -> Any:
-        torch.manual_seed(seed)
-        with self.device:
-            config = shape_of(shape, layers)
-            return AutoModelForCausalLM.from_config(config, dtype=self.dtype, attn_implementation="sdpa").eval()
-
-    def super_model(self, base: Any, jobs: Mapping[str, LoraConfig] = JOBS) -> SuperModel:
-        found = SuperModel(base)
-        for name, lora in jobs.items():
-            state = init_state(found.layout(lora), ord(name), torch.float32, self.device)
-            noise = torch.randn(state.params.shape, generator=torch.Generator().manual_seed(ord(name))).to(self.device)
-            found.join(name, lora, TRAIN, state=replace(state, params=state.params + 0.01 * noise))
-        return found
-
-    def batch(self, tokens: int, vocab_size: int, seed: int = 0) -> PackedBatch:
-        """One sample of each job."""
-        ids = torch.randint(
-            3, vocab_size, (len(JOBS), tokens // len(JOBS)), generator=torch.Generator().manual_seed(seed + 10 * self.number)
-        )
-        rows = [
-            BatchRow(name, row.int().numpy(), torch.ones(len(row)).numpy(), float(len(row))) for name, row in zip(JOBS, ids, strict=True)
-        ]
-        return collate(rows, self.device)
 
 
 # -- the same bits -----------------------------------------------------------------------------------------------------------------------
@@ -102,9 +48,9 @@ def bits(rank: Rank) -> None:
         resident = rank.model(*small[:2])
         if fp8:
             hold_in_fp8(resident, list(find_linears(resident)), rank.device)
-        expected = rank.super_model(make_base(resident, small[0]))
+        expected = rank.super_model(make_base(resident, small[0]), deterministic=True)
         base = share_model(rank.model(*small[:2]), small[0], rank.sharing(f"bits-{fp8}"), rank.device, fp8)
-        found = rank.super_model(base)
+        found = rank.super_model(base, deterministic=True)
         for recomputed in sorted({0, min(2, found.num_layers)}):
             expected.recomputed_layers = found.recomputed_layers = recomputed
             differ = _differences(rank, expected, found, small[2])
@@ -191,24 +137,51 @@ def step(rank: Rank) -> None:
     batch = rank.batch(options.tokens, model.base.vocab_size)
     kinds: dict[str, tuple[Any, bool]] = {"resident": (resident, True), "resident, no graphs": (resident, False)}
     kinds |= {name: (partial(_look_up, resident, stream), False) for name, stream in streams.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in kinds}
-    exposed: dict[str, list[float]] = {name: [] for name in streams}
     rank.note("layer_bytes", layout.slot_bytes)
-    for turn in range(WARM_UP + options.repeats):
-        for name, (look_up, graphs) in kinds.items():
-            peers.exchange(f"turn-{turn}-{name}", True)
-            waited = streams[name].stats().exposed_seconds if name in streams else 0.0
-            taken = _time(rank, model, batch, look_up, graphs)
-            if turn == 0:
-                rank.say(f"{name}: first micro-batch {taken:.2f} s")
-            if turn >= WARM_UP:
-                seconds[name].append(taken)
-                if name in streams:
-                    exposed[name].append(streams[name].stats().exposed_seconds - waited)
-        if turn >= WARM_UP:
-            _report_steps(rank, layout.slot_bytes * 2 * len(layout.layers), seconds, exposed)
-    rank.note("seconds", seconds)
+    times = Times(rank, model, batch, peers, streams)
+    times.take({name: kinds[name] for name in ("resident", "resident, no graphs", "copies")}, "first")
+    times.take({name: kind for name, kind in kinds.items() if name not in ("resident", "resident, no graphs")}, "then")
+    rank.note("seconds", times.seconds)
     peers.exchange("end", True)
+
+
+class Times:
+    """Seconds of micro-batches of each kind, and for how many of them computing waited for weights."""
+
+    def __init__(self, rank: Rank, model: SuperModel, batch: PackedBatch, peers: Peers, streams: Mapping[str, LayerStream]) -> None:
+        self._rank, self._model, self._batch, self._peers, self._streams = rank, model, batch, peers, streams
+        self.seconds: dict[str, list[float]] = {}
+        self._exposed: dict[str, list[float]] = {}
+
+    def take(self, kinds: Mapping[str, tuple[Any, bool]], key: str) -> None:
+        """Kinds in turns, on all ranks at once; after each turn what is known is kept."""
+        self.seconds |= {name: [] for name in kinds}
+        self._exposed |= {name: [] for name in kinds if name in self._streams}
+        for turn in range(WARM_UP + self._rank.options.repeats):
+            for name, (look_up, graphs) in kinds.items():
+                self._peers.exchange(f"{key}-{turn}-{name}", True)
+                self._take(name, look_up, graphs, turn)
+            if turn >= WARM_UP:
+                self._report()
+
+    def _take(self, name: str, look_up: Any, graphs: bool, turn: int) -> None:
+        stream = self._streams.get(name)
+        waited = stream.stats().exposed_seconds if stream else 0.0
+        taken = _time(self._rank, self._model, self._batch, look_up, graphs)
+        if turn == 0:
+            self._rank.say(f"{name}: first micro-batch {taken:.2f} s")
+        if turn >= WARM_UP:
+            self.seconds[name].append(taken)
+            if stream:
+                self._exposed[name].append(stream.stats().exposed_seconds - waited)
+
+    def _report(self) -> None:
+        medians = {name: statistics.median(found) for name, found in self.seconds.items()}
+        self._rank.note("median_seconds", medians)
+        self._rank.note("over_resident", {name: medians[name] / medians["resident"] for name in medians})
+        self._rank.note("over_resident_without_graphs", {name: medians[name] / medians["resident, no graphs"] for name in medians})
+        self._rank.note("exposed_fetch_seconds", {name: statistics.median(found) for name, found in self._exposed.items()})
+        self._rank.note("tokens_per_second", {name: self._rank.options.tokens / taken for name, taken in medians.items()})
 
 
 def _look_up(resident: Callable[[str], FrozenLinear], stream: LayerStream, name: str) -> FrozenLinear:
@@ -248,16 +221,6 @@ def _graphs(model: SuperModel, allowed: bool) -> Iterator[None]:
     finally:
         if hook is not None:
             hook.remove()
-
-
-def _report_steps(rank: Rank, bytes_fetched: int, seconds: dict[str, list[float]], exposed: dict[str, list[float]]) -> None:
-    medians = {name: statistics.median(found) for name, found in seconds.items()}
-    rank.note("median_seconds", medians)
-    rank.note("over_resident", {name: medians[name] / medians["resident"] for name in medians})
-    rank.note("over_resident_without_graphs", {name: medians[name] / medians["resident, no graphs"] for name in medians})
-    rank.note("exposed_fetch_seconds", {name: statistics.median(found) for name, found in exposed.items()})
-    rank.note("fetch_share_of_step", bytes_fetched / 350e9 / medians["resident"])
-    rank.note("tokens_per_second", {name: rank.options.tokens / taken for name, taken in medians.items()})
 
 
 # -- bytes alone -------------------------------------------------------------------------------------------------------------------------

@@ -35,7 +35,9 @@ class PeerMemory(Protocol):
 def open_peer_memory(num_bytes: int, peers: Peers, device: torch.device) -> PeerMemory:
     """`num_bytes`, as many on all ranks. Raises RankError where ranks cannot read each other's memory."""
     peers.agree("memory", [num_bytes, device.type], "memory of bytes on")
-    return _GpuMemory(num_bytes, peers, device) if device.type == "cuda" else _HostMemory(num_bytes, peers)
+    if device.type != "cuda":
+        return _HostMemory(num_bytes, peers)
+    return _GpuMemory(num_bytes, peers, torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
 
 
 class _HostMemory:
