@@ -17,12 +17,14 @@ from tests.tiny import make_model, make_samples
 from tlora.adapters.state import init_state
 from tlora.job import LoraConfig, TrainConfig
 from tlora.objectives import Dpo
+from tlora.planning.memory import bytes_when_shared
+from tlora.planning.memory_probe import _storage_bytes
 from tlora.sharing.peers import Sharing
 from tlora.supermodel import supermodel
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.fp8_linear import hold_in_fp8
 from tlora.supermodel.inject import find_linears
-from tlora.supermodel.load import make_base
+from tlora.supermodel.load import Base, find_head, make_base
 from tlora.supermodel.shared_base import share_model
 from tlora.supermodel.supermodel import SuperModel
 
@@ -163,3 +165,24 @@ def test_so_do_they_on_the_kernels_with_layers_that_are_computed_again(
     fp8: bool, recomputed_layers: int, ranks: Ranks, tmp_path: Path
 ) -> None:
     ranks.run(check_kernels, store_path(tmp_path), fp8, recomputed_layers)
+
+
+def check_memory(rank: int, store: str, fp8: bool) -> None:
+    """What is predicted from an outline is what a rank holds."""
+    streamed = make_super_model(False, fp8, Sharing(FileStore(store, 2), rank, 2))
+    model = make_model("llama-tied", **SHAPE)
+    if fp8:
+        hold_in_fp8(model, list(find_linears(model)), CPU)
+    base_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    model.to("meta")
+    predicted = bytes_when_shared(SuperModel(Base(model, model.model, find_head(model, "tiny"), "tiny")), base_bytes, 2)
+    parameters = {p.data_ptr(): p.numel() * p.element_size() for p in streamed.model.parameters() if not p.is_meta}
+    assert streamed.base.layers is not None
+    assert predicted == sum(parameters.values()) + streamed.base.layers.held_bytes
+    buffers = sum(b.numel() * b.element_size() for b in streamed.model.buffers())
+    assert _storage_bytes(streamed) == predicted + buffers
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_memory_of_a_rank_is_predicted_and_counted(fp8: bool, ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(check_memory, store_path(tmp_path), fp8)

@@ -18,11 +18,13 @@ from tlora.adapters.state import AdapterLayout
 from tlora.errors import ModelError
 from tlora.job import LoraConfig, TrainConfig
 from tlora.kernels.linear_cross_entropy import chunk_bytes
+from tlora.sharing.layout import lay_out
 from tlora.supermodel.batch import BatchRow, collate
 from tlora.supermodel.fast_path import fit_kernels
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import hidden_states, layers_of
 from tlora.supermodel.lora_linear import ActiveBatch, LoraLinear
+from tlora.supermodel.shared_base import shapes_by_layer
 from tlora.supermodel.supermodel import SuperModel
 
 _PROBE_TOKENS = 64
@@ -164,6 +166,18 @@ def bytes_in_fp8(model: SuperModel, base_bytes: int) -> int:
     plain = [m for m in model.model.modules() if isinstance(m, LoraLinear) and m.scale_N is None]
     saved = sum(m.weight.numel() * (m.weight.element_size() - 1) - 4 * m.out_features for m in plain)
     return base_bytes - saved + 2 * max((m.weight.numel() for m in plain), default=0)
+
+
+def bytes_when_shared(model: SuperModel, base_bytes: int, world_size: int, slots: int = 2) -> int:
+    """What `base_bytes` would be on each of `world_size` ranks that share the base: a part of every decoder layer, `slots` whole ones, and
+    all that is in no layer. `model` is on the meta device.
+    """
+    linears = {m.name: m for m in model.model.modules() if isinstance(m, LoraLinear)}
+    layers = shapes_by_layer(model.model, layers_of(model.base.decoder), linears)
+    fp8, dtype = any(m.scale_N is not None for m in linears.values()), model.base.head.weight_VH.dtype
+    layout = lay_out(layers, dtype, fp8, world_size)
+    streamed = sum(piece.stop - piece.start for _, piece in layout.places.values())
+    return base_bytes - streamed + layout.rank_bytes + min(slots, len(layers)) * layout.slot_bytes
 
 
 def _probe_lora(model: SuperModel) -> LoraConfig:

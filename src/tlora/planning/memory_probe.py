@@ -189,9 +189,10 @@ def _fit(peaks: Sequence[Peaks], found: Sequence[float]) -> tuple[Stage, float]:
 
 
 def _storage_bytes(model: SuperModel) -> int:
-    """Parameters and buffers of the base, each storage once: tied weights are one."""
-    tensors = [*model.model.parameters(), *model.model.buffers()]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    """Parameters and buffers of the base, each storage once (tied weights are one), and what this rank holds of a shared base's layers."""
+    tensors = [t for t in (*model.model.parameters(), *model.model.buffers()) if not t.is_meta]
+    layers = model.base.layers.held_bytes if model.base.layers is not None else 0
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()) + layers
 
 
 # -- what was measured, for `tlora check` ------------------------------------------------------------------------------

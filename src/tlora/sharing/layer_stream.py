@@ -63,9 +63,9 @@ class LayerStream:
         self._num_fetched = self._bytes_fetched = 0
 
     @property
-    def slot_bytes(self) -> int:
-        """Of all slots together."""
-        return sum(slot.bytes.numel() for slot in self._slots)
+    def held_bytes(self) -> int:
+        """Memory of this rank: its ranges of all layers, and the slots."""
+        return self._memory.own.numel() + sum(slot.bytes.numel() for slot in self._slots)
 
     def stats(self) -> FetchStats:
         """Waits for what was computed up to now."""

@@ -21,6 +21,7 @@ from tlora.sharing.shards import Rows, fill
 from tlora.supermodel.fp8_linear import check_fp8, check_widths, hold_in_fp8
 from tlora.supermodel.inject import expert_modules, find_linears
 from tlora.supermodel.load import Base, decoder_of, layers_of, load_config, make_base, pick_dtype
+from tlora.supermodel.lora_linear import BaseLinear, LoraLinear
 from tlora.supermodel.streamed_linear import StreamedLinear
 from tlora.supermodel.tensor_files import StoredTensor, find_tensors
 from tlora.supermodel.weight_files import check_weights, find_safetensors, refuse_incomplete
@@ -113,17 +114,23 @@ def lay_out_model(model: Any, name: str, fp8: bool, world_size: int, offsets: Ma
 
     Raises ModelError where there are none, or for widths that fp8 cannot have.
     """
-    found, names = find_linears(model), {module: dotted for dotted, module in model.named_modules()}
     dtype = model.get_output_embeddings().weight.dtype
-    layers: list[dict[str, tuple[int, int]]] = []
-    for layer in layers_of(decoder_of(model, name)):
-        inside = {n: m for n, m in found.items() if n.startswith(names[layer] + ".") and m.weight.dtype == dtype}
-        layers.append({n: (m.out_features, m.in_features) for n, m in inside.items()})
-        for linear, (num_rows, row_length) in layers[-1].items() if fp8 else ():
-            check_widths(linear, row_length, num_rows)
-    if not any(layers):
+    linears = {dotted: linear for dotted, linear in find_linears(model).items() if linear.weight.dtype == dtype}
+    layers = shapes_by_layer(model, layers_of(decoder_of(model, name)), linears)
+    if not layers:
         raise ModelError(f"base_model {name}: {type(model).__name__} has no list of decoder layers with linears to share. Load it unshared")
-    return lay_out([layer for layer in layers if layer], dtype, fp8, world_size, offsets)
+    for linear, (num_rows, row_length) in ((n, shape) for layer in layers for n, shape in layer.items() if fp8):
+        check_widths(linear, row_length, num_rows)
+    return lay_out(layers, dtype, fp8, world_size, offsets)
+
+
+def shapes_by_layer(
+    model: nn.Module, layers: Sequence[nn.Module], linears: Mapping[str, BaseLinear | LoraLinear]
+) -> list[dict[str, tuple[int, int]]]:
+    """For each of `layers` that has any of `linears` within it: these by name, with the shape [N, K] of the weight."""
+    names = {module: dotted for dotted, module in model.named_modules()}
+    found = [{n: (m.out_features, m.in_features) for n, m in linears.items() if n.startswith(names[layer] + ".")} for layer in layers]
+    return [layer for layer in found if layer]
 
 
 def share_linears(model: Any, layout: BaseLayout, rows: Rows, peers: Peers, device: torch.device) -> LayerStream:
