@@ -118,3 +118,9 @@ def test_one_rank_alone_has_all(tmp_path: Path) -> None:
     target = torch.zeros(50, dtype=torch.uint8)
     memory.read(0, 50, target)
     assert bool((target == 3).all())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+def test_gpus_that_cannot_be_had_are_refused_with_both_reasons() -> None:
+    with pytest.raises(RankError, match=r"torch's symmetric memory .* cannot be had: .*; CUDA's IPC handles .* cannot be had: .*one host"):
+        open_peer_memory(100, Peers(Sharing(HashStore(), 0, 1)), torch.device("cuda", 0))

@@ -9,11 +9,16 @@ NVLink by the copy engines and take no processors from kernels. On a CPU it is a
 
 from __future__ import annotations
 
+import base64
 import os
+import pickle
+import warnings
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 from tlora.errors import RankError
 from tlora.sharing.peers import Peers
@@ -37,7 +42,7 @@ def open_peer_memory(num_bytes: int, peers: Peers, device: torch.device) -> Peer
     peers.agree("memory", [num_bytes, device.type], "memory of bytes on")
     if device.type != "cuda":
         return _HostMemory(num_bytes, peers)
-    return _GpuMemory(num_bytes, peers, torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
+    return _open_gpu_memory(num_bytes, peers, torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
 
 
 class _HostMemory:
@@ -69,25 +74,64 @@ def _map(pid: int, descriptor: int, num_bytes: int) -> Tensor:
 
 
 class _GpuMemory:
-    def __init__(self, num_bytes: int, peers: Peers, device: torch.device) -> None:
-        # A program that uses NVLink's multicast can put all GPUs of a host out of service. torch reads this as it allocates.
-        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        try:
-            from torch._C._distributed_c10d import _SymmetricMemory
+    """`parts`: the memory of each rank as this device reads it. They live as long as `keep`."""
 
-            name = f"tlora-shared-base-{peers.name}"
-            self.own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
-            peers.exchange("allocated", True)  # so that none dies between the others' first and last word to each other
-            _SymmetricMemory.set_group_info(name, peers.rank, peers.world_size, peers.store)
-            self._handle = _SymmetricMemory.rendezvous(self.own, name)
-            self._parts = [self._handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(peers.world_size)]
-        except (ImportError, AttributeError, TypeError, RuntimeError) as error:
-            why = " ".join(str(error).split())[:300]
-            raise RankError(
-                f"GPUs cannot read each other's memory through torch's symmetric memory (torch {torch.__version__}: {why}). "
-                "A shared base needs GPUs of one host that are connected by NVLink, each of which all ranks can see"
-            ) from None
-        assert not self._handle.multicast_ptr, "multicast is on, and must not be"
+    def __init__(self, own: Tensor, parts: Sequence[Tensor], keep: object) -> None:
+        self.own, self._parts, self._keep = own, parts, keep
 
     def read(self, peer: int, start: int, target: Tensor) -> None:
         target.copy_(self._parts[peer][start : start + target.numel()], non_blocking=True)
+
+
+def _open_gpu_memory(num_bytes: int, peers: Peers, device: torch.device) -> PeerMemory:
+    """Symmetric memory; where one rank cannot have it, CUDA's IPC handles for all, and a warning."""
+    refusals = list[str]()
+    for way, connect in (("torch's symmetric memory", _connect_symmetric), ("CUDA's IPC handles", _connect_ipc)):
+        try:
+            found, why = connect(num_bytes, peers, device), None
+        except RankError:
+            raise
+        except Exception as error:  # a library's border: what it raises depends on version, driver and container
+            found, why = None, " ".join(str(error).split())[:200]
+        told = [w for w in peers.exchange(f"through {way}", why) if w is not None]
+        if found is not None and not told:
+            if refusals:
+                warnings.warn(
+                    f"a shared base is read through {way}, at two thirds of the speed: {refusals[0]}", RuntimeWarning, stacklevel=2
+                )
+            return found
+        refusals.append(f"{way} (torch {torch.__version__}) cannot be had: {told[0]}")
+    raise RankError(f"GPUs cannot read each other's memory. {'; '.join(refusals)}. Use GPUs of one host that all ranks can see")
+
+
+def _connect_symmetric(num_bytes: int, peers: Peers, device: torch.device) -> _GpuMemory:
+    # A program that uses NVLink's multicast can put all GPUs of a host out of service. torch reads this as it allocates.
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    name, own, why = f"tlora-shared-base-{peers.name}", None, None
+    try:
+        torch.cuda.empty_cache()  # this memory is not the caching allocator's
+        own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+    except RuntimeError as error:
+        why = str(error)
+    refused = [w for w in peers.exchange("allocated", why) if w is not None]  # else some would wait for one who does not come
+    if own is None or refused:
+        raise RuntimeError(refused[0])
+    _SymmetricMemory.set_group_info(name, peers.rank, peers.world_size, peers.store)
+    handle = _SymmetricMemory.rendezvous(own, name)
+    assert not handle.multicast_ptr, "multicast is on, and must not be"
+    return _GpuMemory(own, [handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(peers.world_size)], handle)
+
+
+def _connect_ipc(num_bytes: int, peers: Peers, device: torch.device) -> _GpuMemory:
+    own = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    handles = peers.exchange("handles", base64.b64encode(pickle.dumps(reduce_tensor(own))).decode())
+    parts = [own if peer == peers.rank else _rebuild(handle) for peer, handle in enumerate(handles)]
+    return _GpuMemory(own, parts, None)
+
+
+def _rebuild(handle: str) -> Tensor:
+    """A peer's tensor. The handle is of a rank of this very run, as all that is in its store."""
+    rebuild, arguments = pickle.loads(base64.b64decode(handle))
+    return rebuild(*arguments)
