@@ -14,7 +14,8 @@ import os
 import pickle
 import warnings
 from collections.abc import Sequence
-from typing import Protocol
+from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from tlora.errors import RankError
 from tlora.sharing.peers import Peers
+
+_GROUP_TIME = timedelta(seconds=60)  # for peers to find each other
 
 
 class PeerMemory(Protocol):
@@ -109,7 +112,7 @@ def _connect_symmetric(num_bytes: int, peers: Peers, device: torch.device) -> _G
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     from torch._C._distributed_c10d import _SymmetricMemory
 
-    name, own, why = f"tlora-shared-base-{peers.name}", None, None
+    group, own, why = _register_group(peers), None, None
     try:
         torch.cuda.empty_cache()  # this memory is not the caching allocator's
         own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
@@ -118,10 +121,25 @@ def _connect_symmetric(num_bytes: int, peers: Peers, device: torch.device) -> _G
     refused = [w for w in peers.exchange("allocated", why) if w is not None]  # else some would wait for one who does not come
     if own is None or refused:
         raise RuntimeError(refused[0])
-    _SymmetricMemory.set_group_info(name, peers.rank, peers.world_size, peers.store)
-    handle = _SymmetricMemory.rendezvous(own, name)
+    handle = _SymmetricMemory.rendezvous(own, group.group_name)
     assert not handle.multicast_ptr, "multicast is on, and must not be"
-    return _GpuMemory(own, [handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(peers.world_size)], handle)
+    return _GpuMemory(own, [handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(peers.world_size)], (handle, group))
+
+
+def _register_group(peers: Peers) -> Any:
+    """A group of the peers that symmetric memory finds by its name, and whose store it uses. The registry does not hold it: keep it.
+    torch's default group is left alone, for whoever trains in this process.
+    """
+    from torch._C import _distributed_c10d as c10d
+    from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo
+
+    name: Any = f"tlora-shared-base-{peers.name}"
+    group = ProcessGroup(PrefixStore(name, peers.store), peers.rank, peers.world_size)
+    gloo = ProcessGroupGloo(PrefixStore(f"{name}/gloo", peers.store), peers.rank, peers.world_size, _GROUP_TIME)
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+    group._set_group_name(name)
+    c10d._register_process_group(name, group)
+    return group
 
 
 def _connect_ipc(num_bytes: int, peers: Peers, device: torch.device) -> _GpuMemory:
