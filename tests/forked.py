@@ -27,10 +27,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 REPOSITORY, PYTHON = Path(__file__).parents[1], sys.executable  # a test may put another in place of the latter
-SERVERS = {"tlora": "training", "tlora.engine.worker": "training", "tlora.data.worker": "tokenizing"}
+SERVERS = {"tlora": "training", "tlora.engine.worker": "training", "tlora.engine.ranks.rank": "training", "tlora.data.worker": "tokenizing"}
 """Which server forks the process of a module: those that tokenize go without torch."""
 IMPORTS = {
-    "training": ("tlora.engine.train", "tlora.engine.worker", "tlora.engine.check", "tlora.cli.commands", "tlora.cli.terminal"),
+    "training": (
+        "tlora.engine.train",
+        "tlora.engine.worker",
+        "tlora.engine.ranks.rank",
+        "tlora.engine.check",
+        "tlora.cli.commands",
+        "tlora.cli.terminal",
+    ),
     "tokenizing": ("tlora.data.worker",),
 }
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>

@@ -47,7 +47,7 @@ class FakeEngine:
         self.options: dict[str, Any] = {}
         self.data_worker: subprocess.Popen[bytes] | None = None
 
-    def train(self, run: RunSpec, *, watcher: Watcher, data_worker: WorkerProcess, **options: Any) -> Results:
+    def train(self, run: RunSpec, *, watcher: Watcher, data_worker: WorkerProcess, crew: object, **options: Any) -> Results:
         self.run, self.options, self.data_worker = run, options, data_worker.process
         assert self.data_worker.poll() is None, "the process that prepares data is not running"
         if self.error:
@@ -182,7 +182,7 @@ def test_train_hands_its_options_on_and_ends_with_0(jobs_file: Path, use: Callab
     code, out, _ = call("train", jobs_file, "--resume", "--device", "cpu", "--output-dir", "other", "--set", "jobs.sql.r=3")
     assert code == 0
     assert engine.run and engine.run.output_dir == "other" and [job.r for job in engine.run.jobs] == [16, 3]
-    assert engine.options == {"resume": True, "overwrite": False, "device": "cpu"}
+    assert engine.options == {"resume": True, "overwrite": False, "device": "cpu", "gpus": None}
     assert engine.data_worker is not None and engine.data_worker.poll() is not None, "the process that prepares data outlives the command"
     assert "a notable line" in out and "[1.0 s] polite: training, step 1/5, loss 2.0000" in out
     assert "out/sql" in out and "report: out/report.html" in out and "\x1b" not in out
@@ -193,7 +193,7 @@ def test_the_defaults_of_train(jobs_file: Path, use: Callable[..., None]):
     use("tlora.engine.train", train=engine.train)
     call("train", jobs_file, "--overwrite")
     assert engine.run and engine.run.output_dir == "out"
-    assert engine.options == {"resume": False, "overwrite": True, "device": None}
+    assert engine.options == {"resume": False, "overwrite": True, "device": None, "gpus": None}
 
 
 def test_quiet_prints_the_results_only(jobs_file: Path, use: Callable[..., None]):

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 from tests.engine.tiny_runs import job, run_spec, train
 from tlora.adapters.state import AdapterLayout, AdapterShape
-from tlora.engine import train as training
+from tlora.engine import session as training
 from tlora.engine.check import check
 from tlora.engine.watcher import Watcher
 from tlora.errors import CapacityError

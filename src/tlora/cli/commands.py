@@ -14,6 +14,7 @@ from tlora.cli.simulate_command import simulate
 from tlora.garbage import no_collection
 
 if TYPE_CHECKING:
+    from tlora.engine.ranks.external import Launched
     from tlora.job import RunSpec
 
 app = typer.Typer(
@@ -36,6 +37,14 @@ Settings = Annotated[
 ]
 Device = Annotated[
     str | None, typer.Option(metavar="cpu|cuda", help="Where to compute; by default on the GPU if there is one.", show_default=False)
+]
+Gpus = Annotated[
+    str | None,
+    typer.Option(
+        metavar="all|N|0,2",
+        help="Train on several GPUs: all, a number of them, or their indices. With --device cpu, a number of processes.",
+        show_default=False,
+    ),
 ]
 _UNUSED = (
     "sklearn",
@@ -92,6 +101,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoints in the output directory.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in the output directory.")] = False,
     device: Device = None,
+    gpus: Gpus = None,
     settings: Settings = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the results only.")] = False,
     debug: Debug = False,
@@ -106,18 +116,25 @@ def train(
         console = open_console()
         from tlora.cli.progress import watching
         from tlora.data.prepare import start_worker
+        from tlora.engine.ranks.crew import start_ranks
+        from tlora.engine.ranks.external import launched
 
-        # the data worker imports its libraries while this process imports its own
-        with watching(None if quiet else console) as watcher, start_worker() as data_worker:
+        launch = launched()
+        if launch is not None and launch.rank > 0:
+            raise typer.Exit(_obey_rank_0(run, launch))
+        # the data worker and the ranks import their libraries while this process imports its own
+        with watching(None if quiet else console) as watcher, start_worker() as data_worker, start_ranks(gpus, launch) as crew:
             with keep_interrupts():
                 _load_libraries()
                 from tlora.engine.train import train as train_run
 
-            results = train_run(run, resume=resume, overwrite=overwrite, device=device, watcher=watcher, data_worker=data_worker)
+            options = {"resume": resume, "overwrite": overwrite, "device": device, "gpus": gpus}
+            results = train_run(run, **options, watcher=watcher, data_worker=data_worker, crew=crew)
         from tlora.cli.result_view import exit_code, print_end
 
         again = [str(jobs_file), *(["--output-dir", str(output_dir)] if output_dir else [])]
         again += ["--device", device] if device else []
+        again += ["--gpus", gpus] if gpus else []
         again += [part for setting in settings or [] for part in ("--set", setting)]
         print_end(console, results, again)
         raise typer.Exit(exit_code(results.values(), results.signal_number))
@@ -197,6 +214,15 @@ def tune(
 
 
 app.command()(simulate)
+
+
+def _obey_rank_0(run: RunSpec, launch: Launched) -> int:
+    """What `tlora train` does on the other ranks of a launcher: nothing of it is shown. Returns the exit status."""
+    _load_libraries()
+    from tlora.engine.ranks.external import digest_of, find_owner
+    from tlora.engine.ranks.rank import serve
+
+    return serve(find_owner(launch), launch.rank, digest_of(run))
 
 
 def _read(jobs_file: Path, settings: list[str] | None, output_dir: Path | None) -> RunSpec:

@@ -97,7 +97,8 @@ class PlainView:
 
 def plain_line(seconds: float, job: JobProgress) -> str:
     """One job in one line: time, name, step, losses, speed."""
-    parts = [f"{job.name}: {job.status}", f"step {job.step}/{job.total_steps}"]
+    where = f" on GPU {job.gpu}" if job.gpu is not None else ""
+    parts = [f"{job.name}: {job.status}{where}", f"step {job.step}/{job.total_steps}"]
     parts += [f"loss {loss_text(job.loss)}"] if job.loss is not None else []
     parts += [f"eval loss {loss_text(job.eval_loss)}"] if job.eval_loss is not None else []
     if job.status in _ENDED:
@@ -112,10 +113,13 @@ def progress_view(state: RunProgress, width: int, height: int) -> Group:
     """The table, not higher than the terminal: if not all jobs fit, running ones are shown first."""
     shown = _with_room(state.jobs, height - _AROUND_ROWS)
     wide = width >= 110
-    name_width = max(12, min(40, width - (96 if wide else 67)))  # what the other columns leave free
+    placed = any(job.gpu is not None for job in state.jobs)
+    name_width = max(12, min(40, width - (96 if wide else 67) - 6 * placed))  # what the other columns leave free
     table = open_table(show_footer=True, footer_style="bold")
     table.add_column("job", f"{len(state.jobs)} jobs", no_wrap=True)
     table.add_column("status", "", no_wrap=True)
+    if placed:
+        table.add_column("GPU", "", justify="right", no_wrap=True)
     if wide:
         table.add_column("", "", width=20)
     table.add_column("step", _steps(state.jobs), justify="right", no_wrap=True)
@@ -129,6 +133,7 @@ def progress_view(state: RunProgress, width: int, height: int) -> Group:
         table.add_row(
             Text(printable(shorten(job.name, name_width))),
             Text(job.status, style=STYLES.get(job.status, "dim")),
+            *([str(job.gpu) if job.gpu is not None else ""] if placed else []),
             *bar,
             f"{job.step}/{job.total_steps}" if job.total_steps else "",
             loss_text(job.loss),

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,11 +38,22 @@ class _Moment:
 class RunMonitor:
     """Listens for token counts, and keeps a short history of them and of steps; all else is read from the driver when it looks."""
 
-    def __init__(self, directory: Path, ranks: dict[str, int], watcher: Watcher, resume: bool) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        ranks: dict[str, int],
+        watcher: Watcher,
+        resume: bool,
+        started: float | None = None,
+        write_row: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        """`ranks`: of the adapters, by job. `started`: the run's beginning on the monotonic clock (default: now, or where an earlier run
+        of `directory` stopped). `write_row` takes the rows of `run.jsonl` (default: that file in `directory`).
+        """
         self._watcher, self._names, self._ranks = watcher, list(ranks), ranks
         self.resume = resume
-        self._start = time.monotonic() - (_last_second(directory / "run.jsonl") if resume else 0.0)
-        self._rows = RowWriter(directory / "run.jsonl", watcher.note)
+        self.started = begin_of_run(directory, resume) if started is None else started
+        self._write = write_row or RowWriter(directory / "run.jsonl", watcher.note).write
         self._traffic = TokenCounts()
         self._runs: dict[str, JobRun] = {}
         self._first_step: dict[str, tuple[int, float]] = {}
@@ -51,7 +62,7 @@ class RunMonitor:
         self._shown = -math.inf  # the first look is shown at once
 
     def seconds(self) -> float:
-        return time.monotonic() - self._start
+        return time.monotonic() - self.started
 
     def note(self, line: str) -> None:
         self._watcher.note(line)
@@ -98,7 +109,7 @@ class RunMonitor:
         if traffic.computed > before.computed:
             row = {"seconds": now, "tokens_per_second": sum(jobs.values()) / max(now - then, 1e-9)}
             row |= _packing_row(traffic.full - before.full) | _packing_row(traffic.tail - before.tail, "tail_")
-            self._rows.write(row | {"jobs": jobs})
+            self._write(row | {"jobs": jobs})
         self._row_before = (now, traffic.copy())
 
     def _progress(self, driver: Driver, waiting: Sequence[str], now: float) -> RunProgress:
@@ -138,6 +149,11 @@ def _packing_row(packing: Packing, prefix: str = "") -> dict[str, Any]:
     row = {"padding": packing.padding, "fill": packing.fill, "micro_batches": micro_batches}
     row |= {"tokens": tokens, "computed": computed, "offered": offered}
     return {prefix + key: value for key, value in row.items()}
+
+
+def begin_of_run(directory: Path, resume: bool) -> float:
+    """Now, on the monotonic clock; for a resumed run so much earlier that its time goes on from where it stopped."""
+    return time.monotonic() - (_last_second(directory / "run.jsonl") if resume else 0.0)
 
 
 def _last_second(path: Path) -> float:

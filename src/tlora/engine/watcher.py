@@ -32,6 +32,7 @@ class JobProgress:
     share: float = 0.0
     eta_seconds: float | None = None
     reason: str = ""  # why it failed or stopped
+    gpu: int | None = None  # where it is, of a run on several GPUs
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,11 @@ class RunPlan:
     longest: int  # tokens of the longest sample of any job
     fp8_base_bytes: int | None  # of the base, where `base_precision: fp8` is another choice that the device has
     warnings: tuple[str, ...] = ()  # about what the jobs share
+    here: frozenset[str] | None = None  # names of the jobs that begin on this device, where others begin elsewhere; None: all
+
+    @property
+    def jobs_here(self) -> tuple[PlannedJob, ...]:
+        return self.jobs if self.here is None else tuple(job for job in self.jobs if job.spec.name in self.here)
 
     def total_bytes(self, layouts: list[AdapterLayout]) -> int:
         return self.memory.total_bytes(layouts, self.token_budget, self.recomputed_layers)
@@ -78,11 +83,12 @@ class RunPlan:
 
     @property
     def residents(self) -> Sequence[PlannedJob]:
-        """The first jobs, as many as fit at once; at least one."""
-        count = len(self.jobs)
-        while count > 1 and not self.fits([job.layout for job in self.jobs[:count] if job.layout is not None]):
+        """The first jobs here, as many as fit at once; at least one, if there is one."""
+        jobs = self.jobs_here
+        count = len(jobs)
+        while count > 1 and not self.fits([job.layout for job in jobs[:count] if job.layout is not None]):
             count -= 1
-        return self.jobs[:count]
+        return jobs[:count]
 
     @property
     def activation_bytes(self) -> int:
@@ -95,15 +101,16 @@ class RunPlan:
 
     @property
     def resident(self) -> list[AdapterLayout]:
-        """Adapters of the first jobs that fit at once: at least one."""
-        layouts = [job.layout for job in self.jobs if job.layout is not None and not job.problems]
+        """Adapters of the first jobs here that fit at once: at least one, if there is one."""
+        layouts = [job.layout for job in self.jobs_here if job.layout is not None and not job.problems]
         while len(layouts) > 1 and not self.fits(layouts):
             layouts.pop()
         return layouts
 
-    def job_warnings(self) -> list[str]:
-        """What is said of single jobs: the same of several jobs (a sweep over one file) once, with their names."""
-        return by_jobs((job.spec.name, warning) for job in self.jobs for warning in job.said())
+
+def job_warnings(jobs: Sequence[PlannedJob]) -> list[str]:
+    """What is said of single jobs: the same of several jobs (a sweep over one file) once, with their names."""
+    return by_jobs((job.spec.name, warning) for job in jobs for warning in job.said())
 
 
 def pick_device(device: str | None) -> torch.device:
@@ -123,11 +130,12 @@ def plan_run(
     device: torch.device,
     preparation: Preparation,
     resume: bool = False,
+    here: frozenset[str] | None = None,
 ) -> RunPlan:
     """Tokenize all data and plan every job on `model` (meta device). What is wrong with a job is in its `problems`.
 
     Call it before the base is loaded: the memory that is free then is the limit. With `resume`, a job that has a checkpoint in the
-    run's directory goes on from that, and the adapter that it once started from may be gone.
+    run's directory goes on from that, and the adapter that it once started from may be gone. `here`: see `RunPlan`.
     """
     jobs = plan_jobs(run, model, preparation, Path(run.output_dir) if resume else None)
     rank = max((s.rank for job in jobs if job.layout for s in job.layout.shapes), default=1)
@@ -137,7 +145,7 @@ def plan_run(
     longest = max((job.longest for job in sound), default=1)
     warnings = _budget_warnings(run, sound, longest) + _recompute_warnings(run, memory)
     fp8 = bytes_in_fp8(model, base_bytes) if run.base_precision is None and has_fp8(device, model.base.head.weight_VH.dtype) else None
-    return settle(run, RunPlan(jobs, longest, 0, memory, limit, longest, fp8, warnings), memory, device)
+    return settle(run, RunPlan(jobs, longest, 0, memory, limit, longest, fp8, warnings, here), memory, device)
 
 
 def settle(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.device) -> RunPlan:
@@ -147,7 +155,9 @@ def settle(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.devic
             job.problems.remove(job.too_large)
         job.too_large = None
     sound = [j for j in plan.jobs if not j.problems]
-    budget, recomputed = _fit(run, sound, plan, memory, device)
+    # A deterministic run's budget follows from all of its jobs, wherever they are.
+    fitted = sound if run.deterministic else [j for j in plan.jobs_here if not j.problems] or sound
+    budget, recomputed = _fit(run, fitted, plan, memory, device)
     plan = replace(plan, memory=memory, token_budget=budget, recomputed_layers=recomputed)
     for job in plan.jobs:
         check_capacity(job, plan)

@@ -15,6 +15,9 @@ from tlora.json_file import read_object
 
 JsonObject = dict[str, Any]
 
+_SPAN_SECONDS = 2.0  # each GPU writes a row about every second: two seconds hold one of each
+_COUNTS = ("tokens", "computed", "offered", "micro_batches")
+
 
 def read_json(path: Path) -> JsonObject:
     """The object in `path`; an empty one if the file is missing, torn, or not an object."""
@@ -39,6 +42,38 @@ def read_rows(path: Path) -> list[JsonObject]:
     except OSError:
         return rows
     return rows
+
+
+def merge_gpus(rows: Sequence[JsonObject]) -> list[JsonObject]:
+    """Rows of a run on several GPUs, each of which writes its own, as rows of all GPUs together: one for each two seconds.
+
+    Rates are means of a GPU's rows and sums over GPUs; counts are sums; padding and fill follow from the counts. Rows without "gpu" stay.
+    """
+    if not any("gpu" in row for row in rows):
+        return list(rows)
+    spans: dict[float, list[JsonObject]] = {}
+    for row in rows:
+        seconds = number(row.get("seconds"))
+        if math.isfinite(seconds):
+            spans.setdefault((seconds // _SPAN_SECONDS + 1) * _SPAN_SECONDS, []).append(row)
+    return [{"seconds": end} | _together(found) for end, found in sorted(spans.items())]
+
+
+def _together(rows: Sequence[JsonObject]) -> JsonObject:
+    rates: dict[object, list[float]] = {}
+    jobs: dict[str, float] = {}
+    for row in rows:
+        rates.setdefault(row.get("gpu"), []).append(number(row.get("tokens_per_second")))
+        own = row.get("jobs")
+        for name, tokens in own.items() if isinstance(own, dict) else ():
+            jobs[name] = jobs.get(name, 0) + number(tokens)
+    found: JsonObject = {"tokens_per_second": sum(sum(own) / len(own) for own in rates.values()), "jobs": jobs}
+    for prefix in ("", "tail_"):
+        counts = {key: sum(n for n in column(rows, prefix + key) if math.isfinite(n)) for key in _COUNTS}
+        found |= {prefix + key: value for key, value in counts.items()}
+        found[prefix + "padding"] = 1 - counts["tokens"] / counts["computed"] if counts["computed"] else None
+        found[prefix + "fill"] = counts["tokens"] / counts["offered"] if counts["offered"] else None
+    return found
 
 
 def number(value: object) -> float:

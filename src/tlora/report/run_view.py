@@ -6,12 +6,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tlora.errors import ConfigError
-from tlora.report.rows import JsonObject, column, number, read_json, read_rows
+from tlora.report.rows import JsonObject, column, merge_gpus, number, read_json, read_rows
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class JobView:
     train_rows: Sequence[JsonObject]
     eval_rows: Sequence[JsonObject]
     progress: float | None
+    gpu: int | None = None  # where it is, or was last, of a run on several GPUs
 
     @property
     def trained_eval_best(self) -> float | None:
@@ -95,8 +96,10 @@ def read_run(run_dir: Path) -> RunView:
     specs = {str(entry.get("name")): entry for entry in _entries(spec.get("jobs"))}
     specs = {name: specs.get(name, {}) | read_json(run_dir / name / "job.json") for name in names}
     status = str(spec.get("status", ""))
-    jobs = [_read_job(run_dir / name, name, specs, status) for name in names]
-    rows = read_rows(run_dir / "run.jsonl")
+    homes = spec.get("homes")
+    homes = homes if isinstance(homes, dict) else {}
+    jobs = [replace(_read_job(run_dir / name, name, specs, status), gpu=_whole(homes.get(name), None)) for name in names]
+    rows = merge_gpus(read_rows(run_dir / "run.jsonl"))
     ends = [second for job in jobs for row in (job.train_rows[-1:], job.eval_rows[-1:]) for second in column(row, "seconds")]
     seconds = max((second for second in [*column(rows[-1:], "seconds"), *ends] if math.isfinite(second)), default=math.nan)
     return RunView(

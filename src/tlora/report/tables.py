@@ -16,7 +16,7 @@ from tlora.report.sparklines import SparkScale, spark_scale, sparkline
 from tlora.report.templates import render
 from tlora.wording.numbers import DASH, MINUS, count_text, duration_text, loss_text
 
-_SHOWN_ELSEWHERE = ("jobs", "versions", "status", "started", "base_parameters")
+_SHOWN_ELSEWHERE = ("jobs", "versions", "status", "started", "base_parameters", "gpus", "homes")
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ def trend_note(scale: SparkScale | None) -> Markup:
 
 def _status_cell(job: JobView) -> Cell:
     cell = Markup('<span class="status {}">{}</span>').format(_status_class(job.status), job.status)
+    if job.gpu is not None:
+        cell += Markup('<div class="faint">GPU {}</div>').format(job.gpu)
     if job.left_seconds is not None:
         cell += Markup('<div class="faint">about {} left</div>').format(duration_text(job.left_seconds))
     if job.broken_step is not None:
@@ -108,13 +110,18 @@ def run_machine(run: RunView) -> Markup:
         _packing_tile(run, "packing", "with a whole token budget on offer"),
         _packing_tile(run, "tail", "less than a token budget on offer", "tail_"),
         *_base_tile(run.spec.get("base_parameters")),
-        ("device", str(run.spec.get("device", DASH)), ""),
+        ("device", _device(run), ""),
     )
     versions = run.spec.get("versions")
     named = versions.items() if isinstance(versions, dict) else ()
     facts = [(key, _fact(value)) for key, value in run.spec.items() if key not in _SHOWN_ELSEWHERE]
     line = " · ".join(f"{name} {version}" for name, version in named)
     return render("tiles.html", tiles=tiles) + render("settings.html", versions=line, title="Settings of the run", facts=facts)
+
+
+def _device(run: RunView) -> str:
+    name, gpus = str(run.spec.get("device", DASH)), run.spec.get("gpus")
+    return f"{len(gpus)} of {name}" if isinstance(gpus, dict) and len(gpus) > 1 else name
 
 
 def _when(run: RunView) -> str:

@@ -232,12 +232,17 @@ class BaseGuard:
         self._raise_problem()
         return bool(self._sha256)
 
+    @property
+    def must_compare(self) -> bool:
+        """Whether it is not known yet that the base is the earlier run's."""
+        return self._earlier is not None and bool(self._earlier.sha256) and not self._done.is_set()
+
     def wait_for_verdict(self) -> None:
         """Return when the base is known to be the earlier run's; at once if there is nothing to compare. Raises ModelError if it is not.
 
         Hashes in the caller's thread what the background has not hashed by now. Only one thread may call it.
         """
-        if self._earlier is not None and self._earlier.sha256 and not self._done.is_set():
+        if self.must_compare:
             self.close()  # the thread has the least priority: on busy cores it takes minutes for what takes seconds here
             self._stop.clear()
             self._hash_all()

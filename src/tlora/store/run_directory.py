@@ -10,6 +10,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +168,16 @@ def earlier_base(run: RunSpec, resume: bool) -> Fingerprint | None:
         raise ConfigError(f"{path} is damaged (base_files: {error}). Use a new output_dir; the adapters there stay") from None
 
 
+@dataclass(frozen=True)
+class HeldDirectory:
+    """`lock` is the open file that keeps other runs out: a process that has it too, or a copy of it, keeps them out as well."""
+
+    path: Path
+    lock: int
+
+
 @contextmanager
-def hold_run_directory(run: RunSpec, resume: bool, overwrite: bool, note: Callable[[str], None]) -> Iterator[Path]:
+def hold_run_directory(run: RunSpec, resume: bool, overwrite: bool, note: Callable[[str], None]) -> Iterator[HeldDirectory]:
     """Make `output_dir`, or take up an earlier run's, and hold it until the end. Raises ConfigError.
 
     Called when everything else is known to be right: what `overwrite` deletes is deleted here.
@@ -179,17 +188,17 @@ def hold_run_directory(run: RunSpec, resume: bool, overwrite: bool, note: Callab
         durable.make_directory(directory)
     except OSError as error:
         raise _cannot_write(directory, error) from None
-    with lock_directory(directory):
+    with lock_directory(directory) as lock:
         try:
             _take_up(directory, run, resume, note)
         except OSError as error:
             raise _cannot_write(directory, error) from None
-        yield directory
+        yield HeldDirectory(directory, lock)
 
 
 @contextmanager
-def lock_directory(directory: Path) -> Iterator[None]:
-    """Keep other runs out of `directory`. Raises ConfigError where one is in it."""
+def lock_directory(directory: Path) -> Iterator[int]:
+    """Keep other runs out of `directory`; gives the open file that does. Raises ConfigError where one is in it."""
     try:
         handle = os.open(directory, os.O_RDONLY)
     except OSError as error:
@@ -200,7 +209,7 @@ def lock_directory(directory: Path) -> Iterator[None]:
         os.close(handle)
         raise ConfigError(f"output_dir {directory} is in use by another run. Wait for it, or choose another") from None
     try:
-        yield
+        yield handle
     finally:
         os.close(handle)
 

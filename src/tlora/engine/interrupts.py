@@ -1,0 +1,54 @@
+"""SIGINT and SIGTERM end a run at the next micro-batch, with everything saved."""
+
+from __future__ import annotations
+
+import _thread
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+def describe_interrupt(number: int, unfinished: int) -> str:
+    """What the signal `number` will bring about, as the first that has come, with so many `unfinished` jobs."""
+    jobs = "1 unfinished job" if unfinished == 1 else f"{unfinished} unfinished jobs"
+    more = "; press Ctrl-C again to quit at once, without what is not saved by then" if number == signal.SIGINT else ""
+    return f"Interrupted: saving {jobs}{more}" if unfinished else "Interrupted: all jobs have ended, the page is written"
+
+
+@contextmanager
+def interrupts(describe: Callable[[int], str], note: Callable[[str], None]) -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM instead of dying, and notes how things stood at the first; a second SIGINT raises KeyboardInterrupt.
+    Only the main thread can.
+    """
+    received: list[int] = []
+    noted = threading.Event()
+
+    def tell(message: str) -> None:
+        try:
+            note(message)
+        finally:
+            noted.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def on_signal(number: int, _: object) -> None:
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(number)
+        if len(received) == 1:
+            try:  # what was interrupted may hold stdout's lock, or one of threading.Thread
+                _thread.start_new_thread(tell, (describe(number),))
+            except RuntimeError:  # no more threads for this process
+                noted.set()
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+        if received:
+            noted.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

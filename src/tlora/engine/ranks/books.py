@@ -1,0 +1,66 @@
+"""What the owner of a run knows of its jobs by the ranks' reports, as one picture for whoever watches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tlora.engine.watcher import JobProgress, RunProgress
+from tlora.job import RunSpec
+from tlora.store.recorder import JobResult
+
+
+class Books:
+    """`results` are of the jobs that have ended; `began` are the jobs that some rank has begun."""
+
+    def __init__(self, run: RunSpec) -> None:
+        self._rows = {job.name: JobProgress(job.name, "preparing", job.r) for job in run.jobs}  # the newest of each
+        self._shown: dict[int, RunProgress] = {}
+        self.results: dict[str, JobResult] = {}
+        self.began: set[str] = set()
+
+    @property
+    def homes(self) -> dict[str, int]:
+        """The GPU that each job is on, or was last."""
+        return {name: row.gpu for name, row in self._rows.items() if row.gpu is not None}
+
+    def begin(self, rank: int, job: str) -> None:
+        self.began.add(job)
+        self._rows[job] = replace(self._rows[job], gpu=rank)
+
+    def show(self, rank: int, progress: RunProgress) -> None:
+        self._shown[rank] = progress
+        for job in progress.jobs:
+            if job.name not in self.results and job.status not in ("done", "failed", "stopped"):  # ends are told by results
+                self._rows[job.name] = replace(job, gpu=rank)
+
+    def end(self, result: JobResult) -> None:
+        self.results[result.name] = result
+        row = self._rows[result.name]
+        self._rows[result.name] = replace(
+            row,
+            status=result.status,
+            reason=result.reason,
+            step=result.steps,
+            total_steps=result.total_steps,
+            loss=result.train_loss,
+            eval_loss=result.eval_loss,
+            num_tokens=result.num_tokens,
+            tokens_per_second=0.0,
+            eta_seconds=None,
+        )
+
+    def lose(self, rank: int) -> None:
+        """Its jobs wait until another rank shows them."""
+        self._shown.pop(rank, None)
+        for name, row in self._rows.items():
+            if row.gpu == rank and name not in self.results:
+                self._rows[name] = replace(row, status="queued", gpu=None, tokens_per_second=0.0, eta_seconds=None)
+
+    def progress(self, seconds: float, stage: str = "") -> RunProgress:
+        """Rates are sums over all GPUs, and shares are of these."""
+        shown = list(self._shown.values())
+        total = sum(progress.tokens_per_second for progress in shown)
+        jobs = tuple(replace(row, share=row.tokens_per_second / total if total else 0.0) for row in self._rows.values())
+        padding = sum(progress.padding * progress.tokens_per_second for progress in shown) / total if total else 0.0
+        stage = stage or next((f"GPU {rank}: {p.stage}" for rank, p in sorted(self._shown.items()) if p.stage), "")
+        return RunProgress(seconds, jobs, total, padding, stage)

@@ -1,0 +1,175 @@
+"""The ranks of a run as its owner has them: started, spoken to, heard, and ended for good when they can no longer be counted on."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tlora.engine.ranks.external import Launched, tell_ranks
+from tlora.engine.ranks.link import Meeting
+from tlora.engine.ranks.messages import Broken, Bye, Command, Hello, Ready, Report, Stop
+from tlora.engine.ranks.process import LOOK_SECONDS, ForeignRank, RankProcess
+from tlora.errors import ConfigError
+
+_MOST_AHEAD = 64  # ranks that are started before anybody has looked how many GPUs there are
+_GONE_SECONDS = 60.0  # for a rank to exit after its last word
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The rank's process has ended, and will write nothing more. `broken`: what it said of that itself."""
+
+    reason: str
+    broken: Broken | None = None
+
+
+class Crew:
+    """`count` ranks, of which those in `hellos` have come, and those in `ready` have loaded the base."""
+
+    def __init__(self, count: int, own: Sequence[int] | None = None) -> None:
+        """`own` are the ranks that `start` starts, by default all; the others come by themselves, started by a cluster's launcher."""
+        self.count, self._own = count, range(count) if own is None else own
+        self._meeting = Meeting()
+        self._processes: dict[int, RankProcess | ForeignRank] = {}
+        self.hellos: dict[int, Hello] = {}
+        self.lost: dict[int, Lost] = {}
+        self._broken: dict[int, Broken] = {}
+        self._out: set[int] = set()  # said Bye, or were ended before they had anything to save
+        self.ready: dict[int, Ready] = {}
+        self.going: set[int] = set()  # they write
+        self._looked = 0.0
+        self.rendezvous: object = None  # kept open for the ranks of a launcher
+
+    @property
+    def address(self) -> str:
+        """Where ranks find this process."""
+        return self._meeting.address
+
+    @property
+    def launched_elsewhere(self) -> bool:
+        """Whether a launcher watches the ranks too, and ends all when one is lost."""
+        return len(self._own) < self.count
+
+    def start(self) -> None:
+        for rank in self._own:
+            environment = {"WORLD_SIZE": str(self.count), "LOCAL_RANK": str(rank)}
+            log = self._meeting.directory / f"gpu{rank}.log"
+            self._processes[rank] = RankProcess(rank, self._meeting.address, log, environment)
+
+    @property
+    def living(self) -> list[int]:
+        return [rank for rank in range(self.count) if rank not in self.lost and rank not in self._out]
+
+    def send(self, rank: int, command: Command) -> None:
+        self._meeting.send(rank, command)
+
+    def hand(self, rank: int, file: int) -> None:
+        """A copy of an open file, which the rank keeps until its end: from now on it may write."""
+        self.going.add(rank)
+        self._meeting.lines[rank].send_file(file, self.hellos[rank].pid)
+
+    def wake(self) -> None:
+        """`listen` returns."""
+        self._meeting.inbox.put(None)
+
+    def listen(self, timeout_seconds: float) -> list[tuple[int, Report | Lost]]:
+        """What ranks have said since the last call; waits for it so long at most."""
+        heard: list[tuple[int, Report | Lost]] = []
+        try:
+            item = self._meeting.inbox.get(timeout=timeout_seconds)
+            while True:
+                if item is not None:
+                    heard += self._heard(*item)
+                item = self._meeting.inbox.get_nowait()
+        except queue.Empty:
+            pass
+        if time.monotonic() - self._looked >= LOOK_SECONDS:
+            self._looked = time.monotonic()
+            for rank in self.living:
+                if rank in self._processes and (reason := self._processes[rank].look()):
+                    heard += self._lose(rank, reason)
+        return heard
+
+    def _heard(self, rank: int, report: Report | None) -> list[tuple[int, Report | Lost]]:
+        if rank in self.lost:  # it is gone, and its jobs are elsewhere
+            return []
+        match report:
+            case None:
+                return [] if rank in self._out else self._lose(rank, "")
+            case Hello():
+                self.hellos[rank] = report
+                if rank not in self._processes:
+                    self._processes[rank] = ForeignRank(rank, report.pid)
+            case Broken():
+                self._broken[rank] = report
+                return []
+            case Ready():
+                self.ready[rank] = report
+            case Bye():
+                self._out.add(rank)
+            case _:
+                pass
+        return [(rank, report)]
+
+    def _lose(self, rank: int, reason: str) -> list[tuple[int, Report | Lost]]:
+        """Its line has ended, or its process has, or stands still."""
+        process = self._processes[rank]
+        if not reason:
+            process.wait(_GONE_SECONDS if rank in self._broken else 1.0)  # it is about to exit
+            reason = process.how_it_ended()
+        process.kill()
+        broken = self._broken.get(rank)
+        self.lost[rank] = Lost(broken.reason if broken is not None else reason, broken)
+        return [(rank, self.lost[rank])]
+
+    def stop(self) -> None:
+        """Ranks save their jobs and end; those that have nothing to save end at once."""
+        for rank in self.living:
+            if rank in self.going:
+                self.send(rank, Stop())
+                continue
+            self._out.add(rank)
+            if rank in self._processes:
+                self._processes[rank].kill()
+
+    def kill(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+
+    def close(self) -> None:
+        """May be called twice. Ranks that are still there save their jobs and end, and are waited for."""
+        self.stop()
+        self._meeting.end_lines()
+        for process in self._processes.values():
+            if not process.wait(_GONE_SECONDS):
+                process.kill()
+        self._meeting.close(keep_logs=bool(self.lost))
+
+
+@contextmanager
+def start_ranks(gpus: str | None, launch: Launched | None = None) -> Iterator[Crew | None]:
+    """The ranks of `--gpus`, started before this process has loaded its libraries, or those of a launcher. None where nothing says how
+    many.
+
+    Raises ConfigError where the two disagree.
+    """
+    text = (gpus or "").strip()
+    count = int(text) if text.isdecimal() else len([part for part in text.split(",") if part.strip()]) if "," in text else 0
+    if launch is not None:
+        if count not in (0, launch.count):
+            raise ConfigError(f"--gpus {text}, and {launch.count} ranks are launched. Leave --gpus out, or launch {count}")
+        crew = Crew(launch.count, own=[0])
+        crew.rendezvous = tell_ranks(crew.address)
+    elif 1 < count <= _MOST_AHEAD:
+        crew = Crew(count)
+    else:
+        yield None
+        return
+    crew.start()
+    try:
+        yield crew
+    finally:
+        crew.close()

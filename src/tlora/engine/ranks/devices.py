@@ -1,0 +1,48 @@
+"""What `--gpus` and `--device` mean on this machine: the device of each rank."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import torch
+
+from tlora.errors import ConfigError
+
+_FORMS = "Give all, a number of GPUs, or their indices (0,2)"
+
+
+def rank_devices(gpus: str | int | None, device: str | None) -> tuple[str, ...]:
+    """The devices of a run, one for each rank: with one, the run is a single process. Empty without `gpus`: the user leaves it open.
+
+    `gpus`: "all", a number, or indices with commas ("0,2"; "1," is the second one alone), as CUDA numbers the GPUs that are visible. On a
+    CPU a number of processes. Raises ConfigError.
+    """
+    if gpus is None:
+        return ()
+    text = str(gpus).strip()
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind not in ("cuda", "cpu"):
+        raise ConfigError(f"--gpus {text} with --device {kind}: --gpus chooses the GPUs. Leave --device out")
+    if kind == "cpu":
+        if not re.fullmatch(r"[1-9]\d*", text):
+            raise ConfigError(f"--gpus {text} on a CPU: must be a number of processes. Give --gpus 2, or leave it out")
+        return ("cpu",) * int(text)
+    there = torch.cuda.device_count()
+    if text == "all":
+        chosen = list(range(there))
+    elif "," in text:
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        if not parts or not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
+            raise ConfigError(f"--gpus {text}: must be different indices. {_FORMS}")
+        chosen = [int(part) for part in parts]
+    elif re.fullmatch(r"[1-9]\d*", text):
+        chosen = list(range(int(text)))
+    else:
+        raise ConfigError(f"--gpus {text}: is not a choice of GPUs. {_FORMS}")
+    if not chosen or max(chosen) >= there:
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        because = f" (CUDA_VISIBLE_DEVICES={hidden} hides others)" if hidden is not None else ""
+        counted = f"{there} GPU{'s' * (there != 1)}{because}"
+        raise ConfigError(f"--gpus {text}: this process sees {counted}. Ask for no more than that, or make more visible")
+    return tuple(f"cuda:{index}" for index in chosen)

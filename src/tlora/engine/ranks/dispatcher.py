@@ -1,0 +1,155 @@
+"""Keeps the books of a run on several GPUs: which rank has which job, and what each is told when something has happened.
+
+Pure: reports come in as calls, commands go out in `commands`. A job that waits goes to whichever rank has room; a rank that has nothing
+left takes a job from the fullest one if that shortens the end; the jobs of a lost rank go to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tlora.engine.ranks.messages import Command, LetGo, Take
+from tlora.engine.ranks.placement import MOVE_SECONDS, Placement, best_move
+
+
+@dataclass
+class _Rank:
+    waiting: list[str] = field(default_factory=list[str])
+    running: dict[str, float] = field(default_factory=dict[str, float])  # seconds that each still needs
+    leaving: set[str] = field(default_factory=set[str])  # told to let go, and not answered
+    has_room: bool = False
+    is_full: bool = False  # its waiting jobs found no room when it last looked
+
+    @property
+    def jobs(self) -> list[str]:
+        return [*self.waiting, *self.running]
+
+
+class Dispatcher:
+    """`commands` are (rank, command), to be sent in their order and removed by the caller."""
+
+    def __init__(self, seconds: Mapping[str, float], placement: Placement, move_seconds: float = MOVE_SECONDS) -> None:
+        """`seconds`: predicted for each job alone on one GPU."""
+        self._seconds, self._move_seconds = dict(seconds), move_seconds
+        self._ranks = {rank: _Rank(list(jobs)) for rank, jobs in enumerate(placement.jobs)}
+        self._goes_to: dict[str, int] = {}  # of jobs that leave: where they go on
+        self.commands: list[tuple[int, Command]] = []
+        self.ended: set[str] = set()
+        self.moves: list[tuple[str, int, int]] = []  # job, from, to: of those that had begun
+
+    @property
+    def open(self) -> set[str]:
+        """Jobs that have not ended."""
+        return self._seconds.keys() - self.ended
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those that are not lost."""
+        return list(self._ranks)
+
+    def home(self, job: str) -> int | None:
+        """The rank that has the job now."""
+        return next((rank for rank, held in self._ranks.items() if job in held.waiting or job in held.running), None)
+
+    def began(self, rank: int, job: str) -> None:
+        held = self._ranks[rank]
+        if job in held.waiting:
+            held.waiting.remove(job)
+            held.running[job] = self._seconds[job]
+
+    def stands(self, rank: int, job: str, left_seconds: float) -> None:
+        """So much of a running job is left."""
+        if job in self._ranks[rank].running:
+            self._ranks[rank].running[job] = left_seconds
+
+    def room(self, rank: int) -> None:
+        """Nothing waits on the rank any more."""
+        held = self._ranks[rank]
+        held.has_room, held.is_full = not held.waiting, False  # a job may be on its way to it
+        self.balance()
+
+    def full(self, rank: int) -> None:
+        """The first of the rank's waiting jobs has no room there now."""
+        held = self._ranks[rank]
+        held.has_room, held.is_full = False, True
+        self.balance()
+
+    def balance(self) -> None:
+        """Give ranks that have room what waits elsewhere, and ranks that have nothing what would end sooner there."""
+        for rank, held in self._ranks.items():
+            if not held.has_room or held.waiting or rank in self._goes_to.values():
+                continue
+            if (found := self._waiting_elsewhere(rank) or self._running_elsewhere(rank)) is not None:
+                self._move(*found, rank)
+
+    def _waiting_elsewhere(self, rank: int) -> tuple[int, str] | None:
+        """The last job that waits on the rank with the most left to do: one that is full, or any for a rank that has nothing at all."""
+        dry = not self._ranks[rank].running
+        others = {r: held for r, held in self._ranks.items() if r != rank and (held.is_full or dry) and set(held.waiting) - held.leaving}
+        if not others:
+            return None
+        full = max(others, key=lambda r: sum(others[r].running.values()) + sum(self._seconds[job] for job in others[r].waiting))
+        return full, [job for job in others[full].waiting if job not in others[full].leaving][-1]
+
+    def _running_elsewhere(self, rank: int) -> tuple[int, str] | None:
+        if self._ranks[rank].running:
+            return None
+        order = list(self._ranks)
+        left = [{} if self._ranks[r].leaving else self._ranks[r].running for r in order]  # one at a time
+        found = best_move(left, order.index(rank), self._move_seconds)
+        return (order[found[0]], found[1]) if found is not None else None
+
+    def _move(self, source: int, job: str, target: int) -> None:
+        self._ranks[source].leaving.add(job)
+        self._goes_to[job] = target
+        self.commands.append((source, LetGo(job)))
+
+    def left(self, rank: int, job: str) -> None:
+        """The rank has let the job go."""
+        held = self._ranks[rank]
+        if job in held.running:
+            self.moves.append((job, rank, self._goes_to.get(job, rank)))
+        self._forget(rank, job)
+        target = self._goes_to.pop(job, None)
+        if target is not None and target in self._ranks:
+            self._give(target, job)
+        else:
+            self._share_out([job])
+
+    def end(self, rank: int, job: str) -> None:
+        """The job has come to its end."""
+        self._forget(rank, job)
+        self._goes_to.pop(job, None)
+        self.ended.add(job)
+        self.balance()
+
+    def lose(self, rank: int) -> list[str]:
+        """The rank is gone; its jobs go to the others, each to the one that is through first. Returns their names. With no rank left
+        they stay `open`.
+        """
+        jobs = [job for job in self._ranks.pop(rank).jobs if job not in self.ended]
+        self._goes_to = {job: target for job, target in self._goes_to.items() if job not in jobs}
+        self._share_out(jobs)
+        return jobs
+
+    def _share_out(self, jobs: list[str]) -> None:
+        if not self._ranks:
+            return
+        loads = {r: sum(held.running.values()) + sum(self._seconds[job] for job in held.waiting) for r, held in self._ranks.items()}
+        for job in sorted(jobs, key=self._seconds.__getitem__, reverse=True):
+            target = min(loads, key=loads.__getitem__)
+            loads[target] += self._seconds[job]
+            self._give(target, job)
+
+    def _give(self, rank: int, job: str) -> None:
+        self._ranks[rank].waiting.append(job)
+        self._ranks[rank].has_room = False  # it tells whether it has room for more
+        self.commands.append((rank, Take(job)))
+
+    def _forget(self, rank: int, job: str) -> None:
+        held = self._ranks[rank]
+        held.running.pop(job, None)
+        held.leaving.discard(job)
+        if job in held.waiting:
+            held.waiting.remove(job)

@@ -1,0 +1,332 @@
+"""The process that owns a run on several GPUs: it starts a rank for each, gives them jobs, shows what they do, and writes the run's files.
+
+It computes nothing itself, and takes nothing of a GPU. What a rank does is `rank.py`'s; who gets which job is `dispatcher.py`'s.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tlora import errors
+from tlora.data.prepare import Preparation, WorkerProcess
+from tlora.engine.interrupts import describe_interrupt, interrupts
+from tlora.engine.job_length import check_lengths
+from tlora.engine.ranks.books import Books
+from tlora.engine.ranks.crew import Crew, Lost
+from tlora.engine.ranks.dispatcher import Dispatcher
+from tlora.engine.ranks.messages import (
+    Assign,
+    BaseKnown,
+    Began,
+    Bye,
+    Ended,
+    Full,
+    Go,
+    Hello,
+    Left,
+    Open,
+    Report,
+    Room,
+    RowMade,
+    Said,
+    Shown,
+)
+from tlora.engine.ranks.placement import Placement, place
+from tlora.engine.results import Results, all_results
+from tlora.engine.run_monitor import begin_of_run
+from tlora.engine.watcher import RunProgress, Watcher
+from tlora.errors import ConfigError, ModelError, TloraError
+from tlora.job import RunSpec
+from tlora.planning.plan import PlannedJob, job_warnings, plan_jobs
+from tlora.planning.work import predicted_seconds
+from tlora.report.run_page import write_report
+from tlora.store.fingerprint import BaseGuard
+from tlora.store.metrics import RowWriter
+from tlora.store.model_card import library_versions
+from tlora.store.run_directory import HeldDirectory, hold_run_directory, write_run_file
+from tlora.store.serving import ServingFiles
+from tlora.supermodel.fp8_linear import check_fp8
+from tlora.supermodel.load import outline
+from tlora.supermodel.supermodel import SuperModel
+from tlora.version import __version__
+from tlora.wording.numbers import duration_text
+
+_SHOW_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class Order:
+    """A run that has been checked as far as its files allow."""
+
+    run: RunSpec
+    resume: bool
+    overwrite: bool
+    watcher: Watcher
+    guard: BaseGuard
+    digest: str = ""  # of the jobs file as it was read, where a launcher's ranks have read it too
+
+
+def train_on_ranks(order: Order, devices: Sequence[str], data_worker: WorkerProcess | None, started: Crew | None) -> Results:
+    """As `train`, on one process for each of the `devices`; `started`: those processes, if somebody has started them ahead."""
+    with ExitStack() as stack:
+        crew = started if started is not None and started.count == len(devices) else Crew(len(devices))
+        stack.callback(crew.close)
+        if crew is not started:
+            crew.start()
+        owner = _Owner(order, crew, devices)
+        owner.prepare(data_worker)
+        held = stack.enter_context(hold_run_directory(owner.run, order.resume, order.overwrite, order.watcher.note))
+        stack.callback(order.guard.close)
+        return owner.train(held)
+
+
+class _Owner:
+    def __init__(self, order: Order, crew: Crew, devices: Sequence[str]) -> None:
+        self._order, self._crew, self._devices = order, crew, devices
+        self.run = order.run
+        self._started = begin_of_run(Path(order.run.output_dir), order.resume)
+        self._books = Books(order.run)
+        self._facts: dict[str, Any] = {}
+        self._dispatcher: Dispatcher | None = None
+        self._shown = 0.0
+        self._stopping = False
+
+    # -- before training -----------------------------------------------------------------------------------------------
+
+    def prepare(self, data_worker: WorkerProcess | None) -> None:
+        """Tokenize all data and place the jobs, while the ranks load the base, until all are ready. Raises TloraError."""
+        self._stage(f"starting {self._crew.count} ranks")
+        planned, seconds = self._plan(data_worker)
+        self.run = self.run.model_copy(update={"jobs": [job.spec for job in planned]})
+        placement = place(seconds, self._crew.count)
+        self._order.watcher.note(describe_placement(placement))
+        self._dispatcher = Dispatcher(seconds, placement)
+        for rank, lost in self._crew.lost.items():
+            self._lose(rank, lost)
+        self._until_all(self._crew.hellos)
+        for rank in self._crew.living:
+            self._crew.send(rank, Assign(self.run, frozenset(placement.jobs[rank])))
+        self._until_all(self._crew.ready)
+        if not self._crew.ready:
+            self._raise_all_lost()
+        self._see_ready()
+
+    def _check_alike(self, hello: Hello) -> None:
+        """Raises ConfigError for a rank with other software or another jobs file, which only a launcher can have started."""
+        ours, what = library_versions() | {"tlora": __version__}, ""
+        if differ := [name for name, version in ours.items() if hello.software.get(name) != version]:
+            what = f"{differ[0]} {hello.software.get(differ[0])}, and rank 0 {ours[differ[0]]}. Install the same everywhere"
+        elif hello.run_digest not in ("", self._order.digest):
+            what = "another jobs file, or other options, than rank 0. Launch all with the same command"
+        if what:
+            raise ConfigError(f"rank {hello.rank} on {hello.host} has {what}")
+
+    def _until_all(self, come: Mapping[int, object]) -> None:
+        while any(rank not in come for rank in self._crew.living):
+            self._hear()
+
+    def _plan(self, data_worker: WorkerProcess | None) -> tuple[Sequence[PlannedJob], dict[str, float]]:
+        """All jobs with their data, and the seconds that each is predicted to take."""
+        run, resume, device = self.run, self._order.resume, torch.device(self._devices[0])
+        base = outline(run.base_model, run.dtype, run.base_precision)
+        if run.base_precision == "fp8":
+            check_fp8(device, base.head.weight_VH.dtype)
+        model = SuperModel(base)
+        self._hear()
+        preparation = Preparation(lambda told: self._stage(f"tokenizing {told.key}: {told.rows:,} rows, {told.share:.0%}"), data_worker)
+        planned = plan_jobs(run, model, preparation, Path(run.output_dir) if resume else None)
+        lines = job_warnings(planned) + ServingFiles(run.base_model).warn([(job.spec, job.data.report) for job in planned if job.data])
+        for line in lines + (check_lengths(planned, Path(run.output_dir)) if resume else []):
+            self._order.watcher.note(line)
+        return planned, predicted_seconds(planned, model, device)
+
+    def _stage(self, stage: str) -> None:
+        self._order.watcher.progress(self._books.progress(self._seconds, stage))
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def _see_ready(self) -> None:
+        """What the ranks have planned. Raises ConfigError for GPUs of different kinds."""
+        ready, note = dict(sorted(self._crew.ready.items())), self._order.watcher.note
+        names = {rank: each.facts["device"] for rank, each in ready.items()}
+        if len(set(names.values())) > 1:
+            each = ", ".join(f"{rank} is {name}" for rank, name in names.items())
+            raise ConfigError(f"the GPUs are of different kinds ({each}), and jobs are placed as on equal ones. Choose some of one kind")
+        first = next(iter(ready.values()))
+        for line in first.warnings:
+            note(line)
+        for rank, each in ready.items():
+            note(f"GPU {rank}: {each.plan}")
+        self.run = self.run.model_copy(update={"cpu_threads": first.threads or self.run.cpu_threads})
+        keys = ("device", "token_budget", "recomputed_layers")
+        self._facts = {**first.facts, "gpus": {str(rank): {key: each.facts[key] for key in keys} for rank, each in ready.items()}}
+
+    # -- while the ranks train -----------------------------------------------------------------------------------------
+
+    def train(self, held: HeldDirectory) -> Results:
+        order, dispatcher = self._order, self._dispatcher
+        assert dispatcher is not None, "train before prepare"
+        self._held = held
+        self._rows = RowWriter(held.path / "run.jsonl", order.watcher.note)
+        self._record("running")
+        order.guard.start()
+        must_compare = order.guard.must_compare
+        if must_compare:
+            threading.Thread(target=self._wait_for_verdict, daemon=True).start()
+        for rank in self._crew.living:
+            self._crew.hand(rank, held.lock)
+            self._crew.send(rank, Go(order.guard.facts(), not must_compare))
+        with interrupts(self._describe_interrupt, order.watcher.note) as received:
+            try:
+                while not received and dispatcher.open and dispatcher.ranks and not self._must_end:
+                    self._hear()
+                self._stopping = True
+                self._crew.stop()
+                while self._crew.living:
+                    self._hear()
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    self._crew.kill()
+                self._record("stopped" if isinstance(error, KeyboardInterrupt) else "failed")
+                raise
+        return self._finish(received)
+
+    @property
+    def _must_end(self) -> bool:
+        """A launcher ends all ranks when one is lost: what can be saved is saved before."""
+        return self._crew.launched_elsewhere and bool(self._crew.lost)
+
+    def _describe_interrupt(self, number: int) -> str:
+        assert self._dispatcher is not None
+        self._crew.wake()
+        return describe_interrupt(number, len(self._dispatcher.open))
+
+    def _wait_for_verdict(self) -> None:
+        with suppress(ModelError):  # the next check raises it once more
+            self._order.guard.wait_for_verdict()
+        self._crew.wake()
+
+    def _finish(self, received: Sequence[int]) -> Results:
+        """All ranks are gone."""
+        order, dispatcher = self._order, self._dispatcher
+        assert dispatcher is not None
+        if dispatcher.open and not received:
+            if not self._books.results and not self._books.began:
+                self._raise_all_lost()
+            lost = "all GPUs are lost" if not dispatcher.ranks else "a rank of the launcher is lost"
+            order.watcher.note(f"{lost}; {len(dispatcher.open)} jobs are unfinished. Resume with --resume")
+        order.watcher.progress(self._books.progress(self._seconds))
+        results = all_results(self.run, self._books.results, received, order.watcher.note)
+        try:
+            self._record(results.status)
+            results.report = write_report(self._held.path)
+        except (OSError, TloraError) as error:  # a full disk: the results are worth more than their page
+            order.watcher.note(str(error))
+        return results
+
+    def _raise_all_lost(self) -> None:
+        """What every rank has ended with, as the error that it was."""
+        lost = next(iter(self._crew.lost.values()))
+        kind = getattr(errors, lost.broken.kind, TloraError) if lost.broken is not None and lost.broken.kind else TloraError
+        raise kind(lost.reason)
+
+    def _record(self, status: str) -> None:
+        order = self._order
+        lost = {"output_lost": order.watcher.lost} if order.watcher.lost else {}
+        write_run_file(self._held.path, self.run, self._facts | order.guard.facts() | {"homes": self._books.homes, "status": status} | lost)
+
+    # -- what is heard -------------------------------------------------------------------------------------------------
+
+    def _hear(self) -> None:
+        for rank, report in self._crew.listen(_SHOW_SECONDS):
+            self._take_in(rank, report)
+        if self._dispatcher is not None and self._crew.going:
+            self._check_base()
+            self._dispatcher.balance()
+            for rank, command in self._dispatcher.commands:
+                self._crew.send(rank, command)
+            self._dispatcher.commands.clear()
+            if time.monotonic() - self._shown >= _SHOW_SECONDS:
+                self._shown = time.monotonic()
+                self._order.watcher.progress(self._books.progress(self._seconds))
+
+    def _check_base(self) -> None:
+        """Once its hashes are known the ranks may save. Raises ModelError where the base is another one."""
+        guard = self._order.guard
+        try:
+            known = guard.check()
+        except ModelError as error:
+            for rank in self._crew.living:
+                self._crew.send(rank, BaseKnown({}, str(error)))
+            raise
+        if known:
+            with suppress(OSError):  # a full disk: the run's end writes it once more
+                self._record("running")
+            for rank in self._crew.living:
+                self._crew.send(rank, BaseKnown(guard.facts()))
+
+    def _take_in(self, rank: int, report: Report | Lost) -> None:
+        books, dispatcher = self._books, self._dispatcher
+        match report:
+            case Lost():
+                if dispatcher is not None:
+                    self._lose(rank, report)
+            case Said(line):
+                self._order.watcher.note(f"GPU {rank}: {line}")
+            case RowMade(row):
+                self._rows.write({**row, "gpu": rank})
+            case Shown(progress):
+                self._show(rank, progress)
+            case Hello():
+                self._check_alike(report)
+                self._crew.send(rank, Open(self.run, self._order.resume, self._devices[rank], self._started))
+            case Began(job) if dispatcher is not None:
+                books.begin(rank, job)
+                dispatcher.began(rank, job)
+            case Room() if dispatcher is not None:
+                dispatcher.room(rank)
+            case Full() if dispatcher is not None:
+                dispatcher.full(rank)
+            case Left(job) if dispatcher is not None:
+                dispatcher.left(rank, job)
+            case Bye() if not self._stopping:  # somebody has sent it SIGTERM
+                self._lose(rank, Lost("was told to end by SIGTERM"))
+            case Ended(result) if result.status == "stopped" and not self._stopping:
+                pass  # with its rank, which says Bye next: the job goes on elsewhere
+            case Ended(result) if dispatcher is not None:
+                books.end(result)
+                dispatcher.end(rank, result.name)
+            case _:
+                pass
+
+    def _show(self, rank: int, progress: RunProgress) -> None:
+        self._books.show(rank, progress)
+        if self._dispatcher is not None:
+            for job in progress.jobs:
+                if job.eta_seconds is not None and job.share > 0:
+                    self._dispatcher.stands(rank, job.name, job.eta_seconds * job.share)  # what it would take alone
+
+    def _lose(self, rank: int, lost: Lost) -> None:
+        assert self._dispatcher is not None
+        self._books.lose(rank)
+        if self._dispatcher.open:
+            jobs = self._dispatcher.lose(rank)
+            rest = f"; {', '.join(jobs)} go on elsewhere" if jobs and self._dispatcher.ranks else ""
+            self._order.watcher.note(f"GPU {rank} is lost: {lost.reason}{rest}")
+
+
+def describe_placement(placement: Placement) -> str:
+    """What begins where, in a line."""
+    each = "; ".join(f"GPU {gpu}: {', '.join(jobs) or 'none'}" for gpu, jobs in enumerate(placement.jobs))
+    share = f"{placement.excess:.0%} above what no placement can beat" if placement.excess >= 0.005 else "no placement can be shorter"
+    return f"{each} (predicted {duration_text(placement.end)}, {share})"

@@ -1,0 +1,261 @@
+"""One rank of a run: `python -m tlora.engine.ranks.rank`. It loads the base on its GPU and trains the jobs that it is given.
+
+The address of the run's owner comes on stdin, its number in RANK. It is the session of a run in one process (`engine/session.py`), with
+its jobs from the owner instead of from the file, and what it has to say told to the owner instead of shown.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from tlora.batching.pack import MicroBatch
+from tlora.engine.ranks.link import Line, connect
+from tlora.engine.ranks.messages import (
+    Assign,
+    BaseKnown,
+    Began,
+    Broken,
+    Bye,
+    Command,
+    Ended,
+    Full,
+    Go,
+    Hello,
+    Left,
+    LetGo,
+    Open,
+    Ready,
+    Room,
+    RowMade,
+    Said,
+    Shown,
+    Stop,
+    Take,
+)
+from tlora.engine.run_monitor import RunMonitor
+from tlora.engine.session import Assigned, Session, launch_facts, load
+from tlora.engine.watcher import RunProgress, Watcher
+from tlora.errors import ModelError, TloraError
+from tlora.planning.plan import describe_plan
+from tlora.planning.threads import compute_with
+from tlora.store.model_card import library_versions
+from tlora.store.serving import ServingFiles
+from tlora.version import __version__
+
+Inbox = queue.SimpleQueue[Command | None]
+
+
+class RemoteGuard:
+    """The base's fingerprint as the owner of the run has told it: nothing is saved before its verdict."""
+
+    def __init__(self, go: Go) -> None:
+        self._facts, self._problem, self._told = dict(go.base_facts), "", True
+        self._known = threading.Event()
+        if go.base_is_known:
+            self._known.set()
+
+    def hear(self, known: BaseKnown) -> None:
+        self._facts, self._problem, self._told = dict(known.facts), known.problem, False
+        self._known.set()
+
+    def give_up(self) -> None:
+        """The owner is gone: nobody will tell."""
+        if not self._known.is_set():
+            self._problem = "the process that compares the base's files with those of the earlier run has ended"
+        self._known.set()
+
+    def check(self) -> bool:
+        told, self._told = self._told, True
+        return not told and bool(self._facts)
+
+    def wait_for_verdict(self) -> None:
+        """Raises ModelError for a base that is not the one that the run began with."""
+        self._known.wait()
+        if self._problem:
+            raise ModelError(self._problem)
+
+    def facts(self) -> dict[str, Any]:
+        return dict(self._facts)
+
+
+class Rank:
+    """Commands in `inbox`, reports over `line`."""
+
+    def __init__(self, line: Line, inbox: Inbox) -> None:
+        self._line, self._inbox = line, inbox
+        self._here: set[str] = set()  # jobs that wait or train here
+        self._begun: set[str] = set()
+        self._leaving: set[str] = set()
+        self._changed = True  # a job has begun, ended or come to wait since the last Room or Full
+
+    def run(self) -> None:
+        """From the first command to the last. Raises what concerns all jobs."""
+        opened = self._next(Open)
+        run, place = opened.run, torch.device(opened.device)
+        watcher = Watcher(self._show, lambda line: self._line.send(Said(line)))
+        monitor = RunMonitor(
+            Path(run.output_dir),
+            {job.name: job.r for job in run.jobs},
+            watcher,
+            opened.resume,
+            started=opened.started,
+            write_row=lambda row: self._line.send(RowMade(row)),
+        )
+        loaded = load(run, place, monitor, opened.resume, None, self._assigned)
+        run = run.model_copy(update={"jobs": [job.spec for job in loaded.plan.jobs], "cpu_threads": loaded.threads or run.cpu_threads})
+        self._line.send(Ready(launch_facts(loaded, place), loaded.threads, loaded.plan.warnings, describe_plan(loaded.plan)))
+        self._guard = RemoteGuard(self._next(Go))
+        self._session = Session(run, loaded, monitor, ServingFiles(run.base_model), self._guard)
+        self._driver = self._session.driver
+        with compute_with(loaded.threads):
+            try:
+                self._driver.train(self._obey, self._look)
+            finally:
+                self._driver.close()
+        self._tell_ended()
+        monitor.close(self._driver)
+
+    def _next(self, kind: type[Any]) -> Any:
+        """The next command, which is of this kind, or the end."""
+        command = self._inbox.get()
+        if command is None or isinstance(command, Stop):
+            raise SystemExit(0)
+        assert isinstance(command, kind), f"{command} came, and not {kind.__name__}"
+        return command
+
+    def _assigned(self) -> Assigned:
+        assign: Assign = self._next(Assign)
+        self._here = set(assign.jobs)
+        return assign.run, assign.jobs
+
+    # -- while it trains -----------------------------------------------------------------------------------------------
+
+    def _obey(self) -> bool:
+        """What has arrived since the last micro-batch; with nothing to do, wait for something. False: stop."""
+        while True:
+            while not self._inbox.empty():
+                if not self._heard(self._inbox.get()):
+                    return False
+            busy = self._session.admit()
+            self._tell_begun()
+            if busy:
+                return True
+            self._driver.records.see_ended(wait=True)
+            self._tell_ended()
+            if not self._heard(self._inbox.get()):
+                return False
+
+    def _heard(self, command: Command | None) -> bool:
+        """Obey one command. False: stop."""
+        match command:
+            case None:
+                self._guard.give_up()
+                return False
+            case Stop():
+                return False
+            case Take(job):
+                self._here.add(job)
+                self._session.take(job)
+                self._changed = True
+            case LetGo(job) if job in self._session.waiting:
+                self._changed = False  # room for a job that waits elsewhere is not what this makes
+                self._session.let_go(job)
+                self._here.discard(job)
+                self._line.send(Left(job))
+            case LetGo(job):
+                if job in self._driver.group.runs:
+                    self._leaving.add(job)
+                    self._session.let_go(job)
+            case BaseKnown():
+                self._guard.hear(command)
+            case _:
+                raise AssertionError(f"{command} came to a rank that trains")
+        return True
+
+    def _look(self, packed: MicroBatch | None) -> None:
+        self._session.look(packed)
+        self._tell_ended()
+
+    def _tell_begun(self) -> None:
+        for job in self._driver.group.runs.keys() - self._begun:
+            self._begun.add(job)
+            self._changed = True
+            self._line.send(Began(job))
+        self._tell_ended()
+        if self._changed:
+            self._changed = False
+            self._line.send(Full() if self._session.waiting else Room())
+
+    def _tell_ended(self) -> None:
+        """Jobs whose files are written. One that was let go has left, unless it came to its end in that very step."""
+        results = self._driver.records.results
+        for job in list(results):
+            result = results.pop(job)
+            self._here.discard(job)
+            self._begun.discard(job)
+            self._changed = True
+            moved = job in self._leaving and result.status == "stopped"
+            self._leaving.discard(job)
+            self._line.send(Left(job) if moved else Ended(result))
+
+    def _show(self, progress: RunProgress) -> None:
+        """Of its own jobs only."""
+        self._line.send(Shown(replace(progress, jobs=tuple(job for job in progress.jobs if job.name in self._here))))
+
+
+def hello(rank: int, run_digest: str = "") -> Hello:
+    versions = library_versions() | {"tlora": __version__, "python": platform.python_version()}
+    return Hello(rank, os.getpid(), socket.gethostname(), versions, run_digest)
+
+
+def serve(address: str, rank: int, run_digest: str = "") -> int:
+    """Train for the owner at `address` until told to stop. Returns the exit status."""
+    inbox: Inbox = queue.SimpleQueue()
+    signal.signal(signal.SIGTERM, lambda *_: inbox.put(Stop()))  # a SimpleQueue may be entered again by a handler
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches a whole terminal; what follows is the owner's decision
+    line = connect(address, inbox.put)(hello(rank, run_digest))
+    try:
+        Rank(line, inbox).run()
+    except SystemExit:
+        return 0
+    except BaseException as error:
+        traceback.print_exc()
+        if isinstance(error, TloraError):
+            line.send(Broken(str(error), type(error).__name__))
+        else:
+            line.send(Broken(f"{type(error).__name__}: {error}"))
+        return 1
+    line.send(Bye())
+    return 0
+
+
+def main() -> None:
+    """Serve and exit."""
+    address, rank = sys.stdin.read(), int(os.environ["RANK"])
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    status = 1
+    try:
+        status = serve(address, rank)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # libraries' threads must not keep a rank alive whose owner waits for it
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""One group of a run on one device: its base loaded, its jobs let in while they fit, and what it leaves on the way.
+
+A run in one process has one session (`train.py`); a run on several GPUs has one in each of its ranks (`ranks/rank.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from tlora.adapters.state import AdapterLayout, AdapterState
+from tlora.batching.pack import MicroBatch
+from tlora.data.prepare import Preparation, WorkerProcess, start_worker
+from tlora.engine.driver import Driver, Places
+from tlora.engine.results import swept
+from tlora.engine.run_monitor import RunMonitor
+from tlora.group.wall import Failure, attempt
+from tlora.job import RunSpec
+from tlora.planning.memory_probe import DeviceMeter, compile_evaluation, probe, probe_key, recall, remember
+from tlora.planning.plan import PlannedJob, RunPlan, check_base_fits, plan_run, settle
+from tlora.planning.start import start_ahead
+from tlora.planning.threads import choose_threads
+from tlora.store import checkpoint
+from tlora.store.disk_reserve import DiskReserve
+from tlora.store.recorder import RunContext
+from tlora.store.run_directory import check_tiles
+from tlora.store.run_recovery import base_facts, write_base_file
+from tlora.store.serving import ServingFiles
+from tlora.supermodel.base_name import public_name
+from tlora.supermodel.fp8_linear import check_fp8
+from tlora.supermodel.load import outline
+from tlora.supermodel.supermodel import SuperModel
+
+Assigned = tuple[RunSpec, frozenset[str] | None]  # the run as it is by now, and the names of the jobs that begin here (None: all)
+
+
+class Guard(Protocol):
+    """What a session asks of the base's fingerprint (`store.fingerprint.BaseGuard`)."""
+
+    def check(self) -> bool: ...
+    def wait_for_verdict(self) -> None: ...
+    def facts(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a session needs for its first step. `threads`: those of the CPU that it computes with, None on a GPU. `starts`: states that
+    are being made ahead, by job.
+    """
+
+    plan: RunPlan
+    model: SuperModel
+    threads: int | None
+    starts: dict[str, Future[AdapterState]]
+    base_parameters: int
+
+
+def load(
+    run: RunSpec,
+    place: torch.device,
+    monitor: RunMonitor,
+    resume: bool,
+    data_worker: WorkerProcess | None,
+    assigned: Callable[[], Assigned] | None = None,
+) -> Loaded:
+    """Plan all jobs on an outline of the base, then load it, and measure what it takes of the memory.
+
+    `assigned` is called before any data is read, and may wait for somebody else to tokenize it.
+    """
+    if place.type == "cuda" and place.index is not None:
+        torch.cuda.set_device(place)  # kernels are launched on the current device
+    with _data_worker(place) if data_worker is None else nullcontext(data_worker) as worker:
+        base = outline(run.base_model, run.dtype, run.base_precision)
+        if run.base_precision == "fp8":
+            check_fp8(place, base.head.weight_VH.dtype)
+        sizes = [(p.numel(), p.element_size()) for p in base.model.parameters()]
+        outlined = SuperModel(base)
+        compiling = outlined.compile_ahead(place, run.jobs)
+        base_bytes = sum(n * size for n, size in sizes)
+        run, here = assigned() if assigned is not None else (run, None)
+        plan = plan_run(run, outlined, base_bytes, place, Preparation(monitor.preparing, worker), resume, here)
+    check_base_fits(plan)
+    threads = choose_threads(run, plan, outlined.targets().values(), place, resume, monitor.note)
+    starts = {} if resume else start_ahead(plan.residents, outlined.bank.sum_dtype)
+    monitor.stage(f"loading {run.base_model}")
+    model = SuperModel.from_pretrained(run.base_model, run.dtype, str(place), run.deterministic, run.base_precision)
+    if resume and (changed := check_tiles(run, model.tiles)):
+        monitor.note(changed)
+    model.expect(plan.can_run)
+    if compiling is not None:
+        monitor.stage("compiling kernels")
+        compiling.wait()
+    monitor.stage("measuring memory")
+    plan = _measure_memory(run, plan, model, monitor.note)
+    model.recomputed_layers = min(plan.recomputed_layers, model.num_layers)
+    if not resume:  # some of a resumed run's jobs have ended
+        attempt(model.bank.make_room, plan.resident)  # where it fails, for want of memory, they find room one by one
+    return Loaded(plan, model, threads, starts, base_parameters=sum(n for n, _ in sizes))
+
+
+def _data_worker(place: torch.device) -> AbstractContextManager[WorkerProcess | None]:
+    """Beside a GPU there are cores to spare, so that it loads its libraries while this process loads its own: 3 s of 30."""
+    return start_worker() if place.type == "cuda" else nullcontext()
+
+
+def launch_facts(loaded: Loaded, device: torch.device) -> dict[str, Any]:
+    """What `run.json` tells of a run beside its order."""
+    threads, tiles = loaded.threads, loaded.model.tiles
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": f"cpu ({threads} thread{'s' * (threads > 1)})" if threads else torch.cuda.get_device_name(device),
+        "token_budget": loaded.plan.token_budget,
+        "recomputed_layers": loaded.plan.recomputed_layers,
+        "base_parameters": loaded.base_parameters,
+    } | ({"tiles": tiles} if tiles else {})
+
+
+def _measure_memory(run: RunSpec, plan: RunPlan, model: SuperModel, note: Callable[[str], None]) -> RunPlan:
+    """On a GPU, the plan by what this device takes for this base; elsewhere, and where that cannot be measured, `plan` itself."""
+    if model.device.type != "cuda" or not model.num_layers or not plan.can_run:
+        return plan
+    key = probe_key(model, plan.can_run, run.deterministic, model.device)
+    memory = recall(key)
+    if memory is None:
+        found = probe(model, plan.can_run, plan.memory, DeviceMeter(model.device))
+        torch.cuda.empty_cache()  # blocks of the probe's sizes are of no use to the run
+        if found is None:
+            note("memory could not be measured, there is too little of it: the plan goes by the estimate")
+            return plan
+        note(f"memory measured and layers compiled in {found.seconds:.0f} s; peaks lie within {found.error_share:.1%} of the model")
+        memory = found.memory
+        remember(key, memory)
+    if any(job.data is not None and job.data.eval is not None for job in plan.jobs):
+        compile_evaluation(model, plan.can_run)
+    return settle(run, plan, memory, model.device)
+
+
+class Session:
+    """The jobs that wait, their driver, and what is reported while it goes on."""
+
+    def __init__(
+        self,
+        run: RunSpec,
+        loaded: Loaded,
+        monitor: RunMonitor,
+        serving: ServingFiles,
+        guard: Guard,
+        record: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`record` writes `run.json` with a status."""
+        plan = loaded.plan
+        self._run, self._plan, self._directory = run, plan, Path(run.output_dir)
+        self._monitor, self._starts, self._guard = monitor, loaded.starts, guard
+        self._waiting = list(plan.jobs_here)
+        self._known = {job.spec.name: job for job in plan.jobs}
+        self._resumed: set[str] = set()
+        self._layouts: dict[str, AdapterLayout] = {}
+        settings = {spec.name: swept(spec, run.jobs) for spec in run.jobs}
+        self._tiles = loaded.model.tiles
+        self._opened: list[Path] = []
+        self._record = record
+        reserve = DiskReserve(self._directory, _last_saves(plan), monitor.note)
+        self._context = RunContext(public_name(run.base_model), monitor.seconds, monitor.note, reserve, before_save=guard.wait_for_verdict)
+        places = Places(self._directory, serving, run.report_to, settings, self._mark)
+        self.driver = Driver(loaded.model, self._context, places, plan.token_budget, plan.longest)
+        self.driver.listener = monitor.listen
+
+    @property
+    def waiting(self) -> Sequence[str]:
+        """Names of the jobs that have not begun here."""
+        return [job.spec.name for job in self._waiting]
+
+    @property
+    def unfinished(self) -> int:
+        """Jobs that train, or whose files are being written."""
+        return len(self.driver.group.runs) + len(self.driver.records.ending)
+
+    def look(self, packed: MicroBatch | None) -> None:
+        """After each micro-batch."""
+        if self._guard.check():
+            self.write_hashes()
+        self._monitor.update(self.driver, self.waiting, now_due=packed is None)
+
+    def write_hashes(self) -> None:
+        """The base's sha256 have become known: into `run.json`, and beside each job."""
+        if isinstance(failed := attempt(self._record, "running"), Failure):  # a full disk: the run's end writes it once more
+            self._monitor.note(failed.reason)
+        for directory in self._opened:
+            self._context.writer.write(directory.name, partial(self._write_base_file, directory))
+
+    def _write_base_file(self, directory: Path) -> None:
+        """Raises CheckpointError. The future of the writer takes it: the file that is there holds all but the sha256."""
+        write_base_file(directory, base_facts(self._run, self._tiles, self._guard.facts()))
+
+    def _mark(self, directory: Path) -> None:
+        self._write_base_file(directory)
+        self._opened.append(directory)
+
+    def admit(self) -> bool:
+        """Let waiting jobs in, in their order, while they fit. False when none is left, neither waiting nor training."""
+        group, records = self.driver.group, self.driver.records
+        while self._waiting:
+            job = self._waiting[0]
+            taken = group.runs.keys() | records.ending.keys()  # the latter hold memory until their files are written
+            resident = [layout for name, layout in self._layouts.items() if name in taken]
+            if job.layout is not None and not job.problems and resident and not self._plan.fits([*resident, job.layout]):
+                return True
+            self._start(self._waiting.pop(0))
+        return bool(group.runs)
+
+    def take(self, name: str) -> None:
+        """One more job waits here. It goes on from its newest checkpoint, if another session has left one."""
+        self._resumed.add(name)
+        self._waiting.append(self._known[name])
+
+    def let_go(self, name: str) -> None:
+        """The job shall go on elsewhere: it waits here no longer, or leaves, saved at its last optimizer step, with a result "stopped"."""
+        self._waiting = [job for job in self._waiting if job.spec.name != name]
+        if name in self.driver.group.runs:
+            self.driver.group.leave(name)
+
+    def _start(self, job: PlannedJob) -> None:
+        name = job.spec.name
+        resume = self._monitor.resume or name in self._resumed
+        opened = attempt(self.driver.open, job, resume, None if name in self._resumed else self._starts.pop(name, None))
+        if isinstance(opened, Failure):
+            self.driver.refuse(job.spec, opened.reason)
+            return
+        assert job.layout is not None, f"{name} was opened without a layout"
+        self._layouts[name] = job.layout
+        self._monitor.track(opened.run)
+        self.driver.let_in(opened)
+
+
+def _last_saves(plan: RunPlan) -> dict[str, int]:
+    """What each job writes at its end, in bytes: its last checkpoint (and its best, where that is what it hands over) and its adapter."""
+    element = plan.memory.sum_bytes
+    return {
+        job.spec.name: checkpoint.adapter_bytes(job.layout, element)
+        + (2 if job.spec.load_best_model_at_end else 1) * checkpoint.checkpoint_bytes(job.layout, element)
+        for job in plan.jobs_here
+        if job.layout is not None and not job.problems
+    }

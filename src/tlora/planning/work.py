@@ -1,0 +1,45 @@
+"""Predicted seconds of each job on one GPU, from its tokens and the base's shape: what `engine/ranks/placement.py` places jobs by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tlora.data.order import epoch_size
+from tlora.planning.job_profile import tokens_of_steps
+from tlora.planning.plan import PlannedJob
+from tlora.supermodel.supermodel import SuperModel
+
+# Multiply-adds per second, twice that in floating-point operations. On a GPU: an H200 trains 17,016 tokens/s of an 8B in bf16, samples of
+# 2,048 (docs/performance.md). Other GPUs are placed by the same figure: where all are of one kind, only the ratios of jobs matter.
+_RATES = {"cuda": 17_016 * 2 * 8.0e9, "cpu": 2.0e10}
+_REFERENCE_PASSES = {"dpo": 1, "kto": 2}  # forwards beside those that train: the reference, and the KL of kto
+
+
+def predicted_seconds(jobs: Sequence[PlannedJob], model: SuperModel, device: torch.device) -> dict[str, float]:
+    """By name; 0 for a job with problems, which is refused when its turn comes. `model` may lie on the meta device."""
+    weights = sum(k * n for k, n in model.targets().values()) + model.base.head.weight_VH.numel()
+    config = model.model.config.get_text_config()
+    width = int(getattr(config, "num_hidden_layers", 1)) * int(getattr(config, "hidden_size", 1))
+    rate = _RATES["cuda" if device.type == "cuda" else "cpu"]
+    return {job.spec.name: _work(job, weights, width) / rate for job in jobs}
+
+
+def _work(job: PlannedJob, weights: int, width: int) -> float:
+    """Multiply-adds. Of each token: the weights in forward and in backward (frozen weights have no gradient of their own), and of causal
+    attention half the sample's length twice (scores, values) in forward and twice that in backward. Evaluations are forward only.
+    """
+    if job.problems or job.data is None:
+        return 0.0
+    train, spec = job.data.train, job.spec
+    steps = spec.total_steps(epoch_size(train.epoch))
+    tokens = tokens_of_steps(train.lengths, train.epoch, spec, steps)
+    mean = float((train.lengths.astype(float) ** 2).sum() / max(train.lengths.sum(), 1))  # of the sample that a token is in
+    forwards = 2 + _REFERENCE_PASSES.get(spec.objective, 0)
+    work = tokens * (forwards * weights + 3 * width * mean)
+    if job.data.eval is not None:
+        every = spec.eval_steps
+        times = 2 + (steps // every if isinstance(every, int) and every else 0)
+        work += times * float(job.data.eval.lengths.sum()) * weights
+    return work

@@ -1,0 +1,156 @@
+"""Stories of ranks that train, fill up, run dry and die at random: each job ends once, and never has two homes."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+
+import pytest
+
+from tlora.engine.ranks.dispatcher import Dispatcher
+from tlora.engine.ranks.messages import LetGo, Take
+from tlora.engine.ranks.placement import place
+
+
+class FakeRank:
+    """Holds so many jobs at a time; reports come out in order, and with delay."""
+
+    def __init__(self, number: int, jobs: tuple[str, ...], capacity: int) -> None:
+        self.number, self.waiting, self.running, self.capacity = number, list(jobs), list[str](), capacity
+        self.commands: deque[Take | LetGo] = deque()
+        self.reports: deque[tuple[str, str]] = deque()
+        self._changed = True
+
+    def obey(self) -> None:
+        command = self.commands.popleft()
+        if isinstance(command, Take):
+            self.waiting.append(command.job)
+            self._changed = True
+        elif command.job in self.waiting:
+            self.waiting.remove(command.job)
+            self._changed = False
+            self.reports.append(("left", command.job))
+        elif command.job in self.running:
+            self.running.remove(command.job)
+            self._changed = True
+            self.reports.append(("left", command.job))
+
+    def admit(self) -> None:
+        while self.waiting and len(self.running) < self.capacity:
+            self.running.append(self.waiting.pop(0))
+            self._changed = True
+            self.reports.append(("began", self.running[-1]))
+        if self._changed:
+            self._changed = False
+            self.reports.append(("full" if self.waiting else "room", ""))
+
+    def end(self, job: str) -> None:
+        self.running.remove(job)
+        self._changed = True
+        self.reports.append(("end", job))
+
+
+class Story:
+    def __init__(self, seed: int, gpus: int, jobs: int) -> None:
+        self.rng = random.Random(seed)
+        self.seconds = {f"j{i}": self.rng.choice([5.0, 20.0, 100.0, 400.0]) for i in range(jobs)}
+        placement = place(self.seconds, gpus)
+        self.dispatcher = Dispatcher(self.seconds, placement)
+        self.ranks = {g: FakeRank(g, placement.jobs[g], self.rng.randint(1, 3)) for g in range(gpus)}
+        self.ended: Counter[str] = Counter()
+
+    def deliver(self, number: int) -> None:
+        kind, job = self.ranks[number].reports.popleft()
+        if kind == "end":
+            self.ended[job] += 1
+        if kind in ("room", "full"):
+            getattr(self.dispatcher, kind)(number)
+        else:
+            getattr(self.dispatcher, kind)(number, job)
+        self.send()
+
+    def send(self) -> None:
+        for number, command in self.dispatcher.commands:
+            assert isinstance(command, Take | LetGo)
+            self.ranks[number].commands.append(command)
+        self.dispatcher.commands.clear()
+
+    def lose(self, number: int) -> None:
+        del self.ranks[number]  # with what it had not told
+        self.dispatcher.lose(number)
+        self.send()
+
+    def check(self) -> None:
+        """No job is on two ranks, nor about to be taken by one while another has it."""
+        held = [job for rank in self.ranks.values() for job in (*rank.waiting, *rank.running)]
+        held += [command.job for rank in self.ranks.values() for command in rank.commands if isinstance(command, Take)]
+        assert max(Counter(held).values(), default=0) <= 1, held
+
+    def step(self) -> None:
+        rank = self.rng.choice(list(self.ranks.values()))
+        choices = [rank.admit]
+        if rank.commands:
+            choices += [rank.obey] * 3
+        if rank.reports:
+            choices += [lambda: self.deliver(rank.number)] * 3
+        if rank.running and self.rng.random() < 0.3:
+            choices += [lambda: rank.end(self.rng.choice(rank.running))]
+        self.rng.choice(choices)()
+        if self.rng.random() < 0.2:
+            for number in self.ranks:
+                for job in self.ranks[number].running:
+                    self.dispatcher.stands(number, job, self.seconds[job] * self.rng.random())
+            self.dispatcher.balance()
+            self.send()
+        self.check()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_job_ends_once_whatever_happens(seed: int) -> None:
+    rng = random.Random(seed)
+    story = Story(seed, gpus=rng.randint(1, 4), jobs=rng.randint(1, 12))
+    deaths = rng.sample(range(400), rng.randint(0, 3))
+    for moment in range(20_000):
+        if moment in deaths and len(story.ranks) > 1:
+            story.lose(rng.choice(list(story.ranks)))
+        if not story.dispatcher.open:
+            break
+        story.step()
+    assert not story.dispatcher.open, f"never ended: {story.dispatcher.open}"
+    assert set(story.ended) == set(story.seconds)
+    assert set(story.ended.values()) == {1}
+
+
+def test_with_no_rank_left_jobs_stay_open() -> None:
+    dispatcher = Dispatcher({"a": 1.0, "b": 2.0}, place({"a": 1.0, "b": 2.0}, 2))
+    assert [dispatcher.lose(0), dispatcher.lose(1)] == [["b"], ["a", "b"]]
+    assert dispatcher.open == {"a", "b"}
+    assert dispatcher.ranks == []
+
+
+def test_a_rank_that_is_not_full_keeps_what_it_is_about_to_let_in() -> None:
+    seconds = dict.fromkeys("abcd", 10.0)
+    dispatcher = Dispatcher(seconds, place(seconds, 2))
+    dispatcher.began(1, "b")
+    dispatcher.began(1, "d")
+    dispatcher.room(1)
+    assert dispatcher.commands == []  # rank 0 has not looked yet
+    dispatcher.began(0, "a")
+    dispatcher.full(0)
+    assert dispatcher.commands == [(0, LetGo("c"))]
+
+
+def test_a_job_that_ends_while_it_is_let_go_goes_nowhere() -> None:
+    seconds = {"a": 100.0, "b": 90.0, "c": 1.0}
+    dispatcher = Dispatcher(seconds, place(seconds, 2))  # a on one, b and c on the other
+    dispatcher.began(0, "a")
+    dispatcher.began(1, "b")
+    dispatcher.began(1, "c")
+    dispatcher.stands(1, "c", 80.0)
+    dispatcher.end(0, "a")
+    dispatcher.room(0)
+    assert dispatcher.commands == [(1, LetGo("c"))]
+    dispatcher.commands.clear()
+    dispatcher.end(1, "c")
+    assert dispatcher.open == {"b"}
+    assert dispatcher.commands == []  # b alone would only change its place

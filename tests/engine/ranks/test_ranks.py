@@ -1,0 +1,181 @@
+"""Real ranks on a CPU: bytes of one process under any placement, through kills, stops and resumes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tlora
+from tests import forked
+from tests.engine.conftest import save_base
+from tests.engine.tiny_runs import job, rows, run_spec, sha256, steps_taken, train, write_rows
+from tlora.engine.ranks import crew
+from tlora.engine.results import Results
+from tlora.engine.watcher import RunProgress, Watcher
+from tlora.errors import ConfigError, ModelError
+from tlora.json_file import read_object
+
+
+@dataclass
+class World:
+    """A base, five orders, and what one process makes of them."""
+
+    base: Path
+    data: Path
+    orders: list[dict[str, Any]]
+    whole: Path
+    processes: list[crew.RankProcess] = field(default_factory=list[crew.RankProcess])  # of the newest run
+
+    @property
+    def names(self) -> list[str]:
+        return [order["name"] for order in self.orders]
+
+    def train(self, out: Path, gpus: int, orders: list[dict[str, Any]] | None = None, **options: Any) -> Results:
+        self.processes.clear()
+        spec = run_spec(self.base, out, orders or self.orders, deterministic=options.pop("deterministic", True))
+        return tlora.train(spec, device="cpu", gpus=gpus, **options)
+
+    def same_bytes(self, out: Path) -> None:
+        for name in self.names:
+            assert sha256(out / name) == sha256(self.whole / name), name
+            assert steps_taken(out / name) == steps_taken(self.whole / name), name
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Iterator[World]:
+    directory = tmp_path_factory.mktemp("world")
+    base = save_base(directory / "base", hidden_size=128, intermediate_size=160, num_hidden_layers=1)
+    for number, (name, count) in enumerate({"a": 40, "b": 9, "c": 24}.items()):
+        write_rows(directory / f"{name}.jsonl", count, number, high=20)
+    orders = [
+        job("dropout", str(directory / "a.jsonl"), lora_dropout=0.1, max_steps=16, batch_size=6, logging_steps=5, save_steps=4),
+        job("brief", str(directory / "b.jsonl"), max_steps=4),
+        job("long", str(directory / "c.jsonl"), max_steps=24, r=7, save_steps=5),
+        job("other", str(directory / "c.jsonl"), max_steps=12, seed=3, eval_size=4, eval_steps=5),
+        job("rare", str(directory / "a.jsonl"), max_steps=12, save_steps=100, weight=0.3),
+    ]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
+        monkeypatch.setattr(subprocess, "Popen", forked.ForkingPopen)
+        train(base, directory / "whole", orders, deterministic=True)
+        world = World(base, directory, orders, directory / "whole")
+
+        class Recorded(crew.RankProcess):
+            def __init__(self, *given: Any) -> None:
+                super().__init__(*given)
+                world.processes.append(self)
+
+        monkeypatch.setattr(crew, "RankProcess", Recorded)
+        yield world
+
+
+class Told:
+    """A watcher that keeps what is said, and acts once when all jobs together have taken so many steps."""
+
+    def __init__(self, at_steps: int = 0, act: Callable[[], object] | None = None) -> None:
+        self.lines: list[str] = []
+        self.last: RunProgress | None = None
+        self._at, self._act = at_steps, act
+        self.watcher = Watcher(self._progress, self.lines.append)
+
+    def _progress(self, progress: RunProgress) -> None:
+        self.last = progress
+        if self._act is not None and sum(job.step for job in progress.jobs) >= self._at:
+            act, self._act = self._act, None
+            act()
+
+    @property
+    def acted(self) -> bool:
+        return self._act is None
+
+    def said(self, words: str) -> bool:
+        return any(words in line for line in self.lines)
+
+
+@pytest.mark.parametrize("gpus", [2, 3])
+def test_the_bytes_are_those_of_one_process(world: World, tmp_path: Path, gpus: int) -> None:
+    told = Told()
+    results = world.train(tmp_path / "out", gpus, watcher=told.watcher)
+    assert list(results) == world.names
+    assert results.status == "done"
+    world.same_bytes(tmp_path / "out")
+    assert {result.status for result in results.values()} == {"done"}
+    facts = read_object(tmp_path / "out" / "run.json")
+    assert facts["status"] == "done"
+    assert sorted(facts["gpus"]) == [str(rank) for rank in range(gpus)]
+    assert {row["gpu"] for row in rows(tmp_path / "out" / "run.jsonl")} <= set(range(gpus))
+    assert told.said("GPU 0:") and told.said("GPU 1:")
+    assert told.last is not None
+    assert {job.status for job in told.last.jobs} == {"done"}
+    assert all(process.has_ended for process in world.processes)
+    assert results.report is not None and results.report.is_file()
+    assert not list((tmp_path / "out").glob(".*")), "the ranks left something behind"
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, 20))])
+def test_a_lost_rank_costs_the_others_nothing_and_its_jobs_go_on(world: World, tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    number = [signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL, signal.SIGTERM][seed % 4]
+    victim, gpus = rng.randrange(2), rng.choice([2, 3])
+    told = Told(rng.randint(1, 60), lambda: os.kill(world.processes[victim].pid, number))
+    results = world.train(tmp_path / "out", gpus, watcher=told.watcher)
+    assert told.acted
+    assert results.status == "done"
+    world.same_bytes(tmp_path / "out")
+    assert told.said(f"GPU {victim} is lost") or world.processes[victim].has_ended
+
+
+def test_all_ranks_lost_is_said_and_a_resume_ends_with_the_same_bytes(world: World, tmp_path: Path) -> None:
+    def kill() -> None:
+        for process in world.processes:
+            os.kill(process.pid, signal.SIGKILL)
+
+    told = Told(20, kill)
+    results = world.train(tmp_path / "out", 2, watcher=told.watcher)
+    assert results.status == "stopped"
+    assert told.said("all GPUs are lost") and told.said("--resume")
+    assert world.train(tmp_path / "out", 3, resume=True).status == "done"
+    world.same_bytes(tmp_path / "out")
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 3), (3, 2)])
+def test_saved_under_one_plan_and_resumed_under_another(world: World, tmp_path: Path, first: int, then: int) -> None:
+    told = Told(25, lambda: os.kill(os.getpid(), signal.SIGINT))
+    results = world.train(tmp_path / "out", first, watcher=told.watcher)
+    assert results.signal_number == signal.SIGINT
+    assert told.said("Interrupted: saving")
+    assert "stopped" in {result.status for result in results.values()}
+    assert world.train(tmp_path / "out", then, resume=True).status == "done"
+    world.same_bytes(tmp_path / "out")
+
+
+def test_a_job_that_cannot_run_fails_alone(world: World, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "x"}\n')
+    orders = [*world.orders[:2], job("bad", str(bad)), job("nan", str(world.data / "a.jsonl"), learning_rate=1e30, max_steps=30)]
+    results = world.train(tmp_path / "out", 2, orders)
+    assert results["bad"].status == "failed"
+    assert results["nan"].status == "failed"
+    for name in ("dropout", "brief"):
+        assert sha256(tmp_path / "out" / name) == sha256(world.whole / name)
+
+
+def test_what_is_wrong_for_all_is_raised_as_by_one_process(world: World, tmp_path: Path) -> None:
+    spec = run_spec(tmp_path / "nowhere", tmp_path / "out", world.orders[:2])
+    with pytest.raises(ModelError):
+        tlora.train(spec, device="cpu", gpus=2)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("gpus", "said"), [("0", "number"), ("two", "number"), ("0,1", "number"), ("all", "number"), ("-1", "number")])
+def test_a_wrong_number_of_processes_is_refused(world: World, tmp_path: Path, gpus: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        tlora.train(run_spec(world.base, tmp_path / "out", world.orders[:1]), device="cpu", gpus=gpus)
