@@ -1,0 +1,143 @@
+"""Runs on several GPUs against the same GPUs alone, through the command that users run.
+
+    python -m bench.many_gpus --gpus 4 --rows placed --shape llama-3-8b --out FILE
+    python -m bench.many_gpus --gpus 2 --rows placed --shape tiny --device cpu --steps 6 --set dtype=float32
+
+placed: the eight jobs of bench/real_jobs.yaml on all GPUs at once; then, for each GPU, the jobs that had been placed there, alone on that
+GPU. The ratio is the steady rate of the first over the sum of the others'. Each launch is made twice and the second one counts: its caches
+are warm. A row is added to the file as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from bench import launch, machine
+from bench.base_files import make_base
+from bench.real_jobs import CACHES, JOBS_FILE
+from bench.shapes import SHAPES
+
+ROWS = ("placed",)
+
+
+def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, required=True)
+    parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}, with commas")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps of each job")
+    parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE", help="as of `tlora train`")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--base-dir", type=Path, help="where bases are kept; default: a temporary directory")
+    parser.add_argument("--out", type=Path, help="a file of an earlier run is added to")
+    parser.add_argument("--commit", help="what to call this code where there is no git")
+    options = parser.parse_args(arguments)
+    options.rows = options.rows.split(",")
+    if unknown := [row for row in options.rows if row not in ROWS]:
+        parser.error(f"--rows: {unknown[0]!r} is none of {', '.join(ROWS)}")
+    return options
+
+
+class Bench:
+    """Launches of one benchmark: one base, one set of caches."""
+
+    def __init__(self, options: argparse.Namespace, base: Path, directory: Path) -> None:
+        self._options, self._base, self._directory = options, base.resolve(), directory
+        content = yaml.safe_load(JOBS_FILE.read_text(encoding="utf-8"))
+        self._defaults, self._jobs = content["defaults"], {job["name"]: job for job in content["jobs"]}
+        caches = {variable: directory / name for variable, name in CACHES.items()}
+        for cache in caches.values():
+            cache.mkdir(parents=True, exist_ok=True)
+        self._environment = os.environ | {variable: str(cache) for variable, cache in caches.items()}
+
+    def placed(self) -> dict[str, Any]:
+        together = self.launch(list(self._jobs), str(self._options.gpus), warm_up=True)
+        alone = [self.launch(jobs, self._one(gpu)) for gpu, jobs in enumerate(together["homes"]) if jobs]
+        rates = [one["steady_tokens_per_second"] for one in alone]
+        ratio = together["steady_tokens_per_second"] / sum(rates) if all(rates) else None
+        return {"row": "placed", "ratio": ratio, "together": together, "alone": alone}
+
+    def _one(self, gpu: int) -> str | None:
+        return f"{gpu}," if self._options.device == "cuda" else None
+
+    def launch(self, names: Sequence[str], gpus: str | None, *, warm_up: bool = False) -> dict[str, Any]:
+        """The figures of one `tlora train`; with `warm_up`, of the second of two."""
+        if warm_up:
+            self.launch(names, gpus)
+        output_dir, file, options = self._directory / "run", self._directory / "jobs.yaml", self._options
+        shutil.rmtree(output_dir, ignore_errors=True)
+        jobs = [{**self._jobs[name], "data": str(JOBS_FILE.parent / self._jobs[name]["data"])} for name in names]
+        order = {"base_model": str(self._base), "output_dir": str(output_dir), "defaults": self._defaults, "jobs": jobs}
+        file.write_text(yaml.safe_dump(order), encoding="utf-8")
+        settings = [f"defaults.max_steps={options.steps}", *options.settings]
+        command = [sys.executable, "-m", "tlora", "train", str(file), "--device", options.device]
+        command += ["--gpus", gpus] if gpus else []
+        command += [part for setting in settings for part in ("--set", setting)]
+        ended = launch.run_process(command, self._environment, output_dir, None)
+        steps, _ = launch.read_log(output_dir, ended.start)
+        found = _figures(steps, _homes(ended.lines, names), ended)
+        shutil.rmtree(output_dir, ignore_errors=True)
+        print(
+            f"{gpus or 'one'}: {len(names)} jobs, exit {ended.code}, {found.get('steady_tokens_per_second', 0):,.0f} tokens/s", flush=True
+        )
+        return found
+
+
+def _homes(lines: Sequence[tuple[float, str]], names: Sequence[str]) -> list[list[str]]:
+    """The jobs that began on each GPU, from the line that says so; all on one without it."""
+    for _, line in lines:
+        if "(predicted" in line:
+            parts = line.rpartition(" (predicted")[0].split("; ")
+            each = [re.sub(r"^GPU \d+: ", "", part).split(", ") for part in parts]
+            return [[name for name in jobs if name in names] for jobs in each]
+    return [list(names)]
+
+
+def _figures(steps: list[launch.Step], homes: list[list[str]], ended: launch.Ended) -> dict[str, Any]:
+    """`steady_tokens_per_second` is the sum over GPUs, each over its own steady part (`launch.speeds`)."""
+    found: dict[str, Any] = {"homes": homes, "exit_code": ended.code, "wall_seconds": ended.end - ended.start}
+    each = [launch.speeds(own, []) for jobs in homes if (own := [step for step in steps if step.job in jobs])]
+    if ended.code or not each:
+        return found | {"errors": [line for _, line in ended.lines[-8:]]}
+    rates = [one["steady_tokens_per_second"] or 0.0 for one in each]
+    found |= {"gpu_tokens_per_second": rates, "steady_tokens_per_second": sum(rates), "tokens": sum(one["tokens"] for one in each)}
+    found |= {"first_step_seconds": steps[0].seconds, "last_step_seconds": steps[-1].seconds}
+    firsts = [min(step.seconds for step in steps if step.job in jobs) for jobs in homes if jobs]
+    return found | {"all_gpus_first_step_seconds": max(firsts), "notes": [line for _, line in ended.lines if line.startswith("GPU ")]}
+
+
+def main() -> int:
+    options = read_options()
+    facts = machine.facts(torch.device("cpu"), options.commit)
+    found: dict[str, Any] = {"benchmark": "many_gpus", **facts, "rows": []}
+    if options.out is not None and options.out.is_file():
+        found["rows"] = json.loads(options.out.read_text(encoding="utf-8"))["rows"]
+    with tempfile.TemporaryDirectory(prefix="many-gpus-") as name:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # so that no CUDA context stays beside the runs
+            base = pool.submit(make_base, options.shape, options.base_dir or Path(name) / "bases", options.device).result()
+        found["device"] = base.pop("device") or found["device"]
+        bench = Bench(options, Path(base["base"]), Path(name))
+        for row in options.rows:
+            measured = getattr(bench, row)() | {"gpus": options.gpus, "shape": options.shape, "steps": options.steps}
+            found["rows"].append(measured)
+            machine.write(options.out, found)
+            print(f"{row}: ratio {measured['ratio']}", flush=True)
+    return 1 if any(one.get("errors") for row in found["rows"] for one in (row["together"], *row["alone"])) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
