@@ -28,6 +28,7 @@ class Ranks:
 
     def __init__(self, count: int) -> None:
         self._pipes: list[Connection] = []
+        self._lost = False  # one does not answer
         self.processes: list[Any] = []
         for rank in range(count):
             mine, theirs = _CONTEXT.Pipe()
@@ -52,6 +53,7 @@ class Ranks:
         found: dict[int, Any] = {}
         while len(found) < len(self._pipes):
             ready = wait([pipe for rank, pipe in enumerate(self._pipes) if rank not in found], _TIMEOUT_SECONDS)
+            self._lost = not ready
             assert ready, f"ranks {set(range(len(self._pipes))) - set(found)} do not answer"
             for pipe in ready:
                 try:
@@ -64,7 +66,10 @@ class Ranks:
         self._pipes[rank].send((function, args))
 
     def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()  # a rank ends when there is nothing more to read
         for process in self.processes:
+            process.join(_TIMEOUT_SECONDS if not self._lost else 0)
             process.kill()
             process.join()
 

@@ -1,7 +1,7 @@
 """Memory of one size on each rank that all ranks of the host can read. The one place that knows how a device does that.
 
 Reads are one-sided: no rank waits for another, and what is read must not be written any more. Memory of a rank that has ended stays
-readable as long as somebody has it mapped.
+readable as long as somebody has it mapped, but for that behind CUDA's IPC handles.
 
 On a GPU this is torch's symmetric memory, a prototype API (`torch.distributed._symmetric_memory`). Copies between GPUs then go over
 NVLink by the copy engines and take no processors from kernels. On a CPU it is anonymous shared memory.
