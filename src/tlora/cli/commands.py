@@ -222,7 +222,7 @@ def _obey_rank_0(run: RunSpec, launch: Launched) -> int:
     from tlora.engine.ranks.external import digest_of, find_owner
     from tlora.engine.ranks.rank import serve
 
-    return serve(find_owner(launch), launch.rank, digest_of(run))
+    return serve(find_owner(launch), launch.rank, launch.count, digest_of(run))
 
 
 def _read(jobs_file: Path, settings: list[str] | None, output_dir: Path | None) -> RunSpec:

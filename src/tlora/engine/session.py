@@ -24,10 +24,12 @@ from tlora.engine.results import swept
 from tlora.engine.run_monitor import RunMonitor
 from tlora.group.wall import Failure, attempt
 from tlora.job import RunSpec
+from tlora.planning.memory import bytes_when_shared
 from tlora.planning.memory_probe import DeviceMeter, compile_evaluation, probe, probe_key, recall, remember
 from tlora.planning.plan import PlannedJob, RunPlan, check_base_fits, plan_run, settle
 from tlora.planning.start import start_ahead
 from tlora.planning.threads import choose_threads
+from tlora.sharing.peers import Sharing
 from tlora.store import checkpoint
 from tlora.store.disk_reserve import DiskReserve
 from tlora.store.recorder import RunContext
@@ -39,7 +41,16 @@ from tlora.supermodel.fp8_linear import check_fp8
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 
-Assigned = tuple[RunSpec, frozenset[str] | None]  # the run as it is by now, and the names of the jobs that begin here (None: all)
+
+@dataclass(frozen=True)
+class Assignment:
+    """What one of several sessions of a run has to do: the `run` as it is by now, the names of the jobs that begin `here`, and, where the
+    sessions share the base, who this one is of them.
+    """
+
+    run: RunSpec
+    here: frozenset[str] | None = None  # None: all
+    sharing: Sharing | None = None
 
 
 class Guard(Protocol):
@@ -69,7 +80,7 @@ def load(
     monitor: RunMonitor,
     resume: bool,
     data_worker: WorkerProcess | None,
-    assigned: Callable[[], Assigned] | None = None,
+    assigned: Callable[[], Assignment] | None = None,
 ) -> Loaded:
     """Plan all jobs on an outline of the base, then load it, and measure what it takes of the memory.
 
@@ -85,13 +96,16 @@ def load(
         outlined = SuperModel(base)
         compiling = outlined.compile_ahead(place, run.jobs)
         base_bytes = sum(n * size for n, size in sizes)
-        run, here = assigned() if assigned is not None else (run, None)
-        plan = plan_run(run, outlined, base_bytes, place, Preparation(monitor.preparing, worker), resume, here)
+        assignment = assigned() if assigned is not None else Assignment(run)
+        run, sharing = assignment.run, assignment.sharing
+        if sharing is not None:
+            base_bytes = bytes_when_shared(outlined, base_bytes, sharing.world_size, sharing.slots)
+        plan = plan_run(run, outlined, base_bytes, place, Preparation(monitor.preparing, worker), resume, assignment.here)
     check_base_fits(plan)
     threads = choose_threads(run, plan, outlined.targets().values(), place, resume, monitor.note)
     starts = {} if resume else start_ahead(plan.residents, outlined.bank.sum_dtype)
     monitor.stage(f"loading {run.base_model}")
-    model = SuperModel.from_pretrained(run.base_model, run.dtype, str(place), run.deterministic, run.base_precision)
+    model = SuperModel.from_pretrained(run.base_model, run.dtype, str(place), run.deterministic, run.base_precision, sharing)
     if resume and (changed := check_tiles(run, model.tiles)):
         monitor.note(changed)
     model.expect(plan.can_run)

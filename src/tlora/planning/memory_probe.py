@@ -221,9 +221,10 @@ def _file_of(key: str) -> Path:
 
 
 def probe_key(model: SuperModel, specs: Sequence[JobSpec], deterministic: bool, device: torch.device) -> str:
-    """Of all that the measured bytes depend on: the base's shape, device, versions, and the ranks of the largest two adapters."""
+    """Of all that the measured bytes depend on: the base's shape and form, device, versions, and the ranks of the largest two adapters."""
     sizes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.model.named_parameters()]
     ranks = sorted((spec.largest_rank for spec in specs), reverse=True)[:2]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    facts = (sizes, ranks, deterministic, name, torch.__version__, __version__)
+    facts: tuple[object, ...] = (sizes, ranks, deterministic, name, torch.__version__, __version__)
+    facts += (model.base.layers.held_bytes,) if model.base.layers is not None else ()  # of a shared base, fewer the more share it
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

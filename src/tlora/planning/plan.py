@@ -138,10 +138,23 @@ def plan_run(
     run's directory goes on from that, and the adapter that it once started from may be gone. `here`: see `RunPlan`.
     """
     jobs = plan_jobs(run, model, preparation, Path(run.output_dir) if resume else None)
+    limit = memory_limit(device) if run.memory_limit == "auto" else run.memory_limit
+    return plan_memory(run, jobs, model, base_bytes, device, limit, here)
+
+
+def plan_memory(
+    run: RunSpec,
+    jobs: tuple[PlannedJob, ...],
+    model: SuperModel,
+    base_bytes: int,
+    device: torch.device,
+    limit: int,
+    here: frozenset[str] | None = None,
+) -> RunPlan:
+    """The plan of jobs whose data is known, below `limit` bytes on `device`, of which only the kind is looked at."""
     rank = max((s.rank for job in jobs if job.layout for s in job.layout.shapes), default=1)
     memory = measure(model, base_bytes, device, rank)
-    limit = memory_limit(device) if run.memory_limit == "auto" else run.memory_limit
-    sound = [j for j in jobs if not j.problems]
+    sound = [j for j in jobs if not j.problems or j.problems == [j.too_large]]
     longest = max((job.longest for job in sound), default=1)
     warnings = _budget_warnings(run, sound, longest) + _recompute_warnings(run, memory)
     fp8 = bytes_in_fp8(model, base_bytes) if run.base_precision is None and has_fp8(device, model.base.head.weight_VH.dtype) else None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tlora.engine.ranks.external import Launched, tell_ranks
 from tlora.engine.ranks.link import Meeting
-from tlora.engine.ranks.messages import Broken, Bye, Command, Hello, Ready, Report, Stop
+from tlora.engine.ranks.messages import Broken, Bye, Command, Found, Hello, Ready, Report, Stop
 from tlora.engine.ranks.process import LOOK_SECONDS, ForeignRank, RankProcess
 from tlora.errors import ConfigError
 
@@ -27,7 +27,9 @@ class Lost:
 
 
 class Crew:
-    """`count` ranks, of which those in `hellos` have come, and those in `ready` have loaded the base."""
+    """`count` ranks, of which those in `hellos` have come, those in `found` have told of their device, and those in `ready` have
+    loaded the base.
+    """
 
     def __init__(self, count: int, own: Sequence[int] | None = None) -> None:
         """`own` are the ranks that `start` starts, by default all; the others come by themselves, started by a cluster's launcher."""
@@ -38,6 +40,7 @@ class Crew:
         self.lost: dict[int, Lost] = {}
         self._broken: dict[int, Broken] = {}
         self._out: set[int] = set()  # said Bye, or were ended before they had anything to save
+        self.found: dict[int, Found] = {}
         self.ready: dict[int, Ready] = {}
         self.going: set[int] = set()  # they write
         self._looked = 0.0
@@ -47,6 +50,11 @@ class Crew:
     def address(self) -> str:
         """Where ranks find this process."""
         return self._meeting.address
+
+    @property
+    def store(self) -> str:
+        """A file by which ranks that share a base find each other."""
+        return str(self._meeting.directory / "store")
 
     @property
     def launched_elsewhere(self) -> bool:
@@ -106,6 +114,8 @@ class Crew:
             case Broken():
                 self._broken[rank] = report
                 return []
+            case Found():
+                self.found[rank] = report
             case Ready():
                 self.ready[rank] = report
             case Bye():

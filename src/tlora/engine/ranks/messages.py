@@ -33,10 +33,13 @@ class Open:
 
 @dataclass(frozen=True)
 class Assign:
-    """The data of all jobs is tokenized; of `run`, as it is by now, these jobs begin here. Answered by `Ready`."""
+    """The data of all jobs is tokenized; of `run`, as it is by now, these jobs begin here. Answered by `Ready`. With `store`, a file by
+    which they find each other, all ranks share the base.
+    """
 
     run: RunSpec
     jobs: frozenset[str]
+    store: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,14 @@ class Hello:
     host: str
     software: Mapping[str, str]
     run_digest: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The device that the rank was told to use: what it is, and the bytes that a run may take of it."""
+
+    device: str
+    limit_bytes: int
 
 
 @dataclass(frozen=True)
@@ -168,4 +179,4 @@ class Bye:
     """All is written, and nothing more will be."""
 
 
-Report = Hello | Ready | Shown | RowMade | Said | Began | Room | Full | Left | Ended | Broken | Bye
+Report = Hello | Found | Ready | Shown | RowMade | Said | Began | Room | Full | Left | Ended | Broken | Bye

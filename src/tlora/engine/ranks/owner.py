@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +43,19 @@ from tlora.engine.ranks.placement import Placement, place
 from tlora.engine.results import Results, all_results
 from tlora.engine.run_monitor import begin_of_run
 from tlora.engine.watcher import RunProgress, Watcher
-from tlora.errors import ConfigError, ModelError, TloraError
+from tlora.errors import CapacityError, ConfigError, ModelError, TloraError
 from tlora.job import RunSpec
+from tlora.planning.form import choose_form
 from tlora.planning.plan import PlannedJob, job_warnings, plan_jobs
 from tlora.planning.work import predicted_seconds
 from tlora.report.run_page import write_report
 from tlora.store.fingerprint import BaseGuard
 from tlora.store.metrics import RowWriter
 from tlora.store.model_card import library_versions
-from tlora.store.run_directory import HeldDirectory, hold_run_directory, write_run_file
+from tlora.store.run_directory import HeldDirectory, earlier_base, hold_run_directory, write_run_file
 from tlora.store.serving import ServingFiles
 from tlora.supermodel.fp8_linear import check_fp8
-from tlora.supermodel.load import outline
+from tlora.supermodel.load import find_directory, outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.version import __version__
 from tlora.wording.numbers import duration_text
@@ -72,12 +73,35 @@ class Order:
     watcher: Watcher
     guard: BaseGuard
     digest: str = ""  # of the jobs file as it was read, where a launcher's ranks have read it too
+    again: bool = False  # after the loss of a GPU: jobs that fitted before must fit now
 
 
 def train_on_ranks(order: Order, devices: Sequence[str], data_worker: WorkerProcess | None, started: Crew | None) -> Results:
-    """As `train`, on one process for each of the `devices`; `started`: those processes, if somebody has started them ahead."""
+    """As `train`, on one process for each of the `devices`; `started`: those processes, if somebody has started them ahead.
+
+    Where the loss of a GPU has ended a run that shared its base, it is begun again on the others, as far as the base fits there.
+    """
+    crew = started if started is not None and started.count == len(devices) else None
+    results, left = _train_once(order, devices, data_worker, crew)
+    while left:
+        order.watcher.note(f"starting again from the last checkpoints, on {len(left)} GPU{'s' * (len(left) > 1)}")
+        run = order.run
+        guard = BaseGuard(run.base_model, find_directory(run.base_model), earlier_base(run, True))
+        order = replace(order, resume=True, overwrite=False, guard=guard, again=True)
+        try:
+            results, left = _train_once(order, left, None, None)
+        except CapacityError as error:
+            order.watcher.note(f"{error}. All jobs are saved: resume with --resume on as many GPUs as before")
+            break
+    return results
+
+
+def _train_once(
+    order: Order, devices: Sequence[str], data_worker: WorkerProcess | None, started: Crew | None
+) -> tuple[Results, Sequence[str]]:
+    """The results, and the devices to begin again on; none where the run has come to its end."""
     with ExitStack() as stack:
-        crew = started if started is not None and started.count == len(devices) else Crew(len(devices))
+        crew = started or Crew(len(devices))
         stack.callback(crew.close)
         if crew is not started:
             crew.start()
@@ -85,7 +109,8 @@ def train_on_ranks(order: Order, devices: Sequence[str], data_worker: WorkerProc
         owner.prepare(data_worker)
         held = stack.enter_context(hold_run_directory(owner.run, order.resume, order.overwrite, order.watcher.note))
         stack.callback(order.guard.close)
-        return owner.train(held)
+        results = owner.train(held)
+    return results, [device for rank, device in enumerate(devices) if rank not in crew.lost] if owner.may_begin_again else []
 
 
 class _Owner:
@@ -98,22 +123,23 @@ class _Owner:
         self._dispatcher: Dispatcher | None = None
         self._shown = 0.0
         self._stopping = False
+        self._interrupted = False
+        self.shared = False  # the base, by all ranks
 
     # -- before training -----------------------------------------------------------------------------------------------
 
     def prepare(self, data_worker: WorkerProcess | None) -> None:
         """Tokenize all data and place the jobs, while the ranks load the base, until all are ready. Raises TloraError."""
         self._stage(f"starting {self._crew.count} ranks")
-        planned, seconds = self._plan(data_worker)
-        self.run = self.run.model_copy(update={"jobs": [job.spec for job in planned]})
+        seconds = self._plan(data_worker)
         placement = place(seconds, self._crew.count)
         self._order.watcher.note(describe_placement(placement))
         self._dispatcher = Dispatcher(seconds, placement)
         for rank, lost in self._crew.lost.items():
             self._lose(rank, lost)
-        self._until_all(self._crew.hellos)
+        store = self._crew.store if self.shared else ""
         for rank in self._crew.living:
-            self._crew.send(rank, Assign(self.run, frozenset(placement.jobs[rank])))
+            self._crew.send(rank, Assign(self.run, frozenset(placement.jobs[rank]), store))
         self._until_all(self._crew.ready)
         if not self._crew.ready:
             self._raise_all_lost()
@@ -133,8 +159,8 @@ class _Owner:
         while any(rank not in come for rank in self._crew.living):
             self._hear()
 
-    def _plan(self, data_worker: WorkerProcess | None) -> tuple[Sequence[PlannedJob], dict[str, float]]:
-        """All jobs with their data, and the seconds that each is predicted to take."""
+    def _plan(self, data_worker: WorkerProcess | None) -> dict[str, float]:
+        """Tokenize all data and choose how the base lies on the GPUs. Returns the seconds that each job is predicted to take."""
         run, resume, device = self.run, self._order.resume, torch.device(self._devices[0])
         base = outline(run.base_model, run.dtype, run.base_precision)
         if run.base_precision == "fp8":
@@ -146,7 +172,29 @@ class _Owner:
         lines = job_warnings(planned) + ServingFiles(run.base_model).warn([(job.spec, job.data.report) for job in planned if job.data])
         for line in lines + (check_lengths(planned, Path(run.output_dir)) if resume else []):
             self._order.watcher.note(line)
-        return planned, predicted_seconds(planned, model, device)
+        self.run = run.model_copy(update={"jobs": [job.spec for job in planned]})
+        self._choose_form(planned, model)
+        return predicted_seconds(planned, model, device)
+
+    def _choose_form(self, planned: tuple[PlannedJob, ...], model: SuperModel) -> None:
+        self._until_all(self._crew.found)
+        if not self._crew.found:
+            self._raise_all_lost()
+        self._check_kinds()
+        limit = min(found.limit_bytes for found in self._crew.found.values())
+        base_bytes = sum(p.numel() * p.element_size() for p in model.model.parameters())
+        form = choose_form(self.run, planned, model, base_bytes, torch.device(self._devices[0]), limit, self._crew.count)
+        if self._order.again and form.refused:
+            raise CapacityError(f"{form.refused[0]} does not fit on {self._crew.count} GPU{'s' * (self._crew.count > 1)}")
+        self.shared = form.shared
+        self._order.watcher.note(form.why)
+
+    def _check_kinds(self) -> None:
+        """Raises ConfigError for GPUs of different kinds."""
+        names = {rank: found.device for rank, found in sorted(self._crew.found.items())}
+        if len(set(names.values())) > 1:
+            each = ", ".join(f"{rank} is {name}" for rank, name in names.items())
+            raise ConfigError(f"the GPUs are of different kinds ({each}), and jobs are placed as on equal ones. Choose some of one kind")
 
     def _stage(self, stage: str) -> None:
         self._order.watcher.progress(self._books.progress(self._seconds, stage))
@@ -156,12 +204,8 @@ class _Owner:
         return time.monotonic() - self._started
 
     def _see_ready(self) -> None:
-        """What the ranks have planned. Raises ConfigError for GPUs of different kinds."""
+        """What the ranks have planned, said and kept for `run.json`."""
         ready, note = dict(sorted(self._crew.ready.items())), self._order.watcher.note
-        names = {rank: each.facts["device"] for rank, each in ready.items()}
-        if len(set(names.values())) > 1:
-            each = ", ".join(f"{rank} is {name}" for rank, name in names.items())
-            raise ConfigError(f"the GPUs are of different kinds ({each}), and jobs are placed as on equal ones. Choose some of one kind")
         first = next(iter(ready.values()))
         for line in first.warnings:
             note(line)
@@ -169,7 +213,11 @@ class _Owner:
             note(f"GPU {rank}: {each.plan}")
         self.run = self.run.model_copy(update={"cpu_threads": first.threads or self.run.cpu_threads})
         keys = ("device", "token_budget", "recomputed_layers")
-        self._facts = {**first.facts, "gpus": {str(rank): {key: each.facts[key] for key in keys} for rank, each in ready.items()}}
+        self._facts = {
+            **first.facts,
+            "base_shared": self.shared,
+            "gpus": {str(rank): {key: each.facts[key] for key in keys} for rank, each in ready.items()},
+        }
 
     # -- while the ranks train -----------------------------------------------------------------------------------------
 
@@ -203,8 +251,14 @@ class _Owner:
 
     @property
     def _must_end(self) -> bool:
-        """A launcher ends all ranks when one is lost: what can be saved is saved before."""
-        return self._crew.launched_elsewhere and bool(self._crew.lost)
+        """A launcher ends all ranks when one is lost, and a shared base ends with it: what can be saved is saved before."""
+        return (self._crew.launched_elsewhere or self.shared) and bool(self._crew.lost)
+
+    @property
+    def may_begin_again(self) -> bool:
+        """Whether jobs are unfinished only because a GPU was lost that held a part of the base."""
+        open_jobs = self._dispatcher is not None and self._dispatcher.open
+        return bool(open_jobs) and self.shared and bool(self._crew.lost) and not self._crew.launched_elsewhere and not self._interrupted
 
     def _describe_interrupt(self, number: int) -> str:
         assert self._dispatcher is not None
@@ -218,13 +272,15 @@ class _Owner:
 
     def _finish(self, received: Sequence[int]) -> Results:
         """All ranks are gone."""
+        self._interrupted = bool(received)
         order, dispatcher = self._order, self._dispatcher
         assert dispatcher is not None
         if dispatcher.open and not received:
             if not self._books.results and not self._books.began:
                 self._raise_all_lost()
-            lost = "all GPUs are lost" if not dispatcher.ranks else "a rank of the launcher is lost"
-            order.watcher.note(f"{lost}; {len(dispatcher.open)} jobs are unfinished. Resume with --resume")
+            lost = "all GPUs are lost" if not dispatcher.ranks else "a part of the base is lost" if self.shared else "a rank is lost"
+            again = "" if self.may_begin_again and dispatcher.ranks else " Resume with --resume"
+            order.watcher.note(f"{lost}; {len(dispatcher.open)} jobs are unfinished.{again}")
         order.watcher.progress(self._books.progress(self._seconds))
         results = all_results(self.run, self._books.results, received, order.watcher.note)
         try:
@@ -321,7 +377,7 @@ class _Owner:
         self._books.lose(rank)
         if self._dispatcher.open:
             jobs = self._dispatcher.lose(rank)
-            rest = f"; {', '.join(jobs)} go on elsewhere" if jobs and self._dispatcher.ranks else ""
+            rest = f"; {', '.join(jobs)} go on elsewhere" if jobs and self._dispatcher.ranks and not self._must_end else ""
             self._order.watcher.note(f"GPU {rank} is lost: {lost.reason}{rest}")
 
 

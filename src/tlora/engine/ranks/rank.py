@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import FileStore
 from transformers.utils import logging
 
 from tlora.batching.pack import MicroBatch
@@ -31,6 +32,7 @@ from tlora.engine.ranks.messages import (
     Bye,
     Command,
     Ended,
+    Found,
     Full,
     Go,
     Hello,
@@ -46,11 +48,13 @@ from tlora.engine.ranks.messages import (
     Take,
 )
 from tlora.engine.run_monitor import RunMonitor
-from tlora.engine.session import Assigned, Session, launch_facts, load
+from tlora.engine.session import Assignment, Session, launch_facts, load
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import ModelError, TloraError
+from tlora.planning.memory import memory_limit
 from tlora.planning.plan import describe_plan
 from tlora.planning.threads import compute_with
+from tlora.sharing.peers import Sharing
 from tlora.store.model_card import library_versions
 from tlora.store.serving import ServingFiles
 from tlora.version import __version__
@@ -94,8 +98,9 @@ class RemoteGuard:
 class Rank:
     """Commands in `inbox`, reports over `line`."""
 
-    def __init__(self, line: Line, inbox: Inbox) -> None:
-        self._line, self._inbox = line, inbox
+    def __init__(self, line: Line, inbox: Inbox, number: int, count: int) -> None:
+        """`number` of `count` ranks."""
+        self._line, self._inbox, self._number, self._count = line, inbox, number, count
         self._here: set[str] = set()  # jobs that wait or train here
         self._begun: set[str] = set()
         self._leaving: set[str] = set()
@@ -105,6 +110,7 @@ class Rank:
         """From the first command to the last. Raises what concerns all jobs."""
         opened = self._next(Open)
         run, place = opened.run, torch.device(opened.device)
+        self._line.send(Found(name_of(place), memory_limit(place) if run.memory_limit == "auto" else run.memory_limit))
         watcher = Watcher(self._show, lambda line: self._line.send(Said(line)))
         monitor = RunMonitor(
             Path(run.output_dir),
@@ -136,10 +142,11 @@ class Rank:
         assert isinstance(command, kind), f"{command} came, and not {kind.__name__}"
         return command
 
-    def _assigned(self) -> Assigned:
+    def _assigned(self) -> Assignment:
         assign: Assign = self._next(Assign)
         self._here = set(assign.jobs)
-        return assign.run, assign.jobs
+        sharing = Sharing(FileStore(assign.store, self._count), self._number, self._count) if assign.store else None
+        return Assignment(assign.run, assign.jobs, sharing)
 
     # -- while it trains -----------------------------------------------------------------------------------------------
 
@@ -216,19 +223,23 @@ class Rank:
         self._line.send(Shown(replace(progress, jobs=tuple(job for job in progress.jobs if job.name in self._here))))
 
 
+def name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
 def hello(rank: int, run_digest: str = "") -> Hello:
     versions = library_versions() | {"tlora": __version__, "python": platform.python_version()}
     return Hello(rank, os.getpid(), socket.gethostname(), versions, run_digest)
 
 
-def serve(address: str, rank: int, run_digest: str = "") -> int:
+def serve(address: str, rank: int, count: int, run_digest: str = "") -> int:
     """Train for the owner at `address` until told to stop. Returns the exit status."""
     inbox: Inbox = queue.SimpleQueue()
     signal.signal(signal.SIGTERM, lambda *_: inbox.put(Stop()))  # a SimpleQueue may be entered again by a handler
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches a whole terminal; what follows is the owner's decision
     line = connect(address, inbox.put)(hello(rank, run_digest))
     try:
-        Rank(line, inbox).run()
+        Rank(line, inbox, rank, count).run()
     except SystemExit:
         return 0
     except BaseException as error:
@@ -249,7 +260,7 @@ def main() -> None:
     logging.set_verbosity_error()
     status = 1
     try:
-        status = serve(address, rank)
+        status = serve(address, rank, int(os.environ["WORLD_SIZE"]))
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()

@@ -1,0 +1,139 @@
+"""A base that does not fit on one rank is shared by all: the bytes of one process, also when a rank is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tlora
+from tests import forked
+from tests.engine.conftest import save_base
+from tests.engine.tiny_runs import job, run_spec, sha256, steps_taken, train, write_rows
+from tlora.engine.check import check
+from tlora.engine.ranks import crew
+from tlora.engine.results import Results
+from tlora.engine.watcher import RunProgress, Watcher
+from tlora.errors import CapacityError
+from tlora.json_file import read_object
+
+NAMES = ("dropout", "evaluates", "long")
+
+
+@dataclass
+class World:
+    base: Path
+    orders: list[dict[str, Any]]
+    whole: Path
+    base_bytes: int
+    job_bytes: int
+    processes: list[crew.RankProcess] = field(default_factory=list[crew.RankProcess])
+
+    def train(self, out: Path, gpus: int, share_of_base: float, **options: Any) -> Results:
+        """With room on each rank for so much of the base, and for one job in micro-batches of 64 tokens."""
+        self.processes.clear()
+        limit = int(share_of_base * self.base_bytes) + self.job_bytes
+        spec = run_spec(self.base, out, self.orders, deterministic=True, memory_limit=limit, token_budget=64)
+        return tlora.train(spec, device="cpu", gpus=gpus, **options)
+
+    def same_bytes(self, out: Path) -> None:
+        for name in NAMES:
+            assert sha256(out / name) == sha256(self.whole / name), name
+            assert steps_taken(out / name) == steps_taken(self.whole / name), name
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Iterator[World]:
+    directory = tmp_path_factory.mktemp("shared-runs")
+    base = save_base(directory / "base", hidden_size=256, intermediate_size=512, num_hidden_layers=16)
+    write_rows(directory / "a.jsonl", 24, high=6)
+    data = str(directory / "a.jsonl")
+    orders = [
+        job("dropout", data, lora_dropout=0.1, max_steps=6, batch_size=2, save_steps=1, target_modules=["q_proj"]),
+        job("evaluates", data, max_steps=5, batch_size=2, eval_size=2, eval_steps=2, seed=3, target_modules=["down_proj"]),
+        job("long", data, max_steps=12, batch_size=2, save_steps=3, seed=4, target_modules=["v_proj"]),
+    ]
+    base_bytes = sum(file.stat().st_size for file in base.glob("*.safetensors"))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
+        monkeypatch.setattr(subprocess, "Popen", forked.ForkingPopen)
+        train(base, directory / "whole", orders, deterministic=True)
+        found = check(run_spec(base, directory / "out", orders, token_budget=64), device="cpu")
+        job_bytes = found.activation_bytes + max(job.memory_bytes for job in found.jobs)
+        world = World(base, orders, directory / "whole", base_bytes, job_bytes)
+
+        class Recorded(crew.RankProcess):
+            def __init__(self, *given: Any) -> None:
+                super().__init__(*given)
+                world.processes.append(self)
+
+        monkeypatch.setattr(crew, "RankProcess", Recorded)
+        yield world
+
+
+def test_a_base_that_does_not_fit_is_shared_with_the_same_bytes(world: World, tmp_path: Path) -> None:
+    lines: list[str] = []
+    results = world.train(tmp_path / "out", 2, 0.85, watcher=Watcher(note=lines.append))
+    assert results.status == "done", {result.name: result.reason for result in results.values()}
+    world.same_bytes(tmp_path / "out")
+    assert any("with the whole base on each GPU" in line for line in lines)
+    assert read_object(tmp_path / "out" / "run.json")["base_shared"] is True
+
+
+def test_saved_shared_and_resumed_whole(world: World, tmp_path: Path) -> None:
+    told: list[int] = []
+
+    def stop(progress: RunProgress) -> None:
+        if not told and sum(job.step for job in progress.jobs) >= 5:
+            told.append(progress.jobs[0].step)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert world.train(tmp_path / "out", 2, 0.85, watcher=Watcher(stop)).signal_number == signal.SIGINT
+    assert world.train(tmp_path / "out", 1, 4.0, resume=True).status == "done"
+    world.same_bytes(tmp_path / "out")
+
+
+def test_a_lost_rank_ends_the_run_and_it_begins_again_on_what_is_left(world: World, tmp_path: Path) -> None:
+    lines: list[str] = []
+    killed: list[int] = []
+
+    def kill(progress: RunProgress) -> None:
+        if not killed and sum(job.step for job in progress.jobs) >= 4:
+            killed.append(world.processes[1].pid)
+            os.kill(killed[0], signal.SIGKILL)
+
+    results = world.train(tmp_path / "out", 3, 0.85, watcher=Watcher(kill, lines.append))
+    assert killed
+    assert results.status == "done", lines
+    world.same_bytes(tmp_path / "out")
+    assert any("starting again from the last checkpoints, on 2 GPUs" in line for line in lines)
+
+
+def test_where_nothing_fits_on_what_is_left_one_message_says_how_to_go_on(world: World, tmp_path: Path) -> None:
+    lines: list[str] = []
+    killed: list[int] = []
+
+    def kill(progress: RunProgress) -> None:
+        if not killed and sum(job.step for job in progress.jobs) >= 4:
+            killed.append(world.processes[0].pid)
+            os.kill(killed[0], signal.SIGSTOP)
+
+    results = world.train(tmp_path / "out", 2, 0.85, watcher=Watcher(kill, lines.append))
+    assert killed
+    assert results.status == "stopped"
+    assert [line for line in lines if "resume with --resume on as many GPUs" in line]
+    assert world.train(tmp_path / "out", 2, 0.85, resume=True).status == "done"
+    world.same_bytes(tmp_path / "out")
+
+
+def test_a_base_that_fits_in_no_form_is_refused_with_what_would_do(world: World, tmp_path: Path) -> None:
+    spec = run_spec(world.base, tmp_path / "out", world.orders, memory_limit=int(0.6 * world.base_bytes))
+    with pytest.raises(CapacityError, match="--gpus 3"):
+        tlora.train(spec, device="cpu", gpus=2)
+    assert not (tmp_path / "out").exists()
