@@ -227,6 +227,7 @@ class JobSpec(LoraConfig, TrainConfig):
 
     name: str
     data: DataConfig
+    gpus: Positive = 1  # replicas that each global batch is cut among, at most batch_size
     sweep_of: str | None = None  # set by the reader of a jobs file for each job of a sweep
 
     @model_validator(mode="before")
@@ -270,6 +271,11 @@ class JobSpec(LoraConfig, TrainConfig):
         if rows == "labelled" and self.batch_size == 1:
             raise ValueError(
                 f"objective {self.objective} compares an answer with those of other rows of its batch, and batch_size is 1. Set at least 2"
+            )
+        if self.gpus > self.batch_size:
+            raise ValueError(
+                f"gpus {self.gpus} is more than batch_size {self.batch_size}, and each replica needs a sample of the global batch. "
+                f"Set gpus to at most {self.batch_size}, or raise batch_size"
             )
         needs_eval = [key for key in ("early_stopping_patience", "load_best_model_at_end", "eval_steps") if getattr(self, key)]
         if needs_eval and not (self.data.eval_size or self.data.eval_path):

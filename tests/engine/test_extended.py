@@ -144,6 +144,7 @@ def test_a_job_that_stopped_early_stays_ended(base: Path, data: Path, tmp_path: 
         ({"learning_rate": 0.5}, "a: learning_rate was 0.01 and is 0.5"),
         ({"seed": 7}, "a: seed was 42 and is 7"),
         ({"batch_size": 2}, "a: batch_size was 4 and is 2"),
+        ({"gpus": 2}, "a: gpus was 1 and is 2"),
         ({"lr_scheduler_type": "cosine"}, "a: lr_scheduler_type was 'linear' and is 'cosine'"),
         ({"max_length": 64}, "a: data.max_length was 1024 and is 64"),
         ({"data": "b.jsonl"}, "a: data.path was '.*a.jsonl' and is '.*b.jsonl'"),

@@ -85,7 +85,7 @@ def test_a_job_learns_to_tell_the_answers_apart(objective: str, base: Path, pair
 
 def orders(data: Path, pairs: Path) -> list[dict[str, Any]]:
     return [
-        job("dpo", {"path": str(pairs), "eval_size": 3}, objective="dpo", lora_dropout=0.1, eval_steps=2, batch_size=3),
+        job("dpo", {"path": str(pairs), "eval_size": 3}, objective="dpo", lora_dropout=0.1, eval_steps=2, batch_size=3, gpus=2),
         job("sft", str(data / "a.jsonl")),
         job("orpo", str(pairs), objective="orpo", r=8, batch_size=2),
         job(
@@ -95,6 +95,7 @@ def orders(data: Path, pairs: Path) -> list[dict[str, Any]]:
             lora_dropout=0.1,
             eval_steps=2,
             batch_size=2,
+            gpus=2,
             logging_steps=3,
         ),
     ]

@@ -56,6 +56,7 @@ OTHER_VALUES: dict[str, Any] = {  # a value of each key that is not its default
     "load_best_model_at_end": True,
     "save_steps": "epoch",
     "save_total_limit": None,
+    "gpus": 2,
     "path": "/data/x.jsonl",
     "format": "chat",
     "eval_path": "/data/eval.jsonl",
@@ -74,7 +75,7 @@ OTHER_VALUES: dict[str, Any] = {  # a value of each key that is not its default
     "cpu_threads": 3,
     "report_to": ["wandb", "trackio"],
 }
-JOB_KEYS = [*LoraConfig.model_fields, *TrainConfig.model_fields]
+JOB_KEYS = [*LoraConfig.model_fields, *TrainConfig.model_fields, "gpus"]
 DATA_KEYS = [key for key in DataConfig.model_fields if key != "path"]
 
 

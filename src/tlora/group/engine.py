@@ -17,6 +17,7 @@ import torch
 from tlora.adapters.state import AdapterState
 from tlora.batching.pack import MicroBatch, Row, pack, prepared_budget
 from tlora.group.decisions import Decisions, End
+from tlora.group.exchange import Exchange, RunningSums
 from tlora.group.job_run import QUARANTINE_AFTER, JobRun, Means, Passed, means_of
 from tlora.group.reports import CheckpointDue, Computed, Ended, Evaluated, Listener, Noted, Status, Stepped
 from tlora.group.wall import Failure, attempt, is_out_of_memory
@@ -70,6 +71,7 @@ class Engine:
         self.runs: dict[str, JobRun] = {}
         self._weights: dict[str, float] = {}
         self._stepping: _Stepping | None = None
+        self._exchange: Exchange = RunningSums()
 
     def join(self, run: JobRun, state: AdapterState | None = None) -> None:
         """Let a job in with `state` (default: a new adapter); it offers its first batch at once. A job that cannot join fails alone."""
@@ -127,9 +129,28 @@ class Engine:
         through = [self.runs[name] for name in losses if name in self.runs and self.runs[name].flow.complete]
         if packed.kind == "eval":
             self._evaluated(through)
-        elif through:
-            self._step(through)
+        elif whole := [run for run in through if self._replicas_through(run)]:
+            self._step(whole)
         return packed
+
+    def _replicas_through(self, run: JobRun) -> bool:
+        """A replica's share of a global batch is through: whether it was the last one. The job's sums then hold the gradients of all."""
+        if run.spec.gpus == 1:
+            return True
+        last = attempt(self._end_replica, run)
+        if isinstance(last, Failure):
+            self._end(run, "failed", last.reason)
+            return False
+        return last
+
+    def _end_replica(self, run: JobRun) -> bool:
+        name = run.spec.name
+        self._exchange.give(name, self.model.gradient(name))
+        if run.offer_next_replica():
+            self.model.zero_grad_of(name)
+            return False
+        self.model.set_gradient(name, self._exchange.take(name))
+        return True
 
     def _evaluated(self, through: list[JobRun]) -> None:
         for run in [run for run in through if run.measuring]:
@@ -221,6 +242,7 @@ class Engine:
         if status == "done":
             run.progress = replace(run.progress, finished=True)
         self.runs.pop(name, None)
+        self._exchange.forget(name)
         self._listen(Ended(name, run.progress, status, reason, self.model.leave(name)))
 
     def _find_culprit(self, packed: MicroBatch, error: BaseException) -> None:
@@ -232,6 +254,7 @@ class Engine:
             return
         for name in names:
             self.model.zero_grad_of(name)
+            self._exchange.forget(name)
         smaller = max(self.token_budget // 2, self._longest(), self._smallest_budget)
         if is_out_of_memory(error) and smaller < self.token_budget:
             self.token_budget = self.decisions.token_budget(smaller)

@@ -14,6 +14,7 @@ from operator import add
 from tlora.adapters.adamw import StepStats
 from tlora.batching.flow import Flow, Item, Kind
 from tlora.batching.pack import Row
+from tlora.batching.replicas import cut
 from tlora.data.dataset import Dataset
 from tlora.data.order import epoch_size, global_batch
 from tlora.group.progress import TrainingProgress
@@ -74,6 +75,7 @@ class JobRun:
         self._normalizer = 1.0
         self._evaluates = False
         self._offered: tuple[Dataset, Sequence[int]] = (train, ())
+        self._replicas: list[Sequence[int]] = []  # their shares of the global batch, but for those that were on offer
         self._before: dict[int, int] | None = None  # the row before each, while a statistic of the batch is measured
 
     @property
@@ -153,10 +155,22 @@ class JobRun:
     def _offer(self) -> None:
         self.passed, (data, samples) = Passed(), self._offered
         kind: Kind = "eval" if self.evaluating or self.measuring else "train"
+        self._replicas = [samples]
+        if kind == "train" and self.spec.gpus > 1:
+            shares = cut([int(data.lengths[i]) for i in samples], self.spec.gpus)
+            self._replicas = [[samples[position] for position in share] for share in shares if share]
         if self.flow.kind != kind or self.flow.runnable:  # a new kind of work, or one that starts over
             before, self.flow = self.flow, Flow(self.spec.name, self.spec.weight, kind)
             self.flow.virtual_time = before.virtual_time
-        self.flow.offer([Item(i, len(self._measured_unit(i).input_ids) if self.measuring else int(data.lengths[i])) for i in samples])
+        self.offer_next_replica()
+
+    def offer_next_replica(self) -> bool:
+        """Put the next replica's share of the global batch on offer; False when all have been. Replicas without samples are left out."""
+        if not self._replicas:
+            return False
+        data, share = self._offered[0], self._replicas.pop(0)
+        self.flow.offer([Item(i, len(self._measured_unit(i).input_ids) if self.measuring else int(data.lengths[i])) for i in share])
+        return True
 
     def _measured_unit(self, sample: int) -> Unit:
         data = self._offered[0]
