@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from tlora.adapters.peft import save_adapter
     from tlora.engine.train import JobResult, train
     from tlora.job import DataConfig, JobSpec, LoraConfig, RunSpec, TrainConfig
+    from tlora.sharing.peers import Sharing
     from tlora.supermodel.batch import BatchRow, collate
     from tlora.supermodel.peft_plugin import accelerate_peft
     from tlora.supermodel.supermodel import SuperModel
@@ -20,6 +21,7 @@ _HOME = {
     "JobSpec": "tlora.job",
     "LoraConfig": "tlora.job",
     "RunSpec": "tlora.job",
+    "Sharing": "tlora.sharing.peers",
     "SuperModel": "tlora.supermodel.supermodel",
     "TrainConfig": "tlora.job",
     "accelerate_peft": "tlora.supermodel.peft_plugin",
@@ -34,6 +36,7 @@ __all__ = [
     "JobSpec",
     "LoraConfig",
     "RunSpec",
+    "Sharing",
     "SuperModel",
     "TrainConfig",
     "accelerate_peft",

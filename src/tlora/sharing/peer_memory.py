@@ -42,7 +42,7 @@ class PeerMemory(Protocol):
 
 def open_peer_memory(num_bytes: int, peers: Peers, device: torch.device) -> PeerMemory:
     """`num_bytes`, as many on all ranks. Raises RankError where ranks cannot read each other's memory."""
-    peers.agree("memory", [num_bytes, device.type], "memory of bytes on")
+    peers.agree("memory", [num_bytes, device.type], "a memory of bytes and device")
     if device.type != "cuda":
         return _HostMemory(num_bytes, peers)
     return _open_gpu_memory(num_bytes, peers, torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))

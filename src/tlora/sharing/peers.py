@@ -75,7 +75,7 @@ class Peers:
         while not self.store.check([key]):
             if self.store.check([_FAILED]):
                 raise RankError(f"the base was not loaded: {self.store.get(_FAILED).decode()}. Mend that and start all ranks again")
-            if polls % _LOOK_EVERY == 0 and not self.is_alive(peer):
+            if polls % _LOOK_EVERY == 0 and not self.is_alive(peer) and not self.store.check([key]):  # its last word may have come since
                 raise RankError(f"rank {peer} has died while the base was loaded. Look at what it said and start all ranks again")
             if time.monotonic() > deadline:
                 raise RankError(
