@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import FileStore, HashStore
+from torch.distributed import FileStore, HashStore, TCPStore
 
 from tests.sharing.ranks import Ranks, start_ranks, store_path
 from tlora.errors import RankError
@@ -124,3 +124,47 @@ def test_one_rank_alone_has_all(tmp_path: Path) -> None:
 def test_gpus_that_cannot_be_had_are_refused_with_both_reasons() -> None:
     with pytest.raises(RankError, match=r"torch's symmetric memory .* cannot be had: .*; CUDA's IPC handles .* cannot be had: .*one host"):
         open_peer_memory(100, Peers(Sharing(HashStore(), 0, 1)), torch.device("cuda", 0))
+
+
+def lose_the_store(rank: int, directory: str) -> str:
+    """Rank 0 keeps the store, and is killed as both have met."""
+    file = Path(directory) / "port"
+    if rank == 0:
+        store = TCPStore("localhost", 0, 2, is_master=True, wait_for_workers=False)
+        file.with_suffix(".new").write_text(str(store.port))
+        file.with_suffix(".new").rename(file)
+    else:
+        while not file.exists():
+            pass
+        store = TCPStore("localhost", int(file.read_text()), 2, is_master=False, wait_for_workers=False)
+    peers = Peers(Sharing(store, rank, 2))
+    try:
+        peers.exchange("met", True)
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        peers.exchange("filled", True)
+    except RankError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_who_loses_the_store_says_so(ranks: Ranks, tmp_path: Path) -> None:
+    for rank in range(2):
+        ranks.send(rank, lose_the_store, str(tmp_path))
+    _, said = ranks.answers()
+    assert "the ranks' store cannot be reached any more" in said or "rank 0 has died" in said
+
+
+def test_another_system_than_linux_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(RankError, match="needs Linux, which this is not. Load the base unshared"):
+        open_peer_memory(100, Peers(Sharing(HashStore(), 0, 1)), CPU)
+
+
+def test_memory_that_cannot_be_opened_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in another container, where a process has another number."""
+    peers = Peers(Sharing(HashStore(), 0, 1))
+    exchange = peers.exchange
+    monkeypatch.setattr(peers, "exchange", lambda key, value: [[2**22 + 1, 3]] if key == "descriptor" else exchange(key, value))
+    with pytest.raises(RankError, match="ranks cannot read each other's memory .* Run all as one user in one container"):
+        open_peer_memory(100, peers, CPU)

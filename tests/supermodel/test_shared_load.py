@@ -10,16 +10,19 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed import FileStore
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from tests.kernels.interpreter import INTERPRETED_ALONE
 from tests.sharing.ranks import Ranks, start_ranks, store_path
 from tests.tiny import SHAPE, make_batch, make_model, make_samples
-from tlora.errors import ConfigError, TloraError
+from tlora.errors import ConfigError, ModelError, TloraError
 from tlora.job import LoraConfig, TrainConfig
 from tlora.sharing.peers import Peers, Sharing
+from tlora.supermodel.shared_base import lay_out_model
 from tlora.supermodel.supermodel import SuperModel
+from tlora.supermodel.tensor_files import find_tensors
 
 pytestmark = INTERPRETED_ALONE
 LAYERS = {"num_hidden_layers": 4}
@@ -146,6 +149,42 @@ def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(MixtralConfig(**SHAPE, num_local_experts=2)).save_pretrained(tmp_path)
     with pytest.raises(TloraError, match="is a mixture of experts, which cannot be shared yet. Load it unshared"):
         SuperModel.from_pretrained(str(tmp_path), shared=Sharing(FileStore(store_path(tmp_path), 1), 0, 1))
+
+
+class NoLayers(torch.nn.Module):
+    """A model that is one linear and a head."""
+
+    base_model_prefix = "model"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.head = torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.nn.Linear(4, 8)
+
+    def get_output_embeddings(self) -> torch.nn.Linear:
+        return self.head
+
+
+def test_a_model_without_decoder_layers_is_refused() -> None:
+    with pytest.raises(ModelError, match="base_model b: NoLayers has no list of decoder layers with linears to share. Load it unshared"):
+        lay_out_model(NoLayers(), "b", False, 2)
+
+
+def test_widths_that_fp8_cannot_have_are_refused() -> None:
+    with pytest.raises(ModelError, match="needs widths that are multiples of 16, and model.layers.0.mlp.gate_proj has 64 to 100"):
+        lay_out_model(make_model("llama", intermediate_size=100), "b", True, 2)
+
+
+def test_headers_that_are_none_and_files_that_end_early_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"\xff" * 20)
+    with pytest.raises(ModelError, match="model.safetensors: cannot be read as safetensors"):
+        find_tensors([file])
+    save_file({"x": torch.arange(12.0).view(4, 3)}, file)
+    stored = find_tensors([file])["x"]
+    assert torch.equal(stored.read(1, 3), torch.arange(3.0, 9.0).view(2, 3))
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(ModelError, match="cut off: 20 of 24 bytes"):
+        stored.read(2, 4)
 
 
 def test_files_of_another_format_and_damaged_ones_are_refused(tmp_path: Path) -> None:
