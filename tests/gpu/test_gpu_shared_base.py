@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.bench.test_shared_base import run
+from tests.bench.test_shared_base_bench import run
 from tests.sharing.ranks import start_ranks, store_path
 from tlora.sharing import peer_memory
 from tlora.sharing.peers import Peers, Sharing
