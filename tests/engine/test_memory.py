@@ -44,7 +44,7 @@ def plan_of(memory: MemoryModel, limit_mib: float, count: int = 1, fp8_mib: int 
     specs = [JobSpec.model_validate({"name": f"job{i}", "data": "d"}) for i in range(count)]
     run = RunSpec.model_validate({"base_model": "b", "jobs": specs, "token_budget": 2048} | settings)
     fp8 = None if fp8_mib is None else fp8_mib * MIB
-    jobs = tuple(PlannedJob(spec, layout=LAYOUT) for spec in specs)
+    jobs = tuple(PlannedJob(spec, layout=LAYOUT) for spec in run.jobs)
     return settle(run, RunPlan(jobs, 512, 0, memory, int(limit_mib * MIB), 512, fp8), memory, GPU)
 
 
@@ -90,6 +90,24 @@ def test_the_faster_of_a_smaller_budget_and_recomputation_is_chosen(
     memory = replace(MODEL, layer_weights=layer_weights)
     plan = plan_of(memory, 1000 + 1500 + MODEL.job_bytes(LAYOUT) / MIB)
     assert (plan.token_budget, plan.recomputed_layers) == chosen
+
+
+def test_a_job_of_several_replicas_has_room_for_one_more_gradient_and_for_a_copy_at_the_end_of_a_replica() -> None:
+    gradient = 4 * LAYOUT.numel
+    one, spans = plan_of(MODEL, 10_000), plan_of(MODEL, 10_000, jobs=[{"name": "a", "data": "d", "gpus": 2}])
+    assert spans.memory.job_bytes(LAYOUT) == one.memory.job_bytes(LAYOUT) + gradient
+    assert (one.memory.step_bytes(LAYOUT), spans.memory.step_bytes(LAYOUT)) == (0, gradient)
+    on_cpu = replace(spans.memory, step_copies=5)
+    assert on_cpu.step_bytes(LAYOUT) == 5 * gradient, "a step takes more than a copy"
+
+
+def test_a_job_of_several_replicas_offers_a_replica_at_a_time() -> None:
+    data: Any = SimpleNamespace(train=np.recarray(100, [("lengths", "i4")]))
+    data.train.lengths[:] = 200
+    for gpus, budget in ((1, 3200), (2, 1536)):
+        spec = JobSpec.model_validate({"name": "a", "data": "d", "batch_size": 16, "gpus": gpus})
+        run = RunSpec.model_validate({"base_model": "b", "jobs": [spec]})
+        assert _budgets(run, [PlannedJob(spec, data)], 300, MODEL, GPU)[0] == budget
 
 
 @pytest.mark.parametrize(
@@ -142,7 +160,7 @@ def test_what_is_measured_takes_a_refusal_back() -> None:
     run = RunSpec(base_model="b", token_budget=2048, jobs=[job.spec for job in plan.jobs])
     assert plan.jobs[0].problems
     lean = replace(MODEL, stages=(Stage(0, 0.5 * MIB, 0.04 * MIB),), measured=True)
-    assert settle(run, plan, lean, GPU).memory is lean and not plan.jobs[0].problems
+    assert settle(run, plan, lean, GPU).memory == lean and not plan.jobs[0].problems
     settle(run, plan, MODEL, GPU)
     assert len(plan.jobs[0].problems) == 1
 
@@ -201,5 +219,5 @@ def test_a_run_on_a_gpu_goes_by_what_it_measures(enough: bool, monkeypatch: pyte
     monkeypatch.setattr(training, "probe_key", lambda *_: "key")
     monkeypatch.setattr(training, "remember", lambda _key, memory: kept.append(memory))
     found = training._measure_memory(run, plan, SimpleNamespace(device=GPU, num_layers=10), notes.append)  # type: ignore[arg-type]
-    assert found.memory is (lean if enough else MODEL) and bool(found.jobs[0].problems) != enough
+    assert found.memory == (lean if enough else MODEL) and bool(found.jobs[0].problems) != enough
     assert kept == ([lean] if enough else []) and len(notes) == 1 and ("in 34 s" if enough else "could not be measured") in notes[0]

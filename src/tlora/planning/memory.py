@@ -59,6 +59,7 @@ class MemoryModel:
     step_copies: int = 5  # gradient, new weights and moments, denominator; on a GPU a step takes nothing
     layer_weights: int = 0  # of the linears of one layer
     measured: bool = False
+    spanning: frozenset[AdapterLayout] = frozenset()  # of jobs of several replicas; one of equal shape counts as they do
 
     @property
     def most_recomputed(self) -> int:
@@ -66,13 +67,17 @@ class MemoryModel:
         return max(0, self.num_layers - 1)
 
     def job_bytes(self, layout: AdapterLayout) -> int:
-        """One resident adapter: weights and two moments, and in the bank weights and gradient sums by padded rows."""
+        """One resident adapter: weights and two moments, and in the bank weights and gradient sums by padded rows. With several replicas
+        also the sum of their gradients (`group/exchange.py`).
+        """
         padded = sum(-(-s.rank // ROW_ALIGNMENT) * ROW_ALIGNMENT * (s.in_features + s.out_features) for s in layout.shapes)
-        return 3 * self.sum_bytes * layout.numel + (self.element_bytes + self.sum_bytes) * padded
+        flat = 4 if layout in self.spanning else 3
+        return flat * self.sum_bytes * layout.numel + (self.element_bytes + self.sum_bytes) * padded
 
     def step_bytes(self, layout: AdapterLayout) -> int:
-        """What one optimizer step takes for a moment."""
-        return self.step_copies * self.sum_bytes * layout.numel
+        """What one optimizer step takes for a moment, and the end of a replica: a copy of its gradient."""
+        copies = max(self.step_copies, 1) if layout in self.spanning else self.step_copies
+        return copies * self.sum_bytes * layout.numel
 
     def activation_bytes(self, token_budget: int, recomputed_layers: int = 0) -> int:
         recomputed = min(recomputed_layers, self.most_recomputed)

@@ -167,6 +167,7 @@ def settle(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.devic
         if job.too_large in job.problems:
             job.problems.remove(job.too_large)
         job.too_large = None
+    memory = replace(memory, spanning=frozenset(j.layout for j in plan.jobs if j.layout is not None and j.spec.gpus > 1))
     sound = [j for j in plan.jobs if not j.problems]
     # A deterministic run's budget follows from all of its jobs, wherever they are.
     fitted = sound if run.deterministic else [j for j in plan.jobs_here if not j.problems] or sound
@@ -294,7 +295,8 @@ def _budgets(run: RunSpec, jobs: list[PlannedJob], longest: int, memory: MemoryM
     """
     if run.token_budget != "auto":
         return [max(run.token_budget, longest)]
-    offered = [float(j.data.train.lengths.mean()) * min(j.spec.batch_size, len(j.data.train)) for j in jobs if j.data]
+    batches = ((j.data.train.lengths, j.spec) for j in jobs if j.data)
+    offered = [float(lengths.mean()) * min(spec.batch_size, len(lengths)) / spec.gpus for lengths, spec in batches]  # a replica at a time
     cap = _GPU_BUDGET_CAP if device.type == "cuda" else CPU_BUDGET_CAP
     budgets = [auto_token_budget(longest, offered, cap, filled=min(sum(offered), cap) * memory.layer_weights < _HIDES_LAUNCHES)]
     while budgets[-1] // 2 >= longest:
