@@ -23,6 +23,7 @@ from tlora.errors import CapacityError, ConfigError
 from tlora.group.engine import Engine
 from tlora.job import JobSpec
 from tlora.planning.memory_bound import MemoryBound
+from tlora.planning.plan import PlannedJob
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.worker_protocol import Failed, Finished, Load, Share, command_line, parse_command
@@ -86,7 +87,22 @@ def bound_of(base: Path, limit_bytes: int) -> MemoryBound:
 def needed(base: Path, specs: list[JobSpec], budget: int) -> int:
     """Bytes that `specs` take with that token budget."""
     model = SuperModel(outline(str(base)))
-    return bound_of(base, 10**12)._at(budget, 0).total_bytes([model.layout(spec) for spec in specs])
+    jobs = [PlannedJob(spec, layout=model.layout(spec)) for spec in specs]
+    return bound_of(base, 10**12)._at(budget, 0, jobs).total_bytes([job.layout for job in jobs if job.layout is not None])
+
+
+def test_a_memory_limit_counts_the_replicas_of_a_job(base: Path) -> None:
+    """Room for the job without replicas at 256 tokens is no room for it with two."""
+    one = JobSpec.model_validate({"name": "a", "data": "d", "r": 64})
+    two = one.model_copy(update={"gpus": 2})
+    layout = SuperModel(outline(str(base))).layout(one)
+    bound = bound_of(base, needed(base, [one], 256))
+    assert bound.lower(256, 2, 0, [PlannedJob(one, layout=layout)]) == 256 > bound.lower(256, 2, 0, [PlannedJob(two, layout=layout)])
+    alone = bound_of(base, needed(base, [one], 1))
+    fits, does_not = PlannedJob(one, layout=layout), PlannedJob(two, layout=layout)
+    for job in (fits, does_not):
+        alone.check(job, 0)
+    assert not fits.problems and "needs" in does_not.problems[0]
 
 
 def test_a_memory_limit_lowers_the_budget(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

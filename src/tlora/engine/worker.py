@@ -188,7 +188,8 @@ class Worker:
         if self._bound is not None:
             runs = [*group.runs.values(), *([newcomer] if newcomer else [])]
             longest = max((run.longest for run in runs), default=1)
-            budget = self._bound.lower(budget, longest, layers, [group.model.layout(run.spec) for run in runs])
+            jobs = [PlannedJob(run.spec, layout=group.model.layout(run.spec)) for run in runs]
+            budget = self._bound.lower(budget, longest, layers, jobs)
         group.share(budget, layers, share.weights)
 
     def _open(self, spec: JobSpec, data: Prepared | DataError) -> None:

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from tlora.adapters.state import AdapterLayout
 from tlora.planning.memory import measure
-from tlora.planning.plan import PlannedJob, RunPlan, check_base_fits, check_capacity
+from tlora.planning.plan import PlannedJob, RunPlan, check_base_fits, check_capacity, counting_replicas
 from tlora.supermodel.supermodel import SuperModel
 
 _RANK = 64  # up to which a GPU's activations are counted
@@ -24,14 +23,15 @@ class MemoryBound:
 
     def check(self, job: PlannedJob, recomputed_layers: int) -> None:
         """A job that does not fit by itself, in micro-batches of its longest sample, gets a problem that says so."""
-        check_capacity(job, replace(self._plan, token_budget=job.longest, longest=job.longest, recomputed_layers=recomputed_layers))
+        check_capacity(job, replace(self._at(job.longest, recomputed_layers, [job]), longest=job.longest))
 
-    def lower(self, token_budget: int, longest: int, recomputed_layers: int, layouts: Sequence[AdapterLayout]) -> int:
-        """The largest of `token_budget`, its half, its quarter, … with which all `layouts` fit at once; `longest` if none does."""
-        budget = max(token_budget, longest)
-        while budget > longest and not self._at(budget, recomputed_layers).fits(list(layouts)):
+    def lower(self, token_budget: int, longest: int, recomputed_layers: int, jobs: Sequence[PlannedJob]) -> int:
+        """The largest of `token_budget`, its half, its quarter, … with which all `jobs` fit at once; `longest` if none does."""
+        budget, layouts = max(token_budget, longest), [job.layout for job in jobs if job.layout is not None]
+        while budget > longest and not self._at(budget, recomputed_layers, jobs).fits(layouts):
             budget = max(budget // 2, longest)
         return budget
 
-    def _at(self, token_budget: int, recomputed_layers: int) -> RunPlan:
-        return replace(self._plan, token_budget=token_budget, recomputed_layers=recomputed_layers)
+    def _at(self, token_budget: int, recomputed_layers: int, jobs: Sequence[PlannedJob]) -> RunPlan:
+        memory = counting_replicas(self._plan.memory, jobs)
+        return replace(self._plan, memory=memory, token_budget=token_budget, recomputed_layers=recomputed_layers)

@@ -167,7 +167,7 @@ def settle(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.devic
         if job.too_large in job.problems:
             job.problems.remove(job.too_large)
         job.too_large = None
-    memory = replace(memory, spanning=frozenset(j.layout for j in plan.jobs if j.layout is not None and j.spec.gpus > 1))
+    memory = counting_replicas(memory, plan.jobs)
     sound = [j for j in plan.jobs if not j.problems]
     # A deterministic run's budget follows from all of its jobs, wherever they are.
     fitted = sound if run.deterministic else [j for j in plan.jobs_here if not j.problems] or sound
@@ -176,6 +176,11 @@ def settle(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.devic
     for job in plan.jobs:
         check_capacity(job, plan)
     return plan
+
+
+def counting_replicas(memory: MemoryModel, jobs: Sequence[PlannedJob]) -> MemoryModel:
+    """`memory` for a run of `jobs`."""
+    return replace(memory, spanning=frozenset(job.layout for job in jobs if job.layout is not None and job.spec.gpus > 1))
 
 
 def plan_jobs(run: RunSpec, model: SuperModel, preparation: Preparation, resumed: Path | None) -> tuple[PlannedJob, ...]:
