@@ -1,8 +1,11 @@
 """Runs on several GPUs against the same GPUs alone, through the command that users run.
 
     python -m bench.many_gpus --gpus 4 --rows placed --shape llama-3-8b --out FILE
+    python -m bench.many_gpus --gpus 2 --rows shared --shape llama-3-70b-quarter --steps 3 --out FILE
     python -m bench.many_gpus --gpus 2 --rows placed --shape tiny --device cpu --steps 6 --set dtype=float32
 
+shared: four of those jobs, deterministic, on all GPUs with a memory limit below the bytes of the base, so that it must be shared; then on
+one GPU with the base whole. It compares the adapters' bytes, and says when the first step was through.
 placed: the eight jobs of bench/real_jobs.yaml on all GPUs at once; then, for each GPU, the jobs that had been placed there, alone on that
 GPU. The ratio is the steady rate of the first over the sum of the others'. Each launch is made twice and the second one counts: its caches
 are warm. A row is added to the file as soon as it is there.
@@ -11,6 +14,7 @@ are warm. A row is added to the file as soon as it is there.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import os
@@ -31,7 +35,8 @@ from bench.base_files import make_base
 from bench.real_jobs import CACHES, JOBS_FILE
 from bench.shapes import SHAPES
 
-ROWS = ("placed",)
+ROWS = ("placed", "shared")
+_SHARED_JOBS = ("alpaca", "identity", "sft", "conversations")
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -40,6 +45,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}, with commas")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps of each job")
+    parser.add_argument("--limit-share", type=float, default=0.97, help="of the base's bytes: the memory limit of the row shared")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE", help="as of `tlora train`")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--base-dir", type=Path, help="where bases are kept; default: a temporary directory")
@@ -71,25 +77,40 @@ class Bench:
         ratio = together["steady_tokens_per_second"] / sum(rates) if all(rates) else None
         return {"row": "placed", "ratio": ratio, "together": together, "alone": alone}
 
+    def shared(self) -> dict[str, Any]:
+        base_bytes = sum(file.stat().st_size for file in self._base.glob("*.safetensors"))
+        limit = (f"memory_limit={int(self._options.limit_share * base_bytes)}", "deterministic=true")
+        together = self.launch(_SHARED_JOBS, str(self._options.gpus), limit, warm_up=True)
+        alone = self.launch(_SHARED_JOBS, self._one(0), ("deterministic=true",))
+        same = together.get("adapters") == alone.get("adapters")
+        ratio = together["first_step_seconds"] / alone["first_step_seconds"] if "first_step_seconds" in together else None
+        return {"row": "shared", "ratio": ratio, "same_bytes": same, "limit": limit[0], "together": together, "alone": [alone]}
+
     def _one(self, gpu: int) -> str | None:
         return f"{gpu}," if self._options.device == "cuda" else None
 
-    def launch(self, names: Sequence[str], gpus: str | None, *, warm_up: bool = False) -> dict[str, Any]:
-        """The figures of one `tlora train`; with `warm_up`, of the second of two."""
+    def launch(self, names: Sequence[str], gpus: str | None, more: Sequence[str] = (), *, warm_up: bool = False) -> dict[str, Any]:
+        """The figures of one `tlora train`; with `warm_up`, of the second of two. `more` are settings beside those of the command line."""
         if warm_up:
-            self.launch(names, gpus)
+            cold = self.launch(names, gpus, more)
+            return self.launch(names, gpus, more) | {
+                "cold_first_step_seconds": cold.get("first_step_seconds"),
+                "errors": cold.get("errors", []),
+            }
         output_dir, file, options = self._directory / "run", self._directory / "jobs.yaml", self._options
         shutil.rmtree(output_dir, ignore_errors=True)
         jobs = [{**self._jobs[name], "data": str(JOBS_FILE.parent / self._jobs[name]["data"])} for name in names]
         order = {"base_model": str(self._base), "output_dir": str(output_dir), "defaults": self._defaults, "jobs": jobs}
         file.write_text(yaml.safe_dump(order), encoding="utf-8")
-        settings = [f"defaults.max_steps={options.steps}", *options.settings]
+        settings = [f"defaults.max_steps={options.steps}", *options.settings, *more]
         command = [sys.executable, "-m", "tlora", "train", str(file), "--device", options.device]
         command += ["--gpus", gpus] if gpus else []
         command += [part for setting in settings for part in ("--set", setting)]
         ended = launch.run_process(command, self._environment, output_dir, None)
         steps, _ = launch.read_log(output_dir, ended.start)
         found = _figures(steps, _homes(ended.lines, names), ended)
+        files = sorted(output_dir.glob("*/adapter_model.safetensors"))
+        found["adapters"] = {file.parent.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
         shutil.rmtree(output_dir, ignore_errors=True)
         print(
             f"{gpus or 'one'}: {len(names)} jobs, exit {ended.code}, {found.get('steady_tokens_per_second', 0):,.0f} tokens/s", flush=True
@@ -117,7 +138,10 @@ def _figures(steps: list[launch.Step], homes: list[list[str]], ended: launch.End
     found |= {"gpu_tokens_per_second": rates, "steady_tokens_per_second": sum(rates), "tokens": sum(one["tokens"] for one in each)}
     found |= {"first_step_seconds": steps[0].seconds, "last_step_seconds": steps[-1].seconds}
     firsts = [min(step.seconds for step in steps if step.job in jobs) for jobs in homes if jobs]
-    return found | {"all_gpus_first_step_seconds": max(firsts), "notes": [line for _, line in ended.lines if line.startswith("GPU ")]}
+    return found | {
+        "all_gpus_first_step_seconds": max(firsts),
+        "notes": [line for _, line in ended.lines if line.startswith(("GPU ", "with the", "the base"))],
+    }
 
 
 def main() -> int:
@@ -135,7 +159,7 @@ def main() -> int:
             measured = getattr(bench, row)() | {"gpus": options.gpus, "shape": options.shape, "steps": options.steps}
             found["rows"].append(measured)
             machine.write(options.out, found)
-            print(f"{row}: ratio {measured['ratio']}", flush=True)
+            print(f"{row}: ratio {measured['ratio']} {measured.get('same_bytes', '')}", flush=True)
     return 1 if any(one.get("errors") for row in found["rows"] for one in (row["together"], *row["alone"])) else 0
 
 
