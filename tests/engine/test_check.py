@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from tests.engine.tiny_runs import job, run_spec, train
 from tests.tiny import FAMILIES, SHAPE, make_model
+from tlora.cli.check_view import print_check
 from tlora.engine.check import check
 from tlora.engine.watcher import Watcher
 from tlora.errors import ModelError
@@ -127,3 +130,21 @@ def test_an_output_directory_that_training_would_refuse(base: Path, data: Path, 
     train(base, tmp_path / "out", jobs)
     found = check(run_spec(base, tmp_path / "out", jobs), device="cpu")
     assert found.problems == () and any("holds an earlier run" in line and "--resume" in line for line in found.warnings)
+
+
+def test_each_of_several_gpus_is_told_what_it_would_do(base: Path, data: Path, tmp_path: Path) -> None:
+    orders = [job(name, str(data / "a.jsonl"), max_steps=steps) for name, steps in (("long", 9), ("short", 3), ("middle", 6))]
+    found = check(run_spec(base, tmp_path / "out", orders), device="cpu", gpus=2)
+    assert [gpu.jobs for gpu in found.gpus] == [("long",), ("short", "middle")]
+    assert all(0 < gpu.predicted_bytes <= found.limit_bytes and gpu.seconds > 0 and gpu.tokens_per_second > 0 for gpu in found.gpus)
+    assert "whole base" in found.form
+    shown = io.StringIO()
+    print_check(Console(file=shown, width=100), found)
+    text = shown.getvalue()
+    assert "2 processes" in text and "short, middle" in text
+
+
+def test_a_base_that_fits_on_no_number_of_gpus_is_a_problem(base: Path, data: Path, tmp_path: Path) -> None:
+    found = check(run_spec(base, tmp_path / "out", [job("a", str(data / "a.jsonl"))], memory_limit=1000), device="cpu", gpus=2)
+    assert len(found.problems) == 1
+    assert "the limit is" in found.problems[0] and found.gpus == ()

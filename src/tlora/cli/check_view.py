@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tlora.cli.terminal import bytes_text, open_table, printable
-from tlora.wording.numbers import by_jobs, count_text, names_text
+from tlora.wording.numbers import by_jobs, count_text, duration_text, names_text
 
 if TYPE_CHECKING:
     from tlora.data.report import DataReport
@@ -46,10 +46,34 @@ def print_check(console: Console, check: RunCheck) -> None:
         console.print()
         console.print(_sample(jobs, colour), soft_wrap=True)
     console.print()
-    console.print(Text(_memory(check)), soft_wrap=True)
+    if check.gpus:
+        _print_gpus(console, check)
+    else:
+        console.print(Text(_memory(check)), soft_wrap=True)
     own = by_jobs((job.name, warning) for job in check.jobs for warning in job.warnings)
     for warning in dict.fromkeys([*check.warnings, *own]):
         console.print(Text(f"warning: {printable(warning)}", style="yellow"), soft_wrap=True)
+
+
+def _print_gpus(console: Console, check: RunCheck) -> None:
+    """What each GPU would do, and why."""
+    each = f"{len(check.gpus)} GPUs" if check.device != "cpu" else f"{len(check.gpus)} processes"
+    text = f"{each}, {bytes_text(check.limit_bytes)} for each, {check.token_budget:,} tokens per micro-batch: {check.form}"
+    console.print(Text(f"{text}; the placement: {check.placement}"), soft_wrap=True)
+    table = open_table()
+    table.add_column("GPU", justify="right", no_wrap=True)
+    table.add_column("begins with", overflow="fold")
+    for name in ("predicted peak", "time", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, gpu in enumerate(check.gpus):
+        rate = count_text(gpu.tokens_per_second) if gpu.seconds else ""
+        names = Text(printable(", ".join(gpu.jobs)))
+        table.add_row(str(number), names, bytes_text(gpu.predicted_bytes), duration_text(gpu.seconds), rate)
+    console.print(table)
+    rough = "roughly" if check.device == "cpu" else "as on an H200"
+    console.print(
+        Text(f"Time and tokens/s follow from the base's size, {rough}; the placement needs only the jobs' ratios."), soft_wrap=True
+    )
 
 
 def _print_tables(console: Console, check: RunCheck) -> None:

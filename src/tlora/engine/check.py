@@ -4,18 +4,25 @@ the others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from tlora.data.order import epoch_size
 from tlora.data.prepare import Preparation
 from tlora.data.report import DataReport
 from tlora.data.sources import shown_files
+from tlora.engine.ranks.devices import rank_devices
+from tlora.engine.ranks.placement import place as place_jobs
 from tlora.engine.watcher import JobProgress, RunProgress, Watcher
-from tlora.errors import ConfigError, DataError, ModelError
+from tlora.errors import CapacityError, ConfigError, DataError, ModelError
 from tlora.job import JobSpec, RunSpec
+from tlora.planning.form import choose_form
 from tlora.planning.memory_probe import probe_key, recall
 from tlora.planning.plan import PlannedJob, RunPlan, pick_device, plan_run, settle
+from tlora.planning.work import predicted_seconds, trained_tokens
 from tlora.store.metrics import check_trackers
 from tlora.store.run_directory import check_run_directory
 from tlora.store.serving import ServingFiles
@@ -43,6 +50,18 @@ class JobCheck:
 
 
 @dataclass(frozen=True)
+class GpuCheck:
+    """What one of several GPUs would do: the jobs that begin there, what they take of the memory, how long they train and how fast, as
+    predicted (`planning/work.py`).
+    """
+
+    jobs: tuple[str, ...]
+    predicted_bytes: int
+    seconds: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
 class RunCheck:
     """What is known of the run. `resident_jobs` train at once; the others wait in a queue."""
 
@@ -61,15 +80,20 @@ class RunCheck:
     recomputed_layers: int = 0
     num_layers: int = 0  # that can be recomputed
     measured: bool = False  # by an earlier run on this device, or else counted
+    gpus: tuple[GpuCheck, ...] = ()  # of a run on several
+    form: str = ""  # how the base lies on them, and why
+    placement: str = ""  # how far the placement is from the best
 
 
-def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = None) -> RunCheck:
-    """Tokenize the data (into the cache that training uses), resolve every target, and predict memory.
+def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = None, gpus: str | int | None = None) -> RunCheck:
+    """Tokenize the data (into the cache that training uses), resolve every target, and predict memory; with `gpus` as of `train`, also
+    what each of them would do.
 
     Without a base model only its own problem and data files that are not there can be told.
     """
     watcher = watcher or Watcher()
-    place = pick_device(device)
+    ranks = rank_devices(gpus, device)
+    place = pick_device(ranks[0] if ranks else device)
     problems: list[str] = []
     try:
         check_trackers(list(run.report_to))
@@ -99,6 +123,8 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
     known = recall(probe_key(model, plan.can_run, run.deterministic, place)) if place.type == "cuda" else None
     if known is not None:
         plan = settle(run, plan, known, place)
+    on_gpus = _on_gpus(run, plan, model, base_bytes, place, len(ranks), problems) if len(ranks) > 1 else {}
+    plan = on_gpus.pop("plan", plan)
     resident = plan.residents
     late = len(plan.jobs) - len(resident)
     waiting = [f"{late} jobs wait until others have left: memory is full"] if late else []
@@ -119,7 +145,27 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
         recomputed_layers=plan.recomputed_layers,
         num_layers=plan.memory.num_layers,
         measured=plan.memory.measured,
+        **on_gpus,
     )
+
+
+def _on_gpus(
+    run: RunSpec, plan: RunPlan, model: SuperModel, base_bytes: int, device: torch.device, count: int, problems: list[str]
+) -> dict[str, Any]:
+    """Fields of a RunCheck, and the "plan" of each GPU. A base that fits in no form is one of the `problems`."""
+    try:
+        form = choose_form(run, plan.jobs, model, base_bytes, device, plan.limit_bytes, count)
+    except CapacityError as error:
+        problems.append(str(error))
+        return {}
+    seconds = predicted_seconds(plan.jobs, model, device)
+    placement, known = place_jobs(seconds, count), {job.spec.name: job for job in plan.jobs}
+    found: list[GpuCheck] = []
+    for names, needed in zip(placement.jobs, placement.seconds, strict=True):
+        here = replace(form.plan, here=frozenset(names))
+        tokens = sum(trained_tokens(known[name]) for name in names)
+        found.append(GpuCheck(names, here.total_bytes(list(here.resident)), needed, tokens / needed if needed else 0.0))
+    return {"plan": form.plan, "gpus": tuple(found), "form": form.why, "placement": placement.told}
 
 
 def _look_at_output(run: RunSpec, problems: list[str]) -> list[str]:

@@ -26,6 +26,14 @@ def predicted_seconds(jobs: Sequence[PlannedJob], model: SuperModel, device: tor
     return {job.spec.name: _work(job, weights, width) / rate for job in jobs}
 
 
+def trained_tokens(job: PlannedJob) -> int:
+    """Of all its optimizer steps; 0 for a job with problems."""
+    if job.problems or job.data is None:
+        return 0
+    train, spec = job.data.train, job.spec
+    return tokens_of_steps(train.lengths, train.epoch, spec, spec.total_steps(epoch_size(train.epoch)))
+
+
 def _work(job: PlannedJob, weights: int, width: int) -> float:
     """Multiply-adds. Of each token: the weights in forward and in backward (frozen weights have no gradient of their own), and of causal
     attention half the sample's length twice (scores, values) in forward and twice that in backward. Evaluations are forward only.
@@ -33,8 +41,7 @@ def _work(job: PlannedJob, weights: int, width: int) -> float:
     if job.problems or job.data is None:
         return 0.0
     train, spec = job.data.train, job.spec
-    steps = spec.total_steps(epoch_size(train.epoch))
-    tokens = tokens_of_steps(train.lengths, train.epoch, spec, steps)
+    steps, tokens = spec.total_steps(epoch_size(train.epoch)), trained_tokens(job)
     mean = float((train.lengths.astype(float) ** 2).sum() / max(train.lengths.sum(), 1))  # of the sample that a token is in
     forwards = 2 + _REFERENCE_PASSES.get(spec.objective, 0)
     work = tokens * (forwards * weights + 3 * width * mean)

@@ -384,5 +384,4 @@ class _Owner:
 def describe_placement(placement: Placement) -> str:
     """What begins where, in a line."""
     each = "; ".join(f"GPU {gpu}: {', '.join(jobs) or 'none'}" for gpu, jobs in enumerate(placement.jobs))
-    share = f"{placement.excess:.0%} above what no placement can beat" if placement.excess >= 0.005 else "no placement can be shorter"
-    return f"{each} (predicted {duration_text(placement.end)}, {share})"
+    return f"{each} (predicted {duration_text(placement.end)}, {placement.told})"

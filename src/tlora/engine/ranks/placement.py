@@ -29,6 +29,11 @@ class Placement:
         """Share by which `end` exceeds what no placement can beat; 0 where it is the best."""
         return self.end / self.lower_bound - 1 if self.lower_bound else 0.0
 
+    @property
+    def told(self) -> str:
+        """`excess` for a person."""
+        return f"{self.excess:.0%} above what no placement can beat" if self.excess >= 0.005 else "no placement can be shorter"
+
 
 def place(seconds: Mapping[str, float], gpus: int) -> Placement:
     """The longest job first, each to the GPU that is through first; then single moves and swaps while they shorten the longest GPU.
