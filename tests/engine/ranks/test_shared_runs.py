@@ -18,6 +18,7 @@ from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, run_spec, sha256, steps_taken, train, write_rows
 from tlora.engine.check import check
 from tlora.engine.ranks import crew
+from tlora.engine.ranks.messages import Command, Take
 from tlora.engine.results import Results
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import CapacityError
@@ -99,9 +100,19 @@ def test_saved_shared_and_resumed_whole(world: World, tmp_path: Path) -> None:
     world.same_bytes(tmp_path / "out")
 
 
-def test_a_lost_rank_ends_the_run_and_it_begins_again_on_what_is_left(world: World, tmp_path: Path) -> None:
+def test_a_lost_rank_ends_the_run_and_it_begins_again_on_what_is_left(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines: list[str] = []
     killed: list[int] = []
+    taken: list[Take] = []  # jobs that a rank was told to take: none, where all begin again
+
+    def send(self: crew.Crew, rank: int, command: Command) -> None:
+        taken.extend([command] if isinstance(command, Take) else [])
+        tell(self, rank, command)
+
+    tell = crew.Crew.send
+    monkeypatch.setattr(crew.Crew, "send", send)
 
     def kill(progress: RunProgress) -> None:
         if not killed and sum(job.step for job in progress.jobs) >= 4:
@@ -113,6 +124,7 @@ def test_a_lost_rank_ends_the_run_and_it_begins_again_on_what_is_left(world: Wor
     assert results.status == "done", lines
     world.same_bytes(tmp_path / "out")
     assert any("starting again from the last checkpoints, on 2 GPUs" in line for line in lines)
+    assert not taken
 
 
 def test_where_nothing_fits_on_what_is_left_one_message_says_how_to_go_on(world: World, tmp_path: Path) -> None:
@@ -127,7 +139,8 @@ def test_where_nothing_fits_on_what_is_left_one_message_says_how_to_go_on(world:
     results = world.train(tmp_path / "out", 2, 0.85, watcher=Watcher(kill, lines.append))
     assert killed
     assert results.status == "stopped"
-    assert [line for line in lines if "resume with --resume on as many GPUs" in line]
+    told = "\n".join(lines)
+    assert "resume with --resume on as many GPUs" in told, told
     assert world.train(tmp_path / "out", 2, 0.85, resume=True).status == "done"
     world.same_bytes(tmp_path / "out")
 

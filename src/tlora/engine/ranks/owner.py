@@ -308,9 +308,10 @@ class _Owner:
             self._take_in(rank, report)
         if self._dispatcher is not None and self._crew.going:
             self._check_base()
-            self._dispatcher.balance()
-            for rank, command in self._dispatcher.commands:
-                self._crew.send(rank, command)
+            if not self._must_end:
+                self._dispatcher.balance()
+                for rank, command in self._dispatcher.commands:
+                    self._crew.send(rank, command)
             self._dispatcher.commands.clear()
             if time.monotonic() - self._shown >= _SHOW_SECONDS:
                 self._shown = time.monotonic()
@@ -361,7 +362,8 @@ class _Owner:
                 pass  # with its rank, which says Bye next: the job goes on elsewhere
             case Ended(result) if dispatcher is not None:
                 books.end(result)
-                dispatcher.end(rank, result.name)
+                if result.status != "stopped":  # saved, and unfinished
+                    dispatcher.end(rank, result.name)
             case _:
                 pass
 
