@@ -1,0 +1,92 @@
+"""The synthetic traces are frozen and of many kinds, and the benchmark over them tells ratios of what it simulated."""
+
+from __future__ import annotations
+
+import json
+import math
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench import scheduler_traces
+from bench.synthetic_traces import LOADS, REPORTED, TUNING, synthetic_trace
+from tlora.scheduler.policies import POLICIES
+from tlora.sim.workload import natural_load
+
+SEEDS = range(60)
+
+
+def test_a_seed_gives_the_trace_that_it_always_gave() -> None:
+    told = ""
+    for seed in (0, 7, 19, 34, 143):
+        made = synthetic_trace(seed)
+        told += f"{made.nodes}x{made.gpus_per_node} {made.load:.6g} {sorted(made.kind.items())}\n"
+        told += "".join(f"{job.submit_seconds:.6g} {job.gpus} {job.duration_seconds:.6g}\n" for job in made.trace.jobs)
+    assert blake2b(told.encode(), digest_size=8).hexdigest() == "59d4af8e13bd6a46"
+
+
+def test_traces_differ_in_all_that_matters_and_keep_to_what_they_promise() -> None:
+    made = [synthetic_trace(seed, 40) for seed in SEEDS]
+    assert {each.num_gpus for each in made} == {16, 32, 64, 128, 256, 512, 1024}
+    for key, count in (("widths", 6), ("lengths", 6), ("arrivals", 3)):
+        assert len({each.kind[key] for each in made}) == count
+    assert max(job.gpus / each.num_gpus for each in made for job in each.trace.jobs) == 1
+    for each in made:
+        assert natural_load(each.trace, each.num_gpus) == pytest.approx(each.load) and LOADS[0] <= each.load <= LOADS[1]
+        assert all(1 <= job.gpus <= each.num_gpus and job.duration_seconds >= 60 for job in each.trace.jobs)
+        submitted = [job.submit_seconds for job in each.trace.jobs]
+        assert submitted[0] == 0 and submitted == sorted(submitted) and not any(job.user or job.vc for job in each.trace.jobs)
+
+
+def test_a_trace_has_a_thousand_jobs_or_more_and_none_is_for_tuning_and_reported() -> None:
+    assert all(len(synthetic_trace(seed).trace.jobs) >= 1000 for seed in (0, 1, 2))
+    assert not set(TUNING) & set(REPORTED) and len(REPORTED) == 200
+
+
+def test_ratios_are_of_the_best_baseline_and_the_same_each_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [tmp_path / "first.json", tmp_path / "second.json"]
+    for file in files:
+        scheduler_traces.main(["--seeds", "9", "10", "--jobs", "60", "--commit", "abc", "--json", str(file)])
+    first, second = [json.loads(file.read_text()) for file in files]
+    assert first["rows"] == second["rows"] and [row["seed"] for row in first["rows"]] == [9, 10]
+    made, row = synthetic_trace(9, 60), first["rows"][0]
+    jct = {
+        name: [job.finished_seconds - job.submitted_seconds for job in scheduler_traces.run(made, POLICIES[name]()).jobs]
+        for name in POLICIES
+    }
+    best = min(("backfill", "srtf", "las"), key=lambda name: float(np.mean(jct[name])))
+    assert row["best"] == best
+    assert row["mean_jct"] == pytest.approx(np.mean(jct["residual_capacity"]) / np.mean(jct[best]))
+    assert row["p99_jct"] == pytest.approx(np.percentile(jct["residual_capacity"], 99) / np.percentile(jct[best], 99))
+    told = first["summary"]["mean_jct"]
+    assert told["geometric_mean"] == pytest.approx(math.sqrt(row["mean_jct"] * first["rows"][1]["mean_jct"]))
+    assert told["worst"] == max(each["mean_jct"] for each in first["rows"])
+    assert len(capsys.readouterr().out.splitlines()) == 2 * (2 + 3)
+
+
+def test_a_trace_above_the_limit_is_told_in_detail(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = synthetic_trace(9, 60)
+    assert "mean_jct_by_width" not in scheduler_traces.compared(made)
+    monkeypatch.setattr(scheduler_traces, "LISTED", 0.0)
+    row = scheduler_traces.compared(made)
+    assert set(row["mean_jct_without"]) == {"sharing", "growth", "preemption"}
+    assert sum(each["jobs"] for each in row["mean_jct_by_width"].values()) == 60
+    lost = sum(each["hours_lost"] for each in row["mean_jct_by_width"].values())
+    hours = row["mean_jct_hours"]
+    assert lost == pytest.approx(60 * (hours["residual_capacity"] - hours[row["best"]]), abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--seeds", "3", "2"], "seeds 3 to 2 are none. Give a first one of at least 0 and a last one that is no smaller"),
+        (["--jobs", "1"], "a trace of 1 jobs has no load. Give 2 or more"),
+    ],
+)
+def test_a_bad_argument_is_refused_in_one_line(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        scheduler_traces.main(arguments)
+    told = capsys.readouterr()
+    assert refused.value.code == 2 and not told.out and reason in told.err.splitlines()[-1]
