@@ -261,6 +261,20 @@ def test_what_is_printed(trace: str) -> None:
 def test_jobs_that_can_never_run_are_told(trace: str) -> None:
     code, out, _ = call("--trace", trace, "--nodes", "1x4", "--policy", "fifo", "--quiet")
     assert code == 0 and "fifo: without 1 rejected jobs" in out
+    assert "warning: 1 of 4 jobs, " in out and "'a', the first: it asks for 8 GPUs and the cluster has 4. Ask for fewer" in out
+    code, out, _ = call("--trace", trace, "--policy", "fifo", "--quiet", "--sweep", "gpus=8:4", "--nodes", "1x4", "--out", "rows.csv")
+    assert code == 0 and "warning: rejected jobs (load counts the others only): gpus 4: 1" in out
+    code, out, err = call("--trace", trace, "--nodes", "1x1", "--jobs", "1")
+    assert code == 2 and not out and err.startswith("error: no job of this trace can run on this cluster. 'a', the first, is rejected: ")
+
+
+def test_options_that_axes_replace_are_said(trace: str) -> None:
+    options = ("--trace", trace, "--nodes", "1x8", "--sweep", "policy=fifo:backfill", "--out", "rows.csv", "--quiet")
+    code, out, err = call(*options, "--policy", "sjf", "--seed", "1")
+    assert code == 0 and "sjf" not in out
+    assert err == "warning: --policy is replaced by the axis policy= in the sweep, and so is not used\n"
+    assert call(*options)[2] == ""
+    assert call(*options, "--policy", "sjf", "--html", "page.html")[2].endswith("in the sweep; it holds for the plain replay only\n")
 
 
 def test_files_are_the_same_bytes_for_the_same_seed(trace: str, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ _SWEEP = (
 
 def simulate(  # one parameter for each option, as typer has it
     trace: Annotated[str, typer.Option(metavar="FILE|NAME", help=_TRACES)] = "ee9e8c",
-    policy: Annotated[str, typer.Option(metavar="NAME,...", help=_POLICIES)] = POLICIES,
+    policy: Annotated[str | None, typer.Option(metavar="NAME,...", help=_POLICIES, show_default=POLICIES)] = None,
     load: Annotated[float | None, typer.Option(help="Compress or stretch the arrivals to this load.", show_default="as recorded")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N jobs.", show_default=False)] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed for what the trace does not record.", show_default="0")] = None,
@@ -92,13 +92,28 @@ def simulate(  # one parameter for each option, as typer has it
         conditions = Conditions(speed_error=truth_error, length_error=length_error, drift=drift, delay=delay, mtbf_hours=mtbf_hours)
         plain = Scenario(trace, "", kernels, num_nodes, gpus_per_node, gpu, load, jobs, paper=paper, conditions=conditions)
         check_names(plain)
-        contest = Contest(plain, _policies(policy, kernels), _seeds(seed, seeds))
+        contest = Contest(plain, _policies(POLICIES if policy is None else policy, kernels), _seeds(seed, seeds))
         outputs = Outputs(csv_dir, html)
         check_results(trace, [*outputs.files(), *([("--out", out)] if out else [])])
         errors = None if quiet else open_console(stderr=True)
+        given = {"policy": policy is not None, "seed": (seed, seeds) != (None, None), "load": load is not None, "gpus": gpus is not None}
+        if sweep is not None:
+            _tell_overruled(sweep, {key for key, is_given in given.items() if is_given}, bool(csv_dir or html))
         swept = _sweep(contest, sweep, out, errors) if sweep is not None and out is not None else None
         if swept is None or csv_dir or html:
             _replay(contest, swept or [], outputs, errors)
+
+
+def _tell_overruled(sweep: str, given: set[str], also_plain: bool) -> None:
+    """Say which options the axes of a sweep replace."""
+    from tlora.cli.terminal import open_console
+    from tlora.sim.grid import read_grid
+
+    for key in read_grid(sweep):
+        if key in given:
+            where = "the sweep; it holds for the plain replay only" if also_plain else "the sweep, and so is not used"
+            option = "--seed or --seeds" if key == "seed" else f"--{key}"
+            open_console(stderr=True).print(f"warning: {option} is replaced by the axis {key}= in {where}", style="yellow", soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +167,7 @@ def _sweep(contest: Contest, text: str, out: Path, errors: Console | None) -> li
 def _replay(contest: Contest, swept: list[dict[str, Any]], outputs: Outputs, errors: Console | None) -> None:
     """Simulate each policy with each seed, print the results and write the requested files."""
     from tlora.cli.simulate_view import point_name, print_origin, print_policies, progress_shown, title
-    from tlora.cli.terminal import open_console, path_text
+    from tlora.cli.terminal import open_console, path_text, printable
     from tlora.sim.grid import scenarios_of
     from tlora.sim.run import constants_in, run_scenarios, summary
 
@@ -162,6 +177,8 @@ def _replay(contest: Contest, swept: list[dict[str, Any]], outputs: Outputs, err
     written = _written(outcomes, swept, outputs)  # before the tables are printed: their reader may close the pipe
     console, first = open_console(), outcomes[0].result
     console.print(title(contest.plain, len(first.jobs), first.load, contest.seeds), style="bold", soft_wrap=True)
+    for warning in first.warnings:
+        console.print(printable(f"warning: {warning}"), style="yellow", soft_wrap=True)
     print_policies(console, summary(outcomes), contest.seeds)
     print_origin(console, constants_in(outcomes))
     for path in written:

@@ -140,6 +140,20 @@ def print_sweep(console: Console, rows: Sequence[SweepRow], axes: Sequence[str])
         seeds_text = ", ".join(dict.fromkeys(_value_text(row["seed"]) for row in rows))
         told = f"{printable(str(rows[0]['trace']))}: mean JCT of {reference} over that of each policy, mean of the seeds {seeds_text}"
         console.print(told, style="dim", soft_wrap=True)
+    _warn_of_uncounted(console, rows, axes)
+
+
+def _warn_of_uncounted(console: Console, rows: Sequence[SweepRow], axes: Sequence[str]) -> None:
+    """The jobs that no load or no completion time counts, and where."""
+    for state, told in (("rejected", "load counts the others only"), ("unknown", "no completion time counts them")):
+        counts = {
+            ", ".join(f"{axis} {_value_text(row[axis])}" for axis in axes) or "everywhere": _number(row[f"jobs_{state}"])
+            for row in rows
+            if _number(row.get(f"jobs_{state}", 0.0)) > 0
+        }
+        if counts:
+            where = "; ".join(f"{point}: {count:,.0f}" for point, count in list(counts.items())[:SWEEP_LINES])
+            console.print(f"warning: {state} jobs ({told}): {where}", style="yellow", soft_wrap=True)
 
 
 def print_origin(console: Console, constants: Mapping[str, Mapping[str, BaseConstants]]) -> None:

@@ -153,7 +153,7 @@ def _verdict(view: SimulationView, gains: Mapping[str, float]) -> Markup:
 
 
 def _warnings(view: SimulationView) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+    found = [("trace", text) for text in view.warnings]
     guessed = [row for row in view.constants if is_extrapolated(row)]
     if guessed:
         names = ", ".join(dict.fromkeys(str(row["field"]) for row in guessed))

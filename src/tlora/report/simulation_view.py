@@ -33,7 +33,7 @@ class SimulationView:
     """Policies over one trace. `ratios` has a row for each pair, `name` against `against`; those against `reference` come first.
 
     `sweep` has rows of name, load, seed, mean_jct_seconds, and of the name that they are held against where that is not `reference`.
-    `constants` has rows of kernels, base, field, value, source.
+    `constants` has rows of kernels, base, field, value, source. `warnings` say what of the trace does not count as it reads.
     """
 
     title: str
@@ -44,6 +44,7 @@ class SimulationView:
     reference: str = ""
     sweep: Sequence[JsonObject] = ()
     constants: Sequence[JsonObject] = field(default_factory=list[JsonObject])
+    warnings: Sequence[str] = ()
 
 
 def usual_kernels(view: SimulationView) -> str:

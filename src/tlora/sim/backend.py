@@ -224,7 +224,7 @@ class SimulatedCluster:
     def _finish(self, job: SimulatedJob) -> None:
         self._end_job(job, job.ends, job.total_steps)
         name = job.spec.job_id
-        if job.ends == "done":
+        if job.ends in ("done", "unknown"):
             self._happened(JobFinished(name))
         else:
             self._happened(JobCancelled(name) if job.ends == "cancelled" else JobFailed(name, "it failed in the trace"))

@@ -24,13 +24,20 @@ from tlora.sim.trace import Trace, TraceJob
 Targets = Literal["all-linear", "attention"]
 _T = TypeVar("_T")
 
-# The words of ACMETrace, Helios and the shipped traces, Philly's own among them; whatever else a row says, it is replayed as done.
+# The words of ACMETrace, Helios, Slurm and Philly. An empty cell and UNKNOWN (the shipped Philly traces) record no state: such a job is
+# replayed as done. Any other word is unknown: the job runs, and is left out of the completion times.
 _ENDS: dict[str, FinalState] = {
+    "": "done",
+    "UNKNOWN": "done",
+    "COMPLETED": "done",
+    "DONE": "done",
+    "PASS": "done",
     "CANCELLED": "cancelled",
     "KILLED": "cancelled",
     "FAILED": "failed",
     "TIMEOUT": "failed",
     "NODE_FAIL": "failed",
+    "OUT_OF_MEMORY": "failed",
 }
 
 # Two bases of one shape, as in the reference (tLoRA); the base whose constants each has, for `costs.hardware.cost_model`.
@@ -125,6 +132,11 @@ def logged_jobs(log: Iterable[tuple[float, Event | Action]], anchor: CostModel, 
     return jobs
 
 
+def end_of(state: str) -> FinalState:
+    """How a job ends whose row has this state; "unknown" for a word that is not listed."""
+    return _ENDS.get(state.strip().upper(), "unknown")
+
+
 def draw_lora(trace_name: str, row: TraceJob, seed: int, rules: DrawRules) -> LoraDraw:
     """What is drawn for a row: each field from a hash of seed, trace, job and field, so that neither order nor company matters.
 
@@ -198,7 +210,7 @@ def _mapped(row: TraceJob, draw: LoraDraw, anchor: CostModel, gpus_per_node: int
         length_histogram=_length_histogram(draw.mean_tokens),
     )
     job = JobSubmitted(row.job_id, draw.base_model, row.gpus, profile, tenant=row.user or row.vc, max_slowdown=draw.max_slowdown)
-    return MappedJob(row.submit_seconds, row.duration_seconds, step_seconds, job, _ENDS.get(row.state.upper(), "done"))
+    return MappedJob(row.submit_seconds, row.duration_seconds, step_seconds, job, end_of(row.state))
 
 
 def _alone_step_seconds(anchor: CostModel, base: str, tokens_per_step: float, gpus: int, gpus_per_node: int) -> float:

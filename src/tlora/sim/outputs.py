@@ -101,6 +101,7 @@ def simulation_view(
         reference=reference,
         sweep=[dict(row) | {"name": policy_name(str(row["policy"]), str(row["kernels"]))} for row in sweep],
         constants=constants,
+        warnings=first.warnings,
     )
 
 

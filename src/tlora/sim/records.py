@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinalState = Literal["done", "cancelled", "failed", "rejected", "unfinished"]
+FinalState = Literal["done", "cancelled", "failed", "unknown", "rejected", "unfinished"]
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class Sample:
 
 @dataclass(slots=True)
 class SimulationResult:
-    """One trace under one policy and one set of kernels.
+    """One trace under one policy and one set of kernels. `warnings` say what of the trace does not count as it reads.
 
     `decision_seconds` (all decisions together) and `wall_seconds` are wall time, the only values here that differ between equal runs.
     """
@@ -89,3 +89,4 @@ class SimulationResult:
     decision_seconds: float = 0.0
     wall_seconds: float = 0.0
     settings: dict[str, object] = field(default_factory=dict[str, object])
+    warnings: list[str] = field(default_factory=list[str])

@@ -43,6 +43,7 @@ def run_scenario(scenario: Scenario) -> Outcome:
     result = simulate(scene.jobs, shape, POLICIES[scenario.policy](), cost, conditions, labels)
     result.settings = {**scene.notes, **_settings(scenario), **result.settings}
     believed = cost_of(scenario, scenario.kernels)  # `cost` may have been corrected
+    result.warnings = scene.warnings
     return Outcome(scenario, result, lower_bounds(work_of(result.jobs, believed, shape.num_gpus, shape.gpus_per_node), shape.num_gpus))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 
@@ -12,16 +13,19 @@ from tlora.costs.hardware import cost_model, load_constants
 from tlora.errors import ConfigError, DataError
 from tlora.jobs_file.spelling import suggest
 from tlora.scheduler.policies import POLICIES
+from tlora.sim.admission import rejections, warning_of
 from tlora.sim.conditions import Conditions
 from tlora.sim.event_log import is_event_log, read_event_log
-from tlora.sim.mapping import BASES, RULES, MappedJob, logged_jobs, mapped_jobs
+from tlora.sim.machines import ClusterShape
+from tlora.sim.mapping import BASES, RULES, MappedJob, end_of, logged_jobs, mapped_jobs
 from tlora.sim.trace import SHIPPED, find_trace, read_trace
-from tlora.sim.workload import at_load, first, natural_load, span_seconds
+from tlora.sim.workload import at_load, compressed, first, natural_load, only, span_seconds
 
 KERNELS = ("tlora", "peft")  # ours, and without the kernels' gain
 NO_BOUND = 1e6  # a slowdown that no job ever has, for delta = inf: needs are divided by it, and infinity would make them 0
 CONSTANTS = tuple(f.name for f in fields(BaseConstants) if f.name != "source")
 MOST_GPUS = 1_000_000
+_STATES_NAMED = 5
 _NODES = re.compile(r"(\d{1,7})x(\d{1,7})")
 
 
@@ -56,12 +60,16 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """The jobs to replay, the share of the GPUs that they ask for by their recorded times, and what was done to get them."""
+    """The jobs to replay, what was done to get them, and what of the trace does not count as it reads.
+
+    `load` is the share of the GPUs that the jobs ask for by their recorded times; jobs that the cluster will reject do not count.
+    """
 
     trace: str
     jobs: list[MappedJob]
     load: float
     notes: dict[str, object]
+    warnings: list[str]
 
 
 def contender(text: str, kernels: str) -> tuple[str, str]:
@@ -135,17 +143,28 @@ def scene_of(scenario: Scenario) -> Scene:
     trace = read_trace(scenario.trace)
     if scenario.jobs is not None:
         trace = first(trace, scenario.jobs)
-    if scenario.load is not None:
-        trace = at_load(trace, scenario.num_gpus, scenario.load)
     rules = RULES["paper" if scenario.paper else "default"]
     jobs = mapped_jobs(trace, anchor, scenario.seed, scenario.gpus_per_node, rules)
+    rejected, warnings = _rejected(scenario, jobs)
+    admitted = only(trace, {job.job_id for job in trace.jobs} - set(rejected)) if rejected else trace
+    if scenario.load is not None:
+        trace = at_load(trace, scenario.num_gpus, scenario.load, admitted)
+        jobs = [replace(job, submit_seconds=row.submit_seconds) for job, row in zip(jobs, trace.jobs, strict=True)]
+        admitted = compressed(admitted, trace.compression)
     notes: dict[str, object] = {"arrivals": _arrivals(trace.compression)}
     if trace.filters:
         notes["filters"] = "; ".join(trace.filters)
     for reason, count in trace.skipped.items():
         notes[f"rows left out: {reason}"] = count
-    load = natural_load(trace, scenario.num_gpus) if span_seconds(trace) else math.inf
-    return Scene(trace.name, _with_delta(jobs, scenario.delta), load, notes)
+    load = natural_load(admitted, scenario.num_gpus) if span_seconds(admitted) else math.inf
+    unknown = Counter(row.state for row in trace.jobs if end_of(row.state) == "unknown")
+    if unknown:
+        named = ", ".join(f"{state!r} ({count:,})" for state, count in unknown.most_common(_STATES_NAMED))
+        warnings.append(
+            f"{unknown.total():,} jobs ended in a state that is not known ({named}); they run, and no completion time counts them. "
+            "Known are COMPLETED, CANCELLED, FAILED and others (docs/simulation.md)"
+        )
+    return Scene(trace.name, _with_delta(jobs, scenario.delta), load, notes, warnings)
 
 
 def inputs_digest(scenario: Scenario) -> str:
@@ -164,10 +183,20 @@ def _logged_scene(scenario: Scenario, anchor: CostModel) -> Scene:
     jobs = logged_jobs(read_event_log(path), anchor, scenario.gpus_per_node)[: scenario.jobs]
     if not jobs:
         raise ConfigError(f"{path}: no job was submitted in this event log. Give one with jobs")
-    span = jobs[-1].submit_seconds - jobs[0].submit_seconds
-    asked = math.fsum(job.job.gpus * job.replayed_seconds for job in jobs)
+    rejected, warnings = _rejected(scenario, jobs)
+    admitted = [job for job in jobs if job.job.job_id not in rejected]
+    span = admitted[-1].submit_seconds - admitted[0].submit_seconds
+    asked = math.fsum(job.job.gpus * job.replayed_seconds for job in admitted)
     load = asked / span / scenario.num_gpus if span else math.inf
-    return Scene(name, _with_delta(jobs, scenario.delta), load, {"arrivals": "as in the event log"})
+    return Scene(name, _with_delta(jobs, scenario.delta), load, {"arrivals": "as in the event log"}, warnings)
+
+
+def _rejected(scenario: Scenario, jobs: list[MappedJob]) -> tuple[dict[str, str], list[str]]:
+    """By job, why neither set of kernels lets it run on this cluster; and the warning that follows. Raises ConfigError if it is all."""
+    shape = ClusterShape(scenario.nodes, scenario.gpus_per_node)
+    rejected = rejections(jobs, shape, [cost_of(scenario, kernels) for kernels in ("peft", "tlora")])
+    warning = warning_of(rejected, jobs)
+    return rejected, [warning] if warning else []
 
 
 def _arrivals(compression: float) -> str:

@@ -6,6 +6,7 @@ Each function gives a new `Trace` that says what was done to it; names, and so w
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 
 from tlora.errors import ConfigError
@@ -19,6 +20,11 @@ def first(trace: Trace, count: int) -> Trace:
     if count < 1:
         raise ConfigError(f"the first {count} jobs of a trace are none. Ask for 1 or more")
     return replace(trace, jobs=rebased(trace.jobs[:count]), filters=(*trace.filters, f"first {count:,} jobs"))
+
+
+def only(trace: Trace, job_ids: Collection[str]) -> Trace:
+    """These of its jobs, at the times that they have."""
+    return replace(trace, jobs=tuple(job for job in trace.jobs if job.job_id in job_ids))
 
 
 def span_seconds(trace: Trace) -> float:
@@ -51,9 +57,12 @@ def compressed(trace: Trace, factor: float) -> Trace:
     return replace(trace, jobs=jobs, compression=trace.compression * factor)
 
 
-def at_load(trace: Trace, gpus: int, load: float) -> Trace:
-    """The trace compressed, or stretched, so that its load on `gpus` GPUs is `load`; by how much stands in `compression`."""
+def at_load(trace: Trace, gpus: int, load: float, counted: Trace | None = None) -> Trace:
+    """The trace compressed, or stretched, so that its load on `gpus` GPUs is `load`; by how much stands in `compression`.
+
+    `counted` are those of its jobs that make the load, all if None.
+    """
     least, most = LOADS
     if not least <= load <= most:
         raise ConfigError(f"a load of {load} cannot be had. Give a number from {least:g} to {most:g}, such as 0.9")
-    return compressed(trace, load / natural_load(trace, gpus))
+    return compressed(trace, load / natural_load(counted or trace, gpus))

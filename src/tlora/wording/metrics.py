@@ -64,6 +64,7 @@ _COUNTS = tuple(
         ("done", "Jobs that ran to their end."),
         ("cancelled", "Cancelled, as in the trace."),
         ("failed", "Failed, as in the trace."),
+        ("unknown", "Ended in a state that the trace does not explain; not in the completion times."),
         ("rejected", "Refused at submission: they can never run here."),
         ("unfinished", "Still waiting or running when the simulation ended."),
     )
