@@ -4,6 +4,39 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where the replicas of a job are computed: each of `ranks` has a stretch of them, in order, at least one. The first rank, which has
+    the first replica, is the job's home.
+    """
+
+    replicas: int
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert 0 < len(self.ranks) <= self.replicas and len(set(self.ranks)) == len(self.ranks), self
+
+    @property
+    def home(self) -> int:
+        return self.ranks[0]
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        return self.ranks[1:]
+
+    def rank_of(self, replica: int) -> int:
+        return self.ranks[replica * len(self.ranks) // self.replicas]
+
+    def at(self, rank: int) -> list[int]:
+        """The replicas that `rank` computes."""
+        return [replica for replica in range(self.replicas) if self.rank_of(replica) == rank]
+
+    def part(self, rank: int) -> float:
+        """The share of the job's work that `rank` has."""
+        return len(self.at(rank)) / self.replicas
 
 
 def cut(lengths: Sequence[int], replicas: int) -> list[list[int]]:

@@ -7,7 +7,7 @@ only where an evaluation, a checkpoint or an end follows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
@@ -34,16 +34,17 @@ class _Losses:
     """Of runs whose batch or evaluation is through, on their way to the host in one copy."""
 
     def __init__(self, passed: Sequence[Passed]) -> None:
-        self._names = [tuple(each.parts[0].metrics) if each.parts else () for each in passed]
+        self._names = [each.metrics for each in passed]
         self._counts = [len(each.parts) for each in passed]
-        parts = [value for each in passed for part in each.parts for value in (part.loss_sum, part.weight_sum, *part.metrics.values())]
-        self._values = ToHost(torch.stack(parts)) if parts else None
+        self._elsewhere = [each.elsewhere for each in passed]
+        values = [value for each in passed for value in each.values]
+        self._values = ToHost(torch.stack(values)) if values else None
 
     def read(self) -> list[Means]:
         """Of each."""
         values = iter(self._values.read() if self._values is not None else ())
-        shapes = zip(self._counts, self._names, strict=True)
-        return [means_of([list(islice(values, 2 + len(names))) for _ in range(count)], names) for count, names in shapes]
+        shapes = zip(self._counts, self._names, self._elsewhere, strict=True)
+        return [means_of([*(list(islice(values, 2 + len(names))) for _ in range(count)), *more], names) for count, names, more in shapes]
 
 
 @dataclass(frozen=True)
@@ -62,29 +63,50 @@ class Engine:
     """A super-model with the jobs that share it now. `listen` hears the reports."""
 
     def __init__(
-        self, model: SuperModel, token_budget: int, listen: Listener, smallest_budget: int = 1, decisions: Decisions | None = None
+        self,
+        model: SuperModel,
+        token_budget: int,
+        listen: Listener,
+        smallest_budget: int = 1,
+        decisions: Decisions | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
-        """`smallest_budget`: tokens of the longest sample of any job that may still join; running out of memory stops at it."""
+        """`smallest_budget`: tokens of the longest sample of any job that may still join; running out of memory stops at it. `exchange`:
+        where jobs have replicas on other ranks.
+        """
         self.model, self.token_budget, self._listen = model, token_budget, listen
         self.decisions = decisions or Decisions()
         self._smallest_budget, self._unexplained = smallest_budget, 0
         self.runs: dict[str, JobRun] = {}
         self._weights: dict[str, float] = {}
         self._stepping: _Stepping | None = None
-        self._exchange: Exchange = RunningSums()
+        self._exchange: Exchange = exchange or RunningSums()
 
     def join(self, run: JobRun, state: AdapterState | None = None) -> None:
-        """Let a job in with `state` (default: a new adapter); it offers its first batch at once. A job that cannot join fails alone."""
+        """Let a job in with `state` (default: a new adapter); it offers its first batch at once. A job that cannot join fails alone.
+
+        A job whose home is another rank waits here for its weights, and is never reported.
+        """
         name = run.spec.name
+        run.here = self._exchange.replicas_here(name, run.replicas)
         joined = self.decisions.result(attempt(self.model.join, name, run.spec, run.spec, run.total_steps, state))
         if isinstance(joined, Failure):
-            self._listen(Ended(name, run.progress, "failed", joined.reason))
+            self._exchange.leave(name, joined.reason)
+            if run.leads:
+                self._listen(Ended(name, run.progress, "failed", joined.reason))
             return
         run.saved_step = run.progress.step or -1
         run.set_weight(self._weights.get(name, run.spec.weight))
         self.runs[name] = run
-        self._advance(run)
+        if run.leads:
+            self._publish(run)
+            self._advance(run)
         self.token_budget = max(self.token_budget, self._longest())
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that is left to do waits for other ranks."""
+        return not self._exchange.has_news and not any(run.flow.runnable for run in self.runs.values())
 
     def stop(self) -> None:
         """Let every resident job go, as `leave` does. One that raises keeps none of the others from that."""
@@ -99,6 +121,12 @@ class Engine:
         self._settle()
         if name in self.runs:
             self._end(self.runs[name], "stopped")
+
+    def fail(self, name: str, reason: str) -> None:
+        """Another rank cannot do its part of a resident job."""
+        self._settle()
+        if name in self.runs:
+            self._end(self.runs[name], "failed", reason)
 
     def share(self, token_budget: int, recomputed_layers: int = 0, weights: Mapping[str, float] | None = None) -> None:
         """From the next micro-batch on: its tokens (but not less than the longest sample of a resident, which is never split), the decoder
@@ -116,6 +144,8 @@ class Engine:
         """
         packed = pack([run.flow for run in self.runs.values()], self.token_budget, in_order=self.model.deterministic)
         if packed is None:
+            self._settle()
+            self._step(self._completed_elsewhere())
             return None
         losses = self.decisions.result(attempt(self._compute, packed.kind, packed.rows, packed.tokens))
         self._settle()
@@ -127,30 +157,71 @@ class Engine:
             if name in self.runs:
                 self.runs[name].absorb(loss, sum(row.tokens for row in packed.rows if row.job_id == name))
         through = [self.runs[name] for name in losses if name in self.runs and self.runs[name].flow.complete]
+        whole = self._completed_elsewhere()
         if packed.kind == "eval":
             self._evaluated(through)
-        elif whole := [run for run in through if self._replicas_through(run)]:
-            self._step(whole)
+        else:
+            whole += [run for run in through if self._replicas_through(run)]
+        self._step(whole)
         return packed
 
+    # -- jobs of several replicas --------------------------------------------------------------------------------------
+
     def _replicas_through(self, run: JobRun) -> bool:
-        """A replica's share of a global batch is through: whether it was the last one. The job's sums then hold the gradients of all."""
-        if run.spec.gpus == 1:
-            return True
-        last = attempt(self._end_replica, run)
-        if isinstance(last, Failure):
-            self._end(run, "failed", last.reason)
+        """What was on offer of a global batch is through: whether that was all. The job's sums then hold the gradients of all replicas."""
+        return run.replicas == 1 or self._attempted(run, self._end_replica)
+
+    def _attempted(self, run: JobRun, step: Callable[[JobRun], bool]) -> bool:
+        done = attempt(step, run)
+        if isinstance(done, Failure):
+            self._end(run, "failed", done.reason)
             return False
-        return last
+        return done
 
     def _end_replica(self, run: JobRun) -> bool:
         name = run.spec.name
-        self._exchange.give(name, self.model.gradient(name))
+        self._exchange.give(name, run.replica, self.model.gradient(name))
+        self.model.zero_grad_of(name)
         if run.offer_next_replica():
-            self.model.zero_grad_of(name)
             return False
-        self.model.set_gradient(name, self._exchange.take(name))
+        run.awaiting = True
+        if run.leads:
+            return self._take_whole(run)
+        self._exchange.send(name, run.progress.step, run.passed)
+        return False
+
+    def _take_whole(self, run: JobRun) -> bool:
+        name = run.spec.name
+        whole = self._exchange.take(name, run.progress.step, run.shared_among)
+        if whole is None:
+            return False
+        self.model.set_gradient(name, whole.gradient_P)
+        run.completed(whole.elsewhere, whole.tokens)
         return True
+
+    def _completed_elsewhere(self) -> list[JobRun]:
+        """What other ranks have sent: new weights of jobs that have their homes there are taken in; of those that have them here, the
+        ones whose global batch is through now.
+        """
+        arrived = [self.runs[name] for name in self._exchange.news() if name in self.runs]
+        whole = [run for run in arrived if run.leads and run.awaiting and self._attempted(run, self._take_whole)]
+        for run in arrived:
+            if not run.leads:
+                self._attempted(run, self._take_weights)
+        return whole
+
+    def _take_weights(self, run: JobRun) -> bool:
+        fetched = self._exchange.fetch(run.spec.name)
+        if fetched is None:
+            return False
+        step, params_P = fetched
+        self.model.set_weights(run.spec.name, params_P)
+        run.follow(step)
+        return True
+
+    def _publish(self, run: JobRun) -> None:
+        if run.spans:
+            self._exchange.publish(run.spec.name, run.progress.step, self.model.state(run.spec.name).params)
 
     def _evaluated(self, through: list[JobRun]) -> None:
         for run in [run for run in through if run.measuring]:
@@ -168,6 +239,8 @@ class Engine:
         """The optimizer steps of all jobs that are through, together; one whose step raises fails alone. Unless something else than
         their next batches follows, nobody waits for them.
         """
+        if not through:
+            return
         losses = _Losses([run.passed for run in through])  # takes memory: before any step is under way
         steps = self.model.queue_optim_step([run.spec.name for run in through])
         for run in through:
@@ -175,6 +248,7 @@ class Engine:
                 self._end(run, "failed", Failure(error).reason)
             else:
                 run.step_queued()
+                self._publish(run)
         stepping = [run for run in through if run.spec.name not in steps.errors]
         offered = not steps.done and all(run.goes_straight_on for run in stepping)
         self._stepping = _Stepping(through, steps, losses, offered)
@@ -242,7 +316,10 @@ class Engine:
         if status == "done":
             run.progress = replace(run.progress, finished=True)
         self.runs.pop(name, None)
-        self._exchange.forget(name)
+        self._exchange.leave(name, reason if status == "failed" else "")
+        if not run.leads:
+            self.model.leave(name)
+            return
         self._listen(Ended(name, run.progress, status, reason, self.model.leave(name)))
 
     def _find_culprit(self, packed: MicroBatch, error: BaseException) -> None:

@@ -1,45 +1,109 @@
-"""Where the replicas of a job that spans several GPUs add up their gradients."""
+"""Where the replicas of a job add up their gradients, and how those on other ranks learn the new weights."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from tlora.group.job_run import Passed
 
-class Exchange(Protocol):
-    """Flat gradients [P] of one global batch at a time for each job, added in the order of the replicas.
 
-    The order is fixed because sums of floating-point numbers follow from it: a job's bytes are then the same on any number of GPUs.
+@dataclass(frozen=True)
+class Whole:
+    """The gradient [P] of a whole global batch, and what other ranks have computed of it: their losses (as `Passed.elsewhere`), by replica,
+    and their tokens.
     """
 
-    def give(self, job_id: str, gradient_P: Tensor) -> None:
-        """The next replica's gradient, which belongs to the exchange from now on. Does not wait."""
+    gradient_P: Tensor
+    elsewhere: Sequence[Sequence[float]] = ()
+    tokens: int = 0
+
+
+class Exchange(Protocol):
+    """Flat gradients [P] of one global batch at a time for each job, added in the order of the replicas, and weights in return.
+
+    The order is fixed because sums of floating-point numbers follow from it: a job's bytes are then the same on any number of GPUs. The
+    rank that computes a job's first replica is its home, which takes the sum, steps and publishes the weights. Nothing here waits for
+    another rank, nor for a device.
+    """
+
+    def replicas_here(self, job_id: str, replicas: int) -> Sequence[int]:
+        """Which of a job's replicas this rank computes."""
         ...
 
-    def take(self, job_id: str) -> Tensor:
-        """The sum of what was given, once; the next global batch starts anew."""
+    def give(self, job_id: str, replica: int, gradient_P: Tensor) -> None:
+        """The gradient of the next of this rank's replicas; it belongs to the exchange from now on."""
+        ...
+
+    def send(self, job_id: str, step: int, passed: Passed) -> None:
+        """Away from home: all of this rank's replicas have been given for the global batch after `step` steps, and so much went through."""
+        ...
+
+    def take(self, job_id: str, step: int, replicas: Sequence[int]) -> Whole | None:
+        """At home, once all of its own are given: the sum over `replicas`, once. None while those of other ranks are to come."""
+        ...
+
+    def publish(self, job_id: str, step: int, params_P: Tensor) -> None:
+        """At home: the weights after `step` steps. They are read until all other ranks have sent what they compute with them."""
+        ...
+
+    def fetch(self, job_id: str) -> tuple[int, Tensor] | None:
+        """Away from home: the newest weights and their step, once; None where none have come since."""
+        ...
+
+    @property
+    def has_news(self) -> bool: ...
+
+    def news(self) -> list[str]:
+        """Jobs for which another rank has sent or published something since the last call."""
         ...
 
     def forget(self, job_id: str) -> None:
-        """Drop what was given: the job has left, or its global batch starts over."""
+        """Drop what this rank has given: its part of the global batch starts over."""
+        ...
+
+    def leave(self, job_id: str, failed: str = "") -> None:
+        """The job has left this rank's group; away from home perhaps because it `failed`, which its home must learn."""
         ...
 
 
 class RunningSums:
     """The exchange of replicas that one process computes in turn: one buffer [P] for each job, and none between global batches."""
 
+    has_news = False
+
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
 
-    def give(self, job_id: str, gradient_P: Tensor) -> None:
+    def replicas_here(self, job_id: str, replicas: int) -> Sequence[int]:
+        return range(replicas)
+
+    def give(self, job_id: str, replica: int, gradient_P: Tensor) -> None:
         if job_id in self._sums:
             self._sums[job_id] += gradient_P
         else:
             self._sums[job_id] = gradient_P
 
-    def take(self, job_id: str) -> Tensor:
-        return self._sums.pop(job_id)
+    def send(self, job_id: str, step: int, passed: Passed) -> None:
+        raise AssertionError(f"{job_id} has its home here")
+
+    def take(self, job_id: str, step: int, replicas: Sequence[int]) -> Whole:
+        return Whole(self._sums.pop(job_id))
+
+    def publish(self, job_id: str, step: int, params_P: Tensor) -> None:
+        pass
+
+    def fetch(self, job_id: str) -> None:
+        return None
+
+    def news(self) -> list[str]:
+        return []
 
     def forget(self, job_id: str) -> None:
         self._sums.pop(job_id, None)
+
+    def leave(self, job_id: str, failed: str = "") -> None:
+        self.forget(job_id)

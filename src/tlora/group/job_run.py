@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 
+from torch import Tensor
+
 from tlora.adapters.adamw import StepStats
 from tlora.batching.flow import Flow, Item, Kind
 from tlora.batching.pack import Row
@@ -29,10 +31,23 @@ QUARANTINE_AFTER = 3  # optimizer steps in a row without a finite gradient
 
 @dataclass
 class Passed:
-    """What has been through of a global batch or an evaluation. The losses are still on the device: reading one would wait for it."""
+    """What has been through of a global batch or an evaluation. The losses are still on the device: reading one would wait for it; but
+    those of other ranks' replicas, `elsewhere`, are the host's: of each part what `values` has. They come after the others.
+    """
 
     parts: list[JobLoss] = field(default_factory=list)
     tokens: int = 0
+    elsewhere: list[Sequence[float]] = field(default_factory=list)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the objective's metrics."""
+        return tuple(self.parts[0].metrics) if self.parts else ()
+
+    @property
+    def values(self) -> list[Tensor]:
+        """Scalars on the device, in the order of `parts`: of each the sums of losses and weights, and those of its metrics."""
+        return [value for part in self.parts for value in (part.loss_sum, part.weight_sum, *part.metrics.values())]
 
 
 @dataclass(frozen=True)
@@ -61,8 +76,12 @@ def stopped_early(spec: JobSpec, progress: TrainingProgress) -> bool:
 class JobRun:
     """A job's progress through its global batches and evaluations. `flow` is what it offers now."""
 
-    def __init__(self, spec: JobSpec, train: Dataset, evaluation: Dataset | None) -> None:
+    def __init__(self, spec: JobSpec, train: Dataset, evaluation: Dataset | None, replicas: int | None = None) -> None:
+        """`replicas` that each global batch is cut among; by default the job's `gpus`."""
         self.spec, self.train, self.evaluation = spec, train, evaluation
+        self.replicas = replicas or spec.gpus
+        self.here: Sequence[int] = range(self.replicas)
+        """Which of them are computed by this process."""
         self.total_steps = spec.total_steps(epoch_size(train.epoch))
         self.steps_per_epoch = math.ceil(epoch_size(train.epoch) / spec.batch_size)
         self.progress = TrainingProgress(data=self.data_key, eval_data=self.eval_key)
@@ -75,7 +94,10 @@ class JobRun:
         self._normalizer = 1.0
         self._evaluates = False
         self._offered: tuple[Dataset, Sequence[int]] = (train, ())
-        self._replicas: list[Sequence[int]] = []  # their shares of the global batch, but for those that were on offer
+        self.shared_among: Sequence[int] = ()  # replicas that have samples of the global batch on offer, anywhere
+        self._shares: list[tuple[int, Sequence[int]]] = []  # of the replicas here, but for those that were on offer
+        self.replica = 0  # that is on offer now
+        self.awaiting = False  # all replicas here are through, and others are not, or the new weights have not come
         self._before: dict[int, int] | None = None  # the row before each, while a statistic of the batch is measured
 
     @property
@@ -92,6 +114,30 @@ class JobRun:
     def longest(self) -> int:
         """Tokens of its longest sample."""
         return max(int(data.lengths.max()) for data in (self.train, self.evaluation) if data is not None)
+
+    # -- of several replicas -------------------------------------------------------------------------------------------
+
+    @property
+    def leads(self) -> bool:
+        """Whether the optimizer steps, evaluations and checkpoints are this process's."""
+        return 0 in self.here
+
+    @property
+    def spans(self) -> bool:
+        """Whether other processes compute some of the replicas."""
+        return len(self.here) < self.replicas
+
+    def follow(self, step: int) -> None:
+        """Away from home: the weights after `step` steps have come. Offers what is computed here with them, unless they are the last."""
+        self.progress = replace(self.progress, step=step)
+        if not self.exhausted:
+            self.offer()
+
+    def completed(self, elsewhere: Sequence[Sequence[float]], tokens: int) -> None:
+        """At home: the other processes' replicas are through."""
+        self.awaiting = False
+        self.passed.elsewhere = list(elsewhere)
+        self.passed.tokens += tokens
 
     # -- what it offers ------------------------------------------------------------------------------------------------
 
@@ -155,20 +201,22 @@ class JobRun:
     def _offer(self) -> None:
         self.passed, (data, samples) = Passed(), self._offered
         kind: Kind = "eval" if self.evaluating or self.measuring else "train"
-        self._replicas = [samples]
-        if kind == "train" and self.spec.gpus > 1:
-            shares = cut([int(data.lengths[i]) for i in samples], self.spec.gpus)
-            self._replicas = [[samples[position] for position in share] for share in shares if share]
+        shares: list[Sequence[int]] = [samples]
+        if kind == "train" and self.replicas > 1:
+            cuts = cut([int(data.lengths[i]) for i in samples], self.replicas)
+            shares = [[samples[position] for position in positions] for positions in cuts]
+        self.shared_among = [replica for replica, share in enumerate(shares) if share]
+        self._shares = [(replica, share) for replica, share in enumerate(shares) if share and (replica in self.here or kind == "eval")]
         if self.flow.kind != kind or self.flow.runnable:  # a new kind of work, or one that starts over
             before, self.flow = self.flow, Flow(self.spec.name, self.spec.weight, kind)
             self.flow.virtual_time = before.virtual_time
-        self.offer_next_replica()
+        self.awaiting = not self.offer_next_replica()
 
     def offer_next_replica(self) -> bool:
-        """Put the next replica's share of the global batch on offer; False when all have been. Replicas without samples are left out."""
-        if not self._replicas:
+        """Put the share of the next replica here on offer; False when all have been. Replicas without samples are left out."""
+        if not self._shares:
             return False
-        data, share = self._offered[0], self._replicas.pop(0)
+        data, (self.replica, share) = self._offered[0], self._shares.pop(0)
         self.flow.offer([Item(i, len(self._measured_unit(i).input_ids) if self.measuring else int(data.lengths[i])) for i in share])
         return True
 
