@@ -144,6 +144,13 @@ def test_each_of_several_gpus_is_told_what_it_would_do(base: Path, data: Path, t
     assert "2 processes" in text and "short, middle" in text
 
 
+def test_a_job_that_spans_is_shown_where_its_parts_are(base: Path, data: Path, tmp_path: Path) -> None:
+    orders = [job("wide", str(data / "a.jsonl"), gpus=2), job("narrow", str(data / "a.jsonl"), max_steps=1)]
+    found = check(run_spec(base, tmp_path / "out", orders), device="cpu", gpus=2)
+    assert [(gpu.jobs, gpu.parts) for gpu in found.gpus] == [(("wide", "narrow"), ()), ((), ("wide",))]
+    assert all(gpu.predicted_bytes and gpu.seconds and gpu.tokens_per_second for gpu in found.gpus)
+
+
 def test_a_base_that_fits_on_no_number_of_gpus_is_a_problem(base: Path, data: Path, tmp_path: Path) -> None:
     found = check(run_spec(base, tmp_path / "out", [job("a", str(data / "a.jsonl"))], memory_limit=1000), device="cpu", gpus=2)
     assert len(found.problems) == 1

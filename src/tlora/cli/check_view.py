@@ -67,7 +67,7 @@ def _print_gpus(console: Console, check: RunCheck) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for number, gpu in enumerate(check.gpus):
         rate = count_text(gpu.tokens_per_second) if gpu.seconds else ""
-        names = Text(printable(", ".join(gpu.jobs)))
+        names = Text(printable(", ".join([*gpu.jobs, *(f"a part of {name}" for name in gpu.parts)])))
         table.add_row(str(number), names, bytes_text(gpu.predicted_bytes), duration_text(gpu.seconds), rate)
     console.print(table)
     rough = "roughly" if check.device == "cpu" else "as on an H200"

@@ -22,7 +22,7 @@ from tlora.job import JobSpec, RunSpec
 from tlora.planning.form import choose_form
 from tlora.planning.memory_probe import probe_key, recall
 from tlora.planning.plan import PlannedJob, RunPlan, pick_device, plan_run, settle
-from tlora.planning.work import predicted_seconds, trained_tokens
+from tlora.planning.work import choose_replicas, predicted_seconds, trained_tokens
 from tlora.store.metrics import check_trackers
 from tlora.store.run_directory import check_run_directory
 from tlora.store.serving import ServingFiles
@@ -51,14 +51,15 @@ class JobCheck:
 
 @dataclass(frozen=True)
 class GpuCheck:
-    """What one of several GPUs would do: the jobs that begin there, what they take of the memory, how long they train and how fast, as
-    predicted (`planning/work.py`).
+    """What one of several GPUs would do: the jobs that have their home there, what they take of the memory, how long they train and how
+    fast, as predicted (`planning/work.py`). `parts`: jobs that have their home elsewhere, of which it computes some replicas.
     """
 
     jobs: tuple[str, ...]
     predicted_bytes: int
     seconds: float
     tokens_per_second: float
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -159,12 +160,15 @@ def _on_gpus(
         problems.append(str(error))
         return {}
     seconds = predicted_seconds(plan.jobs, model, device)
-    placement, known = place_jobs(seconds, count), {job.spec.name: job for job in plan.jobs}
+    placement = place_jobs(seconds, count, choose_replicas(plan.jobs, seconds, count, run.deterministic))
+    tokens = {job.spec.name: trained_tokens(job) for job in plan.jobs}
     found: list[GpuCheck] = []
-    for names, needed in zip(placement.jobs, placement.seconds, strict=True):
-        here = replace(form.plan, here=frozenset(names))
-        tokens = sum(trained_tokens(known[name]) for name in names)
-        found.append(GpuCheck(names, here.total_bytes(list(here.resident)), needed, tokens / needed if needed else 0.0))
+    for gpu, (names, needed) in enumerate(zip(placement.jobs, placement.seconds, strict=True)):
+        parts = placement.parts(gpu)
+        here = replace(form.plan, here=frozenset((*names, *parts)))
+        shares = {name: placement.spans[name].part(gpu) if name in placement.spans else 1.0 for name in (*names, *parts)}
+        computed = sum(tokens[name] * share for name, share in shares.items())
+        found.append(GpuCheck(names, here.total_bytes(list(here.resident)), needed, computed / needed if needed else 0.0, parts))
     return {"plan": form.plan, "gpus": tuple(found), "form": form.why, "placement": placement.told}
 
 

@@ -12,6 +12,7 @@ from tlora.adapters.state import AdapterState
 from tlora.batching.pack import MicroBatch
 from tlora.engine.job_opening import open_run, refuse
 from tlora.group.engine import Engine
+from tlora.group.exchange import Exchange
 from tlora.group.job_run import JobRun
 from tlora.group.reports import Listener, Report
 from tlora.group.wall import Failure, attempt
@@ -46,12 +47,20 @@ class Places:
 class Driver:
     """The group and the records of its jobs."""
 
-    def __init__(self, model: SuperModel, context: RunContext, places: Places, token_budget: int, longest: int = 1) -> None:
-        """`longest`: tokens of the longest sample of any job that may still join."""
+    def __init__(
+        self,
+        model: SuperModel,
+        context: RunContext,
+        places: Places,
+        token_budget: int,
+        longest: int = 1,
+        exchange: Exchange | None = None,
+    ) -> None:
+        """`longest`: tokens of the longest sample of any job that may still join. `exchange`: see `Engine`."""
         self._context, self._places = context, places
         self.listener: Listener = lambda _: None  # hears each report after the records have
         self.records = Records(context.note)
-        self.group = Engine(model, token_budget, self._listen, longest)
+        self.group = Engine(model, token_budget, self._listen, longest, exchange=exchange)
 
     def open(self, job: PlannedJob, resume: bool, start: Future[AdapterState] | None = None) -> Opened:
         """Make a job ready to join; any thread may. Raises what `open_run` does."""
@@ -76,6 +85,13 @@ class Driver:
         else:
             self.group.join(run, opened.state)
 
+    def follow(self, job: PlannedJob) -> JobRun:
+        """Compute the replicas here of a job that has its home, and its files, on another rank."""
+        assert job.data is not None, f"{job.spec.name} was opened without data"
+        run = JobRun(job.spec, job.data.train, None, job.replicas)
+        self.group.join(run)
+        return run
+
     def refuse(self, spec: JobSpec, reason: str) -> None:
         """A job that cannot join has failed."""
         name, places = spec.name, self._places
@@ -92,7 +108,7 @@ class Driver:
             while not self.group.decisions.stop(not obey()):
                 self.records.see_ended()
                 packed = self.group.run_micro_batch()
-                self.records.see_ended(wait=packed is None)
+                self.records.see_ended(wait=not self.group.runs)
                 look(packed)
         except KeyboardInterrupt:
             raise

@@ -5,10 +5,10 @@ A run in one process has one session (`train.py`); a run on several GPUs has one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,12 @@ import torch
 
 from tlora.adapters.state import AdapterLayout, AdapterState
 from tlora.batching.pack import MicroBatch
+from tlora.batching.replicas import Span
 from tlora.data.prepare import Preparation, WorkerProcess, start_worker
 from tlora.engine.driver import Driver, Places
 from tlora.engine.results import swept
 from tlora.engine.run_monitor import RunMonitor
+from tlora.group.exchange import Exchange
 from tlora.group.wall import Failure, attempt
 from tlora.job import RunSpec
 from tlora.planning.memory import bytes_when_shared
@@ -44,13 +46,16 @@ from tlora.supermodel.supermodel import SuperModel
 
 @dataclass(frozen=True)
 class Assignment:
-    """What one of several sessions of a run has to do: the `run` as it is by now, the names of the jobs that begin `here`, and, where the
-    sessions share the base, who this one is of them.
+    """What one of several sessions of a run has to do: the `run` as it is by now, the names of the jobs that have their home `here`, and,
+    where the sessions share the base, who this one is of them. `spans`: jobs with replicas in several sessions; of those in `follows` some
+    are here and the home is not.
     """
 
     run: RunSpec
     here: frozenset[str] | None = None  # None: all
     sharing: Sharing | None = None
+    spans: Mapping[str, Span] = field(default_factory=dict[str, Span])
+    follows: frozenset[str] = frozenset()
 
 
 class Guard(Protocol):
@@ -64,7 +69,7 @@ class Guard(Protocol):
 @dataclass(frozen=True)
 class Loaded:
     """What a session needs for its first step. `threads`: those of the CPU that it computes with, None on a GPU. `starts`: states that
-    are being made ahead, by job.
+    are being made ahead, by job. `follows` as in `Assignment`.
     """
 
     plan: RunPlan
@@ -72,6 +77,7 @@ class Loaded:
     threads: int | None
     starts: dict[str, Future[AdapterState]]
     base_parameters: int
+    follows: frozenset[str] = frozenset()
 
 
 def load(
@@ -100,10 +106,12 @@ def load(
         run, sharing = assignment.run, assignment.sharing
         if sharing is not None:
             base_bytes = bytes_when_shared(outlined, base_bytes, sharing.world_size, sharing.slots)
-        plan = plan_run(run, outlined, base_bytes, place, Preparation(monitor.preparing, worker), resume, assignment.here)
+        here = assignment.here if assignment.here is None else assignment.here | assignment.follows
+        plan = plan_run(run, outlined, base_bytes, place, Preparation(monitor.preparing, worker), resume, here, assignment.spans)
     check_base_fits(plan)
     threads = choose_threads(run, plan, outlined.targets().values(), place, resume, monitor.note)
-    starts = {} if resume else start_ahead(plan.residents, outlined.bank.sum_dtype)
+    homes = [job for job in plan.residents if job.spec.name not in assignment.follows]
+    starts = {} if resume else start_ahead(homes, outlined.bank.sum_dtype)
     monitor.stage(f"loading {run.base_model}")
     model = SuperModel.from_pretrained(run.base_model, run.dtype, str(place), run.deterministic, run.base_precision, sharing)
     if resume and (changed := check_tiles(run, model.tiles)):
@@ -117,7 +125,7 @@ def load(
     model.recomputed_layers = min(plan.recomputed_layers, model.num_layers)
     if not resume:  # some of a resumed run's jobs have ended
         attempt(model.bank.make_room, plan.resident)  # where it fails, for want of memory, they find room one by one
-    return Loaded(plan, model, threads, starts, base_parameters=sum(n for n, _ in sizes))
+    return Loaded(plan, model, threads, starts, sum(n for n, _ in sizes), assignment.follows)
 
 
 def _data_worker(place: torch.device) -> AbstractContextManager[WorkerProcess | None]:
@@ -168,12 +176,15 @@ class Session:
         serving: ServingFiles,
         guard: Guard,
         record: Callable[[str], None] = lambda _: None,
+        exchange: Exchange | None = None,
     ) -> None:
-        """`record` writes `run.json` with a status."""
+        """`record` writes `run.json` with a status. `exchange`: see `Engine`."""
         plan = loaded.plan
         self._run, self._plan, self._directory = run, plan, Path(run.output_dir)
         self._monitor, self._starts, self._guard = monitor, loaded.starts, guard
-        self._waiting = list(plan.jobs_here)
+        # Jobs that span come first, in one order everywhere: of any two, all sessions let in the same one first, and none waits for ever.
+        self._waiting = sorted(plan.jobs_here, key=lambda job: job.span is None)
+        self._follows = set(loaded.follows)
         self._known = {job.spec.name: job for job in plan.jobs}
         self._resumed: set[str] = set()
         self._layouts: dict[str, AdapterLayout] = {}
@@ -181,10 +192,10 @@ class Session:
         self._tiles = loaded.model.tiles
         self._opened: list[Path] = []
         self._record = record
-        reserve = DiskReserve(self._directory, _last_saves(plan), monitor.note)
+        reserve = DiskReserve(self._directory, _last_saves(plan, loaded.follows), monitor.note)
         self._context = RunContext(public_name(run.base_model), monitor.seconds, monitor.note, reserve, before_save=guard.wait_for_verdict)
         places = Places(self._directory, serving, run.report_to, settings, self._mark)
-        self.driver = Driver(loaded.model, self._context, places, plan.token_budget, plan.longest)
+        self.driver = Driver(loaded.model, self._context, places, plan.token_budget, plan.longest, exchange)
         self.driver.listener = monitor.listen
 
     @property
@@ -201,7 +212,7 @@ class Session:
         """After each micro-batch."""
         if self._guard.check():
             self.write_hashes()
-        self._monitor.update(self.driver, self.waiting, now_due=packed is None)
+        self._monitor.update(self.driver, self.waiting, now_due=not self.driver.group.runs)
 
     def write_hashes(self) -> None:
         """The base's sha256 have become known: into `run.json`, and beside each job."""
@@ -231,18 +242,23 @@ class Session:
         return bool(group.runs)
 
     def take(self, name: str) -> None:
-        """One more job waits here. It goes on from its newest checkpoint, if another session has left one."""
+        """One more job waits here, all of it. It goes on from its newest checkpoint, if another session has left one."""
         self._resumed.add(name)
+        self._known[name].span = None
         self._waiting.append(self._known[name])
 
     def let_go(self, name: str) -> None:
         """The job shall go on elsewhere: it waits here no longer, or leaves, saved at its last optimizer step, with a result "stopped"."""
         self._waiting = [job for job in self._waiting if job.spec.name != name]
+        self._follows.discard(name)
         if name in self.driver.group.runs:
             self.driver.group.leave(name)
 
     def _start(self, job: PlannedJob) -> None:
         name = job.spec.name
+        if name in self._follows:
+            self._follow(job)
+            return
         resume = self._monitor.resume or name in self._resumed
         opened = attempt(self.driver.open, job, resume, None if name in self._resumed else self._starts.pop(name, None))
         if isinstance(opened, Failure):
@@ -253,13 +269,20 @@ class Session:
         self._monitor.track(opened.run)
         self.driver.let_in(opened)
 
+    def _follow(self, job: PlannedJob) -> None:
+        """One with problems is refused where it has its home."""
+        if job.layout is None or job.problems:
+            return
+        self._layouts[job.spec.name] = job.layout
+        self._monitor.track(self.driver.follow(job))
 
-def _last_saves(plan: RunPlan) -> dict[str, int]:
+
+def _last_saves(plan: RunPlan, follows: frozenset[str]) -> dict[str, int]:
     """What each job writes at its end, in bytes: its last checkpoint (and its best, where that is what it hands over) and its adapter."""
     element = plan.memory.sum_bytes
     return {
         job.spec.name: checkpoint.adapter_bytes(job.layout, element)
         + (2 if job.spec.load_best_model_at_end else 1) * checkpoint.checkpoint_bytes(job.layout, element)
         for job in plan.jobs_here
-        if job.layout is not None and not job.problems
+        if job.layout is not None and not job.problems and job.spec.name not in follows
     }

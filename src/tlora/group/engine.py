@@ -122,12 +122,6 @@ class Engine:
         if name in self.runs:
             self._end(self.runs[name], "stopped")
 
-    def fail(self, name: str, reason: str) -> None:
-        """Another rank cannot do its part of a resident job."""
-        self._settle()
-        if name in self.runs:
-            self._end(self.runs[name], "failed", reason)
-
     def share(self, token_budget: int, recomputed_layers: int = 0, weights: Mapping[str, float] | None = None) -> None:
         """From the next micro-batch on: its tokens (but not less than the longest sample of a resident, which is never split), the decoder
         layers that backward computes again, and the jobs' weights, also of those that join later.

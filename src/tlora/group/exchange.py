@@ -66,7 +66,7 @@ class Exchange(Protocol):
         ...
 
     def leave(self, job_id: str, failed: str = "") -> None:
-        """The job has left this rank's group; away from home perhaps because it `failed`, which its home must learn."""
+        """The job has left this rank's group; away from home perhaps because it `failed`, which others must learn."""
         ...
 
 

@@ -40,6 +40,11 @@ class ToHost:
         else:
             self._values = tensor.clone()
 
+    @property
+    def done(self) -> bool:
+        """`read` does not wait."""
+        return self._event is None or self._event.query()
+
     def read(self) -> Any:
         """Nested lists of numbers, as `Tensor.tolist`."""
         if self._event is not None:

@@ -68,15 +68,16 @@ class MemoryModel:
 
     def job_bytes(self, layout: AdapterLayout) -> int:
         """One resident adapter: weights and two moments, and in the bank weights and gradient sums by padded rows. With several replicas
-        also the sum of their gradients (`group/exchange.py`).
+        also the sum of their gradients (`group/exchange.py`) and what other ranks read (`engine/ranks/spanning.py`), which is counted on
+        one rank too: a deterministic run's budget does not depend on their number.
         """
         padded = sum(-(-s.rank // ROW_ALIGNMENT) * ROW_ALIGNMENT * (s.in_features + s.out_features) for s in layout.shapes)
-        flat = 4 if layout in self.spanning else 3
+        flat = 5 if layout in self.spanning else 3
         return flat * self.sum_bytes * layout.numel + (self.element_bytes + self.sum_bytes) * padded
 
     def step_bytes(self, layout: AdapterLayout) -> int:
-        """What one optimizer step takes for a moment, and the end of a replica: a copy of its gradient."""
-        copies = max(self.step_copies, 1) if layout in self.spanning else self.step_copies
+        """What one optimizer step takes for a moment, and the end of a replica: a copy of its gradient, and what another rank sent."""
+        copies = max(self.step_copies, 2) if layout in self.spanning else self.step_copies
         return copies * self.sum_bytes * layout.numel
 
     def activation_bytes(self, token_budget: int, recomputed_layers: int = 0) -> int:

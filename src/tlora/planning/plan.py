@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -15,6 +15,7 @@ import torch
 from tlora.adapters.peft import load_params, read_config
 from tlora.adapters.state import AdapterLayout
 from tlora.batching.pack import auto_token_budget
+from tlora.batching.replicas import Span
 from tlora.cache_directory import cache_dir
 from tlora.data.prepare import Preparation, Prepared, PrepareRequest, prepare
 from tlora.errors import CapacityError, DataError, ModelError
@@ -49,6 +50,12 @@ class PlannedJob:
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     too_large: str | None = None  # that one of the problems which depends on the memory model
+    span: Span | None = None  # where its replicas are, if not all in one place
+
+    @property
+    def replicas(self) -> int:
+        """That each of its global batches is cut among."""
+        return self.spec.gpus if self.span is None else self.span.replicas
 
     def said(self) -> list[str]:
         """Its warnings, and what its chat template changes."""
@@ -131,13 +138,17 @@ def plan_run(
     preparation: Preparation,
     resume: bool = False,
     here: frozenset[str] | None = None,
+    spans: Mapping[str, Span] | None = None,
 ) -> RunPlan:
     """Tokenize all data and plan every job on `model` (meta device). What is wrong with a job is in its `problems`.
 
     Call it before the base is loaded: the memory that is free then is the limit. With `resume`, a job that has a checkpoint in the
-    run's directory goes on from that, and the adapter that it once started from may be gone. `here`: see `RunPlan`.
+    run's directory goes on from that, and the adapter that it once started from may be gone. `here`: see `RunPlan`;
+    `spans`: of jobs with replicas in several places.
     """
     jobs = plan_jobs(run, model, preparation, Path(run.output_dir) if resume else None)
+    for job in jobs:
+        job.span = (spans or {}).get(job.spec.name)
     limit = memory_limit(device) if run.memory_limit == "auto" else run.memory_limit
     return plan_memory(run, jobs, model, base_bytes, device, limit, here)
 
@@ -180,7 +191,7 @@ def settle(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.devic
 
 def counting_replicas(memory: MemoryModel, jobs: Sequence[PlannedJob]) -> MemoryModel:
     """`memory` for a run of `jobs`."""
-    return replace(memory, spanning=frozenset(job.layout for job in jobs if job.layout is not None and job.spec.gpus > 1))
+    return replace(memory, spanning=frozenset(job.layout for job in jobs if job.layout is not None and job.replicas > 1))
 
 
 def plan_jobs(run: RunSpec, model: SuperModel, preparation: Preparation, resumed: Path | None) -> tuple[PlannedJob, ...]:
@@ -300,8 +311,8 @@ def _budgets(run: RunSpec, jobs: list[PlannedJob], longest: int, memory: MemoryM
     """
     if run.token_budget != "auto":
         return [max(run.token_budget, longest)]
-    batches = ((j.data.train.lengths, j.spec) for j in jobs if j.data)
-    offered = [float(lengths.mean()) * min(spec.batch_size, len(lengths)) / spec.gpus for lengths, spec in batches]  # a replica at a time
+    batches = ((j.data.train.lengths, j) for j in jobs if j.data)
+    offered = [float(lengths.mean()) * min(j.spec.batch_size, len(lengths)) / j.replicas for lengths, j in batches]  # a replica at a time
     cap = _GPU_BUDGET_CAP if device.type == "cuda" else CPU_BUDGET_CAP
     budgets = [auto_token_budget(longest, offered, cap, filled=min(sum(offered), cap) * memory.layer_weights < _HIDES_LAUNCHES)]
     while budgets[-1] // 2 >= longest:

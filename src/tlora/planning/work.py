@@ -1,12 +1,16 @@
-"""Predicted seconds of each job on one GPU, from its tokens and the base's shape: what `engine/ranks/placement.py` places jobs by."""
+"""Predicted seconds of each job on one GPU, from its tokens and the base's shape, by which `engine/ranks/placement.py` places jobs, and
+which jobs are cut among several GPUs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from tlora.data.order import epoch_size
+from tlora.objectives import objective_of
 from tlora.planning.job_profile import tokens_of_steps
 from tlora.planning.plan import PlannedJob
 from tlora.supermodel.supermodel import SuperModel
@@ -14,6 +18,8 @@ from tlora.supermodel.supermodel import SuperModel
 # Multiply-adds per second, twice that in floating-point operations. On a GPU: an H200 trains 17,016 tokens/s of an 8B in bf16, samples of
 # 2,048 (docs/performance.md). Other GPUs are placed by the same figure: where all are of one kind, only the ratios of jobs matter.
 _RATES = {"cuda": 17_016 * 2 * 8.0e9, "cpu": 2.0e10}
+_MOST_ALONE = 1.1  # times an equal share of all seconds: a longer job spans several GPUs
+_LEAST_TOKENS = 2048  # of a replica in a step: with fewer a GPU's micro-batches are too small to be fast
 _REFERENCE_PASSES = {"dpo": 1, "kto": 2}  # forwards beside those that train: the reference, and the KL of kto
 
 
@@ -24,6 +30,29 @@ def predicted_seconds(jobs: Sequence[PlannedJob], model: SuperModel, device: tor
     width = int(getattr(config, "num_hidden_layers", 1)) * int(getattr(config, "hidden_size", 1))
     rate = _RATES["cuda" if device.type == "cuda" else "cpu"]
     return {job.spec.name: _work(job, weights, width) / rate for job in jobs}
+
+
+def choose_replicas(jobs: Sequence[PlannedJob], seconds: Mapping[str, float], gpus: int, deterministic: bool) -> dict[str, int]:
+    """How many replicas each job has, by name, of those that have more than one and may lie on several GPUs.
+
+    What a job's `gpus` orders is done. Otherwise, without `deterministic`, a job that alone would take longer than an equal share of all
+    jobs is cut until it does not, as far as its batches have samples and tokens for that. A statistic of the whole global batch (kto's)
+    needs all of it in one place.
+    """
+    fair = sum(seconds.values()) / gpus
+    found: dict[str, int] = {}
+    for job in jobs:
+        spec, needed = job.spec, seconds[job.spec.name]
+        objective = objective_of(spec)
+        if job.problems or job.data is None or (objective is not None and objective.statistic is not None):
+            continue
+        count = spec.gpus
+        if count == 1 and not deterministic and needed > _MOST_ALONE * fair:
+            tokens = trained_tokens(job) / spec.total_steps(epoch_size(job.data.train.epoch))
+            count = min(gpus, spec.batch_size, int(tokens // _LEAST_TOKENS), math.ceil(needed / fair))
+        if count > 1:
+            found[spec.name] = count
+    return found
 
 
 def trained_tokens(job: PlannedJob) -> int:

@@ -1,6 +1,6 @@
 """Memory of one size on each rank that all ranks of the host can read. The one place that knows how a device does that.
 
-Reads are one-sided: no rank waits for another, and what is read must not be written any more. Memory of a rank that has ended stays
+Reads are one-sided: no rank waits for another, and nobody may write what may still be read. Memory of a rank that has ended stays
 readable as long as somebody has it mapped, but for that behind CUDA's IPC handles.
 
 On a GPU this is torch's symmetric memory, a prototype API (`torch.distributed._symmetric_memory`). Copies between GPUs then go over
@@ -28,7 +28,7 @@ _GROUP_TIME = timedelta(seconds=60)  # for peers to find each other
 
 
 class PeerMemory(Protocol):
-    """`own` is this rank's memory, bytes on its device; filled before the ranks next exchange a word, and never after."""
+    """`own` is this rank's memory, bytes on its device. What is written there can be read once a word has told so."""
 
     @property
     def own(self) -> Tensor: ...
@@ -53,8 +53,8 @@ class _HostMemory:
 
     def __init__(self, num_bytes: int, peers: Peers) -> None:
         if not hasattr(os, "memfd_create"):
-            raise RankError("a shared base on a CPU needs Linux, which this is not. Load the base unshared")
-        descriptor = os.memfd_create("tlora-shared-base")
+            raise RankError("ranks on a CPU share memory on Linux only, which this is not. Train without --gpus")
+        descriptor = os.memfd_create("tlora-peers")
         try:
             os.ftruncate(descriptor, num_bytes)
             self.own = _map(os.getpid(), descriptor, num_bytes)
@@ -100,7 +100,7 @@ def _open_gpu_memory(num_bytes: int, peers: Peers, device: torch.device) -> Peer
         if found is not None and not told:
             if refusals:
                 warnings.warn(
-                    f"a shared base is read through {way}, at two thirds of the speed: {refusals[0]}", RuntimeWarning, stacklevel=2
+                    f"ranks read each other's memory through {way}, at two thirds of the speed: {refusals[0]}", RuntimeWarning, stacklevel=2
                 )
             return found
         refusals.append(f"{way} (torch {torch.__version__}) cannot be had: {told[0]}")
@@ -133,7 +133,7 @@ def _register_group(peers: Peers) -> Any:
     from torch._C import _distributed_c10d as c10d
     from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo
 
-    name: Any = f"tlora-shared-base-{peers.name}"
+    name: Any = f"tlora-peers-{peers.name}"
     group = ProcessGroup(PrefixStore(name, peers.store), peers.rank, peers.world_size)
     gloo = ProcessGroupGloo(PrefixStore(f"{name}/gloo", peers.store), peers.rank, peers.world_size, _GROUP_TIME)
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)

@@ -8,7 +8,7 @@ from collections import Counter, deque
 import pytest
 
 from tlora.engine.ranks.dispatcher import Dispatcher
-from tlora.engine.ranks.messages import LetGo, Take
+from tlora.engine.ranks.messages import LetGo, Take, Unfollow
 from tlora.engine.ranks.placement import place
 
 
@@ -17,12 +17,14 @@ class FakeRank:
 
     def __init__(self, number: int, jobs: tuple[str, ...], capacity: int) -> None:
         self.number, self.waiting, self.running, self.capacity = number, list(jobs), list[str](), capacity
-        self.commands: deque[Take | LetGo] = deque()
+        self.commands: deque[Take | LetGo | Unfollow] = deque()
         self.reports: deque[tuple[str, str]] = deque()
         self._changed = True
 
     def obey(self) -> None:
         command = self.commands.popleft()
+        if isinstance(command, Unfollow):
+            return
         if isinstance(command, Take):
             self.waiting.append(command.job)
             self._changed = True
@@ -51,11 +53,14 @@ class FakeRank:
 
 
 class Story:
-    def __init__(self, seed: int, gpus: int, jobs: int) -> None:
+    def __init__(self, seed: int, gpus: int, jobs: int, wide: float = 0.0) -> None:
+        """`wide`: part of the jobs that span several ranks."""
         self.rng = random.Random(seed)
         self.seconds = {f"j{i}": self.rng.choice([5.0, 20.0, 100.0, 400.0]) for i in range(jobs)}
-        placement = place(self.seconds, gpus)
+        placement = place(self.seconds, gpus, {job: self.rng.randint(2, 5) for job in self.seconds if self.rng.random() < wide})
+        self.spans = placement.spans
         self.dispatcher = Dispatcher(self.seconds, placement)
+        self.lost: set[int] = set()
         self.ranks = {g: FakeRank(g, placement.jobs[g], self.rng.randint(1, 3)) for g in range(gpus)}
         self.ended: Counter[str] = Counter()
 
@@ -71,12 +76,18 @@ class Story:
 
     def send(self) -> None:
         for number, command in self.dispatcher.commands:
-            assert isinstance(command, Take | LetGo)
+            assert isinstance(command, Take | LetGo | Unfollow)
+            span = self.spans.get(command.job)
+            if span is not None and not isinstance(command, Unfollow):
+                assert self.lost & set(span.ranks), f"{command}: only a lost rank moves what spans"
+            if isinstance(command, Unfollow):
+                assert span is not None and number in span.peers
             self.ranks[number].commands.append(command)
         self.dispatcher.commands.clear()
 
     def lose(self, number: int) -> None:
         del self.ranks[number]  # with what it had not told
+        self.lost.add(number)
         self.dispatcher.lose(number)
         self.send()
 
@@ -105,10 +116,11 @@ class Story:
         self.check()
 
 
+@pytest.mark.parametrize("wide", [0.0, 0.4])
 @pytest.mark.parametrize("seed", range(60))
-def test_every_job_ends_once_whatever_happens(seed: int) -> None:
+def test_every_job_ends_once_whatever_happens(seed: int, wide: float) -> None:
     rng = random.Random(seed)
-    story = Story(seed, gpus=rng.randint(1, 4), jobs=rng.randint(1, 12))
+    story = Story(seed, rng.randint(1, 4), rng.randint(1, 12), wide)
     deaths = rng.sample(range(400), rng.randint(0, 3))
     for moment in range(20_000):
         if moment in deaths and len(story.ranks) > 1:
@@ -119,6 +131,7 @@ def test_every_job_ends_once_whatever_happens(seed: int) -> None:
     assert not story.dispatcher.open, f"never ended: {story.dispatcher.open}"
     assert set(story.ended) == set(story.seconds)
     assert set(story.ended.values()) == {1}
+    assert not story.dispatcher.spans and not any(held.following for held in story.dispatcher._ranks.values())
 
 
 def test_with_no_rank_left_jobs_stay_open() -> None:
@@ -154,3 +167,28 @@ def test_a_job_that_ends_while_it_is_let_go_goes_nowhere() -> None:
     dispatcher.end(1, "c")
     assert dispatcher.open == {"b"}
     assert dispatcher.commands == []  # b alone would only change its place
+
+
+def test_a_rank_that_computes_a_part_is_not_dry_and_what_spans_stays() -> None:
+    seconds = {"wide": 400.0, "a": 100.0, "b": 90.0}
+    dispatcher = Dispatcher(seconds, place(seconds, 2, {"wide": 2}))
+    for rank, job in ((0, "wide"), (0, "a"), (1, "b")):
+        dispatcher.began(rank, job)
+    dispatcher.end(1, "b")
+    dispatcher.room(1)
+    assert dispatcher.commands == []  # it has half of wide to compute
+    dispatcher.stands(0, "wide", 0.0)
+    dispatcher.end(0, "wide")
+    assert dispatcher.commands == [(1, Unfollow("wide"))]
+
+
+def test_after_the_loss_of_a_part_the_home_is_told_to_begin_again() -> None:
+    seconds = {"wide": 300.0, "a": 1.0}
+    dispatcher = Dispatcher(seconds, place(seconds, 3, {"wide": 3}))
+    dispatcher.began(0, "wide")
+    assert dispatcher.lose(2) == ["wide"]
+    assert dispatcher.commands == [(1, Unfollow("wide")), (0, LetGo("wide"))]
+    dispatcher.commands.clear()
+    dispatcher.left(0, "wide")
+    (command,) = dispatcher.commands
+    assert isinstance(command[1], Take) and command[1].job == "wide"

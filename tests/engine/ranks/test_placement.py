@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from tlora.engine.ranks.placement import best_move, place
+from tlora.engine.ranks.placement import best_move, describe_placement, place
 
 
 def best_end(seconds: dict[str, float], gpus: int) -> float:
@@ -72,3 +72,42 @@ def test_a_move_is_made_where_it_shortens_the_end() -> None:
 )
 def test_other_moves_are_not_made(left: list[dict[str, float]], why: str) -> None:
     assert best_move(left, 1, move_seconds=10.0) is None, why
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_jobs_of_several_replicas_are_spread_and_the_others_fill_up(seed: int) -> None:
+    rng = random.Random(seed)
+    gpus = rng.randint(2, 5)
+    seconds = {f"j{i}": rng.choice([1.0, 2.0, 3.0, 5.0, 8.0, 13.0]) for i in range(rng.randint(1, 9))}
+    replicas = {name: rng.randint(2, 6) for name in seconds if rng.random() < 0.4}
+    found = place(seconds, gpus, replicas)
+    assert found == place(dict(seconds), gpus, dict(replicas)), "every rank finds the same"
+    assert sorted(name for home in found.jobs for name in home) == sorted(seconds)
+    assert found.spans.keys() == replicas.keys()
+    loads = [0.0] * gpus
+    for gpu, names in enumerate(found.jobs):
+        assert [name in replicas for name in names] == sorted((name in replicas for name in names), reverse=True)
+        for name in names:
+            span = found.spans.get(name)
+            assert span is None or span.home == gpu
+            for rank in span.ranks if span is not None else (gpu,):
+                loads[rank] += seconds[name] * (span.part(rank) if span is not None else 1.0)
+    assert loads == pytest.approx(found.seconds)
+    assert {name for gpu in range(gpus) for name in found.parts(gpu)} == replicas.keys()
+    assert all(len(span.ranks) == min(span.replicas, gpus) == len(set(span.ranks)) for span in found.spans.values())
+    assert found.end >= found.lower_bound - 1e-9
+
+
+def test_one_gpu_has_all_replicas() -> None:
+    assert place({"a": 4.0}, 1, {"a": 4}).spans == {}
+
+
+def test_what_a_placement_is_told_as() -> None:
+    found = place({"a": 1.0, "wide": 4.0}, 2, {"wide": 2})
+    assert describe_placement(found) == "GPU 0: wide, a; GPU 1: a part of wide (predicted 3.0 s, 20% above what no placement can beat)"
+
+
+def test_what_cannot_move_counts_and_stays() -> None:
+    assert best_move([{"a": 50.0}, {}], 1, 10.0) is None
+    assert best_move([{"a": 50.0}, {}], 1, 10.0, [80.0, 0.0]) == (0, "a")
+    assert best_move([{}, {}], 1, 10.0, [80.0, 0.0]) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from tlora.engine.watcher import JobProgress, RunProgress
@@ -15,6 +16,7 @@ class Books:
     def __init__(self, run: RunSpec) -> None:
         self._rows = {job.name: JobProgress(job.name, "preparing", job.r) for job in run.jobs}  # the newest of each
         self._shown: dict[int, RunProgress] = {}
+        self._rates: dict[int, Mapping[str, float]] = {}
         self.results: dict[str, JobResult] = {}
         self.began: set[str] = set()
 
@@ -27,8 +29,9 @@ class Books:
         self.began.add(job)
         self._rows[job] = replace(self._rows[job], gpu=rank)
 
-    def show(self, rank: int, progress: RunProgress) -> None:
-        self._shown[rank] = progress
+    def show(self, rank: int, progress: RunProgress, rates: Mapping[str, float]) -> None:
+        """`rates`: tokens per second of jobs that have their home elsewhere."""
+        self._shown[rank], self._rates[rank] = progress, rates
         for job in progress.jobs:
             if job.name not in self.results and job.status not in ("done", "failed", "stopped"):  # ends are told by results
                 self._rows[job.name] = replace(job, gpu=rank)
@@ -52,15 +55,23 @@ class Books:
     def lose(self, rank: int) -> None:
         """Its jobs wait until another rank shows them."""
         self._shown.pop(rank, None)
+        self._rates.pop(rank, None)
         for name, row in self._rows.items():
             if row.gpu == rank and name not in self.results:
                 self._rows[name] = replace(row, status="queued", gpu=None, tokens_per_second=0.0, eta_seconds=None)
+
+    def _on_all(self, row: JobProgress, total: float) -> JobProgress:
+        """The row with the tokens of all GPUs that compute parts of the job, of `total` tokens per second."""
+        if row.name in self.results or not row.tokens_per_second:
+            return row
+        rate = row.tokens_per_second + sum(rates.get(row.name, 0.0) for rates in self._rates.values())
+        return replace(row, tokens_per_second=rate, share=rate / total if total else 0.0)
 
     def progress(self, seconds: float, stage: str = "") -> RunProgress:
         """Rates are sums over all GPUs, and shares are of these."""
         shown = list(self._shown.values())
         total = sum(progress.tokens_per_second for progress in shown)
-        jobs = tuple(replace(row, share=row.tokens_per_second / total if total else 0.0) for row in self._rows.values())
+        jobs = tuple(self._on_all(row, total) for row in self._rows.values())
         padding = sum(progress.padding * progress.tokens_per_second for progress in shown) / total if total else 0.0
         stage = stage or next((f"GPU {rank}: {p.stage}" for rank, p in sorted(self._shown.items()) if p.stage), "")
         return RunProgress(seconds, jobs, total, padding, stage)

@@ -1,7 +1,8 @@
 """Keeps the books of a run on several GPUs: which rank has which job, and what each is told when something has happened.
 
 Pure: reports come in as calls, commands go out in `commands`. A job that waits goes to whichever rank has room; a rank that has nothing
-left takes a job from the fullest one if that shortens the end; the jobs of a lost rank go to the others.
+left takes a job from the fullest one if that shortens the end; the jobs of a lost rank go to the others. A job that spans several ranks
+stays where it is; with one of these lost it spans no longer, and goes on in one place.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tlora.engine.ranks.messages import Command, LetGo, Take
+from tlora.batching.replicas import Span
+from tlora.engine.ranks.messages import Command, LetGo, Take, Unfollow
 from tlora.engine.ranks.placement import MOVE_SECONDS, Placement, best_move
 
 
@@ -18,12 +20,18 @@ class _Rank:
     waiting: list[str] = field(default_factory=list[str])
     running: dict[str, float] = field(default_factory=dict[str, float])  # seconds that each still needs
     leaving: set[str] = field(default_factory=set[str])  # told to let go, and not answered
+    following: dict[str, float] = field(default_factory=dict[str, float])  # the same of jobs that have their home elsewhere
     has_room: bool = False
     is_full: bool = False  # its waiting jobs found no room when it last looked
 
     @property
     def jobs(self) -> list[str]:
         return [*self.waiting, *self.running]
+
+    @property
+    def dry(self) -> bool:
+        """It has nothing to compute, whatever waits."""
+        return not self.running and not self.following
 
 
 class Dispatcher:
@@ -33,6 +41,9 @@ class Dispatcher:
         """`seconds`: predicted for each job alone on one GPU."""
         self._seconds, self._move_seconds = dict(seconds), move_seconds
         self._ranks = {rank: _Rank(list(jobs)) for rank, jobs in enumerate(placement.jobs)}
+        for rank, held in self._ranks.items():
+            held.following = {job: seconds[job] * placement.spans[job].part(rank) for job in placement.parts(rank)}
+        self.spans: dict[str, Span] = dict(placement.spans)
         self._goes_to: dict[str, int] = {}  # of jobs that leave: where they go on
         self.commands: list[tuple[int, Command]] = []
         self.ended: set[str] = set()
@@ -56,12 +67,30 @@ class Dispatcher:
         held = self._ranks[rank]
         if job in held.waiting:
             held.waiting.remove(job)
-            held.running[job] = self._seconds[job]
+            held.running[job] = self._here(rank, job)
 
     def stands(self, rank: int, job: str, left_seconds: float) -> None:
         """So much of a running job is left."""
-        if job in self._ranks[rank].running:
-            self._ranks[rank].running[job] = left_seconds
+        if job not in self._ranks[rank].running:
+            return
+        self._ranks[rank].running[job] = left_seconds
+        if (span := self.spans.get(job)) is not None:
+            for peer in span.peers:
+                self._ranks[peer].following[job] = left_seconds * span.part(peer) / span.part(rank)
+
+    def _here(self, rank: int, job: str) -> float:
+        """Predicted seconds of what the rank, which is the job's home, computes of it."""
+        span = self.spans.get(job)
+        return self._seconds[job] * (span.part(rank) if span is not None else 1.0)
+
+    def _load(self, rank: int) -> float:
+        held = self._ranks[rank]
+        return sum(held.running.values()) + sum(held.following.values()) + sum(self._here(rank, job) for job in held.waiting)
+
+    def _can_move(self, rank: int) -> list[str]:
+        """Jobs that wait on the rank and could as well wait elsewhere."""
+        held = self._ranks[rank]
+        return [job for job in held.waiting if job not in held.leaving and job not in self.spans]
 
     def room(self, rank: int) -> None:
         """Nothing waits on the rank any more."""
@@ -85,19 +114,21 @@ class Dispatcher:
 
     def _waiting_elsewhere(self, rank: int) -> tuple[int, str] | None:
         """The last job that waits on the rank with the most left to do: one that is full, or any for a rank that has nothing at all."""
-        dry = not self._ranks[rank].running
-        others = {r: held for r, held in self._ranks.items() if r != rank and (held.is_full or dry) and set(held.waiting) - held.leaving}
+        dry = self._ranks[rank].dry
+        others = [r for r, held in self._ranks.items() if r != rank and (held.is_full or dry) and self._can_move(r)]
         if not others:
             return None
-        full = max(others, key=lambda r: sum(others[r].running.values()) + sum(self._seconds[job] for job in others[r].waiting))
-        return full, [job for job in others[full].waiting if job not in others[full].leaving][-1]
+        full = max(others, key=self._load)
+        return full, self._can_move(full)[-1]
 
     def _running_elsewhere(self, rank: int) -> tuple[int, str] | None:
-        if self._ranks[rank].running:
+        if not self._ranks[rank].dry:
             return None
         order = list(self._ranks)
-        left = [{} if self._ranks[r].leaving else self._ranks[r].running for r in order]  # one at a time
-        found = best_move(left, order.index(rank), self._move_seconds)
+        moves = [{} if held.leaving else held.running for held in self._ranks.values()]  # one at a time
+        free = [{job: seconds for job, seconds in each.items() if job not in self.spans} for each in moves]
+        stays = [self._load(r) - sum(here.values()) for r, here in zip(order, free, strict=True)]
+        found = best_move(free, order.index(rank), self._move_seconds, stays)
         return (order[found[0]], found[1]) if found is not None else None
 
     def _move(self, source: int, job: str, target: int) -> None:
@@ -122,21 +153,41 @@ class Dispatcher:
         self._forget(rank, job)
         self._goes_to.pop(job, None)
         self.ended.add(job)
+        self._part(job)
         self.balance()
 
     def lose(self, rank: int) -> list[str]:
-        """The rank is gone; its jobs go to the others, each to the one that is through first. Returns their names. With no rank left
-        they stay `open`.
+        """The rank is gone; its jobs go to the others, each to the one that is through first. Returns the names of those, and of the jobs
+        that it computed a part of. With no rank left they stay `open`.
         """
-        jobs = [job for job in self._ranks.pop(rank).jobs if job not in self.ended]
+        lost = self._ranks.pop(rank)
+        jobs, parts = [job for job in lost.jobs if job not in self.ended], list(lost.following)
         self._goes_to = {job: target for job, target in self._goes_to.items() if job not in jobs}
+        for job in [*jobs, *parts]:
+            self.dissolve(job)
         self._share_out(jobs)
-        return jobs
+        return [*jobs, *parts]
+
+    def dissolve(self, job: str) -> None:
+        """A job that spans several ranks goes on from its last step, all of it in one place."""
+        home, spans = self.home(job), job in self.spans
+        self._part(job)
+        if spans and home is not None and job not in self._ranks[home].leaving:
+            self._ranks[home].leaving.add(job)
+            self.commands.append((home, LetGo(job)))
+
+    def _part(self, job: str) -> None:
+        """The job spans no longer."""
+        span = self.spans.pop(job, None)
+        for peer in span.peers if span is not None else ():
+            if peer in self._ranks:
+                self._ranks[peer].following.pop(job, None)
+                self.commands.append((peer, Unfollow(job)))
 
     def _share_out(self, jobs: list[str]) -> None:
         if not self._ranks:
             return
-        loads = {r: sum(held.running.values()) + sum(self._seconds[job] for job in held.waiting) for r, held in self._ranks.items()}
+        loads = {r: self._load(r) for r in self._ranks}
         for job in sorted(jobs, key=self._seconds.__getitem__, reverse=True):
             target = min(loads, key=loads.__getitem__)
             loads[target] += self._seconds[job]

@@ -7,9 +7,10 @@ has become of its jobs. All ranks are processes of one host and of one version.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tlora.batching.replicas import Span
 from tlora.engine.watcher import RunProgress
 from tlora.job import RunSpec
 
@@ -33,13 +34,15 @@ class Open:
 
 @dataclass(frozen=True)
 class Assign:
-    """The data of all jobs is tokenized; of `run`, as it is by now, these jobs begin here. Answered by `Ready`. With `store`, a file by
-    which they find each other, all ranks share the base.
+    """The data of all jobs is tokenized; of `run`, as it is by now, these jobs have their home here. Answered by `Ready`. `store`: a file
+    by which ranks find each other. With `shared` they share the base; `spans` are all jobs with replicas on several ranks.
     """
 
     run: RunSpec
     jobs: frozenset[str]
     store: str = ""
+    shared: bool = False
+    spans: Mapping[str, Span] = field(default_factory=dict[str, Span])
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,21 @@ class LetGo:
 
 
 @dataclass(frozen=True)
+class Unfollow:
+    """The job, whose home is another rank, needs this one no longer."""
+
+    job: str
+
+
+@dataclass(frozen=True)
+class Mail:
+    """What rank `sender` tells of a job that this one computes a part of."""
+
+    sender: int
+    note: Published | Sent
+
+
+@dataclass(frozen=True)
 class BaseKnown:
     """The base's files have been hashed. With a `problem` they are not those that the run began with: nothing may be saved."""
 
@@ -84,7 +102,40 @@ class Stop:
     """Save all jobs and exit; the end of the connection says the same."""
 
 
-Command = Open | Assign | Hold | Go | Take | LetGo | BaseKnown | Stop
+Command = Open | Assign | Hold | Go | Take | LetGo | Unfollow | Mail | BaseKnown | Stop
+
+# -- from one rank to others of a job that spans them, through the owner: gradients and weights lie in memory that they read themselves --
+
+
+@dataclass(frozen=True)
+class Published:
+    """The job's home has the weights after `step` optimizer steps."""
+
+    job: str
+    step: int
+
+
+@dataclass(frozen=True)
+class Sent:
+    """To the job's home: the sender's gradients for the global batch after `step` steps are there. `parts`: of each part that went through
+    as `group.job_run.Passed.values`.
+    """
+
+    job: str
+    step: int
+    parts: tuple[tuple[float, ...], ...]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Faulty:
+    """To the owner: the sender cannot compute its part of the job."""
+
+    job: str
+    reason: str
+
+
+Note = Published | Sent | Faulty
 
 # -- from a rank -------------------------------------------------------------------------------------------------------
 
@@ -122,9 +173,10 @@ class Ready:
 
 @dataclass(frozen=True)
 class Shown:
-    """How its jobs stand; about four times a second."""
+    """How its jobs stand, and tokens per second of those that have their home elsewhere; about four times a second."""
 
     progress: RunProgress
+    rates: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True)
@@ -179,4 +231,4 @@ class Bye:
     """All is written, and nothing more will be."""
 
 
-Report = Hello | Found | Ready | Shown | RowMade | Said | Began | Room | Full | Left | Ended | Broken | Bye
+Report = Hello | Found | Ready | Shown | RowMade | Said | Began | Room | Full | Left | Ended | Broken | Bye | Note

@@ -28,26 +28,30 @@ from tlora.engine.ranks.messages import (
     Began,
     Bye,
     Ended,
+    Faulty,
     Full,
     Go,
     Hello,
     Left,
+    Mail,
     Open,
+    Published,
     Report,
     Room,
     RowMade,
     Said,
+    Sent,
     Shown,
 )
-from tlora.engine.ranks.placement import Placement, place
+from tlora.engine.ranks.placement import describe_placement, place
 from tlora.engine.results import Results, all_results
 from tlora.engine.run_monitor import begin_of_run
-from tlora.engine.watcher import RunProgress, Watcher
+from tlora.engine.watcher import Watcher
 from tlora.errors import CapacityError, ConfigError, ModelError, TloraError
 from tlora.job import RunSpec
 from tlora.planning.form import choose_form
 from tlora.planning.plan import PlannedJob, job_warnings, plan_jobs
-from tlora.planning.work import predicted_seconds
+from tlora.planning.work import choose_replicas, predicted_seconds
 from tlora.report.run_page import write_report
 from tlora.store.fingerprint import BaseGuard
 from tlora.store.metrics import RowWriter
@@ -58,7 +62,6 @@ from tlora.supermodel.fp8_linear import check_fp8
 from tlora.supermodel.load import find_directory, outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.version import __version__
-from tlora.wording.numbers import duration_text
 
 _SHOW_SECONDS = 0.25
 
@@ -131,15 +134,15 @@ class _Owner:
     def prepare(self, data_worker: WorkerProcess | None) -> None:
         """Tokenize all data and place the jobs, while the ranks load the base, until all are ready. Raises TloraError."""
         self._stage(f"starting {self._crew.count} ranks")
-        seconds = self._plan(data_worker)
-        placement = place(seconds, self._crew.count)
+        seconds, replicas = self._plan(data_worker)
+        placement = place(seconds, self._crew.count, replicas)
         self._order.watcher.note(describe_placement(placement))
         self._dispatcher = Dispatcher(seconds, placement)
         for rank, lost in self._crew.lost.items():
             self._lose(rank, lost)
-        store = self._crew.store if self.shared else ""
+        store = self._crew.store if self.shared or placement.spans else ""
         for rank in self._crew.living:
-            self._crew.send(rank, Assign(self.run, frozenset(placement.jobs[rank]), store))
+            self._crew.send(rank, Assign(self.run, frozenset(placement.jobs[rank]), store, self.shared, placement.spans))
         self._until_all(self._crew.ready)
         if not self._crew.ready:
             self._raise_all_lost()
@@ -159,8 +162,10 @@ class _Owner:
         while any(rank not in come for rank in self._crew.living):
             self._hear()
 
-    def _plan(self, data_worker: WorkerProcess | None) -> dict[str, float]:
-        """Tokenize all data and choose how the base lies on the GPUs. Returns the seconds that each job is predicted to take."""
+    def _plan(self, data_worker: WorkerProcess | None) -> tuple[dict[str, float], dict[str, int]]:
+        """Tokenize all data and choose how the base lies on the GPUs. Returns the seconds that each job is predicted to take, and the
+        replicas of those that may span several GPUs.
+        """
         run, resume, device = self.run, self._order.resume, torch.device(self._devices[0])
         base = outline(run.base_model, run.dtype, run.base_precision)
         if run.base_precision == "fp8":
@@ -174,7 +179,8 @@ class _Owner:
             self._order.watcher.note(line)
         self.run = run.model_copy(update={"jobs": [job.spec for job in planned]})
         self._choose_form(planned, model)
-        return predicted_seconds(planned, model, device)
+        seconds = predicted_seconds(planned, model, device)
+        return seconds, choose_replicas(planned, seconds, self._crew.count, run.deterministic)
 
     def _choose_form(self, planned: tuple[PlannedJob, ...], model: SuperModel) -> None:
         self._until_all(self._crew.found)
@@ -342,8 +348,8 @@ class _Owner:
                 self._order.watcher.note(f"GPU {rank}: {line}")
             case RowMade(row):
                 self._rows.write({**row, "gpu": rank})
-            case Shown(progress):
-                self._show(rank, progress)
+            case Shown():
+                self._show(rank, report)
             case Hello():
                 self._check_alike(report)
                 self._crew.send(rank, Open(self.run, self._order.resume, self._devices[rank], self._started))
@@ -356,6 +362,12 @@ class _Owner:
                 dispatcher.full(rank)
             case Left(job) if dispatcher is not None:
                 dispatcher.left(rank, job)
+            case Published(job) | Sent(job) if dispatcher is not None and (span := dispatcher.spans.get(job)) is not None:
+                for to in span.peers if isinstance(report, Published) else (span.home,):
+                    self._crew.send(to, Mail(rank, report))
+            case Faulty(job, reason) if dispatcher is not None and job in dispatcher.spans:
+                self._order.watcher.note(f"GPU {rank} cannot compute its part of {job} ({reason}): the job goes on in one place")
+                dispatcher.dissolve(job)
             case Bye() if not self._stopping:  # somebody has sent it SIGTERM
                 self._lose(rank, Lost("was told to end by SIGTERM"))
             case Ended(result) if result.status == "stopped" and not self._stopping:
@@ -367,10 +379,10 @@ class _Owner:
             case _:
                 pass
 
-    def _show(self, rank: int, progress: RunProgress) -> None:
-        self._books.show(rank, progress)
+    def _show(self, rank: int, shown: Shown) -> None:
+        self._books.show(rank, shown.progress, shown.rates)
         if self._dispatcher is not None:
-            for job in progress.jobs:
+            for job in shown.progress.jobs:
                 if job.eta_seconds is not None and job.share > 0:
                     self._dispatcher.stands(rank, job.name, job.eta_seconds * job.share)  # what it would take alone
 
@@ -381,9 +393,3 @@ class _Owner:
             jobs = self._dispatcher.lose(rank)
             rest = f"; {', '.join(jobs)} go on elsewhere" if jobs and self._dispatcher.ranks and not self._must_end else ""
             self._order.watcher.note(f"GPU {rank} is lost: {lost.reason}{rest}")
-
-
-def describe_placement(placement: Placement) -> str:
-    """What begins where, in a line."""
-    each = "; ".join(f"GPU {gpu}: {', '.join(jobs) or 'none'}" for gpu, jobs in enumerate(placement.jobs))
-    return f"{each} (predicted {duration_text(placement.end)}, {placement.told})"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from tlora.batching.replicas import Span
+from tlora.wording.numbers import duration_text
 
 MOVE_SECONDS = 10.0  # a job's checkpoint, its load elsewhere, and the steps that neither GPU takes meanwhile
 _LEAST_GAIN = 0.05  # of the time that is left, below which a move is not worth its risk
@@ -11,13 +14,18 @@ _LEAST_GAIN = 0.05  # of the time that is left, below which a move is not worth 
 
 @dataclass(frozen=True)
 class Placement:
-    """`jobs[g]` are the names of the jobs that begin on GPU g, in the order of the file, and `seconds[g]` what they take one after
-    another or together: a GPU's rate is shared, not multiplied.
+    """`jobs[g]` are the names of the jobs that have their home on GPU g, those that span several first, else in the order of the file;
+    `seconds[g]` is what GPU g computes of all jobs, one after another or together: a GPU's rate is shared, not multiplied.
     """
 
     jobs: tuple[tuple[str, ...], ...]
     seconds: tuple[float, ...]
     lower_bound: float
+    spans: Mapping[str, Span] = field(default_factory=dict[str, Span])
+
+    def parts(self, gpu: int) -> tuple[str, ...]:
+        """Names of the jobs that GPU `gpu` computes a part of, and that have their home elsewhere."""
+        return tuple(name for name, span in self.spans.items() if gpu in span.peers)
 
     @property
     def end(self) -> float:
@@ -35,27 +43,52 @@ class Placement:
         return f"{self.excess:.0%} above what no placement can beat" if self.excess >= 0.005 else "no placement can be shorter"
 
 
-def place(seconds: Mapping[str, float], gpus: int) -> Placement:
+def place(seconds: Mapping[str, float], gpus: int, replicas: Mapping[str, int] | None = None) -> Placement:
     """The longest job first, each to the GPU that is through first; then single moves and swaps while they shorten the longest GPU.
 
-    The lower bound is the larger of the longest job and an equal share of all: no GPU ends before its longest job, nor all of them
+    Jobs of several `replicas` come before the others: each is spread over as many GPUs, or all where there are fewer. The lower bound is
+    the larger of the longest job that does not span and an equal share of all: no GPU ends before its longest job, nor all of them
     before the average. Ties go to the first GPU and the first job, so that every rank finds the same placement.
     """
     assert gpus >= 1, gpus
+    order = {name: i for i, name in enumerate(seconds)}
+    spans: dict[str, Span] = {}
+    fixed = [0.0] * gpus
+    wide = [name for name in seconds if (replicas or {}).get(name, 1) > 1 and gpus > 1]
+    for name in sorted(wide, key=seconds.__getitem__, reverse=True):  # stable: equal jobs in the order of the file
+        count = (replicas or {})[name]
+        ranks = sorted(range(gpus), key=fixed.__getitem__)[: min(count, gpus)]
+        spans[name] = Span(count, tuple(ranks))
+        for rank in ranks:
+            fixed[rank] += seconds[name] * spans[name].part(rank)
+    narrow = {name: value for name, value in seconds.items() if name not in spans}
     homes: list[list[str]] = [[] for _ in range(gpus)]
-    loads = [0.0] * gpus
-    for name in sorted(seconds, key=seconds.__getitem__, reverse=True):  # stable: equal jobs in the order of the file
+    loads = list(fixed)
+    for name in sorted(narrow, key=narrow.__getitem__, reverse=True):
         home = loads.index(min(loads))
         homes[home].append(name)
-        loads[home] += seconds[name]
-    while (better := _improvement(homes, loads, seconds)) is not None:
+        loads[home] += narrow[name]
+    while (better := _improvement(homes, loads, narrow, fixed)) is not None:
         homes, loads = better
-    order = {name: i for i, name in enumerate(seconds)}
-    bound = max([sum(seconds.values()) / gpus, *seconds.values()], default=0.0)
-    return Placement(tuple(tuple(sorted(home, key=order.__getitem__)) for home in homes), tuple(loads), bound)
+    spans = {name: spans[name] for name in seconds if name in spans}
+    first = [[name for name, span in spans.items() if span.home == gpu] for gpu in range(gpus)]
+    bound = max([sum(seconds.values()) / gpus, *narrow.values()], default=0.0)
+    jobs = tuple((*ahead, *sorted(home, key=order.__getitem__)) for ahead, home in zip(first, homes, strict=True))
+    return Placement(jobs, tuple(loads), bound, spans)
 
 
-def _improvement(homes: list[list[str]], loads: list[float], seconds: Mapping[str, float]) -> tuple[list[list[str]], list[float]] | None:
+def describe_placement(placement: Placement) -> str:
+    """What begins where, in a line."""
+    each = (
+        ", ".join([*jobs, *(f"a part of {name}" for name in placement.parts(gpu))]) or "none" for gpu, jobs in enumerate(placement.jobs)
+    )
+    line = "; ".join(f"GPU {gpu}: {jobs}" for gpu, jobs in enumerate(each))
+    return f"{line} (predicted {duration_text(placement.end)}, {placement.told})"
+
+
+def _improvement(
+    homes: list[list[str]], loads: list[float], seconds: Mapping[str, float], fixed: Sequence[float]
+) -> tuple[list[list[str]], list[float]] | None:
     """The move or swap between the longest GPU and another one that leaves the longer of the two the shortest. None if none helps."""
     full = loads.index(max(loads))
     best, found = loads[full] * (1 - 1e-9), None
@@ -77,17 +110,23 @@ def _improvement(homes: list[list[str]], loads: list[float], seconds: Mapping[st
     if theirs is not None:
         moved[other].remove(theirs)
         moved[full].append(theirs)
-    return moved, [sum(seconds[name] for name in home) for home in moved]
+    return moved, [sum((seconds[name] for name in home), ahead) for ahead, home in zip(fixed, moved, strict=True)]
 
 
-def best_move(left: Sequence[Mapping[str, float]], dry: int, move_seconds: float = MOVE_SECONDS) -> tuple[int, str] | None:
+def best_move(
+    left: Sequence[Mapping[str, float]], dry: int, move_seconds: float = MOVE_SECONDS, stays: Sequence[float] | None = None
+) -> tuple[int, str] | None:
     """The GPU and the job there that should go on on `dry`, which has nothing left to do. `left[g]`: seconds that each job of GPU g still
-    needs. None where no move shortens the end of that GPU by enough: `move_seconds`, and a twentieth of its time.
+    needs; `stays[g]`: those of what cannot move from there. None where no move shortens the end of that GPU by enough: `move_seconds`,
+    and a twentieth of its time.
     """
-    full = max((g for g in range(len(left)) if g != dry and len(left[g]) > 1), key=lambda g: sum(left[g].values()), default=None)
+    rest = stays or [0.0] * len(left)
+    totals = [sum(each.values()) + more for each, more in zip(left, rest, strict=True)]
+    movable = [g for g in range(len(left)) if g != dry and len(left[g]) + (rest[g] > 0) > 1 and left[g]]
+    full = max(movable, key=totals.__getitem__, default=None)
     if full is None:
         return None
-    total = sum(left[full].values())
+    total = totals[full]
     name = min(left[full], key=lambda job: max(total - left[full][job], left[full][job] + move_seconds))
     end = max(total - left[full][name], left[full][name] + move_seconds)
     return (full, name) if total - end > max(move_seconds, _LEAST_GAIN * total) else None

@@ -14,12 +14,13 @@ import socket
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import FileStore
+from torch.distributed import FileStore, PrefixStore, Store
 from transformers.utils import logging
 
 from tlora.batching.pack import MicroBatch
@@ -38,6 +39,7 @@ from tlora.engine.ranks.messages import (
     Hello,
     Left,
     LetGo,
+    Mail,
     Open,
     Ready,
     Room,
@@ -46,20 +48,23 @@ from tlora.engine.ranks.messages import (
     Shown,
     Stop,
     Take,
+    Unfollow,
 )
+from tlora.engine.ranks.spanning import SpanExchange, open_mailbox
 from tlora.engine.run_monitor import RunMonitor
-from tlora.engine.session import Assignment, Session, launch_facts, load
+from tlora.engine.session import Assignment, Loaded, Session, launch_facts, load
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import ModelError, TloraError
 from tlora.planning.memory import memory_limit
 from tlora.planning.plan import describe_plan
 from tlora.planning.threads import compute_with
-from tlora.sharing.peers import Sharing
+from tlora.sharing.peers import Peers, Sharing
 from tlora.store.model_card import library_versions
 from tlora.store.serving import ServingFiles
 from tlora.version import __version__
 
 Inbox = queue.SimpleQueue[Command | None]
+_LOOK_SECONDS = 0.05  # between two looks at files that are being written, while there is nothing to compute
 
 
 class RemoteGuard:
@@ -105,6 +110,7 @@ class Rank:
         self._begun: set[str] = set()
         self._leaving: set[str] = set()
         self._changed = True  # a job has begun, ended or come to wait since the last Room or Full
+        self._store: Store | None = None  # by which ranks find each other
 
     def run(self) -> None:
         """From the first command to the last. Raises what concerns all jobs."""
@@ -121,10 +127,11 @@ class Rank:
             write_row=lambda row: self._line.send(RowMade(row)),
         )
         loaded = load(run, place, monitor, opened.resume, None, self._assigned)
+        self._exchange = self._connect(loaded, place)
         run = run.model_copy(update={"jobs": [job.spec for job in loaded.plan.jobs], "cpu_threads": loaded.threads or run.cpu_threads})
         self._line.send(Ready(launch_facts(loaded, place), loaded.threads, loaded.plan.warnings, describe_plan(loaded.plan)))
         self._guard = RemoteGuard(self._next(Go))
-        self._session = Session(run, loaded, monitor, ServingFiles(run.base_model), self._guard)
+        self._session = Session(run, loaded, monitor, ServingFiles(run.base_model), self._guard, exchange=self._exchange)
         self._driver = self._session.driver
         with compute_with(loaded.threads):
             try:
@@ -145,8 +152,24 @@ class Rank:
     def _assigned(self) -> Assignment:
         assign: Assign = self._next(Assign)
         self._here = set(assign.jobs)
-        sharing = Sharing(FileStore(assign.store, self._count), self._number, self._count) if assign.store else None
-        return Assignment(assign.run, assign.jobs, sharing)
+        self._store, self._spans = FileStore(assign.store, self._count) if assign.store else None, dict(assign.spans)
+        sharing = self._meet("base") if assign.shared else None
+        follows = frozenset(job for job, span in assign.spans.items() if self._number in span.peers)
+        return Assignment(assign.run, assign.jobs, sharing, assign.spans, follows)
+
+    def _meet(self, about: str) -> Sharing:
+        assert self._store is not None, "no store was assigned"
+        return Sharing(PrefixStore(about, self._store), self._number, self._count)
+
+    def _connect(self, loaded: Loaded, place: torch.device) -> SpanExchange:
+        """With the other ranks, where a job spans some. Raises RankError."""
+        layouts = {job.spec.name: job.layout for job in loaded.plan.jobs if job.layout is not None}
+        spans = {job: span for job, span in self._spans.items() if job in layouts}
+        if not spans:
+            return SpanExchange(self._number, {}, self._line.send)
+        sizes = {job: layouts[job].numel for job in spans}
+        mailbox = open_mailbox(spans, sizes, loaded.model.bank.sum_dtype, Peers(self._meet("spans")), place)
+        return SpanExchange(self._number, spans, self._line.send, mailbox)
 
     # -- while it trains -----------------------------------------------------------------------------------------------
 
@@ -158,12 +181,21 @@ class Rank:
                     return False
             busy = self._session.admit()
             self._tell_begun()
-            if busy:
+            if busy and not self._driver.group.idle:
                 return True
-            self._driver.records.see_ended(wait=True)
-            self._tell_ended()
-            if not self._heard(self._inbox.get()):
+            self._exchange.flush(wait=True)
+            if not self._heard(self._wait()):
                 return False
+
+    def _wait(self) -> Command | None:
+        """The next command. Until it comes, jobs are told whose files have been written."""
+        records = self._driver.records
+        while records.ending:
+            with suppress(queue.Empty):
+                return self._inbox.get(timeout=_LOOK_SECONDS)
+            records.see_ended()
+            self._tell_ended()
+        return self._inbox.get()
 
     def _heard(self, command: Command | None) -> bool:
         """Obey one command. False: stop."""
@@ -180,12 +212,19 @@ class Rank:
             case LetGo(job) if job in self._session.waiting:
                 self._changed = False  # room for a job that waits elsewhere is not what this makes
                 self._session.let_go(job)
+                self._exchange.dissolve(job)
                 self._here.discard(job)
                 self._line.send(Left(job))
             case LetGo(job):
                 if job in self._driver.group.runs:
                     self._leaving.add(job)
                     self._session.let_go(job)
+                    self._exchange.dissolve(job)
+            case Unfollow(job):
+                self._session.let_go(job)
+                self._exchange.dissolve(job)
+            case Mail(sender, note):
+                self._exchange.hear(sender, note)
             case BaseKnown():
                 self._guard.hear(command)
             case _:
@@ -197,7 +236,7 @@ class Rank:
         self._tell_ended()
 
     def _tell_begun(self) -> None:
-        for job in self._driver.group.runs.keys() - self._begun:
+        for job in (self._driver.group.runs.keys() & self._here) - self._begun:
             self._begun.add(job)
             self._changed = True
             self._line.send(Began(job))
@@ -219,8 +258,9 @@ class Rank:
             self._line.send(Left(job) if moved else Ended(result))
 
     def _show(self, progress: RunProgress) -> None:
-        """Of its own jobs only."""
-        self._line.send(Shown(replace(progress, jobs=tuple(job for job in progress.jobs if job.name in self._here))))
+        """Of its own jobs; of those that have their home elsewhere, only the rates."""
+        rates = {job.name: job.tokens_per_second for job in progress.jobs if job.name not in self._here and job.tokens_per_second}
+        self._line.send(Shown(replace(progress, jobs=tuple(job for job in progress.jobs if job.name in self._here)), rates))
 
 
 def name_of(device: torch.device) -> str:

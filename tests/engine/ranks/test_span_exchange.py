@@ -1,0 +1,224 @@
+"""Jobs that span engines of one process, whose notes come late and in any interleaving: bytes of one engine that computes all replicas."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Mapping
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.group.test_engine_reports import of, spec
+from tests.group.test_engine_reports import sets as sets
+from tests.group.test_replicas import EVALUATED, Sets, assert_same, ended, spanning, trained
+from tests.tiny import make_model
+from tlora.batching.replicas import Span
+from tlora.engine.ranks.messages import Faulty, Note, Published, Sent
+from tlora.engine.ranks.spanning import Mailbox, SpanExchange, lay_out_regions
+from tlora.group.engine import Engine
+from tlora.group.exchange import RunningSums
+from tlora.group.job_run import JobRun
+from tlora.group.reports import Ended, Evaluated, Report, Stepped
+from tlora.job import JobSpec
+from tlora.supermodel.load import make_base
+from tlora.supermodel.supermodel import SuperModel
+
+
+class Memory:
+    """Of rank `rank`, in a process that has all."""
+
+    def __init__(self, all_ranks: list[Tensor], rank: int) -> None:
+        self._all, self.own = all_ranks, all_ranks[rank]
+
+    def read(self, peer: int, start: int, target: Tensor) -> None:
+        target.copy_(self._all[peer][start : start + target.numel()])
+
+
+class World:
+    """Engines whose notes travel by way of `mail`, in the order of each pair of ranks, as late as `deliver` is called."""
+
+    def __init__(self, jobs: list[JobSpec], spans: Mapping[str, Span], sets: Sets, count: int, budgets: list[int]) -> None:
+        model = SuperModel(make_base(make_model(), "tiny"), deterministic=True)
+        sizes = {job.name: model.layout(job).numel for job in jobs if job.name in spans}
+        regions, num_bytes = lay_out_regions(spans, sizes, 4)
+        memory = [torch.full((num_bytes,), 0xFF, dtype=torch.uint8) for _ in range(count)]  # NaN
+        self.spans, self.mail = spans, [deque[tuple[int, Published | Sent]]() for _ in range(count)]
+        self.faults: list[Faulty] = []
+        self.heard: list[list[Report]] = [[] for _ in range(count)]
+        self.exchanges: list[SpanExchange] = []
+        self.engines: list[Engine] = []
+        for rank in range(count):
+            mailbox = Mailbox(Memory(memory, rank), regions, torch.float32)
+            self.exchanges.append(SpanExchange(rank, spans, lambda note, rank=rank: self.route(rank, note), mailbox))
+            model = SuperModel(make_base(make_model(), "tiny"), deterministic=True)
+            self.engines.append(Engine(model, budgets[rank], self.heard[rank].append, exchange=self.exchanges[rank]))
+        for job in jobs:
+            span = spans.get(job.name, Span(1, (jobs.index(job) % count,)))
+            for rank in span.ranks:
+                evaluation = sets[1] if job.eval_steps and rank == span.home else None
+                self.engines[rank].join(JobRun(job, sets[0], evaluation, span.replicas))
+
+    def route(self, sender: int, note: Note) -> None:
+        span = self.spans[note.job]
+        if isinstance(note, Faulty):
+            self.faults.append(note)
+            return
+        for to in span.peers if isinstance(note, Published) else (span.home,):
+            self.mail[to].append((sender, note))
+
+    def deliver(self, rank: int) -> None:
+        self.exchanges[rank].hear(*self.mail[rank].popleft())
+
+    def run(self, rng: random.Random) -> None:
+        """Until nobody has anything left but jobs that follow an ended one."""
+        while True:
+            can_hear = [rank for rank in range(len(self.engines)) if self.mail[rank]]
+            can_compute = [rank for rank, engine in enumerate(self.engines) if not engine.idle]
+            if not can_hear and not can_compute:
+                return
+            if can_hear and (not can_compute or rng.random() < 0.5):
+                self.deliver(rng.choice(can_hear))
+            else:
+                self.engines[rng.choice(can_compute)].run_micro_batch()
+
+
+def story() -> tuple[list[JobSpec], dict[str, Span]]:
+    jobs = [
+        spec("alone", batch_size=2, max_steps=7, lora_dropout=0.1),
+        spanning(gpus=3, data=EVALUATED, eval_steps=2),
+        spec("second", gpus=4, batch_size=4, max_steps=5, r=8),
+    ]
+    return jobs, {"spanning": Span(3, (1, 0, 2)), "second": Span(4, (2, 1))}
+
+
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(6, 120))])
+def test_any_interleaving_gives_the_bytes_of_replicas_in_turn(sets: Sets, seed: int) -> None:
+    rng = random.Random(seed)
+    jobs, spans = story()
+    world = World(jobs, spans, sets, 3, [rng.choice([25, 60, 300]) for _ in range(3)])
+    world.run(rng)
+    for job in jobs:
+        home = spans[job.name].home if job.name in spans else 0
+        assert_same(ended(world.heard[home], job.name), trained(job, sets[0], sets[1] if job.eval_steps else None))
+    elsewhere = [report for rank in (0, 2) for report in world.heard[rank] if not isinstance(report, Ended) or report.job_id == "spanning"]
+    assert not [report for report in elsewhere if getattr(report, "job_id", "") == "spanning"], "only a home reports"
+
+
+def test_losses_and_tokens_are_those_of_replicas_in_turn(sets: Sets) -> None:
+    jobs, spans = story()
+    world = World(jobs, spans, sets, 3, [60] * 3)
+    world.run(random.Random(0))
+    heard: list[Report] = []
+    engine = Engine(SuperModel(make_base(make_model(), "tiny"), deterministic=True), 60, heard.append)
+    engine.join(JobRun(jobs[1], *sets))
+    while engine.run_micro_batch() is not None:
+        pass
+    for kind in (Stepped, Evaluated):
+        found, wanted = (of(reports, kind, "spanning") for reports in (world.heard[1], heard))
+        assert [(r.loss, r.progress.num_tokens, r.progress.step) for r in found] == [
+            (r.loss, r.progress.num_tokens, r.progress.step) for r in wanted
+        ]
+
+
+@pytest.mark.parametrize("call", [2, 3, 5, 8])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_memory_that_runs_out_on_one_rank_starts_its_part_over(sets: Sets, rank: int, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs, spans = story()
+    world = World(jobs, spans, sets, 3, [60] * 3)
+    engine, calls = world.engines[rank], [0]
+    compute = engine._compute
+
+    def raising(*args: object) -> object:
+        calls[0] += 1
+        if calls[0] == call:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return compute(*args)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(engine, "_compute", raising)
+    world.run(random.Random(call))
+    assert calls[0] > call and engine.token_budget < 60
+    for job in jobs[1:]:
+        assert_same(ended(world.heard[spans[job.name].home], job.name), trained(job, sets[0], sets[1] if job.eval_steps else None))
+
+
+def test_a_part_that_fails_is_told_and_its_neighbours_go_on(sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs, spans = story()
+    world = World(jobs, spans, sets, 3, [60] * 3)
+    engine = world.engines[0]  # has a part of "spanning", and "alone"
+    compute = engine._compute
+
+    def raising(kind: object, rows: tuple[object, ...], tokens: int) -> object:
+        if any(row.job_id == "spanning" for row in rows):  # pyright: ignore[reportAttributeAccessIssue]
+            raise ValueError("a bad sample")
+        return compute(kind, rows, tokens)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(engine, "_compute", raising)
+    world.run(random.Random(1))
+    assert world.faults == [Faulty("spanning", "ValueError: a bad sample")]
+    assert list(engine.runs) == []
+    assert world.engines[1].runs["spanning"].awaiting, "its home waits until it is told otherwise"
+    for job in (jobs[0], jobs[2]):
+        assert_same(ended(world.heard[spans[job.name].home if job.name in spans else 0], job.name), trained(job, sets[0]))
+
+
+def test_a_job_that_is_taken_home_goes_on_from_its_last_step(sets: Sets) -> None:
+    """As after the loss of a rank: the home lets it go, and computes all of it from there on."""
+    jobs, spans = story()
+    for steps in range(1, 30, 4):
+        world = World(jobs, spans, sets, 3, [60] * 3)
+        home, rng = world.engines[1], random.Random(steps)
+        for _ in range(steps):
+            ready = [rank for rank in range(3) if world.mail[rank]]
+            if ready:
+                world.deliver(rng.choice(ready))
+            world.engines[rng.randrange(3)].run_micro_batch()
+        if "spanning" not in home.runs:
+            break
+        home.leave("spanning")
+        (left,) = of(world.heard[1], Ended, "spanning")
+        for rank, exchange in enumerate(world.exchanges):
+            exchange.dissolve("spanning")
+            if rank != 1 and "spanning" in world.engines[rank].runs:
+                world.engines[rank].leave("spanning")
+        again = JobRun(jobs[1], *sets, 3)
+        again.progress = left.progress
+        world.heard[1].clear()
+        home.join(again, left.state)
+        world.run(rng)
+        assert_same(ended(world.heard[1], "spanning"), trained(jobs[1], *sets))
+
+
+def test_the_order_of_additions_is_seen_here(sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
+    give = RunningSums.give
+
+    def twice(sums: RunningSums, job_id: str, replica: int, gradient_P: Tensor) -> None:
+        give(sums, job_id, replica, gradient_P if replica != 2 else gradient_P.roll(1))
+
+    jobs, spans = story()
+    alone = trained(jobs[1], *sets)
+    monkeypatch.setattr(RunningSums, "give", twice)
+    world = World(jobs, spans, sets, 3, [60] * 3)
+    world.run(random.Random(0))
+    assert not torch.equal(ended(world.heard[1], "spanning").params, alone.params)
+
+
+def test_regions_do_not_overlap() -> None:
+    spans = {"a": Span(3, (0, 1)), "b": Span(2, (1, 0)), "c": Span(7, (2, 0))}
+    sizes = {"a": 1001, "b": 3, "c": 64}
+    regions, num_bytes = lay_out_regions(spans, sizes, 4)
+    taken = sorted((region.slot(n), region.slot(n) + region.slot_bytes) for region in regions.values() for n in range(region.slots))
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(taken))
+    assert taken[-1][1] <= num_bytes and all(region.start % 256 == 0 for region in regions.values())
+    assert {job: region.slots for job, region in regions.items()} == {"a": 1, "b": 1, "c": 3}
+
+
+@pytest.mark.parametrize("replicas", range(1, 9))
+def test_a_span_gives_each_rank_a_stretch(replicas: int) -> None:
+    for count in range(1, replicas + 1):
+        span = Span(replicas, tuple(range(10, 10 + count)))
+        assert [replica for rank in span.ranks for replica in span.at(rank)] == list(range(replicas))
+        assert all(span.at(rank) for rank in span.ranks) and sum(map(span.part, span.ranks)) == pytest.approx(1)
+        assert span.home == span.rank_of(0) == 10 and span.peers == span.ranks[1:]

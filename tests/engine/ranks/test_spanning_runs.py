@@ -1,0 +1,97 @@
+"""Jobs that span real ranks on a CPU: bytes of one process, through kills, stops and resumes on other counts."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import forked
+from tests.engine.conftest import save_base
+from tests.engine.ranks.test_ranks import Told, World
+from tests.engine.tiny_runs import job, train, write_rows
+from tlora.engine.ranks import crew
+from tlora.json_file import read_object
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Iterator[World]:
+    """One job of three replicas with dropout and batches that are smaller at an epoch's end than replicas, one of two with evaluations,
+    and two of one.
+    """
+    directory = tmp_path_factory.mktemp("spanning")
+    base = save_base(directory / "base", hidden_size=128, intermediate_size=160, num_hidden_layers=1)
+    for number, (name, count) in enumerate({"a": 26, "b": 9, "c": 24}.items()):
+        write_rows(directory / f"{name}.jsonl", count, number, high=20)
+    orders = [
+        job("alone", str(directory / "b.jsonl"), max_steps=10),
+        job("three", str(directory / "a.jsonl"), gpus=3, lora_dropout=0.1, max_steps=16, batch_size=6, save_steps=4, logging_steps=3),
+        job("two", str(directory / "c.jsonl"), gpus=2, max_steps=12, r=7, seed=3, eval_size=4, eval_steps=5),
+        job("other", str(directory / "c.jsonl"), max_steps=20, save_steps=100, weight=0.3),
+    ]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
+        monkeypatch.setattr(subprocess, "Popen", forked.ForkingPopen)
+        train(base, directory / "whole", orders, deterministic=True)
+        world = World(base, directory, orders, directory / "whole")
+
+        class Recorded(crew.RankProcess):
+            def __init__(self, *given: object) -> None:
+                super().__init__(*given)  # pyright: ignore[reportArgumentType]
+                world.processes.append(self)
+
+        monkeypatch.setattr(crew, "RankProcess", Recorded)
+        yield world
+
+
+@pytest.mark.parametrize("gpus", [2, 3])
+def test_the_bytes_are_those_of_one_process(world: World, tmp_path: Path, gpus: int) -> None:
+    told = Told()
+    results = world.train(tmp_path / "out", gpus, watcher=told.watcher)
+    assert results.status == "done", told.lines
+    world.same_bytes(tmp_path / "out")
+    assert told.said("a part of three") and told.said("a part of two")
+    losses = [read_object(out / "three" / "result.json")["train_loss"] for out in (tmp_path / "out", world.whole)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, 20))])
+def test_a_lost_rank_ends_no_job_that_spans(world: World, tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    number = [signal.SIGKILL, signal.SIGTERM][seed % 2]
+    gpus = rng.choice([2, 3])
+    victim = rng.randrange(gpus)
+    told = Told(rng.randint(1, 50), lambda: os.kill(world.processes[victim].pid, number))
+    results = world.train(tmp_path / "out", gpus, watcher=told.watcher)
+    assert told.acted
+    assert results.status == "done", told.lines
+    world.same_bytes(tmp_path / "out")
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 10))])
+def test_a_stopped_run_resumes_on_another_count(world: World, tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    told = Told(rng.randint(1, 45), lambda: os.kill(os.getpid(), signal.SIGTERM))
+    stopped = world.train(tmp_path / "out", rng.choice([2, 3]), watcher=told.watcher)
+    assert stopped.status == "stopped"
+    results = world.train(tmp_path / "out", [1, 2, 3][seed % 3], resume=True)
+    assert results.status == "done"
+    world.same_bytes(tmp_path / "out")
+
+
+def test_without_determinism_a_long_job_spans_by_itself(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlora.planning.work._LEAST_TOKENS", 4)
+    told = Told()
+    orders = [
+        job("long", str(world.data / "a.jsonl"), max_steps=20, batch_size=8),
+        job("brief", str(world.data / "b.jsonl"), max_steps=2),
+    ]
+    results = world.train(tmp_path / "out", 2, orders, deterministic=False, watcher=told.watcher)
+    assert results.status == "done"
+    assert told.said("a part of long") and not told.said("a part of brief")
+    assert results["long"].steps == 20

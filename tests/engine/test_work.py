@@ -1,0 +1,59 @@
+"""Which jobs are cut among several GPUs, and into how many replicas."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tlora.job import JobSpec
+from tlora.planning.plan import PlannedJob
+from tlora.planning.work import choose_replicas
+
+
+def planned(name: str, tokens: int = 1000, **fields: Any) -> PlannedJob:
+    """100 samples of so many tokens each."""
+    spec = JobSpec.model_validate({"name": name, "data": "d", "batch_size": 16, "max_steps": 10, **fields})
+    train = SimpleNamespace(lengths=np.full(100, tokens), epoch=100)
+    data: Any = SimpleNamespace(train=train)
+    return PlannedJob(spec, data)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "gpus", "expected"),
+    [
+        ({"a": 5.5, "b": 5.0, "c": 5.0}, 3, {}),  # less than a tenth above an equal share, 5.17
+        ({"a": 10.0, "b": 1.0, "c": 1.0}, 3, {"a": 3}),
+        ({"a": 10.0, "b": 4.0, "c": 1.0}, 3, {"a": 2}),
+        ({"a": 10.0}, 4, {"a": 4}),
+        ({"a": 10.0}, 1, {}),
+        ({"a": 0.0, "b": 0.0}, 2, {}),
+    ],
+)
+def test_a_job_is_cut_until_it_takes_no_more_than_an_equal_share(seconds: dict[str, float], gpus: int, expected: dict[str, int]) -> None:
+    assert choose_replicas([planned(name) for name in seconds], seconds, gpus, deterministic=False) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fields", "replicas"),
+    [(1000, {}, 7), (1000, {"batch_size": 3}, 1), (2048, {"batch_size": 3}, 3), (300, {}, 2), (100, {}, 1), (10_000, {"gpus": 3}, 3)],
+)
+def test_a_replica_has_samples_and_tokens_enough(tokens: int, fields: dict[str, Any], replicas: int) -> None:
+    found = choose_replicas([planned("a", tokens, **fields)], {"a": 100.0}, 8, deterministic=False)
+    assert found.get("a", 1) == replicas
+
+
+def test_a_deterministic_run_does_only_what_was_ordered() -> None:
+    jobs = [planned("long"), planned("ordered", gpus=2), planned("plain")]
+    seconds = {"long": 100.0, "ordered": 1.0, "plain": 1.0}
+    assert choose_replicas(jobs, seconds, 4, deterministic=True) == {"ordered": 2}
+    assert choose_replicas(jobs, seconds, 1, deterministic=True) == {"ordered": 2}
+
+
+def test_a_statistic_of_the_whole_batch_and_a_job_with_problems_stay_in_one_place() -> None:
+    refused = planned("refused", gpus=2)
+    refused.problems.append("no such file")
+    jobs = [planned("kto", objective="kto", gpus=2), refused]
+    assert choose_replicas(jobs, {"kto": 10.0, "refused": 0.0}, 2, deterministic=False) == {}
