@@ -157,7 +157,7 @@ def test_who_loses_the_store_says_so(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_another_system_than_linux_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
-    with pytest.raises(RankError, match="needs Linux, which this is not. Load the base unshared"):
+    with pytest.raises(RankError, match="on Linux only, which this is not"):
         open_peer_memory(100, Peers(Sharing(HashStore(), 0, 1)), CPU)
 
 
