@@ -14,9 +14,9 @@ import plotly.graph_objects as go
 import pytest
 from pages import PageReader, read_charts, unpack
 
-from tlora.report.simulation_charts import column_means
+from tlora.report.simulation_charts import column_means, simulation_charts
 from tlora.report.simulation_page import simulation_page
-from tlora.report.simulation_view import PolicyView, SimulationView
+from tlora.report.simulation_view import PolicyView, SimulationView, looks
 from tlora.wording.metrics import GROUPS, TIMES, metric_text
 from tlora.wording.numbers import DASH
 
@@ -39,7 +39,8 @@ def make_policy(at: int, jobs: int, gpus: int) -> PolicyView:
         row = {"group_id": f"g{index // 3}", "base_model": ("llama", "qwen")[index % 2], "gpus": tuple({first, (first + 1) % gpus})}
         spans.append(row | {"start_seconds": start, "end_seconds": start + dice.uniform(1, 1e4), "job_ids": (f"job-{index}", "job-0")})
     seconds = [at * 500.0 for at in range(jobs)]
-    samples = {key: [dice.random() for _ in seconds] for key in ("waiting_jobs", "allocated_share", "useful_share")} | {"seconds": seconds}
+    keys = ("waiting_jobs", "allocated_share", "useful_share", "allocated_gpus", "shared_gpus")
+    samples = {key: [dice.random() for _ in seconds] for key in keys} | {"seconds": seconds}
     return PolicyView(f"{policy}/{kernels}", policy, kernels, metrics, jct, samples, 500.0 * jobs, spans)
 
 
@@ -70,7 +71,7 @@ def test_page_of_none_one_and_two_thousand_jobs(jobs: int) -> None:
         assert [row[0] for row in table[1:]] == [f"{policy}/{kernels}" for policy, kernels in NAMES]
     assert "extrapolated" in reader.text and "exchange_seconds. See Constants." in reader.text
     assert [row[4] for row in constants[1:]] == ["measured", "extrapolated"] and constants[2][5] == "one GPU was at hand"
-    expected = {"Completion times", "Jobs that wait", "Useful utilisation", "Allocated GPUs"} if jobs else set()
+    expected = {"Completion times", "Jobs that wait", "Useful utilisation", "Allocated GPUs", "Shared GPU time"} if jobs else set()
     assert set(read_charts(page)) == expected
     assert ("gantt-canvas" in reader.attributes("id")) == bool(jobs)
     if jobs:
@@ -242,3 +243,18 @@ def test_the_best_reads_better_than_the_others() -> None:
 )
 def test_numbers_have_their_units(kind: Any, value: float, text: str) -> None:
     assert metric_text(kind, value) == text
+
+
+def test_shared_time_is_of_the_time_in_groups_and_of_policies_that_share() -> None:
+    view = make_view(20)
+    columns = {"seconds": [0.0, 100.0], "waiting_jobs": [0.0, 0.0], "allocated_share": [0.5, 0.5], "useful_share": [0.1, 0.1]}
+    shares, alone = ({"allocated_gpus": [4.0, 4.0], "shared_gpus": gpus} for gpus in ([1.0, 3.0], [0.0, 0.0]))
+    made = [
+        replace(policy, samples=columns | own, end_seconds=200.0) for policy, own in zip(view.policies, (shares, alone, alone), strict=True)
+    ]
+    (chart,) = (chart for chart in simulation_charts(replace(view, policies=made), looks(view)) if chart.title == "Shared GPU time")
+    (trace,) = chart.figure["data"]
+    assert trace["legendgroup"] == view.policies[0].name
+    assert trace["y"][0] == pytest.approx(25.0) and trace["y"][-1] == pytest.approx(75.0)
+    none = replace(view, policies=[replace(policy, samples=columns | alone) for policy in view.policies])
+    assert "Shared GPU time" not in [chart.title for chart in simulation_charts(none, looks(none))]

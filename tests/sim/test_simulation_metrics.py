@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.sim.made_results import make_orders, make_result
-from tlora.sim.metrics import compare, compare_all, metrics
+from tlora.sim.metrics import compare, compare_all, metrics, shared_gpus
 from tlora.sim.records import GroupSpan, JobRecord, Sample, SimulationResult
 
 JOB = JobRecord("a", "ann", "base", 1, 0.0, 10.0, 30.0, "done", 100.0, 40.0, 10.0, 1.5, 4, 1, 2, 20.0, 2.0, 1.2)
@@ -55,10 +55,21 @@ def test_by_hand() -> None:
     assert found["allocated_utilisation"] == pytest.approx((10 * 1 + 10 * 2 + 30 * 1) / gpu_seconds)
     assert found["useful_utilisation"] == pytest.approx((0.5 * 20 + 0.75 * 20 + 1.0 * 30) / gpu_seconds)
     assert found["tokens_per_second"] == pytest.approx((1000 + 1500 + 3000) / 50)
+    assert found["shared_gpu_share"] == pytest.approx(10 / (10 + 20 + 10 + 10 + 10))
     assert found["regroupings_per_job"] == pytest.approx((2 + 2 + 1) / 3)
     assert found["decision_milliseconds"] == pytest.approx(2.5)
     states = {key: found[f"jobs_{key}"] for key in ("done", "cancelled", "failed", "rejected", "unfinished")}
     assert states == {"done": 2, "cancelled": 1, "failed": 0, "rejected": 1, "unfinished": 1}
+
+
+def test_shared_gpus_are_a_step_function_of_the_stretches() -> None:
+    spans = [
+        GroupSpan("g", "base", (0, 1), 0.0, 10.0, ("a", "b")),
+        GroupSpan("h", "base", (2,), 5.0, 20.0, ("c", "d", "e")),
+        GroupSpan("i", "base", (3, 4, 5), 0.0, 50.0, ("f",)),
+    ]
+    assert shared_gpus(spans, [0.0, 5.0, 20.0, 40.0]) == pytest.approx([2.0, (5 * 3 + 10 * 1) / 15, 0.0, 0.0])
+    assert shared_gpus(spans[2:], [0.0, 5.0]) == [0.0, 0.0] and shared_gpus(spans, [3.0]) == [0.0]
 
 
 def test_nothing_to_measure_is_nan() -> None:

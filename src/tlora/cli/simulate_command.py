@@ -20,8 +20,9 @@ _SEEDS = re.compile(r"\d{1,15}(-\d{1,15})?(,\d{1,15}(-\d{1,15})?)*")
 _CLUSTER, _TRUTH, _RESULTS = "Cluster", "What the scheduler cannot predict (by default only the cost of moves)", "Results"
 _TRACES = "A CSV file, an event log, or ee9e8c, 6c71a0+b436b2, window_15k, synth_sft."
 _POLICIES = (
-    "Of fifo, backfill, sjf, srtf, las, memory, tlora, residual_capacity, residual_capacity-no-sharing, residual_capacity-no-growth; "
-    "NAME/peft without our kernels' gain. Gains are over fifo/peft, or else over the first."
+    "Of fifo, backfill, sjf, srtf, las, memory, tlora, residual_capacity, residual_capacity-no-sharing, residual_capacity-no-growth, "
+    "residual_capacity-no-preemption, residual_capacity-order-only; NAME/peft without our kernels' gain; decomposition: all that tell "
+    "where the gain comes from. Gains are over fifo/peft, or else over the first."
 )
 _SWEEP = (
     "Simulate every combination, such as load=0.5..1.1/7,delta=1.2:2:inf; also gpus, seed, policy, kappa, scale.CONSTANT "
@@ -221,8 +222,11 @@ def _cluster(gpus: int | None, nodes: str | None) -> tuple[int, int]:
 def _policies(text: str, kernels: str) -> list[str]:
     """Policies with their kernels, each once."""
     from tlora.sim.scenario import contender
+    from tlora.wording.decomposition import CHAIN
 
-    return list(dict.fromkeys("/".join(contender(name.strip(), kernels)) for name in text.split(",")))
+    chain = [name for name, _ in CHAIN]
+    names = [each for name in text.split(",") for each in (chain if name.strip() == "decomposition" else [name.strip()])]
+    return list(dict.fromkeys("/".join(contender(name, kernels)) for name in names))
 
 
 def _seeds(seed: int | None, seeds: str | None) -> list[int]:

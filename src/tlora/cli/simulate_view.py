@@ -18,6 +18,7 @@ from tlora.cli.terminal import open_table, printable, shows_live
 from tlora.costs.hardware import extrapolated_fields
 from tlora.sim.run import reference_of
 from tlora.sim.sweep import setting_cells
+from tlora.wording.decomposition import decomposition_text
 from tlora.wording.metrics import GROUPS, TIMES, metric_text
 from tlora.wording.numbers import DASH, duration_text
 
@@ -34,7 +35,15 @@ _ROOMY = 120  # columns of a terminal that shows all metrics
 _NARROW = ("mean_jct_seconds", "p99_jct_seconds", "mean_jct_over_bound", "windows_beyond_share", "useful_utilisation")
 _WIDE = (
     *("mean_jct_seconds", "median_jct_seconds", "p90_jct_seconds", "p99_jct_seconds", "mean_jct_over_bound", "queueing_share"),
-    *("slowdown_p99", "windows_beyond_share", "regroupings_per_job", "useful_utilisation", "allocated_utilisation", "tokens_per_second"),
+    *(
+        "slowdown_p99",
+        "windows_beyond_share",
+        "regroupings_per_job",
+        "useful_utilisation",
+        "allocated_utilisation",
+        "shared_gpu_share",
+        "tokens_per_second",
+    ),
 )
 _HEADS = {"p90_jct_seconds": "p90", "allocated_utilisation": "allocated", "windows_beyond_share": "beyond"}
 
@@ -102,8 +111,10 @@ def print_policies(console: Console, rows: Sequence[MetricRow], seeds: Sequence[
     reference = _reference(rows)
     spread = f", mean of the seeds {', '.join(map(str, seeds))} (lowest to highest)" if len(seeds) > 1 else ""
     console.print(f"gain: mean JCT of {reference} over that of the policy{spread}", style="dim", soft_wrap=True)
+    if text := decomposition_text({f"{row['policy']}/{row['kernels']}": _number(row["mean_jct_seconds"]) for row in rows}):
+        console.print(f"gain of residual_capacity: {text}", soft_wrap=True)
     for metric in shown:
-        if metric.key in ("mean_jct_over_bound", "windows_beyond_share", "useful_utilisation"):
+        if metric.key in ("mean_jct_over_bound", "windows_beyond_share", "useful_utilisation", "shared_gpu_share"):
             head = heads[shown.index(metric)]
             console.print(f"{head}: {metric.meaning}", style="dim", soft_wrap=True)
     for kernels, row in {str(row["kernels"]): row for row in rows}.items():

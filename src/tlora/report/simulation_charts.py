@@ -9,6 +9,7 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from itertools import pairwise
 from typing import Any
@@ -38,6 +39,7 @@ def simulation_charts(view: SimulationView, drawn: Mapping[str, Look]) -> list[C
         _over_time(view, drawn, edges, ("Jobs that wait", "waiting_jobs", "jobs in the queue")),
         _over_time(view, drawn, edges, ("Useful utilisation", "useful_share", "% of what all GPUs could do")),
         _over_time(view, drawn, edges, ("Allocated GPUs", "allocated_share", "% of the GPUs")),
+        _shared(view, drawn, edges),
         _gain_over_load(view, drawn),
     ]
     return [chart for chart in charts if chart.figure["data"]]
@@ -101,6 +103,17 @@ def _over_time(view: SimulationView, drawn: Mapping[str, Look], edges: Sequence[
     }
     note = f"Means over {duration_text(length / _COLUMNS)}." if edges else ""
     return Chart(title, {"data": traces, "layout": layout}, note, log=key == "waiting_jobs")
+
+
+def _shared(view: SimulationView, drawn: Mapping[str, Look], edges: Sequence[float]) -> Chart:
+    """Of the GPU time in groups, that in groups of two jobs or more; only policies under which jobs share."""
+    sharing = [policy for policy in view.policies if any(policy.samples["shared_gpus"])]
+    words = ("Shared GPU time", "shared_gpus", "% of the GPU time in groups")
+    chart = _over_time(replace(view, policies=sharing), drawn, edges, words)
+    for policy, trace in zip(sharing, chart.figure["data"], strict=False):
+        taken = column_means(policy.samples["seconds"], policy.samples["allocated_gpus"], policy.end_seconds, edges)
+        trace["y"] = [share / gpus if gpus > 0 else math.nan for share, gpus in zip(trace["y"], taken, strict=True)]
+    return replace(chart, note=f"GPU time in groups of two jobs or more. {chart.note}")
 
 
 def column_means(seconds: Sequence[float], values: Sequence[float], end_seconds: float, edges: Sequence[float]) -> list[float]:

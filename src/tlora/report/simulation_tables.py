@@ -12,6 +12,7 @@ from tlora.report.rows import JsonObject, number
 from tlora.report.simulation_view import SimulationView
 from tlora.report.tables import Cell, Line, table
 from tlora.report.templates import render
+from tlora.wording.decomposition import decomposition_text
 from tlora.wording.metrics import GROUPS, TIMES, Metric, metric_text
 from tlora.wording.numbers import DASH, duration_text
 
@@ -19,7 +20,7 @@ _RATIOS = ("mean_jct_seconds", "median_jct_seconds", "p90_jct_seconds", "p99_jct
 _RATIOS_OF_USE = ("useful_utilisation", "allocated_utilisation")
 _RESULT = (  # the metrics that a page opens with
     *("mean_jct_seconds", "median_jct_seconds", "p99_jct_seconds", "mean_jct_over_bound", "queueing_share"),
-    *("windows_beyond_share", "useful_utilisation"),
+    *("windows_beyond_share", "useful_utilisation", "shared_gpu_share"),
 )
 _SETTINGS_PER_TABLE = 8
 _EVEN = 0.005  # a ratio this near to 1 is neither better nor worse: it reads as 1.00
@@ -128,7 +129,7 @@ def result_html(view: SimulationView, drawn: Mapping[str, Look]) -> Markup:
     end = Markup('<p class="faint">{}</p>').format(note)
     for warning in _warnings(view):
         end += Markup('<p><span class="status stopped">{}</span> {}</p>').format(*warning)
-    return _verdict(view, gains) + table(heads, rows) + end
+    return _verdict(view, gains) + _decomposition(view) + table(heads, rows) + end
 
 
 def _leader(view: SimulationView) -> str:
@@ -150,6 +151,13 @@ def _verdict(view: SimulationView, gains: Mapping[str, float]) -> Markup:
     if second := min((name for name, mean in means.items() if math.isfinite(mean)), key=means.__getitem__, default=""):
         text += f"; the runner-up: {second}, {duration_text(means[second])}"
     return Markup('<p class="verdict">{}.</p>').format(text)
+
+
+def _decomposition(view: SimulationView) -> Markup:
+    """What the gain of ours comes from, as a product; nothing without the policies between."""
+    means = {policy.name: number(policy.metrics.get("mean_jct_seconds")) for policy in view.policies}
+    text = decomposition_text(means)
+    return Markup("<p>Where the gain of residual_capacity comes from: <b>{}</b>.</p>").format(text) if text else Markup()
 
 
 def _warnings(view: SimulationView) -> list[tuple[str, str]]:

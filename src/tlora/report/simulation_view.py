@@ -14,7 +14,7 @@ from tlora.report.rows import JsonObject
 class PolicyView:
     """One policy with one set of kernels; `name` names both.
 
-    `samples` has equally long columns: seconds, waiting_jobs, allocated_share, useful_share (each holds until the next second), and
+    `samples` has equally long columns: seconds, waiting_jobs, allocated_share, useful_share, allocated_gpus, shared_gpus (each holds until the next second), and
     `end_seconds` is where the last one ends. `spans` has rows of group_id, base_model, gpus, start_seconds, end_seconds, job_ids.
     """
 

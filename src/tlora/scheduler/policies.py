@@ -1,6 +1,6 @@
 """The policies by the names under which users choose them. Each is made anew for each scheduler: it may remember what it has worked out.
 
-The last two are ablations: `residual_capacity` with one of its means switched off, to measure what that means is worth.
+The last ones are ablations: `residual_capacity` with some of its means switched off, to measure what each is worth.
 """
 
 from __future__ import annotations
@@ -24,4 +24,6 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     "residual_capacity": residual_capacity,
     "residual_capacity-no-sharing": lambda: residual_capacity(Settings(sharing=False)),
     "residual_capacity-no-growth": lambda: residual_capacity(Settings(elastic=False)),
+    "residual_capacity-no-preemption": lambda: residual_capacity(Settings(preemption=False)),
+    "residual_capacity-order-only": lambda: residual_capacity(Settings(sharing=False, elastic=False)),
 }

@@ -13,7 +13,7 @@ from typing import get_args
 
 import numpy as np
 
-from tlora.sim.records import FinalState, JobRecord, SimulationResult
+from tlora.sim.records import FinalState, GroupSpan, JobRecord, SimulationResult
 
 Ratios = dict[str, float | str]
 
@@ -29,6 +29,7 @@ def metrics(result: SimulationResult) -> dict[str, float]:
     windows_beyond_share: windows beyond their job's bound over all windows.
     fairness_*: JCT / (time alone on its own GPUs, same kernels). tenant_fairness: Jain's index (1 is even) over tenants of the mean of
     time alone / JCT.
+    shared_gpu_share: of the GPU time in groups, that in groups of two jobs or more; nan without spans.
     allocated_utilisation, useful_utilisation: weighted by GPU time, tokens_per_second by time, first submission to last end.
     """
     done = [job for job in result.jobs if job.state == "done"]
@@ -49,6 +50,7 @@ def metrics(result: SimulationResult) -> dict[str, float]:
         "fairness_p99": _percentile(ratios, 99),
         "tenant_fairness": _jain([_mean(rates) for rates in tenants.values()]),
         **_utilisation(result),
+        "shared_gpu_share": _shared_gpu_share(result.spans),
         "regroupings_per_job": _ratio(sum(job.regroupings for job in result.jobs), started),
         "decision_milliseconds": 1e3 * _ratio(result.decision_seconds, result.decisions),
         **{f"jobs_{state}": float(states[state]) for state in get_args(FinalState)},
@@ -121,6 +123,26 @@ def _queueing_share(result: SimulationResult, done: Sequence[JobRecord]) -> floa
             running[job_id] += span.end_seconds - span.start_seconds
     total = sum(_jct(job) for job in done)
     return _ratio(total - sum(running[job.job_id] for job in done), total)
+
+
+def _shared_gpu_share(spans: Sequence[GroupSpan]) -> float:
+    seconds = [(len(span.gpus) * (span.end_seconds - span.start_seconds), len(span.job_ids)) for span in spans]
+    return _ratio(math.fsum(own for own, members in seconds if members > 1), math.fsum(own for own, _ in seconds))
+
+
+def shared_gpus(spans: Sequence[GroupSpan], edges: Sequence[float]) -> list[float]:
+    """The mean number of GPUs in groups of two jobs or more, from each of `edges` to the next; 0 after the last."""
+    shared = [span for span in spans if len(span.job_ids) > 1]
+    times = np.array([span.start_seconds for span in shared] + [span.end_seconds for span in shared])
+    gpus = np.array([len(span.gpus) for span in shared], dtype=float)
+    order = np.argsort(times, kind="stable")
+    times, standing = times[order], np.cumsum(np.concatenate([gpus, -gpus])[order])
+    if not len(times) or len(edges) < 2:
+        return [0.0] * len(edges)
+    until = np.concatenate([[0.0], np.cumsum(standing[:-1] * np.diff(times))])  # GPU-seconds up to each of `times`
+    seconds = np.diff(edges)
+    means = np.divide(np.diff(np.interp(edges, times, until)), seconds, out=np.zeros(len(seconds)), where=seconds > 0)
+    return [*np.maximum(means, 0.0).tolist(), 0.0]
 
 
 def _makespan(result: SimulationResult) -> float:

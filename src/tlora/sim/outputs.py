@@ -16,7 +16,7 @@ from tlora.costs.cost import BaseConstants
 from tlora.report.rows import JsonObject
 from tlora.report.simulation_view import PolicyView, SimulationView
 from tlora.sim.bounds import Bounds
-from tlora.sim.metrics import compare_all, metrics
+from tlora.sim.metrics import compare_all, metrics, shared_gpus
 from tlora.sim.records import GroupSpan, JobRecord, SimulationResult
 from tlora.sim.result_files import write_result
 
@@ -117,6 +117,8 @@ def _policy_view(result: SimulationResult, row: MetricRow) -> PolicyView:
         "waiting_jobs": [float(sample.waiting_jobs) for sample in samples],
         "allocated_share": [sample.allocated_gpus / max(1, sample.max_gpus) for sample in samples],
         "useful_share": [sample.useful_share for sample in samples],
+        "allocated_gpus": [float(sample.allocated_gpus) for sample in samples],
+        "shared_gpus": shared_gpus(result.spans, [sample.seconds for sample in samples]),
     }
     ends = [job.finished_seconds for job in result.jobs if math.isfinite(job.finished_seconds)]
     return PolicyView(

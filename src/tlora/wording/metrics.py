@@ -54,6 +54,7 @@ _PROMISES = (
 _MACHINES = (
     Metric("useful_utilisation", "useful utilisation", "useful", "share", "more", "Useful tokens over what all GPUs could do saturated."),
     Metric("allocated_utilisation", "allocated", "alloc", "share", "", "GPUs that belong to a group, whatever they do there."),
+    Metric("shared_gpu_share", "shared", "shared", "share", "", "Of the GPU time in groups, that in groups of two jobs or more."),
     Metric("tokens_per_second", "tokens/s", "", "rate", "more", "Useful tokens of all jobs per second, first submission to last end."),
     Metric("regroupings_per_job", "moves per job", "moves", "ratio", "", "How often a job was moved to another group."),
     Metric("decision_milliseconds", "per decision", "decision", "milliseconds", "less", "Wall time of one decision of the scheduler."),
