@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+import math
 import os
 import re
 import signal
@@ -28,6 +30,7 @@ from tlora.sim.processes import Standing
 from tlora.sim.scenario import Scenario, contender
 from tlora.sim.sweep import SweepRow
 from tlora.sim.trace import SHIPPED
+from tlora.wording.decomposition import CHAIN
 from tlora.wording.metrics import TIMES
 from tlora.wording.numbers import DASH
 
@@ -258,6 +261,19 @@ def test_what_is_printed(trace: str) -> None:
     )
 
 
+def test_a_decomposition_is_printed_and_written(trace: str) -> None:
+    code, out, _ = call("--trace", trace, "--nodes", "1x8", "--policy", "decomposition", "--quiet", "--json", "found.json")
+    found = json.loads(Path("found.json").read_text())
+    assert (
+        code == 0
+        and len(found["rows"]) == len(CHAIN)
+        and [each["means"] for each in found["decomposition"]] == [each for _, each in CHAIN[1:]]
+    )
+    (line,) = (line for line in out.splitlines() if line.startswith("gain of residual_capacity: "))
+    assert all(f" {each['means']} {each['factor']:.2f}" in line for each in found["decomposition"])
+    assert math.prod(each["factor"] for each in found["decomposition"]) == pytest.approx(found["rows"][-1]["gain"])
+
+
 def test_jobs_that_can_never_run_are_told(trace: str) -> None:
     code, out, _ = call("--trace", trace, "--nodes", "1x4", "--policy", "fifo", "--quiet")
     assert code == 0 and "fifo: without 1 rejected jobs" in out
@@ -290,6 +306,14 @@ def test_files_are_the_same_bytes_for_the_same_seed(trace: str, tmp_path: Path) 
     assert [row["job_id"] for row in jobs] == ["a", "b", "c", "d"] * 2
     page = (tmp_path / "one" / "page.html").read_text()
     assert "small" in page and "residual" not in page and "extrapolated" in page
+    for name in ("one", "two"):
+        code, out, _ = call(*options, "--seeds", "0-1", "--json", f"{name}/found.json")
+        assert code == 0 and f"written: {name}/found.json\n" in out
+    assert (tmp_path / "one" / "found.json").read_bytes() == (tmp_path / "two" / "found.json").read_bytes()
+    found = json.loads((tmp_path / "one" / "found.json").read_text())
+    assert found["seeds"] == [0, 1] and [row["name"] for row in found["rows"]] == ["fifo/peft", "backfill/tlora"]
+    assert found["reference"] == "fifo/peft" and found["rows"][0]["gain"] == 1 and found["decomposition"] == []
+    assert not {"wall_seconds", "decision_milliseconds"} & set(found["rows"][0])
     call(*options, "--csv", "three", "--seed", "1")
     assert (tmp_path / "three" / "jobs.csv").read_bytes() != (tmp_path / "one" / "jobs.csv").read_bytes()
 

@@ -61,6 +61,10 @@ def simulate(  # one parameter for each option, as typer has it
         Path | None,
         typer.Option("--csv", metavar="DIR", help="Write metrics.csv and jobs.csv.", show_default=False, rich_help_panel=_RESULTS),
     ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the printed table.", show_default=False, rich_help_panel=_RESULTS),
+    ] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page with charts.", show_default=False, rich_help_panel=_RESULTS)
     ] = None,
@@ -94,14 +98,14 @@ def simulate(  # one parameter for each option, as typer has it
         plain = Scenario(trace, "", kernels, num_nodes, gpus_per_node, gpu, load, jobs, paper=paper, conditions=conditions)
         check_names(plain)
         contest = Contest(plain, _policies(POLICIES if policy is None else policy, kernels), _seeds(seed, seeds))
-        outputs = Outputs(csv_dir, html)
+        outputs = Outputs(csv_dir, html, json_file)
         check_results(trace, [*outputs.files(), *([("--out", out)] if out else [])])
         errors = None if quiet else open_console(stderr=True)
         given = {"policy": policy is not None, "seed": (seed, seeds) != (None, None), "load": load is not None, "gpus": gpus is not None}
         if sweep is not None:
-            _tell_overruled(sweep, {key for key, is_given in given.items() if is_given}, bool(csv_dir or html))
+            _tell_overruled(sweep, {key for key, is_given in given.items() if is_given}, bool(outputs.files()))
         swept = _sweep(contest, sweep, out, errors) if sweep is not None and out is not None else None
-        if swept is None or csv_dir or html:
+        if swept is None or outputs.files():
             _replay(contest, swept or [], outputs, errors)
 
 
@@ -132,11 +136,12 @@ class Outputs:
 
     csv_dir: Path | None
     html: Path | None
+    json_file: Path | None
 
     def files(self) -> list[tuple[str, Path]]:
         """Each file with its option, in the order of writing."""
         tables = [("--csv", self.csv_dir / name) for name in ("metrics.csv", "jobs.csv")] if self.csv_dir else []
-        return [*tables, *([("--html", self.html)] if self.html else [])]
+        return [*tables, *((option, path) for option, path in (("--html", self.html), ("--json", self.json_file)) if path)]
 
 
 def _sweep(contest: Contest, text: str, out: Path, errors: Console | None) -> list[dict[str, Any]]:
@@ -188,8 +193,8 @@ def _replay(contest: Contest, swept: list[dict[str, Any]], outputs: Outputs, err
 
 def _written(outcomes: list[Outcome], swept: list[dict[str, Any]], outputs: Outputs) -> list[Path]:
     """Write the requested files. The page shows the first seed, and the gains of the sweep or else of all seeds."""
-    from tlora.sim.outputs import metric_rows, write_job_csv, write_metrics_csv, write_page
-    from tlora.sim.run import WALL_TIMES
+    from tlora.sim.outputs import metric_rows, write_document, write_job_csv, write_metrics_csv, write_page
+    from tlora.sim.run import WALL_TIMES, document
 
     paths = [path for _, path in outputs.files()]
     if outputs.csv_dir:
@@ -201,6 +206,8 @@ def _written(outcomes: list[Outcome], swept: list[dict[str, Any]], outputs: Outp
         from tlora.sim.run import page_view
 
         write_page(outputs.html, simulation_page(page_view(outcomes, swept)))
+    if outputs.json_file:
+        write_document(outputs.json_file, document(outcomes))
     return paths
 
 

@@ -14,8 +14,9 @@ from tlora.report.rows import JsonObject
 class PolicyView:
     """One policy with one set of kernels; `name` names both.
 
-    `samples` has equally long columns: seconds, waiting_jobs, allocated_share, useful_share, allocated_gpus, shared_gpus (each holds until the next second), and
-    `end_seconds` is where the last one ends. `spans` has rows of group_id, base_model, gpus, start_seconds, end_seconds, job_ids.
+    `samples` has equally long columns: seconds, waiting_jobs, allocated_share, useful_share, allocated_gpus, shared_gpus. Each value
+    holds until the next second, the last until `end_seconds`. `spans` has rows of group_id, base_model, gpus, start_seconds, end_seconds,
+    job_ids.
     """
 
     name: str

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -103,6 +104,11 @@ def simulation_view(
         constants=constants,
         warnings=first.warnings,
     )
+
+
+def write_document(path: Path, document: JsonObject) -> None:
+    """Write what a command found as JSON."""
+    write_result(path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def write_page(path: Path, page: str) -> None:

@@ -20,6 +20,7 @@ from tlora.sim.records import SimulationResult
 from tlora.sim.scenario import KERNELS, Scenario, cost_of, scene_of
 from tlora.sim.simulate import Labels, simulate
 from tlora.sim.sweep import SweepRow
+from tlora.wording.decomposition import factors
 
 WALL_TIMES = ("decision_milliseconds", "wall_seconds")  # the only metrics that differ between equal runs
 
@@ -84,6 +85,29 @@ def summary(outcomes: Sequence[Outcome]) -> list[MetricRow]:
         rows = metric_rows(results, [outcome.bounds for outcome in found])
         columns.append([row | {"gain": gain["mean_jct_seconds"]} for row, gain in zip(rows, gains, strict=True)])
     return [_mean_row(rows) for rows in zip(*columns, strict=True)]
+
+
+def document(outcomes: Sequence[Outcome]) -> JsonObject:
+    """What a command found, as one JSON object: what was simulated, the rows of `summary`, and the factors of the gain."""
+    first = outcomes[0].result
+    rows = summary(outcomes)
+    found = factors({str(row["name"]): float(row["mean_jct_seconds"]) for row in rows})
+    return {
+        "trace": first.trace,
+        "jobs": len(first.jobs),
+        "gpus": first.num_gpus,
+        "load": _finite(first.load),
+        "seeds": list(dict.fromkeys(outcome.scenario.seed for outcome in outcomes)),
+        "settings": {key: _finite(value) for key, value in first.settings.items()},
+        "warnings": first.warnings,
+        "reference": policy_name(*reference_of([(outcome.result.policy, outcome.result.kernels) for outcome in outcomes])),
+        "rows": [{key: _finite(value) for key, value in row.items() if key not in (*WALL_TIMES, "seed")} for row in rows],
+        "decomposition": [{"means": means, "factor": factor} for means, factor in found],
+    }
+
+
+def _finite(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def constants_in(outcomes: Sequence[Outcome]) -> dict[str, dict[str, BaseConstants]]:
