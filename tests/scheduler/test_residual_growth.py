@@ -12,7 +12,8 @@ from tests.scheduler.timeline import MOST_RETHINK_SECONDS, TICK_SECONDS, made_ti
 from tlora.protocol import ChangeGroup, GpusLost, JobGroup, JobSubmitted, NodeAdded, StartGroup, StopGroup
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.settings import Settings
-from tlora.scheduler.state import ClusterState, Job
+from tlora.scheduler.starvation import starves_after
+from tlora.scheduler.state import ClusterState
 
 USUAL = Settings()
 REST = USUAL.min_residence_seconds
@@ -219,13 +220,6 @@ def test_a_group_that_has_just_changed_is_left_alone_until_it_has_rested() -> No
 # -- no thrash -------------------------------------------------------------------------------------------------------------
 
 
-def is_late(job: Job, now: float) -> bool:
-    """Late by ten times its length alone, of at least a rest."""
-    done = job.steps_at(now) * job.alone_step_seconds
-    whole = max(REST, job.spec.profile.steps * job.alone_step_seconds)
-    return now - job.submitted_at - done > USUAL.starvation_factor * whole
-
-
 @given(moves=MOVES)
 def test_a_group_that_has_just_changed_neither_grows_nor_moves_nor_parts_nor_stops(moves: list[Move]) -> None:
     """Unless its GPUs are lost, or for somebody who starves. It may take in who waits, and give up GPUs."""
@@ -233,7 +227,9 @@ def test_a_group_that_has_just_changed_neither_grows_nor_moves_nor_parts_nor_sto
     changed_at: dict[str, float] = {}
     for event, state, actions in steps_through(residual_capacity(), moves):
         starts = [action.group for action in actions if isinstance(action, StartGroup)]
-        rescued = any(is_late(state.jobs[name], state.now) for group in starts for name in group.job_ids)
+        rescued = any(
+            state.jobs[name].waited_seconds >= starves_after(state.jobs[name], USUAL) for group in starts for name in group.job_ids
+        )
         for action in actions:
             match action:
                 case StopGroup(name):

@@ -6,37 +6,58 @@ nothing by itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from tlora.scheduler.draft import Draft
 from tlora.scheduler.group_index import GroupIndex, View
 from tlora.scheduler.predictions import Prediction, Predictions
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.state import ClusterState, Job
-from tlora.scheduler.urgency import is_starving, urgency
+from tlora.scheduler.urgency import remaining_seconds, urgency
 
+_MOST_LOOKED_AT = 4096  # nodes in one decision, over all jobs that wait; a look takes about 1 us
 _NODES_LOOKED_AT = 16  # in one decision, where there are more; others at the next, as the first of them goes round
 
 
 _T = TypeVar("_T")
 
 
+class Standing(NamedTuple):
+    """The groups of a node: `narrow` are on it alone, `wide` are on others too, with their GPUs here.
+
+    `worth` is that of the narrow ones, `urgency` the highest of them, inf if one has not rested; `priority` is that of all, None if they
+    differ; `starving`: somebody in a narrow one is.
+    """
+
+    narrow: tuple[View, ...]
+    wide: tuple[tuple[View, int], ...]
+    worth: float
+    urgency: float
+    priority: float | None
+    starving: bool
+
+
 class Decision:
     """`touched` are the groups that it has changed: none changes twice in one decision. What it has worked out it remembers."""
 
-    def __init__(self, state: ClusterState, settings: Settings, predictions: Predictions, index: GroupIndex) -> None:
-        self.state, self.settings, self.index = state, settings, index
+    def __init__(
+        self, state: ClusterState, settings: Settings, predictions: Predictions, index: GroupIndex, starving: Sequence[Job] = ()
+    ) -> None:
+        self.state, self.settings, self.index, self.starving = state, settings, index, starving
         self.draft = Draft(state)
         self.touched: set[str] = set()
         self.node_size = max(1, state.node_size)
         self._predictions = predictions
         self._price = settings.delay_price * (len(state.jobs) - len(state.held)) / max(1, state.num_gpus)
         self._nodes: list[str] | None = None
+        self._looks_left = _MOST_LOOKED_AT
         self._urgency: dict[int, float] = {}
-        self._starving: dict[int, bool] = {}
+        self._starving = {job.number for job in starving}
         self._worth: dict[str, float] = {}
         self._over_share: dict[str, list[View]] = {}
+        self._standing: dict[str, Standing] = {}
         self._rested: dict[str, list[tuple[float, str, View]]] = {}
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
@@ -48,10 +69,8 @@ class Decision:
         return found
 
     def is_starving(self, job: Job) -> bool:
-        found = self._starving.get(job.number)
-        if found is None:
-            found = self._starving[job.number] = is_starving(job, self.state.now, self.settings)
-        return found
+        """Whether it goes before all others of its priority."""
+        return job.number in self._starving
 
     def value(self, jobs: Sequence[Job], slowdowns: Iterable[float]) -> float:
         """What it is worth that they run as fast: sum of urgency / slowdown."""
@@ -59,8 +78,10 @@ class Decision:
 
     def seconds_saved(self, jobs: Sequence[Job], before: Sequence[float], after: Sequence[float]) -> float:
         """By the jobs together until they end, if slowdowns go from `before` to `after`."""
-        now = self.state.now
-        return sum([job.remaining_seconds(now) * (old - new) for job, old, new in zip(jobs, before, after, strict=True)])
+        return sum([self.remaining_seconds(job) * (old - new) for job, old, new in zip(jobs, before, after, strict=True)])
+
+    def remaining_seconds(self, job: Job) -> float:
+        return remaining_seconds(job, self.state.now, self.settings)
 
     # -- how many GPUs -------------------------------------------------------------------------------------------------
 
@@ -114,6 +135,50 @@ class Decision:
             for urgency, name, view in self._rested_on(node)
             if (urgency * ratio <= own or view.priority != priority) and name not in touched and self._gives_way(view, job)
         ]
+
+    def yields(self, view: View, job: Job) -> bool:
+        """Whether the group gives way to `job`, as `givers_on` has it."""
+        if view.group_id in self.touched or not self._gives_way(view, job):
+            return False
+        if self.is_starving(job):
+            return True
+        far = view.priority != job.spec.priority or self.urgency_of(view) * self.settings.preemption_ratio <= self.urgency(job)
+        return far and self.rested(view)
+
+    def standing(self, node: str) -> Standing | None:
+        """The groups of the node, one of full size that this decision has left as it was; else None."""
+        known = self.state.nodes[node]
+        if len(known.gpus) != self.node_size or self.draft.has_changed(node):
+            return None
+        found = self._standing.get(node)
+        if found is None:
+            found = self._standing[node] = self._stand(node)
+        if any(view.group_id in self.touched for view, _ in found.wide) or any(view.group_id in self.touched for view in found.narrow):
+            return None
+        return found
+
+    def _stand(self, node: str) -> Standing:
+        views = [self.index.view(name) for name in self.state.groups_on(node)]
+        narrow = tuple([view for view in views if len(view.nodes) == 1])
+        on, gpus = self.state.group_on, self.state.nodes[node].gpus
+        wide = [(view, sum([on.get(gpu) == view.group_id for gpu in gpus])) for view in views if len(view.nodes) > 1]
+        priorities = {view.priority for view in narrow}
+        return Standing(
+            narrow,
+            tuple(wide),
+            sum([self.worth(view) for view in narrow]),
+            max([self.urgency_of(view) if self.rested(view) else math.inf for view in narrow], default=0.0),
+            priorities.pop() if len(priorities) == 1 else None,
+            bool(self._starving) and any(self.is_starving(job) for view in narrow for job in view.jobs),
+        )
+
+    def all_yield(self, standing: Standing, job: Job) -> bool:
+        """Whether all narrow groups there give way to `job`."""
+        if standing.priority != job.spec.priority:
+            return all(self.yields(view, job) for view in standing.narrow)
+        if standing.starving:
+            return False
+        return self.is_starving(job) or standing.urgency * self.settings.preemption_ratio <= self.urgency(job)
 
     def _rested_on(self, node: str) -> list[tuple[float, str, View]]:
         """Groups that have rested, touched ones too, with their urgency and name, rising."""
@@ -181,6 +246,13 @@ class Decision:
         self.touched.add(group_id)
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
+
+    def may_look_at(self, nodes: int) -> bool:
+        """Whether so many may be looked at for another job. It then counts them as looked at."""
+        if nodes > self._looks_left:
+            return False
+        self._looks_left -= nodes
+        return True
 
     def nodes_to_try(self) -> list[str]:
         """All nodes, or 16 of many, beginning elsewhere in each decision."""

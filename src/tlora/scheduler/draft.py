@@ -31,6 +31,10 @@ class Draft:
         free = self._free.get(node)
         return self.state.nodes[node].free if free is None else free
 
+    def has_changed(self, node: str) -> bool:
+        """Whether GPUs of the node have been taken or given back."""
+        return node in self._free
+
     def with_free(self) -> list[int]:
         """Places of the nodes with free GPUs, rising."""
         places = self.state.with_free

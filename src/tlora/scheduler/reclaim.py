@@ -105,6 +105,12 @@ def apply(decision: Decision, sacrifices: tuple[Sacrifice, ...]) -> list[Job]:
     return stopped
 
 
+def stop_of(decision: Decision, view: View, gpus: int) -> Sacrifice:
+    """That the group stops, of which so many GPUs are of use."""
+    pause = decision.urgency_of(view) * len(view.jobs) * (decision.settings.checkpoint_seconds + decision.settings.start_seconds)
+    return Sacrifice(view.group_id, (), None, gpus, decision.worth(view), pause)
+
+
 def _sacrifice(decision: Decision, view: View, node: str, wanted: int, depth: _Depth) -> Sacrifice | None:
     """What the group gives of its GPUs on the node, `wanted` of them or as many as it can. One on several nodes gives whole nodes."""
     settings, node_of, wide = decision.settings, decision.state.node_of, len(view.nodes) > 1
@@ -112,8 +118,7 @@ def _sacrifice(decision: Decision, view: View, node: str, wanted: int, depth: _D
         return None
     here = tuple([gpu for gpu in view.gpus if node_of[gpu] == node]) if wide else view.gpus
     if depth is _Depth.NOTHING:
-        pause = decision.urgency_of(view) * len(view.jobs) * (settings.checkpoint_seconds + settings.start_seconds)
-        return Sacrifice(view.group_id, (), None, len(here), decision.worth(view), pause)
+        return stop_of(decision, view, len(here))
     least = max(1, decision.share(view)) if depth is _Depth.SHARE else 1
     for count in [len(here)] if wide else range(min(wanted, len(here) - least), 0, -1):
         keep = tuple([gpu for gpu in view.gpus if gpu not in here]) if wide else here[: len(here) - count]

@@ -18,9 +18,11 @@ from tlora.scheduler.predictions import Prediction, Predictions
 from tlora.scheduler.reclaim import Offer, Sacrifice, apply, offers
 from tlora.scheduler.scheduler import Policy
 from tlora.scheduler.settings import Settings
+from tlora.scheduler.starvation import Starvation
 from tlora.scheduler.state import ClusterState, Job
 from tlora.scheduler.urgency import excess_of_tenants, rank
 from tlora.scheduler.waiting import Waiting
+from tlora.scheduler.whole_nodes import WholeNodes
 
 _JOINS_TRIED = 8
 _FAILURES_OF_A_LANE = 4  # jobs that ask for as many GPUs, of whom none found room, until those behind them are not tried
@@ -43,7 +45,8 @@ def residual_capacity(settings: Settings = Settings()) -> Policy:  # noqa: B008 
         predictions, index = memory.predictions, memory.index
         predictions.follow(state)
         index.follow(state)
-        decision = Decision(state, settings, predictions, index)
+        memory.starvation.follow(state)
+        decision = Decision(state, settings, predictions, index, memory.starvation.first(state))
         if state.pending:
             _place_those_who_wait(decision, memory.queue(state))
         if settings.elastic and decision.draft.num_free:
@@ -61,6 +64,7 @@ class _Memory:
     def __init__(self, settings: Settings) -> None:
         self.predictions = Predictions()
         self.index = GroupIndex(self.predictions)
+        self.starvation = Starvation(settings)
         self._settings = settings
         self._queue: Waiting | None = None
         self._ordered_at = -math.inf
@@ -73,7 +77,7 @@ class _Memory:
 
     def note(self, state: ClusterState, wanted: list[JobGroup]) -> None:
         self._idle = _happenings(state)
-        self._idle_until = -math.inf if wanted else state.now + _RETHINK_SECONDS
+        self._idle_until = -math.inf if wanted else min(state.now + _RETHINK_SECONDS, self.starvation.next_at)
 
     def queue(self, state: ClusterState) -> Waiting:
         """Those who wait in order: as it is now, but that of a long queue as it was a short time ago."""
@@ -99,21 +103,32 @@ def _happenings(state: ClusterState) -> tuple[int, ...]:
 
 
 def _place_those_who_wait(decision: Decision, waiting: Waiting) -> None:
-    """In order; those who had to give way last, at nobody's expense."""
+    """By priority; of equal priority who starves first, then in order. Those who had to give way come last, at nobody's expense."""
     settings = decision.settings
     tries = _FAILURES_OF_A_LANE if settings.elastic or settings.sharing or settings.preemption else 1
     failures: dict[int, int] = {}
     stopped: list[Job] = []
     held: list[int] = []
     hopeless: set[int] = set()
-    while (job := waiting.first(hopeless)) is not None:
+    starving = [job for job in reversed(decision.starving) if job.status == "pending"]
+    while True:
+        job = waiting.first(hopeless)
+        if starving and (job is None or starving[-1].spec.priority >= job.spec.priority):
+            late = starving.pop()
+            gave_way = _place(decision, late, gently=False)
+            if gave_way is None:
+                held += _hold_back(decision, late)
+            stopped += gave_way or []
+            continue
+        if job is None:
+            break
         waiting.take(job)
+        if decision.is_starving(job):
+            continue
         gave_way = _place(decision, job, gently=False)
         if gave_way is not None:
             stopped += gave_way
             continue
-        if decision.is_starving(job):
-            held += _hold_back(decision, job)
         gpus = job.spec.gpus
         failures[gpus] = failures.get(gpus, 0) + 1
         if failures[gpus] >= tries:
@@ -175,9 +190,10 @@ def _narrow_places(decision: Decision, job: Job, sizes: Sequence[int], gently: b
     """On GPUs of one node."""
     narrow = [gpus for gpus in sizes if gpus <= decision.node_size]
     found: list[_Place] = []
-    if not narrow:
+    nodes = decision.nodes_to_try()
+    if not narrow or not decision.may_look_at(len(nodes)):
         return found
-    for node in decision.nodes_to_try():
+    for node in nodes:
         for offer in offers(decision, node, job, narrow[-1], gently):
             gpus = max((gpus for gpus in narrow if gpus <= offer.gpus), default=0)
             if gpus:
@@ -186,37 +202,29 @@ def _narrow_places(decision: Decision, job: Job, sizes: Sequence[int], gently: b
 
 
 def _wide_places(decision: Decision, job: Job, sizes: Sequence[int], gently: bool) -> list[_Place]:
-    """On whole nodes, those that cost least, of one rack if that costs no more."""
+    """On GPUs of several nodes. Nobody is stopped for more than it asks for."""
     wide = [gpus for gpus in sizes if gpus > decision.node_size]
     if not wide:
         return []
-    nodes = decision.state.nodes
-    whole: list[Offer] = []
-    for node in decision.nodes_to_try():
-        best = [offer for offer in offers(decision, node, job, decision.node_size, gently) if offer.gpus == decision.node_size]
-        whole += best[:1]
-    whole.sort(key=lambda offer: (offer.loss, nodes[offer.node].rack, offer.node))
     found: list[_Place] = []
+    nodes = WholeNodes(decision, job, gently, stops=False)
     for gpus in wide:
-        count = decision.nodes_for(gpus)
-        racks = [[offer for offer in whole if nodes[offer.node].rack == rack] for rack in dict.fromkeys(nodes[o.node].rack for o in whole)]
-        for choice in (*racks, whole):
-            chosen = _apart(choice, count)
-            if len(chosen) == count:
-                found += _worth(decision, job, gpus, tuple(chosen))
+        chosen = nodes.offers_of(gpus)
+        if chosen is None:
+            break
+        found += _worth(decision, job, gpus, chosen)
+    if found or gently or not decision.settings.preemption:
+        return found
+    nodes = WholeNodes(decision, job, gently, stops=True)
+    for gpus in wide:
+        chosen = nodes.offers_of(gpus) if gpus <= job.spec.gpus else None
+        if chosen is None:
+            break
+        prediction = decision.predict([job], gpus, len(chosen))
+        if prediction is not None:
+            net = decision.value([job], prediction.slowdowns) - sum([offer.loss for offer in chosen])
+            found = [_Place(net, gpus, chosen)]
     return found
-
-
-def _apart(candidates: Sequence[Offer], count: int) -> list[Offer]:
-    """The first `count` of them of which no two change one group."""
-    chosen: list[Offer] = []
-    changed: set[str] = set()
-    for offer in candidates:
-        names = {each.group_id for each in offer.sacrifices}
-        if len(chosen) < count and not names & changed:
-            chosen.append(offer)
-            changed |= names
-    return chosen
 
 
 def _worth(decision: Decision, job: Job, gpus: int, chosen: tuple[Offer, ...]) -> list[_Place]:
@@ -227,7 +235,7 @@ def _worth(decision: Decision, job: Job, gpus: int, chosen: tuple[Offer, ...]) -
     net = decision.value([job], prediction.slowdowns) - sum(offer.loss for offer in chosen)
     pause = sum(offer.pause for offer in chosen)
     if pause and not _goes_first(decision, job, chosen):
-        seconds = job.remaining_seconds(decision.state.now) * prediction.slowdowns[0]
+        seconds = decision.remaining_seconds(job) * prediction.slowdowns[0]
         if net * seconds <= (1 + decision.settings.hysteresis) * pause:
             return []
     return [_Place(net, gpus, chosen)]

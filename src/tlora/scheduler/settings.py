@@ -18,19 +18,26 @@ class Settings:
 
     Urgency is (patience + age) / remaining time: a patience far above remaining times makes it shortest first, one of 0 the response
     ratio. A GPU costs `delay_price` * jobs / GPUs: so many jobs are one second later for each second that it is taken. Who gives way
-    is `preemption_ratio` times less urgent. A job is starving when it is late by `starvation_factor` times its whole time alone.
-    A move must save (1 + `hysteresis`) times what it costs, growth must shorten steps by `growth_gain`, and a group whose members
-    or GPUs have changed rests for `min_residence_seconds`, unless what it gives up is more than its share.
+    is `preemption_ratio` times less urgent. A move must save (1 + `hysteresis`) times what it costs, growth must shorten steps by
+    `growth_gain`, and a group whose members or GPUs have changed rests for `min_residence_seconds`, unless what it gives up is more than
+    its share.
+
+    A job starves that has waited for `starvation_factor` times its time alone, at least for `starvation_least_seconds` and at most for
+    `starvation_most_seconds`; with an infinite factor none does. Those that starve go first, on `starvation_share` of the GPUs, or on what
+    the first of them asks for.
     """
 
     sharing: bool = True
     elastic: bool = True
     preemption: bool = True
     order: Order = "urgency"
-    patience_seconds: float = 3e5
+    patience_seconds: float = 1e7
     delay_price: float = 3.0
     preemption_ratio: float = 2.0
     starvation_factor: float = 10.0
+    starvation_least_seconds: float = 4 * 3600.0
+    starvation_most_seconds: float = 24 * 3600.0
+    starvation_share: float = 0.05
     growth_gain: float = 0.03
     hysteresis: float = 0.5
     min_residence_seconds: float = 600.0

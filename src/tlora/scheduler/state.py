@@ -49,6 +49,8 @@ class Job:
     step_seconds: float = 0.0  # in its group, as predicted; 0 while it waits
     service_gpu_seconds: float = 0.0  # its share of GPU time so far, as of `seen_at`
     gpu_share: float = 0.0  # GPUs that are its own part of its group's
+    ran_seconds: float = 0.0  # in groups, as of `seen_at`
+    waited_seconds: float = 0.0  # before it last began to wait, all stays in the queue together
     times_unqueued: int = 0  # that it stopped waiting, as it was placed or held
     number: int = 0  # of its submission: whoever came first has the lowest
 
@@ -68,13 +70,22 @@ class Job:
         """What is left of it, alone on its own GPUs."""
         return (self.spec.profile.steps - self.steps_at(now)) * self.alone_step_seconds
 
+    def overran_seconds(self, now: float) -> float:
+        """How long it has run beyond the steps that were told of it, as predicted; 0 while there are some left."""
+        if not self.step_seconds:
+            return 0.0
+        return max(0.0, now - self.seen_at - (self.spec.profile.steps - self.steps_done) * self.step_seconds)
+
+    def ran_at(self, now: float) -> float:
+        return self.ran_seconds + (now - self.seen_at if self.step_seconds else 0.0)
+
     def service_at(self, now: float) -> float:
         return self.service_gpu_seconds + (now - self.seen_at) * self.gpu_share
 
     def settle(self, now: float) -> None:
         """Count what was done until `now`."""
         if self.step_seconds:
-            self.steps_done, self.service_gpu_seconds = self.steps_at(now), self.service_at(now)
+            self.steps_done, self.service_gpu_seconds, self.ran_seconds = self.steps_at(now), self.service_at(now), self.ran_at(now)
         self.seen_at = now
 
 
@@ -231,10 +242,9 @@ class ClusterState:
     def hold(self, job_id: str) -> None:
         """Take a job that waits out of the queue, until `release`."""
         job = self.jobs[job_id]
-        del self.pending[job_id]
+        self._unqueue(job)
         self.held.add(job_id)
         job.status = "held"
-        job.times_unqueued += 1
 
     def release(self, job_id: str) -> None:
         self.held.remove(job_id)
@@ -324,10 +334,14 @@ class ClusterState:
     def _admit(self, job_id: str, group_id: str) -> None:
         job = self.jobs[job_id]
         assert job.group_id is None, f"{job_id} is in {job.group_id} and cannot join {group_id}"
-        job.seen_at = self.now
+        self._unqueue(job)
         job.status, job.group_id, job.steps_reported = "placed", group_id, 0.0
+
+    def _unqueue(self, job: Job) -> None:
+        del self.pending[job.spec.job_id]
+        job.waited_seconds += self.now - job.seen_at
+        job.seen_at = self.now
         job.times_unqueued += 1
-        del self.pending[job_id]
 
     def _wait(self, job_id: str) -> None:
         job = self.jobs.get(job_id)

@@ -1,4 +1,4 @@
-"""Who comes first: urgency, who is starving, and shares between tenants. Not here: what anybody gets."""
+"""Who comes first: urgency, and shares between tenants. Not here: who starves (`starvation.py`), and what anybody gets."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from tlora.scheduler.settings import Settings
 from tlora.scheduler.state import ClusterState, Job
 
 _MOST_PRESSED = 10.0  # times as urgent as without a deadline
+_OVERRUN_SHARE = 0.1  # of the time that it has run, a job that goes on beyond its steps is taken to need once more
 
 
 def urgency(job: Job, now: float, settings: Settings) -> float:
@@ -15,7 +16,7 @@ def urgency(job: Job, now: float, settings: Settings) -> float:
 
     Slack is the time until the deadline less what remains. Where it is gone the factor is 10, as it is where little is left.
     """
-    remaining = max(job.remaining_seconds(now), 1.0)
+    remaining = max(remaining_seconds(job, now, settings), 1.0)
     own = (settings.patience_seconds + now - job.submitted_at) / remaining
     deadline = job.spec.deadline
     if deadline is None:
@@ -24,25 +25,27 @@ def urgency(job: Job, now: float, settings: Settings) -> float:
     return own * (min(max(remaining / slack, 1.0), _MOST_PRESSED) if slack > 0 else _MOST_PRESSED)
 
 
-def is_starving(job: Job, now: float, settings: Settings) -> bool:
-    """Whether it is later than it would be alone by `starvation_factor` times its whole time alone, short ones taken for longer."""
-    done = job.steps_at(now) * job.alone_step_seconds
-    whole = max(job.spec.profile.steps * job.alone_step_seconds, settings.min_residence_seconds)
-    return now - job.submitted_at - done > settings.starvation_factor * whole
+def remaining_seconds(job: Job, now: float, settings: Settings) -> float:
+    """What is left of it alone. Of one that runs on beyond the steps told of it, max(told, 0.1 * the time that it has run).
+
+    It then runs on by more than a start takes: what a start or a change of GPUs took is not among its steps.
+    """
+    told = job.remaining_seconds(now)
+    if told > 0.0 or (job.step_seconds and job.overran_seconds(now) <= settings.start_seconds):
+        return told
+    return max(told, _OVERRUN_SHARE * job.ran_at(now))
 
 
 def rank(job: Job, now: float, settings: Settings, excess: Mapping[str, float]) -> tuple[float, ...]:
-    """The key of those that wait, the least first: priority; who is starving, in order of arrival; urgency; residual capacity alone.
+    """The key of those that wait, the least first: priority; urgency; residual capacity alone.
 
     `excess` tells of tenants how many times their share of the GPUs they have: their jobs count as so many times less urgent.
     """
     if settings.order == "arrival":
         return -job.spec.priority, job.number
-    if is_starving(job, now, settings):
-        return -job.spec.priority, 0.0, 0.0, 0.0, job.number
     own = urgency(job, now, settings) / excess.get(job.spec.tenant, 1.0)
     residual = job.spec.profile.tokens_per_step / job.alone_step_seconds - job.need
-    return -job.spec.priority, 1.0, -own, residual, job.number
+    return -job.spec.priority, -own, residual, job.number
 
 
 def excess_of_tenants(state: ClusterState, gpus_of: Mapping[str, float]) -> dict[str, float]:
