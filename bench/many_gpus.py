@@ -2,10 +2,13 @@
 
     python -m bench.many_gpus --gpus 4 --rows placed --shape llama-3-8b --out FILE
     python -m bench.many_gpus --gpus 2 --rows shared --shape llama-3-70b-quarter --steps 3 --out FILE
+    python -m bench.many_gpus --gpus 4 --rows spanning --shape llama-3-8b --steps 12 --out FILE
     python -m bench.many_gpus --gpus 2 --rows placed --shape tiny --device cpu --steps 6 --set dtype=float32
 
 shared: four of those jobs, deterministic, on all GPUs with a memory limit below the bytes of the base, so that it must be shared; then on
 one GPU with the base whole. It compares the adapters' bytes, and says when the first step was through.
+spanning: one job of rank 16 with batches of 16 x 2,048 tokens on all GPUs, of which each computes a replica; then on one GPU, uncut. The
+ratio is that of the steady rates; how long each GPU waited for the others is in the notes.
 placed: the eight jobs of bench/real_jobs.yaml on all GPUs at once; then, for each GPU, the jobs that had been placed there, alone on that
 GPU. The ratio is the steady rate of the first over the sum of the others'. Each launch is made twice and the second one counts: its caches
 are warm. A row is added to the file as soon as it is there.
@@ -35,7 +38,7 @@ from bench.base_files import make_base
 from bench.real_jobs import CACHES, JOBS_FILE
 from bench.shapes import SHAPES
 
-ROWS = ("placed", "shared")
+ROWS = ("placed", "shared", "spanning")
 _SHARED_JOBS = ("alpaca", "identity", "sft", "conversations")
 
 
@@ -85,6 +88,16 @@ class Bench:
         same = together.get("adapters") == alone.get("adapters")
         ratio = together["first_step_seconds"] / alone["first_step_seconds"] if "first_step_seconds" in together else None
         return {"row": "shared", "ratio": ratio, "same_bytes": same, "limit": limit[0], "together": together, "alone": [alone]}
+
+    def spanning(self) -> dict[str, Any]:
+        data = self._directory / "long.jsonl"
+        words = " ".join(f"w{number % 997}" for number in range(4000))  # whatever the tokenizer, more than 2,048 tokens
+        data.write_text("".join(json.dumps({"text": f"{row} {words}"}) + "\n" for row in range(64)), encoding="utf-8")
+        self._jobs["wide"] = {"name": "wide", "data": str(data), "r": 16, "batch_size": 16, "max_length": 2048}
+        together = self.launch(["wide"], str(self._options.gpus), warm_up=True)
+        alone = self.launch(["wide"], self._one(0))
+        ratio = together["steady_tokens_per_second"] / alone["steady_tokens_per_second"] if "steady_tokens_per_second" in alone else None
+        return {"row": "spanning", "ratio": ratio, "together": together, "alone": [alone]}
 
     def _one(self, gpu: int) -> str | None:
         return f"{gpu}," if self._options.device == "cuda" else None

@@ -97,7 +97,7 @@ class PlainView:
 
 def plain_line(seconds: float, job: JobProgress) -> str:
     """One job in one line: time, name, step, losses, speed."""
-    where = f" on GPU {job.gpu}" if job.gpu is not None else ""
+    where = f" on GPU {job.gpus_text}" if job.gpus_text else ""
     parts = [f"{job.name}: {job.status}{where}", f"step {job.step}/{job.total_steps}"]
     parts += [f"loss {loss_text(job.loss)}"] if job.loss is not None else []
     parts += [f"eval loss {loss_text(job.eval_loss)}"] if job.eval_loss is not None else []
@@ -133,7 +133,7 @@ def progress_view(state: RunProgress, width: int, height: int) -> Group:
         table.add_row(
             Text(printable(shorten(job.name, name_width))),
             Text(job.status, style=STYLES.get(job.status, "dim")),
-            *([str(job.gpu) if job.gpu is not None else ""] if placed else []),
+            *([job.gpus_text] if placed else []),
             *bar,
             f"{job.step}/{job.total_steps}" if job.total_steps else "",
             loss_text(job.loss),

@@ -33,6 +33,12 @@ class JobProgress:
     eta_seconds: float | None = None
     reason: str = ""  # why it failed or stopped
     gpu: int | None = None  # where it is, of a run on several GPUs
+    parts_on: tuple[int, ...] = ()  # other GPUs that compute some of its replicas
+
+    @property
+    def gpus_text(self) -> str:
+        """All of them, with commas; "" on a single one."""
+        return "" if self.gpu is None else ",".join(map(str, (self.gpu, *self.parts_on)))
 
 
 @dataclass(frozen=True)

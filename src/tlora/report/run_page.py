@@ -14,7 +14,7 @@ from tlora.report.page import LegendEntry, Section, render_page
 from tlora.report.rows import smoothing_window
 from tlora.report.run_view import RunView, read_run
 from tlora.report.sweeps import sweep_sections
-from tlora.report.tables import results_table, run_facts, run_machine
+from tlora.report.tables import gpus_table, results_table, run_facts, run_machine
 
 
 def write_report(run_dir: Path) -> Path:
@@ -49,7 +49,7 @@ def report_page(run: RunView) -> str:
         sections.append(Section("Results", results_table(single, looks, window)))
     sections += [
         Section("Curves", empty + keys_html(run.jobs), [*learning, *over_time], legend),
-        Section("Run", run_machine(run)),
+        Section("Run", run_machine(run) + gpus_table(run)),
     ]
     return render_page(_title(run), sections)
 

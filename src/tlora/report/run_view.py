@@ -41,6 +41,7 @@ class JobView:
     eval_rows: Sequence[JsonObject]
     progress: float | None
     gpu: int | None = None  # where it is, or was last, of a run on several GPUs
+    parts_on: tuple[int, ...] = ()  # other GPUs that compute some of its replicas
 
     @property
     def trained_eval_best(self) -> float | None:
@@ -98,13 +99,24 @@ def read_run(run_dir: Path) -> RunView:
     status = str(spec.get("status", ""))
     homes = spec.get("homes")
     homes = homes if isinstance(homes, dict) else {}
-    jobs = [replace(_read_job(run_dir / name, name, specs, status), gpu=_whole(homes.get(name), None)) for name in names]
+    jobs = [
+        replace(_read_job(run_dir / name, name, specs, status), gpu=_whole(homes.get(name), None), parts_on=_parts_on(spec, name))
+        for name in names
+    ]
     rows = merge_gpus(read_rows(run_dir / "run.jsonl"))
     ends = [second for job in jobs for row in (job.train_rows[-1:], job.eval_rows[-1:]) for second in column(row, "seconds")]
     seconds = max((second for second in [*column(rows[-1:], "seconds"), *ends] if math.isfinite(second)), default=math.nan)
     return RunView(
         name=run_dir.resolve().name, spec=spec, rows=rows, jobs=jobs, seconds=seconds, num_tokens=sum(job.num_tokens for job in jobs)
     )
+
+
+def _parts_on(spec: JsonObject, name: str) -> tuple[int, ...]:
+    """GPUs beside its home that compute replicas of a job."""
+    spans = spec.get("spans")
+    span = spans.get(name) if isinstance(spans, dict) else None
+    gpus = span.get("gpus") if isinstance(span, dict) else None
+    return tuple(gpu for gpu in gpus[1:] if isinstance(gpu, int)) if isinstance(gpus, list) else ()
 
 
 def _entries(value: object) -> list[JsonObject]:

@@ -16,7 +16,7 @@ from tlora.report.sparklines import SparkScale, spark_scale, sparkline
 from tlora.report.templates import render
 from tlora.wording.numbers import DASH, MINUS, count_text, duration_text, loss_text
 
-_SHOWN_ELSEWHERE = ("jobs", "versions", "status", "started", "base_parameters", "gpus", "homes")
+_SHOWN_ELSEWHERE = ("jobs", "versions", "status", "started", "base_parameters", "gpus", "homes", "spans")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ def trend_note(scale: SparkScale | None) -> Markup:
 def _status_cell(job: JobView) -> Cell:
     cell = Markup('<span class="status {}">{}</span>').format(_status_class(job.status), job.status)
     if job.gpu is not None:
-        cell += Markup('<div class="faint">GPU {}</div>').format(job.gpu)
+        numbers = ", ".join(map(str, (job.gpu, *job.parts_on)))
+        cell += Markup('<div class="faint">{} {}</div>').format("GPUs" if job.parts_on else "GPU", numbers)
     if job.left_seconds is not None:
         cell += Markup('<div class="faint">about {} left</div>').format(duration_text(job.left_seconds))
     if job.broken_step is not None:
@@ -117,6 +118,29 @@ def run_machine(run: RunView) -> Markup:
     facts = [(key, _fact(value)) for key, value in run.spec.items() if key not in _SHOWN_ELSEWHERE]
     line = " · ".join(f"{name} {version}" for name, version in named)
     return render("tiles.html", tiles=tiles) + render("settings.html", versions=line, title="Settings of the run", facts=facts)
+
+
+_WAITS = {"exchange_wait_seconds": "waited for other GPUs", "fetch_wait_seconds": "waited for the base's layers"}
+
+
+def gpus_table(run: RunView) -> Markup:
+    """What each of several GPUs had to do, and how long it computed nothing while it waited; nothing for a run on one."""
+    gpus = run.spec.get("gpus")
+    if not isinstance(gpus, dict) or len(gpus) < 2:
+        return Markup()
+    waits = {key: title for key, title in _WAITS.items() if any(key in facts for facts in gpus.values())}
+    heads = ("GPU", "jobs", "#token budget", *(f"#{title}" for title in waits.values()))
+    lines: list[Line] = []
+    for number, facts in gpus.items():
+        jobs = [job.name for job in run.jobs if str(job.gpu) == number]
+        jobs += [f"a part of {job.name}" for job in run.jobs if number in map(str, job.parts_on)]
+        budget = facts.get("token_budget")
+        cells = [Cell(number), Cell(", ".join(jobs) or DASH), Cell(f"{budget:,}" if isinstance(budget, int) else DASH, budget)]
+        for key in waits:
+            seconds = facts.get(key)
+            cells.append(Cell(duration_text(seconds), seconds) if isinstance(seconds, int | float) else Cell(DASH))
+        lines.append(Line(cells))
+    return table(heads, lines)
 
 
 def _device(run: RunView) -> str:

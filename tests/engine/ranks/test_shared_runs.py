@@ -87,6 +87,21 @@ def test_a_base_that_does_not_fit_is_shared_with_the_same_bytes(world: World, tm
     assert read_object(tmp_path / "out" / "run.json")["base_shared"] is True
 
 
+def test_a_job_that_spans_over_a_shared_base(world: World, tmp_path: Path) -> None:
+    """Its two replicas at the same time, on ranks that hold half of each layer; in one process one after the other, on a whole base."""
+    orders = [{**world.orders[0], "name": "wide", "gpus": 2, "batch_size": 4}, world.orders[1]]
+    whole = tlora.train(run_spec(world.base, tmp_path / "whole", orders, deterministic=True), device="cpu")
+    found = check(run_spec(world.base, tmp_path / "out", orders, token_budget=64), device="cpu")
+    limit = int(0.85 * world.base_bytes) + found.activation_bytes + max(job.memory_bytes for job in found.jobs)
+    lines: list[str] = []
+    spec = run_spec(world.base, tmp_path / "out", orders, deterministic=True, memory_limit=limit, token_budget=64)
+    results = tlora.train(spec, device="cpu", gpus=2, watcher=Watcher(note=lines.append))
+    assert (whole.status, results.status) == ("done", "done"), lines
+    assert read_object(tmp_path / "out" / "run.json")["base_shared"] is True and any("a part of wide" in line for line in lines)
+    for order in orders:
+        assert sha256(tmp_path / "out" / order["name"]) == sha256(tmp_path / "whole" / order["name"])
+
+
 def test_saved_shared_and_resumed_whole(world: World, tmp_path: Path) -> None:
     told: list[int] = []
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from tlora.batching.replicas import Span
 from tlora.engine.watcher import JobProgress, RunProgress
 from tlora.job import RunSpec
 from tlora.store.recorder import JobResult
 
 
 class Books:
-    """`results` are of the jobs that have ended; `began` are the jobs that some rank has begun."""
+    """`results` are of the jobs that have ended; `began` are the jobs that some rank has begun; `spans` those that several compute."""
 
     def __init__(self, run: RunSpec) -> None:
         self._rows = {job.name: JobProgress(job.name, "preparing", job.r) for job in run.jobs}  # the newest of each
         self._shown: dict[int, RunProgress] = {}
         self._rates: dict[int, Mapping[str, float]] = {}
+        self.spans: Mapping[str, Span] = {}
         self.results: dict[str, JobResult] = {}
         self.began: set[str] = set()
 
@@ -62,7 +64,11 @@ class Books:
 
     def _on_all(self, row: JobProgress, total: float) -> JobProgress:
         """The row with the tokens of all GPUs that compute parts of the job, of `total` tokens per second."""
-        if row.name in self.results or not row.tokens_per_second:
+        if row.name in self.results:
+            return row
+        span = self.spans.get(row.name)
+        row = replace(row, parts_on=span.peers if span is not None and row.gpu is not None else ())
+        if not row.tokens_per_second:
             return row
         rate = row.tokens_per_second + sum(rates.get(row.name, 0.0) for rates in self._rates.values())
         return replace(row, tokens_per_second=rate, share=rate / total if total else 0.0)

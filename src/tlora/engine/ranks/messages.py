@@ -17,6 +17,11 @@ from tlora.job import RunSpec
 if TYPE_CHECKING:  # ranks are started before anybody has loaded torch
     from tlora.store.recorder import JobResult
 
+WAITS = {
+    "exchange_wait_seconds": "for parts of jobs on other GPUs",
+    "fetch_wait_seconds": "for layers of the shared base",
+}
+
 # -- from the owner ----------------------------------------------------------------------------------------------------
 
 
@@ -228,7 +233,9 @@ class Broken:
 
 @dataclass(frozen=True)
 class Bye:
-    """All is written, and nothing more will be."""
+    """All is written, and nothing more will be. `waited`: seconds that the rank computed nothing, by what it waited for (`WAITS`)."""
+
+    waited: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 Report = Hello | Found | Ready | Shown | RowMade | Said | Began | Room | Full | Left | Ended | Broken | Bye | Note

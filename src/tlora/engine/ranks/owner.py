@@ -19,10 +19,12 @@ from tlora import errors
 from tlora.data.prepare import Preparation, WorkerProcess
 from tlora.engine.interrupts import describe_interrupt, interrupts
 from tlora.engine.job_length import check_lengths
+from tlora.engine.ranks.alike import check_alike, check_kinds
 from tlora.engine.ranks.books import Books
 from tlora.engine.ranks.crew import Crew, Lost
 from tlora.engine.ranks.dispatcher import Dispatcher
 from tlora.engine.ranks.messages import (
+    WAITS,
     Assign,
     BaseKnown,
     Began,
@@ -47,7 +49,7 @@ from tlora.engine.ranks.placement import describe_placement, place
 from tlora.engine.results import Results, all_results
 from tlora.engine.run_monitor import begin_of_run
 from tlora.engine.watcher import Watcher
-from tlora.errors import CapacityError, ConfigError, ModelError, TloraError
+from tlora.errors import CapacityError, ModelError, TloraError
 from tlora.job import RunSpec
 from tlora.planning.form import choose_form
 from tlora.planning.plan import PlannedJob, job_warnings, plan_jobs
@@ -55,15 +57,15 @@ from tlora.planning.work import choose_replicas, predicted_seconds
 from tlora.report.run_page import write_report
 from tlora.store.fingerprint import BaseGuard
 from tlora.store.metrics import RowWriter
-from tlora.store.model_card import library_versions
 from tlora.store.run_directory import HeldDirectory, earlier_base, hold_run_directory, write_run_file
 from tlora.store.serving import ServingFiles
 from tlora.supermodel.fp8_linear import check_fp8
 from tlora.supermodel.load import find_directory, outline
 from tlora.supermodel.supermodel import SuperModel
-from tlora.version import __version__
+from tlora.wording.numbers import duration_text
 
 _SHOW_SECONDS = 0.25
+_TOLD_SECONDS = 0.1  # of waiting: less is not worth a line
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class _Owner:
         self._started = begin_of_run(Path(order.run.output_dir), order.resume)
         self._books = Books(order.run)
         self._facts: dict[str, Any] = {}
+        self._spans: dict[str, dict[str, Any]] = {}
         self._dispatcher: Dispatcher | None = None
         self._shown = 0.0
         self._stopping = False
@@ -138,6 +141,8 @@ class _Owner:
         placement = place(seconds, self._crew.count, replicas)
         self._order.watcher.note(describe_placement(placement))
         self._dispatcher = Dispatcher(seconds, placement)
+        self._books.spans = self._dispatcher.spans
+        self._spans = {job: {"replicas": span.replicas, "gpus": list(span.ranks)} for job, span in placement.spans.items()}
         for rank, lost in self._crew.lost.items():
             self._lose(rank, lost)
         store = self._crew.store if self.shared or placement.spans else ""
@@ -147,16 +152,6 @@ class _Owner:
         if not self._crew.ready:
             self._raise_all_lost()
         self._see_ready()
-
-    def _check_alike(self, hello: Hello) -> None:
-        """Raises ConfigError for a rank with other software or another jobs file, which only a launcher can have started."""
-        ours, what = library_versions() | {"tlora": __version__}, ""
-        if differ := [name for name, version in ours.items() if hello.software.get(name) != version]:
-            what = f"{differ[0]} {hello.software.get(differ[0])}, and rank 0 {ours[differ[0]]}. Install the same everywhere"
-        elif hello.run_digest not in ("", self._order.digest):
-            what = "another jobs file, or other options, than rank 0. Launch all with the same command"
-        if what:
-            raise ConfigError(f"rank {hello.rank} on {hello.host} has {what}")
 
     def _until_all(self, come: Mapping[int, object]) -> None:
         while any(rank not in come for rank in self._crew.living):
@@ -186,7 +181,7 @@ class _Owner:
         self._until_all(self._crew.found)
         if not self._crew.found:
             self._raise_all_lost()
-        self._check_kinds()
+        check_kinds(self._crew.found)
         limit = min(found.limit_bytes for found in self._crew.found.values())
         base_bytes = sum(p.numel() * p.element_size() for p in model.model.parameters())
         form = choose_form(self.run, planned, model, base_bytes, torch.device(self._devices[0]), limit, self._crew.count)
@@ -194,13 +189,6 @@ class _Owner:
             raise CapacityError(f"{form.refused[0]} does not fit on {self._crew.count} GPU{'s' * (self._crew.count > 1)}")
         self.shared = form.shared
         self._order.watcher.note(form.why)
-
-    def _check_kinds(self) -> None:
-        """Raises ConfigError for GPUs of different kinds."""
-        names = {rank: found.device for rank, found in sorted(self._crew.found.items())}
-        if len(set(names.values())) > 1:
-            each = ", ".join(f"{rank} is {name}" for rank, name in names.items())
-            raise ConfigError(f"the GPUs are of different kinds ({each}), and jobs are placed as on equal ones. Choose some of one kind")
 
     def _stage(self, stage: str) -> None:
         self._order.watcher.progress(self._books.progress(self._seconds, stage))
@@ -222,6 +210,7 @@ class _Owner:
         self._facts = {
             **first.facts,
             "base_shared": self.shared,
+            **({"spans": self._spans} if self._spans else {}),
             "gpus": {str(rank): {key: each.facts[key] for key in keys} for rank, each in ready.items()},
         }
 
@@ -351,7 +340,7 @@ class _Owner:
             case Shown():
                 self._show(rank, report)
             case Hello():
-                self._check_alike(report)
+                check_alike(report, self._order.digest)
                 self._crew.send(rank, Open(self.run, self._order.resume, self._devices[rank], self._started))
             case Began(job) if dispatcher is not None:
                 books.begin(rank, job)
@@ -368,8 +357,10 @@ class _Owner:
             case Faulty(job, reason) if dispatcher is not None and job in dispatcher.spans:
                 self._order.watcher.note(f"GPU {rank} cannot compute its part of {job} ({reason}): the job goes on in one place")
                 dispatcher.dissolve(job)
-            case Bye() if not self._stopping:  # somebody has sent it SIGTERM
-                self._lose(rank, Lost("was told to end by SIGTERM"))
+            case Bye(waited):
+                self._see_waits(rank, waited)
+                if not self._stopping:
+                    self._lose(rank, Lost("was told to end by SIGTERM"))
             case Ended(result) if result.status == "stopped" and not self._stopping:
                 pass  # with its rank, which says Bye next: the job goes on elsewhere
             case Ended(result) if dispatcher is not None:
@@ -378,6 +369,12 @@ class _Owner:
                     dispatcher.end(rank, result.name)
             case _:
                 pass
+
+    def _see_waits(self, rank: int, waited: Mapping[str, float]) -> None:
+        self._facts["gpus"][str(rank)] |= waited
+        told = [f"{duration_text(seconds)} {WAITS[what]}" for what, seconds in waited.items() if seconds >= _TOLD_SECONDS]
+        if told:
+            self._order.watcher.note(f"GPU {rank} has waited {' and '.join(told)}")
 
     def _show(self, rank: int, shown: Shown) -> None:
         self._books.show(rank, shown.progress, shown.rates)

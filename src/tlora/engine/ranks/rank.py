@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from contextlib import suppress
 from dataclasses import replace
@@ -110,9 +111,10 @@ class Rank:
         self._begun: set[str] = set()
         self._leaving: set[str] = set()
         self._changed = True  # a job has begun, ended or come to wait since the last Room or Full
+        self._waited = 0.0  # seconds, for other ranks' parts of jobs
         self._store: Store | None = None  # by which ranks find each other
 
-    def run(self) -> None:
+    def run(self) -> Bye:
         """From the first command to the last. Raises what concerns all jobs."""
         opened = self._next(Open)
         run, place = opened.run, torch.device(opened.device)
@@ -140,6 +142,9 @@ class Rank:
                 self._driver.close()
         self._tell_ended()
         monitor.close(self._driver)
+        fetches = loaded.model.fetches
+        waited = {"exchange_wait_seconds": self._waited} if self._spans else {}
+        return Bye(waited | ({"fetch_wait_seconds": fetches.exposed_seconds} if fetches is not None else {}))
 
     def _next(self, kind: type[Any]) -> Any:
         """The next command, which is of this kind, or the end."""
@@ -189,13 +194,17 @@ class Rank:
 
     def _wait(self) -> Command | None:
         """The next command. Until it comes, jobs are told whose files have been written."""
-        records = self._driver.records
-        while records.ending:
-            with suppress(queue.Empty):
-                return self._inbox.get(timeout=_LOOK_SECONDS)
-            records.see_ended()
-            self._tell_ended()
-        return self._inbox.get()
+        records, since = self._driver.records, time.monotonic()
+        try:
+            while records.ending:
+                with suppress(queue.Empty):
+                    return self._inbox.get(timeout=_LOOK_SECONDS)
+                records.see_ended()
+                self._tell_ended()
+            return self._inbox.get()
+        finally:
+            if self._driver.group.runs:
+                self._waited += time.monotonic() - since
 
     def _heard(self, command: Command | None) -> bool:
         """Obey one command. False: stop."""
@@ -279,7 +288,7 @@ def serve(address: str, rank: int, count: int, run_digest: str = "") -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches a whole terminal; what follows is the owner's decision
     line = connect(address, inbox.put)(hello(rank, run_digest))
     try:
-        Rank(line, inbox, rank, count).run()
+        line.send(Rank(line, inbox, rank, count).run())
     except SystemExit:
         return 0
     except BaseException as error:
@@ -289,7 +298,6 @@ def serve(address: str, rank: int, count: int, run_digest: str = "") -> int:
         else:
             line.send(Broken(f"{type(error).__name__}: {error}"))
         return 1
-    line.send(Bye())
     return 0
 
 

@@ -1,0 +1,51 @@
+"""Bad neighbours on one GPU of a job that spans several, and of one that lies on another: the bytes of both stay."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.engine.ranks.test_span_exchange import World, story
+from tests.group.test_engine_reports import sets as sets
+from tests.group.test_engine_reports import spec
+from tests.group.test_replicas import Sets, assert_same, ended, trained
+from tests.numerics.poisons import POISONS, Poison
+from tlora.adapters.state import init_state
+from tlora.data.dataset import Dataset, Writer
+from tlora.engine.ranks.messages import Faulty
+from tlora.group.job_run import JobRun
+from tlora.group.reports import Ended
+
+
+def join(poison: Poison, world: World, rank: int, directory: Path) -> None:
+    """The bad job joins on one rank."""
+    bad, engine = poison.make(benign=False), world.engines[rank]
+    writer = Writer(directory)
+    for sample in bad.samples:
+        writer.add(sample)
+    writer.finish({})
+    job = spec(bad.name, **bad.lora.model_dump(), **bad.train.model_dump(exclude={"max_steps"}), max_steps=bad.steps)
+    state = init_state(engine.model.layout(job), job.seed, engine.model.bank.sum_dtype, engine.model.device)
+    if bad.spoil is not None:
+        bad.spoil(state)
+    engine.join(JobRun(job, Dataset(directory), None), state)
+
+
+# A job without samples never comes so far: its data is refused.
+@pytest.mark.parametrize("poison", [poison for poison in POISONS if poison.make(benign=False).samples], ids=lambda poison: poison.name)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_bad_neighbour_changes_no_byte(sets: Sets, tmp_path: Path, poison: Poison, rank: int) -> None:
+    """On rank 1, the home of one spanning job that also has a part of the other, or on rank 0, which has a part and a job of its own."""
+    jobs, spans = story()
+    world = World(jobs, spans, sets, 3, [60] * 3)
+    with poison.around():
+        join(poison, world, rank, tmp_path / "bad")
+        world.run(random.Random(rank))
+        for job in jobs:
+            home = spans[job.name].home if job.name in spans else 0
+            assert_same(ended(world.heard[home], job.name), trained(job, sets[0], sets[1] if job.eval_steps else None))
+    assert world.faults == list[Faulty]()
+    (end,) = [report for report in world.heard[rank] if isinstance(report, Ended) and report.job_id == "bad"]
+    assert end.status == "failed" or not poison.raises
