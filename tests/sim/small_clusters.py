@@ -27,7 +27,7 @@ def made_job(name: str, steps: int, at: float = 0.0, gpus: int = 1, tokens: floa
     """By itself on one GPU a step takes tokens / 1,000 seconds, so that a job of 1,000 steps of 1,000 tokens takes 1,000 seconds."""
     profile = JobProfile(tokens, steps, 512, 1000)
     seconds = tokens / (1000.0 * gpus)
-    return MappedJob(at, steps * seconds, seconds, JobSubmitted(name, BASE, gpus, profile, max_slowdown=2.0), ends)
+    return MappedJob(at, steps * seconds, seconds, JobSubmitted(name, BASE, gpus, profile, max_slowdown=2.0), ends, samples_per_step=10**6)
 
 
 def group_of(name: str, *jobs: str, gpus: tuple[int, ...] = (0,), budget: int = 1000) -> JobGroup:

@@ -6,6 +6,7 @@ import itertools
 import math
 from functools import cache
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tests.sim.made_results import make_orders, make_result
 from tlora.costs.cost import BaseConstants, CostModel
 from tlora.costs.sharing import Member, group_step_seconds
+from tlora.sim import flow_bound
 from tlora.sim.bounds import Work, lower_bounds, work_of
 from tlora.sim.records import JobRecord
 
@@ -60,7 +62,7 @@ def best_schedules(jobs: Instance, gpus: int) -> tuple[float, float]:
 def test_the_best_of_all_schedules_is_not_below_the_bounds(jobs: Instance, gpus: int) -> None:
     found = lower_bounds(as_work(jobs, gpus), gpus)
     mean, makespan = best_schedules(jobs, gpus)
-    for bound in (found.alone_mean_seconds, found.queue_mean_seconds, found.rate_mean_seconds, found.mean_jct_seconds):
+    for bound in (found.alone_mean_seconds, found.queue_mean_seconds, found.flow_mean_seconds, found.mean_jct_seconds):
         assert bound <= mean + 1e-9
     assert found.makespan_seconds <= makespan + 1e-9
 
@@ -70,7 +72,7 @@ def test_on_one_gpu_srpt_is_the_optimum(jobs: Instance) -> None:
     found = lower_bounds(as_work(jobs, 1), 1)
     mean, makespan = best_schedules(jobs, 1)
     assert found.queue_mean_seconds == pytest.approx(mean) and found.makespan_seconds == pytest.approx(makespan)
-    assert found.rate_mean_seconds <= mean + 1e-9
+    assert found.flow_mean_seconds <= mean + 1e-9
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e5), st.floats(0.1, 1e4)), min_size=1, max_size=60), st.integers(1, 64))
@@ -87,17 +89,41 @@ def test_srpt_is_not_above_first_come_first_served(jobs: list[tuple[float, float
 @pytest.mark.parametrize("arrival", [0.0, 1e6])
 def test_a_single_job_has_its_own_time(arrival: float) -> None:
     elastic = lower_bounds([Work(arrival, 64.0, 4.0)], 16)
-    assert elastic.alone_mean_seconds == elastic.queue_mean_seconds == elastic.rate_mean_seconds == elastic.makespan_seconds == 4.0
+    assert elastic.alone_mean_seconds == elastic.queue_mean_seconds == elastic.makespan_seconds == 4.0
+    assert elastic.flow_mean_seconds == pytest.approx(4.0)
     slow = lower_bounds([Work(arrival, 64.0, 40.0)], 16)
     assert (slow.mean_jct_seconds, slow.queue_mean_seconds, slow.makespan_seconds) == (40.0, 4.0, 40.0)
-    assert slow.rate_mean_seconds == pytest.approx(22.0)
+    assert slow.flow_mean_seconds == pytest.approx(40.0)
 
 
-def test_the_rate_bound_is_the_largest_where_slow_jobs_queue() -> None:
+@given(INSTANCES, st.integers(1, 3), st.integers(0, 10**6))
+def test_the_flow_bound_holds_for_any_prices(jobs: Instance, gpus: int, seed: int) -> None:
+    """Weak duality: what the prices are may weaken the bound, never break it."""
+    dice = np.random.default_rng(seed)
+
+    def any_prices(flows: flow_bound.Flows, edges: flow_bound.Array, num_gpus: int) -> flow_bound.Array:
+        return dice.exponential(2.0, len(edges) - 1) * (dice.random(len(edges) - 1) < 0.5)
+
+    work = sorted(as_work(jobs, gpus), key=lambda each: each.submitted_seconds)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flow_bound, "_prices", any_prices)
+        patch.setattr(flow_bound, "_BUCKETS", 12)
+        found = flow_bound.mean_flow_seconds([(each.submitted_seconds, each.gpu_seconds, each.fastest_seconds) for each in work], gpus)
+    assert found <= best_schedules(jobs, gpus)[0] + 1e-9
+
+
+def test_a_job_that_limits_others_counts_though_none_fills_the_cluster_alone() -> None:
+    """Two of 3 GPU-seconds on at most 3 of 4 GPUs: 1 s each alone; together 6 GPU-seconds, of which the first has 3 after a second."""
+    found = lower_bounds([Work(0.0, 3.0, 1.0), Work(0.0, 3.0, 1.0)], 4)
+    assert found.alone_mean_seconds == 1.0 and found.queue_mean_seconds == pytest.approx((0.75 + 1.5) / 2)
+    assert 1.125 < found.mean_jct_seconds == found.flow_mean_seconds <= (1.0 + 1.5) / 2
+
+
+def test_the_flow_bound_is_the_largest_where_slow_jobs_queue() -> None:
     """Ten jobs at once, each at most on 1 of 2 GPUs: 100 GPU-seconds take 10 s each; in pairs their mean JCT is 30 s."""
     found = lower_bounds([Work(0.0, 10.0, 10.0)] * 10, 2)
     assert found.alone_mean_seconds == 10.0 and found.queue_mean_seconds == pytest.approx(27.5)
-    assert found.mean_jct_seconds == found.rate_mean_seconds == pytest.approx(30.0)
+    assert found.mean_jct_seconds == found.flow_mean_seconds == pytest.approx(30.0, rel=1e-3)
 
 
 def test_no_jobs_have_no_bound() -> None:
@@ -105,10 +131,10 @@ def test_no_jobs_have_no_bound() -> None:
     assert all(math.isnan(bound) for bound in (found.mean_jct_seconds, found.queue_mean_seconds, found.makespan_seconds))
 
 
-def make_record(tokens_per_step: float, steps: float = 10.0) -> JobRecord:
+def make_record(tokens_per_step: float, steps: float = 10.0, most_gpus: int = 10**6) -> JobRecord:
     (job,) = make_result(make_orders(1), "fifo").jobs
     values = {name: getattr(job, name) for name in JobRecord.__dataclass_fields__}
-    return JobRecord(**values | {"tokens_per_step": tokens_per_step, "steps": steps})
+    return JobRecord(**values | {"tokens_per_step": tokens_per_step, "steps": steps, "most_gpus": most_gpus})
 
 
 @given(
@@ -126,7 +152,17 @@ def test_no_group_lets_a_job_step_faster_than_its_fastest(tokens: float, others:
     step = group_step_seconds(COST, record.base_model, budget * gpus, gpus, nodes, members)[0]
     alone = COST.alone_step_seconds(record.base_model, tokens, gpus, nodes)
     assert work.fastest_seconds <= 10 * min(step, alone) * (1 + 1e-9)
-    assert work.gpu_seconds == pytest.approx(10 * tokens / COST.constants[record.base_model].tokens_per_second)
+    assert work.gpu_seconds == pytest.approx(10 * tokens * (1 / COST.constants[record.base_model].tokens_per_second + 0.02 / 16_384))
+    members_seconds = gpus * COST.micro_batch_seconds(record.base_model, tokens, gpus, nodes, 1)
+    assert tokens > budget * gpus or work.gpu_seconds <= 10 * members_seconds * (1 + 1e-9)
+
+
+def test_no_more_gpus_than_samples() -> None:
+    """A step of 8 samples of 2,000 tokens: 16 GPUs are no faster than 8, and 8 no faster than one with one sample."""
+    seconds = [work_of([make_record(16_000.0, most_gpus=most)], COST, 32, 8)[0].fastest_seconds for most in (1, 4, 8, 16)]
+    base = make_record(1.0).base_model
+    assert seconds == [pytest.approx(10 * COST.micro_batch_seconds(base, 16_000.0, gpus, 1, 1)) for gpus in (1, 4, 8)] + [seconds[3]]
+    assert seconds[3] == pytest.approx(10 * min(COST.micro_batch_seconds(base, 16_000.0, *size, 1) for size in ((8, 1), (16, 2))))
 
 
 def test_only_jobs_that_are_done_have_work() -> None:

@@ -43,6 +43,19 @@ def lone_step_seconds(cost: CostModel, base: str, token_budget: int, gpus: int, 
     return count * cost.micro_batch_seconds(base, tokens / count, gpus, nodes, 1)
 
 
+def fastest_step_seconds(cost: CostModel, base: str, tokens: float, most_gpus: int, gpus_per_node: int) -> float:
+    """The least time of an optimizer step of `tokens` on any number of GPUs up to `most_gpus`, alone or in a group.
+
+    n * t(b, G) / b with b = min(n, largest budget * G). Within one GPU, one node, several nodes, more GPUs are never slower, so the most of
+    each are tried. It counts a full budget's share where n is no multiple of it.
+    """
+    found: list[float] = []
+    for gpus in sorted({1, min(gpus_per_node, most_gpus), most_gpus}):
+        filled = min(tokens, cost.budgets[-1] * gpus)
+        found.append(tokens * cost.micro_batch_seconds(base, filled, gpus, math.ceil(gpus / gpus_per_node), 1) / filled)
+    return min(found)
+
+
 def share_tokens(filled: float, caps: Sequence[float], weights: Sequence[float]) -> list[float]:
     """Tokens of each member in a micro-batch that holds `filled` of them: x_j = min(c_j, level * w_j), all together `filled`.
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tlora.costs.cost import CostModel
 from tlora.costs.sharing import Member, group_step_seconds, lone_step_seconds
-from tlora.protocol import JobProfile, ParallelPlan
+from tlora.protocol import JobProfile, JobSubmitted, ParallelPlan
 from tlora.scheduler.plans import ROUNDING, exclusive_plan, shared_plan
 from tlora.scheduler.state import ClusterState, Job
 
@@ -125,15 +125,18 @@ class Predictions:
         return self._most_useful(jobs[0]) if len(jobs) == 1 else sum([self._most_useful(job) for job in jobs])
 
     def _most_useful(self, job: Job) -> int:
-        """GPUs that have samples to work on in each micro-batch: an optimizer step has so many, and a sample is not divided.
-
-        Not fewer than it asks for. Samples per step are tokens per step over the mean length, which is read off the histogram.
-        """
         found = self._most.get(job.number)
         if found is None:
-            profile = job.spec.profile
-            found = self._most[job.number] = max(job.spec.gpus, int(profile.tokens_per_step / _mean_sample_tokens(profile)))
+            found = self._most[job.number] = most_useful_gpus(job.spec)
         return found
+
+
+def most_useful_gpus(spec: JobSubmitted) -> int:
+    """GPUs that have samples to work on in each micro-batch: an optimizer step has so many, and a sample is not divided.
+
+    Not fewer than it asks for. Samples per step are tokens per step over the mean length, which is read off the histogram.
+    """
+    return max(spec.gpus, int(spec.profile.tokens_per_step / _mean_sample_tokens(spec.profile)))
 
 
 def usual_sizes(node_size: int, num_gpus: int) -> list[int]:

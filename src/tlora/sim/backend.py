@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 
 from tlora.costs.cost import CostModel
+from tlora.costs.sharing import fastest_step_seconds
 from tlora.protocol import (
     Action,
     ChangeGroup,
@@ -56,8 +57,7 @@ class SimulatedCluster:
         self._shape, self._cost, self._conditions = shape, cost, conditions
         self._exact = conditions.exact
         self._saturated = conditions.saturated or {base: found.tokens_per_second for base, found in cost.constants.items()}
-        self._now, self._serial = 0.0, 0
-        self._alive = self._waiting = 0
+        self._now, self._serial, self._alive, self._waiting = 0.0, 0, 0, 0
         self._arrives: dict[str, float] = {}  # job -> its submission
         self._asked: list[tuple[float, int, MappedJob | Request]] = []  # a heap: seconds, serial, what users ask
         self._asked_at = math.inf  # of the first of them
@@ -125,8 +125,7 @@ class SimulatedCluster:
                 if flow is not None:
                     self._end(flow, lost=False)
             case RejectJob():
-                job = self.jobs[action.job_id]
-                self._end_job(job, "rejected")
+                self._end_job(self.jobs[action.job_id], "rejected")
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
@@ -186,19 +185,20 @@ class SimulatedCluster:
 
     def _arrive(self, arrival: MappedJob) -> None:
         spec = arrival.job
-        tokens, speed, alone = spec.profile.tokens_per_step, 1.0, math.nan
+        tokens, speed, alone, most, fastest = spec.profile.tokens_per_step, 1.0, math.nan, 1, 0.0
         if not self._exact:
             tokens *= self._conditions.length_of(spec.job_id)
             speed = self._conditions.speed_of(spec.job_id)
         if spec.base_model in self._cost.constants and spec.gpus > 0 and tokens > 0:
             nodes = math.ceil(spec.gpus / self._shape.gpus_per_node)
             alone = self._cost.alone_step_seconds(spec.base_model, tokens, spec.gpus, nodes)
+            most = min(arrival.most_gpus, self._shape.num_gpus)
+            fastest = fastest_step_seconds(self._cost, spec.base_model, tokens, most, self._shape.gpus_per_node)
             if not self._exact:
                 alone *= speed * self._conditions.drift_at(self._now, spec.base_model)
         assert spec.job_id not in self.jobs, f"{spec.job_id} comes twice"
-        self.jobs[spec.job_id] = SimulatedJob(spec, arrival.ends, self._now, tokens, alone, speed)
-        self._alive += 1
-        self._waiting += 1
+        self.jobs[spec.job_id] = SimulatedJob(spec, arrival.ends, self._now, tokens, alone, speed, most, fastest)
+        self._alive, self._waiting = self._alive + 1, self._waiting + 1
         self._happened(spec)
 
     def _happened(self, event: Event) -> None:
@@ -303,8 +303,8 @@ class SimulatedCluster:
         settle(flow, self._now)
         self._close_span(flow)
         before = flow.wanted
-        for name in [name for name in flow.members if name not in group.job_ids]:
-            self._let_go(flow, flow.members[name])
+        for job in [job for name, job in flow.members.items() if name not in group.job_ids]:
+            self._let_go(flow, job)
         self._report(flow.members.values())
         weights = dict(zip(group.job_ids, group.weights, strict=True))
         for name, job in flow.members.items():

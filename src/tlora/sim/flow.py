@@ -125,6 +125,7 @@ def _share(flow: GroupFlow, now: float, cost: CostModel, conditions: Conditions)
         offered = sum(min(job.tokens_per_step, budget) for job in jobs)
         filled = min(cost.fill_share * budget, offered)
         flow.micro_batch_seconds = cost.micro_batch_seconds(base, filled, count, flow.num_nodes, len(jobs))
+    seconds = [max(own, job.fastest_step_seconds) for job, own in zip(jobs, seconds, strict=True)]
     if not conditions.exact:
         rates = [job.tokens_per_step / own for job, own in zip(jobs, seconds, strict=True)]
         slower = sum(job.speed * rate for job, rate in zip(jobs, rates, strict=True)) / sum(rates) * conditions.drift_at(now, base)

@@ -17,6 +17,7 @@ from typing import Literal, TypeVar
 from tlora.costs.cost import CostModel
 from tlora.errors import ConfigError
 from tlora.protocol import Action, Event, JobProfile, JobSubmitted, RejectJob
+from tlora.scheduler.predictions import most_useful_gpus
 from tlora.scheduler.scheduler import MOST_COUNTED, why_unsound
 from tlora.sim.records import FinalState
 from tlora.sim.trace import Trace, TraceJob
@@ -88,6 +89,7 @@ class MappedJob:
     """A job as it is submitted, and its anchor: `recorded_seconds` in all, `alone_step_seconds` for a step without our kernels.
 
     `ends` is the state in which it ends when its steps are through: rows that were cancelled or failed are replayed by theirs.
+    `samples_per_step` are those of an optimizer step, 0 if its source does not tell.
     """
 
     submit_seconds: float
@@ -95,6 +97,12 @@ class MappedJob:
     alone_step_seconds: float
     job: JobSubmitted
     ends: FinalState = "done"
+    samples_per_step: int = 0
+
+    @property
+    def most_gpus(self) -> int:
+        """The most that have a sample of each step to work on; of a job whose samples are not told, what the scheduler believes."""
+        return max(self.job.gpus, self.samples_per_step) if self.samples_per_step else most_useful_gpus(self.job)
 
     @property
     def replayed_seconds(self) -> float:
@@ -210,7 +218,7 @@ def _mapped(row: TraceJob, draw: LoraDraw, anchor: CostModel, gpus_per_node: int
         length_histogram=_length_histogram(draw.mean_tokens),
     )
     job = JobSubmitted(row.job_id, draw.base_model, row.gpus, profile, tenant=row.user or row.vc, max_slowdown=draw.max_slowdown)
-    return MappedJob(row.submit_seconds, row.duration_seconds, step_seconds, job, end_of(row.state))
+    return MappedJob(row.submit_seconds, row.duration_seconds, step_seconds, job, end_of(row.state), draw.batch_per_gpu * row.gpus)
 
 
 def _alone_step_seconds(anchor: CostModel, base: str, tokens_per_step: float, gpus: int, gpus_per_node: int) -> float:

@@ -19,6 +19,7 @@ class JobRecord:
     `started_seconds` is its first run, nan if it never ran; `finished_seconds` is when it ended in whatever state, nan if it did not.
     `alone_seconds` = steps x (measured time between its optimizer steps alone on its `gpus`, with the same kernels). Slowdowns are over
     windows of 10 optimizer steps; nan without a window. `gpu_seconds` is its share of the GPU time of the groups that it was in.
+    `most_gpus` are the most that have a sample of each of its steps to work on.
     """
 
     job_id: str
@@ -39,6 +40,7 @@ class JobRecord:
     gpu_seconds: float
     worst_slowdown: float
     mean_slowdown: float
+    most_gpus: int = 1
 
 
 @dataclass(slots=True)

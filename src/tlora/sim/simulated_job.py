@@ -18,6 +18,7 @@ _WHOLE = 1e-6  # steps; so near to a whole number they are one, as they are sums
 @dataclass(slots=True)
 class SimulatedJob:
     """One job. `alone_step_seconds` is T0, its actual step alone on its own GPUs with the same kernels, at its submission.
+    `fastest_step_seconds` is the least on any GPUs: a sample is not divided, so that a step uses no more GPUs than it has samples.
 
     Windows follow each other; none is counted before its tenth step. In its time counts: all of it while the job is in a group and has
     begun to run there, be it that it stands still because another joins or its GPUs change; and a move from group to group at one
@@ -33,6 +34,8 @@ class SimulatedJob:
     tokens_per_step: float  # actual
     alone_step_seconds: float
     speed: float  # its micro-batches' actual time over the predicted
+    most_gpus: int = 1  # that have samples of each step
+    fastest_step_seconds: float = 0.0
     state: FinalState = "unfinished"
     started_seconds: float = math.nan
     finished_seconds: float = math.nan
@@ -136,4 +139,5 @@ class SimulatedJob:
             gpu_seconds=self.gpu_seconds,
             worst_slowdown=self.worst_slowdown,
             mean_slowdown=self.slowdown_sum / self.windows if self.windows else math.nan,
+            most_gpus=self.most_gpus,
         )
