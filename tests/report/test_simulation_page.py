@@ -71,7 +71,7 @@ def test_page_of_none_one_and_two_thousand_jobs(jobs: int) -> None:
         assert [row[0] for row in table[1:]] == [f"{policy}/{kernels}" for policy, kernels in NAMES]
     assert "extrapolated" in reader.text and "exchange_seconds. See Constants." in reader.text
     assert [row[4] for row in constants[1:]] == ["measured", "extrapolated"] and constants[2][5] == "one GPU was at hand"
-    expected = {"Completion times", "Jobs that wait", "Useful utilisation", "Allocated GPUs", "Shared GPU time"} if jobs else set()
+    expected = {"Completion times", "Jobs that wait", "Useful utilisation", "Allocated GPUs", "Shared GPU time", "Gain"} if jobs else set()
     assert set(read_charts(page)) == expected
     assert ("gantt-canvas" in reader.attributes("id")) == bool(jobs)
     if jobs:
@@ -123,7 +123,7 @@ def test_few_jobs_are_all_on_the_curve_of_completion_times(jobs: int) -> None:
 def test_kernels_differ_by_dashes_and_policies_by_colour(many: tuple[SimulationView, str]) -> None:
     lines = {trace["legendgroup"]: trace["line"] for trace in read_charts(many[1])["Completion times"]["data"]}
     ours, fifo, plain = (lines[f"{policy}/{kernels}"] for policy, kernels in NAMES)
-    assert ours["color"] != fifo["color"] == plain["color"]
+    assert len({ours["color"], fifo["color"], plain["color"]}) == 3
     assert (ours["dash"], fifo["dash"], plain["dash"]) == ("solid", "solid", "dash")
     assert "Dashed: with other kernels than tlora." in PageReader(many[1]).text
 
@@ -258,3 +258,38 @@ def test_shared_time_is_of_the_time_in_groups_and_of_policies_that_share() -> No
     assert trace["y"][0] == pytest.approx(25.0) and trace["y"][-1] == pytest.approx(75.0)
     none = replace(view, policies=[replace(policy, samples=columns | alone) for policy in view.policies])
     assert "Shared GPU time" not in [chart.title for chart in simulation_charts(none, looks(none))]
+
+
+def test_the_page_opens_with_its_result_and_the_gains(many: tuple[SimulationView, str]) -> None:
+    view, page = many
+    text = PageReader(page).text
+    places = [
+        text.index(words)
+        for words in ("Lowest mean JCT: ", "Mean JCT of fifo/peft over that of each policy.", "Policies", "Curves", "Settings")
+    ]
+    assert places == sorted(places)
+    figure = read_charts(page)["Gain"]
+    assert [(trace["y"], trace["x"]) for trace in figure["data"]] == [
+        ([f"{a}/{b}"], [gain]) for (a, b), gain in zip(NAMES, (3, 1.5, 1), strict=True)
+    ]
+    colours = [trace["marker"]["color"] for trace in figure["data"]]
+    assert colours == [looks(view)[f"{a}/{b}"].colour for a, b in NAMES]
+
+
+def test_no_two_names_have_one_colour() -> None:
+    policies = [
+        replace(make_policy(0, 1, 8), name=f"p{at}/{kernels}", policy=f"p{at}", kernels=kernels)
+        for at in range(13)
+        for kernels in ("tlora", "peft")
+    ]
+    swept = [{"name": f"p0/tlora, delta {at}", "load": 0.5, "seed": 0, "mean_jct_seconds": 1.0} for at in range(6)]
+    found = looks(replace(make_view(1), policies=policies, sweep=swept))
+    assert len(found) == 32 == len({look.colour for look in found.values()})
+
+
+def test_the_groups_open_on_our_policy_or_else_on_the_best() -> None:
+    view = make_view(5)
+    others = [policy for policy in view.policies if policy.policy != "residual_capacity"]
+    for policies, first in ((view.policies[::-1], "residual_capacity/tlora"), (others[::-1], "fifo/tlora")):
+        data = json.loads(unpack(simulation_page(replace(view, policies=policies, ratios=())), "gantt-data"))
+        assert data["policies"][data["first"]]["name"] == first

@@ -17,7 +17,8 @@ from typing import Any
 from tlora.report.looks import Look
 from tlora.report.page import Chart
 from tlora.report.rows import number
-from tlora.report.simulation_view import PolicyView, SimulationView, usual_kernels
+from tlora.report.simulation_view import PolicyView, SimulationView, gains_of, usual_kernels
+from tlora.wording.metrics import TIMES
 from tlora.wording.numbers import duration_text, time_unit
 
 _POINTS_OF_CDF = 400
@@ -43,6 +44,36 @@ def simulation_charts(view: SimulationView, drawn: Mapping[str, Look]) -> list[C
         _gain_over_load(view, drawn),
     ]
     return [chart for chart in charts if chart.figure["data"]]
+
+
+def gain_charts(view: SimulationView, drawn: Mapping[str, Look]) -> list[Chart]:
+    """The page's first chart: a bar for each policy with its gain over the reference. None without gains."""
+    gains = {name: gain for name, gain in gains_of(view).items() if math.isfinite(gain)}
+    traces = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": escape(name),
+            "legendgroup": name,
+            "x": [gain],
+            "y": [escape(name)],
+            "marker": {"color": drawn[name].colour},
+            "text": [f"{gain:.2f}{TIMES}"],
+            "textposition": "outside",
+            "cliponaxis": False,
+            "hovertemplate": f"<b>{escape(name)}</b><br>{gain:.2f} times better<extra></extra>",
+        }
+        for name, gain in gains.items()
+    ]
+    if len(traces) < 2:
+        return []
+    layout = {
+        "height": 70 + 30 * len(traces),
+        "showlegend": False,
+        "xaxis": {"title": {"text": "gain in mean JCT"}, "range": [0, 1.25 * max(gains.values())]},
+        "yaxis": {"autorange": "reversed", "automargin": True, "ticksuffix": " "},
+    }
+    return [Chart("Gain", {"data": traces, "layout": layout}, f"Mean JCT of {view.reference} over that of each policy.", wide=True)]
 
 
 def _line(name: str, look: Look, x: Sequence[float], y: Sequence[float]) -> Trace:

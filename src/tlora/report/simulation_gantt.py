@@ -15,7 +15,7 @@ from markupsafe import Markup
 from tlora.report.looks import job_colours
 from tlora.report.page import packed
 from tlora.report.rows import JsonObject
-from tlora.report.simulation_view import SimulationView
+from tlora.report.simulation_view import SimulationView, shown_first
 from tlora.report.templates import render
 
 _SPANS_PER_POLICY = 20_000  # drawn in about 10 ms; 14 policies of them are some 3 MB of page
@@ -32,7 +32,9 @@ def gantt_html(view: SimulationView) -> Markup:
     bases = _numbered(span["base_model"] for policy in policies for span in policy.spans)
     listed = [{"name": policy.name, "spans": _columns(policy.spans, first, jobs, bases)} for policy in policies]
     gpus = max(view.num_gpus, 1 + max(max(span["gpus"]) for policy in policies for span in policy.spans if span["gpus"]))
+    opened = shown_first(view)
     payload = {
+        "first": next((at for at, policy in enumerate(policies) if policy.name == opened), 0),
         "gpus": gpus,
         "end": end or 1.0,
         "jobs": list(jobs),

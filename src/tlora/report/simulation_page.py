@@ -8,9 +8,9 @@ from __future__ import annotations
 from markupsafe import Markup
 
 from tlora.report.page import LegendEntry, Section, render_page
-from tlora.report.simulation_charts import simulation_charts
+from tlora.report.simulation_charts import gain_charts, simulation_charts
 from tlora.report.simulation_gantt import gantt_html
-from tlora.report.simulation_tables import constants_html, metrics_html, ratios_html, result_html, settings_html
+from tlora.report.simulation_tables import constants_html, metrics_html, ratios_html, result_html, settings_html, verdict_html
 from tlora.report.simulation_view import SimulationView, looks
 
 
@@ -22,7 +22,8 @@ def simulation_page(view: SimulationView) -> str:
     shown = {trace["legendgroup"] for chart in charts for trace in chart.figure["data"]}
     legend = [LegendEntry(name, look) for name, look in drawn.items() if name in shown]
     sections = [
-        Section("", result_html(view, drawn)),
+        Section("", verdict_html(view), gain_charts(view, drawn)),
+        Section("Policies", result_html(view, drawn)),
         Section("Curves", "" if charts else Markup('<p class="faint">No job was done and nothing was sampled.</p>'), charts, legend),
         Section("All metrics", metrics_html(view, drawn)),
     ]

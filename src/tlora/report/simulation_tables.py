@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from tlora.report.looks import Look, mark
 from tlora.report.rows import JsonObject, number
-from tlora.report.simulation_view import SimulationView
+from tlora.report.simulation_view import SimulationView, gains_of, leader_of
 from tlora.report.tables import Cell, Line, table
 from tlora.report.templates import render
 from tlora.wording.decomposition import decomposition_text
@@ -114,8 +114,8 @@ def _setting(value: object) -> str:
 
 
 def result_html(view: SimulationView, drawn: Mapping[str, Look]) -> Markup:
-    """The best policy in a sentence, a row per policy with the main metrics, and warnings."""
-    gains = {str(row["name"]): number(row["mean_jct_seconds"]) for row in view.ratios if row["against"] == view.reference}
+    """A row per policy with the main metrics, and warnings."""
+    gains = gains_of(view)
     metrics = {metric.key: metric for group in GROUPS.values() for metric in group}
     shown = [metrics[key] for key in _RESULT]
     best = {metric.key: _best(metric, [policy.metrics for policy in view.policies]) for metric in shown}
@@ -123,24 +123,19 @@ def result_html(view: SimulationView, drawn: Mapping[str, Look]) -> Markup:
     for policy in view.policies:
         mean_jct, *others = (_metric_cell(metric, number(policy.metrics.get(metric.key)), best[metric.key]) for metric in shown)
         cells = (_name_cell(policy.name, drawn), mean_jct, _ratio_cell(gains.get(policy.name, math.nan)), *others)
-        rows.append(Line(cells, "winner" if policy.name == _leader(view) else ""))
+        rows.append(Line(cells, "winner" if policy.name == leader_of(view) else ""))
     heads = ("policy", f"#{shown[0].label}", "#gain", *(f"#{metric.label}" for metric in shown[1:]))
     note = f"Gain: mean JCT of {view.reference} over that of the policy, over the jobs that are done under both." if gains else ""
     end = Markup('<p class="faint">{}</p>').format(note)
     for warning in _warnings(view):
         end += Markup('<p><span class="status stopped">{}</span> {}</p>').format(*warning)
-    return _verdict(view, gains) + _decomposition(view) + table(heads, rows) + end
+    return table(heads, rows) + end
 
 
-def _leader(view: SimulationView) -> str:
-    """The policy with the lowest mean JCT; empty where no job was done."""
-    means = {policy.name: number(policy.metrics.get("mean_jct_seconds")) for policy in view.policies}
-    return min((name for name, mean in means.items() if math.isfinite(mean)), key=means.__getitem__, default="")
-
-
-def _verdict(view: SimulationView, gains: Mapping[str, float]) -> Markup:
-    """The leader, its gain over the reference, and the runner-up."""
-    leader = _leader(view)
+def verdict_html(view: SimulationView) -> Markup:
+    """The leader, its gain over the reference, the runner-up, and what the gain consists of."""
+    gains = gains_of(view)
+    leader = leader_of(view)
     if not leader:
         return Markup('<p class="verdict">No job was done.</p>')
     means = {policy.name: number(policy.metrics.get("mean_jct_seconds")) for policy in view.policies}
@@ -150,7 +145,7 @@ def _verdict(view: SimulationView, gains: Mapping[str, float]) -> Markup:
     means.pop(view.reference, None)
     if second := min((name for name, mean in means.items() if math.isfinite(mean)), key=means.__getitem__, default=""):
         text += f"; the runner-up: {second}, {duration_text(means[second])}"
-    return Markup('<p class="verdict">{}.</p>').format(text)
+    return Markup('<p class="verdict">{}.</p>').format(text) + _decomposition(view)
 
 
 def _decomposition(view: SimulationView) -> Markup:

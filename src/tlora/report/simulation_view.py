@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tlora.report.looks import Look, job_colours
-from tlora.report.rows import JsonObject
+from tlora.report.rows import JsonObject, number
+
+_OURS = "residual_capacity"
 
 
 @dataclass(frozen=True)
@@ -54,13 +57,29 @@ def usual_kernels(view: SimulationView) -> str:
     return max(counts, key=counts.__getitem__, default="")
 
 
+def gains_of(view: SimulationView) -> dict[str, float]:
+    """By policy, the mean JCT of the reference over its own."""
+    return {str(row["name"]): number(row["mean_jct_seconds"]) for row in view.ratios if row["against"] == view.reference}
+
+
+def leader_of(view: SimulationView) -> str:
+    """The policy with the lowest mean JCT; empty where no job was done."""
+    means = {policy.name: number(policy.metrics.get("mean_jct_seconds")) for policy in view.policies}
+    return min((name for name, mean in means.items() if math.isfinite(mean)), key=means.__getitem__, default="")
+
+
+def shown_first(view: SimulationView) -> str:
+    """The policy that the reader came for: ours where it is there, else the leader, else the first."""
+    ours = [policy.name for policy in view.policies if policy.policy == _OURS]
+    return ours[0] if ours else leader_of(view) or view.policies[0].name
+
+
 def looks(view: SimulationView) -> dict[str, Look]:
-    """A look for each policy's name: its policy's colour, dashed unless its kernels are the usual ones; also for the sweep's names."""
-    policies = list(dict.fromkeys(policy.policy for policy in view.policies))
-    swept = [
-        name for name in dict.fromkeys(str(row["name"]) for row in view.sweep) if name not in {policy.name for policy in view.policies}
-    ]
-    colours = dict(zip([*policies, *swept], job_colours(len(policies) + len(swept)), strict=True))
+    """A look for each name of a policy or of the sweep: a colour of its own, dashed unless its kernels are the usual ones."""
+    kernels = {policy.name: policy.kernels for policy in view.policies}
+    names = list(dict.fromkeys([*kernels, *(str(row["name"]) for row in view.sweep)]))
     solid = usual_kernels(view)
-    found = {policy.name: Look(colours[policy.policy], "solid" if policy.kernels == solid else "dash") for policy in view.policies}
-    return found | {name: Look(colours[name], "solid") for name in swept}
+    return {
+        name: Look(colour, "solid" if kernels.get(name, solid) == solid else "dash")
+        for name, colour in zip(names, job_colours(len(names)), strict=True)
+    }

@@ -10,7 +10,7 @@ window.addEventListener('load', async () => {
     1728000, 4320000, 8640000];
   let width = 0, spans = null, view = [0, data.end], dragged = null, pointed = -1;
 
-  byId('policy').append(...data.policies.map((policy, index) => new Option(policy.name, index)));
+  byId('policy').append(...data.policies.map((policy, index) => new Option(policy.name, index, index === data.first, index === data.first)));
   const x = time => LEFT + (time - view[0]) / (view[1] - view[0]) * (width - LEFT);
   const y = row => TOP + row * rowHeight;
   const timeAt = px => view[0] + (Math.min(Math.max(px, LEFT), width) - LEFT) / (width - LEFT) * (view[1] - view[0]);
