@@ -213,6 +213,9 @@ class DataConfig(BaseModel):
         return " + ".join(source.called for source in self.sources)
 
 
+SCHEDULED = ("arrival_seconds", "priority", "max_slowdown", "deadline_seconds")
+"""Fields of a job that are for a scheduler: no number of a step depends on them."""
+
 _DATA_KEYS = ("max_length", "train_on", "eval_size", "eval_path", "chat_template", "format")
 
 
@@ -228,6 +231,10 @@ class JobSpec(LoraConfig, TrainConfig):
     name: str
     data: DataConfig
     gpus: Positive = 1  # replicas that each global batch is cut among, at most batch_size
+    arrival_seconds: Annotated[float, Field(ge=0, le=1e9)] = 0.0  # after the start, under a scheduler; this and the next three are its own
+    priority: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.0  # of those that wait the highest goes first
+    max_slowdown: Annotated[float, Field(ge=1, le=1e6)] = 1.5  # of its optimizer steps against what they take alone
+    deadline_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None  # after its arrival, by which it wishes to be done
     sweep_of: str | None = None  # set by the reader of a jobs file for each job of a sweep
 
     @model_validator(mode="before")

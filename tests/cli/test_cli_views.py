@@ -209,7 +209,7 @@ def test_an_interruption_tells_what_was_saved(tmp_path: Path):
     done, failed = result("done", path="out/done"), result("failed", "failed", path="out/failed")
 
     def line(*results: JobResult) -> str:
-        return resume_line(results, ["jobs.yaml"], 2)
+        return resume_line(results, ["train", "jobs.yaml", "--resume"], 2)
 
     again = " Resume with: tlora train jobs.yaml --resume"
     assert line(saved, also, done) == f"Interrupted by SIGINT; 2 jobs unfinished: 2 checkpointed.{again}"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tlora.costs.cost import BaseConstants, CostModel
-from tlora.costs.hardware import cost_model, extrapolated_fields, load_constants
+from tlora.costs.hardware import cost_model, extrapolated_fields, load_constants, nearest_base
 from tlora.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -190,3 +190,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str | None) -
         (tmp_path / "mine.json").write_text(text)
     with pytest.raises(ConfigError, match=r"mine\.json: constants must be a JSON file that can be read"):
         load_constants(tmp_path / "mine.json")
+
+
+def test_the_nearest_base_is_so_by_the_ratio_of_sizes() -> None:
+    measured = cost_model().constants
+    for name, constants in measured.items():
+        for factor in (0.9, 1.0, 1.1):
+            assert measured[nearest_base(factor * constants.base_bytes)].base_bytes == constants.base_bytes, name
+    sizes = {name: constants.base_bytes for name, constants in measured.items()}
+    assert (nearest_base(1.0), nearest_base(1e15)) == (min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__))

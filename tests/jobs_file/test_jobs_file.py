@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tlora.errors import ConfigError
-from tlora.job import DataConfig, JobSpec, LoraConfig, RunSpec, TrainConfig
+from tlora.job import SCHEDULED, DataConfig, JobSpec, LoraConfig, RunSpec, TrainConfig
 from tlora.jobs_file import read_jobs_file
 
 JOBS = """
@@ -50,6 +50,10 @@ OTHER_VALUES: dict[str, Any] = {  # a value of each key that is not its default
     "max_steps": 11,
     "seed": 1,
     "weight": 3.0,
+    "arrival_seconds": 20.0,
+    "priority": 2.0,
+    "max_slowdown": 4.0,
+    "deadline_seconds": 60.0,
     "logging_steps": 2,
     "eval_steps": "epoch",
     "early_stopping_patience": 4,
@@ -75,7 +79,7 @@ OTHER_VALUES: dict[str, Any] = {  # a value of each key that is not its default
     "cpu_threads": 3,
     "report_to": ["wandb", "trackio"],
 }
-JOB_KEYS = [*LoraConfig.model_fields, *TrainConfig.model_fields, "gpus"]
+JOB_KEYS = [*LoraConfig.model_fields, *TrainConfig.model_fields, "gpus", *SCHEDULED]
 DATA_KEYS = [key for key in DataConfig.model_fields if key != "path"]
 
 

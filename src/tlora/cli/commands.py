@@ -132,11 +132,41 @@ def train(
             results = train_run(run, **options, watcher=watcher, data_worker=data_worker, crew=crew)
         from tlora.cli.result_view import exit_code, print_end
 
-        again = [str(jobs_file), *(["--output-dir", str(output_dir)] if output_dir else [])]
-        again += ["--device", device] if device else []
-        again += ["--gpus", gpus] if gpus else []
-        again += [part for setting in settings or [] for part in ("--set", setting)]
-        print_end(console, results, again)
+        print_end(console, results, ["train", *_again(jobs_file, output_dir, device, gpus, settings), "--resume"])
+        raise typer.Exit(exit_code(results.values(), results.signal_number))
+
+
+@app.command()
+def cluster(
+    jobs_file: JobsFile,
+    output_dir: Annotated[Path | None, typer.Option(help="Overrides the file's output_dir.", show_default=False)] = None,
+    device: Device = None,
+    gpus: Annotated[str | None, typer.Option(metavar="all|N|0,2", help="As of train.", show_default="all, or 1 process")] = None,
+    policy: Annotated[
+        str, typer.Option(metavar="NAME", help="Of residual_capacity, fifo, backfill, sjf, srtf, las.")
+    ] = "residual_capacity",
+    settings: Settings = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print the results only.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Train the jobs as they arrive, under the online scheduler. After a stop or a kill the same command goes on."""
+    from tlora.cli.terminal import exit_on_error, keep_interrupts, open_console
+
+    with exit_on_error(debug):
+        run = _read(jobs_file, settings, output_dir)
+        console = open_console()
+        from tlora.cli.progress import watching
+
+        with watching(None if quiet else console) as watcher:
+            with keep_interrupts():
+                _load_libraries()
+                from tlora.live.cluster_run import train_on_cluster
+
+            results = train_on_cluster(run, gpus=gpus, device=device, policy=policy, watcher=watcher)
+        from tlora.cli.result_view import exit_code, print_end
+
+        again = _again(jobs_file, output_dir, device, gpus, settings)
+        print_end(console, results, ["cluster", *again, *(["--policy", policy] if policy != "residual_capacity" else [])])
         raise typer.Exit(exit_code(results.values(), results.signal_number))
 
 
@@ -214,6 +244,13 @@ def tune(
 
 
 app.command()(simulate)
+
+
+def _again(jobs_file: Path, output_dir: Path | None, device: str | None, gpus: str | None, settings: list[str] | None) -> list[str]:
+    """The arguments with which to call a command once more."""
+    given = {"--output-dir": output_dir and str(output_dir), "--device": device, "--gpus": gpus}
+    options = [part for option, value in given.items() if value for part in (option, value)]
+    return [str(jobs_file), *options, *(part for setting in settings or [] for part in ("--set", setting))]
 
 
 def _obey_rank_0(run: RunSpec, launch: Launched) -> int:

@@ -63,7 +63,7 @@ def print_end(console: Console, results: Results, again: list[str]) -> None:
 
 
 def resume_line(results: Iterable[JobResult], arguments: list[str], signal_number: int) -> str:
-    """What was saved, and how to resume. `arguments` are those of the interrupted command."""
+    """What was saved, and how to resume. `arguments` are those to go on with."""
     name = signal.Signals(signal_number).name
     stopped = [result for result in results if result.status == "stopped"]
     if not stopped:
@@ -72,7 +72,7 @@ def resume_line(results: Iterable[JobResult], arguments: list[str], signal_numbe
     counts = ((saved, "checkpointed"), (lost, "not saved"), (len(stopped) - saved - lost, "not started"))
     told = ", ".join(f"{count} {what}" for count, what in counts if count)
     jobs = "1 job" if len(stopped) == 1 else f"{len(stopped)} jobs"
-    return f"Interrupted by {name}; {jobs} unfinished: {told}. Resume with: {shlex.join(['tlora', 'train', *arguments, '--resume'])}"
+    return f"Interrupted by {name}; {jobs} unfinished: {told}. Resume with: {shlex.join(['tlora', *arguments])}"
 
 
 def _has_checkpoint(result: JobResult) -> bool:

@@ -94,7 +94,7 @@ class LocalBackend:
         self._arrives: dict[str, float] = {}  # job -> when it is submitted
         self._asked: list[tuple[float, int, JobSubmitted | Request]] = []  # a heap: seconds, serial, what users ask
         self._serial = itertools.count()
-        self._sealed = False
+        self._sealed = self._stopped = False
 
     def __enter__(self) -> LocalBackend:
         return self
@@ -114,6 +114,16 @@ class LocalBackend:
         if self._lock_file is not None:
             os.close(self._lock_file)
             self._lock_file = None
+
+    def stop(self) -> None:
+        """`poll` ends, with all jobs checkpointed and all workers ended. A signal handler may call it."""
+        self._stopped = True
+        self._inbox.put(None)
+
+    @property
+    def unfinished(self) -> int:
+        """Jobs that have been submitted, or will be, and have not ended."""
+        return len(self._reconciler.open) + sum(isinstance(asked, JobSubmitted) for _, _, asked in self._asked)
 
     # -- what users ask ------------------------------------------------------------------------------------------------
 
@@ -177,9 +187,9 @@ class LocalBackend:
         return time.monotonic() - self._start
 
     def poll(self) -> list[Event]:
-        """Empty, with all workers ended, when it is sealed and every job has arrived and ended."""
-        while not self._events:
-            if self._sealed and not self._asked and not self._reconciler.open:
+        """Empty, with all workers ended, when it is stopped, or sealed and every job has arrived and ended."""
+        while self._stopped or not self._events:
+            if self._stopped or (self._sealed and not self._asked and not self._reconciler.open):
                 self.close()
                 return []
             self._listen()

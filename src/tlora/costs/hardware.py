@@ -49,6 +49,13 @@ def cost_model(
     return CostModel({name: _scaled(constants, scale or {}) for name, constants in chosen.items()})
 
 
+def nearest_base(base_bytes: float, gpu: str = "h200", kernels: str = "tlora") -> str:
+    """Of the bases with measured constants the one that is nearest in size, by the ratio. Raises ConfigError as `cost_model`."""
+    assert base_bytes > 0, base_bytes
+    measured = cost_model(gpu, kernels).constants
+    return min(sorted(measured), key=lambda name: abs(math.log(measured[name].base_bytes / base_bytes)))
+
+
 def extrapolated_fields(constants: BaseConstants) -> dict[str, str]:
     """The fields that nobody measured, each with what it was worked out from, for a report to say so."""
     return {name: text.removeprefix(EXTRAPOLATED) for name, text in constants.source.items() if text.startswith(EXTRAPOLATED)}

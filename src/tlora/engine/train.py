@@ -22,7 +22,7 @@ from tlora.engine.run_monitor import RunMonitor
 from tlora.engine.session import Session, launch_facts, load
 from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError, TloraError
-from tlora.job import JobSpec, RunSpec
+from tlora.job import SCHEDULED, JobSpec, RunSpec
 from tlora.jobs_file import explain, read_jobs_file
 from tlora.planning.plan import RunPlan, describe_plan, job_warnings, pick_device
 from tlora.planning.threads import compute_with
@@ -66,6 +66,8 @@ def train(
     digest, watcher = digest_of(run), watcher or Watcher()
     if resume:
         restore_run_file(run, watcher.note)
+    if scheduled := sorted({field for job in run.jobs for field in job.model_fields_set & set(SCHEDULED)}):
+        watcher.note(f"{', '.join(scheduled)}: has a meaning for `tlora cluster` alone; here all jobs begin as soon as there is room")
     run = pin_base(run, resume)
     run = pin_data(run) if resume else run
     check_trackers(list(run.report_to))

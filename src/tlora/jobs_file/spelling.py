@@ -58,7 +58,7 @@ _OLD: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("log_every", "logging_interval"), ("logging_steps", "")),
     **dict.fromkeys(("random_seed", "data_seed"), ("seed", "")),
     **dict.fromkeys(("num_gpus", "n_gpus", "replicas", "data_parallel_size"), ("gpus", "")),
-    **dict.fromkeys(("priority", "share"), ("weight", "")),
+    "share": ("weight", ""),
     **dict.fromkeys(("job_name", "id", "run_name", "adapter_name"), ("name", "")),
     **dict.fromkeys(("logger", "loggers", "tracker"), ("report_to", "")),
     **dict.fromkeys(("max_tokens", "max_tokens_per_batch"), ("token_budget", "tokens per micro-batch")),

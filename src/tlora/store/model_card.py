@@ -11,14 +11,14 @@ from typing import Any
 
 import yaml
 
-from tlora.job import DataSource, JobSpec
+from tlora.job import SCHEDULED, DataSource, JobSpec
 from tlora.store.serving import read_prompt
 from tlora.supermodel.base_name import is_hub_id
 from tlora.version import __version__
 
 CARD_FILE = "README.md"
 _SEAL = re.compile(r"<!-- written by tlora, sha256 of the text above: ([0-9a-f]{64}) -->\n")
-_NOT_TOLD = {"name", "data", "sweep_of", "adapter_path", "weight", "logging_steps", "save_steps", "save_total_limit"}
+_NOT_TOLD = {"name", "data", "sweep_of", "adapter_path", "weight", "logging_steps", "save_steps", "save_total_limit", *SCHEDULED}
 _DATA_TOLD = ("max_length", "train_on")
 
 

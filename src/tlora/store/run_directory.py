@@ -17,7 +17,7 @@ from typing import Any
 from tlora import durable
 from tlora.errors import ConfigError
 from tlora.group.wall import Failure, attempt
-from tlora.job import JobSpec, RunSpec, Sources, split_revision
+from tlora.job import SCHEDULED, JobSpec, RunSpec, Sources, split_revision
 from tlora.json_file import read_object
 from tlora.store.checkpoint import read_progress
 from tlora.store.fingerprint import BASE_FILE, Fingerprint, read_fingerprint
@@ -26,7 +26,7 @@ from tlora.store.overwrite import check_links, remove_run
 from tlora.supermodel.load import pin_revision
 from tlora.version import __version__
 
-_NO_NUMBER = ("weight", "logging_steps", "save_steps", "save_total_limit", "sweep_of")  # of any step depends on them
+_NO_NUMBER = ("weight", "logging_steps", "save_steps", "save_total_limit", "sweep_of", *SCHEDULED)  # of any step depends on them
 _LENGTH = ("max_steps", "num_train_epochs")  # what follows is said by job_length.py
 _FREE_TO_CHANGE = {*_NO_NUMBER, *_LENGTH}  # by --resume
 

@@ -1,0 +1,191 @@
+"""`tlora cluster`: the jobs of a jobs file under the online scheduler, on the GPUs of this machine, as they arrive.
+
+The scheduler decides who shares which GPU, when, and with whom; each GPU has a worker process (`engine/worker.py`). The process that the
+user started runs the controller's loop. All that it needs to go on after a kill lies on the disk: jobs go on from their checkpoints.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from tlora import durable
+from tlora.cluster.controller import run as run_controller
+from tlora.cluster.event_log import EventLog
+from tlora.cluster.local import Arrival, LocalBackend, LocalMachine, submit_all
+from tlora.cluster.reconciler import LocalJob
+from tlora.costs.hardware import cost_model, nearest_base
+from tlora.engine.interrupts import describe_interrupt, interrupts
+from tlora.engine.job_opening import refuse
+from tlora.engine.ranks.devices import rank_devices
+from tlora.engine.results import Results, all_results, swept
+from tlora.engine.watcher import JobProgress, RunProgress, Watcher
+from tlora.errors import ConfigError, TloraError
+from tlora.job import JobSpec, RunSpec
+from tlora.live.picture import Picture
+from tlora.planning.job_profile import ProfiledJob, profile_jobs
+from tlora.protocol import Action, Event, JobFailed, JobFinished, JobSubmitted, RejectJob
+from tlora.report.run_page import write_report
+from tlora.scheduler.policies import POLICIES
+from tlora.scheduler.residual_capacity import residual_capacity
+from tlora.scheduler.scheduler import Policy, Scheduler
+from tlora.scheduler.settings import Settings
+from tlora.store.fingerprint import BaseGuard
+from tlora.store.metrics import check_trackers
+from tlora.store.recorder import JobResult
+from tlora.store.run_directory import earlier_base, pin_base, write_run_file
+from tlora.supermodel.load import find_directory, outline
+
+# Policies that give a group one GPU, as the local back end has it.
+CLUSTER_POLICIES = ("residual_capacity", "fifo", "backfill", "sjf", "srtf", "las")
+_BASE = "base"  # the base's name in all groups
+_SHOW_SECONDS, _TICK_SECONDS = 0.25, 10.0
+
+
+def train_on_cluster(
+    run: RunSpec,
+    *,
+    gpus: str | int | None = None,
+    device: str | None = None,
+    policy: str = "residual_capacity",
+    watcher: Watcher | None = None,
+) -> Results:
+    """Train all jobs of `run`, each from its `arrival_seconds` on. `gpus` and `device` as of `train`; by default all GPUs, or one process
+    on a CPU.
+
+    `output_dir` gets `jobs/` with a directory for each job, `events.jsonl` with all that happened and was decided, and `workers/` with
+    their logs. The same call goes on after a stop or a kill. SIGINT and SIGTERM checkpoint every job and return. Raises TloraError for
+    what concerns all.
+    """
+    if policy not in CLUSTER_POLICIES:
+        raise ConfigError(f"--policy {policy}: is not one of {', '.join(CLUSTER_POLICIES)}. Choose one of these")
+    watcher, began = watcher or Watcher(), time.monotonic()
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    places = rank_devices(gpus if gpus is not None else "all" if kind == "cuda" else 1, device)
+    check_trackers(list(run.report_to))
+    out = Path(run.output_dir)
+    jobs_here = run.model_copy(update={"output_dir": str(out / "jobs")})
+    jobs_here = pin_base(jobs_here, resume=True)
+    durable.make_directory(out / "jobs")
+    with closing(BaseGuard(run.base_model, find_directory(jobs_here.base_model), earlier_base(jobs_here, resume=True))) as guard:
+        guard.start()
+        guard.wait_for_verdict()  # jobs that go on do so over the base that they began with
+        return _Run(jobs_here, out, places, policy, watcher, began).train(guard)
+
+
+class _Run:
+    def __init__(self, run: RunSpec, out: Path, places: Sequence[str], policy: str, watcher: Watcher, began: float) -> None:
+        """`run`: its `output_dir` has a directory for each job."""
+        self._run, self._out, self._places, self._policy = run, out, places, policy
+        self._watcher, self._began, self._shown = watcher, began, 0.0
+        self._ended: dict[str, JobResult] = {}
+        self._facts = {"device": places[0].partition(":")[0] if len(places) == 1 else f"{len(places)} of {places[0].partition(':')[0]}"}
+
+    def train(self, guard: BaseGuard) -> Results:
+        profiled = self._profile()
+        self._picture = Picture(self._run, {name: job.profile for name, job in profiled.items()})
+        scheduler = Scheduler(self._made_policy(), cost_model(bases={_BASE: self._like()}))
+        self._record("running", guard)
+        with (
+            LocalBackend(self._machine()) as backend,
+            closing(EventLog(self._out / "events.jsonl")) as log,
+            interrupts(lambda number: self._describe(number, backend), self._watcher.note) as received,
+        ):
+            specs = [spec for spec in self._run.jobs if spec.name in profiled]
+            jobs = {spec.name: LocalJob(spec, profiled[spec.name].train_set, profiled[spec.name].eval_set) for spec in specs}
+            submit_all(backend, jobs, [_arrival(spec, profiled[spec.name]) for spec in specs])
+
+            def see(seconds: float, item: Event | Action) -> None:
+                log.write(seconds, item)
+                self._see(item)
+
+            run_controller(scheduler, backend, see)
+        return self._finish(received, guard)
+
+    def _profile(self) -> dict[str, ProfiledJob]:
+        """Of the jobs that can be trained; the others have failed."""
+        rows = tuple(JobProgress(job.name, "preparing", job.r) for job in self._run.jobs)
+        found = profile_jobs(
+            self._run, lambda p: self._watcher.progress(RunProgress(self._seconds, rows, stage=f"tokenizing {p.key}: {p.rows:,} rows"))
+        )
+        for spec in self._run.jobs:
+            problem = found[spec.name]
+            if not isinstance(problem, ProfiledJob):
+                self._fail(spec, str(problem))
+            elif spec.gpus > 1:
+                self._watcher.note(f"{spec.name}: its {spec.gpus} replicas run in turn: a group of `tlora cluster` has one GPU so far")
+        return {name: job for name, job in found.items() if isinstance(job, ProfiledJob)}
+
+    def _like(self) -> str:
+        """The base with measured speeds that the scheduler goes by."""
+        model = outline(self._run.base_model, self._run.dtype, self._run.base_precision).model
+        like = nearest_base(sum(p.numel() * p.element_size() for p in model.parameters()))
+        self._watcher.note(f"{self._policy} on {len(self._places)} x {self._places[0].partition(':')[0]}; speeds as predicted for {like}")
+        return like
+
+    def _made_policy(self) -> Policy:
+        return residual_capacity(Settings(elastic=False)) if self._policy == "residual_capacity" else POLICIES[self._policy]()
+
+    def _machine(self) -> LocalMachine:
+        run, kind = self._run, self._places[0].partition(":")[0]
+        numbers = tuple(int(place.partition(":")[2]) for place in self._places) if kind == "cuda" else tuple(range(len(self._places)))
+        return LocalMachine(
+            numbers,
+            "cuda" if kind == "cuda" else "cpu",
+            {_BASE: run.base_model},
+            self._out,
+            run.deterministic,
+            _TICK_SECONDS,
+            run.dtype,
+            run.base_precision,
+            run.recompute,
+            run.memory_limit,
+            tuple(run.report_to),
+        )
+
+    # -- while it goes on ----------------------------------------------------------------------------------------------
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def _see(self, item: Event | Action) -> None:
+        self._picture.see(item)
+        if isinstance(item, JobFailed | RejectJob):
+            self._fail(next(spec for spec in self._run.jobs if spec.name == item.job_id), item.reason)
+        now = time.monotonic()
+        if now - self._shown >= _SHOW_SECONDS or isinstance(item, JobFailed | JobFinished | RejectJob):
+            self._shown = now
+            self._watcher.progress(self._picture.progress(self._seconds))
+
+    def _fail(self, spec: JobSpec, reason: str) -> None:
+        """Unless its worker has written why itself."""
+        directory = Path(self._run.output_dir) / spec.name
+        self._ended[spec.name] = refuse(spec, directory, reason, swept(spec, self._run.jobs), self._watcher.note)
+
+    def _describe(self, number: int, backend: LocalBackend) -> str:
+        backend.stop()
+        return describe_interrupt(number, backend.unfinished)
+
+    def _finish(self, received: Sequence[int], guard: BaseGuard) -> Results:
+        self._watcher.progress(self._picture.progress(self._seconds))
+        results = all_results(self._run, self._ended, received, self._watcher.note)
+        try:
+            self._record(results.status, guard)
+            results.report = write_report(Path(self._run.output_dir))
+        except (OSError, TloraError) as error:  # a full disk: the results are worth more than their page
+            self._watcher.note(str(error))
+        return results
+
+    def _record(self, status: str, guard: BaseGuard) -> None:
+        write_run_file(Path(self._run.output_dir), self._run, self._facts | guard.facts() | {"status": status})
+
+
+def _arrival(spec: JobSpec, job: ProfiledJob) -> Arrival:
+    deadline = None if spec.deadline_seconds is None else spec.arrival_seconds + spec.deadline_seconds
+    submitted = JobSubmitted(spec.name, _BASE, 1, job.profile, priority=spec.priority, deadline=deadline, max_slowdown=spec.max_slowdown)
+    return spec.arrival_seconds, submitted

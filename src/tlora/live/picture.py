@@ -1,0 +1,102 @@
+"""What a cluster's events and actions say of its jobs, as one picture for whoever watches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tlora.engine.watcher import JobProgress, RunProgress
+from tlora.job import RunSpec
+from tlora.protocol import (
+    Action,
+    ChangeGroup,
+    Event,
+    GroupLost,
+    JobFailed,
+    JobFinished,
+    JobGroup,
+    JobProfile,
+    JobSubmitted,
+    RejectJob,
+    StartGroup,
+    StepsDone,
+    StopGroup,
+)
+
+_TAIL_BYTES = 4096  # of metrics.jsonl: holds its last row
+
+
+class Picture:
+    """`rows` by job. `failed`: why, of those that the scheduler or the back end gave up."""
+
+    def __init__(self, run: RunSpec, profiles: Mapping[str, JobProfile]) -> None:
+        """`run`: its `output_dir` has a directory for each job."""
+        self._directory, self._profiles = Path(run.output_dir), profiles
+        steps = {name: profile.steps for name, profile in profiles.items()}
+        self._rows = {job.name: JobProgress(job.name, "preparing", job.r, total_steps=steps.get(job.name, 0)) for job in run.jobs}
+        self._groups: dict[str, JobGroup] = {}
+        self.failed: dict[str, str] = {}
+
+    def see(self, item: Event | Action) -> None:
+        match item:
+            case JobSubmitted(name):
+                self._change(name, status="queued")
+            case StartGroup(group) | ChangeGroup(group):
+                self._groups[group.group_id] = group
+            case StopGroup(group_id) | GroupLost(group_id):
+                self._groups.pop(group_id, None)
+            case StepsDone(name, _, steps, step_seconds):
+                self._step(name, int(steps), step_seconds)
+            case JobFinished(name):
+                self._change(name, **self._losses(name), step=self._rows[name].total_steps, status="done", tokens_per_second=0.0)
+            case JobFailed(name, reason) | RejectJob(name, reason):
+                self.failed[name] = reason
+                self._change(name, status="failed", reason=reason, tokens_per_second=0.0)
+            case _:
+                return
+        self._place()
+
+    def progress(self, seconds: float, stage: str = "") -> RunProgress:
+        total = sum(row.tokens_per_second for row in self._rows.values())
+        rows = tuple(replace(row, share=row.tokens_per_second / total if total else 0.0) for row in self._rows.values())
+        return RunProgress(seconds, rows, total, stage=stage)
+
+    def _change(self, name: str, **fields: Any) -> None:
+        if name in self._rows:
+            self._rows[name] = replace(self._rows[name], **fields)
+
+    def _step(self, name: str, steps: int, step_seconds: float) -> None:
+        left = max(0, self._rows[name].total_steps - steps)
+        rate = self._profiles[name].tokens_per_step / step_seconds if step_seconds > 0 else 0.0
+        self._change(
+            name, **self._losses(name), status="training", step=steps, tokens_per_second=rate, eta_seconds=left * step_seconds or None
+        )
+
+    def _place(self) -> None:
+        """Where each job is; one that has left its group waits again."""
+        where = {name: group.gpus[0] for group in self._groups.values() for name in group.job_ids}
+        for name, row in self._rows.items():
+            if row.status in ("done", "failed"):
+                continue
+            if name in where:
+                self._change(name, gpu=where[name], status="preparing" if row.gpu != where[name] else row.status)
+            elif row.gpu is not None:
+                self._change(name, gpu=None, status="queued", tokens_per_second=0.0, eta_seconds=None)
+
+    def _losses(self, name: str) -> dict[str, Any]:
+        """Of the newest row of the job's metrics."""
+        found: dict[str, Any] = {}
+        with suppress(OSError, ValueError, TypeError):
+            path = self._directory / name / "metrics.jsonl"
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+                for line in file.read().splitlines():
+                    with suppress(ValueError):
+                        row = json.loads(line)
+                        found |= {"loss": float(row["loss"]), "num_tokens": int(row["num_tokens"])} if "loss" in row else {}
+                        found |= {"eval_loss": float(row["eval_loss"])} if "eval_loss" in row else {}
+        return found

@@ -1,0 +1,144 @@
+"""`tlora cluster`: jobs of a file as they arrive, under the scheduler, on real workers; stopped, killed, and gone on with."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from tests.engine.conftest import save_base
+from tests.engine.tiny_runs import job, run_spec, sha256, steps_taken, train, write_rows
+from tlora.engine.results import Results
+from tlora.engine.watcher import RunProgress, Watcher
+from tlora.errors import ConfigError, ModelError
+from tlora.json_file import read_object
+from tlora.live.cluster_run import train_on_cluster
+from tlora.protocol import JobFinished, JobSubmitted, StartGroup
+from tlora.sim.event_log import read_event_log
+
+
+@dataclass(frozen=True)
+class World:
+    """A base, three orders, and what one process makes of them."""
+
+    base: Path
+    data: Path
+    orders: list[dict[str, Any]]
+    whole: Path
+
+    def train(self, out: Path, orders: list[dict[str, Any]] | None = None, **options: Any) -> Results:
+        return train_on_cluster(run_spec(self.base, out, orders or self.orders, deterministic=True), gpus=2, device="cpu", **options)
+
+    def same_bytes(self, out: Path) -> None:
+        for order in self.orders:
+            name = order["name"]
+            assert sha256(out / "jobs" / name) == sha256(self.whole / name), name
+            assert steps_taken(out / "jobs" / name) == steps_taken(self.whole / name), name
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    directory = tmp_path_factory.mktemp("world")
+    base = save_base(directory / "base", hidden_size=128, intermediate_size=160, num_hidden_layers=1)
+    for number, (name, count) in enumerate({"a": 40, "b": 9}.items()):
+        write_rows(directory / f"{name}.jsonl", count, number, high=20)
+    orders = [
+        job("dropout", str(directory / "a.jsonl"), lora_dropout=0.1, max_steps=60, batch_size=6, save_steps=7),
+        job("brief", str(directory / "b.jsonl"), max_steps=9, priority=2),
+        job("late", str(directory / "a.jsonl"), max_steps=30, r=7, arrival_seconds=0.5, max_slowdown=3),
+    ]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
+        train(base, directory / "whole", orders, deterministic=True)
+        yield World(base, directory, orders, directory / "whole")
+
+
+@pytest.mark.parametrize("policy", ["residual_capacity", "fifo"])
+def test_jobs_arrive_and_end_with_the_bytes_of_one_process(world: World, tmp_path: Path, policy: str) -> None:
+    seen: list[RunProgress] = []
+    results = world.train(tmp_path, policy=policy, watcher=Watcher(seen.append))
+    assert results.status == "done" and list(results) == [order["name"] for order in world.orders]
+    world.same_bytes(tmp_path)
+    log = read_event_log(tmp_path / "events.jsonl")
+    submitted = {item.job_id: (seconds, item) for seconds, item in log if isinstance(item, JobSubmitted)}
+    assert submitted["late"][0] >= 0.5 and submitted["late"][1].max_slowdown == 3 and submitted["brief"][1].priority == 2
+    assert {item.job_id for _, item in log if isinstance(item, JobFinished)} == set(results)
+    assert {gpu for _, item in log if isinstance(item, StartGroup) for gpu in item.group.gpus} == {0, 1}
+    assert {row.status for row in seen[-1].jobs} == {"done"} and all(row.loss is not None for row in seen[-1].jobs)
+    assert results.report == tmp_path / "jobs" / "report.html" and results.report.is_file()
+    assert read_object(tmp_path / "jobs" / "run.json")["status"] == "done"
+
+
+def test_a_stopped_cluster_goes_on(world: World, tmp_path: Path) -> None:
+    told: list[int] = []
+
+    def stop(progress: RunProgress) -> None:
+        if not told and any(row.step >= 3 for row in progress.jobs):
+            told.append(1)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    stopped = world.train(tmp_path, watcher=Watcher(stop))
+    assert told and stopped.signal_number == signal.SIGTERM and stopped.status == "stopped"
+    assert world.train(tmp_path).status == "done"
+    world.same_bytes(tmp_path)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 8))])
+def test_a_killed_cluster_goes_on(world: World, tmp_path: Path, seed: int) -> None:
+    """Its workers save their jobs and end when it does; whoever comes after waits for them. An odd seed kills them too."""
+    file = tmp_path / "jobs.yaml"
+    order = {"base_model": str(world.base), "output_dir": str(tmp_path / "out"), "deterministic": True, "jobs": world.orders}
+    file.write_text(yaml.safe_dump(order))
+    command = [sys.executable, "-m", "tlora", "cluster", str(file), "--device", "cpu", "--gpus", "2", "--quiet"]
+    with subprocess.Popen(command) as process:
+        metrics = tmp_path / "out" / "jobs" / "dropout" / "metrics.jsonl"
+        while not (metrics.is_file() and len(metrics.read_text().splitlines()) > 4 + 5 * seed):
+            assert process.poll() is None, "it ended before it was killed"
+            time.sleep(0.01)
+        workers = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        if seed % 2:
+            for worker in workers:
+                worker.kill()
+    again = subprocess.run(command, check=False)
+    assert again.returncode == 0
+    world.same_bytes(tmp_path / "out")
+
+
+def test_bad_jobs_fail_alone_and_say_why(world: World, tmp_path: Path) -> None:
+    orders = [
+        job("missing", str(tmp_path / "none.jsonl")),
+        job("sound", str(world.data / "b.jsonl"), max_steps=3, gpus=2),
+        job("impossible", str(world.data / "b.jsonl"), target_modules=["none_such"]),
+    ]
+    lines: list[str] = []
+    results = world.train(tmp_path / "out", orders, watcher=Watcher(note=lines.append))
+    assert {name: result.status for name, result in results.items()} == {"missing": "failed", "sound": "done", "impossible": "failed"}
+    assert "none.jsonl" in results["missing"].reason and "none_such" in results["impossible"].reason
+    assert any("sound: its 2 replicas run in turn" in line for line in lines)
+    assert read_object(tmp_path / "out" / "jobs" / "missing" / "result.json")["status"] == "failed"
+
+
+def test_what_concerns_all_is_one_error(world: World, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--policy chess"):
+        world.train(tmp_path, policy="chess")
+    assert world.train(tmp_path / "out", world.orders[1:2]).status == "done"
+    other = save_base(tmp_path / "base", hidden_size=128, intermediate_size=160, num_hidden_layers=2)
+    with pytest.raises((ModelError, ConfigError)):
+        train_on_cluster(run_spec(other, tmp_path / "out", world.orders[1:2], deterministic=True), device="cpu")
+
+
+def test_train_says_what_it_does_not_read(world: World, tmp_path: Path) -> None:
+    lines: list[str] = []
+    train(world.base, tmp_path, [{**world.orders[1], "arrival_seconds": 5, "max_steps": 1}], watcher=Watcher(note=lines.append))
+    assert any("arrival_seconds, priority" in line and "tlora cluster" in line for line in lines)

@@ -1,0 +1,70 @@
+"""What is shown of a cluster's jobs follows from its events and actions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tlora.job import JobSpec, RunSpec
+from tlora.live.picture import Picture
+from tlora.protocol import (
+    DEFAULT_MAX_SLOWDOWN,
+    ChangeGroup,
+    GroupLost,
+    JobFailed,
+    JobFinished,
+    JobGroup,
+    JobProfile,
+    JobSubmitted,
+    ParallelPlan,
+    RejectJob,
+    StartGroup,
+    StepsDone,
+)
+
+PROFILE = JobProfile(tokens_per_step=100.0, steps=50, longest_sample_tokens=30, adapter_parameters=10)
+
+
+def group(*jobs: str, gpu: int = 1) -> JobGroup:
+    return JobGroup(f"g{gpu}", "base", (gpu,), ParallelPlan(1, 128), jobs, tuple(1.0 for _ in jobs))
+
+
+def test_a_job_waits_trains_moves_and_ends(tmp_path: Path) -> None:
+    run = RunSpec(base_model="b", output_dir=str(tmp_path), jobs=[JobSpec.model_validate({"name": name, "data": "d"}) for name in "abc"])
+    picture = Picture(run, dict.fromkeys("abc", PROFILE))
+
+    def shown() -> dict[str, tuple[str, int | None, int]]:
+        return {row.name: (row.status, row.gpu, row.step) for row in picture.progress(1.0).jobs}
+
+    for name in "ab":
+        picture.see(JobSubmitted(name, "base", 1, PROFILE))
+    assert shown() == {"a": ("queued", None, 0), "b": ("queued", None, 0), "c": ("preparing", None, 0)}
+    picture.see(StartGroup(group("a", "b")))
+    assert shown()["a"] == ("preparing", 1, 0)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "metrics.jsonl").write_text(json.dumps({"step": 10, "loss": 2.5, "num_tokens": 1000}) + '\n{"torn')
+    picture.see(StepsDone("a", "g1", 10, 0.5))
+    row = picture.progress(1.0).jobs[0]
+    assert (row.status, row.step, row.total_steps, row.loss, row.tokens_per_second, row.eta_seconds) == (
+        "training",
+        10,
+        50,
+        2.5,
+        200.0,
+        20.0,
+    )
+    assert (row.share, picture.progress(1.0).tokens_per_second) == (1.0, 200.0)
+    picture.see(ChangeGroup(group("a")))
+    assert shown() == {"a": ("training", 1, 10), "b": ("queued", None, 0), "c": ("preparing", None, 0)}
+    picture.see(GroupLost("g1", "the worker died"))
+    assert shown()["a"] == ("queued", None, 10) and picture.progress(1.0).tokens_per_second == 0
+    picture.see(StartGroup(group("a", gpu=0)))
+    picture.see(JobFinished("a"))
+    picture.see(JobFailed("b", "a bad sample"))
+    picture.see(RejectJob("c", "never fits"))
+    assert shown() == {"a": ("done", 0, 50), "b": ("failed", None, 0), "c": ("failed", None, 0)}
+    assert picture.failed == {"b": "a bad sample", "c": "never fits"}
+
+
+def test_the_default_bound_is_the_schedulers() -> None:
+    assert JobSpec.model_validate({"name": "a", "data": "d"}).max_slowdown == DEFAULT_MAX_SLOWDOWN
