@@ -69,23 +69,31 @@ _LOOK_SECONDS = 0.05  # between two looks at files that are being written, while
 
 
 class RemoteGuard:
-    """The base's fingerprint as the owner of the run has told it: nothing is saved before its verdict."""
+    """The base's fingerprint as the run's owner reports it: nothing is saved before its verdict.
 
-    def __init__(self, go: Go) -> None:
-        self._facts, self._problem, self._told = dict(go.base_facts), "", True
+    `hear` runs in the thread that reads commands: the main thread may be waiting for a save that waits for the verdict.
+    """
+
+    def __init__(self) -> None:
+        self._facts: dict[str, Any] = {}
+        self._problem, self._told = "", True
         self._known = threading.Event()
-        if go.base_is_known:
-            self._known.set()
 
-    def hear(self, known: BaseKnown) -> None:
-        self._facts, self._problem, self._told = dict(known.facts), known.problem, False
-        self._known.set()
-
-    def give_up(self) -> None:
-        """The owner is gone: nobody will tell."""
-        if not self._known.is_set():
-            self._problem = "the process that compares the base's files with those of the earlier run has ended"
-        self._known.set()
+    def hear(self, command: Command | None) -> None:
+        """Look at a command, or at the end of the connection (None)."""
+        match command:
+            case Go(facts, is_known):
+                self._facts = dict(facts)
+                if is_known:
+                    self._known.set()
+            case BaseKnown(facts, problem):
+                self._facts, self._problem, self._told = dict(facts), problem, False
+                self._known.set()
+            case None if not self._known.is_set():
+                self._problem = "the process that compares the base's files with those of the earlier run has ended"
+                self._known.set()
+            case _:
+                pass
 
     def check(self) -> bool:
         told, self._told = self._told, True
@@ -104,8 +112,9 @@ class RemoteGuard:
 class Rank:
     """Commands in `inbox`, reports over `line`."""
 
-    def __init__(self, line: Line, inbox: Inbox, number: int, count: int) -> None:
-        """`number` of `count` ranks."""
+    def __init__(self, line: Line, inbox: Inbox, guard: RemoteGuard, number: int, count: int) -> None:
+        """`number` of `count` ranks. `guard` hears each command before it enters `inbox`."""
+        self._guard = guard
         self._line, self._inbox, self._number, self._count = line, inbox, number, count
         self._here: set[str] = set()  # jobs that wait or train here
         self._begun: set[str] = set()
@@ -132,7 +141,7 @@ class Rank:
         self._exchange = self._connect(loaded, place)
         run = run.model_copy(update={"jobs": [job.spec for job in loaded.plan.jobs], "cpu_threads": loaded.threads or run.cpu_threads})
         self._line.send(Ready(launch_facts(loaded, place), loaded.threads, loaded.plan.warnings, describe_plan(loaded.plan)))
-        self._guard = RemoteGuard(self._next(Go))
+        self._next(Go)
         self._session = Session(run, loaded, monitor, ServingFiles(run.base_model), self._guard, exchange=self._exchange)
         self._driver = self._session.driver
         with compute_with(loaded.threads):
@@ -209,10 +218,7 @@ class Rank:
     def _heard(self, command: Command | None) -> bool:
         """Obey one command. False: stop."""
         match command:
-            case None:
-                self._guard.give_up()
-                return False
-            case Stop():
+            case None | Stop():
                 return False
             case Take(job):
                 self._here.add(job)
@@ -235,7 +241,7 @@ class Rank:
             case Mail(sender, note):
                 self._exchange.hear(sender, note)
             case BaseKnown():
-                self._guard.hear(command)
+                pass  # the guard has heard it
             case _:
                 raise AssertionError(f"{command} came to a rank that trains")
         return True
@@ -286,9 +292,15 @@ def serve(address: str, rank: int, count: int, run_digest: str = "") -> int:
     inbox: Inbox = queue.SimpleQueue()
     signal.signal(signal.SIGTERM, lambda *_: inbox.put(Stop()))  # a SimpleQueue may be entered again by a handler
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches a whole terminal; what follows is the owner's decision
-    line = connect(address, inbox.put)(hello(rank, run_digest))
+    guard = RemoteGuard()
+
+    def hear(command: Command | None) -> None:
+        guard.hear(command)
+        inbox.put(command)
+
+    line = connect(address, hear)(hello(rank, run_digest))
     try:
-        line.send(Rank(line, inbox, rank, count).run())
+        line.send(Rank(line, inbox, guard, rank, count).run())
     except SystemExit:
         return 0
     except BaseException as error:
