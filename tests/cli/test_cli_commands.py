@@ -23,6 +23,7 @@ from tlora.cli.commands import app
 from tlora.cli.terminal import keep_interrupts
 from tlora.data.prepare import WorkerProcess
 from tlora.data.report import ChangeCount, DataReport
+from tlora.engine.check import SourceCheck
 from tlora.engine.watcher import JobProgress, RunProgress, Watcher
 from tlora.errors import CapacityError, CheckpointError, ConfigError, DataError, ModelError
 from tlora.job import RunSpec
@@ -286,7 +287,7 @@ def job_check(name: str, **changes: Any) -> SimpleNamespace:
         rendered=[("User: hi [b]\n", 0.0), ("Hello\x1b[31m!", 1.0), (" tail", 0.5)],
     )
     fields = {"problems": (), "warnings": (), "rank": 16, "trainable_parameters": 65536, "memory_bytes": 3 << 20, "total_steps": 42}
-    return SimpleNamespace(**({"name": name, "data": data, "eval_data": None} | fields | changes))
+    return SimpleNamespace(**({"name": name, "data": data, "eval_data": None, "sources": ()} | fields | changes))
 
 
 def run_check(*jobs: SimpleNamespace, **changes: Any) -> SimpleNamespace:
@@ -371,6 +372,17 @@ def test_check_shows_the_file_of_the_evaluation(jobs_file: Path, use: Callable[.
     (at,) = [number for number, line in enumerate(lines) if "its evaluation" in line]
     assert lines[at].split() == ["its", "evaluation", "alpaca", "321", "320", "56.8", "k", "23.5", "k", "777", "7", "4"]
     assert lines[at - 1].startswith("sql") and lines[at + 1].startswith("polite")
+
+
+@pytest.mark.parametrize("width", ["200", "80"])
+def test_check_shows_the_samples_of_each_source(jobs_file: Path, use: Callable[..., None], monkeypatch: pytest.MonkeyPatch, width: str):
+    monkeypatch.setenv("COLUMNS", width)
+    mixed = job_check("mixed", sources=(SourceCheck("a.jsonl", 1000, 300), SourceCheck("org/b[0], split train", 230, None)))
+    use("tlora.engine.check", check=lambda run, watcher, device, gpus: run_check(mixed))
+    _, out, _ = call("check", jobs_file)
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    at = lines.index("a.jsonl (300 per epoch) 1,000")
+    assert lines[at + 1] == "org/b[0], split train 230" and lines[at - 1].startswith("mixed")
 
 
 def test_check_says_no_more_than_it_knows_of_a_gpu(jobs_file: Path, use: Callable[..., None]):

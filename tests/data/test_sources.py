@@ -164,6 +164,19 @@ def test_a_data_set_of_the_hub(fetched: Callable[..., Any]) -> None:
     said = fetched(gone, path="org/toy")
     assert "org/toy: no such file or directory, and the hub cannot be asked for a data set of this name (" in said
     assert f"or write `revision: {first}`, which was fetched before" in said
+    assert "did you mean" not in said, "no directory org is here"
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"), [("data/polit", "did you mean '{}/data/polite.chat.jsonl'?"), ("data/zzz", "the directory '{}/data' holds no 'zzz'")]
+)
+def test_a_missing_path_that_reads_like_a_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, hint: str) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "polite.chat.jsonl").write_text('{"text": "a"}\n')
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: 1 / 0)
+    with pytest.raises(DataError) as refused:
+        open_source(DataSource(path=path), tmp_path, tmp_path / "cache")
+    assert hint.format(tmp_path) in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,15 @@ def test_each_form_is_checked_and_trained(base: Path, tmp_path: Path) -> None:
     text, several, mixed, splits = found.jobs
     assert several.total_steps == 12 and text.data and text.data.files == [str(tmp_path / "notes.txt")]
     assert splits.eval_data and splits.eval_data.rows == 5
+    assert text.sources == splits.sources == ()
+    assert [(each.name.split("/")[-1], each.samples, each.per_epoch) for each in several.sources] == [
+        ("a.jsonl", 24, None),
+        ("b.parquet", 9, None),
+        ("notes.txt", 12, None),
+    ]
+    assert [each.samples for each in mixed.sources] == [24, 12]
+    long, short = (each.per_epoch or 0 for each in mixed.sources)
+    assert long + short > 0 and abs(long - 3 * short) <= 3
     results = train(file)
     assert results.status == "done" and {name: result.steps for name, result in results.items()} == {
         "text": 2,

@@ -93,6 +93,11 @@ def _print_tables(console: Console, check: RunCheck) -> None:
         for job in check.jobs:
             style = "red" if job.problems else ""
             table.add_row(Text(printable(job.name), style=style), *(cell(job) for cell in columns.values()))
+            if columns is not sizes:
+                for source in job.sources:
+                    taken = "" if source.per_epoch is None else f" ({source.per_epoch:,} per epoch)"
+                    cells = [count_text(source.samples) if name == "samples" else "" for name in columns]
+                    table.add_row(Text(f"  {printable(source.name)}{taken}"), *cells, style="dim")
             if job.eval_data and columns is not sizes:
                 shown = [_field(job.eval_data, field) for field in _DATA_COLUMNS.values()]
                 table.add_row("  its evaluation", *shown, *[""] * (len(columns) - len(shown)), style="dim")

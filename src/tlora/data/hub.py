@@ -37,12 +37,15 @@ class HubFiles:
     commit: str
 
 
-def fetch(source: DataSource, cache_dir: Path) -> HubFiles:
-    """The files of a data set `org/name`, downloaded into the hub's own cache if they are not there. Raises DataError."""
+def fetch(source: DataSource, cache_dir: Path, hint: str = "") -> HubFiles:
+    """The files of a data set `org/name`, downloaded into the hub's own cache if they are not there.
+
+    Raises DataError, with `hint` where the data set does not exist or the hub cannot be reached.
+    """
     deciding = json.dumps([source.path, source.name, source.split])
     record = cache_dir / "hub" / f"{hashlib.sha256(deciding.encode()).hexdigest()[:32]}.json"
     earlier = _read_record(record)
-    commit = source.revision if source.revision in earlier else _today(source, list(earlier))
+    commit = source.revision if source.revision in earlier else _today(source, list(earlier), hint)
     if commit not in earlier:
         earlier[commit] = _resolve(source, commit)
         durable.make_directory(record.parent)
@@ -58,7 +61,7 @@ def _read_record(record: Path) -> dict[str, list[str]]:
         return {}
 
 
-def _today(source: DataSource, fetched: list[str]) -> str:
+def _today(source: DataSource, fetched: list[str], hint: str) -> str:
     """The commit that the revision names today."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
@@ -70,11 +73,11 @@ def _today(source: DataSource, fetched: list[str]) -> str:
     except RevisionNotFoundError:
         why = f"the data set has no revision {source.revision!r}; give a branch, tag or commit that it has"
     except (RepositoryNotFoundError, HFValidationError):
-        why = "no such file or directory, and no such data set on the hub; correct the path, or set HF_TOKEN if the data set is private"
+        why = f"no such file or directory, and no such data set on the hub; correct the path{hint}, or set HF_TOKEN if it is private"
     except Exception as error:  # whatever the client, a proxy or the network raise
         more = f", or write `revision: {fetched[-1]}`, which was fetched before" if fetched else ""
         why = (
-            f"no such file or directory, and the hub cannot be asked for a data set of this name ({_line(error)}); correct the path, "
+            f"no such file or directory, and the hub cannot be asked for a data set of this name ({_line(error)}); correct the path{hint}, "
             f"see to the network{more}"
         )
     raise DataError(f"{source.path}: {why}") from None

@@ -53,8 +53,8 @@ def list_files(path: Path, split: str | None = None) -> list[Path]:
     Text files of a directory are read only if it holds no other data: they are often notes about it. Raises DataError.
     """
     if not path.exists():
-        near = difflib.get_close_matches(path.name, [item.name for item in path.parent.iterdir()], n=1) if path.parent.is_dir() else []
-        hint = f"did you mean {near[0]!r}?" if near else "give a file or directory that exists, or a data set of the hub as org/name"
+        near = nearest_name(path)
+        hint = f"did you mean {near!r}?" if near else "give a file or directory that exists, or a data set of the hub as org/name"
         raise DataError(f"{path}: no such file or directory; {hint}")
     if path.is_file():
         if path.suffix.lower() not in SUFFIXES:
@@ -68,6 +68,16 @@ def list_files(path: Path, split: str | None = None) -> list[Path]:
     if not files:
         raise DataError(f"{path}: the directory holds no data file; put files there that end in one of {', '.join(SUFFIXES)}")
     return [file for file in files if SUFFIXES[file.suffix.lower()] != "text"] or files
+
+
+def nearest_name(path: Path) -> str | None:
+    """The name in the directory of `path` that resembles its own most, with or without suffixes; None if there is none."""
+    if not path.parent.is_dir():
+        return None
+    names = [item.name for item in path.parent.iterdir()]
+    by_spelling = {name.split(".")[0]: name for name in names} | {name: name for name in names}
+    near = difflib.get_close_matches(path.name, by_spelling, n=1)
+    return by_spelling[near[0]] if near else None
 
 
 def read_rows(path: Path) -> Iterator[Row]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tlora.data.hub import fetch, files_of_directory
-from tlora.data.rows import list_files
+from tlora.data.rows import list_files, nearest_name
 from tlora.errors import DataError
 from tlora.job import DataSource, may_be_hub_data
 
@@ -29,7 +29,7 @@ def is_on_hub(source: DataSource, base_dir: Path) -> bool:
 def open_source(source: DataSource, base_dir: Path, cache_dir: Path) -> Source:
     """Find the files of `source`, and fetch them where they are the hub's. Relative paths are under `base_dir`. Raises DataError."""
     if is_on_hub(source, base_dir):
-        found = fetch(source, cache_dir)
+        found = fetch(source, cache_dir, _hint(source, base_dir))
         return Source(source.called, found.files, found.commit)
     path = base_dir / source.path
     has_splits, is_saved = (path / "dataset_dict.json").exists(), (path / "state.json").exists()
@@ -42,6 +42,15 @@ def open_source(source: DataSource, base_dir: Path, cache_dir: Path) -> Source:
     if is_layout and given:
         return Source(str(path), tuple(files_of_directory(path, source)))
     return Source(str(path), tuple(list_files(path, source.split)))
+
+
+def _hint(source: DataSource, base_dir: Path) -> str:
+    """What to say of a name like a hub data set's if its first part is a directory here: the path of a file may be meant."""
+    path = base_dir / source.path
+    if not path.parent.is_dir():
+        return ""
+    near = nearest_name(path)
+    return f" (did you mean {str(path.parent / near)!r}?)" if near else f" (the directory {str(path.parent)!r} holds no {path.name!r})"
 
 
 def shown_files(sources: Sequence[DataSource], base_dir: Path) -> list[str]:

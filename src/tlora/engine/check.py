@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from tlora.data.order import epoch_size
-from tlora.data.prepare import Preparation
+from tlora.data.order import Mixture, epoch_size
+from tlora.data.prepare import Preparation, Prepared
 from tlora.data.report import DataReport
 from tlora.data.sources import shown_files
 from tlora.engine.ranks.devices import rank_devices
@@ -33,9 +33,18 @@ from tlora.supermodel.weight_files import check_weights
 
 
 @dataclass(frozen=True)
+class SourceCheck:
+    """One of several data sources of a job: its samples, and how many of them an epoch takes (None: all that are not held out)."""
+
+    name: str
+    samples: int
+    per_epoch: int | None
+
+
+@dataclass(frozen=True)
 class JobCheck:
     """What is known of one job. `memory_bytes` is what it adds to a run; `data` is None when its data is bad, `eval_data` also where the
-    evaluation has no file of its own.
+    evaluation has no file of its own. `sources` is empty for a job with a single source.
     """
 
     name: str
@@ -47,6 +56,7 @@ class JobCheck:
     total_steps: int
     data: DataReport | None
     eval_data: DataReport | None = None
+    sources: tuple[SourceCheck, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -209,4 +219,14 @@ def _job_check(job: PlannedJob, plan: RunPlan) -> JobCheck:
         total_steps=job.spec.total_steps(epoch_size(job.data.train.epoch)) if job.data else 0,
         data=job.data.report if job.data else None,
         eval_data=job.data.eval_report if job.data else None,
+        sources=_source_checks(job.data) if job.data else (),
     )
+
+
+def _source_checks(data: Prepared) -> tuple[SourceCheck, ...]:
+    """Nothing for a single source, and for a cached set of an earlier version, which did not count them."""
+    named, counts, epoch = data.data.sources, data.report.sources, data.train.epoch
+    if len(named) < 2 or len(counts) != len(named):
+        return ()
+    takes = epoch.takes if isinstance(epoch, Mixture) else [None] * len(named)
+    return tuple(SourceCheck(source.called, count, take) for source, count, take in zip(named, counts, takes, strict=True))
