@@ -83,12 +83,13 @@ class _Run:
         self._run, self._out, self._places, self._policy = run, out, places, policy
         self._watcher, self._began, self._shown = watcher, began, 0.0
         self._ended: dict[str, JobResult] = {}
+        self._faults: set[str] = set()
         self._facts = {"device": places[0].partition(":")[0] if len(places) == 1 else f"{len(places)} of {places[0].partition(':')[0]}"}
 
     def train(self, guard: BaseGuard) -> Results:
         profiled = self._profile()
         self._picture = Picture(self._run, {name: job.profile for name, job in profiled.items()})
-        scheduler = Scheduler(self._made_policy(), cost_model(bases={_BASE: self._like()}))
+        scheduler = Scheduler(self._made_policy(), cost_model(bases={_BASE: self._like()}), self._see_fault)
         self._record("running", guard)
         with (
             LocalBackend(self._machine()) as backend,
@@ -161,6 +162,12 @@ class _Run:
         if now - self._shown >= _SHOW_SECONDS or isinstance(item, JobFailed | JobFinished | RejectJob):
             self._shown = now
             self._watcher.progress(self._picture.progress(self._seconds))
+
+    def _see_fault(self, reason: str) -> None:
+        """Each once: the policy is asked again at the next event, and may fail in the same way."""
+        if reason not in self._faults:
+            self._faults.add(reason)
+            self._watcher.note(f"{self._policy} could not decide ({reason}); what runs goes on, and it is asked again at the next event")
 
     def _fail(self, spec: JobSpec, reason: str) -> None:
         """Unless its worker has written why itself."""

@@ -35,6 +35,7 @@ from tlora.protocol import (
 )
 from tlora.scheduler.draft import has_room
 from tlora.scheduler.state import ClusterState, without_job
+from tlora.scheduler.wanted import why_impossible
 
 MOST_COUNTED = 2**53  # above it a float does not tell a whole number from the next
 
@@ -48,7 +49,11 @@ class Scheduler:
     What it believes of costs is a copy of `cost`, which reports of steps correct.
     """
 
-    def __init__(self, policy: Policy, cost: CostModel) -> None:
+    def __init__(self, policy: Policy, cost: CostModel, on_fault: Callable[[str], object] | None = None) -> None:
+        """`on_fault` is told why a decision was left out, where the policy raised or wants what cannot be. All else that an event brings
+        has been done then, and the next event asks again. Without it, such a policy raises.
+        """
+        self._on_fault = on_fault
         self.state, self._policy = ClusterState(copy.deepcopy(cost)), policy
         self._seen: set[str] = set()
 
@@ -61,10 +66,21 @@ class Scheduler:
         if decide:
             if state.emptied:
                 actions += self._end_empty_groups()
-            wanted = self._policy(state)
-            if wanted:
-                actions += reconcile(state, wanted)
+            actions += self._decide()
         return actions
+
+    def _decide(self) -> list[Action]:
+        state = self.state
+        try:
+            wanted = self._policy(state)
+            if wanted and (reason := why_impossible(state, wanted)) is not None:
+                raise ValueError(f"the policy wants what cannot be: {reason}")
+        except Exception as error:  # a policy is anybody's code
+            if self._on_fault is None:
+                raise
+            self._on_fault(f"{type(error).__name__}: {error}")
+            return []
+        return reconcile(state, wanted) if wanted else []
 
     def _fold(self, event: Event) -> tuple[list[Action], bool]:
         """What follows at once, and whether there is something to decide."""
