@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.fidelity import Compared, Times, compare, policy_of, run_simulated, verdict
+from bench.fidelity import Compared, Times, compare, features_of, job_seconds, policy_of, run_simulated, verdict
 from bench.fidelity_work import (
     BASE,
     OPENING_SECONDS,
@@ -102,8 +102,20 @@ def test_the_verdict_says_what_the_numbers_say() -> None:
     assert "does NOT hold" in judged(apart, {"a": 10.4, "b": 10.3})
     close = {"a": [10.0, 10.1, 10.2], "b": [10.2, 10.3, 10.4]}
     assert "ranking by mean JCT kept\nthe simulator holds" in judged(close, {"a": 10.4, "b": 10.1}), "a tie, both say"
-    assert "cannot decide" in judged({"a": [10.0, 10.2, 11.0]}, {"a": 10.4})
-    assert "decide nothing" in judged({"a": [10.0, 10.1]}, {"a": 10.0})
+    for times, told in (({"a": [10.0, 10.2, 11.0]}, "cannot decide"), ({"a": [10.0, 10.1]}, "decide nothing")):
+        (line,) = (line for line in judged(times, {"a": 10.4}).splitlines() if "largest error" in line)
+        assert told in line, "what the error is worth stands in its sentence"
+    held = compare({"a": [Times(10.0, 20.0)] * 3}, {"a": Times(10.0, 20.0)})
+    assert verdict(held)[-1] == "the simulator holds"
+    assert "workers were up 1.5 s after the first job had come, so that this run cannot decide" in verdict(held, 1.5)[0]
+
+
+def test_jobs_are_long_beside_a_start_and_the_features_are_said() -> None:
+    assert job_seconds(5.0, replace(CALIBRATION, start_seconds=1.0)) == 5.0
+    assert job_seconds(5.0, replace(CALIBRATION, start_seconds=15.0)) == 60.0
+    told = features_of(["fifo", "residual_capacity"], CALIBRATION)
+    assert told == "residual_capacity with sharing on, growth off, preemption on, groups of several GPUs off"
+    assert features_of(["fifo"], CALIBRATION) == "residual_capacity was not compared"
 
 
 def test_spread_and_error_are_shares() -> None:

@@ -274,6 +274,20 @@ def test_a_decomposition_is_printed_and_written(trace: str) -> None:
     assert math.prod(each["factor"] for each in found["decomposition"]) == pytest.approx(found["rows"][-1]["gain"])
 
 
+def test_a_closed_sweep_shows_throughput_over_the_bound(trace: str, tmp_path: Path) -> None:
+    options = ("--trace", trace, "--nodes", "1x8", "--closed", "--policy", "fifo/peft,residual_capacity", "--quiet")
+    code, out, _ = call(*options, "--sweep", "delta=1.2:2:inf", "--out", "rows.csv", "--html", "page.html")
+    lines = out.splitlines()
+    at = lines.index("tokens/s from 5 to 60 % of the total work, all jobs submitted at once")
+    assert code == 0 and [line.split()[0] for line in lines[at - 3 : at]] == ["1.2", "2", "inf"]
+    assert lines[at - 4].split()[:3] == ["delta", "fifo/peft:", "tokens/s"]
+    assert all(float(row["steady_tokens_per_second"]) > 0 and row["closed"] == "1" for row in rows_of(Path("rows.csv")))
+    assert "Throughput against the bound" in Path("page.html").read_text()
+    code, out, err = call(*options, "--load", "0.5")
+    assert code == 2 and not out and "with --closed all jobs are submitted at once" in err
+    assert "4 jobs of small.csv on 8 GPUs (1 node of 8, h200), all at once, seed 0" in call(*options)[1]
+
+
 def test_jobs_that_can_never_run_are_told(trace: str) -> None:
     code, out, _ = call("--trace", trace, "--nodes", "1x4", "--policy", "fifo", "--quiet")
     assert code == 0 and "fifo: without 1 rejected jobs" in out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,11 @@ import pytest
 from tests.sim.made_results import make_orders, make_result
 from tlora.costs.cost import BaseConstants
 from tlora.errors import ConfigError
+from tlora.report.simulation_tables import is_extrapolated
 from tlora.sim.bounds import Bounds
+from tlora.sim.conditions import MoveCosts
 from tlora.sim.metrics import metrics
-from tlora.sim.outputs import constant_rows, metric_rows, simulation_view, write_job_csv, write_metrics_csv, write_page
+from tlora.sim.outputs import constant_rows, metric_rows, move_rows, simulation_view, write_job_csv, write_metrics_csv, write_page
 from tlora.sim.records import JobRecord, SimulationResult
 
 BOUND = Bounds(100.0, 200.0, 150.0, 1000.0)
@@ -119,3 +121,9 @@ def test_constants_keep_their_source() -> None:
         "value": 0.02,
         "source": source["exchange_seconds"],
     }
+
+
+def test_what_moves_cost_is_told_with_its_source() -> None:
+    rows = {str(row["field"]): row for row in move_rows(MoveCosts(resize_seconds=7.0))}
+    assert rows["resize_seconds"]["value"] == 7.0 and is_extrapolated(rows["resize_seconds"])
+    assert not is_extrapolated(rows["join_seconds"]) and set(rows) <= {each.name for each in fields(MoveCosts)}

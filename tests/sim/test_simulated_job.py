@@ -55,6 +55,20 @@ def test_standing_still_counts_once_it_has_run():
     assert (job.worst_slowdown, job.windows_beyond) == (pytest.approx(2.5), 1)
 
 
+def test_windows_with_a_move_are_told_from_those_without():
+    job = job_of(max_slowdown=2.0)
+    job.stand(3.0)  # before its first run: the start of its group
+    job.go_on(3.0)
+    run(job, 10, 1.0)
+    run(job, 5, 1.0)
+    job.stand(40.0)
+    run(job, 15, 1.0)  # the second window takes 50 s, the third 10
+    run(job, 10, 3.0)  # and the fourth 30, without a move
+    record = job.record()
+    assert (record.windows, record.windows_beyond, record.windows_with_moves, record.windows_with_moves_beyond) == (4, 2, 1, 1)
+    assert (record.group_seconds, record.paused_seconds) == (100.0, 40.0)
+
+
 def test_steps_that_are_undone_are_made_good_in_the_same_window():
     job = job_of()
     run(job, 9.5, 1.0)

@@ -62,6 +62,20 @@ def test_by_hand() -> None:
     assert states == {"done": 2, "cancelled": 1, "failed": 0, "rejected": 1, "unfinished": 1}
 
 
+def test_promises_are_counted_by_window_by_job_and_from_start_to_end() -> None:
+    kept = replace(JOB, windows=10, windows_beyond=0, max_slowdown=1.5, alone_seconds=100.0, group_seconds=150.0, paused_seconds=1.0)
+    moved = replace(kept, job_id="b", windows_beyond=2, windows_with_moves=4, windows_with_moves_beyond=2, group_seconds=151.0)
+    slow = replace(kept, job_id="c", windows_beyond=3, windows_with_moves=1, windows_with_moves_beyond=1, worst_slowdown=6.0)
+    unseen = replace(kept, job_id="d", windows=0)
+    found = metrics(SimulationResult("ours", "tlora", "t", 0, 2, 0.9, [kept, moved, slow, unseen]))
+    assert found["windows_beyond_share"] == pytest.approx(5 / 30) and found["windows_with_moves_share"] == pytest.approx(5 / 30)
+    assert found["windows_with_moves_beyond_share"] == pytest.approx(3 / 5)
+    assert found["missing_jobs_share"] == pytest.approx(2 / 3) and found["missing_without_moves_share"] == pytest.approx(1 / 3)
+    assert found["worst_window_over_bound"] == 4.0
+    assert found["late_jobs_share"] == pytest.approx(1 / 4)  # exactly at its bound is within
+    assert found["stretch_over_bound_p99"] == pytest.approx(1.0065, abs=1e-3) and found["pauses_p95"] == pytest.approx(0.01)
+
+
 def test_shared_gpus_are_a_step_function_of_the_stretches() -> None:
     spans = [
         GroupSpan("g", "base", (0, 1), 0.0, 10.0, ("a", "b")),

@@ -34,6 +34,7 @@ def simulate(  # one parameter for each option, as typer has it
     trace: Annotated[str, typer.Option(metavar="FILE|NAME", help=_TRACES)] = "ee9e8c",
     policy: Annotated[str | None, typer.Option(metavar="NAME,...", help=_POLICIES, show_default=POLICIES)] = None,
     load: Annotated[float | None, typer.Option(help="Compress or stretch the arrivals to this load.", show_default="as recorded")] = None,
+    closed: Annotated[bool, typer.Option("--closed", help="Submit all jobs at once, to measure throughput.")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N jobs.", show_default=False)] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed for what the trace does not record.", show_default="0")] = None,
     seeds: Annotated[str | None, typer.Option(metavar="0-2|0,5", help="Several seeds; prints their means.", show_default=False)] = None,
@@ -95,7 +96,7 @@ def simulate(  # one parameter for each option, as typer has it
 
         num_nodes, gpus_per_node = _cluster(gpus, nodes)
         conditions = Conditions(speed_error=truth_error, length_error=length_error, drift=drift, delay=delay, mtbf_hours=mtbf_hours)
-        plain = Scenario(trace, "", kernels, num_nodes, gpus_per_node, gpu, load, jobs, paper=paper, conditions=conditions)
+        plain = Scenario(trace, "", kernels, num_nodes, gpus_per_node, gpu, load, jobs, paper=paper, closed=closed, conditions=conditions)
         check_names(plain)
         contest = Contest(plain, _policies(POLICIES if policy is None else policy, kernels), _seeds(seed, seeds))
         outputs = Outputs(csv_dir, html, json_file)

@@ -35,15 +35,12 @@ _ROOMY = 120  # columns of a terminal that shows all metrics
 _NARROW = ("mean_jct_seconds", "p99_jct_seconds", "mean_jct_over_bound", "windows_beyond_share", "useful_utilisation")
 _WIDE = (
     *("mean_jct_seconds", "median_jct_seconds", "p90_jct_seconds", "p99_jct_seconds", "mean_jct_over_bound", "queueing_share"),
-    *(
-        "slowdown_p99",
-        "windows_beyond_share",
-        "regroupings_per_job",
-        "useful_utilisation",
-        "allocated_utilisation",
-        "shared_gpu_share",
-        "tokens_per_second",
-    ),
+    *("slowdown_p99", "windows_beyond_share", "missing_jobs_share", "late_jobs_share", "regroupings_per_job", "useful_utilisation"),
+    *("allocated_utilisation", "shared_gpu_share", "tokens_per_second", "steady_tokens_per_second"),
+)
+_EXPLAINED = (
+    *("mean_jct_over_bound", "windows_beyond_share", "missing_jobs_share", "late_jobs_share"),
+    *("useful_utilisation", "shared_gpu_share"),
 )
 _HEADS = {"p90_jct_seconds": "p90", "allocated_utilisation": "allocated", "windows_beyond_share": "beyond"}
 
@@ -114,7 +111,7 @@ def print_policies(console: Console, rows: Sequence[MetricRow], seeds: Sequence[
     if text := decomposition_text({f"{row['policy']}/{row['kernels']}": _number(row["mean_jct_seconds"]) for row in rows}):
         console.print(f"gain of residual_capacity: {text}", soft_wrap=True)
     for metric in shown:
-        if metric.key in ("mean_jct_over_bound", "windows_beyond_share", "useful_utilisation", "shared_gpu_share"):
+        if metric.key in _EXPLAINED:
             head = heads[shown.index(metric)]
             console.print(f"{head}: {metric.meaning}", style="dim", soft_wrap=True)
     for kernels, row in {str(row["kernels"]): row for row in rows}.items():
@@ -145,6 +142,8 @@ def print_sweep(console: Console, rows: Sequence[SweepRow], axes: Sequence[str])
         gains = ([first / found[name, seed] for first, seed in zip(before, seeds, strict=True)] for name in others)
         table.add_row(*point, duration_text(_mean(before)), *(_times(_mean(gain)) for gain in gains))
     console.print(table)
+    if any(row.get("closed") for row in rows):
+        _print_throughput(console, rows, axes)
     if len(seconds) > SWEEP_LINES:
         console.print(f"... and {len(seconds) - SWEEP_LINES:,} points more", style="dim")
     if others:
@@ -152,6 +151,19 @@ def print_sweep(console: Console, rows: Sequence[SweepRow], axes: Sequence[str])
         told = f"{printable(str(rows[0]['trace']))}: mean JCT of {reference} over that of each policy, mean of the seeds {seeds_text}"
         console.print(told, style="dim", soft_wrap=True)
     _warn_of_uncounted(console, rows, axes)
+
+
+def _print_throughput(console: Console, rows: Sequence[SweepRow], axes: Sequence[str]) -> None:
+    """Steady tokens/s of each policy at each point, the mean over the seeds."""
+    found: defaultdict[tuple[str, ...], defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        found[tuple(_value_text(row[axis]) for axis in axes)][_name(row)].append(_number(row["steady_tokens_per_second"]))
+    names = list(dict.fromkeys(_name(row) for row in rows))
+    table = _table([*axes, *(f"{name}: tokens/s" for name in names)])
+    for point, rates in list(found.items())[:SWEEP_LINES]:
+        table.add_row(*point, *(metric_text("rate", _mean(rates[name])) for name in names))
+    console.print(table)
+    console.print("tokens/s from 5 to 60 % of the total work, all jobs submitted at once", style="dim", soft_wrap=True)
 
 
 def _warn_of_uncounted(console: Console, rows: Sequence[SweepRow], axes: Sequence[str]) -> None:
@@ -174,10 +186,14 @@ def print_origin(console: Console, constants: Mapping[str, Mapping[str, BaseCons
         for name in dict.fromkeys(name for found in bases.values() for name in extrapolated_fields(found)):
             kernels_of[name].append(kernels)
     if kernels_of:
-        told = ", ".join(f"{name} ({', '.join(kernels)})" for name, kernels in kernels_of.items())
+        told = ", ".join(f"{name} ({', '.join(kernels)})" for name, kernels in kernels_of.items()) + ", resize_seconds (a change of GPUs)"
         console.print(f"extrapolated, not measured: {told}", style="yellow", soft_wrap=True)
         first = next(iter(kernels_of))
-        console.print(f"how much depends on one: --sweep scale.{first}=0.7:1:1.3 --out FILE.csv", style="dim", soft_wrap=True)
+        console.print(
+            f"how much depends on one: --sweep scale.{first}=0.7:1:1.3 (or resize_seconds=1:5:30) --out FILE.csv",
+            style="dim",
+            soft_wrap=True,
+        )
 
 
 def title(scenario: Scenario, count: int, load: float, seeds: Sequence[int]) -> str:
@@ -185,8 +201,8 @@ def title(scenario: Scenario, count: int, load: float, seeds: Sequence[int]) -> 
     which = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {', '.join(map(str, seeds))}"
     nodes = f"{scenario.nodes:,} {'node' if scenario.nodes == 1 else 'nodes'} of {scenario.gpus_per_node}"
     cluster = f"{scenario.num_gpus:,} GPUs ({nodes}, {scenario.gpu})"
-    arrivals = "as recorded" if scenario.load is None else "by compressed arrivals"
-    return printable(f"{count:,} jobs of {scenario.trace} on {cluster}, load {load:.3g} {arrivals}, {which}")
+    arrivals = f"load {load:.3g} " + ("as recorded" if scenario.load is None else "by compressed arrivals")
+    return printable(f"{count:,} jobs of {scenario.trace} on {cluster}, {'all at once' if scenario.closed else arrivals}, {which}")
 
 
 def _table(heads: Sequence[str]) -> Table:

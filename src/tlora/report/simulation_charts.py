@@ -42,6 +42,7 @@ def simulation_charts(view: SimulationView, drawn: Mapping[str, Look]) -> list[C
         _over_time(view, drawn, edges, ("Allocated GPUs", "allocated_share", "% of the GPUs")),
         _shared(view, drawn, edges),
         _gain_over_load(view, drawn),
+        _throughput_over_bound(view, drawn),
     ]
     return [chart for chart in charts if chart.figure["data"]]
 
@@ -183,6 +184,29 @@ def _gains(view: SimulationView) -> dict[str, dict[float, list[float]]]:
         if name != reference and math.isfinite(before) and seconds > 0:
             gains[name][load].append(before / seconds)
     return {name: dict(by_load) for name, by_load in gains.items()}
+
+
+def _throughput_over_bound(view: SimulationView, drawn: Mapping[str, Look]) -> Chart:
+    """Steady tokens/s against the bound on the slowdown, the mean of the seeds; nothing where the sweep has not several bounds."""
+    found: defaultdict[str, defaultdict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    looks: dict[str, Look] = {}
+    for row in view.sweep:
+        if isinstance(row.get("delta"), int | float):
+            name = str(row["policy"])
+            looks.setdefault(name, drawn.get(name, drawn[str(row["name"])]))
+            found[name][float(row["delta"])].append(number(row["steady_tokens_per_second"]))
+    bounds = sorted({bound for by_bound in found.values() for bound in by_bound})
+    traces: list[Trace] = []
+    for name, by_bound in found.items() if len(bounds) > 1 else ():
+        means = [sum(by_bound[bound]) / len(by_bound[bound]) if bound in by_bound else math.nan for bound in bounds]
+        trace = _line(name, looks[name], means, means) | {"x": [f"{bound:g}" for bound in bounds], "mode": "lines+markers"}
+        trace["hovertemplate"] = f"<b>{escape(name)}</b><br>%{{y:,.4~s}} tokens/s at %{{x}}<extra></extra>"
+        traces.append(trace)
+    layout = {
+        "xaxis": {"title": {"text": "bound on the slowdown"}, "type": "category"},
+        "yaxis": {"title": {"text": "steady tokens/s"}, "rangemode": "tozero"},
+    }
+    return Chart("Throughput against the bound", {"data": traces, "layout": layout}, "Tokens/s from 5 to 60 % of the total work.")
 
 
 def _gain_over_load(view: SimulationView, drawn: Mapping[str, Look]) -> Chart:

@@ -20,7 +20,7 @@ _RATIOS = ("mean_jct_seconds", "median_jct_seconds", "p90_jct_seconds", "p99_jct
 _RATIOS_OF_USE = ("useful_utilisation", "allocated_utilisation")
 _RESULT = (  # the metrics that a page opens with
     *("mean_jct_seconds", "median_jct_seconds", "p99_jct_seconds", "mean_jct_over_bound", "queueing_share"),
-    *("windows_beyond_share", "useful_utilisation", "shared_gpu_share"),
+    *("windows_beyond_share", "missing_jobs_share", "late_jobs_share", "useful_utilisation", "shared_gpu_share"),
 )
 _SETTINGS_PER_TABLE = 8
 _EVEN = 0.005  # a ratio this near to 1 is neither better nor worse: it reads as 1.00

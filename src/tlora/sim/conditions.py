@@ -43,6 +43,14 @@ class MoveCosts:
                 raise ConfigError(f"{each.name} is {cost}: what a move costs is a number, 0 or more")
 
 
+MOVE_SOURCES = {
+    "resize_seconds": "extrapolated: new communicators, adapters sent to the new replicas; never measured",
+    "cold_start_seconds": "one H200, Llama-3-8B shape, nothing compiled before",
+    "warm_start_seconds": "one H200, Llama-3-8B shape, 8 to 11 s",
+    "join_seconds": "bench/results/h200_38e8bab_joins.json, scaled by bytes and rounded up",
+    "checkpoint_seconds": "bench/results/h200_38e8bab_joins.json, scaled by bytes and rounded up",
+}
+
 FREE_MOVES = MoveCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 

@@ -13,7 +13,10 @@ from typing import get_args
 
 import numpy as np
 
-from tlora.sim.records import FinalState, GroupSpan, JobRecord, SimulationResult
+from tlora.sim.records import FinalState, GroupSpan, JobRecord, Sample, SimulationResult
+
+_ROUNDING = 1e-9
+_STEADY = (0.05, 0.6)  # shares of the work between which throughput counts as steady
 
 Ratios = dict[str, float | str]
 
@@ -26,9 +29,13 @@ def metrics(result: SimulationResult) -> dict[str, float]:
     queueing_share: sum of time in no group over sum of JCT; nan without spans.
     makespan_seconds: first submission to last end, rejected jobs left out.
     slowdown_*: over jobs, of the mean over each job's windows; worst_slowdown_p99: of each job's worst window.
-    windows_beyond_share: windows beyond their job's bound over all windows.
+    windows_beyond_share: windows beyond their job's bound over all windows; windows_with_moves_beyond_share: of those with a move in them.
+    missing_jobs_share: jobs with a window beyond, over jobs; missing_without_moves_share: with one that has no move in it.
+    late_jobs_share: jobs whose time in groups, from their first run on, is above max_slowdown * their time alone; pauses_p95: the 95th
+    percentile of standing still over time alone.
     fairness_*: JCT / (time alone on its own GPUs, same kernels). tenant_fairness: Jain's index (1 is even) over tenants of the mean of
     time alone / JCT.
+    steady_tokens_per_second: tokens/s from the moment when 5 % of all tokens are done until 60 % are.
     shared_gpu_share: of the GPU time in groups, that in groups of two jobs or more; nan without spans.
     allocated_utilisation, useful_utilisation: weighted by GPU time, tokens_per_second by time, first submission to last end.
     """
@@ -46,10 +53,12 @@ def metrics(result: SimulationResult) -> dict[str, float]:
         "queueing_share": _queueing_share(result, done),
         "makespan_seconds": _makespan(result),
         **_slowdowns(result.jobs),
+        **_stretches(done),
         "fairness_mean": _mean(ratios),
         "fairness_p99": _percentile(ratios, 99),
         "tenant_fairness": _jain([_mean(rates) for rates in tenants.values()]),
         **_utilisation(result),
+        "steady_tokens_per_second": _steady_tokens_per_second(result.samples),
         "shared_gpu_share": _shared_gpu_share(result.spans),
         "regroupings_per_job": _ratio(sum(job.regroupings for job in result.jobs), started),
         "decision_milliseconds": 1e3 * _ratio(result.decision_seconds, result.decisions),
@@ -125,6 +134,17 @@ def _queueing_share(result: SimulationResult, done: Sequence[JobRecord]) -> floa
     return _ratio(total - sum(running[job.job_id] for job in done), total)
 
 
+def _steady_tokens_per_second(samples: Sequence[Sample]) -> float:
+    """While neither the first groups start nor the last jobs are left: from 5 to 60 % of the work."""
+    seconds = np.array([sample.seconds for sample in samples])
+    if len(seconds) < 2:
+        return math.nan
+    tokens = np.array([sample.tokens_per_second for sample in samples[:-1]]) * np.diff(seconds)
+    done = np.concatenate([[0.0], np.cumsum(tokens)])
+    first, last = (float(np.interp(share * float(done[-1]), done, seconds)) for share in _STEADY)
+    return _ratio((_STEADY[1] - _STEADY[0]) * float(done[-1]), last - first) if done[-1] > 0 else math.nan
+
+
 def _shared_gpu_share(spans: Sequence[GroupSpan]) -> float:
     seconds = [(len(span.gpus) * (span.end_seconds - span.start_seconds), len(span.job_ids)) for span in spans]
     return _ratio(math.fsum(own for own, members in seconds if members > 1), math.fsum(own for own, _ in seconds))
@@ -165,6 +185,24 @@ def _slowdowns(jobs: Sequence[JobRecord]) -> dict[str, float]:
         "slowdown_p99": _percentile(mean, 99),
         "worst_slowdown_p99": _percentile([job.worst_slowdown for job in seen], 99),
         "windows_beyond_share": _ratio(sum(job.windows_beyond for job in seen), sum(job.windows for job in seen)),
+        "windows_with_moves_share": _ratio(sum(job.windows_with_moves for job in seen), sum(job.windows for job in seen)),
+        "windows_with_moves_beyond_share": _ratio(
+            sum(job.windows_with_moves_beyond for job in seen), sum(job.windows_with_moves for job in seen)
+        ),
+        "missing_jobs_share": _ratio(sum(job.windows_beyond > 0 for job in seen), len(seen)),
+        "missing_without_moves_share": _ratio(sum(job.windows_beyond > job.windows_with_moves_beyond for job in seen), len(seen)),
+        "worst_window_over_bound": max((job.worst_slowdown / job.max_slowdown for job in seen), default=math.nan),
+    }
+
+
+def _stretches(done: Sequence[JobRecord]) -> dict[str, float]:
+    """Of the jobs that are done, from first run to end without the time in no group."""
+    seen = [job for job in done if job.alone_seconds > 0 and math.isfinite(job.group_seconds)]
+    stretches = [job.group_seconds / job.alone_seconds / job.max_slowdown for job in seen]
+    return {
+        "late_jobs_share": _ratio(sum(stretch > 1 + _ROUNDING for stretch in stretches), len(seen)),
+        "stretch_over_bound_p99": _percentile(stretches, 99),
+        "pauses_p95": _percentile([job.paused_seconds / job.alone_seconds for job in seen], 95),
     }
 
 

@@ -17,6 +17,7 @@ from tlora.costs.cost import BaseConstants
 from tlora.report.rows import JsonObject
 from tlora.report.simulation_view import PolicyView, SimulationView
 from tlora.sim.bounds import Bounds
+from tlora.sim.conditions import MOVE_SOURCES, MoveCosts
 from tlora.sim.metrics import compare_all, metrics, shared_gpus
 from tlora.sim.records import GroupSpan, JobRecord, SimulationResult
 from tlora.sim.result_files import write_result
@@ -71,6 +72,14 @@ def constant_rows(constants: Mapping[str, Mapping[str, BaseConstants]]) -> list[
         for base, found in bases.items()
         for name, source in found.source.items()
         if hasattr(found, name)
+    ]
+
+
+def move_rows(moves: MoveCosts) -> list[JsonObject]:
+    """As `constant_rows`, what moves cost, whichever base and kernels."""
+    return [
+        {"kernels": "all", "base": "all", "field": name, "value": float(getattr(moves, name)), "source": source}
+        for name, source in MOVE_SOURCES.items()
     ]
 
 

@@ -6,6 +6,7 @@ Times are seconds on the simulation's own clock. What is computed from them: `me
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,7 +20,8 @@ class JobRecord:
     `started_seconds` is its first run, nan if it never ran; `finished_seconds` is when it ended in whatever state, nan if it did not.
     `alone_seconds` = steps x (measured time between its optimizer steps alone on its `gpus`, with the same kernels). Slowdowns are over
     windows of 10 optimizer steps; nan without a window. `gpu_seconds` is its share of the GPU time of the groups that it was in.
-    `most_gpus` are the most that have a sample of each of its steps to work on.
+    `most_gpus` are the most that have a sample of each of its steps to work on. `group_seconds` is the time in a group from its first run
+    on, `paused_seconds` that part of it in which it stood still. A window has a move in it if the job stood still in it.
     """
 
     job_id: str
@@ -41,6 +43,10 @@ class JobRecord:
     worst_slowdown: float
     mean_slowdown: float
     most_gpus: int = 1
+    windows_with_moves: int = 0
+    windows_with_moves_beyond: int = 0
+    group_seconds: float = math.nan
+    paused_seconds: float = 0.0
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from tlora.scheduler.policies import POLICIES
 from tlora.sim.bounds import Bounds, lower_bounds, work_of
 from tlora.sim.machines import ClusterShape
 from tlora.sim.metrics import compare
-from tlora.sim.outputs import REFERENCE, MetricRow, constant_rows, metric_rows, policy_name, simulation_view
+from tlora.sim.outputs import REFERENCE, MetricRow, constant_rows, metric_rows, move_rows, policy_name, simulation_view
 from tlora.sim.processes import Standing, map_in_processes
 from tlora.sim.records import SimulationResult
 from tlora.sim.scenario import KERNELS, Scenario, cost_of, scene_of
@@ -128,7 +128,8 @@ def page_view(outcomes: Sequence[Outcome], swept: Sequence[JsonObject]) -> Simul
     results = [outcome.result for outcome in shown]
     rows = metric_rows(results, [outcome.bounds for outcome in shown])
     all_rows = metric_rows([outcome.result for outcome in outcomes], [outcome.bounds for outcome in outcomes])
-    view = simulation_view(results, rows, constant_rows(constants_in(outcomes)), all_rows)
+    constants = constant_rows(constants_in(outcomes)) + move_rows(scenario.conditions.moves)
+    view = simulation_view(results, rows, constants, all_rows)
     return replace(view, sweep=swept) if swept else view
 
 
@@ -147,6 +148,9 @@ def gain_rows(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[JsonObject]
             "load": row["offered_load"],
             "seed": row["seed"],
             "mean_jct_seconds": row["mean_jct_seconds"],
+            "policy": policy_name(*contender),
+            "delta": row.get("delta"),
+            "steady_tokens_per_second": row.get("steady_tokens_per_second"),
         }
         for row, contender, point in zip(rows, contenders, where, strict=True)
     ]

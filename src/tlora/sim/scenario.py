@@ -35,7 +35,7 @@ class Scenario:
 
     `load` None: arrivals as recorded. `jobs`: only so many, the first. `delta`: every job's bound on its slowdown, instead of its own.
     `kappa`: saturated tokens/s of our kernels over PEFT's, instead of the measured. `scale`: factors on constants of all kernels.
-    `paper`: ranks and batches drawn as the reference draws them.
+    `paper`: ranks and batches drawn as the reference draws them. `closed`: all jobs are submitted at once, whatever the trace says.
     """
 
     trace: str = "ee9e8c"
@@ -51,6 +51,7 @@ class Scenario:
     kappa: float | None = None
     scale: tuple[tuple[str, float], ...] = ()
     paper: bool = False
+    closed: bool = False
     conditions: Conditions = field(default_factory=Conditions)
 
     @property
@@ -137,6 +138,8 @@ def cost_of(scenario: Scenario, kernels: str) -> CostModel:
 
 def scene_of(scenario: Scenario) -> Scene:
     """Reads the trace and makes its rows jobs. Raises DataError and ConfigError."""
+    if scenario.closed:
+        return _closed(scenario)
     anchor = cost_of(scenario, "peft")
     if scenario.trace not in SHIPPED and is_event_log(scenario.trace):
         return _logged_scene(scenario, anchor)
@@ -165,6 +168,15 @@ def scene_of(scenario: Scenario) -> Scene:
             "Known are COMPLETED, CANCELLED, FAILED and others (docs/simulation.md)"
         )
     return Scene(trace.name, _with_delta(jobs, scenario.delta), load, notes, warnings)
+
+
+def _closed(scenario: Scenario) -> Scene:
+    """The same jobs, all there from the first second: a load without end."""
+    if scenario.load is not None:
+        raise ConfigError(f"load {scenario.load:g}: with --closed all jobs are submitted at once, so that there is no load. Leave one out")
+    scene = scene_of(replace(scenario, closed=False))
+    jobs = [replace(job, submit_seconds=0.0) for job in scene.jobs]
+    return replace(scene, jobs=jobs, load=math.inf, notes=scene.notes | {"arrivals": "all at once"})
 
 
 def inputs_digest(scenario: Scenario) -> str:

@@ -25,7 +25,7 @@ class SimulatedJob:
     moment, with checkpoint, start and join. Not in it counts waiting for a group, and the start of the group that it then gets, or that
     it gets after a loss: that is queueing. A window is beyond its bound if it took more than 10 * max_slowdown * T0 and the tolerance
     of one micro-batch.
-    Steps that a failure has undone are counted again when they are run again.
+    Steps that a failure has undone are counted again when they are run again. A window has a move in it if the job stood still in it.
     """
 
     spec: JobSubmitted
@@ -55,9 +55,14 @@ class SimulatedJob:
     regroupings: int = 0  # times that it left a group before its end, or ran while its group's GPUs changed; losses are none
     window_steps: float = 0.0
     window_seconds: float = 0.0
+    window_moves: bool = False  # whether it stood still in this window
     window_slack: float = 0.0  # the longest micro-batch for which it stood still
     windows: int = 0
     windows_beyond: int = 0
+    windows_with_moves: int = 0
+    windows_with_moves_beyond: int = 0
+    group_seconds: float = 0.0  # in a group from its first run on, standing still or not
+    paused_seconds: float = 0.0  # of these, standing still
     slowdown_sum: float = 0.0
     worst_slowdown: float = math.nan
     total_steps: float = field(init=False)
@@ -76,6 +81,7 @@ class SimulatedJob:
     def run(self, seconds: float, micro_batch_seconds: float) -> None:
         """`seconds` at `step_seconds`, in a group of these micro-batches."""
         each = self.step_seconds
+        self.group_seconds += seconds
         steps = seconds / each
         self.steps += steps
         missing = WINDOW_STEPS - self.window_steps
@@ -95,6 +101,10 @@ class SimulatedJob:
         """`seconds` in a group without a step."""
         if self.counts:
             self.window_seconds += seconds
+            self.window_moves = True
+        if self.started_seconds == self.started_seconds:  # not nan
+            self.group_seconds += seconds
+            self.paused_seconds += seconds
 
     def undo(self, to_steps: float) -> None:
         """What is done beyond `to_steps` is lost: what is left of a window's steps takes the longer."""
@@ -116,7 +126,9 @@ class SimulatedJob:
             self.worst_slowdown = slowdown
         if seconds > self.bound_seconds and seconds > self.bound_seconds + max(micro_batch_seconds, self.window_slack):
             self.windows_beyond += count
-        self.window_slack = 0.0
+            self.windows_with_moves_beyond += count * self.window_moves
+        self.windows_with_moves += count * self.window_moves
+        self.window_slack, self.window_moves = 0.0, False
 
     def record(self) -> JobRecord:
         spec = self.spec
@@ -140,4 +152,8 @@ class SimulatedJob:
             worst_slowdown=self.worst_slowdown,
             mean_slowdown=self.slowdown_sum / self.windows if self.windows else math.nan,
             most_gpus=self.most_gpus,
+            windows_with_moves=self.windows_with_moves,
+            windows_with_moves_beyond=self.windows_with_moves_beyond,
+            group_seconds=self.group_seconds,
+            paused_seconds=self.paused_seconds,
         )

@@ -47,6 +47,32 @@ _PROMISES = (
     Metric("slowdown_p99", "slowdown p99", "", "ratio", "less", "The same, 99th percentile of the jobs."),
     Metric("worst_slowdown_p99", "worst window p99", "", "ratio", "less", "Each job's slowest window of 10 steps, p99 of the jobs."),
     Metric("windows_beyond_share", "beyond bound", "beyond", "share", "less", "Windows of 10 steps slower than their job's bound allows."),
+    Metric("windows_with_moves_share", "windows with a move", "", "share", "", "Windows in which the job stood still, of all windows."),
+    Metric("windows_with_moves_beyond_share", "of these beyond", "", "share", "less", "Windows with a move that are beyond the bound."),
+    Metric("missing_jobs_share", "jobs that miss", "miss", "share", "less", "Jobs with any window beyond their bound."),
+    Metric(
+        "missing_without_moves_share",
+        "without a move",
+        "",
+        "share",
+        "less",
+        "Jobs with a window beyond in which they never stood still.",
+    ),
+    Metric("worst_window_over_bound", f"worst {TIMES} bound", "", "ratio", "less", "The slowest window of all jobs over its job's bound."),
+    Metric(
+        "late_jobs_share",
+        "start to end",
+        "late",
+        "share",
+        "less",
+        "Jobs with (end - first start - time in no group) / alone above the bound.",
+    ),
+    Metric(
+        "stretch_over_bound_p99", f"p99 {TIMES} bound", "", "ratio", "less", "That quotient over the bound, 99th percentile of the jobs."
+    ),
+    Metric(
+        "pauses_p95", "pauses p95", "pauses", "share", "less", "Standing still in a group over the time alone, 95th percentile of the jobs."
+    ),
     Metric("fairness_mean", "fairness mean", "", "ratio", "less", "JCT over the time alone on the job's own GPUs with the same kernels."),
     Metric("fairness_p99", "fairness p99", "", "ratio", "less", "The same, 99th percentile."),
     Metric("tenant_fairness", "tenants (Jain)", "", "ratio", "more", "Jain's index of time alone / JCT between tenants; 1 is even."),
@@ -56,6 +82,7 @@ _MACHINES = (
     Metric("allocated_utilisation", "allocated", "alloc", "share", "", "GPUs that belong to a group, whatever they do there."),
     Metric("shared_gpu_share", "shared", "shared", "share", "", "Of the GPU time in groups, that in groups of two jobs or more."),
     Metric("tokens_per_second", "tokens/s", "", "rate", "more", "Useful tokens of all jobs per second, first submission to last end."),
+    Metric("steady_tokens_per_second", "steady tokens/s", "steady", "rate", "more", "Tokens/s from 5 to 60 % of the total work."),
     Metric("regroupings_per_job", "moves per job", "moves", "ratio", "", "How often a job was moved to another group."),
     Metric("decision_milliseconds", "per decision", "decision", "milliseconds", "less", "Wall time of one decision of the scheduler."),
 )
