@@ -14,7 +14,7 @@ def test_l0_twice_alone(job: checks.Job) -> None:
     checks.check_l0(super_model(), job)
 
 
-@pytest.mark.parametrize("packing_seed", range(3))
+@pytest.mark.parametrize("packing_seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))])
 def test_l1_together_has_the_bytes_of_alone(packing_seed: int) -> None:
     checks.check_l1(super_model(), checks.standard_jobs(), packing_seed)
 
@@ -24,7 +24,7 @@ def test_l2_a_poisoned_neighbour_changes_nothing(poison: Poison) -> None:
     checks.check_l2(super_model(), checks.standard_jobs(), poison)
 
 
-@pytest.mark.parametrize("packing_seed", range(3))
+@pytest.mark.parametrize("packing_seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))])
 def test_l3_together_is_alone_but_for_rounding(packing_seed: int) -> None:
     checks.check_l3(super_model(), checks.standard_jobs(), packing_seed)
 

@@ -74,7 +74,7 @@ def gradients(shared: SuperModel, jobs: str = "ab") -> dict[str, Tensor]:
     return {job_id: shared.bank.take_grad(job_id).clone() for job_id in jobs}
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("order", [pytest.param((0, 1), marks=pytest.mark.soak), (1, 0)])
 def test_open_passes_give_the_bits_of_one_after_another(order: tuple[int, int], fast: bool) -> None:
     """On a GPU the passes' shape has a graph from the third round on, which serves the first pass of two."""
     batches = [batch_of("ab", 1), batch_of("ba", 2)]

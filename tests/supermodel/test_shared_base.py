@@ -160,7 +160,7 @@ def test_streamed_layers_give_the_bits_of_resident_ones(fp8: bool, ranks: Ranks,
     ranks.run(check_plain_path, store_path(tmp_path), fp8)
 
 
-@pytest.mark.parametrize(("fp8", "recomputed_layers"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize(("fp8", "recomputed_layers"), [pytest.param(False, 1, marks=pytest.mark.soak), (True, 2)])
 def test_so_do_they_on_the_kernels_with_layers_that_are_computed_again(
     fp8: bool, recomputed_layers: int, ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -37,7 +37,7 @@ Beat = Callable[[int, float], None]  # rows so far, share of the bytes; called a
 
 @dataclass(frozen=True)
 class Order:
-    """One set to make: what of a job's `DataConfig` decides about its tokens, and where sets are kept."""
+    """One set to make: the part of a job's `DataConfig` that determines its tokens, and where sets are kept."""
 
     sources: tuple[Source, ...]
     format: str
@@ -55,7 +55,7 @@ class Order:
 
 
 def cache_key(order: Order, encoder: Encoder, file_hash: Callable[[Path], str]) -> str:
-    """Same key, same tokens: the files' contents, the tokenizer, the template and the settings that decide."""
+    """Hash of everything that determines the tokens: file contents, tokenizer, template and settings."""
     parts = {
         "version": FORMAT_VERSION,
         "files": [(file.suffix.lower(), file_hash(file)) for file in order.files],
@@ -65,13 +65,13 @@ def cache_key(order: Order, encoder: Encoder, file_hash: Callable[[Path], str]) 
     }
     if order.rows != "samples":
         parts["rows"] = order.rows
-    if len(order.sources) > 1:  # the sets of versions that knew one source only are still found
+    if len(order.sources) > 1:  # with one source the key is that of earlier versions, so their sets are still found
         parts["sources"] = [len(source.files) for source in order.sources]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of everything in a tokenizer that decides about ids."""
+    """Hash of everything in a tokenizer that determines token ids."""
     state = tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
     return hashlib.sha256(
         json.dumps([state, {key: str(value) for key, value in tokenizer.special_tokens_map.items()}]).encode()
@@ -79,7 +79,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def hash_file(file: Path, beat: Beat) -> str:
-    """sha256 of the content, with signs of life."""
+    """sha256 of the content; calls `beat` while it reads."""
     return durable.sha256(file, lambda: beat(0, 0.0))
 
 
@@ -99,7 +99,7 @@ def build(order: Order, encoder: Encoder, file_hash: Callable[[Path], str], beat
     writer = Writer(final)
     try:
         report = _fill(writer, order, encoder, beat)
-        if final.exists() and damage_of() is not None:  # another process may have mended it meanwhile
+        if final.exists() and damage_of() is not None:  # another process may have repaired it meanwhile
             shutil.rmtree(final)
         writer.finish(report.as_meta())
     except BaseException:

@@ -4,7 +4,7 @@ The template is the job's own file, else the base model's, else `DEFAULT_TEMPLAT
 template's generation prompt to the end of its end-of-turn mark: what the model has to write itself. Templates say nowhere which
 part of their output is which turn, and their `{% generation %}` marks, where they have them, can slip into later turns. So turns
 are located by rendering the chat a second time with placeholders instead of contents, and believed only if putting the contents back
-in gives the first rendering to the letter.
+in gives the first rendering exactly.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _render(
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
         )
-    except Exception as error:  # templates are programs: they raise whatever they please
+    except Exception as error:  # templates are programs and may raise anything
         roles = ", ".join(str(message["role"]) for message in messages[:12]) + (", ..." if len(messages) > 12 else "")
         raise DataError(
             f"{place}: the chat template refuses the roles {roles} ({error}); change the row or give the job a chat_template"

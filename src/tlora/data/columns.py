@@ -1,7 +1,7 @@
 """Which columns of a row each format reads, which must not be ignored, and which stay unused.
 
-A column that says which answers are wanted changes what a row means: to imitate an unwanted answer is the opposite of what was
-ordered. Such rows are refused here and nowhere else, so an objective that learns from these columns is let through here.
+A column that says which answers are wanted changes what a row means: imitating an unwanted answer is the opposite of what the user
+wants. Only this module rejects such rows, so it also admits the objectives that learn from these columns.
 """
 
 from __future__ import annotations

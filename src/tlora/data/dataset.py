@@ -1,8 +1,8 @@
 """Tokenized samples on disk: written once, then read through memory maps.
 
 A set is a directory of flat files (`tokens.bin`, `weights.bin`, `offsets.npy`, `trained.npy`; of pairs also `sequence_ends.npy`),
-`meta.json` and a manifest with their hashes. It appears whole or not at all. Owns the files and their check; what stands in the tokens
-is `encode.py`'s, the order of samples `order.py`'s.
+`meta.json` and a manifest with their hashes. It is written atomically. This module owns the files and their check;
+`encode.py` decides what the tokens are, `order.py` the order of samples.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Dataset:
 
 
 def _shared(path: Path, read: Callable[[Path], Any]) -> Any:
-    """One array of a file for all who read it: each map keeps a file open, and a sweep may have hundreds of jobs on the same set."""
+    """One memory map per file, shared by all readers: each map keeps a file open, and a sweep may have hundreds of jobs on one set."""
     found = path.stat()
     key = (found.st_dev, found.st_ino, found.st_mtime_ns)
     shared = _arrays.get(key)
@@ -159,7 +159,7 @@ class Writer:
         self.abandon()
 
     def abandon(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk: what is still buffered cannot be written
+        with contextlib.suppress(OSError):  # the disk is full: the buffers cannot be flushed
             self._tokens.close()
             self._weights.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
@@ -168,7 +168,7 @@ class Writer:
 def find_damage(directory: Path, vocab_size: int, beat: Callable[[], None] = lambda: None) -> str | None:
     """What is wrong with the finished set in `directory`, by its hashes and by the range of its ids; None for a whole one.
 
-    "" for a set without hashes: an earlier version made it, or it is none. `beat` is called every few MiB.
+    "" for a set without hashes: made by an earlier version, or not a set. `beat` is called every few MiB.
     """
     if not (directory / durable.MANIFEST).is_file():
         return ""

@@ -46,7 +46,7 @@ class Encoded:
 
 
 def open_encoder(tokenizer: PreTrainedTokenizerBase, template_source: str | None, train_all: bool, vocab_size: int) -> Encoder:
-    """Find out once what does not depend on the data."""
+    """Make an Encoder: everything that does not depend on the data is computed once here."""
     if not tokenizer.is_fast:
         raise ModelError(
             f"{type(tokenizer).__name__} gives no character offsets, which loss weights need; use a fast tokenizer (tokenizer.json)"

@@ -1,4 +1,4 @@
-"""Which files a split of a hub data set has, and the way to them; also of a directory that is laid out as a data set of the hub.
+"""Finds and downloads the files of a split of a hub data set, or of a local directory with the layout of one.
 
 `datasets` knows which files belong to a configuration's split, `huggingface_hub` fetches them, and `rows.py` reads them, so that rows
 are as in the files. Code that comes with a data set is never run. What was resolved is kept, so that a pinned commit needs no network
@@ -62,7 +62,7 @@ def _read_record(record: Path) -> dict[str, list[str]]:
 
 
 def _today(source: DataSource, fetched: list[str], hint: str) -> str:
-    """The commit that the revision names today."""
+    """The commit that the revision currently points to."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -117,7 +117,7 @@ def _files_of_split(path: str, source: DataSource, commit: str | None) -> list[s
 
         try:
             config = load_dataset_builder(path, source.name, revision=commit).config
-        except Exception as error:  # of many kinds, for a missing configuration as for a broken README.md
+        except Exception as error:  # many types, for a missing configuration as for a broken README.md
             raise DataError(
                 f"{source.called}: it cannot be seen which files belong to it ({_line(error)}); "
                 "check `name` and `split`, or give the paths of files"

@@ -1,5 +1,5 @@
-"""Which sets a request was answered with before, by the identity of the files that decide: a warm cache then needs no process that
-loads a tokenizer, and no hash of the data files.
+"""Remembers which tokenized sets answered a request, keyed by the identity of its input files: with a warm cache no process has to
+load a tokenizer, and no data file has to be hashed.
 
 A file's identity is its inode, size and times. A record whose files are younger than a clock's tick is not made: a change within the
 same tick could not be seen. Hub data sets and splits of directories are not recorded; the worker finds their files.
@@ -49,7 +49,7 @@ def recall(request: PrepareRequest, beat: Callable[[], None]) -> Sets | None:
 
 
 def remember(request: PrepareRequest, train_set: Path, eval_set: Path | None) -> None:
-    """Record the answer. A cache that cannot be written costs the next run its time, and nothing else."""
+    """Record the answer. If the cache cannot be written, the next run only takes longer."""
     with suppress(OSError, DataError, _UnrecordedError):
         record = _record(request)
         if not record.exists():

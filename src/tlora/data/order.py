@@ -1,4 +1,4 @@
-"""Which sample comes when: the order of an epoch, also of a mixture, the global batches cut from it, the split into train and eval.
+"""The order of samples in an epoch (also of a mixture), the global batches cut from it, and the train/eval split.
 
 Counter-based: every answer depends on its arguments only, so a resumed job needs no random state.
 """
@@ -27,7 +27,7 @@ class Mixture:
 
 
 def mix(sizes: Sequence[int], weights: Sequence[float]) -> Mixture:
-    """An epoch takes samples in proportion to `weights`, as many as there can be without one twice: all of at least one source.
+    """An epoch takes samples in proportion to `weights`: as many as possible without taking one twice, so at least one source is used up.
 
     takes[i] = round(weights[i] * min_j(sizes[j] / weights[j])), at least 1. Every source must have a sample.
     """

@@ -1,6 +1,6 @@
 """The data room's front door: from `DataConfig`s to memory-mapped sets, tokenized in a process of its own.
 
-A job whose data is bad, or kills or hangs the process, gets a DataError; the others go on in a fresh process.
+A job whose data is invalid, or crashes or hangs the process, gets a DataError; the other jobs continue in a new process.
 """
 
 from __future__ import annotations
@@ -65,21 +65,21 @@ class Prepared:
     report: DataReport
     data: DataConfig
     eval_report: DataReport | None = None
-    remade: tuple[str, ...] = ()  # what was wrong with earlier sets in the cache, said for one job of all that share a set
+    remade: tuple[str, ...] = ()  # damage of earlier sets in the cache, reported for one of the jobs that share a set
 
     @property
     def reports(self) -> list[DataReport]:
         return [report for report in (self.report, self.eval_report) if report is not None]
 
     def warnings(self) -> list[str]:
-        """What a person should know of this data before it is trained on, but for `template_changes` of its reports."""
+        """Warnings about this data, one per line, without the `template_changes` of its reports."""
         found = [f"tokenized data in the cache was damaged and has been made again ({damage})" for damage in self.remade]
         return found + [warning for report in self.reports for warning in report.warnings()]
 
 
 @dataclass(frozen=True)
 class PrepareProgress:
-    """How far the job `key` is: rows read, and the share of its file's bytes."""
+    """Progress of the job `key`: rows read, and the fraction of its bytes."""
 
     key: str
     rows: int
@@ -123,7 +123,7 @@ def start_worker() -> Iterator[WorkerProcess]:
 
 @dataclass(frozen=True)
 class Preparation:
-    """Who is told how far it is, and a process that has been started for it already."""
+    """A progress callback, and a worker process that has already been started."""
 
     on_progress: OnProgress
     started: WorkerProcess | None = None
@@ -144,7 +144,7 @@ def prepare(
     while waiting:
         with start_worker() if started is None else contextlib.nullcontext(started) as worker:
             results |= _run_worker(worker, waiting, tell)
-        started = None  # after a death the rest goes to a new one
+        started = None  # if the worker dies, a new one takes the remaining requests
         waiting = [request for request in waiting if request.key not in results]
     return {request.key: results[request.key] for request in requests}
 
@@ -159,7 +159,7 @@ def _run_worker(worker: WorkerProcess, requests: Sequence[PrepareRequest], on_pr
     process = worker.process
     assert process.stdin
     try:
-        with contextlib.suppress(BrokenPipeError):  # it died at once: its output ends, which is told below
+        with contextlib.suppress(BrokenPipeError):  # it died at once; the end of its output is handled below
             process.stdin.write(json.dumps([_as_json(request) for request in requests]).encode() + b"\n")
             process.stdin.flush()
         return _follow(worker, requests, on_progress)
@@ -206,12 +206,12 @@ def _follow(worker: WorkerProcess, requests: Sequence[PrepareRequest], on_progre
 
 
 def _next_event(lines: queue.Queue[bytes]) -> dict[str, object] | None:
-    """The worker's next event, {} when it has ended, None when it says nothing any more."""
+    """The worker's next event; {} when it has ended, None when it has stopped responding."""
     try:
         line = lines.get(timeout=STALL_SECONDS)
     except queue.Empty:
         return None
-    return cast("dict[str, object]", json.loads(line)) if line.endswith(b"\n") else {}  # a torn line is its last
+    return cast("dict[str, object]", json.loads(line)) if line.endswith(b"\n") else {}  # an incomplete line is its last
 
 
 def _as_json(request: PrepareRequest) -> dict[str, object]:

@@ -1,6 +1,6 @@
-"""What is known of a tokenized set: how much there is, and what of its rows training does not see.
+"""Statistics of a tokenized set: its size, and which parts of its rows training does not see.
 
-Counted while the set is made (`build.py`), kept in its meta.json, told by `check` and `train`.
+Counted while the set is made (`build.py`), stored in its meta.json, printed by `check` and `train`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ChangeCount:
 
 @dataclass
 class DataReport:
-    """What a set holds. `rendered` is its first sample as runs of text with one loss weight; `longest` is before cutting."""
+    """Statistics of a set. `rendered` is its first sample as runs of text with one loss weight; `longest` is before cutting."""
 
     format: str = ""
     files: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ class DataReport:
 
     @staticmethod
     def from_meta(meta: dict[str, object], files: list[str]) -> DataReport:
-        """The report of a finished set, with the files' names of today: equal content may have moved."""
+        """The report of a finished set, with the current file names: files of equal content may have been renamed."""
         fields = cast("dict[str, Any]", dict(cast("dict[str, object]", meta["report"])))
         fields["files"] = files
         fields["rendered"] = [(str(text), float(weight)) for text, weight in fields["rendered"]]
@@ -85,7 +85,7 @@ class DataReport:
             seen.add(change.what)
 
     def warnings(self) -> list[str]:
-        """What training does not see of the rows, a line each."""
+        """What training does not see of the rows, one line each."""
         place, found = self.files[0], list[str]()
         if self.truncated:
             lost = f"{self.trained_tokens_lost:,} trained tokens lost; the longest has {self.longest:,} tokens"
@@ -99,7 +99,7 @@ class DataReport:
         return found
 
     def template_changes(self) -> list[str]:
-        """What the chat template drops or rewrites, a line for each kind, after one that says of what it is; nothing if it does not."""
+        """A heading and one line for each kind of change by the chat template; empty if it changes nothing."""
         if not self.changes:
             return []
         head = f"changed by the chat template, where {self.trained_characters:,} characters are trained ({self.files[0]}):"

@@ -1,4 +1,4 @@
-"""Reads rows out of data files, one after another, each with the place where it stands.
+"""Reads rows from data files one at a time, each with its file and line or row number.
 
 Owns containers (JSONL, JSON array, CSV, text, Parquet, a directory of them, a saved `datasets` set) and what can be wrong with
 their bytes. Knows nothing of what the columns mean (`formats.py`). Never holds more than one row, or one small batch.
@@ -124,7 +124,7 @@ def _read_file(file: Path) -> Iterator[Row]:
 
 @dataclass
 class _Lines:
-    """Decoded lines of a file with their number; the cap keeps a file without line ends out of memory."""
+    """Decoded, numbered lines of a file; the size limit protects memory from a file without line breaks."""
 
     file: Path
     number: int = 0

@@ -1,4 +1,4 @@
-"""What of a chat its template drops, or writes in another form than the row has it.
+"""Finds the parts of a chat that its template drops or rewrites.
 
 Templates are programs and say nowhere what they leave out, so the rendered text is searched for each piece of the chat: as it is, and
 escaped as in JSON or in Python. Owns that search and its words; rendering is `chat.py`'s.

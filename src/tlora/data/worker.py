@@ -47,7 +47,7 @@ class Made:
 
 
 class Worker:
-    """What is loaded once for all jobs of a process: tokenizers, hashes of files; and the line to the parent."""
+    """State shared by all jobs of this process: tokenizers, file hashes, and the pipe to the parent."""
 
     def __init__(self, events: BinaryIO) -> None:
         self.events = events
@@ -78,7 +78,7 @@ class Worker:
                 key,
                 message=f"{data.called}: preparing takes more than {MEMORY_LIMIT_BYTES >> 30} GiB; is one row far too long?",
             )
-        except BaseException as error:  # the tokenizer's panics are no Exceptions
+        except BaseException as error:  # a panic of the Rust tokenizer is a BaseException
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
             self.send("data_error", key, message=f"{data.called}: {type(error).__name__}: {error}")
@@ -107,7 +107,7 @@ class Worker:
 
     @contextlib.contextmanager
     def signs_of_life(self, key: str) -> Iterator[None]:
-        """While the hub is asked and files are fetched: that ends by the timeouts of its client."""
+        """Report progress while files are fetched from the hub; its client has its own timeouts."""
         ended = threading.Event()
 
         def beat() -> None:
@@ -143,7 +143,7 @@ class Worker:
 
 
 def _trouble(error: OSError, cache_dir: Path) -> str:
-    """Without a file's name it came from writing: reading names its file in a DataError."""
+    """A message for an OSError. One without a file name came from writing: read errors are DataErrors that name the file."""
     reason, place = error.strerror or str(error), Path(str(error.filename or cache_dir))
     if place == cache_dir or cache_dir in place.parents or place in cache_dir.parents:
         return (
@@ -169,13 +169,13 @@ def _limit_resources() -> None:
 
 
 def _leave_with_parent(requests: BinaryIO) -> None:
-    requests.read()  # ends when the parent does, however it ends
+    requests.read()  # returns when the parent ends for any reason
     os._exit(1)
 
 
 def _remove_stale(cache_dir: Path) -> None:
     for scratch in cache_dir.glob(f"{SCRATCH_PREFIX}*"):
-        with contextlib.suppress(FileNotFoundError):  # another run ends, or removes it as well
+        with contextlib.suppress(FileNotFoundError):  # another process removed it first
             if time.time() - scratch.stat().st_mtime > STALE_SECONDS:
                 shutil.rmtree(scratch, ignore_errors=True)
 
@@ -185,9 +185,9 @@ def main() -> None:
     sys.modules["torch"] = cast("None", None)  # type: ignore[assignment]  # transformers would import it: 1 s and 300 MB for nothing
     _limit_resources()
     events = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints must not look like an event
+    os.dup2(2, 1)  # output of a library must not look like an event
     line = os.fdopen(os.dup(0), "rb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # whatever a library reads must not be a request
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a library that reads stdin must not consume requests
     load_libraries()  # before the requests are there: the parent has other things to do meanwhile
     requests = cast("list[_Request]", json.loads(line.readline() or b"[]"))
     threading.Thread(target=_leave_with_parent, args=(line,), daemon=True).start()

@@ -77,7 +77,7 @@ def order_for(device: torch.device, dtype: torch.dtype, width: int, dropout: boo
 
 
 def start(order: Order) -> subprocess.Popen[bytes]:
-    """Compile in the background. The process ends by itself; whoever waits for it takes 0 as "all is in the cache"."""
+    """Compile in a background process, which ends by itself; exit status 0 means that every kernel is in the cache."""
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen([sys.executable, "-m", __spec__.name], stdin=subprocess.PIPE, **quiet)  # type: ignore[call-overload]
     assert process.stdin is not None
@@ -110,7 +110,7 @@ def compile_all(order: Order, workers: int) -> None:
 
 
 def _unlike(groups: Sequence[GroupOrder], table: TileTable, dtype: torch.dtype) -> list[GroupOrder]:
-    """One of all groups that launch the same kernels: sizes are arguments, tiles are compiled in."""
+    """One group of each set that launches the same kernels: sizes are arguments, tile shapes are compiled in."""
     found: dict[object, GroupOrder] = {}
     for group in groups:
         keys = keys_of(group.in_features, group.widths, dtype, DTYPE if group.fp8 else dtype)
@@ -140,7 +140,7 @@ def _without_a_gpu(capability: int) -> None:
 
 
 def _compile(order: Order, table: TileTable, kernel: _Kernel) -> None:
-    """Launch it; Triton finds what is in its cache already."""
+    """Launch it; Triton skips what its cache already holds."""
     group, dtype = kernel.group, getattr(torch, order.dtype)
     empty = partial(torch.empty, dtype=dtype, device=META)
     scale_N = torch.empty(sum(group.widths), dtype=torch.float32, device=META) if group.fp8 else None

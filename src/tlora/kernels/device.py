@@ -1,4 +1,4 @@
-"""Which devices the fused kernels run on, and how small tables get there and back. No triton here: asking costs nothing."""
+"""Which devices run the fused kernels, and how small tables are copied to and from them. Does not import triton."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARED_MEMORY = 227 * 1024  # bytes for one block: three stages of a 128 x 256 t
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """A GPU of Hopper's kind (H100, H200, B200), or a CPU under Triton's interpreter. Others take plain torch operations."""
+    """Whether `device` runs the kernels: a Hopper or newer GPU (H100, H200, B200), or a CPU under Triton's interpreter."""
     if device.type == "cpu":
         return os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < CAPABILITY:

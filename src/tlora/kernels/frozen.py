@@ -1,6 +1,6 @@
 """The base's frozen weights as operations see them: looked up by name when they are read, in forward and again in backward.
 
-No operation takes or keeps a base weight. Where the weights lie, and since when, is the business of whoever answers the lookup.
+No operation takes or keeps a base weight: the lookup decides where weights are stored and when they are loaded.
 """
 
 from __future__ import annotations

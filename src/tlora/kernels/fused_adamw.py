@@ -1,6 +1,6 @@
 """Host side of the fused AdamW: the row of scalars, and the launches of one adapter's step, two for each half.
 
-Nothing here waits for the device or takes memory on it; who is due, and what follows, is the super-model's.
+Nothing here waits for the device or allocates on it. The super-model decides which adapters step.
 """
 
 from __future__ import annotations

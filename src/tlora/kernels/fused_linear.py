@@ -216,7 +216,7 @@ def _gemm(product: _Product, s: Tensor, group: LinearGroup, slot: int, tables: L
 
 
 def _banks(tables: LoraTables, linear: int, count: int, which: int, block: list[int]) -> list[TensorDescriptor]:
-    """The rows that S of each linear meets. Where nobody has an adapter S is zero, and a sibling's finite rows will do."""
+    """The adapter rows that S of each linear is multiplied by. A linear without adapters has S = 0, so any finite rows will do."""
     found = [bank[which] if bank else None for bank in tables.weights[linear : linear + count]]
     anybody = next(rows for rows in found if rows is not None)
     return [TensorDescriptor.from_tensor(anybody if rows is None else rows, block) for rows in found]

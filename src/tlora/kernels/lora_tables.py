@@ -1,4 +1,4 @@
-"""What GPU kernels read of one micro-batch: whose tokens are where, and where each adapter's rows lie. One copy to the device.
+"""The tables of one micro-batch that GPU kernels read: which tokens belong to which job, and the address of each adapter's rows. One copy.
 
 Rows are given by address, so that a kernel needs no tensor per adapter and no resident adapter constrains another's place.
 Kernels read the tables through the functions of `triton_tables.py`, which is the other side of this layout.
@@ -36,7 +36,7 @@ class Run:
 class LoraTables:
     """One micro-batch on the device. S runs, P samples, X tiles of 64 tokens, L linears.
 
-    `weights` are the linears' banks, A [R, K] and B [R, N] (None where nobody has an adapter); `starts_LS` int32 a run's first row there,
+    `weights` are the linears' banks, A [R, K] and B [R, N] (None where no job has an adapter); `starts_LS` int32 a run's first row there,
     and `rows_LS5` int64 its addresses and rank. `runs_S4` int32: t0, t1, first and last sample; `samples_P2` int32: t0, t1; `tiles_X2`
     int32: a tile's first and last run; `items_I2` int32: a tile's first token and one of its runs, or -1. `scales_LS` fp32, over the share
     that dropout keeps; `module_keys_L` int32, of dropout.

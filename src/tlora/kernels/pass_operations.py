@@ -1,8 +1,8 @@
 """Operations that find what they need of their micro-batch behind the number of its pass.
 
-To torch.compile they are opaque and take tensors and widths alone: what changes from batch to batch (who is there, where their rows
-lie, which samples), and the base's weights, are looked up behind a number in a CPU tensor. So nothing recompiles when jobs join, leave
-or finish, nor when a layer's weights lie elsewhere than before.
+torch.compile sees opaque operations on tensors and widths. What changes from batch to batch (the jobs, the addresses of their rows,
+the samples) and the base's weights are looked up by a number in a CPU tensor. So nothing recompiles when jobs join, leave or finish,
+or when a layer's weights move.
 """
 
 from __future__ import annotations

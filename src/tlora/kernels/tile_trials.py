@@ -44,7 +44,7 @@ def candidates(key: Key) -> list[AnyTile]:
 
 @dataclass(frozen=True)
 class Jobs:
-    """Who is in a batch: samples of each run's lengths one run after another, all of one rank."""
+    """The jobs of a batch: runs of samples of these lengths, one run after another, all of one rank."""
 
     lengths: tuple[tuple[int, ...], ...]
     rank: int
@@ -165,7 +165,7 @@ HARD = (
 def find_fault(key: Key, widths: tuple[int, ...], tile: AnyTile, device: torch.device) -> str | None:
     """What is wrong with `tile` in batches as they come, or None: another result than the rule's tile, or other bits among more runs.
 
-    A kernel that the GPU has no room for raises whatever triton raises.
+    A tile that needs more shared memory or registers than the GPU has raises the error of triton.
     """
     for jobs in HARD:
         problem = make_problem(key, widths, jobs, device)

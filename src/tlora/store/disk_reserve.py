@@ -1,4 +1,4 @@
-"""Room on the disk for the last save of each job: what is kept back for it, and what may go for it.
+"""Reserves disk space for the last save of each job, and removes older checkpoints when it is needed.
 
 Kept back is a file beside the jobs' directories, as large as what they will write at their ends, and it shrinks as they end. Its name is
 that of a leftover, so that a killed run's is removed by the next one. What may go are older checkpoints. What a save writes is not known
@@ -74,7 +74,7 @@ class DiskReserve:
                 self._ended.append(directory)
 
     def forget(self, directory: Path) -> None:
-        """Nothing of this job may go any more: it may train on elsewhere."""
+        """Never remove checkpoints of this job again: it may continue elsewhere."""
         with self._lock:
             self._kept.pop(directory, None)
 
@@ -93,14 +93,14 @@ class DiskReserve:
             return "the checkpoints of jobs that are done made room for what it must keep" if any(removed) else ""
 
     def full(self, error: OSError) -> None:
-        """A save that can be made up for found no space: said once, until one succeeds again."""
+        """A save that a later one can replace found no space. Noted once, until a save succeeds again."""
         if not self._told:
             kept = f"{self._bytes / 2**20:,.0f} MiB are kept back for the jobs' last ones. " if self._bytes else ""
             self._note(f"{error}. The jobs go on without checkpoints; each is tried again when the next is due. {kept}")
         self._told = True
 
     def saved(self) -> None:
-        """There is space again."""
+        """A save succeeded: the next failure is reported again."""
         self._told = False
 
     def release(self, name: str, size: int) -> str:
@@ -115,7 +115,7 @@ class DiskReserve:
             return "what it must keep goes where room was kept for it"
 
     def ended(self, name: str) -> None:
-        """The job will write no more."""
+        """The job writes nothing more: give its reserve back."""
         with self._lock:
             self._needs.pop(name, None)
             self._shrink(min(self._bytes, sum(self._needs.values())))
@@ -126,7 +126,7 @@ class DiskReserve:
             self._remove()
 
     def _shrink(self, size: int) -> None:
-        """Cutting a file off takes no space; where even that fails, all of it is given up."""
+        """Truncating a file takes no space; if even that fails, the whole file is removed."""
         self._bytes = max(0, size)
         try:
             if self._bytes:

@@ -1,6 +1,6 @@
-"""Rows of numbers that a run leaves behind: `metrics.jsonl` per job, `run.jsonl` for all, and the clients of `report_to`.
+"""Metrics of a run: `metrics.jsonl` per job, `run.jsonl` for the run, and the clients of `report_to`.
 
-A full disk must not end a job: a row that cannot be written is dropped and said once.
+A full disk must not end a job: rows that cannot be written are dropped, with one warning.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _open_client(name: str, project: str, job: str, directory: Path, config: dic
 class Tracker:
     """One job's numbers to the clients named in `report_to`, one run of theirs per job.
 
-    A client that raises (no login, no network, a full disk) is left out from then on, and that is said: no job ends for it.
+    A client that raises (no login, no network, a full disk) is disabled with a warning; the job continues.
     """
 
     def __init__(self, report_to: Sequence[str], job: JobSpec, directory: Path, note: Callable[[str], None]) -> None:

@@ -23,7 +23,7 @@ _DATA_TOLD = ("max_length", "train_on")
 
 
 def model_card(spec: JobSpec, base_model: str, report: dict[str, Any], result: dict[str, Any], directory: Path) -> str:
-    """`report` is that of the training set, `result` the job's; `directory` holds its `prompt.json`. No path is told, only files' names."""
+    """`report` is that of the training set, `result` the job's; `directory` holds its `prompt.json`. Contains file names, never paths."""
     public = is_hub_id(base_model)
     shown = base_model if public else Path(base_model).name
     head: dict[str, Any] = {"base_model": base_model} if public else {}

@@ -66,7 +66,7 @@ def remove_run(directory: Path, jobs: Collection[str]) -> list[str]:
             if _files_of(path) is not None and not _remove_empty(path) and _CHECKPOINT.fullmatch(path.name):
                 durable.set_aside(path, "kept")
         _remove_empty(directory / job)
-    for name in RUN_FILES[1:]:  # run.json is replaced: without it nobody would know this for a run
+    for name in RUN_FILES[1:]:  # run.json is replaced, not removed: it marks the directory as a run's
         (directory / name).unlink(missing_ok=True)
     return [str(path.relative_to(directory)) for path in _kept(directory, jobs)]
 

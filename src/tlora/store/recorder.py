@@ -110,7 +110,7 @@ class Recorder:
         self._unlogged_metrics: list[Mapping[str, float]] = []  # of the steps that this process has taken
         self._written: TrainingProgress | None = None  # of the newest checkpoint that is known to be whole; the writing thread's
         self._stepped: Stepped | None = None
-        self._broke: BaseException | None = None  # what passed the wall in a write that nobody waits for
+        self._broke: BaseException | None = None  # an error that is not the job's own, from a background write
         if not run.progress.finished:  # what an interrupted run said of this job is over
             (directory / "result.json").unlink(missing_ok=True)
         if (directory / f"checkpoint-{run.progress.step}").is_dir():  # the one from which it goes on, which was verified
@@ -167,8 +167,8 @@ class Recorder:
         self._tracker.log(row)
 
     def _save(self, report: CheckpointDue) -> None:
-        """Nobody waits for it. A failure costs a note, not the job: the next one that is due makes up for it, except for the best, which
-        never comes again.
+        """Save in the background. A failure is a note and does not fail the job: the next due save replaces it, except for the best
+        checkpoint, which is not saved again.
         """
         self._raise_what_broke()
         p = report.progress
@@ -200,7 +200,7 @@ class Recorder:
         return self._context.writer.write(self._run.spec.name, action)
 
     def _moment(self, progress: TrainingProgress, state: AdapterState, *, owned: bool = True) -> _Moment:
-        """`owned`: the job has left, and nobody steps this state any more."""
+        """`owned`: the job has left the group, so its state no longer changes."""
         progress, device = replace(progress, seconds=self.seconds, unlogged=self._unlogged), state.params.device
         if owned and device.type == "cuda":
             return _Moment(state, progress, torch.cuda.current_stream(device).record_event())

@@ -271,7 +271,7 @@ def job_spec_in(content: Mapping[str, Any]) -> JobSpec:
 
 
 def check_same_job(directory: Path, job: JobSpec) -> None:
-    """A resumed job must be the same order, or its adapter would be nobody's. Raises ConfigError, also where that cannot be seen."""
+    """A resumed job must have the settings it began with. Raises ConfigError, also if these cannot be read."""
     if changed := _changes(directory, job):
         _refuse_other_run(changed)
 
@@ -288,7 +288,7 @@ def _check_same_jobs(directory: Path, jobs: Sequence[JobSpec]) -> None:
 def earlier_order(directory: Path) -> JobSpec | None:
     """The order whose checkpoints lie in `directory`. Raises ConfigError for a damaged `job.json`.
 
-    Without a checkpoint the job starts anew: what an earlier run wrote of its order binds nobody (its start may have been missing then).
+    Without a checkpoint the job starts anew: what an earlier run recorded of it does not matter.
     """
     path = directory / "job.json"
     if not path.exists() or not any(directory.glob("checkpoint-*")):

@@ -1,7 +1,7 @@
-"""Files are written beside the training, by a few threads: each job's in the order in which they were asked for.
+"""Writes files in background threads while training continues: each job's in the order of the requests.
 
-A checkpoint of 17 million parameters takes more than half a second to write, sync and hash: as long, everybody in the group would wait.
-Several threads, because hashing and syncing both leave Python's lock alone: jobs that end together wait for the disk together.
+A checkpoint of 17 million parameters takes more than half a second to write, sync and hash: the whole group would wait that long.
+Several threads, because hashing and syncing release the GIL: jobs that end at the same time overlap their writes.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def test_the_bytes_are_those_of_one_process(world: World, tmp_path: Path, gpus: 
     assert not list((tmp_path / "out").glob(".*")), "the ranks left something behind"
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, 20))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 20))])
 def test_a_lost_rank_costs_the_others_nothing_and_its_jobs_go_on(world: World, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     number = [signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL, signal.SIGTERM][seed % 4]
@@ -146,7 +146,7 @@ def test_all_ranks_lost_is_said_and_a_resume_ends_with_the_same_bytes(world: Wor
     world.same_bytes(tmp_path / "out")
 
 
-@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 3), (3, 2)])
+@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 3), pytest.param(3, 2, marks=pytest.mark.soak)])
 def test_saved_under_one_plan_and_resumed_under_another(world: World, tmp_path: Path, first: int, then: int) -> None:
     told = Told(25, lambda: os.kill(os.getpid(), signal.SIGINT))
     results = world.train(tmp_path / "out", first, watcher=told.watcher)

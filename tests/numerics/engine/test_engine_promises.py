@@ -75,7 +75,7 @@ def evaluations(directory: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["eval_loss"]) for row in rows(directory / "metrics.jsonl") if "eval_loss" in row]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.soak)])
 def test_evaluations_are_the_same_to_the_last_bit(dtype: str, wide_base: Path, data: Path, tmp_path: Path) -> None:
     """They decide which step was best and when to stop, so they must not depend on how their sums were grouped."""
     held_out = {"path": str(data / "c.jsonl"), "eval_size": 19}
