@@ -63,14 +63,17 @@ class GroupIndex:
         if state is not self._state:
             self._state = state
             self._forget()
+        changed: list[str] = []
         for name in reversed(state.latest):
             view, found = self._known.get(name), state.groups.get(name)
             if view is not None and found is not None and view.group is found.group:
                 break
-            if view is not None:
-                self._drop(name, view)
-            if found is not None:
-                self._add(name, state, found)
+            changed.append(name)
+        for name in reversed(changed):  # in the order of their changes, in which an index made anew has all of them
+            if name in self._known:
+                self._drop(name, self._known[name])
+            if name in state.groups:
+                self._add(name, state, state.groups[name])
         self._purge(state)
         if self._version != self._predictions.version:
             self._version = self._predictions.version
