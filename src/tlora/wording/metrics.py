@@ -61,7 +61,7 @@ _PROMISES = (
     Metric("worst_window_over_bound", f"worst {TIMES} bound", "", "ratio", "less", "The slowest window of all jobs over its job's bound."),
     Metric(
         "late_jobs_share",
-        "start to end",
+        "late jobs",
         "late",
         "share",
         "less",
