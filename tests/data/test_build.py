@@ -197,13 +197,13 @@ def test_all_who_read_a_set_share_its_open_files(tmp_path: Path, tokenizers: Any
 @pytest.mark.parametrize("bad", [1000, 2**31, 2**70])
 def test_ids_beyond_the_vocabulary(bad: int, tmp_path: Path, tokenizers: Any) -> None:
     path = write(tmp_path / "x.jsonl", [{"input_ids": [1, 2]}, {"input_ids": [1, bad]}])
-    with pytest.raises(DataError, match=rf"x.jsonl, line 2: token id {bad} is beyond the base model's vocabulary of 1000"):
+    with pytest.raises(DataError, match=rf"x.jsonl, line 2: token id {bad} .*1000"):
         make(path, tokenizers(None))
 
 
 def test_tokenizer_larger_than_the_models_vocabulary(tmp_path: Path, tokenizers: Any) -> None:
     path = write(tmp_path / "x.jsonl", [{"text": "Hello!"}])
-    with pytest.raises(DataError, match=r"x.jsonl, line 1: token id \d+ is beyond the base model's vocabulary of 20"):
+    with pytest.raises(DataError, match=r"x.jsonl, line 1: token id \d+ .*\b20\b"):
         make(path, tokenizers(None), vocab_size=20)
 
 
@@ -217,7 +217,7 @@ def test_column_of_numbers(tmp_path: Path, tokenizers: Any) -> None:
 
 def test_nothing_to_train(tmp_path: Path, tokenizers: Any) -> None:
     path = write(tmp_path / "x.jsonl", [{"messages": [{"role": "user", "content": "a"}]}] * 3)
-    with pytest.raises(DataError, match=r"x.jsonl: none of 3 rows has a token to train on within max_length 1024"):
+    with pytest.raises(DataError, match=r"x.jsonl: .*3 rows .*max_length 1024"):
         make(path, tokenizers(CHATML))
     assert len(Dataset(make(path, tokenizers(CHATML), train_all=True))) == 3
 

@@ -267,9 +267,7 @@ def test_the_jobs_template_wins(tokenizers: Any) -> None:
 
 def test_refusal_of_the_template_names_row_and_roles(tokenizers: Any) -> None:
     example = chat(("user", "a"), ("user", "b"), ("assistant", "c"))
-    with pytest.raises(
-        DataError, match=r"x.json, row 3: the chat template refuses the roles user, user, assistant \(Roles must alternate\)"
-    ):
+    with pytest.raises(DataError, match=r"x.json, row 3: .*user, user, assistant .*Roles must alternate"):
         encode(open_encoder(tokenizers(TEMPLATES["gemma"]), None, False, 1000), [example], ["x.json, row 3"])
 
 

@@ -195,7 +195,7 @@ def test_several_runs_at_once_share_one_set(tmp_path: Path, tokenizer_path: Path
 def test_tokenizer_that_cannot_be_loaded_is_the_runs_trouble(tmp_path: Path) -> None:
     write(tmp_path / "x.jsonl", ROWS)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelError, match=r"empty: the tokenizer cannot be loaded \(.*give a directory with tokenizer.json"):
+    with pytest.raises(ModelError, match=r"empty: .*tokenizer.*tokenizer.json"):
         prepare([request("job", tmp_path, tmp_path / "empty")])
 
 
@@ -203,7 +203,7 @@ def test_worker_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "python").write_text("#!/bin/sh\necho no such module >&2\nexit 3\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(ModelError, match=r"the data worker ended with exit status 3 \(no such module\), before the first job"):
+    with pytest.raises(ModelError, match=r"exit status 3 \(no such module\)"):
         prepare([request("job", tmp_path, tmp_path)])
 
 

@@ -109,9 +109,7 @@ def test_a_shorter_job_ends_sooner(base: Path, data: Path, interrupted: Path, tm
 def test_steps_are_not_taken_back(base: Path, data: Path, interrupted: Path, tmp_path: Path) -> None:
     out = Path(shutil.copytree(interrupted, tmp_path / "out"))
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    with pytest.raises(
-        ConfigError, match=r"resume: a is at step 4 and would end at step 3, and steps cannot be taken back\. Raise max_steps"
-    ):
+    with pytest.raises(ConfigError, match=r"\ba\b.*step 4.*step 3.*max_steps"):
         train(base, out, [order(data, max_steps=3), order(data, "new")], deterministic=True, resume=True)
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
@@ -157,5 +155,5 @@ def test_all_else_that_would_change_the_training_is_refused(
     changed = {**order(data, max_steps=9), **change}
     if "data" in change:
         changed["data"] = str(data / change["data"])
-    with pytest.raises(ConfigError, match=rf"not the run that was interrupted: {why}\. Put it back, or use a new output_dir"):
+    with pytest.raises(ConfigError, match=rf"{why}\..*output_dir"):
         train(base, out, [changed], deterministic=True, resume=True)

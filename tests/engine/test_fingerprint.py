@@ -130,7 +130,7 @@ def test_a_file_that_is_replaced_after_the_launch_is_not_taken_for_the_one_that_
         guard.start()
         join_hashing(RunProgress(0.0, ()))
     assert not guards[0].check() and guards[0].facts()["base_files"]["sha256"] == {}
-    with pytest.raises(ModelError, match=rf"base_model base: is not the base .*\({WEIGHTS} was replaced after the launch\)"):
+    with pytest.raises(ModelError, match=rf"base_model base: .*{WEIGHTS} was replaced"):
         guards[1].check()
 
 
@@ -165,9 +165,7 @@ def test_resume_over_other_weights_is_refused_at_launch(own_base: Path, data: Pa
     jobs = begun_run(own_base, data, out, deterministic=deterministic)
     before = saved(out)
     change_tensor(own_base, "model.norm.weight")
-    with pytest.raises(
-        ModelError, match=r"is not the base that this run began with \(sizes, headers .*--overwrite, or use a new output_dir"
-    ):
+    with pytest.raises(ModelError, match=r"\(sizes, headers .*--overwrite.*output_dir"):
         train(own_base, out, jobs, deterministic=deterministic, resume=True)
     assert saved(out) == before
     assert train(own_base, out, jobs, deterministic=deterministic, overwrite=True).status == "done"
@@ -184,7 +182,7 @@ def test_a_difference_that_only_the_whole_hash_sees_stops_the_run_before_its_nex
     flip_first_bit_of(own_base, "lm_head.weight")
     assert quick_digest(own_base) == recorded["quick"]
     for _ in range(2):  # in the middle of the run, and then, the hash being known, at launch
-        with pytest.raises(ModelError, match=rf"is not the base that this run began with \({WEIGHTS} has another sha256\)"):
+        with pytest.raises(ModelError, match=rf"{WEIGHTS} has another sha256"):
             train(own_base, out, jobs, deterministic=True, resume=True)
         assert saved(out) == before
         assert json.loads((out / "run.json").read_text())["base_files"] == recorded

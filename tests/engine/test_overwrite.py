@@ -86,7 +86,7 @@ def test_a_link_that_leads_elsewhere_is_refused_before_anything_is_removed(base:
     (out / link).rename(elsewhere)
     (out / link).symlink_to(elsewhere)
     before = files(out.parent)
-    with pytest.raises(ConfigError, match=rf"--overwrite: {out / link} is a symbolic link \(to {elsewhere}\).*Remove the link"):
+    with pytest.raises(ConfigError, match=rf"{out / link} .*symbolic link .*{elsewhere}.*Remove"):
         train(base, out, [job("new", str(data / "b.jsonl"))], overwrite=True)
     assert files(out.parent) == before and (out / link).is_symlink()
 
@@ -104,7 +104,7 @@ def test_a_new_job_does_not_write_into_a_directory_of_somebody_else(base: Path, 
     (out / "new").mkdir()
     (out / "new" / "adapter_model.safetensors").write_text("mine")
     before = files(out)
-    with pytest.raises(ConfigError, match=rf"{out / 'new'} is no job of the earlier run, and job 'new' would write there\. Move it away"):
+    with pytest.raises(ConfigError, match=rf"{out / 'new'} .*'new' would write there.*[Mm]ove"):
         train(base, out, [job("new", str(data / "b.jsonl"))], overwrite=True)
     assert files(out) == before
 

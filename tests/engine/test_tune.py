@@ -192,7 +192,7 @@ def test_a_resume_with_other_tiles_is_told_and_refused_where_bits_are_promised(d
     assert json.loads((tmp_path / "run.json").read_text())["tiles"] == "0123"
     assert check_tiles(run, "0123") is None and check_tiles(run, None) is None
     if deterministic:
-        with pytest.raises(ConfigError, match=r"tiles 0123 .*are 4567 by now .*Put the earlier table back, or use a new output_dir"):
+        with pytest.raises(ConfigError, match=r"0123.*4567.*output_dir"):
             check_tiles(run, "4567")
     else:
         assert "were 0123 and are 4567" in (check_tiles(run, "4567") or "")

@@ -51,7 +51,7 @@ def test_a_dense_load_keeps_the_cluster_busy_though_rows_are_rejected(tmp_path: 
 
 
 def test_a_trace_of_which_no_job_can_run_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no job of this trace can run on this cluster. 'a', the first, is rejected: it asks for 64 GPUs"):
+    with pytest.raises(ConfigError, match="no job .*'a', .*64 GPUs"):
         scene_of(scenario_of(tmp_path, "a,0,64,10,u,v,sft,COMPLETED", "b,5,32,10,u,v,sft,COMPLETED"))
 
 

@@ -77,7 +77,7 @@ def test_every_combination_is_a_scenario() -> None:
         (8, 4, math.inf, 1.5, 7),
     ]
     assert scenarios_of({}, plain, [0], ["fifo", "fifo/tlora"]) == scenarios_of({}, plain, [0], ["fifo"])  # one scenario, once
-    with pytest.raises(ConfigError, match="these are 1,000,000 simulations, and at most 100,000 go into one command. Give fewer values"):
+    with pytest.raises(ConfigError, match="1,000,000 .*100,000.*fewer values"):
         scenarios_of(read_grid("load=0.1..1/1000,delta=1..2/1000"), plain, [0], ["fifo"])
     with pytest.raises(ConfigError, match="10 GPUs are no whole number of nodes of 4"):
         scenarios_of(read_grid("gpus=10"), plain, [0], ["fifo"])

@@ -165,12 +165,12 @@ class NoLayers(torch.nn.Module):
 
 
 def test_a_model_without_decoder_layers_is_refused() -> None:
-    with pytest.raises(ModelError, match="base_model b: NoLayers has no list of decoder layers with linears to share. Load it unshared"):
+    with pytest.raises(ModelError, match="base_model b: NoLayers .*unshared"):
         lay_out_model(NoLayers(), "b", False, 2)
 
 
 def test_widths_that_fp8_cannot_have_are_refused() -> None:
-    with pytest.raises(ModelError, match="needs widths that are multiples of 16, and model.layers.0.mlp.gate_proj has 64 to 100"):
+    with pytest.raises(ModelError, match="multiples of 16.*model.layers.0.mlp.gate_proj .*64 to 100"):
         lay_out_model(make_model("llama", intermediate_size=100), "b", True, 2)
 
 
