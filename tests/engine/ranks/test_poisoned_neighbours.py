@@ -34,8 +34,14 @@ def join(poison: Poison, world: World, rank: int, directory: Path) -> None:
 
 
 # A job without samples never comes so far: its data is refused.
-@pytest.mark.parametrize("poison", [poison for poison in POISONS if poison.make(benign=False).samples], ids=lambda poison: poison.name)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "poison"),
+    [
+        pytest.param(rank, poison, id=f"{rank}-{poison.name}", marks=[pytest.mark.soak] if (number + rank) % 2 else [])
+        for number, poison in enumerate(poison for poison in POISONS if poison.make(benign=False).samples)
+        for rank in (0, 1)
+    ],
+)
 def test_a_bad_neighbour_changes_no_byte(sets: Sets, tmp_path: Path, poison: Poison, rank: int) -> None:
     """On rank 1, the home of one spanning job that also has a part of the other, or on rank 0, which has a part and a job of its own."""
     jobs, spans = story()
