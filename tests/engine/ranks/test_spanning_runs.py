@@ -14,8 +14,9 @@ import pytest
 from tests import forked
 from tests.engine.conftest import save_base
 from tests.engine.ranks.test_ranks import Told, World
-from tests.engine.tiny_runs import job, train, write_rows
+from tests.engine.tiny_runs import job, sha256, train, write_rows
 from tlora.engine.ranks import crew
+from tlora.engine.ranks.dispatcher import Dispatcher
 from tlora.json_file import read_object
 
 
@@ -74,6 +75,28 @@ def test_a_lost_rank_ends_no_job_that_spans(world: World, tmp_path: Path, seed: 
     assert told.acted
     assert results.status == "done", told.lines
     world.same_bytes(tmp_path / "out")
+
+
+@pytest.mark.timeout(120)
+def test_a_job_goes_on_where_none_of_it_was(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two replicas on ranks 0 and 1, of which the first is lost: rank 2, which has the least to do, takes all of it."""
+    orders = [{**world.orders[2], "max_steps": 20}, {**world.orders[0], "max_steps": 400}, {**world.orders[3], "max_steps": 1}]
+    whole = train(world.base, tmp_path / "whole", orders[:1], deterministic=True)
+    told = Told(3, lambda: os.kill(world.processes[0].pid, signal.SIGKILL))
+    lent = Dispatcher._share_out
+
+    def to_the_third(dispatcher: Dispatcher, jobs: list[str]) -> None:
+        if "two" in jobs:
+            dispatcher._give(2, "two")
+        lent(dispatcher, [job for job in jobs if job != "two"])
+
+    monkeypatch.setattr(Dispatcher, "_share_out", to_the_third)
+    monkeypatch.setattr(Dispatcher, "balance", lambda _: None)
+    results = world.train(tmp_path / "out", 3, orders, watcher=told.watcher)
+    assert whole.status == results.status == "done", told.lines
+    facts = read_object(tmp_path / "out" / "run.json")
+    assert 2 not in facts["spans"]["two"]["gpus"] and facts["homes"]["two"] == 2
+    assert sha256(tmp_path / "out" / "two") == sha256(tmp_path / "whole" / "two")
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 10))])

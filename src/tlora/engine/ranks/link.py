@@ -38,7 +38,8 @@ class Line:
             send_handle(self._connection, file, pid)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
+        """From any thread: two at once would close a file descriptor twice, which may be another's by then."""
+        with self._lock, contextlib.suppress(OSError):
             self._connection.close()
 
 
@@ -89,13 +90,13 @@ class Meeting:
             threading.Thread(target=self._read, args=(connection,), daemon=True).start()
 
     def _read(self, connection: Connection) -> None:
-        rank = None
+        rank, line = None, Line(connection)
         try:
             hello = connection.recv()
             if not isinstance(hello, Hello):
                 return
             rank = hello.rank
-            self.lines[rank] = Line(connection)
+            self.lines[rank] = line
             self.inbox.put((rank, hello))
             while True:
                 self.inbox.put((rank, connection.recv()))
@@ -103,7 +104,7 @@ class Meeting:
             if rank is not None:
                 self.inbox.put((rank, None))
         finally:
-            connection.close()
+            line.close()
 
 
 def connect(address: str, hear: Callable[[Command | None], None]) -> Callable[[Hello], Line]:

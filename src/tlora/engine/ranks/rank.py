@@ -221,6 +221,7 @@ class Rank:
             case None | Stop():
                 return False
             case Take(job):
+                self._exchange.dissolve(job)  # also one that spanned other ranks
                 self._here.add(job)
                 self._session.take(job)
                 self._changed = True
