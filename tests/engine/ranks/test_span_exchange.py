@@ -94,7 +94,7 @@ def story() -> tuple[list[JobSpec], dict[str, Span]]:
     return jobs, {"spanning": Span(3, (1, 0, 2)), "second": Span(4, (2, 1))}
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(6, 120))])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, 120))])
 def test_any_interleaving_gives_the_bytes_of_replicas_in_turn(sets: Sets, seed: int) -> None:
     rng = random.Random(seed)
     jobs, spans = story()
@@ -123,8 +123,14 @@ def test_losses_and_tokens_are_those_of_replicas_in_turn(sets: Sets) -> None:
         ]
 
 
-@pytest.mark.parametrize("call", [2, 3, 5, 8])
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("rank", "call"),
+    [
+        pytest.param(rank, call, marks=[] if (rank, call) in ((0, 2), (1, 3), (2, 8)) else pytest.mark.soak)
+        for rank in range(3)
+        for call in (2, 3, 5, 8)
+    ],
+)
 def test_memory_that_runs_out_on_one_rank_starts_its_part_over(sets: Sets, rank: int, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs, spans = story()
     world = World(jobs, spans, sets, 3, [60] * 3)
@@ -167,7 +173,7 @@ def test_a_part_that_fails_is_told_and_its_neighbours_go_on(sets: Sets, monkeypa
 def test_a_job_that_is_taken_home_goes_on_from_its_last_step(sets: Sets) -> None:
     """As after the loss of a rank: the home lets it go, and computes all of it from there on."""
     jobs, spans = story()
-    for steps in range(1, 30, 4):
+    for steps in range(1, 30, 7):
         world = World(jobs, spans, sets, 3, [60] * 3)
         home, rng = world.engines[1], random.Random(steps)
         for _ in range(steps):
