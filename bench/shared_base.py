@@ -1,14 +1,15 @@
 """A base that the GPUs of one host share, against one that each holds whole: the same bits, what fetching costs, how fast bytes come.
 
-    python -m bench.shared_base --gpus 2 --json FILE                    # all parts; each in processes of its own
+    python -m bench.shared_base --gpus 2 --json FILE                    # bits to early; each in processes of its own
     python -m bench.shared_base --gpus 4 --parts links,step --shape llama-3-8b --tokens 8192 --json FILE
     python -m bench.shared_base --device cpu --gpus 2 --shape tiny --tokens 64 --repeats 2
 
 Parts. `bits`: a small base, in 16 bits and in fp8, with recomputed layers and a reference pass, on every GPU, streamed and resident.
 `step`: forward and backward of one micro-batch over `--shape`, in turns: with resident weights (as CUDA graphs and from Python), with
 layers copied from the peers, and with layers gathered by NCCL, without and with the copy that FSDP2 makes of what it gathered.
-`links`: bytes into every GPU at once, alone. `big`: random layers of a 70B, as many as fit. `early`: one rank ends, and the others go on
-reading what it held.
+`links`: bytes into every GPU at once, alone. `early`: one rank ends, and the others go on reading what it held.
+`big`: random layers of a 70B in 16 bits, shared, as many as fit; `fp8`: in fp8, whole on each GPU; `--lengths` has them train on mixed
+samples. `fsdp`: the rival, `--shape` by FSDP2, PEFT and Liger. These three are run when asked for.
 Random weights. Medians; each rank's own figures.
 """
 
@@ -30,20 +31,27 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # with NVLink's multicast a prog
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 from bench import machine
-from bench.shared_base_parts import PARTS
+from bench.big_base_parts import big, fp8
+from bench.fsdp_part import fsdp
+from bench.shared_base_parts import bits, early, links, step
 from bench.shared_base_rank import Rank
 
-SECONDS = {"bits": 150.0, "step": 170.0, "links": 60.0, "big": 170.0, "early": 60.0}  # after which a part's processes are killed
+PARTS = {"bits": bits, "step": step, "links": links, "early": early, "big": big, "fp8": fp8, "fsdp": fsdp}
+DEFAULT_PARTS = ["bits", "step", "links", "early"]
+# after which a part's processes are killed
+SECONDS = {"bits": 150.0, "step": 170.0, "links": 60.0, "early": 60.0, "big": 170.0, "fp8": 170.0, "fsdp": 240.0}
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=2, help="ranks: one process for each")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=f"in this order; of {','.join(PARTS)}")
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=DEFAULT_PARTS, help=f"in this order; of {','.join(PARTS)}")
     parser.add_argument("--shape", default="llama-3-8b", help="of bench.shapes, for step and links")
     parser.add_argument("--layers", type=int, help="fewer than the shape's")
     parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch")
+    parser.add_argument("--big-tokens", type=int, default=4096, help="of a micro-batch of big and fp8, at most")
+    parser.add_argument("--lengths", type=_range, metavar="LOW-HIGH", help="tokens of the samples of big and fp8; default: all alike")
     parser.add_argument("--repeats", type=int, default=8, help="micro-batches of each kind that are measured")
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--total-seconds", type=float, default=235.0, help="no part runs past this")
@@ -56,6 +64,11 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if wrong:
         parser.error(f"no part {wrong[0]!r}; there are {', '.join(PARTS)}")
     return options
+
+
+def _range(text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    return int(low), int(high)
 
 
 def run_part(part: str, options: argparse.Namespace, seconds: float) -> list[dict[str, Any]]:
@@ -108,7 +121,7 @@ def main() -> None:
 
     started = time.monotonic()
     found: dict[str, Any] = {"benchmark": "shared_base", **machine.facts(torch.device(options.device), options.commit)}
-    keys = ("gpus", "shape", "layers", "tokens", "repeats", "slots")
+    keys = ("gpus", "shape", "layers", "tokens", "big_tokens", "lengths", "repeats", "slots")
     found |= {"setup": {key: getattr(options, key) for key in keys}, "parts": {}}
     for part in options.parts:
         left = options.total_seconds - (time.monotonic() - started)

@@ -7,30 +7,26 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from bench.machine import wait
-from bench.shapes import shape_of
-from bench.shared_base_rank import JOBS, Rank
-from tlora.job import LoraConfig
+from bench.shared_base_rank import JOBS, Rank, open_process_group
 from tlora.kernels.frozen import FrozenLinear
 from tlora.objectives import Dpo
 from tlora.sharing.layer_stream import LayerStream
 from tlora.sharing.peer_memory import PeerMemory, open_peer_memory
 from tlora.sharing.peers import Peers
-from tlora.sharing.shards import fill, random_rows
+from tlora.sharing.shards import fill
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.fp8_linear import has_fp8, hold_in_fp8
 from tlora.supermodel.inject import find_linears
-from tlora.supermodel.load import Base, make_base
-from tlora.supermodel.shared_base import assemble, lay_out_model, share_linears, share_model, stand_in
+from tlora.supermodel.load import make_base
+from tlora.supermodel.shared_base import lay_out_model, share_model
 from tlora.supermodel.supermodel import SuperModel
 
 WARM_UP = 3  # micro-batches of each kind: compiled, counted, captured
@@ -131,7 +127,7 @@ def step(rank: Rank) -> None:
     model = rank.super_model(make_base(weights, options.shape))
     resident = model.weights
     streams = {"copies": LayerStream(layout, memory, rank.number, options.slots)}
-    for name, copies_out in (("gathers", False), ("gathers, copied out", True)) if _can_gather(rank) else ():
+    for name, copies_out in (("gathers", False), ("gathers, copied out", True)) if open_process_group(rank, "gathers") else ():
         gathered = Gathered(memory, rank.number, rank.count, copies_out)
         streams[name] = LayerStream(layout, gathered, rank.number, options.slots)
     batch = rank.batch(options.tokens, model.base.vocab_size)
@@ -188,20 +184,6 @@ def _look_up(resident: Callable[[str], FrozenLinear], stream: LayerStream, name:
     return replace(resident(name), weight_NK=stream.weight(name))
 
 
-def _can_gather(rank: Rank) -> bool:
-    try:
-        backend, store = (
-            ("nccl" if rank.device.type == "cuda" else "gloo"),
-            dist.FileStore(str(rank.options.directory / "gather"), rank.count),
-        )
-        dist.init_process_group(backend, store=store, rank=rank.number, world_size=rank.count, timeout=timedelta(seconds=60))
-        dist.all_reduce(torch.zeros(1, device=rank.device))
-    except Exception as error:
-        rank.note("gathers", f"cannot be had: {error}")
-        return False
-    return True
-
-
 def _time(rank: Rank, model: SuperModel, batch: PackedBatch, look_up: Any, graphs: bool) -> float:
     model.weights = look_up
     with _graphs(model, graphs):
@@ -242,7 +224,7 @@ def links(rank: Rank) -> None:
             source.read(peer, 0, target[peer * num_bytes : (peer + 1) * num_bytes])
 
     ways: dict[str, Callable[[], None]] = {"copies": copy_all}
-    if _can_gather(rank):
+    if open_process_group(rank, "gathers"):
         for name, copies_out in (("all-gather", False), ("all-gather, copied out", True)):
             ways[name] = partial(copy_all, Gathered(memory, rank.number, rank.count, copies_out))
     for name, way in ways.items():
@@ -262,78 +244,7 @@ def links(rank: Rank) -> None:
         peers.exchange(f"end-{name}", True)
 
 
-# -- a base that no GPU could hold -------------------------------------------------------------------------------------------------------
-
-
-def big(rank: Rank) -> None:
-    """Random layers of a 70B, as many as fit with adapters of four jobs: a micro-batch of at most 4,096 tokens on every rank at once."""
-    options = rank.options
-    shape, tokens = ("llama-3-70b", min(options.tokens, 4096)) if rank.device.type == "cuda" else ("tiny", 64)
-    before = time.perf_counter()
-    num_layers, recomputed = _what_fits(rank, shape, tokens)
-    rank.note("layers", num_layers)
-    peers = Peers(rank.sharing("big"))
-    base = _random_base(rank, shape, num_layers, peers)
-    rank.note("setup_seconds", time.perf_counter() - before)
-    model = rank.super_model(base, dict.fromkeys(JOBS, LoraConfig(r=16)))
-    model.recomputed_layers = min(recomputed, model.num_layers)
-    rank.note("recomputed_layers", model.recomputed_layers)
-    batch, seconds, exposed = rank.batch(tokens, base.vocab_size), list[float](), list[float]()
-    assert model.fetches is not None and base.layers is not None
-    for turn in range(2 + options.repeats):
-        peers.exchange(f"turn-{turn}", True)
-        waited, started = model.fetches.exposed_seconds, time.perf_counter()
-        model.forward_backward(batch)
-        wait(rank.device)
-        taken = time.perf_counter() - started
-        rank.say(f"micro-batch {turn}: {taken:.2f} s")
-        if turn >= 2:
-            seconds.append(taken)
-            exposed.append(model.fetches.exposed_seconds - waited)
-            found = {"seconds": statistics.median(seconds), "exposed_fetch_seconds": statistics.median(exposed)}
-            rank.note("micro_batch", found | {"tokens": tokens, "tokens_per_second_of_all_ranks": rank.count * tokens / found["seconds"]})
-    if rank.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(rank.device)
-        rank.note("gib", {"in_use": (total - free) / 2**30, "peak_of_torch": torch.cuda.max_memory_allocated(rank.device) / 2**30})
-    rank.note("layer_bytes", base.layers.layout.slot_bytes)
-    peers.exchange("end", True)
-
-
-def _what_fits(rank: Rank, shape: str, tokens: int) -> tuple[int, int]:
-    """Layers, and how many of them backward computes again. In bytes: a layer's part and adapters, and what it keeps of a token."""
-    config: Any = shape_of(shape, rank.options.layers)
-    if rank.device.type == "cpu":
-        return rank.options.layers or 4, 0
-    hidden, inner = config.hidden_size, config.intermediate_size
-    kv = hidden * config.num_key_value_heads // config.num_attention_heads
-    weights = 2 * hidden * (hidden + kv) + 3 * hidden * inner
-    job = (12 + 6) * 16 * (2 * 2 * hidden + 2 * (hidden + kv) + 3 * (hidden + inner))
-    outputs = 3 * hidden + 2 * kv + 2 * inner
-    kept, saved = 2 * (outputs + hidden) + 2 * 7 * 2 * 16, 2 * outputs
-    work = 2 * config.vocab_size * hidden * 2 + rank.options.slots * 2 * weights + tokens * (8 * inner + 14 * hidden) + (4 << 30)
-    room = 0.95 * torch.cuda.mem_get_info(rank.device)[0] - work
-    for layers in range(config.num_hidden_layers, 0, -1):
-        left = room - layers * (2 * weights / rank.count + len(JOBS) * job)
-        for recomputed in range(layers):
-            if tokens * (layers * kept - recomputed * saved) <= left:
-                return layers, recomputed
-    raise RuntimeError(f"not one layer fits into {room / 2**30:.0f} GiB")
-
-
-def _random_base(rank: Rank, shape: str, num_layers: int, peers: Peers) -> Base:
-    """Each rank draws its own ranges of the layers, and all of the rest."""
-    config = shape_of(shape, num_layers)
-    with torch.device("meta"):
-        names = AutoModelForCausalLM.from_config(config, dtype=rank.dtype).state_dict()
-    model = assemble(config, rank.dtype, {name: stand_in(tensor.shape, rank.dtype) for name, tensor in names.items()}, shape)
-    layout = lay_out_model(model, shape, False, rank.count)
-    torch.manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if name.removesuffix(".weight") not in layout.places:
-            drawn = torch.empty(parameter.shape, dtype=rank.dtype, device=rank.device)
-            parameter.data = drawn.fill_(1.0) if parameter.ndim == 1 else drawn.normal_(0.0, 0.02)
-    rows = random_rows(0, layout, rank.dtype, rank.device, std=0.01)  # with 0.02, 80 layers of this width would blow up what rounding does
-    return make_base(model, shape, share_linears(model, layout, rows, peers, rank.device))
+# -- a rank that ends before the others ---------------------------------------------------------------------------------------------------
 
 
 def early(rank: Rank) -> None:
@@ -353,6 +264,3 @@ def early(rank: Rank) -> None:
         memory.read(0, 0, target)
     wait(rank.device)
     rank.note("memory of a rank that has ended", "is still there" if bool((target == 1).all()) else "IS GONE")
-
-
-PARTS: dict[str, Callable[[Rank], None]] = {"bits": bits, "step": step, "links": links, "big": big, "early": early}

@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,7 +22,23 @@ from tlora.supermodel.load import Base
 from tlora.supermodel.supermodel import SuperModel
 
 TRAIN = TrainConfig(learning_rate=1e-4, lr_scheduler_type="constant")
+STD = 0.01  # of random weights: with 0.02, 80 layers of a 70B's width would blow up what rounding does
 JOBS = {name: LoraConfig(r=r) for name, r in zip("abcd", (8, 16, 32, 64), strict=True)}
+
+
+def open_process_group(rank: Rank, key: str) -> bool:
+    """Whether there is one of all ranks (NCCL, gloo without GPUs); why there is none is noted under `key`. The first call opens it."""
+    if dist.is_initialized():
+        return True
+    try:
+        store = dist.FileStore(str(rank.options.directory / "gather"), rank.count)
+        backend = "nccl" if rank.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank.number, world_size=rank.count, timeout=timedelta(seconds=60))
+        dist.all_reduce(torch.zeros(1, device=rank.device))
+    except Exception as error:
+        rank.note(key, f"cannot be had: {error}")
+        return False
+    return True
 
 
 class Rank:

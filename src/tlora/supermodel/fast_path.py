@@ -83,8 +83,14 @@ class FastPath:
         return embedded.requires_grad_() if self._context.pass_number is not None and torch.is_grad_enabled() else embedded
 
     def _compiled(self, forward: Callable[..., Any], number: int, device: torch.device) -> Callable[..., Any]:
-        """A layer's `forward`, compiled for passes, with the number of tokens left open: one compilation serves all of them."""
-        fast: Any = torch.compile(forward, backend="inductor" if device.type == "cuda" else "aot_eager")
+        """A layer's `forward`, compiled for passes, with the number of tokens left open: one compilation serves all of them.
+
+        A deterministic one lets no timing choose between forms of a kernel: they round differently.
+        """
+        if device.type == "cuda":
+            fast: Any = torch.compile(forward, backend="inductor", options={"deterministic": self._deterministic})
+        else:
+            fast = torch.compile(forward, backend="aot_eager")
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._context.pass_number is None:
