@@ -44,5 +44,5 @@ def read(rank: int, store: str, way: str) -> bool:
 
 @pytest.mark.parametrize("way", ["_connect_symmetric", "_connect_ipc"])
 def test_each_way_of_reading_brings_the_peers_bytes(way: str, tmp_path: Path) -> None:
-    with start_ranks(2) as ranks:
+    with start_ranks(2, fresh=True) as ranks:
         assert ranks.run(read, store_path(tmp_path), way) == [True, True]

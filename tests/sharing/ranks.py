@@ -24,15 +24,16 @@ class RankFailedError(AssertionError):
 
 
 class Ranks:
-    """`count` processes, each of which knows its rank."""
+    """`count` processes, each of which knows its rank; those that use a GPU are `fresh`: a forked one cannot."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, fresh: bool = False) -> None:
+        context: Any = multiprocessing.get_context("spawn") if fresh else _CONTEXT
         self._pipes: list[Connection] = []
         self._lost = False  # one does not answer
         self.processes: list[Any] = []
         for rank in range(count):
-            mine, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(rank, theirs), daemon=True)
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(mine)
@@ -75,8 +76,8 @@ class Ranks:
 
 
 @contextmanager
-def start_ranks(count: int) -> Iterator[Ranks]:
-    ranks = Ranks(count)
+def start_ranks(count: int, fresh: bool = False) -> Iterator[Ranks]:
+    ranks = Ranks(count, fresh)
     try:
         yield ranks
     finally:

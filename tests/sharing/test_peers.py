@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +62,18 @@ def test_who_waits_for_a_rank_that_is_lost_hears_why(what: str, expected: str, r
     for rank in range(2):
         ranks.send(rank, message_of, store, what)
     assert expected in ranks.answers()[0]
+
+
+def test_a_rank_that_dies_before_it_was_looked_for_has_died() -> None:
+    """It has met the others, and is gone when they look for its process."""
+    store = HashStore()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    store.set("process/1", json.dumps([ended.pid, str(Path("/proc/self/ns/pid").stat().st_ino), "name"]))
+    peers = Peers(Sharing(store, 0, 2))
+    assert not peers.is_alive(1)
+    with pytest.raises(RankError, match="rank 1 has died"):
+        peers.exchange("filled", True)
 
 
 def test_a_rank_that_never_comes_is_waited_for_no_longer_than_was_said(tmp_path: Path) -> None:

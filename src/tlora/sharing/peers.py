@@ -52,12 +52,13 @@ class Peers:
     def __init__(self, sharing: Sharing) -> None:
         self._sharing, self.store = sharing, sharing.store
         self.rank, self.world_size, self.slots = sharing.rank, sharing.world_size, sharing.slots
-        self._processes: dict[int, psutil.Process | None] = {}
+        self._processes: dict[int, psutil.Process | None] = {}  # of the ranks that can be seen from here; None has ended since
         namespace = str(_NAMESPACE.stat().st_ino) if _NAMESPACE.exists() else ""
         met = self.exchange("process", [os.getpid(), namespace, uuid.uuid4().hex])
         self.name: str = met[0][2]  # of this meeting, the same on all ranks
         for peer, found in enumerate(met):
-            self._processes[peer] = _find_process(found[0]) if found[1] == namespace and peer != self.rank else None
+            if found[1] == namespace and peer != self.rank:
+                self._processes[peer] = _find_process(found[0])
 
     def exchange(self, key: str, value: Any) -> list[Any]:
         """What each rank says under `key`, by rank; JSON. Each key once. Raises RankError for a rank that fails, dies or does not come."""
@@ -87,11 +88,11 @@ class Peers:
 
     def is_alive(self, peer: int) -> bool:
         """False once the process of `peer` has ended. True of one that cannot be seen from here."""
-        process = self._processes.get(peer)
-        if process is None:
+        if peer not in self._processes:
             return True
+        process = self._processes[peer]
         try:
-            return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+            return process is not None and process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
         except psutil.NoSuchProcess:
             return False
 
