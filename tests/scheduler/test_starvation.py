@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from tests.scheduler.mirror import BASES, made_spec, made_state, waiting_job
+from tests.scheduler.mirror import made_spec, made_state, waiting_job
 from tests.scheduler.timeline import TICK_SECONDS, Timeline, made_timeline
-from tlora.protocol import JobGroup, JobSubmitted, ParallelPlan, Tick
+from tlora.protocol import JobSubmitted, Tick
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.starvation import Starvation, starves_after
 from tlora.scheduler.urgency import remaining_seconds, urgency
@@ -66,30 +66,6 @@ def test_as_they_came_up_to_a_share_of_the_gpus_or_the_first() -> None:
     assert late(1, 2, 1, starvation_share=0.25) == ["j0"], "nobody passes one who came earlier"
     assert late(3, 1, starvation_share=0.25) == ["j0"]
     assert USUAL.starvation_share <= 0.15
-
-
-@pytest.mark.parametrize(("hours", "after"), [(2.0, 2.0), (100.0, 24.0)])
-def test_after_one_that_had_more_than_the_share_the_next_goes_first_when_that_is_made_up_for(hours: float, after: float) -> None:
-    """On 4 of 8 GPUs: one that had all 8 for two hours owes two hours of the share; nobody owes more than a day of it."""
-    state = made_state(4, 4)
-    for index in range(3):
-        state.submit(made_job(f"j{index}", 8))
-    starvation = Starvation(Settings(starvation_share=0.5))
-
-    def first_at(time: float) -> list[str]:
-        state.now = time
-        starvation.follow(state)
-        return [job.spec.job_id for job in starvation.first(state)]
-
-    begin, end = 24 * HOUR, (24 + hours) * HOUR
-    assert first_at(begin) == ["j0"]
-    state.place(JobGroup("g0", BASES[0], tuple(range(8)), ParallelPlan(8, 8192), ("j0",), (1.0,)))
-    assert first_at(begin + HOUR) == first_at(end) == ["j0"], "who goes first does so until it ends"
-    state.end_job("j0")
-    state.end_group("g0")
-    assert first_at(end) == first_at(end + after * HOUR - 60.0) == []
-    assert starvation.next_at == pytest.approx(end + after * HOUR)
-    assert first_at(end + after * HOUR) == ["j1"]
 
 
 def test_a_held_job_makes_room_for_the_next_and_one_that_has_ended_too() -> None:

@@ -1,7 +1,6 @@
 """Jobs that have waited too long, and which of them go first now. Not here: where they run, and at whose expense.
 
-A cache of `ClusterState`, which it follows. It also remembers the GPU time that starving jobs had beyond their share; one made anew
-starts without that debt.
+A cache of `ClusterState`, which it follows: reading it gives the same as building it anew each time.
 """
 
 from __future__ import annotations
@@ -29,10 +28,6 @@ class Starvation:
         self._settings = settings
         self._state: ClusterState | None = None
         self._times_corrected = 0
-        self._first: list[Job] = []
-        self._owed = 0.0  # GPU-seconds that those who went first had beyond their share
-        self._owing = 0.0  # what that grew by in a second, when it was last counted
-        self._counted_at = 0.0
         self._forget()
 
     def _forget(self) -> None:
@@ -43,11 +38,7 @@ class Starvation:
 
     def follow(self, state: ClusterState) -> None:
         """Take in who has begun to wait since the last time, and who has waited too long by now."""
-        if state is self._state:
-            self._count(state)
         if state is not self._state or state.cost.times_corrected != self._times_corrected:
-            if state is not self._state:
-                self._first, self._owed, self._counted_at = [], 0.0, state.now
             self._state, self._times_corrected = state, state.cost.times_corrected
             self._forget()
             for job in state.jobs.values():  # those that wait come below
@@ -70,23 +61,21 @@ class Starvation:
 
     @property
     def next_at(self) -> float:
-        """Until when `first` gives the same, as long as nothing happens."""
-        due = self._due[0][0] if self._due else math.inf
-        return min(due, self._counted_at - self._owed / self._owing) if self._owed and self._owing < 0 else due
+        """Until when nobody else has waited too long."""
+        return self._due[0][0] if self._due else math.inf
 
     def first(self, state: ClusterState) -> list[Job]:
         """Those who starve, by priority and then as they came, as long as they together ask for no more than their share of the GPUs.
 
-        The first of them may ask for more. While GPU time is owed for that, no other job becomes one of them.
+        The first of them may ask for more.
         """
         found: list[Job] = []
-        known = {job.number for job in self._first}
         ended: list[int] = []
         room = 0.0
         for index, (_, _, job) in enumerate(self._late):
             if job.status == "ended":
                 ended.append(index)
-            elif job.status != "held" and (not self._owed or job.number in known):
+            elif job.status != "held":
                 if not found:
                     room = max(self._settings.starvation_share * state.num_gpus, job.spec.gpus)
                 room -= job.spec.gpus
@@ -97,16 +86,7 @@ class Starvation:
             _, number, job = self._late.pop(index)
             self._numbers.discard(number)
             self._known.pop(job.spec.job_id, None)
-        self._first = found
         return found
-
-    def _count(self, state: ClusterState) -> None:
-        """Add what the first have had since the last time, up to what they asked for, and take off the share. Never more than is made
-        up for in `starvation_most_seconds`."""
-        seconds, self._counted_at = state.now - self._counted_at, state.now
-        share = self._settings.starvation_share * state.num_gpus
-        self._owing = sum([min(job.gpu_share, job.spec.gpus) for job in self._first]) - share
-        self._owed = min(max(0.0, self._owed + self._owing * seconds), share * self._settings.starvation_most_seconds)
 
     def _add(self, job: Job) -> None:
         if job.number not in self._numbers:
