@@ -1,7 +1,7 @@
 """The points that the cost model's constants are fitted to: micro-batches of given jobs, ours and PEFT's, one base a process.
 
     python -m bench.cost_points --shape llama-3-8b --data DIRECTORY --out FILE [--systems ours,peft] [--points NAME,...]
-    python -m bench.cost_points --shape llama-3-70b --base-precision fp8 --recompute 23 --points 2048,4096 --systems ours --data DIR --out FILE
+    python -m bench.cost_points --shape llama-3-70b --base-precision fp8 --recompute 23 --points 2048,4096 --data DIR --out FILE
     python -m bench.cost_points --shape tiny --device cpu --seconds 0.2 --data DIRECTORY --out FILE
 
 The list is fixed: single jobs of 128 to 2,048 tokens a step, equal and real lengths, ranks 8 and 64, with and without dropout, and groups.
