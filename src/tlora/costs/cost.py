@@ -25,9 +25,10 @@ class BaseConstants:
     """What one base costs on one type of GPU under one set of kernels. `source` tells of each field where it was measured,
     or "extrapolated: " and from what.
 
-    `tokens_per_second` is of one saturated GPU, without `launch_seconds`, which every micro-batch takes besides. `floor_seconds` is what the
-    smallest micro-batch takes, whose kernels do not fill a GPU. `member_seconds` is taken by each further member of a group. The exchange is what summing gradients adds to a micro-batch on several GPUs of one node,
-    or on several nodes. `base_bytes` are the weights, a copy on each GPU.
+    `tokens_per_second` is of one saturated GPU, without `launch_seconds`, which every micro-batch takes besides. `floor_seconds` is what
+    the smallest micro-batch takes, whose kernels do not fill a GPU. `member_seconds` is taken by each further member of a group. The
+    exchange is what summing gradients adds to a micro-batch on several GPUs of one node, or on several nodes. `base_bytes` are the
+    weights, a copy on each GPU.
     """
 
     tokens_per_second: float
