@@ -24,9 +24,10 @@ import torch
 from bench.fidelity_work import ENDLESS, SIZES, Order, Work, make_work
 from bench.machine import facts, write
 from bench.shapes import DEMO_BASE, SHAPES, write_base
-from tlora.engine import worker as worker_room
-from tlora.engine.worker import Worker
-from tlora.worker_protocol import Failed, Finished, Join, Joined, Leave, Left, Load, Report, Share, Stepped, Stop
+from tlora.engine import trainer as trainer_room
+from tlora.engine.commands import Leave, Share, Stop
+from tlora.engine.trainer import Trainer
+from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Load, Report, Stepped
 
 VISITOR_STEPS, SAVED_AT, LEAVES_AT = 60, 40, 20  # of each visitor: in all, before it is saved, and before it goes out and in again
 SETTLED = 5  # steps after an event that may still be slower for it
@@ -129,10 +130,10 @@ def measure(base: Path, device: str, rank: int, tokens: int, visitors: int, dire
     orders += [Order(name, tokens // samples, samples, rank, VISITOR_STEPS) for name in names]
     work = make_work(orders, sizes, base, directory / "data", seed=0)
     visit = _Visit(work, names, 4 * tokens)
-    worker_room.REPORT_SECONDS = 0.0
+    trainer_room.REPORT_SECONDS = 0.0
     load = Load(str(base), str(directory / "jobs"), device, time.time())
     hear: Callable[[Report], None] = visit.hear
-    Worker(load, visit.inbox, hear).go_on()
+    Trainer(load, visit.inbox, hear).go_on()
     kinds = list(dict.fromkeys(event.kind for event in visit.events))
     return {
         kind: Cost(

@@ -20,7 +20,9 @@ from typing import cast
 from tlora.errors import CheckpointError
 from tlora.manifest import MANIFEST, Files, find_damage, manifest_of, sha256, verify
 
-Failpoint = Callable[[str], None]  # called with a name between any two steps; tests kill the process in it
+Failpoint = Callable[
+    [str], None
+]  # called with a name between any two steps; what it raises ends the write, and tests kill the process in it
 
 _LEFTOVER = re.compile(r"tmp-[0-9a-f]{32}")
 _REPLACED = ".replaced"  # the old directory while a new one takes its name
@@ -29,8 +31,8 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-def _pass(name: str) -> None:
-    """The failpoint of production: nothing happens."""
+def no_failpoint(name: str) -> None:
+    """Nothing happens."""
 
 
 def make_directory(path: Path) -> None:
@@ -45,7 +47,7 @@ def make_directory(path: Path) -> None:
         raise _failure(path, error) from error
 
 
-def write_directory(final: Path, write: Callable[[Path], Mapping[str, str] | None], *, failpoint: Failpoint = _pass) -> None:
+def write_directory(final: Path, write: Callable[[Path], Mapping[str, str] | None], *, failpoint: Failpoint = no_failpoint) -> None:
     """Make the directory `final` hold the plain files that `write(temporary)` writes, and a manifest of them.
 
     `write` may return sha256 digests by file name (`write_pieces` computes them on the way); the other files are read again for
@@ -73,7 +75,7 @@ def write_directory(final: Path, write: Callable[[Path], Mapping[str, str] | Non
         raise
 
 
-def link_file(source: Path, path: Path, *, failpoint: Failpoint = _pass) -> None:
+def link_file(source: Path, path: Path, *, failpoint: Failpoint = no_failpoint) -> None:
     """Make `path` the same file as `source`, atomically, and a copy where the file system has no hard links."""
     temporary = _beside(path)
     try:
@@ -94,7 +96,7 @@ def link_file(source: Path, path: Path, *, failpoint: Failpoint = _pass) -> None
         raise _failure(path, error) from error
 
 
-def write_manifest(directory: Path, digests: Mapping[str, str] | None = None, failpoint: Failpoint = _pass) -> None:
+def write_manifest(directory: Path, digests: Mapping[str, str] | None = None, failpoint: Failpoint = no_failpoint) -> None:
     """Fsync the plain files in `directory` and write a manifest of their sizes and hashes, for `find_damage` and `verify`. `digests`: the
     sha256 of those files that need not be read for it.
     """
@@ -177,7 +179,7 @@ def find_verified(parent: Path, prefix: str = "checkpoint-") -> Path | None:
         return None
 
 
-def prune(parent: Path, keep: int | None, protect: set[str], *, whole: str | None = None, failpoint: Failpoint = _pass) -> None:
+def prune(parent: Path, keep: int | None, protect: set[str], *, whole: str | None = None, failpoint: Failpoint = no_failpoint) -> None:
     """Delete all but the newest `keep` checkpoints (None: all stay) and those named in `protect`.
 
     Call it after the newest is acknowledged, and with its name as `whole`: it stays. Without a name, they are read to find the newest
@@ -191,7 +193,7 @@ def prune(parent: Path, keep: int | None, protect: set[str], *, whole: str | Non
     remove_checkpoints(parent, {*protect, kept, *(path.name for path in paths[:keep])}, failpoint=failpoint)
 
 
-def remove_checkpoints(parent: Path, keep: set[str], *, failpoint: Failpoint = _pass) -> bool:
+def remove_checkpoints(parent: Path, keep: set[str], *, failpoint: Failpoint = no_failpoint) -> bool:
     """Delete all checkpoints but those named in `keep`; False when there are no others. Each is renamed before it is emptied, so no
     half-deleted one is ever taken for a checkpoint.
     """
@@ -253,7 +255,7 @@ def clean(parent: Path) -> None:
         raise _failure(parent, error) from error
 
 
-def write_file(path: Path, content: bytes | str, *, failpoint: Failpoint = _pass) -> None:
+def write_file(path: Path, content: bytes | str, *, failpoint: Failpoint = no_failpoint) -> None:
     """Make the file `path` hold `content` (text as UTF-8): the old or the new content at every moment, the new on return."""
     temporary = _beside(path)
     try:

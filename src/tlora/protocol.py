@@ -82,7 +82,8 @@ class JobSubmitted:
     """`gpus` is what the job would get by itself: its alone speed, and so its slowdown, is counted on these.
 
     `max_slowdown` bounds the time between its optimizer steps, as a multiple of that alone. `priority` orders those that wait, the
-    highest first; `deadline` is a time on the back end's clock by which it wishes to be done.
+    highest first; `deadline` is a time on the back end's clock by which it wishes to be done. `submitted_at`: when it was submitted, if
+    that was to an earlier controller.
     """
 
     job_id: str
@@ -93,6 +94,7 @@ class JobSubmitted:
     priority: float = 0.0
     deadline: float | None = None
     max_slowdown: float = DEFAULT_MAX_SLOWDOWN
+    submitted_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,14 @@ class GroupReady:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupFound:
+    """A group of an earlier controller runs as `group`, with `jobs`, which are submitted by this. It is taken over as it is."""
+
+    group: JobGroup
+    jobs: tuple[JobSubmitted, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class GroupLost:
     """A group ended by itself; its jobs wait again."""
 
@@ -156,7 +166,7 @@ class Tick:
 
 
 Request = JobCancelled | JobHeld | JobReleased  # what a user may ask of a job after its submission
-Event = NodeAdded | GpusLost | JobSubmitted | Request | StepsDone | JobFinished | JobFailed | GroupReady | GroupLost | Tick
+Event = NodeAdded | GpusLost | JobSubmitted | Request | StepsDone | JobFinished | JobFailed | GroupReady | GroupFound | GroupLost | Tick
 
 
 # -- actions -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
-"""The lines between a back end and a worker (`engine/worker.py`): commands on its stdin, reports on its stdout, JSON a line.
+"""What a worker and its controller say to each other, protocol 2: JSON a line over a socket that the worker opens.
 
-What is to be done is decided elsewhere; here is only how it is said. `parse_command` and `parse_report` refuse what is not one.
+A worker says `Hello`: who it is and what it has. The controller answers with `Want`: the whole of what it shall have; the latest counts,
+and one that was lost does no harm. What comes of it are reports, numbered (`Said`) and sent again until they are `Taken`. How lines
+travel is `link/`'s; what follows from them is decided elsewhere. The parsers refuse what is no such line.
 """
 
 from __future__ import annotations
@@ -11,14 +13,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from tlora.job import BasePrecision, DType, JobSpec, MemoryLimit, Recompute, TrackerName
+from tlora.protocol import JobGroup
+
+PROTOCOL = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The first command: load `base_model` on `device`. `output_dir` gets a directory per job.
+    """Load `base_model` on `device`. `output_dir` gets a directory per job.
 
     `started_unix_seconds` is where the clock of the jobs' metrics begins, so that a job's rows go on when it moves. The other fields are
-    those of a jobs file (`RunSpec`). `recompute` other than "auto" overrides a Share's; a `memory_limit` lowers a Share's token budget, and
+    those of a jobs file (`RunSpec`). `recompute` other than "auto" overrides a group's; a `memory_limit` lowers a group's token budget, and
     a job that cannot fit below it fails.
     """
 
@@ -32,50 +37,65 @@ class Load:
     recompute: Recompute = "auto"
     memory_limit: MemoryLimit = "auto"
     report_to: tuple[TrackerName, ...] = ()
-    kind: Literal["load"] = "load"
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Let a job in, from its newest whole checkpoint in `output_dir` if it has one. `train_set` and `eval_set` are directories of its
-    tokenized data, as the job's profile named them; without them, or when they are gone, the data is prepared again.
+    """A job that shall be in, from its newest whole checkpoint in `output_dir` if it has one. `train_set` and `eval_set` are directories of
+    its tokenized data, as the job's profile named them; without them, or when they are gone, the data is prepared again.
+
+    `attempt` grows with each hand-over of the job, over all workers and controllers. One that has left a worker never joins it again.
     """
 
     job: JobSpec
     train_set: str | None = None
     eval_set: str | None = None
-    kind: Literal["join"] = "join"
+    attempt: int = 0
+
+
+# -- controller to worker ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
-    """Checkpoint a job at its last optimizer step and let it go. Answered by `Left`, or by nothing if the job has ended before."""
+class Want:
+    """All that a worker shall have: the base, the plan and weights of its group, and the jobs that shall be in now, which may be fewer than
+    the group's. With `alone` the one job joins when all others have left. `stop`: checkpoint all jobs and exit.
 
-    job_id: str
-    kind: Literal["leave"] = "leave"
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """From the next micro-batch on: its tokens, the decoder layers that backward computes again, and the jobs' weights.
-
-    The budget is raised to the longest sample of a resident. `weights` also hold for jobs that join later.
+    `epoch` counts the controllers of a store, `generation` what one of them has wanted: whatever is older than known is void.
+    `lease_seconds`: for so long a worker that is cut off trains on.
     """
 
-    token_budget: int
-    recomputed_layers: int = 0
-    weights: dict[str, float] = field(default_factory=dict[str, float])
-    kind: Literal["share"] = "share"
+    epoch: int
+    generation: int
+    load: Load
+    group: JobGroup | None = None
+    jobs: tuple[Join, ...] = ()
+    alone: bool = False
+    stop: bool = False
+    lease_seconds: float = 600.0
+    kind: Literal["want"] = "want"
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
-    """Checkpoint all jobs and exit; the end of stdin and SIGTERM say the same."""
+class Taken:
+    """The reports up to `seq` have been taken, and what follows from them is recorded."""
 
-    kind: Literal["stop"] = "stop"
+    seq: int
+    kind: Literal["taken"] = "taken"
 
 
-Command = Load | Join | Leave | Share | Stop
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """This worker is not wanted here: it checkpoints what it has, and exits."""
+
+    reason: str
+    kind: Literal["refusal"] = "refusal"
+
+
+FromController = Want | Taken | Refusal
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +111,7 @@ class Joined:
 
     job_id: str
     steps: int
+    attempt: int = 0
     kind: Literal["joined"] = "joined"
 
 
@@ -103,6 +124,7 @@ class Stepped:
     job_id: str
     steps: int
     step_seconds: float
+    attempt: int = 0
     kind: Literal["stepped"] = "stepped"
 
 
@@ -112,6 +134,7 @@ class Finished:
 
     job_id: str
     result: dict[str, Any]
+    attempt: int = 0
     kind: Literal["finished"] = "finished"
 
 
@@ -119,6 +142,7 @@ class Finished:
 class Failed:
     job_id: str
     reason: str
+    attempt: int = 0
     kind: Literal["failed"] = "failed"
 
 
@@ -129,29 +153,120 @@ class Left:
     job_id: str
     steps: int
     checkpoint: str | None
+    attempt: int = 0
     kind: Literal["left"] = "left"
 
 
-Report = Loaded | Joined | Stepped | Finished | Failed | Left
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The job cannot join now, and can later: beside those who are here its memory does not suffice, or its directory is still held."""
 
-_COMMANDS: TypeAdapter[Command] = TypeAdapter(Annotated[Command, Field(discriminator="kind")])
-_REPORTS: TypeAdapter[Report] = TypeAdapter(Annotated[Report, Field(discriminator="kind")])
+    job_id: str
+    reason: str
+    attempt: int = 0
+    kind: Literal["refused"] = "refused"
 
 
-def command_line(command: Command) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """All is as `generation` wants it. `jobs` are those that are here, with their attempts; others that it wanted have ended."""
+
+    generation: int
+    jobs: dict[str, int] = field(default_factory=dict[str, int])
+    kind: Literal["settled"] = "settled"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The worker lets its jobs go and exits by itself."""
+
+    reason: str
+    kind: Literal["ending"] = "ending"
+
+
+JobReport = Joined | Stepped | Finished | Failed | Left | Refused
+JobEnd = Finished | Failed | Left | Refused  # the attempt is over
+Report = Loaded | JobReport | Settled | Ending
+
+
+# -- worker to controller ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HeldJob:
+    """A job that a worker has, or whose end it has not yet got rid of. `steps` as of its last report."""
+
+    job_id: str
+    attempt: int
+    steps: int
+    resident: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first line of a connection. `incarnation` names the process, over all its connections; `generation` is the last that it knows, of
+    the controller `epoch`; `last_seq` the last report that was taken. `load` is what it has loaded, or is loading, and `group` what it was
+    told of its group.
+    """
+
+    incarnation: str
+    gpus: tuple[int, ...]
+    versions: dict[str, str]
+    load: Load | None = None
+    loaded: bool = False
+    group: JobGroup | None = None
+    jobs: tuple[HeldJob, ...] = ()
+    epoch: int = 0
+    generation: int = 0
+    last_seq: int = 0
+    protocol: int = PROTOCOL
+    kind: Literal["hello"] = "hello"
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A report: the `seq`-th of its worker, made when `generation` was the last that it knew."""
+
+    seq: int
+    generation: int
+    report: Annotated[Report, Field(discriminator="kind")]
+    kind: Literal["said"] = "said"
+
+
+Phase = Literal["starting", "loading", "waiting", "compiling", "training"]
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """A sign of life. `count` grows with whatever is done in `phase`; `in_flight` are the jobs of the micro-batch under way."""
+
+    generation: int
+    phase: Phase
+    count: int
+    in_flight: tuple[str, ...] = ()
+    kind: Literal["alive"] = "alive"
+
+
+FromWorker = Hello | Said | Alive
+
+_FROM_CONTROLLER: TypeAdapter[FromController] = TypeAdapter(Annotated[FromController, Field(discriminator="kind")])
+_FROM_WORKER: TypeAdapter[FromWorker] = TypeAdapter(Annotated[FromWorker, Field(discriminator="kind")])
+
+
+def controller_line(message: FromController) -> bytes:
     """With a line end. Of a JobSpec only what was set is said, so that what the person left open stays open."""
-    return _COMMANDS.dump_json(command, exclude_unset=True) + b"\n"
+    return _FROM_CONTROLLER.dump_json(message, exclude_unset=True) + b"\n"
 
 
-def report_line(report: Report) -> bytes:
-    return _REPORTS.dump_json(report) + b"\n"
+def worker_line(message: FromWorker) -> bytes:
+    return _FROM_WORKER.dump_json(message, exclude_unset=True) + b"\n"
 
 
-def parse_command(line: bytes) -> Command:
-    """What `command_line` gave. Raises ValueError."""
-    return _COMMANDS.validate_json(line)
+def parse_controller_line(line: bytes) -> FromController:
+    """What `controller_line` gave. Raises ValueError."""
+    return _FROM_CONTROLLER.validate_json(line)
 
 
-def parse_report(line: bytes) -> Report:
-    """What `report_line` gave. Raises ValueError."""
-    return _REPORTS.validate_json(line)
+def parse_worker_line(line: bytes) -> FromWorker:
+    """What `worker_line` gave. Raises ValueError."""
+    return _FROM_WORKER.validate_json(line)

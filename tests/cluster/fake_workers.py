@@ -1,57 +1,109 @@
-"""Workers that do nothing by themselves: they write down what they are told, and say what a test lets them say."""
+"""Workers that train nothing: each is the worker's own settler behind what the controller knows of it, and says what a test lets it say."""
 
 from __future__ import annotations
 
 import queue
 from pathlib import Path
+from typing import Any
 
-from tlora.cluster.reconciler import Membership
-from tlora.worker_protocol import Command, Join, Joined, Leave, Left, Load, Loaded, Report
+from tlora.cluster.remote_worker import RemoteWorker
+from tlora.engine.commands import Command, Leave, Share, Stop
+from tlora.engine.settler import Settler
+from tlora.worker_protocol import (
+    Ending,
+    FromController,
+    Hello,
+    Join,
+    Joined,
+    Left,
+    Load,
+    Loaded,
+    Report,
+    Said,
+    Taken,
+    Want,
+)
+
+
+class FakeProcess:
+    pid, is_stopped = 4711, False
+
+    def __init__(self, gpu: int) -> None:
+        self._gpu = gpu
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        return True
+
+    def kill(self) -> None:
+        pass
+
+    def how_it_ended(self) -> str:
+        return f"the worker of GPU {self._gpu} was killed by signal 9"
 
 
 class FakeWorker:
-    """Stands in for `WorkerProcess`."""
+    """`commands` are those that its trainer would be told and has not answered."""
 
-    def __init__(
-        self, gpu: int, load: Load, log: Path, inbox: queue.SimpleQueue[tuple[FakeWorker, Report | None]], hold: int | None = None
-    ) -> None:
-        self.gpu, self.load, self._inbox = gpu, load, inbox
-        self.loaded = self.stopping = self.doomed = False
-        self.jobs: dict[str, Membership] = {}
-        self.told: Command | None = None
+    def __init__(self, remote: RemoteWorker, inbox: queue.SimpleQueue[Any]) -> None:
+        self.remote, self._inbox = remote, inbox
+        self.settler = Settler()
         self.commands: list[Command] = []
+        self.taken = self._seq = 0
+        remote.attach(Hello(f"incarnation of {id(self)}", (remote.gpu,), {}), self.hear)
         STARTED.append(self)
 
     @property
-    def obeys(self) -> bool:
-        return not (self.stopping or self.doomed)
+    def gpu(self) -> int:
+        return self.remote.gpu
 
-    def send(self, command: Command) -> None:
-        self.commands.append(command)
+    @property
+    def load(self) -> Load:
+        assert self.remote.load is not None
+        return self.remote.load
 
-    def stop(self) -> None:
-        self.stopping = True
+    @property
+    def stopping(self) -> bool:
+        return self.remote.stopping
 
-    def reap(self, timeout_seconds: float) -> None:
-        self.reaped = timeout_seconds
-
-    def how_it_ended(self) -> str:
-        return f"the worker of GPU {self.gpu} was killed by signal 9"
+    def hear(self, message: FromController) -> None:
+        if isinstance(message, Taken):
+            self.taken = message.seq
+        if isinstance(message, Want):
+            self.settler.hear_want(message)
+        self._go_on()
 
     def say(self, *reports: Report | None) -> None:
+        """Reports of its trainer, with what the settler says to that; None: its process has ended."""
         for report in reports:
-            self._inbox.put((self, report))
+            if report is None:
+                self._inbox.put((self.remote, None))
+            elif isinstance(report, Ending):
+                self._tell(report)
+            else:
+                self.settler.hear_report(report)
+                self._go_on()
+
+    def _go_on(self) -> None:
+        for report in self.settler.reports:
+            self._tell(report)
+        self.settler.reports.clear()
+        self.commands += self.settler.commands
+        self.settler.commands.clear()
+
+    def _tell(self, report: Report) -> None:
+        self._seq += 1
+        self._inbox.put((self.remote, Said(self._seq, 0, report)))
 
     def obey(self) -> None:
         """Answer everything that it was told since the last time as a healthy worker does."""
-        if not self.loaded:
+        if not self.settler.loaded:
             self.say(Loaded())
-        for command in self.commands:
+        told, self.commands = self.commands, []
+        for command in told:
             if isinstance(command, Join):
                 self.say(Joined(command.job.name, 0))
             if isinstance(command, Leave):
                 self.say(Left(command.job_id, 0, None))
-        self.commands.clear()
 
     @property
     def asked(self) -> list[str]:
@@ -63,5 +115,59 @@ class FakeWorker:
             if isinstance(command, Join | Leave)
         ]
 
+    @property
+    def shares(self) -> list[Share]:
+        return [command for command in self.commands if isinstance(command, Share)]
+
+
+class FakeCrew:
+    """Stands in for `Crew`."""
+
+    address = "unix:/nowhere"
+
+    def __init__(self, directory: Path, epoch: int, loads: Any, gpus: tuple[int, ...], limits: Any, note: Any) -> None:
+        self._epoch, self._loads = epoch, loads
+        self.workers: dict[int, RemoteWorker] = {}
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def find(self, records: Any) -> None:
+        pass
+
+    def start(self, gpu: int, base_model: str) -> RemoteWorker:
+        self.workers[gpu] = RemoteWorker(gpu, self._loads(base_model), FakeProcess(gpu), self._epoch)
+        FakeWorker(self.workers[gpu], self.inbox)
+        return self.workers[gpu]
+
+    def wake(self) -> None:
+        self.inbox.put(None)
+
+    def listen(self, timeout_seconds: float) -> list[tuple[RemoteWorker, Report | None]]:
+        found: list[tuple[RemoteWorker, Report | None]] = []
+        try:
+            heard = self.inbox.get(timeout=timeout_seconds)
+            while True:
+                if heard is not None:
+                    worker, said = heard
+                    if said is None:
+                        found.append((worker, None))
+                    elif (report := worker.take(said)) is not None:
+                        found.append((worker, report))
+                heard = self.inbox.get_nowait()
+        except queue.Empty:
+            return found
+
+    def acknowledge(self) -> None:
+        for worker in self.workers.values():
+            worker.acknowledge()
+
+    def abandon(self) -> None:
+        pass
+
+    def close(self, stop_seconds: float) -> None:
+        for worker in self.workers.values():
+            worker.stop()
+        self.workers.clear()
+
 
 STARTED: list[FakeWorker] = []
+__all__ = ["STARTED", "FakeCrew", "FakeWorker", "Stop"]

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.fake_workers import STARTED, FakeWorker
+from tests.cluster.fake_workers import STARTED, FakeCrew, FakeWorker
 from tlora.cluster import local
 from tlora.cluster.local import LocalBackend, LocalMachine, submit_all
 from tlora.cluster.reconciler import MOST_DEATHS, LocalJob
+from tlora.engine.commands import Share
 from tlora.errors import ConfigError
 from tlora.job import JobSpec
 from tlora.protocol import (
@@ -37,7 +38,7 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
-from tlora.worker_protocol import Failed, Finished, Left, Share, Stepped
+from tlora.worker_protocol import Ending, Failed, Finished, Left, Stepped
 
 PROFILE = JobProfile(100.0, 10, 30, 1000)
 
@@ -60,7 +61,7 @@ def machine(directory: Path, **changes: Any) -> LocalMachine:
 
 @pytest.fixture(autouse=True)
 def fake_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(local, "WorkerProcess", FakeWorker)
+    monkeypatch.setattr(local, "Crew", FakeCrew)
     yield
     STARTED.clear()
 
@@ -272,7 +273,7 @@ def test_each_death_in_company_makes_the_time_alone_longer(backend: LocalBackend
 def test_a_worker_that_others_end_lets_its_jobs_go_first(backend: LocalBackend) -> None:
     """SIGTERM from outside: nobody joins it any more, and no job is blamed."""
     (worker,) = running(backend, group("g0", 0, "a"))
-    worker.say(Left("a", 5, "checkpoint-5"), None)
+    worker.say(Ending("signal 15"), Left("a", 5, "checkpoint-5"), None)
     assert isinstance(backend.poll()[0], GroupLost) and worker.asked == [] and not backend._reconciler._deaths
 
 
@@ -400,9 +401,8 @@ def test_a_group_on_two_gpus_is_refused(backend: LocalBackend) -> None:
         backend.execute(StartGroup(replace(group("g0", 0, "a"), gpus=(0, 1))))
 
 
-def test_an_output_directory_has_one_back_end(backend: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "STOP_SECONDS", 0.2)
-    with pytest.raises(ConfigError, match="in use by another back end"):
+def test_an_output_directory_has_one_back_end(backend: LocalBackend, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="in use by another controller"):
         LocalBackend(machine(tmp_path))
     backend.close()
     LocalBackend(machine(tmp_path)).close()

@@ -14,12 +14,10 @@ import pytest
 
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, run_spec, sha256, steps_taken, train, write_rows
-from tlora.cluster import local
 from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import LocalBackend, LocalMachine, submit_all
 from tlora.cluster.reconciler import LocalJob
-from tlora.errors import ConfigError
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.protocol import (
     Action,
@@ -134,24 +132,3 @@ def test_jobs_that_move_and_lose_their_worker_end_as_if_alone(world: World, tmp_
     for name in jobs:
         assert sha256(tmp_path / "jobs" / name) == sha256(world.whole / name), name
         assert steps_taken(tmp_path / "jobs" / name) == steps_taken(world.whole / name)
-
-
-@pytest.mark.timeout(120)
-def test_workers_that_a_killed_back_end_leaves_behind_are_waited_for(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may be within a long micro-batch, and save their jobs after it: until then the directory is theirs."""
-    machine = LocalMachine((0,), "cpu", {"tiny": str(world.base)}, tmp_path)
-    backend = LocalBackend(machine)
-    backend.execute(StartGroup(JobGroup("g0", "tiny", (0,), ParallelPlan(1, 128), ("mover",), (1.0,))))
-    (worker,) = backend._reconciler.workers.values()
-    os.kill(worker.process.pid, signal.SIGSTOP)
-    assert backend._lock_file is not None
-    os.close(backend._lock_file)  # as its death does
-    worker._stdin.close()
-    try:
-        with monkeypatch.context() as hasty, pytest.raises(ConfigError, match="workers that one left behind"):
-            hasty.setattr(local, "STOP_SECONDS", 0.3)
-            LocalBackend(machine)
-    finally:
-        os.kill(worker.process.pid, signal.SIGCONT)
-    LocalBackend(machine).close()  # waits
-    assert worker.process.wait(0) == 0

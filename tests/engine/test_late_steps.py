@@ -15,12 +15,13 @@ from tests.engine.test_worker import when, work
 from tests.engine.tiny_runs import job, rows, run_spec, sha256, train
 from tlora.adapters.adamw import StepStats
 from tlora.adapters.state import AdapterState
+from tlora.engine.commands import Leave, Share, Stop
 from tlora.engine.watcher import Watcher
 from tlora.group import engine as engine_room
 from tlora.group.engine import Engine
 from tlora.supermodel.optimizer_steps import QueuedSteps
 from tlora.supermodel.supermodel import SuperModel
-from tlora.worker_protocol import Failed, Join, Leave, Left, Load, Share, Stepped, Stop
+from tlora.worker_protocol import Failed, Join, Left, Load, Stepped
 
 
 def counters(state: AdapterState) -> tuple[int, int, int]:

@@ -101,7 +101,7 @@ STEPS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "end": (checkpoint, "save", lambda path, *_: path.parent.name == "victim"),
     "export": (checkpoint, "export", lambda _, path: path.name == "victim"),
     "leaving": (AdapterState, "on_host", lambda state: state.layout.largest_rank == 5 and state.step > 0),
-    "download": (recorder_room._Moment, "on_host", lambda moment: moment.state.layout.largest_rank == 5),
+    "download": (recorder_room.Moment, "on_host", lambda moment: moment.state.layout.largest_rank == 5),
 }
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 import queue
-import signal
 import threading
 import time
 import weakref
@@ -17,11 +15,11 @@ from typing import Any
 import pytest
 
 from tests.engine.tiny_runs import job, rows, run_spec, sha256, steps_taken, train
-from tlora.cluster.worker_process import Message, WorkerProcess
 from tlora.engine import driver
-from tlora.engine import worker as worker_room
+from tlora.engine import trainer as trainer_room
+from tlora.engine.commands import Command, Leave, Share, Stop
 from tlora.engine.step_timer import StepTimer
-from tlora.engine.worker import Worker
+from tlora.engine.trainer import Trainer
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
@@ -29,21 +27,7 @@ from tlora.planning.plan import PlannedJob
 from tlora.store import checkpoint
 from tlora.store.checkpoint import read_progress
 from tlora.store.recorder import Recorder
-from tlora.worker_protocol import (
-    Command,
-    Failed,
-    Finished,
-    Join,
-    Joined,
-    Leave,
-    Left,
-    Load,
-    Loaded,
-    Report,
-    Share,
-    Stepped,
-    Stop,
-)
+from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Load, Loaded, Report, Stepped
 
 PATIENCE_SECONDS = 600.0
 Answer = Callable[[Report], list[Command]]
@@ -85,7 +69,7 @@ def made(wide_base: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(autouse=True)
 def report_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_room, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(trainer_room, "REPORT_SECONDS", 0.0)
 
 
 def work(load: Load, first: list[Command], answer: Answer = lambda _: []) -> list[Report]:
@@ -107,7 +91,7 @@ def work(load: Load, first: list[Command], answer: Answer = lambda _: []) -> lis
 
     for command in first:
         inbox.put(command)
-    Worker(load, inbox, send).go_on()
+    Trainer(load, inbox, send).go_on()
     return told
 
 
@@ -328,49 +312,3 @@ def test_steps_are_paced_by_the_moment_that_they_were_through() -> None:
     assert pace.take() is None
     pace.see(7, 21.0)
     assert pace.take() == (7, 8.0)
-
-
-# -- the process -------------------------------------------------------------------------------------------------------
-
-
-def hear(inbox: queue.SimpleQueue[Message], kind: type[Report] | None, job_id: str = "") -> Any:
-    """The next report of that kind (None: the end)."""
-    while True:
-        _, report = inbox.get(timeout=PATIENCE_SECONDS)
-        if kind is None and report is None:
-            return None
-        if kind is not None and isinstance(report, kind) and (not job_id or getattr(report, "job_id", "") == job_id):
-            return report
-        assert report is not None, "the worker has ended"
-
-
-@pytest.mark.parametrize("how", ["sigterm", "end of stdin"])
-def test_a_worker_that_is_ended_has_checkpointed_all(made: Orders, data: Path, tmp_path: Path, how: str) -> None:
-    """The process and its two lines; a job that runs long is cut short, and goes on in another worker."""
-    spec = run_spec(made.base, tmp_path, [job("long", str(data / "c.jsonl"), max_steps=100_000, batch_size=6)]).jobs[0]
-    inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    process = WorkerProcess(0, made.load(tmp_path / "out"), tmp_path / "log", inbox)
-    process.send(Share(90))
-    process.send(Join(spec, train_set=made.join("mover").train_set))
-    hear(inbox, Joined, "long")
-    hear(inbox, Stepped, "long")
-    if how == "sigterm":
-        os.kill(process.process.pid, signal.SIGTERM)
-    else:
-        process._stdin.close()
-    left = hear(inbox, Left, "long")
-    hear(inbox, None)
-    process.reap(PATIENCE_SECONDS)
-    assert process.process.returncode == (143 if how == "sigterm" else 0)
-    assert left.steps > 0 and read_progress(Path(left.checkpoint)).step == left.steps
-    told = work(made.load(tmp_path / "out"), [Join(spec, made.join("mover").train_set)], when(Joined, "long", 0, Stop()))
-    assert of(told, Joined, "long")[0].steps == left.steps
-
-
-def test_a_worker_without_a_base_says_why(made: Orders, tmp_path: Path) -> None:
-    inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    process = WorkerProcess(3, Load(str(tmp_path / "none"), str(tmp_path), "cpu", 0.0), tmp_path / "log", inbox)
-    hear(inbox, None)
-    process.reap(PATIENCE_SECONDS)
-    ended = process.how_it_ended()
-    assert "worker of GPU 3 ended with exit status 1" in ended and "no such directory" in ended and str(tmp_path / "log") in ended

@@ -1,4 +1,4 @@
-"""A worker takes the run options of a jobs file; messages of before are still read."""
+"""A worker takes the run options of a jobs file."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.engine.test_worker import made as made
 from tests.engine.test_worker import report_each_step as report_each_step
 from tests.engine.tiny_runs import sha256, train
 from tests.store.test_metrics import Client
+from tlora.engine.commands import Share
 from tlora.errors import CapacityError, ConfigError
 from tlora.group.engine import Engine
 from tlora.job import JobSpec
@@ -26,24 +27,19 @@ from tlora.planning.memory_bound import MemoryBound
 from tlora.planning.plan import PlannedJob
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
-from tlora.worker_protocol import Failed, Finished, Load, Share, command_line, parse_command
-
-
-def test_a_message_of_before_is_read() -> None:
-    line = b'{"kind":"load","base_model":"b","output_dir":"o","device":"cpu","started_unix_seconds":1.5,"deterministic":true}'
-    assert parse_command(line) == Load("b", "o", "cpu", 1.5, deterministic=True)
+from tlora.worker_protocol import Failed, Finished, Load, Want, controller_line, parse_controller_line
 
 
 def test_options_travel() -> None:
     load = Load("b", "o", "cuda", 0.0, dtype="bfloat16", base_precision="fp8", recompute=3, memory_limit=10**9, report_to=("trackio",))
-    assert parse_command(command_line(load)) == load
+    assert parse_controller_line(controller_line(Want(1, 1, load))) == Want(1, 1, load)
 
 
 @pytest.mark.parametrize(("field", "value"), [("dtype", "int8"), ("recompute", -1), ("memory_limit", 0), ("report_to", ["paper"])])
 def test_options_that_no_jobs_file_may_have_are_rejected(field: str, value: Any) -> None:
-    line = json.dumps(json.loads(command_line(Load("b", "o", "cpu", 0.0))) | {field: value}).encode()
+    want = json.loads(controller_line(Want(1, 1, Load("b", "o", "cpu", 0.0))))
     with pytest.raises(ValueError, match=field):
-        parse_command(line)
+        parse_controller_line(json.dumps(want | {"load": want["load"] | {field: value}}).encode())
 
 
 def test_the_dtype_is_that_of_training(made: Orders, data: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import ConfigError, ModelError
 from tlora.json_file import read_object
 from tlora.live.cluster_run import train_on_cluster
-from tlora.protocol import JobFinished, JobSubmitted, StartGroup
+from tlora.protocol import GroupFound, JobFinished, JobSubmitted, StartGroup
 from tlora.sim.event_log import read_event_log
 
 
@@ -93,26 +93,74 @@ def test_a_stopped_cluster_goes_on(world: World, tmp_path: Path) -> None:
     world.same_bytes(tmp_path)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 8))])
-def test_a_killed_cluster_goes_on(world: World, tmp_path: Path, seed: int) -> None:
-    """Its workers save their jobs and end when it does; whoever comes after waits for them. An odd seed kills them too."""
-    file = tmp_path / "jobs.yaml"
-    order = {"base_model": str(world.base), "output_dir": str(tmp_path / "out"), "deterministic": True, "jobs": world.orders}
-    file.write_text(yaml.safe_dump(order))
-    command = [sys.executable, "-m", "tlora", "cluster", str(file), "--device", "cpu", "--gpus", "2", "--quiet"]
-    with subprocess.Popen(command) as process:
-        metrics = tmp_path / "out" / "jobs" / "dropout" / "metrics.jsonl"
-        while not (metrics.is_file() and len(metrics.read_text().splitlines()) > 4 + 5 * seed):
-            assert process.poll() is None, "it ended before it was killed"
+class Cluster:
+    """`tlora cluster` in a process of its own, which may be killed and started again."""
+
+    def __init__(self, world: World, directory: Path, orders: list[dict[str, Any]] | None = None) -> None:
+        file, self.out = directory / "jobs.yaml", directory / "out"
+        order = {"base_model": str(world.base), "output_dir": str(self.out), "deterministic": True, "jobs": orders or world.orders}
+        file.write_text(yaml.safe_dump(order))
+        self.command = [sys.executable, "-m", "tlora", "cluster", str(file), "--device", "cpu", "--gpus", "2", "--quiet"]
+
+    def start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(self.command)
+
+    @property
+    def rows(self) -> int:
+        """Of metrics, of all jobs."""
+        return sum(len(path.read_bytes().splitlines()) for path in self.out.glob("jobs/*/metrics.jsonl"))
+
+    @property
+    def workers(self) -> dict[str, int]:
+        """Their processes, by record."""
+        return {path.stem: read_object(path)["pid"] for path in sorted((self.out / "workers").glob("gpu*.json"))}
+
+    def wait_for_rows(self, rows: int, process: subprocess.Popen[bytes]) -> None:
+        while self.rows < rows and process.poll() is None:
             time.sleep(0.01)
+
+    @property
+    def events(self) -> list[Any]:
+        return [item for _, item in read_event_log(self.out / "events.jsonl")]
+
+    @property
+    def log(self) -> str:
+        return "".join(path.read_text() for path in sorted((self.out / "workers").glob("gpu*.log")))
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 8))])
+def test_a_cluster_that_is_killed_with_its_workers_goes_on(world: World, tmp_path: Path, seed: int) -> None:
+    cluster = Cluster(world, tmp_path)
+    with cluster.start() as process:
+        cluster.wait_for_rows(5 + 8 * seed, process)
         workers = psutil.Process(process.pid).children(recursive=True)
         process.kill()
-        if seed % 2:
-            for worker in workers:
-                worker.kill()
-    again = subprocess.run(command, check=False)
-    assert again.returncode == 0
-    world.same_bytes(tmp_path / "out")
+        for worker in workers:
+            worker.kill()
+    assert cluster.start().wait() == 0
+    world.same_bytes(cluster.out)
+
+
+def test_a_killed_controller_finds_its_workers_training(world: World, tmp_path: Path) -> None:
+    """Killed three times: no worker ends, none begins a job again, and no step is done twice."""
+    longer = [{**order, "max_steps": 12 * order["max_steps"]} for order in world.orders if order["name"] != "brief"]
+    train(world.base, tmp_path / "whole", longer, deterministic=True)
+    cluster = Cluster(world, tmp_path, longer)
+    found: list[dict[str, int]] = []
+    for kill in range(3):
+        with cluster.start() as process:
+            cluster.wait_for_rows(100 * (kill + 1), process)
+            found.append(cluster.workers)
+            process.kill()
+    assert cluster.start().wait() == 0
+    assert len(found[0]) == 2 and found[1:] == found[:1] * 2
+    assert "goes on from" not in cluster.log
+    for name in ("dropout", "late"):
+        assert sha256(cluster.out / "jobs" / name) == sha256(tmp_path / "whole" / name), name
+        assert steps_taken(cluster.out / "jobs" / name) == steps_taken(tmp_path / "whole" / name), name
+    adopted = [item for item in cluster.events if isinstance(item, GroupFound)]
+    assert len(adopted) >= 3 and all(job.submitted_at is not None for item in adopted for job in item.jobs)
+    assert sorted(item.job_id for item in cluster.events if isinstance(item, JobFinished)) == ["dropout", "late"]
 
 
 def test_bad_jobs_fail_alone_and_say_why(world: World, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What happened in a cluster, as a file: a JSON object a line, {"seconds": t, "type": ..., the fields of the event or action}.
 
 A fresh scheduler that gets the same events answers with the same actions, so an incident can be repeated. `sim/event_log.py` reads it. A
-restarted cluster appends to the same file, and its time continues from the last line: how long it was down is not known.
+restarted cluster appends to the same file, and its time continues from the last line: for how long no controller ran is left out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tlora.errors import ConfigError
-from tlora.protocol import Action, Event, JobSubmitted, to_json
+from tlora.protocol import Action, Event, GroupFound, JobSubmitted, to_json
 
 
 class EventLog:
@@ -22,15 +22,22 @@ class EventLog:
     Raises ConfigError for a file that is not a log.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._begin = _mend(path) if path.is_file() else 0.0  # the back end's clock begins at 0 each time
+    def __init__(self, path: Path, began_at_seconds: float = 0.0) -> None:
+        """`began_at_seconds`: what the back end's clock showed when it began."""
+        self._begin = (_mend(path) if path.is_file() else 0.0) - began_at_seconds
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, seconds: float, item: Event | Action) -> None:
-        if isinstance(item, JobSubmitted) and item.deadline is not None:
-            item = replace(item, deadline=self._begin + item.deadline)
+        if isinstance(item, JobSubmitted):
+            item = self._on_own_clock(item)
+        elif isinstance(item, GroupFound):
+            item = replace(item, jobs=tuple(self._on_own_clock(job) for job in item.jobs))
         self._file.write(json.dumps({"seconds": self._begin + seconds, **to_json(item)}) + "\n")
         self._file.flush()
+
+    def _on_own_clock(self, job: JobSubmitted) -> JobSubmitted:
+        times = {"deadline": job.deadline, "submitted_at": job.submitted_at}
+        return replace(job, **{key: self._begin + seconds for key, seconds in times.items() if seconds is not None})
 
     def close(self) -> None:
         self._file.close()

@@ -1,34 +1,36 @@
 """The cluster of one machine: a worker process per GPU, and jobs that users submit, cancel, hold and release at any time.
 
-It owns the processes, the clock and the directory. What each worker is told is the reconciler's decision, who trains where the
-scheduler's, and how a micro-batch runs the worker's (`engine/worker.py`).
+It owns the clock and the store; `crew.py` has the workers. What each of them shall have is the reconciler's decision, who trains where the
+scheduler's, and how a micro-batch runs the worker's (`engine/worker.py`). Workers outlive it: the next back end on the store finds them.
 """
 
 from __future__ import annotations
 
-import fcntl
 import heapq
 import itertools
 import math
 import os
-import queue
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
 from tlora import durable
-from tlora.cluster.reconciler import LocalJob, Reconciler, Worker
-from tlora.cluster.worker_process import Message, WorkerProcess
+from tlora.cluster.crew import Crew, Limits
+from tlora.cluster.reconciler import LocalJob, Reconciler
+from tlora.cluster.remote_worker import RemoteWorker
+from tlora.cluster.store_files import begin_reign, lock_store
+from tlora.cluster.worker_process import read_records
 from tlora.errors import ConfigError
 from tlora.job import BasePrecision, DType, MemoryLimit, Recompute, TrackerName
 from tlora.protocol import (
     Action,
     ChangeGroup,
     Event,
+    GroupFound,
     JobCancelled,
     JobGroup,
     JobHeld,
@@ -44,7 +46,6 @@ from tlora.protocol import (
 from tlora.worker_protocol import Load
 
 STOP_SECONDS = 25.0  # for a worker to checkpoint its jobs and exit
-_LOCK_SECONDS = 0.1  # between two looks whether a directory is free
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class LocalMachine:
     """GPUs as CUDA_VISIBLE_DEVICES numbers them, or as many one-thread workers on a CPU. `base_models`: name -> directory or hub id.
 
     `output_dir` gets `jobs/<name>/` as `tlora train` leaves it, and the workers' logs. What stands behind it is as in a jobs file, but for
-    `tick_seconds`. With `deterministic`, an adapter's bytes depend neither on the company that its job had nor on its moves.
+    `tick_seconds` and `limits`. With `deterministic`, an adapter's bytes depend neither on the company that its job had nor on its moves.
     """
 
     gpus: tuple[int, ...]
@@ -66,6 +67,7 @@ class LocalMachine:
     recompute: Recompute = "auto"
     memory_limit: MemoryLimit = "auto"
     report_to: tuple[TrackerName, ...] = ()
+    limits: Limits = field(default_factory=Limits)
 
 
 Arrival = tuple[float, JobSubmitted | Request]
@@ -75,26 +77,35 @@ class LocalBackend:
     """A `Backend`. A group has one GPU: the engine has no data parallelism yet, and a group or a job of several is refused.
 
     `submit`, `cancel`, `hold`, `release` and `seal` may be called at any time and from any thread. A worker outlives its group: the next
-    group on its GPU need not load the same base again. A job is in one worker at a time. Use it as a context manager, or `close` it:
-    its workers otherwise run until this process ends.
+    group on its GPU need not load the same base again. A job is in one worker at a time. Use it as a context manager, or `close` it.
+
+    Where an earlier back end on the same store was killed, its workers train on; this one finds them, and takes their groups over with
+    those of their jobs that are submitted before the first `poll`. Then its clock goes on from theirs.
     """
 
-    def __init__(self, machine: LocalMachine) -> None:
-        """Raises ConfigError, CheckpointError."""
+    def __init__(self, machine: LocalMachine, note: Callable[[str], None] = lambda _: None) -> None:
+        """`note` is told of connections that are refused and workers that are given up. Raises ConfigError, CheckpointError."""
         self._machine = machine
-        for name in ("jobs", "workers"):
-            durable.make_directory(machine.output_dir / name)
-        self._lock_file = _lock_directory(machine.output_dir)
-        self._start, self._start_unix = time.monotonic(), time.time()
-        self._next_tick = machine.tick_seconds
+        workers = machine.output_dir / "workers"
+        for directory in (machine.output_dir / "jobs", workers):
+            durable.make_directory(directory)
+        self._lock_file: int | None = lock_store(machine.output_dir)
+        records = read_records(workers)
+        reign = begin_reign(workers, continues=bool(records))
+        self._start_unix = reign.started_unix_seconds
+        self._began = max(0.0, time.time() - self._start_unix) if records else 0.0
+        self._start = time.monotonic() - self._began
+        self._next_tick = self._began + machine.tick_seconds
         self._events: list[Event] = [NodeAdded("local", machine.gpus)]
-        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()  # None: users have asked something
-        self._reconciler = Reconciler(machine.base_models, self._start_worker)
+        self._crew = Crew(workers, reign.epoch, self._load, machine.gpus, machine.limits, note)
+        self._reconciler = Reconciler(machine.base_models, self._start_worker, self._crew.workers, reign.epoch)
+        self._found = bool(records)
         self._asking = threading.Lock()  # of what follows, and of the jobs that are known
         self._arrives: dict[str, float] = {}  # job -> when it is submitted
         self._asked: list[tuple[float, int, JobSubmitted | Request]] = []  # a heap: seconds, serial, what users ask
         self._serial = itertools.count()
         self._sealed = self._stopped = False
+        self._crew.find(records)
 
     def __enter__(self) -> LocalBackend:
         return self
@@ -104,21 +115,35 @@ class LocalBackend:
 
     def close(self) -> None:
         """Let all workers checkpoint their jobs and exit; after 25 seconds they are killed."""
-        workers = self._reconciler.workers
-        for worker in workers.values():
-            worker.stop()
-        deadline = time.monotonic() + STOP_SECONDS
-        for worker in workers.values():
-            worker.reap(max(0.0, deadline - time.monotonic()))
-        workers.clear()
         if self._lock_file is not None:
-            os.close(self._lock_file)
-            self._lock_file = None
+            self._crew.close(STOP_SECONDS)
+            self._free_store()
+
+    def abandon(self) -> None:
+        """As a kill does: all workers train on, for their lease, and the next back end on this store finds them."""
+        if self._lock_file is not None:
+            self._crew.abandon()
+            self._free_store()
+
+    def _free_store(self) -> None:
+        assert self._lock_file is not None
+        os.close(self._lock_file)
+        self._lock_file = None
+
+    @property
+    def address(self) -> str:
+        """Where workers dial: `tlora worker --connect`."""
+        return self._crew.address
+
+    @property
+    def began_at_seconds(self) -> float:
+        """What the clock showed when this back end began: 0, or the age of the workers that it has found."""
+        return self._began
 
     def stop(self) -> None:
         """`poll` ends, with all jobs checkpointed and all workers ended. A signal handler may call it."""
         self._stopped = True
-        self._inbox.put(None)
+        self._crew.wake()
 
     @property
     def unfinished(self) -> int:
@@ -127,9 +152,15 @@ class LocalBackend:
 
     # -- what users ask ------------------------------------------------------------------------------------------------
 
-    def submit(self, spec: JobSubmitted, job: LocalJob, at_seconds: float = 0.0) -> None:
-        """The job arrives at that time on this back end's clock, or now. Raises ConfigError for one that cannot run here."""
+    def submit(self, spec: JobSubmitted, job: LocalJob, at_seconds: float | None = None) -> None:
+        """The job arrives at that time on this back end's clock, or now. A time before this back end began is when it was submitted to an
+        earlier one: it arrives now and keeps its place. Raises ConfigError for one that cannot run here.
+        """
         self._check(spec, job)
+        if at_seconds is None:
+            at_seconds = self.now()
+        elif at_seconds < self._began:
+            spec = replace(spec, submitted_at=at_seconds)
         with self._asking:
             known = self._reconciler.jobs
             twin = next((name for name in known if name.casefold() == spec.job_id.casefold()), None)
@@ -155,7 +186,7 @@ class LocalBackend:
     def seal(self) -> None:
         """No more jobs will be submitted: `poll` ends when all have ended. Until then it waits for more."""
         self._sealed = True
-        self._inbox.put(None)
+        self._crew.wake()
 
     def _ask_of(self, request: Request, at_seconds: float) -> None:
         with self._asking:
@@ -167,7 +198,7 @@ class LocalBackend:
         if self._sealed and isinstance(request, JobSubmitted):
             raise ConfigError(f"job {request.job_id!r} comes after the back end was sealed. Submit all jobs before")
         heapq.heappush(self._asked, (at_seconds, next(self._serial), request))
-        self._inbox.put(None)
+        self._crew.wake()
 
     def _check(self, spec: JobSubmitted, job: LocalJob) -> None:
         name, bases = spec.job_id, self._machine.base_models
@@ -187,7 +218,14 @@ class LocalBackend:
         return time.monotonic() - self._start
 
     def poll(self) -> list[Event]:
-        """Empty, with all workers ended, when it is stopped, or sealed and every job has arrived and ended."""
+        """Empty, with all workers ended, when it is stopped, or sealed and every job has arrived and ended.
+
+        Who calls it has recorded what the last call returned: only now workers may forget that they reported it.
+        """
+        self._crew.acknowledge()
+        if self._found:
+            self._found = False
+            self._adopt()
         while self._stopped or not self._events:
             if self._stopped or (self._sealed and not self._asked and not self._reconciler.open):
                 self.close()
@@ -227,22 +265,47 @@ class LocalBackend:
         """Until a worker reports, a user asks, or the next tick; then all that is there to hear."""
         with self._asking:
             due = min(self._next_tick, self._asked[0][0] if self._asked else math.inf)
-        try:
-            self._hear(self._inbox.get(timeout=max(0.0, due - self.now())))
-            while True:
-                self._hear(self._inbox.get_nowait())
-        except queue.Empty:
-            return
+        for worker, report in self._crew.listen(max(0.0, due - self.now())):
+            if report is None:
+                given_up = f"{worker.given_up}; " if worker.given_up else ""
+                self._reconciler.lose(worker, f"{given_up}{worker.process.how_it_ended()}")
+            else:
+                self._reconciler.hear(worker, report)
 
-    def _hear(self, message: Message) -> None:
-        if message is None:
-            return
-        worker, report = message
-        if report is None:
-            worker.reap(STOP_SECONDS)
-            self._reconciler.lose(worker, worker.how_it_ended())
-        else:
-            self._reconciler.hear(worker, report)
+    def _adopt(self) -> None:
+        """The groups of workers that were found go on with those of their jobs that are submitted by now; workers with other options than
+        this machine's end.
+        """
+        for worker in self._crew.workers.values():
+            found = worker.found
+            known = found is not None and found.base_model in self._machine.base_models
+            if found is None or not known or worker.load != self._load(self._machine.base_models[found.base_model]):
+                if worker.load is not None:
+                    worker.stop()
+                continue
+            jobs = self._arrived_early([name for name in found.job_ids if self._is_best_place(worker, name)])
+            if jobs:
+                weights = dict(zip(found.job_ids, found.weights, strict=True))
+                names = tuple(job.job_id for job in jobs)
+                group = replace(found, gpus=(worker.gpu,), job_ids=names, weights=tuple(weights[name] for name in names))
+                self._reconciler.adopt(group)
+                self._events.append(GroupFound(group, jobs))
+        self._settle()
+
+    def _is_best_place(self, worker: RemoteWorker, job_id: str) -> bool:
+        """A job that was being handed over may be in the groups of two workers: it goes on where its attempt is the later one."""
+        places = {other.gpu: other.jobs[job_id].attempt for other in self._crew.workers.values() if job_id in other.jobs}
+        return job_id in worker.jobs and places[worker.gpu] == max(places.values())
+
+    def _arrived_early(self, names: Iterable[str]) -> tuple[JobSubmitted, ...]:
+        """Those of `names` that are submitted, as they run already: each with the time of its submission."""
+        with self._asking:
+            wanted = set(names)
+            taken = [asked for asked in self._asked if isinstance(asked[2], JobSubmitted) and asked[2].job_id in wanted]
+            self._asked = [asked for asked in self._asked if asked not in taken]
+            heapq.heapify(self._asked)
+            self._reconciler.open.update(asked[2].job_id for asked in taken)
+        return tuple(asked[2] for asked in sorted(taken, key=lambda asked: asked[:2]) if isinstance(asked[2], JobSubmitted))
 
     def _pass_time(self) -> None:
         now, living = self.now(), self._reconciler.open
@@ -269,9 +332,9 @@ class LocalBackend:
         self._events += self._reconciler.events
         self._reconciler.events.clear()
 
-    def _start_worker(self, gpu: int, base_model: str) -> Worker:
+    def _load(self, base_model: str) -> Load:
         machine = self._machine
-        load = Load(
+        return Load(
             base_model,
             str(machine.output_dir / "jobs"),
             machine.device,
@@ -283,7 +346,13 @@ class LocalBackend:
             machine.memory_limit,
             machine.report_to,
         )
-        return WorkerProcess(gpu, load, machine.output_dir / "workers" / f"gpu{gpu}.log", self._inbox, self._lock_file)
+
+    def _start_worker(self, gpu: int, base_model: str) -> None:
+        worker = self._crew.workers.get(gpu)
+        if worker is None:
+            self._crew.start(gpu, base_model)
+        else:
+            worker.give(self._load(base_model))
 
 
 def submit_all(backend: LocalBackend, jobs: Mapping[str, LocalJob], arrivals: Iterable[Arrival]) -> None:
@@ -301,22 +370,3 @@ def submit_all(backend: LocalBackend, jobs: Mapping[str, LocalJob], arrivals: It
             case JobReleased(name):
                 backend.release(name, seconds)
     backend.seal()
-
-
-def _lock_directory(directory: Path) -> int:
-    """A lock on the directory itself. Workers share it, also those of a back end that was killed: they save their jobs and end, and are
-    waited for.
-    """
-    handle, deadline = os.open(directory, os.O_RDONLY), time.monotonic() + STOP_SECONDS
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return handle
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                os.close(handle)
-                raise ConfigError(
-                    f"output_dir {directory} is in use by another back end, or by workers that one left behind. "
-                    "Wait for them, or choose another"
-                ) from None
-            time.sleep(_LOCK_SECONDS)

@@ -1,6 +1,7 @@
-"""From what is wanted of each GPU to what its worker is told: one step at a time, and what a worker's answers mean.
+"""From what is wanted of each GPU to what its worker shall have, and what a worker's reports mean.
 
-Starts no process, reads no clock and waits for nothing: `local.py` does. Who trains where is the scheduler's decision.
+Starts no process, reads no clock and waits for nothing: `local.py` does. A worker gets there by itself (`engine/settler.py`); here it is
+seen to that a job is in one worker at a time. Who trains where is the scheduler's decision.
 """
 
 from __future__ import annotations
@@ -8,13 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
 
+from tlora.cluster.remote_worker import NUMBERS_PER_EPOCH, Held, RemoteWorker
 from tlora.job import JobSpec
-from tlora.protocol import Event, GroupLost, GroupReady, JobFailed, JobFinished, JobGroup, StepsDone
-from tlora.worker_protocol import Command, Failed, Finished, Join, Joined, Leave, Left, Load, Loaded, Report, Share, Stepped
+from tlora.protocol import Event, GroupLost, GroupReady, JobFailed, JobFinished, JobGroup, ParallelPlan, StepsDone
+from tlora.worker_protocol import Failed, Finished, Join, Left, Refused, Report, Stepped
 
-Membership = Literal["joining", "resident", "leaving"]
 MOST_DEATHS = 3  # of workers in a row, without progress of a job: then it fails, if it was alone in the last
 _MORE_STEPS_ALONE = 4  # to its nth power: the steps that a job must get further alone after it was among others in n workers that died
 
@@ -28,40 +28,26 @@ class LocalJob:
     eval_set: str | None = None
 
 
-class Worker(Protocol):
-    """What the reconciler needs of a worker. `jobs` were told to join and have neither left nor ended; `told` is the last Share.
-
-    `doomed`: it lets jobs go by itself, as something else has told it to end.
-    """
-
-    gpu: int
-    load: Load
-    loaded: bool
-    stopping: bool
-    doomed: bool
-    jobs: dict[str, Membership]
-    told: Command | None
-
-    @property
-    def obeys(self) -> bool: ...
-    def send(self, command: Command) -> None: ...
-    def stop(self) -> None: ...
-    def reap(self, timeout_seconds: float) -> None: ...
-    def how_it_ended(self) -> str: ...
-
-
 class Reconciler:
     """`groups` are as wanted, `workers` as they are, by GPU; `open` are the jobs that were submitted and have not ended."""
 
-    def __init__(self, base_models: Mapping[str, str], start: Callable[[int, str], Worker]) -> None:
-        """`start` gives a new worker for a GPU and a base (directory or hub id)."""
+    def __init__(
+        self,
+        base_models: Mapping[str, str],
+        start: Callable[[int, str], object],
+        workers: dict[int, RemoteWorker],
+        epoch: int,
+    ) -> None:
+        """`start` puts a new worker for a GPU and a base (directory or hub id) into `workers`, or tells one that is there to load that."""
         self._base_models, self._start = base_models, start
-        self.workers: dict[int, Worker] = {}
+        self.workers = workers
         self.groups: dict[str, JobGroup] = {}
         self.jobs: dict[str, LocalJob] = {}
         self.open: set[str] = set()
         self.events: list[Event] = []  # to be taken by the back end
+        self._last_attempt = epoch * NUMBERS_PER_EPOCH
         self._unready: set[str] = set()  # groups whose last change is not through
+        self._refused: dict[str, tuple[ParallelPlan, set[str]]] = {}  # under which plan and beside whom a job could not join
         self._furthest: Counter[str] = Counter()  # steps of each job, as far as any worker has reported
         self._deaths: Counter[str] = Counter()  # of workers in a row, without progress of the job (`_see_steps`)
         self._suspicions: Counter[str] = Counter()  # deaths of workers that it shared with others
@@ -75,61 +61,71 @@ class Reconciler:
         self.groups[group.group_id] = group
         self._unready.add(group.group_id)
 
+    def adopt(self, group: JobGroup) -> None:
+        """The group runs already."""
+        self.want(group)
+        self._unready.discard(group.group_id)
+        for name, held in self.workers[group.gpus[0]].jobs.items():
+            self._furthest[name] = max(held.steps, self._furthest[name])
+
     def forget(self, group_id: str) -> None:
         """The group shall end."""
         self.groups.pop(group_id, None)
         self._unready.discard(group_id)
 
-    def hear(self, worker: Worker, report: Report) -> None:
-        """Take in what a worker reports."""
+    def hear(self, worker: RemoteWorker, report: Report) -> None:
+        """Take in what a worker reports; what speaks of an attempt that is not its own is void."""
         match report:
-            case Loaded():
-                worker.loaded = True
-            case Joined(job_id):
-                if worker.jobs.get(job_id) == "joining":
-                    worker.jobs[job_id] = "resident"
-            case Stepped(job_id, steps, step_seconds):
+            case Stepped(job_id, steps, step_seconds, attempt) if worker.holds(job_id, attempt):
                 self._see_steps(job_id, steps)
                 group = self._group_on(worker.gpu)
                 if group is not None and job_id in group.job_ids:
                     self.events.append(StepsDone(job_id, group.group_id, steps, step_seconds))
-            case Finished(job_id):
-                worker.jobs.pop(job_id, None)
+            case Finished(job_id, _, attempt) if worker.holds(job_id, attempt):
+                del worker.jobs[job_id]
                 self._end(JobFinished(job_id))
-            case Failed(job_id, reason):
-                worker.jobs.pop(job_id, None)
+            case Failed(job_id, reason, attempt) if worker.holds(job_id, attempt):
+                del worker.jobs[job_id]
                 self._end(JobFailed(job_id, reason))
-            case Left(job_id):
-                worker.doomed |= worker.jobs.pop(job_id, None) != "leaving"
+            case Left(job_id, _, _, attempt) if worker.holds(job_id, attempt):
+                del worker.jobs[job_id]
+            case Refused(job_id, _, attempt) if worker.holds(job_id, attempt):
+                del worker.jobs[job_id]
+                group = self._group_on(worker.gpu)
+                if group is not None:
+                    self._refused[job_id] = group.plan, set(worker.jobs)
+            case _:
+                pass
 
-    def lose(self, worker: Worker, reason: str) -> None:
+    def lose(self, worker: RemoteWorker, reason: str) -> None:
         """Its process has ended. If it was not told to stop, its group is lost with it, for `reason`."""
         del self.workers[worker.gpu]
         if worker.stopping:
             return
-        self._blame(worker, reason)
+        if not worker.doomed:
+            self._blame(worker, reason)
         group = self._group_on(worker.gpu)
         if group is not None:
             self.forget(group.group_id)
             self.events.append(GroupLost(group.group_id, reason))
 
     def step(self) -> None:
-        """One step from what each GPU has towards what it shall have. What must wait for a worker's answer is done when that has come."""
+        """Tell each worker what it shall have, as far as others let go of it. What must wait for a report is told when that has come."""
         for worker in self.workers.values():
             group = self._group_on(worker.gpu)
-            if group is not None and worker.load.base_model != self._base_models[group.base_model]:
+            if group is not None and worker.load is not None and worker.load.base_model != self._base_models[group.base_model]:
                 worker.stop()
-            for job_id, state in worker.jobs.items():
-                if state != "leaving" and worker.obeys and (group is None or job_id not in self._residents(group)):
-                    worker.jobs[job_id] = "leaving"
-                    worker.send(Leave(job_id))
-        held = {job_id for worker in self.workers.values() for job_id in worker.jobs}
-        for group in list(self.groups.values()):
+        for group in self.groups.values():
             (gpu,) = group.gpus
-            if gpu not in self.workers:
-                self.workers[gpu] = self._start(gpu, self._base_models[group.base_model])
-            if self.workers[gpu].obeys:
-                self._let_in(group, self.workers[gpu], held)
+            if gpu not in self.workers or self.workers[gpu].load is None:
+                self._start(gpu, self._base_models[group.base_model])
+        held = {job_id for worker in self.workers.values() for job_id in worker.jobs}
+        for worker in self.workers.values():
+            group = self._group_on(worker.gpu)
+            if worker.obeys and group is not None:
+                self._let_in(group, worker, held)
+            elif worker.obeys and worker.load is not None:
+                worker.want(None, (), False)
 
     def _group_on(self, gpu: int) -> JobGroup | None:
         return next((group for group in self.groups.values() if group.gpus == (gpu,)), None)
@@ -139,7 +135,7 @@ class Reconciler:
             self.open.discard(event.job_id)
             self.events.append(event)
 
-    def _blame(self, worker: Worker, reason: str) -> None:
+    def _blame(self, worker: RemoteWorker, reason: str) -> None:
         """Any job in a worker that died may be what killed it: each is suspected, and has its next worker to itself. One whose workers
         die even so fails. A worker that dies before its base is loaded has not begun with its jobs: being alone would tell nothing.
         """
@@ -167,21 +163,31 @@ class Reconciler:
         suspect = next((job_id for job_id in living if job_id in self._alone_until), None)
         return living if suspect is None else (suspect,)
 
-    def _let_in(self, group: JobGroup, worker: Worker, held: set[str]) -> None:
-        """Residents that no worker has join; when all of the group are in, it is ready."""
-        share = Share(group.plan.token_budget, group.plan.recomputed_layers, dict(zip(group.job_ids, group.weights, strict=True)))
-        if worker.told != share:
-            worker.told = share
-            worker.send(share)
+    def _let_in(self, group: JobGroup, worker: RemoteWorker, held: set[str]) -> None:
+        """Residents that no other worker has shall be here; when all of the group are in, it is ready."""
         residents = self._residents(group)
-        others = any(job_id not in residents for job_id in worker.jobs)  # on their way out
+        joins: list[Join] = []
         for job_id in residents:
-            if job_id not in held and not (others and job_id in self._alone_until):
-                worker.jobs[job_id] = "joining"
-                job = self.jobs[job_id]
-                worker.send(Join(job.spec, job.train_set, job.eval_set))
-        living = [job_id for job_id in group.job_ids if job_id in self.open]
-        settled = worker.loaded and "leaving" not in worker.jobs.values()
-        if group.group_id in self._unready and settled and all(worker.jobs.get(job_id) == "resident" for job_id in living):
-            self._unready.discard(group.group_id)
-            self.events.append(GroupReady(group.group_id))
+            if job_id not in worker.jobs:
+                if job_id in held or self._is_refused(job_id, group, worker):
+                    continue
+                self._last_attempt += 1
+                worker.jobs[job_id] = Held(self._last_attempt)
+            job = self.jobs[job_id]
+            joins.append(Join(job.spec, job.train_set, job.eval_set, worker.jobs[job_id].attempt))
+        worker.want(group, tuple(joins), alone=any(job_id in self._alone_until for job_id in residents))
+        if group.group_id in self._unready and worker.loaded and worker.is_settled:
+            living = [job_id for job_id in group.job_ids if job_id in self.open and job_id not in self._refused]
+            if all(job_id in worker.residents for job_id in living):
+                self._unready.discard(group.group_id)
+                self.events.append(GroupReady(group.group_id))
+
+    def _is_refused(self, job_id: str, group: JobGroup, worker: RemoteWorker) -> bool:
+        """As long as the plan is the one and nobody has gone of those beside whom it could not join."""
+        if job_id not in self._refused:
+            return False
+        plan, beside = self._refused[job_id]
+        if plan == group.plan and beside and beside <= worker.jobs.keys():
+            return True
+        del self._refused[job_id]
+        return False

@@ -1,99 +1,104 @@
-"""One worker's process as its back end sees it: started, spoken to, listened to, ended. What it is told is the reconciler's to decide."""
+"""A worker's process as its controller has it: started here, or found running; watched, and ended for good."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import queue
 import subprocess
 import sys
-import threading
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO
 
-from tlora.cluster.reconciler import Membership
-from tlora.worker_protocol import Command, Load, Report, Stop, command_line, parse_report
-
-Message = tuple["WorkerProcess", Report | None] | None
-"""A worker and its report; without a report it has ended, and this is its last. None wakes the one who waits."""
+from tlora import durable
+from tlora.errors import CheckpointError
+from tlora.json_file import read_object
+from tlora.link.process_identity import ProcessIdentity, identify
 
 _TAIL_BYTES = 2000
+_GONE_SECONDS = 60.0  # for the kernel to end a process that was killed
 
 
 class WorkerProcess:
-    """A worker for one GPU. `jobs` are those that were told to join and have neither left nor ended."""
+    """`child` is this process' own; one that an earlier controller or a person has started is known by its identity alone."""
 
-    def __init__(self, gpu: int, load: Load, log: Path, inbox: queue.SimpleQueue[Message], hold: int | None = None) -> None:
-        """`inbox` gets what it reports, from a thread that waits for it; `log` what it says beside. `hold` is an open file whose lock it
-        shares: it is held until the process has ended, whoever else lets it go.
-        """
-        self.gpu, self.load, self._log = gpu, load, log
-        self.loaded = self.stopping = False
-        self.doomed = False  # it lets jobs go by itself: it was told to end, and not by us
-        self.jobs: dict[str, Membership] = {}
-        self.told: Command | None = None  # the last Share
-        with log.open("ab") as stderr:
-            # -P: without it a user's queue.py in the current directory would be run; a session of its own: Ctrl-C is the parent's
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tlora.engine.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                env=os.environ | _device_environment(load.device, gpu),
-                start_new_session=True,
-                pass_fds=() if hold is None else (hold,),
-            )
-        assert self.process.stdin and self.process.stdout
-        self._stdin = self.process.stdin
-        self._reader = threading.Thread(target=self._read, args=(self.process.stdout, inbox), daemon=True)
-        self._reader.start()
-        self.send(load)
+    def __init__(self, gpu: int, log: Path, identity: ProcessIdentity | None, child: subprocess.Popen[bytes] | None = None) -> None:
+        self.gpu, self._log, self._identity, self._child = gpu, log, identity, child
 
     @property
-    def obeys(self) -> bool:
-        """Whether there is a point in telling it something."""
-        return not (self.stopping or self.doomed)
+    def pid(self) -> int:
+        if self._child is not None:
+            return self._child.pid
+        return self._identity.pid if self._identity is not None else 0
 
-    def send(self, command: Command) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it has died: the reader tells
-            self._stdin.write(command_line(command))
-            self._stdin.flush()
+    @property
+    def is_stopped(self) -> bool:
+        """By SIGSTOP or a debugger."""
+        return self._identity is not None and self._identity.is_stopped
 
-    def stop(self) -> None:
-        """Ask it to checkpoint its jobs and to exit."""
-        if not self.stopping:
-            self.stopping = True
-            self.send(Stop())
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Whether it has ended within so many seconds (None: however long it takes)."""
+        if self._child is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(timeout_seconds)
+            return self._child.returncode is not None
+        return self._identity is None or self._identity.wait(timeout_seconds)
 
-    def reap(self, timeout_seconds: float) -> None:
-        """Wait for its end, and bring it about after `timeout_seconds`."""
-        try:
-            self.process.wait(timeout_seconds)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self._reader.join()
-        with contextlib.suppress(BrokenPipeError):
-            self._stdin.close()
+    def kill(self) -> None:
+        """It writes nothing from then on."""
+        if self._child is not None:
+            self._child.kill()
+        elif self._identity is not None:
+            self._identity.kill()
+        self.wait(_GONE_SECONDS)
 
     def how_it_ended(self) -> str:
-        """For a person: signal or exit status, and the last line of its log."""
-        code = self.process.wait()
-        ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
+        """For a person: signal or exit status, where they are known, and the last line of its log."""
+        code = self._child.wait() if self._child is not None else None
+        ended = "ended" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
         return f"the worker of GPU {self.gpu} {ended}; its log, {self._log}, ends with {self._last_line()!r}"
 
     def _last_line(self) -> str:
-        with self._log.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = log.read().decode(errors="replace").strip().splitlines()
+        try:
+            with self._log.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                lines = log.read().decode(errors="replace").strip().splitlines()
+        except OSError:
+            return ""
         return lines[-1].strip() if lines else ""
 
-    def _read(self, stdout: IO[bytes], inbox: queue.SimpleQueue[Message]) -> None:
-        with stdout:
-            for line in stdout:
-                if line.endswith(b"\n"):  # a torn line is its last
-                    inbox.put((self, parse_report(line)))
-        inbox.put((self, None))
+
+def launch(gpu: int, device: str, address: str, log: Path) -> WorkerProcess:
+    """A new process, which dials `address`; `log` gets what it and its libraries print."""
+    with log.open("ab") as output:
+        # -P: without it a user's queue.py in the current directory would be run; a session of its own: Ctrl-C is the parent's
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tlora.engine.worker", "--connect", address, "--gpu", str(gpu)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=os.environ | _device_environment(device, gpu),
+            start_new_session=True,
+        )
+    return WorkerProcess(gpu, log, identify(child.pid), child)
+
+
+def write_record(directory: Path, gpu: int, identity: ProcessIdentity | None) -> None:
+    """So that the next controller of this store knows the worker of that GPU. A full disk costs its adoption, and no more."""
+    if identity is not None:
+        with contextlib.suppress(CheckpointError):
+            durable.write_file(directory / f"gpu{gpu}.json", json.dumps(asdict(identity)) + "\n")
+
+
+def read_records(directory: Path) -> dict[int, ProcessIdentity]:
+    """GPU -> the worker that an earlier controller had there, where it is still alive."""
+    found: dict[int, ProcessIdentity] = {}
+    for path in directory.glob("gpu*.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            identity = ProcessIdentity(**read_object(path))
+            if identity.is_alive:
+                found[int(path.stem.removeprefix("gpu"))] = identity
+    return found
 
 
 def _device_environment(device: str, gpu: int) -> dict[str, str]:

@@ -1,340 +1,186 @@
-"""A group's process: `python -m tlora.engine.worker` loads a base once and trains the jobs that come and go, as it is told.
+"""A worker's process: `python -m tlora.engine.worker --connect ADDRESS`, or `tlora worker`. It dials its controller and does as it wants.
 
-Commands on stdin, reports on stdout (`worker_protocol.py`); who trains with whom is decided elsewhere. A job joins and leaves between
-two micro-batches; its data and its state are made ready beside, while the others train, and files are written beside. SIGTERM
-and the end of stdin mean Stop.
+What is wanted becomes commands in `settler.py`, which `trainer.py` obeys; `link/dialer.py` holds the line. The controller may end and come
+back: the worker trains on meanwhile, for its lease. SIGTERM, a refusal and the end of the lease make it checkpoint its jobs and exit.
+Model libraries are imported after the first answer: a worker says Hello in a second.
 """
 
 from __future__ import annotations
 
-import contextlib
+import _thread
+import argparse
 import os
+import platform
 import queue
 import signal
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import BinaryIO
+import uuid
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
-import torch
-from transformers.utils import logging
+from tlora.engine.pulse import Pulse
+from tlora.engine.settler import Settler
+from tlora.errors import ConfigError
+from tlora.garbage import no_collection
+from tlora.link.address import resolve
+from tlora.link.dialer import Dialer
+from tlora.version import __version__
+from tlora.worker_protocol import Alive, Ending, Hello, Load, Report, Want
 
-from tlora.data.dataset import find_damage
-from tlora.data.prepare import Prepared, open_sets, prepare
-from tlora.engine.driver import Driver, Opened, Places
-from tlora.engine.step_timer import StepTimer
-from tlora.errors import DataError
-from tlora.group.job_run import JobRun
-from tlora.group.reports import Ended
-from tlora.group.reports import Report as GroupReport
-from tlora.group.wall import Failure, attempt
-from tlora.job import JobSpec, RunSpec
-from tlora.planning.memory_bound import MemoryBound
-from tlora.planning.plan import PlannedJob, fixed_depth, plan_job, prepare_requests
-from tlora.store.disk_reserve import DiskReserve
-from tlora.store.metrics import check_trackers
-from tlora.store.recorder import JobResult, RunContext
-from tlora.store.run_directory import pin_data
-from tlora.store.serving import ServingFiles
-from tlora.store.writer import Writer
-from tlora.supermodel.base_name import public_name
-from tlora.supermodel.fp8_linear import check_fp8
-from tlora.supermodel.load import outline
-from tlora.supermodel.supermodel import SuperModel
-from tlora.worker_protocol import (
-    Command,
-    Failed,
-    Finished,
-    Join,
-    Joined,
-    Leave,
-    Left,
-    Load,
-    Loaded,
-    Report,
-    Share,
-    Stepped,
-    Stop,
-    parse_command,
-    report_line,
-)
-
-REPORT_SECONDS = 1.0  # between two reports of a job's steps
-STARTING_BUDGET = 1024  # tokens, until a Share says otherwise
-
-
-@dataclass(frozen=True)
-class _Written:
-    """Files of some job are written."""
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """The data of a job that wants to join is there, or cannot be had."""
-
-    join: Join
-    data: Prepared | DataError
-
-
-@dataclass(frozen=True)
-class _Ready:
-    """A job that can join, or why it cannot."""
-
-    spec: JobSpec
-    opened: Opened | Failure
-
-
-_Told = Command | _Prepared | _Ready | _Written
+FIRST_LEASE_SECONDS = 600.0  # until a Want says otherwise
+_DRAIN_SECONDS = 5.0  # at the end, for the last reports to be taken
+_LIBRARIES = ("torch", "transformers")
 
 
 class Worker:
-    """What is resident, what is on its way in, and the two ends of the line."""
+    """The threads of a worker meet here: the one that trains, and the two of the line."""
 
-    def __init__(self, load: Load, inbox: queue.SimpleQueue[_Told], send: Callable[[Report], None]) -> None:
-        self._load, self._inbox, self._send = load, inbox, send
-        self._directory = Path(load.output_dir)
-        model, self._bound = _load_base(load)
-        clock: Callable[[], float] = lambda: time.time() - load.started_unix_seconds  # noqa: E731
-        writer, reserve = Writer(lambda: inbox.put(_Written())), DiskReserve(self._directory, {}, note)
-        self._serving = ServingFiles(load.base_model)
-        context = RunContext(public_name(load.base_model), clock, note, reserve, writer)
-        self._driver = Driver(model, context, Places(self._directory, self._serving, load.report_to), STARTING_BUDGET)
-        self._share = Share(STARTING_BUDGET)
-        self._driver.listener = self._listen
-        self._group, self._records = self._driver.group, self._driver.records
-        self._preparing: dict[str, Join] = {}
-        self._opening: set[str] = set()
-        self._unwanted: set[str] = set()  # of those: told to leave before they were in
-        self._paces: dict[str, StepTimer] = {}
-        self._reported = 0.0
-        send(Loaded())
+    def __init__(self, gpu: int, address: str) -> None:
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of the trainer
+        self.pulse = Pulse()
+        self._gpu, self._incarnation = gpu, uuid.uuid4().hex
+        self._settler, self._lock = Settler(), threading.RLock()
+        self._load: Load | None = None
+        self._told = threading.Event()  # what to load, or to stop
+        self.dialer = Dialer(address, self, FIRST_LEASE_SECONDS)
 
-    def go_on(self) -> None:
-        """Until told to stop; then all jobs have been checkpointed."""
+    def wait_for_load(self) -> Load | None:
+        """What to load; None for a worker that is to stop before it has loaded anything."""
+        self._told.wait()
+        return self._load
+
+    def report(self, report: Report) -> None:
+        """Of the trainer."""
+        with self._lock:
+            self._settler.hear_report(report)
+            self._pass_on()
+
+    # -- what the line asks --------------------------------------------------------------------------------------------
+
+    def hello(self, last_seq: int) -> Hello:
+        with self._lock:
+            settler, want = self._settler, self._settler.want
+            return Hello(
+                self._incarnation,
+                (self._gpu,),
+                versions(),
+                self._load,
+                settler.loaded,
+                want.group if want is not None else None,
+                tuple(settler.held),
+                want.epoch if want is not None else 0,
+                want.generation if want is not None else 0,
+                last_seq,
+            )
+
+    def alive(self) -> Alive:
+        pulse, want = self.pulse, self._settler.want
+        return Alive(want.generation if want is not None else 0, pulse.phase, pulse.count, pulse.in_flight)
+
+    def hear(self, want: Want) -> bool:
+        with self._lock:
+            if not self._settler.hear_want(want):
+                return False
+            if self._load is None and not want.stop:
+                self._load = want.load
+            self._pass_on()
+            self._told.set()
+            return True
+
+    def end(self, reason: str) -> None:
+        """All jobs are checkpointed, and the process ends."""
+        with self._lock:
+            if not self._settler.stopping:
+                print(f"this worker saves its jobs and ends: {reason}", file=sys.stderr, flush=True)  # noqa: T201
+                self._settler.reports.append(Ending(reason))
+            self._settler.stop()
+            self._pass_on()
+            self._told.set()
+
+    def _pass_on(self) -> None:
+        settler = self._settler
+        for command in settler.commands:
+            self.inbox.put(command)
+        settler.commands.clear()
+        reports, settler.reports = settler.reports, []
+        if reports:
+            self.dialer.put(reports, settler.want.generation if settler.want is not None else 0)
+
+
+def versions() -> dict[str, str]:
+    """Of what decides about results, without importing it."""
+    found = {"tlora": __version__, "python": platform.python_version()}
+    for name in _LIBRARIES:
         try:
-            self._driver.train(self._obey_all, self._look)
-        finally:
-            self._driver.close()  # the process exits without a look at its threads
-            self._tell_ended()
-
-    def _look(self, _: object) -> None:
-        self._tell_steps()
-        self._tell_ended()
-
-    def _obey_all(self) -> bool:
-        """What has arrived since the last micro-batch; with nobody resident, wait for something. False: stop."""
-        while not self._inbox.empty() or not self._group.runs:
-            match self._inbox.get():
-                case Stop():
-                    return False
-                case Join() as join:
-                    name = join.job.name
-                    here = {*self._preparing, *self._opening, *self._group.runs, *self._records.ending}
-                    assert name not in here, f"{name} is here already"
-                    self._preparing[name] = join
-                    threading.Thread(target=self._prepare, args=(join,), daemon=True).start()
-                case _Prepared(join, data):
-                    if self._preparing.get(join.job.name) is join:  # it has not left meanwhile
-                        del self._preparing[join.job.name]
-                        self._opening.add(join.job.name)
-                        threading.Thread(target=self._open, args=(join.job, data), daemon=True).start()
-                case _Ready(spec, opened):
-                    self._let_in(spec, opened)
-                case _Written():
-                    self._records.see_ended()
-                case Leave(name):
-                    self._let_go(name)
-                case Share() as share:
-                    self._share = share
-                    self._apply_share()
-                case Load() as load:
-                    raise AssertionError(f"{load} for a worker that has a base already")
-            self._tell_ended()
-        return True
-
-    # -- coming --------------------------------------------------------------------------------------------------------
-
-    def _prepare(self, join: Join) -> None:
-        """In a thread of its own: the sets that were made before, or, where there are none, a process that makes them."""
-        data = attempt(self._data_of, join)
-        self._inbox.put(_Prepared(join, DataError(data.reason) if isinstance(data, Failure) else data))
-
-    def _data_of(self, join: Join) -> Prepared | DataError:
-        (request,) = prepare_requests(pin_data(self._run_of(join.job)), self._group.model.base.vocab_size)
-        train_set, eval_set = (
-            Path(path) if path and find_damage(Path(path), request.vocab_size) is None else None for path in (join.train_set, join.eval_set)
-        )
-        if train_set is not None and (eval_set is not None or not request.data.eval_path):
-            return open_sets(request, train_set, eval_set)
-        return prepare([request])[request.key]
-
-    def _run_of(self, spec: JobSpec) -> RunSpec:
-        """The job's order as a file of its own would have it."""
-        load = self._load
-        return RunSpec(base_model=load.base_model, output_dir=load.output_dir, deterministic=load.deterministic, jobs=[spec])
-
-    def _recomputed_layers(self) -> int:
-        fixed = fixed_depth(self._load.recompute, self._group.model.num_layers)
-        return self._share.recomputed_layers if fixed is None else fixed
-
-    def _apply_share(self, newcomer: JobRun | None = None) -> None:
-        """What the last Share says, as far as the run options leave it open; room is kept for a `newcomer`."""
-        group, share, layers = self._group, self._share, self._recomputed_layers()
-        budget = share.token_budget
-        if self._bound is not None:
-            runs = [*group.runs.values(), *([newcomer] if newcomer else [])]
-            longest = max((run.longest for run in runs), default=1)
-            jobs = [PlannedJob(run.spec, layout=group.model.layout(run.spec)) for run in runs]
-            budget = self._bound.lower(budget, longest, layers, jobs)
-        group.share(budget, layers, share.weights)
-
-    def _open(self, spec: JobSpec, data: Prepared | DataError) -> None:
-        """In a thread of its own, which has the job's directory to itself until the job is in, or refused, or has been let go."""
-        planned = plan_job(spec, data, self._group.model, self._directory)
-        if self._bound is not None:
-            self._bound.check(planned, self._recomputed_layers())
-        for warning in planned.said():
-            note(f"{spec.name}: {warning}")
-        self._inbox.put(_Ready(spec, attempt(self._open_planned, planned)))
-
-    def _open_planned(self, planned: PlannedJob) -> Opened:
-        opened = self._driver.open(planned, True)
-        assert planned.data is not None, f"{planned.spec.name} was opened without data"
-        for line in self._serving.warn([(planned.spec, planned.data.report)]):
-            note(line)
-        return opened
-
-    def _let_in(self, spec: JobSpec, opened: Opened | Failure) -> None:
-        name = spec.name
-        self._opening.discard(name)
-        if name in self._unwanted:
-            self._unwanted.discard(name)
-            self._send(Left(name, 0, None))
-        elif isinstance(opened, Failure):
-            self._driver.refuse(spec, opened.reason)
-        else:
-            self._paces[name] = StepTimer(opened.run.progress.step, time.monotonic())
-            if self._bound is not None:
-                self._apply_share(opened.run)
-            self._driver.let_in(opened)
-            if name in self._group.runs:  # and not at its end already
-                self._send(Joined(name, opened.run.progress.step))
-
-    # -- staying -------------------------------------------------------------------------------------------------------
-
-    def _listen(self, report: GroupReport) -> None:
-        if isinstance(report, Ended):
-            self._paces[report.job_id].see(report.progress.step, time.monotonic())
-            self._tell_pace(report.job_id)
-
-    def _tell_steps(self) -> None:
-        now = time.monotonic()
-        for name, run in self._group.runs.items():
-            self._paces[name].see(run.progress.step, now)
-        if now - self._reported >= REPORT_SECONDS:
-            self._reported = now
-            for name in self._group.runs:
-                self._tell_pace(name)
-
-    def _tell_pace(self, name: str) -> None:
-        told = self._paces[name].take()
-        if told is not None:
-            self._send(Stepped(name, *told))
-
-    # -- going ---------------------------------------------------------------------------------------------------------
-
-    def _tell_ended(self) -> None:
-        """Jobs whose files are written."""
-        for name in list(self._records.results):
-            self._paces.pop(name, None)
-            self._send(_last_report(self._records.results.pop(name)))
-
-    def _let_go(self, name: str) -> None:
-        if self._preparing.pop(name, None) is not None:
-            self._send(Left(name, 0, None))
-        elif name in self._opening:
-            self._unwanted.add(name)
-        elif name in self._group.runs:
-            self._group.leave(name)
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
-def _load_base(load: Load) -> tuple[SuperModel, MemoryBound | None]:
-    """The base on its device, and what a `memory_limit` leaves its jobs. Raises TloraError for options that cannot be had here."""
-    check_trackers(list(load.report_to))
-    place, bound = torch.device(load.device), None
-    if load.base_precision == "fp8" or load.memory_limit != "auto":
-        outlined = SuperModel(outline(load.base_model, load.dtype, load.base_precision))
-        if load.base_precision == "fp8":
-            check_fp8(place, outlined.base.head.weight_VH.dtype)
-        if load.memory_limit != "auto":
-            bound = MemoryBound(outlined, place, load.memory_limit)
-    return SuperModel.from_pretrained(load.base_model, load.dtype, load.device, load.deterministic, load.base_precision), bound
+def serve(address: str, gpu: int) -> int:
+    """Do as the controller at `address` wants, until told to stop. The exit status: 143 after SIGTERM, as a shell expects.
 
-
-def _last_report(result: JobResult) -> Report:
-    if result.status == "done":
-        return Finished(result.name, asdict(result))
-    if result.status == "failed":
-        return Failed(result.name, result.reason)
-    checkpoint = Path(result.path) / f"checkpoint-{result.steps}"
-    return Left(result.name, result.steps, str(checkpoint) if checkpoint.is_dir() else None)
-
-
-def note(line: str) -> None:
-    """To the log of this process."""
-    print(line, file=sys.stderr, flush=True)  # noqa: T201
-
-
-def _read_commands(stream: BinaryIO, inbox: queue.SimpleQueue[_Told]) -> None:
-    try:
-        for line in stream:
-            inbox.put(parse_command(line))
-    finally:
-        inbox.put(Stop())
-
-
-def _serve() -> int:
-    """Obey until told to stop. The exit status: 143 after SIGTERM, as a shell expects."""
-    line = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints must not look like a report
-    commands = os.fdopen(os.dup(0), "rb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # whatever a library reads must not be a command
-    logging.disable_progress_bar()  # the last line of the log is what is told of a worker that has died
-    logging.set_verbosity_error()
-    inbox: queue.SimpleQueue[_Told] = queue.SimpleQueue()
-    load = parse_command(commands.readline())
-    assert isinstance(load, Load), f"the first command is {load}, and must be Load"
-    threading.Thread(target=_read_commands, args=(commands, inbox), daemon=True).start()
-
-    def send(report: Report) -> None:
-        with contextlib.suppress(BrokenPipeError):  # whoever listened is gone; the end of stdin says so, and checkpoints come first
-            line.write(report_line(report))
-            line.flush()
-
-    worker = Worker(load, inbox, send)
+    Raises ConfigError where nobody listens at `address`.
+    """
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # no library may wait for an answer
+    worker = Worker(gpu, address)
     received: list[int] = []
 
     def on_signal(number: int, _: object) -> None:
         received.append(number)
-        inbox.put(Stop())  # a SimpleQueue may be entered again by a handler
+        _thread.start_new_thread(worker.end, (f"signal {number}",))  # what was interrupted may hold a lock
 
     signal.signal(signal.SIGTERM, on_signal)
-    worker.go_on()
+    signal.signal(signal.SIGINT, on_signal)
+    try:
+        worker.dialer.start()
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"no cluster listens at {address} ({why}). Start `tlora cluster` or `tlora serve` first") from None
+    load = worker.wait_for_load()
+    if load is not None:
+        worker.pulse.begin("loading")
+        trainer = _open_trainer(load, worker)
+        trainer.go_on()
+    worker.dialer.drain(_DRAIN_SECONDS)
     return 128 + received[0] if received else 0
+
+
+def _open_trainer(load: Load, worker: Worker) -> Any:
+    """The model libraries, then the base."""
+    with no_collection():
+        from transformers.utils import logging
+
+        from tlora.engine.trainer import Trainer
+    logging.disable_progress_bar()  # the last line of the log is what is told of a worker that has died
+    logging.set_verbosity_error()
+    return Trainer(load, worker.inbox, worker.report, worker.pulse)
 
 
 def main() -> None:
     """Serve and exit."""
+    parser = argparse.ArgumentParser(prog="python -m tlora.engine.worker", description=__doc__)
+    parser.add_argument("--connect", required=True, help="unix:/path/to/controller.sock, or a cluster's output directory")
+    parser.add_argument("--gpu", type=int, default=0, help="the number of its GPU in the cluster")
+    arguments = parser.parse_args()
+    run(arguments.connect, arguments.gpu)
+
+
+def run(address: str, gpu: int) -> None:
+    """`serve`, and exit: without a look at threads that may wait for a controller, or open a job."""
     status = 1
     try:
-        status = _serve()
+        status = serve(resolve(address), gpu)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        status = 2
     except BaseException:
         traceback.print_exc()
-    os._exit(status)  # the reader waits on stdin: a normal exit would wait for its lock
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """`tlora cluster`: the jobs of a jobs file under the online scheduler, on the GPUs of this machine, as they arrive.
 
 The scheduler decides who shares which GPU, when, and with whom; each GPU has a worker process (`engine/worker.py`). The process that the
-user started runs the controller's loop. All that it needs to go on after a kill lies on the disk: jobs go on from their checkpoints.
+user started runs the controller's loop. It may be killed: the workers train on, and the same command takes them over. Workers that have
+ended too left checkpoints, from which their jobs go on.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class _Run:
         scheduler = Scheduler(self._made_policy(), cost_model(bases={_BASE: self._like()}), self._see_fault)
         self._record("running", guard)
         with (
-            LocalBackend(self._machine()) as backend,
-            closing(EventLog(self._out / "events.jsonl")) as log,
+            LocalBackend(self._machine(), self._watcher.note) as backend,
+            closing(EventLog(self._out / "events.jsonl", backend.began_at_seconds)) as log,
             interrupts(lambda number: self._describe(number, backend), self._watcher.note) as received,
         ):
             specs = [spec for spec in self._run.jobs if spec.name in profiled]

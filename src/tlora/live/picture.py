@@ -15,6 +15,7 @@ from tlora.protocol import (
     Action,
     ChangeGroup,
     Event,
+    GroupFound,
     GroupLost,
     JobFailed,
     JobFinished,
@@ -45,6 +46,10 @@ class Picture:
         match item:
             case JobSubmitted(name):
                 self._change(name, status="queued")
+            case GroupFound(group, jobs):
+                self._groups[group.group_id] = group
+                for job in jobs:
+                    self._change(job.job_id, status="training")
             case StartGroup(group) | ChangeGroup(group):
                 self._groups[group.group_id] = group
             case StopGroup(group_id) | GroupLost(group_id):
@@ -83,7 +88,8 @@ class Picture:
             if row.status in ("done", "failed"):
                 continue
             if name in where:
-                self._change(name, gpu=where[name], status="preparing" if row.gpu != where[name] else row.status)
+                moved = (row.gpu != where[name] and row.status != "training") or row.gpu not in (None, where[name])
+                self._change(name, gpu=where[name], status="preparing" if moved else row.status)
             elif row.gpu is not None:
                 self._change(name, gpu=None, status="queued", tokens_per_second=0.0, eta_seconds=None)
 

@@ -17,6 +17,7 @@ from tlora.protocol import (
     ChangeGroup,
     Event,
     GpusLost,
+    GroupFound,
     GroupLost,
     GroupReady,
     JobCancelled,
@@ -110,6 +111,8 @@ class Scheduler:
                 return [], False
             case Tick():
                 return [], True
+            case GroupFound():
+                return self._adopt(event), True
             case GroupLost():
                 known = event.group_id in state.groups
                 if known:
@@ -130,6 +133,21 @@ class Scheduler:
             return [RejectJob(spec.job_id, reason)], False
         self.state.submit(spec)
         return [], True
+
+    def _adopt(self, found: GroupFound) -> list[Action]:
+        """Its jobs are submitted, and placed as they are. Where that cannot be, the group is stopped and its jobs wait."""
+        actions: list[Action] = []
+        for spec in found.jobs:
+            actions += self._submit(spec)[0]
+        state, group = self.state, found.group
+        for name in group.job_ids:
+            if name not in state.pending:
+                group = without_job(group, name)
+        if not group.job_ids or group.group_id in state.groups or why_impossible(state, [group]) is not None:
+            return [*actions, StopGroup(found.group.group_id)]
+        state.place(group)
+        state.make_ready(group.group_id)
+        return actions if group == found.group else [*actions, ChangeGroup(group)]
 
     def _hold(self, job_id: str) -> tuple[list[Action], bool]:
         """Its group is told to let it go, whatever the policy wants: the back end must never be left to guess."""

@@ -215,7 +215,9 @@ class ClusterState:
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
     def submit(self, spec: JobSubmitted) -> None:
-        job = Job(spec, self.now, -(-spec.gpus // max(1, self.node_size)), seen_at=self.now)
+        at = spec.submitted_at
+        submitted_at = at if at is not None and -math.inf < at <= self.now else self.now  # nor a NaN
+        job = Job(spec, submitted_at, -(-spec.gpus // max(1, self.node_size)), seen_at=self.now)
         job.number = self.jobs_submitted
         self._measure_alone(job)
         self.jobs[spec.job_id] = job

@@ -39,7 +39,14 @@ def checkpoint_bytes(layout: AdapterLayout, element_bytes: int) -> int:
     return adapter_bytes(layout, element_bytes) + 2 * layout.numel * element_bytes
 
 
-def save(directory: Path, state: AdapterState, progress: TrainingProgress, lora: LoraConfig, base_model: str) -> None:
+def save(
+    directory: Path,
+    state: AdapterState,
+    progress: TrainingProgress,
+    lora: LoraConfig,
+    base_model: str,
+    failpoint: durable.Failpoint = durable.no_failpoint,
+) -> None:
     """Write `directory` durably. Raises CheckpointError (disk full, no permission) with nothing half-written."""
 
     def write(scratch: Path) -> dict[str, str]:
@@ -49,7 +56,7 @@ def save(directory: Path, state: AdapterState, progress: TrainingProgress, lora:
         (scratch / STATE_FILE).write_text(json.dumps(asdict(progress) | {key: getattr(state, key) for key in _COUNTERS}) + "\n")
         return digests
 
-    durable.write_directory(directory, write)
+    durable.write_directory(directory, write, failpoint=failpoint)
 
 
 def load(directory: Path, layout: AdapterLayout, dtype: torch.dtype) -> tuple[AdapterState, TrainingProgress]:
@@ -99,15 +106,17 @@ def export_bytes(checkpoint: Path) -> int:
     return (weights.stat().st_size if weights.is_file() else 0) + _SMALL_FILES_BYTES
 
 
-def save_alone(directory: Path, state: AdapterState, lora: LoraConfig, base_model: str) -> None:
+def save_alone(
+    directory: Path, state: AdapterState, lora: LoraConfig, base_model: str, failpoint: durable.Failpoint = durable.no_failpoint
+) -> None:
     """Make the adapter of `state` the job's result in `directory`, without a checkpoint. Raises CheckpointError."""
     with durable.scratch_directory(directory) as scratch:
         write_adapter(scratch, state.layout, state.params, lora, base_model)
         for name in _ADAPTER_FILES:
-            durable.link_file(scratch / name, directory / name)
+            durable.link_file(scratch / name, directory / name, failpoint=failpoint)
 
 
-def export(checkpoint: Path, directory: Path, *, known_whole: bool) -> None:
+def export(checkpoint: Path, directory: Path, *, known_whole: bool, failpoint: durable.Failpoint = durable.no_failpoint) -> None:
     """Make the adapter of a checkpoint the job's result in `directory`: config first, then the weights, each atomically. They are the
     checkpoint's own files under a second name where the file system has hard links, and copies elsewhere.
 
@@ -117,4 +126,4 @@ def export(checkpoint: Path, directory: Path, *, known_whole: bool) -> None:
     if not known_whole:
         durable.verify(checkpoint, _ADAPTER_FILES)
     for name in _ADAPTER_FILES:
-        durable.link_file(checkpoint / name, directory / name)
+        durable.link_file(checkpoint / name, directory / name, failpoint=failpoint)

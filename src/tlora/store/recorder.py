@@ -20,11 +20,11 @@ from tlora.group.job_run import JobRun
 from tlora.group.progress import TrainingProgress
 from tlora.group.reports import CheckpointDue, Ended, Evaluated, Status, Stepped
 from tlora.group.wall import Failure, attempt
-from tlora.kernels.transfer import download
 from tlora.store import checkpoint
 from tlora.store.disk_reserve import DiskReserve
 from tlora.store.metrics import RowWriter, Tracker, finite
 from tlora.store.model_card import CARD_FILE, is_unedited, model_card
+from tlora.store.moment import Moment, on_host
 from tlora.store.writer import Writer, Written
 
 Outcome = tuple[Status, str]  # how a job ended, and why
@@ -58,7 +58,8 @@ class JobResult:
 @dataclass(frozen=True)
 class RunContext:
     """What the recorders of a run share. `clock` gives seconds since its start; `note` is told what a person should know; `before_save` is
-    called before each checkpoint, by the thread that writes it, and raises TloraError where none may be written.
+    called before each checkpoint, by the thread that writes it, and raises TloraError where none may be written. `fence` is called with a
+    job's directory just before something is put in place there, and raises CheckpointError where that is another's by now.
     """
 
     base_model: str
@@ -67,29 +68,7 @@ class RunContext:
     reserve: DiskReserve
     writer: Writer = field(default_factory=Writer)
     before_save: Callable[[], None] = lambda: None
-
-
-@dataclass(frozen=True)
-class _Moment:
-    """A job as it stood when it was to be written, and nobody else's: on the host or, where its device goes on with others `after` an
-    event, still there.
-    """
-
-    state: AdapterState
-    progress: TrainingProgress
-    after: torch.Event | None = None
-
-    def on_host(self) -> _Moment:
-        """Brought there by the calling thread, while the device goes on."""
-        if self.after is None:
-            return self
-        state = self.state
-        moved = [f.result() for f in download([state.params, state.exp_avg, state.exp_avg_sq], state.params.device, self.after)]
-        return _Moment(replace(state, params=moved[0], exp_avg=moved[1], exp_avg_sq=moved[2]), self.progress)
-
-
-def _on_host(moment: _Moment | Failure) -> _Moment | Failure:
-    return moment if isinstance(moment, Failure) else attempt(moment.on_host)
+    fence: Callable[[Path], None] = lambda _: None
 
 
 def _means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -162,7 +141,13 @@ class Recorder:
         row = {"step": report.progress.step, "epoch": round(run.epoch, 6), "eval_loss": report.loss, "eval_num_tokens": tokens}
         self._write(row | {f"eval_{name}": value for name, value in report.metrics.items()} | {"seconds": self._context.clock()})
 
+    def _fence(self, _: str) -> None:
+        """A `durable.Failpoint`."""
+        self._context.fence(self._directory)
+
     def _write(self, row: dict[str, Any]) -> None:
+        if isinstance(attempt(self._fence, ""), Failure):  # the job is another worker's: so are its rows
+            return
         self._rows.write(row)
         self._tracker.log(row)
 
@@ -187,10 +172,10 @@ class Recorder:
             self._log_steps(self._stepped)
         moment = attempt(self._moment, report.progress, report.state)
         if status == "done":
-            return self._queue(lambda: self._write_end(_on_host(moment)))
+            return self._queue(lambda: self._write_end(on_host(moment)))
         if status == "stopped":
-            return self._queue(lambda: self._write_interruption(_on_host(moment)))
-        return self._queue(lambda: self._write_failure(_on_host(moment), reason))
+            return self._queue(lambda: self._write_interruption(on_host(moment)))
+        return self._queue(lambda: self._write_failure(on_host(moment), reason))
 
     def hand_over(self) -> Future[Outcome]:
         """The adapter of a job that was finished before this run: its last checkpoint stands."""
@@ -199,16 +184,16 @@ class Recorder:
     def _queue(self, action: Callable[[], Written]) -> Future[Written]:
         return self._context.writer.write(self._run.spec.name, action)
 
-    def _moment(self, progress: TrainingProgress, state: AdapterState, *, owned: bool = True) -> _Moment:
+    def _moment(self, progress: TrainingProgress, state: AdapterState, *, owned: bool = True) -> Moment:
         """`owned`: the job has left the group, so its state no longer changes."""
         progress, device = replace(progress, seconds=self.seconds, unlogged=self._unlogged), state.params.device
         if owned and device.type == "cuda":
-            return _Moment(state, progress, torch.cuda.current_stream(device).record_event())
-        return _Moment(state.on_host(owned=owned), progress)
+            return Moment(state, progress, torch.cuda.current_stream(device).record_event())
+        return Moment(state.on_host(owned=owned), progress)
 
     # -- by the writing thread; what fails there, as a moment that could not be taken, is this job's failure -------------
 
-    def _write_due(self, moment: _Moment | Failure, step: int, *, last: bool) -> None:
+    def _write_due(self, moment: Moment | Failure, step: int, *, last: bool) -> None:
         saved = self._try_to_save(moment, last=last)
         if not isinstance(saved, Failure):
             return
@@ -227,14 +212,14 @@ class Recorder:
             self._broke = None
             raise broke
 
-    def _write_end(self, moment: _Moment | Failure) -> Outcome:
+    def _write_end(self, moment: Moment | Failure) -> Outcome:
         written = moment if isinstance(moment, Failure) else attempt(self._write_last, moment)
         if isinstance(written, Failure):
             return self._write_failure(moment, written.reason)
         self._raise_what_broke()
         return "done", ""
 
-    def _write_last(self, moment: _Moment) -> None:
+    def _write_last(self, moment: Moment) -> None:
         try:
             self._write_checkpoint(moment, last=True)
         except CheckpointError as error:
@@ -249,23 +234,23 @@ class Recorder:
         exported = attempt(self._export, progress)
         return ("failed", exported.reason) if isinstance(exported, Failure) else ("done", "")
 
-    def _write_interruption(self, moment: _Moment | Failure) -> Outcome:
+    def _write_interruption(self, moment: Moment | Failure) -> Outcome:
         at, saved = f"interrupted at step {self._run.progress.step}", self._try_to_save(moment, last=True)
         if isinstance(saved, Failure):
             return "stopped", f"{at} and not saved: {saved.reason}"
         self._raise_what_broke()
         return "stopped", f"{at}; {saved} continues with resume"
 
-    def _write_failure(self, moment: _Moment | Failure, reason: str) -> Outcome:
+    def _write_failure(self, moment: Moment | Failure, reason: str) -> Outcome:
         saved = self._try_to_save(moment, last=True)
         if isinstance(saved, Failure):
             return "failed", f"{reason}; its state could not be saved ({saved.reason})"
         return "failed", f"{reason}; its last finite state is {saved}"
 
-    def _try_to_save(self, moment: _Moment | Failure, *, last: bool) -> Path | Failure:
+    def _try_to_save(self, moment: Moment | Failure, *, last: bool) -> Path | Failure:
         return moment if isinstance(moment, Failure) else attempt(self._write_checkpoint, moment, last=last)
 
-    def _write_checkpoint(self, moment: _Moment, *, last: bool) -> Path:
+    def _write_checkpoint(self, moment: Moment, *, last: bool) -> Path:
         """Durable before older ones go; not written again where the newest one holds this moment. `last`: no later save makes up for
         this one, so on a full disk it gets the room that is kept for it, and that of older checkpoints.
         """
@@ -276,9 +261,10 @@ class Recorder:
             return directory
 
         def write() -> None:
-            checkpoint.save(directory, state, p, run.spec, self._context.base_model)
+            checkpoint.save(directory, state, p, run.spec, self._context.base_model, self._fence)
             self._written = p
             needed = self._needed_by_resume(p)
+            self._fence("before older ones go")
             durable.prune(self._directory, run.spec.save_total_limit, needed, whole=directory.name)
             self._context.reserve.keep(self._directory, needed)
 
@@ -304,17 +290,17 @@ class Recorder:
             )
         just_written = self._written is not None and self._written.step == wanted
         size = checkpoint.export_bytes(chosen)
-        self._write_durably(lambda: checkpoint.export(chosen, self._directory, known_whole=just_written), size)
+        self._write_durably(lambda: checkpoint.export(chosen, self._directory, known_whole=just_written, failpoint=self._fence), size)
         self._context.reserve.keep(self._directory, self._needed_by_resume(p), ended=True)
 
-    def _write_adapter_alone(self, moment: _Moment) -> None:
+    def _write_adapter_alone(self, moment: Moment) -> None:
         """Where a last checkpoint has no room, its adapter may have, which is a third of it."""
         run, state = self._run, moment.state
         if self._exported_step(moment.progress) != moment.progress.step:
             self._export(moment.progress)
             return
         size = checkpoint.adapter_bytes(state.layout, state.params.element_size())
-        self._write_durably(lambda: checkpoint.save_alone(self._directory, state, run.spec, self._context.base_model), size)
+        self._write_durably(lambda: checkpoint.save_alone(self._directory, state, run.spec, self._context.base_model, self._fence), size)
 
     def _write_durably(self, write: Callable[[], None], needed_bytes: int) -> None:
         """`write`; on a full disk, with `needed_bytes`, again with as much of the reserve, and again as long as older checkpoints can go.
@@ -371,7 +357,7 @@ class Recorder:
         self._context.reserve.ended(run.spec.name)
         if status != "done":
             self._context.reserve.forget(self._directory)
-        write_result(self._directory, result, self._context.note)
+        write_result(self._directory, result, self._context.note, self._fence)
         if status == "done":
             self._write_card(result)
         self._tracker.close()
@@ -384,19 +370,23 @@ class Recorder:
         def write() -> None:
             if not path.exists() or is_unedited(path):
                 report = cast("dict[str, Any]", run.train.meta["report"])
-                durable.write_file(path, model_card(run.spec, self._context.base_model, report, asdict(result), self._directory))
+                durable.write_file(
+                    path, model_card(run.spec, self._context.base_model, report, asdict(result), self._directory), failpoint=self._fence
+                )
 
         if isinstance(failed := attempt(write), Failure):
             self._context.note(f"{path}: {failed.reason}")
 
 
-def write_result(directory: Path, result: JobResult, note: Callable[[str], None]) -> None:
+def write_result(
+    directory: Path, result: JobResult, note: Callable[[str], None], failpoint: durable.Failpoint = durable.no_failpoint
+) -> None:
     """`result.json`; where it cannot be written, the result still goes back to the caller."""
     path = directory / "result.json"
 
     def write() -> None:
         durable.make_directory(directory)
-        durable.write_file(path, json.dumps(asdict(result), indent=1) + "\n")
+        durable.write_file(path, json.dumps(asdict(result), indent=1) + "\n", failpoint=failpoint)
 
     if isinstance(failed := attempt(write), Failure):
         note(f"{path}: {failed.reason}")

@@ -1,0 +1,261 @@
+"""The workers of one machine as their controller has them: started, found running, listened to, watched, and ended for good.
+
+What each shall have is the reconciler's decision. A worker's line may end and begin again; a worker is lost when its process has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tlora.cluster.remote_worker import LEASE_SECONDS, RemoteWorker
+from tlora.cluster.session import Arrived, Gone, Heard, Session, Spoke
+from tlora.cluster.worker_process import WorkerProcess, launch, write_record
+from tlora.link.address import listen
+from tlora.link.process_identity import ProcessIdentity, identify
+from tlora.version import __version__
+from tlora.worker_protocol import Load, Report
+
+_FOUND_SECONDS = 30.0  # for workers of an earlier controller to dial again
+_WATCH_SECONDS = 1.0
+_LAST_WORDS_SECONDS = 10.0  # to read what a process that has ended has said before
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """For how many seconds a worker may be silent: stopped, silent although it runs, and at one thing in a phase. `lease`: for how long it
+    trains on when it hears nothing of a controller.
+    """
+
+    stopped: float = 20.0
+    silent: float = 60.0
+    starting: float = 600.0
+    loading: float = 3600.0
+    compiling: float = 3600.0
+    training: float = 900.0
+    lease: float = LEASE_SECONDS
+
+
+@dataclass(frozen=True)
+class _Ended:
+    worker: RemoteWorker
+
+
+class Crew:
+    """`workers` by GPU. `inbox` may be given None to wake the one who listens."""
+
+    def __init__(
+        self,
+        directory: Path,
+        epoch: int,
+        loads: Callable[[str], Load],
+        gpus: tuple[int, ...],
+        limits: Limits,
+        note: Callable[[str], None],
+    ) -> None:
+        """`directory` gets logs and records; the caller holds the store's lock. `loads`: what a worker of a base loads. Raises ConfigError
+        where no socket can be made.
+        """
+        self._directory, self._epoch, self._loads = directory, epoch, loads
+        self._gpus, self._limits, self._note = gpus, limits, note
+        self.workers: dict[int, RemoteWorker] = {}
+        self.inbox: queue.SimpleQueue[Heard | _Ended | None] = queue.SimpleQueue()
+        self._sessions: dict[Session, RemoteWorker | None] = {}
+        self._heard_at: dict[RemoteWorker, float] = {}  # also when it was started, or said to be at something new
+        self._moved_at: dict[RemoteWorker, tuple[tuple[str, int], float]] = {}
+        self._watched = time.monotonic()
+        self._listener, self.address = listen(directory)
+        threading.Thread(target=self._accept, name="crew", daemon=True).start()
+
+    # -- beginning and end ---------------------------------------------------------------------------------------------
+
+    def find(self, records: Mapping[int, ProcessIdentity]) -> None:
+        """Wait for the workers of an earlier controller to dial again; those that do not are killed."""
+        deadline = time.monotonic() + _FOUND_SECONDS
+        waiting = dict(records)
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                self._hear(self.inbox.get(timeout=min(left, _WATCH_SECONDS)))
+            waiting = {gpu: identity for gpu, identity in waiting.items() if gpu not in self.workers and identity.is_alive}
+        for gpu, identity in waiting.items():
+            self._note(f"the worker of GPU {gpu} (process {identity.pid}) has not dialled again within {_FOUND_SECONDS:g} s: it is killed")
+            identity.kill()
+            identity.wait(None)
+
+    def start(self, gpu: int, base_model: str) -> RemoteWorker:
+        """A new worker for that GPU."""
+        load = self._loads(base_model)
+        process = launch(gpu, load.device, self.address, self._log(gpu))
+        return self._take_on(gpu, load, process, identify(process.pid))
+
+    def abandon(self) -> None:
+        """Leave all workers as they are: they train on for their lease, and the next controller finds them."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+        for session in list(self._sessions):
+            session.close()
+
+    def close(self, stop_seconds: float) -> None:
+        """Let all workers checkpoint their jobs and exit; after so many seconds they are killed."""
+        for worker in self.workers.values():
+            worker.stop()
+        deadline = time.monotonic() + stop_seconds
+        for worker in self.workers.values():
+            if not worker.process.wait(max(0.0, deadline - time.monotonic())):
+                worker.process.kill()
+        self.workers.clear()
+        self.abandon()
+
+    # -- what is heard -------------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """`listen` returns."""
+        self.inbox.put(None)
+
+    def listen(self, timeout_seconds: float) -> list[tuple[RemoteWorker, Report | None]]:
+        """What workers have reported since the last call; waits for it so long at most. None: it has ended, and this is its last."""
+        found: list[tuple[RemoteWorker, Report | None]] = []
+        deadline = time.monotonic() + timeout_seconds
+        woken = False
+        while not (found or woken):
+            left = deadline - time.monotonic()
+            with contextlib.suppress(queue.Empty):
+                heard = self.inbox.get(timeout=max(0.0, min(left, _WATCH_SECONDS)))
+                while True:
+                    woken |= heard is None
+                    found += self._hear(heard)
+                    heard = self.inbox.get_nowait()
+            self._watch()
+            if left <= 0:
+                break
+        return found
+
+    def acknowledge(self) -> None:
+        """What follows from all that `listen` has returned so far is recorded."""
+        for worker in self.workers.values():
+            worker.acknowledge()
+
+    def _hear(self, heard: Heard | _Ended | None) -> list[tuple[RemoteWorker, Report | None]]:
+        match heard:
+            case Arrived():
+                self._arrive(heard)
+            case Spoke(session, message):
+                worker = self._sessions.get(session)
+                if worker is not None:
+                    self._heard_at[worker] = time.monotonic()
+                    if message.kind == "alive":
+                        worker.hear_alive(message)
+                    elif (report := worker.take(message)) is not None:
+                        return [(worker, report)]
+            case Gone(session, reason):
+                worker = self._sessions.pop(session, None)
+                if worker is not None:
+                    worker.detach(session.send)
+                if reason:
+                    self._note(f"refused: {reason}")
+            case _Ended(worker):
+                if self.workers.get(worker.gpu) is worker:
+                    self._heard_at.pop(worker, None)
+                    self._moved_at.pop(worker, None)
+                    return [(worker, None)]
+            case None:
+                pass
+        return []
+
+    def _arrive(self, arrived: Arrived) -> None:
+        session, hello = arrived.session, arrived.hello
+        reason = self._why_not(arrived)
+        if reason:
+            self._note(f"refused: {reason}")
+            session.refuse(reason)
+            return
+        (gpu,) = hello.gpus
+        worker = self.workers.get(gpu)
+        if worker is None:
+            identity = identify(arrived.pid) if arrived.pid else None
+            worker = self._take_on(gpu, hello.load, WorkerProcess(gpu, self._log(gpu), identity), identity)
+        self._sessions[session] = worker
+        self._heard_at[worker] = time.monotonic()
+        worker.attach(hello, session.send)
+
+    def _why_not(self, arrived: Arrived) -> str:
+        """Why a worker that says Hello is not wanted; "" if it is."""
+        hello, pid = arrived.hello, arrived.pid
+        who = f"the worker that is process {pid}"
+        if hello.versions.get("tlora") != __version__:
+            return f"{who} is of tlora {hello.versions.get('tlora')}, and this is {__version__}. Start it with the same version"
+        if len(hello.gpus) != 1 or hello.gpus[0] not in self._gpus:
+            return f"{who} has GPUs {list(hello.gpus)}, and a worker here has one of {list(self._gpus)}. Start it with one of these"
+        if hello.epoch > self._epoch:
+            return f"{who} has heard of a later controller (epoch {hello.epoch}) than this one ({self._epoch}). Stop this one"
+        worker = self.workers.get(hello.gpus[0])
+        if worker is None:
+            return ""
+        if worker.given_up or (worker.incarnation or hello.incarnation) != hello.incarnation or pid not in (0, worker.process.pid):
+            return f"{who} comes for GPU {worker.gpu}, which has a worker already (process {worker.process.pid}). End one of the two"
+        return ""
+
+    def _take_on(self, gpu: int, load: Load | None, process: WorkerProcess, identity: ProcessIdentity | None) -> RemoteWorker:
+        worker = self.workers[gpu] = RemoteWorker(gpu, load, process, self._epoch, self._limits.lease)
+        write_record(self._directory, gpu, identity)
+        self._heard_at[worker] = time.monotonic()
+        threading.Thread(target=self._await_end, args=(worker,), name=f"worker-{gpu}", daemon=True).start()
+        return worker
+
+    def _await_end(self, worker: RemoteWorker) -> None:
+        """What it said before it ended comes first."""
+        worker.process.wait()
+        for session, owner in list(self._sessions.items()):
+            if owner is worker:
+                session.ended.wait(_LAST_WORDS_SECONDS)
+        self.inbox.put(_Ended(worker))
+
+    # -- watching ------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Those that are silent for too long, or at one thing, are killed; that they have ended is heard then."""
+        now = time.monotonic()
+        late, self._watched = now - self._watched > 5 * _WATCH_SECONDS, now
+        for worker in self.workers.values():
+            if late:  # this process was stopped itself: it has not looked
+                self._heard_at[worker] = now
+            if not worker.given_up and (reason := self._why_lost(worker, now)):
+                worker.given_up = reason
+                self._note(f"the worker of GPU {worker.gpu} {reason}: it is killed")
+                threading.Thread(target=worker.process.kill, daemon=True).start()
+
+    def _why_lost(self, worker: RemoteWorker, now: float) -> str:
+        limits, pulse = self._limits, worker.pulse
+        silent = now - self._heard_at.get(worker, now)
+        if silent > limits.stopped and worker.process.is_stopped:
+            return f"was stopped for {silent:.0f} s"
+        if worker.incarnation is None:
+            return f"has said nothing for {silent:.0f} s since its start" if silent > limits.starting else ""
+        if silent > (limits.silent if pulse is None or pulse.phase == "training" else limits.loading):
+            return f"has given no sign of life for {silent:.0f} s"
+        if pulse is None or pulse.phase == "waiting":
+            return ""
+        place = (pulse.phase, pulse.count)
+        if self._moved_at.get(worker, (None, 0.0))[0] != place:
+            self._moved_at[worker] = (place, now)
+        still = now - self._moved_at[worker][1]
+        return f"has been {pulse.phase} for {still:.0f} s without getting further" if still > getattr(limits, pulse.phase) else ""
+
+    def _log(self, gpu: int) -> Path:
+        return self._directory / f"gpu{gpu}.log"
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            connection.settimeout(None)
+            Session(connection, self.inbox)  # type: ignore[arg-type]

@@ -1,0 +1,159 @@
+"""What a controller knows of one worker: what it was told, what it has said, and what of that is new. No sockets, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from tlora.link.outbox import Intake
+from tlora.protocol import JobGroup
+from tlora.worker_protocol import Alive, Ending, FromController, Hello, Join, Load, Loaded, Report, Said, Settled, Taken, Want
+
+LEASE_SECONDS = 600.0
+_NOTHING = Load("", "", "cpu", 0.0)
+NUMBERS_PER_EPOCH = 10**9  # generations and attempts of a later controller are higher than those of an earlier one
+
+
+class Process(Protocol):
+    """`WorkerProcess`."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def is_stopped(self) -> bool: ...
+    def wait(self, timeout_seconds: float | None = None) -> bool: ...
+    def kill(self) -> None: ...
+    def how_it_ended(self) -> str: ...
+
+
+Send = Callable[[FromController], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An attempt of a job that is the worker's alone, until it says how it ended, or has ended itself. `steps`: when it was found here."""
+
+    attempt: int
+    steps: int = 0
+
+
+class RemoteWorker:
+    """`jobs` are those that it holds. `loaded`, `doomed` (it ends by itself) and `settled` (the last generation) are as it has said."""
+
+    def __init__(self, gpu: int, load: Load | None, process: Process, epoch: int, lease_seconds: float = LEASE_SECONDS) -> None:
+        """`load` is None for a worker that came by itself, until it is told what to load."""
+        self.gpu, self.load, self.process = gpu, load, process
+        self.incarnation: str | None = None
+        self.loaded = self.stopping = self.doomed = False
+        self.jobs: dict[str, Held] = {}
+        self.found: JobGroup | None = None  # its group, as an earlier controller wanted it
+        self.settled = 0
+        self.residents: dict[str, int] = {}  # when it was settled last
+        self.pulse: Alive | None = None
+        self.given_up = ""  # why it was killed
+        self._want = Want(epoch, epoch * NUMBERS_PER_EPOCH, load or _NOTHING, lease_seconds=lease_seconds)
+        self._intake = Intake()
+        self._send: Send | None = None
+
+    @property
+    def obeys(self) -> bool:
+        """Whether there is a point in telling it something."""
+        return not (self.stopping or self.doomed)
+
+    @property
+    def generation(self) -> int:
+        return self._want.generation
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all is as was wanted last."""
+        return self.settled == self._want.generation
+
+    @property
+    def connected(self) -> bool:
+        return self._send is not None
+
+    def give(self, load: Load) -> None:
+        """What it shall load, of a worker that has nothing yet."""
+        assert self.load is None, f"{self.load} is loaded, and {load} cannot be"
+        self.load = load
+        self._want = replace(self._want, load=load)
+
+    def want(self, group: JobGroup | None, jobs: tuple[Join, ...], alone: bool) -> None:
+        """It shall have this and nothing else."""
+        wanted = replace(self._want, group=group, jobs=jobs, alone=alone)
+        if wanted != self._want or not self._is_decided:
+            self._tell(wanted)
+
+    def stop(self) -> None:
+        """It shall checkpoint its jobs and exit."""
+        if not self.stopping:
+            self.stopping = True
+            self._tell(replace(self._want, stop=True))
+
+    def _tell(self, wanted: Want) -> None:
+        self._want = replace(wanted, generation=self._want.generation + 1)
+        self._say_want()
+
+    def _say_want(self) -> None:
+        """As long as nothing is decided, one that was found goes on as it is, and one that has nothing to load waits: both are answered."""
+        self._say(self._want if self._is_decided else Taken(self._intake.told))
+
+    @property
+    def _is_decided(self) -> bool:
+        return self._want.generation > self._want.epoch * NUMBERS_PER_EPOCH
+
+    def _say(self, message: FromController) -> None:
+        if self._send is not None:
+            self._send(message)
+
+    # -- what it says --------------------------------------------------------------------------------------------------
+
+    def attach(self, hello: Hello, send: Send) -> None:
+        """A connection of its has begun. It is told what is wanted."""
+        if self.incarnation is None:
+            self.incarnation, self._intake = hello.incarnation, Intake(hello.last_seq)
+            self.loaded, self.found = hello.loaded, hello.group
+            self.jobs |= {held.job_id: Held(held.attempt, held.steps) for held in hello.jobs}
+        self._send = send
+        self._say_want()
+
+    def detach(self, send: Send) -> None:
+        """That connection has ended; there may be another by now."""
+        if self._send == send:
+            self._send = None
+
+    def take(self, said: Said) -> Report | None:
+        """Its report, if it is new: each counts once, in its order."""
+        if not self._intake.take(said):
+            return None
+        match said.report:
+            case Loaded():
+                self.loaded = True
+            case Ending():
+                self.doomed = True
+            case Settled(generation, jobs) if generation == self._want.generation:
+                self.settled, self.residents = generation, jobs
+                wanted = {join.job.name for join in self._want.jobs}
+                for name in self.jobs.keys() - jobs.keys() - wanted:  # wanted for a moment only, of which it never heard
+                    del self.jobs[name]
+            case _:
+                pass
+        return said.report
+
+    def holds(self, job_id: str, attempt: int) -> bool:
+        held = self.jobs.get(job_id)
+        return held is not None and held.attempt == attempt
+
+    def hear_alive(self, alive: Alive) -> None:
+        """Answered, so that the worker knows that it is heard; what it has missed is told again."""
+        self.pulse = alive
+        self._say(Taken(self._intake.told))
+        if alive.generation != self._want.generation:
+            self._say_want()
+
+    def acknowledge(self) -> None:
+        """What follows from the reports that were taken is recorded."""
+        if (seq := self._intake.due()) is not None:
+            self._say(Taken(seq))

@@ -1,0 +1,117 @@
+"""A controller's end of one connection: read and written by threads of its own, so that no worker can make the controller wait."""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import threading
+from dataclasses import dataclass
+from typing import cast
+
+from tlora.link.lines import Line, peer_pid
+from tlora.worker_protocol import PROTOCOL, Alive, FromController, FromWorker, Hello, Refusal, Said, controller_line, parse_worker_line
+
+HELLO_SECONDS = 10.0  # for the first line
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A connection has said Hello. `pid` is the process at its other end, 0 where the system does not tell."""
+
+    session: Session
+    pid: int
+    hello: Hello
+
+
+@dataclass(frozen=True)
+class Spoke:
+    session: Session
+    message: Said | Alive
+
+
+@dataclass(frozen=True)
+class Gone:
+    """The connection has ended, by itself or for `reason`."""
+
+    session: Session
+    reason: str = ""
+
+
+Heard = Arrived | Spoke | Gone
+
+
+class Session:
+    """`inbox` gets what is heard, in its order, `Gone` last."""
+
+    def __init__(self, connection: socket.socket, inbox: queue.SimpleQueue[Heard]) -> None:
+        self._connection, self._line, self._inbox = connection, Line(connection), inbox
+        self._outgoing: queue.SimpleQueue[FromController | None] = queue.SimpleQueue()
+        self.ended = threading.Event()
+        threading.Thread(target=self._read, name="session", daemon=True).start()
+        threading.Thread(target=self._write, name="session-writer", daemon=True).start()
+
+    def send(self, message: FromController) -> None:
+        self._outgoing.put(message)
+
+    def refuse(self, reason: str) -> None:
+        """Tell it, and end the connection."""
+        self._outgoing.put(Refusal(reason))
+        self._outgoing.put(None)
+
+    def close(self) -> None:
+        self._outgoing.put(None)
+        self._line.end()
+
+    def _write(self) -> None:
+        while (message := self._outgoing.get()) is not None:
+            self._line.send(controller_line(message))
+        self._line.end()
+
+    def _read(self) -> None:
+        reason = ""
+        try:
+            reason = self._converse()
+        except TimeoutError:
+            reason = f"a connection without a Hello for {HELLO_SECONDS:g} s"
+        except ValueError as error:
+            reason = f"a line that is none of protocol {PROTOCOL}: {_first_line(error)}"
+        if reason:
+            self._line.send(controller_line(Refusal(reason)))
+        self._inbox.put(Gone(self, reason))
+        self.ended.set()
+        self.close()
+        self._line.close()
+
+    def _converse(self) -> str:
+        """Until it ends. What is wrong with it, if something is. Raises TimeoutError, ValueError."""
+        pid = peer_pid(self._connection)
+        if pid is None:
+            return "a connection of another user"
+        first = self._line.read_line(HELLO_SECONDS)
+        if first is None:
+            return "a connection that ended before its Hello"
+        self._inbox.put(Arrived(self, pid, _parse_hello(first)))
+        for line in self._line.lines():
+            message: FromWorker = parse_worker_line(line)
+            if isinstance(message, Hello):
+                return "a second Hello"
+            self._inbox.put(Spoke(self, message))
+        return ""
+
+
+def _parse_hello(line: bytes) -> Hello:
+    """Raises ValueError; of another version of the protocol nothing but its number is read."""
+    found: object = json.loads(line)
+    fields = cast("dict[str, object]", found) if isinstance(found, dict) else {}
+    if fields.get("kind") != "hello":
+        raise ValueError("the first line must be a Hello")
+    if fields.get("protocol") != PROTOCOL:
+        raise ValueError(f"this worker speaks protocol {fields.get('protocol')!r}. Start it with the controller's version of tlora")
+    hello = parse_worker_line(line)
+    assert isinstance(hello, Hello), hello
+    return hello
+
+
+def _first_line(error: ValueError) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,52 @@
+"""What a controller keeps in its store besides jobs: the lock, and the number of controllers that there have been."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tlora import durable
+from tlora.errors import ConfigError
+from tlora.json_file import read_object
+
+FILE = "controller.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Reign:
+    """One controller's time over a store. `epoch` counts them. `started_unix_seconds`: where its clock begins, which is an earlier one's
+    as long as workers of that time are alive.
+    """
+
+    epoch: int
+    started_unix_seconds: float
+
+
+def begin_reign(directory: Path, *, continues: bool) -> Reign:
+    """The next epoch, on the disk before any worker hears of it. The caller holds the lock. Raises ConfigError, CheckpointError."""
+    path = directory / FILE
+    try:
+        before = read_object(path) if path.exists() else {"epoch": 0, "started_unix_seconds": 0.0}
+        epoch, started = int(before["epoch"]) + 1, float(before["started_unix_seconds"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{path} is damaged ({error}): which workers are of this cluster cannot be told. End them, then remove the file"
+        ) from None
+    reign = Reign(epoch, started if continues else time.time())
+    durable.write_file(path, json.dumps({"epoch": reign.epoch, "started_unix_seconds": reign.started_unix_seconds}) + "\n")
+    return reign
+
+
+def lock_store(directory: Path) -> int:
+    """A lock on the directory itself, which no worker inherits: a killed controller holds nothing. Raises ConfigError where it is held."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ConfigError(f"output_dir {directory} is in use by another controller. Stop that one, or choose another") from None
+    return handle

@@ -1,0 +1,34 @@
+"""What a worker's settler tells the group's trainer, one step at a time (`settler.py`, `trainer.py`). None of it leaves the process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tlora.worker_protocol import Join
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Checkpoint a job at its last optimizer step and let it go. Answered by `Left`, or by nothing if the job has ended before."""
+
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """From the next micro-batch on: its tokens, the decoder layers that backward computes again, and the jobs' weights.
+
+    The budget is raised to the longest sample of a resident. `weights` also hold for jobs that join later.
+    """
+
+    token_budget: int
+    recomputed_layers: int = 0
+    weights: dict[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Checkpoint all jobs and end."""
+
+
+Command = Join | Leave | Share | Stop

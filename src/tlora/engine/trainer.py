@@ -1,0 +1,300 @@
+"""What a worker does with its GPU: loads a base once and trains the jobs that come and go, as it is told.
+
+Commands come through a queue (`commands.py`), reports go to a function (`worker_protocol.py`); who trains with whom is decided elsewhere,
+and how a worker is told is `worker.py`'s. A job joins and leaves between two micro-batches; its data and its state are made ready beside,
+while the others train, and files are written beside.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from tlora.data.dataset import find_damage
+from tlora.data.prepare import Prepared, open_sets, prepare
+from tlora.engine.commands import Command, Leave, Share, Stop
+from tlora.engine.driver import Driver, Opened, Places
+from tlora.engine.pulse import Pulse
+from tlora.engine.step_timer import StepTimer
+from tlora.errors import CheckpointError, DataError
+from tlora.group.job_run import JobRun
+from tlora.group.reports import Ended
+from tlora.group.reports import Report as GroupReport
+from tlora.group.wall import Failure, attempt
+from tlora.job import JobSpec, RunSpec
+from tlora.planning.memory_bound import MemoryBound
+from tlora.planning.plan import PlannedJob, fixed_depth, plan_job, prepare_requests
+from tlora.store.claim import Claim, HeldError, take_claim
+from tlora.store.disk_reserve import DiskReserve
+from tlora.store.metrics import check_trackers
+from tlora.store.recorder import JobResult, RunContext
+from tlora.store.run_directory import pin_data
+from tlora.store.serving import ServingFiles
+from tlora.store.writer import Writer
+from tlora.supermodel.base_name import public_name
+from tlora.supermodel.fp8_linear import check_fp8
+from tlora.supermodel.load import outline
+from tlora.supermodel.supermodel import SuperModel
+from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Load, Loaded, Refused, Report, Stepped
+
+REPORT_SECONDS = 1.0  # between two reports of a job's steps
+CLAIM_SECONDS = 30.0  # for whoever had a job before to let go of its directory
+STARTING_BUDGET = 1024  # tokens, until a Share says otherwise
+
+
+@dataclass(frozen=True)
+class _Written:
+    """Files of some job are written."""
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """The data of a job that wants to join is there, or cannot be had."""
+
+    join: Join
+    data: Prepared | DataError
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A job that can join, or why it cannot: never, or now."""
+
+    spec: JobSpec
+    opened: Opened | Failure | HeldError
+
+
+_Told = Command | _Prepared | _Ready | _Written
+
+
+class Trainer:
+    """What is resident, what is on its way in, and the two ends of the line."""
+
+    def __init__(self, load: Load, inbox: queue.SimpleQueue[_Told], send: Callable[[Report], None], pulse: Pulse | None = None) -> None:
+        """`pulse` gets what this is at."""
+        self._load, self._inbox, self._send = load, inbox, send
+        self._pulse = pulse or Pulse()
+        self._directory = Path(load.output_dir)
+        model, self._bound = _load_base(load)
+        clock: Callable[[], float] = lambda: time.time() - load.started_unix_seconds  # noqa: E731
+        writer, reserve = Writer(lambda: inbox.put(_Written())), DiskReserve(self._directory, {}, note)
+        self._serving = ServingFiles(load.base_model)
+        self._claims: dict[str, Claim] = {}
+        context = RunContext(public_name(load.base_model), clock, note, reserve, writer, fence=self._check_claim)
+        self._driver = Driver(model, context, Places(self._directory, self._serving, load.report_to), STARTING_BUDGET)
+        self._share = Share(STARTING_BUDGET)
+        self._driver.listener = self._listen
+        self._group, self._records = self._driver.group, self._driver.records
+        self._preparing: dict[str, Join] = {}
+        self._opening: set[str] = set()
+        self._unwanted: set[str] = set()  # of those: told to leave before they were in
+        self._paces: dict[str, StepTimer] = {}
+        self._reported = 0.0
+        send(Loaded())
+
+    def go_on(self) -> None:
+        """Until told to stop; then all jobs have been checkpointed."""
+        try:
+            self._driver.train(self._obey_all, self._look)
+        finally:
+            self._driver.close()  # the process exits without a look at its threads
+            self._tell_ended()
+
+    def _look(self, _: object) -> None:
+        self._pulse.begin("training")
+        self._tell_steps()
+        self._tell_ended()
+
+    def _obey_all(self) -> bool:
+        """What has arrived since the last micro-batch; with nobody resident, wait for something. False: stop."""
+        while not self._inbox.empty() or not self._group.runs:
+            if not self._group.runs:
+                self._pulse.begin("waiting")
+            match self._inbox.get():
+                case Stop():
+                    return False
+                case Join() as join:
+                    name = join.job.name
+                    here = {*self._preparing, *self._opening, *self._group.runs, *self._records.ending}
+                    assert name not in here, f"{name} is here already"
+                    self._preparing[name] = join
+                    threading.Thread(target=self._prepare, args=(join,), daemon=True).start()
+                case _Prepared(join, data):
+                    if self._preparing.get(join.job.name) is join:  # it has not left meanwhile
+                        del self._preparing[join.job.name]
+                        self._opening.add(join.job.name)
+                        threading.Thread(target=self._open, args=(join, data), daemon=True).start()
+                case _Ready(spec, opened):
+                    self._let_in(spec, opened)
+                case _Written():
+                    self._records.see_ended()
+                case Leave(name):
+                    self._let_go(name)
+                case Share() as share:
+                    self._share = share
+                    self._apply_share()
+            self._tell_ended()
+        self._pulse.begin("training")
+        return True
+
+    # -- coming --------------------------------------------------------------------------------------------------------
+
+    def _prepare(self, join: Join) -> None:
+        """In a thread of its own: the sets that were made before, or, where there are none, a process that makes them."""
+        data = attempt(self._data_of, join)
+        self._inbox.put(_Prepared(join, DataError(data.reason) if isinstance(data, Failure) else data))
+
+    def _data_of(self, join: Join) -> Prepared | DataError:
+        (request,) = prepare_requests(pin_data(self._run_of(join.job)), self._group.model.base.vocab_size)
+        train_set, eval_set = (
+            Path(path) if path and find_damage(Path(path), request.vocab_size) is None else None for path in (join.train_set, join.eval_set)
+        )
+        if train_set is not None and (eval_set is not None or not request.data.eval_path):
+            return open_sets(request, train_set, eval_set)
+        return prepare([request])[request.key]
+
+    def _run_of(self, spec: JobSpec) -> RunSpec:
+        """The job's order as a file of its own would have it."""
+        load = self._load
+        return RunSpec(base_model=load.base_model, output_dir=load.output_dir, deterministic=load.deterministic, jobs=[spec])
+
+    def _recomputed_layers(self) -> int:
+        fixed = fixed_depth(self._load.recompute, self._group.model.num_layers)
+        return self._share.recomputed_layers if fixed is None else fixed
+
+    def _apply_share(self, newcomer: JobRun | None = None) -> None:
+        """What the last Share says, as far as the run options leave it open; room is kept for a `newcomer`."""
+        group, share, layers = self._group, self._share, self._recomputed_layers()
+        budget = share.token_budget
+        if self._bound is not None:
+            runs = [*group.runs.values(), *([newcomer] if newcomer else [])]
+            longest = max((run.longest for run in runs), default=1)
+            jobs = [PlannedJob(run.spec, layout=group.model.layout(run.spec)) for run in runs]
+            budget = self._bound.lower(budget, longest, layers, jobs)
+        group.share(budget, layers, share.weights)
+
+    def _check_claim(self, directory: Path) -> None:
+        """Raises HeldError where another worker may be writing there."""
+        claim = self._claims.get(directory.name)
+        if claim is None:
+            raise HeldError(f"{directory.name} was let go. Nothing more is written")
+        claim.check()
+
+    def _release(self, name: str) -> None:
+        if (claim := self._claims.pop(name, None)) is not None:
+            claim.release()
+
+    def _open(self, join: Join, data: Prepared | DataError) -> None:
+        """In a thread of its own, which has the job's directory to itself until the job is in, or refused, or has been let go."""
+        spec = join.job
+        try:
+            self._claims[spec.name] = take_claim(self._directory, spec.name, join.attempt, CLAIM_SECONDS)
+        except HeldError as error:
+            self._inbox.put(_Ready(spec, error))
+            return
+        except (CheckpointError, OSError) as error:
+            self._inbox.put(_Ready(spec, Failure(error)))
+            return
+        planned = plan_job(spec, data, self._group.model, self._directory)
+        if self._bound is not None:
+            self._bound.check(planned, self._recomputed_layers())
+        for warning in planned.said():
+            note(f"{spec.name}: {warning}")
+        self._inbox.put(_Ready(spec, attempt(self._open_planned, planned)))
+
+    def _open_planned(self, planned: PlannedJob) -> Opened:
+        opened = self._driver.open(planned, True)
+        assert planned.data is not None, f"{planned.spec.name} was opened without data"
+        for line in self._serving.warn([(planned.spec, planned.data.report)]):
+            note(line)
+        return opened
+
+    def _let_in(self, spec: JobSpec, opened: Opened | Failure | HeldError) -> None:
+        name = spec.name
+        self._opening.discard(name)
+        if name in self._unwanted:
+            self._unwanted.discard(name)
+            self._release(name)
+            self._send(Left(name, 0, None))
+        elif isinstance(opened, HeldError):
+            self._send(Refused(name, str(opened)))
+        elif isinstance(opened, Failure):
+            self._driver.refuse(spec, opened.reason)
+        else:
+            self._paces[name] = StepTimer(opened.run.progress.step, time.monotonic())
+            if self._bound is not None:
+                self._apply_share(opened.run)
+            self._driver.let_in(opened)
+            if name in self._group.runs:  # and not at its end already
+                self._send(Joined(name, opened.run.progress.step))
+
+    # -- staying -------------------------------------------------------------------------------------------------------
+
+    def _listen(self, report: GroupReport) -> None:
+        if isinstance(report, Ended):
+            self._paces[report.job_id].see(report.progress.step, time.monotonic())
+            self._tell_pace(report.job_id)
+
+    def _tell_steps(self) -> None:
+        now = time.monotonic()
+        for name, run in self._group.runs.items():
+            self._paces[name].see(run.progress.step, now)
+        if now - self._reported >= REPORT_SECONDS:
+            self._reported = now
+            for name in self._group.runs:
+                self._tell_pace(name)
+
+    def _tell_pace(self, name: str) -> None:
+        told = self._paces[name].take()
+        if told is not None:
+            self._send(Stepped(name, *told))
+
+    # -- going ---------------------------------------------------------------------------------------------------------
+
+    def _tell_ended(self) -> None:
+        """Jobs whose files are written."""
+        for name in list(self._records.results):
+            self._paces.pop(name, None)
+            self._release(name)
+            self._send(_last_report(self._records.results.pop(name)))
+
+    def _let_go(self, name: str) -> None:
+        if self._preparing.pop(name, None) is not None:
+            self._send(Left(name, 0, None))
+        elif name in self._opening:
+            self._unwanted.add(name)
+        elif name in self._group.runs:
+            self._group.leave(name)
+
+
+def _load_base(load: Load) -> tuple[SuperModel, MemoryBound | None]:
+    """The base on its device, and what a `memory_limit` leaves its jobs. Raises TloraError for options that cannot be had here."""
+    check_trackers(list(load.report_to))
+    place, bound = torch.device(load.device), None
+    if load.base_precision == "fp8" or load.memory_limit != "auto":
+        outlined = SuperModel(outline(load.base_model, load.dtype, load.base_precision))
+        if load.base_precision == "fp8":
+            check_fp8(place, outlined.base.head.weight_VH.dtype)
+        if load.memory_limit != "auto":
+            bound = MemoryBound(outlined, place, load.memory_limit)
+    return SuperModel.from_pretrained(load.base_model, load.dtype, load.device, load.deterministic, load.base_precision), bound
+
+
+def _last_report(result: JobResult) -> Report:
+    if result.status == "done":
+        return Finished(result.name, asdict(result))
+    if result.status == "failed":
+        return Failed(result.name, result.reason)
+    checkpoint = Path(result.path) / f"checkpoint-{result.steps}"
+    return Left(result.name, result.steps, str(checkpoint) if checkpoint.is_dir() else None)
+
+
+def note(line: str) -> None:
+    """To the log of this process."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201

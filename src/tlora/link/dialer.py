@@ -1,0 +1,167 @@
+"""A worker's end of the line: connects, says Hello, hears what is wanted, sends reports until they are taken, and dials again.
+
+It trains nothing: what is said and heard goes through the functions that it is given. Nothing here makes the caller wait for the network.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from tlora.link.address import connect
+from tlora.link.lines import Line
+from tlora.link.outbox import Outbox
+from tlora.worker_protocol import Alive, Hello, Refusal, Report, Taken, Want, parse_controller_line, worker_line
+
+BEAT_SECONDS = 5.0
+_SEND_SECONDS = 10  # for the controller to read: one that does not is as good as gone
+_AGAIN_SECONDS = 10.0  # without an answer, after which reports are sent once more
+_REDIAL_SECONDS = (0.1, 1.0)  # the first pause and the longest
+
+
+class Client(Protocol):
+    """Who dials. All of it may be called from any thread."""
+
+    def hello(self, last_seq: int) -> Hello: ...
+    def alive(self) -> Alive: ...
+    def hear(self, want: Want) -> bool:
+        """False: an older controller said it."""
+        ...
+
+    def end(self, reason: str) -> None:
+        """Save all and exit: refused, or cut off for longer than the lease."""
+        ...
+
+
+@dataclass
+class _Contact:
+    """When the controller was last heard, on a clock that runs while the machine sleeps, and for how long it may be silent."""
+
+    heard: float
+    lease_seconds: float
+
+
+def _now() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+class Dialer:
+    def __init__(self, address: str, client: Client, lease_seconds: float) -> None:
+        """`lease_seconds` until a Want says otherwise."""
+        self._address, self._client = address, client
+        self._outbox = Outbox()
+        self._contact = _Contact(_now(), lease_seconds)
+        self._changed = threading.Condition()  # of all that follows, and of the outbox
+        self._line: Line | None = None
+        self._again = self._ended = self._sending = False
+        self._sent = _now()
+
+    def start(self) -> None:
+        """Raises OSError where nobody listens, ConfigError for a bad address."""
+        first = Line(connect(self._address), _SEND_SECONDS)
+        threading.Thread(target=self._dial, args=(first,), name="dialer", daemon=True).start()
+        threading.Thread(target=self._send, name="sender", daemon=True).start()
+
+    def put(self, reports: Sequence[Report], generation: int) -> None:
+        with self._changed:
+            for report in reports:
+                self._outbox.put(report, generation)
+            self._changed.notify_all()
+
+    def drain(self, timeout_seconds: float) -> None:
+        """Wait until all reports are sent, while there is a connection: those that are not taken then, the disk tells."""
+        deadline = time.monotonic() + timeout_seconds
+        with self._changed:
+            while (self._outbox.has_fresh or self._sending) and self._line is not None and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+
+    # -- the thread that hears -----------------------------------------------------------------------------------------
+
+    def _dial(self, line: Line | None) -> None:
+        pause = _REDIAL_SECONDS[0]
+        while not self._ended:
+            if line is None:
+                try:
+                    line = Line(connect(self._address), _SEND_SECONDS)
+                except (OSError, ValueError):  # nobody listens, or the place is gone: until the lease ends
+                    time.sleep(pause)
+                    pause = min(2 * pause, _REDIAL_SECONDS[1])
+                    continue
+            if self._converse(line):
+                pause = _REDIAL_SECONDS[0]
+            line.close()
+            line = None
+            time.sleep(pause)
+            pause = min(2 * pause, _REDIAL_SECONDS[1])
+
+    def _converse(self, line: Line) -> bool:
+        """Until the connection ends. Whether the controller has said anything that counts."""
+        hello = self._client.hello(self._outbox.last_taken)  # outside the lock, which the client takes while it holds its own
+        with self._changed:
+            ends = [end for end in self._outbox.ends() if all(end.job_id != held.job_id for held in hello.jobs)]
+        line.send(worker_line(replace(hello, jobs=(*hello.jobs, *ends))))
+        heard = False
+        try:
+            for received in line.lines():
+                message = parse_controller_line(received)
+                if isinstance(message, Refusal):
+                    self._ended = True
+                    self._client.end(f"refused by the controller: {message.reason}")
+                    return True
+                if isinstance(message, Want) and not self._client.hear(message):
+                    return heard  # an older controller
+                self._take(line, message)
+                heard = True
+        except ValueError:  # not a line of this protocol
+            return heard
+        finally:
+            with self._changed:
+                self._line = None
+                self._changed.notify_all()
+        return heard
+
+    def _take(self, line: Line, message: Want | Taken) -> None:
+        with self._changed:
+            self._contact.heard = _now()
+            if isinstance(message, Want):
+                self._contact.lease_seconds = message.lease_seconds
+            else:
+                self._outbox.taken(message.seq)
+            if self._line is None:  # reports follow the Hello when that has been answered
+                self._line, self._again = line, True
+            self._changed.notify_all()
+
+    # -- the thread that sends -----------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        beat = 0.0
+        while not self._ended:
+            with self._changed:
+                line, again = self._line, self._again or _now() - self._sent > _AGAIN_SECONDS
+                due = (self._outbox.again() if again else []) + self._outbox.fresh() if line is not None else []
+                if line is not None and again:
+                    self._again = False
+                    self._sent = _now()
+                self._sending = bool(due)
+                if not due and (left := beat + BEAT_SECONDS - _now()) > 0:
+                    self._changed.wait(left)
+            if line is not None:
+                for said in due:
+                    line.send(worker_line(said))
+                with self._changed:
+                    self._sending = False
+                    self._changed.notify_all()
+            if _now() - beat >= BEAT_SECONDS:
+                beat = _now()
+                if line is not None:
+                    line.send(worker_line(self._client.alive()))
+                self._look_at_lease()
+
+    def _look_at_lease(self) -> None:
+        silent = _now() - self._contact.heard
+        if silent > self._contact.lease_seconds:
+            self._ended = True
+            self._client.end(f"nothing was heard of the controller for {silent:.0f} s, and the lease is {self._contact.lease_seconds:g} s")

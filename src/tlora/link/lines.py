@@ -1,0 +1,77 @@
+"""A socket as a sequence of lines, and who is at its other end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+
+LONGEST_LINE = 64 << 20  # bytes; the orders of 1,000 jobs take 2 MB
+_CHUNK = 1 << 16
+_PEER = struct.Struct("3i")
+
+
+class Line:
+    """One end of a connection. `send` and `close` may be called from any thread; one thread reads."""
+
+    def __init__(self, connection: socket.socket, send_seconds: int = 0) -> None:
+        """`send_seconds`: for the other end to read what is sent, before the connection ends; 0: as long as it takes."""
+        self._socket, self._lock = connection, threading.Lock()
+        self._read = bytearray()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", send_seconds, 0))
+
+    def send(self, line: bytes) -> None:
+        """A line with its end. If the other end is gone, or does not read, the connection ends, and the reader is told by that."""
+        with self._lock:
+            try:
+                self._socket.sendall(line)
+            except OSError:
+                self.end()
+
+    def end(self) -> None:
+        """The reader sees the end; nothing more is sent."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """By the thread that reads, when it is through."""
+        with self._lock:
+            self._socket.close()
+
+    def read_line(self, timeout_seconds: float | None = None) -> bytes | None:
+        """The next line with its end; None at the end of the connection, of which a torn last line is a part.
+
+        Raises TimeoutError, and ValueError for a line of more than 64 MiB.
+        """
+        self._socket.settimeout(timeout_seconds)
+        while (end := self._read.find(b"\n")) < 0:
+            if len(self._read) > LONGEST_LINE:
+                raise ValueError(f"a line has more than {LONGEST_LINE >> 20} MiB")
+            try:
+                chunk = self._socket.recv(_CHUNK)
+            except TimeoutError:
+                raise
+            except OSError:
+                return None
+            if not chunk:
+                return None
+            self._read += chunk
+        line = bytes(self._read[: end + 1])
+        del self._read[: end + 1]
+        return line
+
+    def lines(self) -> Iterator[bytes]:
+        """All that follow. Raises ValueError as `read_line`."""
+        while (line := self.read_line()) is not None:
+            yield line
+
+
+def peer_pid(connection: socket.socket) -> int | None:
+    """The process at the other end of a unix socket, if it is this user's; 0 where the system does not tell; None if it is another's."""
+    if not hasattr(socket, "SO_PEERCRED"):  # then the directory's mode is what keeps others out
+        return 0
+    pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return pid if uid == os.geteuid() else None

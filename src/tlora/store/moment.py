@@ -1,0 +1,35 @@
+"""A job's state at the moment at which it is to be written, while its group goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from tlora.adapters.state import AdapterState
+from tlora.group.progress import TrainingProgress
+from tlora.group.wall import Failure, attempt
+from tlora.kernels.transfer import download
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A job as it stood when it was to be written, and nobody else's: on the host or, where its device goes on with others `after` an
+    event, still there.
+    """
+
+    state: AdapterState
+    progress: TrainingProgress
+    after: torch.Event | None = None
+
+    def on_host(self) -> Moment:
+        """Brought there by the calling thread, while the device goes on."""
+        if self.after is None:
+            return self
+        state = self.state
+        moved = [f.result() for f in download([state.params, state.exp_avg, state.exp_avg_sq], state.params.device, self.after)]
+        return Moment(replace(state, params=moved[0], exp_avg=moved[1], exp_avg_sq=moved[2]), self.progress)
+
+
+def on_host(moment: Moment | Failure) -> Moment | Failure:
+    return moment if isinstance(moment, Failure) else attempt(moment.on_host)

@@ -1,0 +1,133 @@
+"""The process of a worker, as its controller has it: it dials, does as is wanted, and saves all when it is ended or refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.test_worker import Orders, of, when, work
+from tests.engine.test_worker import made as made
+from tests.engine.tiny_runs import job, run_spec
+from tlora.cluster.crew import Crew, Limits
+from tlora.cluster.remote_worker import RemoteWorker
+from tlora.engine.commands import Stop
+from tlora.protocol import JobGroup, ParallelPlan
+from tlora.store.checkpoint import read_progress
+from tlora.worker_protocol import Ending, Join, Joined, Left, Load, Report, Settled, Stepped
+
+BACKLOG: dict[int, list[Report | None]] = {}  # heard by a crew and not asked for yet
+PATIENCE_SECONDS = 120.0
+GROUP = JobGroup("g0", "base", (0,), ParallelPlan(1, 90), ("long",), (1.0,))
+
+
+@pytest.fixture
+def long(made: Orders, data: Path, tmp_path: Path) -> Join:
+    spec = run_spec(made.base, tmp_path, [job("long", str(data / "c.jsonl"), max_steps=100_000, batch_size=6)]).jobs[0]
+    return Join(spec, train_set=made.join("mover").train_set, attempt=1)
+
+
+@pytest.fixture
+def crews(made: Orders, tmp_path: Path) -> Iterator[list[Crew]]:
+    opened: list[Crew] = []
+    yield opened
+    for crew in opened:
+        crew.close(PATIENCE_SECONDS)
+
+
+def crew_of(crews: list[Crew], directory: Path, load: Load, epoch: int = 1, **limits: float) -> Crew:
+    directory.mkdir(parents=True, exist_ok=True)
+    crews.append(Crew(directory, epoch, lambda base: load, (0,), Limits(**limits), print))
+    return crews[-1]
+
+
+def hear(crew: Crew, kind: type[Report] | None) -> Any:
+    """The next report of that kind (None: the end)."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        waiting = BACKLOG.setdefault(id(crew), [])
+        waiting += [report for _, report in crew.listen(0.0 if waiting else 1.0)]
+        crew.acknowledge()
+        while waiting:
+            report = waiting.pop(0)
+            if report is None if kind is None else isinstance(report, kind):
+                return report
+            assert report is not None, "the worker has ended"
+    raise AssertionError(f"no {kind}")
+
+
+def training(crew: Crew, long: Join, base: Path) -> RemoteWorker:
+    worker = crew.start(0, str(base))
+    worker.want(GROUP, (long,), False)
+    assert hear(crew, Joined) == Joined("long", 0, 1)
+    assert hear(crew, Settled).jobs == {"long": 1}
+    assert hear(crew, Stepped).attempt == 1
+    return worker
+
+
+@pytest.mark.parametrize("how", ["sigterm", "stop", "lease"])
+def test_a_worker_that_is_ended_has_checkpointed_all(made: Orders, long: Join, tmp_path: Path, crews: list[Crew], how: str) -> None:
+    """A job that runs long is cut short, and goes on in another worker."""
+    load = made.load(tmp_path / "out")
+    crew = crew_of(crews, tmp_path / "workers", load, lease=1.0 if how == "lease" else 600.0)
+    worker = training(crew, long, made.base)
+    if how == "sigterm":
+        os.kill(worker.process.pid, signal.SIGTERM)
+        assert hear(crew, Ending).reason == f"signal {signal.SIGTERM:d}"
+    elif how == "stop":
+        worker.stop()
+    else:
+        crew.abandon()
+    if how != "lease":
+        left = hear(crew, Left)
+        hear(crew, None)
+    assert worker.process.wait(PATIENCE_SECONDS)
+    assert ("exit status 143" if how == "sigterm" else "exit status 0") in worker.process.how_it_ended()
+    told = work(load, [Join(long.job, long.train_set, attempt=2)], when(Joined, "long", 0, Stop()))
+    (joined,) = of(told, Joined, "long")
+    saved = Path(left.checkpoint) if how != "lease" else tmp_path / "out" / "long" / f"checkpoint-{joined.steps}"
+    assert joined.steps > 0 and read_progress(saved).step == joined.steps
+    if how == "lease":
+        assert "the lease is 1 s" in (tmp_path / "workers" / "gpu0.log").read_text()
+
+
+def test_a_worker_without_a_base_says_why(tmp_path: Path, crews: list[Crew]) -> None:
+    crew = crew_of(crews, tmp_path / "workers", Load(str(tmp_path / "none"), str(tmp_path), "cpu", 0.0))
+    worker = crew.start(0, "none")
+    hear(crew, None)
+    ended = worker.process.how_it_ended()
+    assert "worker of GPU 0 ended with exit status 1" in ended and "no such directory" in ended and "gpu0.log" in ended
+
+
+def test_the_next_controller_finds_it_training(made: Orders, long: Join, tmp_path: Path, crews: list[Crew]) -> None:
+    """It says what it has and goes on with that; steps and attempt are those of before."""
+    load = made.load(tmp_path / "out")
+    first = crew_of(crews, tmp_path / "workers", load)
+    worker = training(first, long, made.base)
+    steps = hear(first, Stepped).steps
+    first.abandon()
+    first.workers.clear()
+    second = crew_of(crews, tmp_path / "workers", load, epoch=2)
+    second.find({0: worker.process._identity})  # type: ignore[attr-defined]
+    found = second.workers[0]
+    assert found.incarnation == worker.incarnation and found.loaded and found.found == GROUP and found.load == load
+    assert found.jobs["long"].attempt == 1 and found.jobs["long"].steps >= steps
+    found.want(GROUP, (long,), False)
+    assert hear(second, Settled).jobs == {"long": 1}
+    assert hear(second, Stepped).steps > steps
+    assert second.workers[0].process.pid == worker.process.pid
+
+
+def test_a_worker_started_by_hand_says_where_nobody_listens(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    bad = {f"unix:{tmp_path}/controller.sock": "no cluster listens", str(tmp_path): "neither an address", "unix:x": "must be unix:"}
+    for address, fact in bad.items():
+        done = subprocess.run([sys.executable, "-m", "tlora.engine.worker", "--connect", address], capture_output=True, check=False)
+        assert done.returncode == 2 and fact in done.stderr.decode(), done.stderr
