@@ -143,13 +143,13 @@ def test_a_cluster_that_is_killed_with_its_workers_goes_on(world: World, tmp_pat
 
 def test_a_killed_controller_finds_its_workers_training(world: World, tmp_path: Path) -> None:
     """Killed three times: no worker ends, none begins a job again, and no step is done twice."""
-    longer = [{**order, "max_steps": 12 * order["max_steps"]} for order in world.orders if order["name"] != "brief"]
+    longer = [{**order, "max_steps": 4 * order["max_steps"]} for order in world.orders if order["name"] != "brief"]
     train(world.base, tmp_path / "whole", longer, deterministic=True)
     cluster = Cluster(world, tmp_path, longer)
     found: list[dict[str, int]] = []
     for kill in range(3):
         with cluster.start() as process:
-            cluster.wait_for_rows(100 * (kill + 1), process)
+            cluster.wait_for_rows(30 * (kill + 1), process)
             found.append(cluster.workers)
             process.kill()
     assert cluster.start().wait() == 0
