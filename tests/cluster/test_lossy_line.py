@@ -18,7 +18,7 @@ import pytest
 
 from tests.cluster.fake_workers import FakeProcess
 from tests.cluster.test_local import job, machine
-from tlora.cluster import local, worker_process
+from tlora.cluster import local
 from tlora.cluster.controller import run
 from tlora.cluster.local import LocalBackend
 from tlora.cluster.remote_worker import RemoteWorker
@@ -41,12 +41,12 @@ from tlora.worker_protocol import (
     Loaded,
     Refused,
     Report,
-    Said,
     Stepped,
     Taken,
     Want,
 )
 
+MOST_UNDER_WAY = 40  # messages, above which nothing is said again: more than a line holds
 MOST_TURNS = 50_000  # hundreds of times what a schedule takes
 NAMES, STEPS, BASE = ("a", "b", "c", "d", "e"), 6, "llama-3-8b"
 
@@ -185,10 +185,9 @@ class World:
         return crew.time_passes()
 
     def deliver(self, far: FarWorker, near: RemoteWorker, message: Any) -> list[tuple[RemoteWorker, Report | None]]:
-        if isinstance(
-            message, Want | Taken
-        ):  # what an earlier controller wanted may come late, and not what it has taken: a Hello was since
-            if far.alive and (isinstance(message, Want) or (self.crew is not None and self.crew.owner.get(near) is far)):
+        if isinstance(message, Want | Taken):
+            # what an earlier controller said came over a connection that had ended before the last Hello
+            if far.alive and self.crew is not None and self.crew.owner.get(near) is far:
                 far.hear(message)
             return []
         if self.crew is None or self.crew.workers.get(near.gpu) is not near or self.crew.owner.get(near) is not far:
@@ -241,6 +240,8 @@ class LossyCrew:
             if self.world.random.random() < 0.1:
                 near.detach(self.sender(far, near))
                 near.attach(far.hello(), self.sender(far, near))
+            if len(self.world.under_way) > MOST_UNDER_WAY:
+                continue
             for said in far.outbox.again() + far.outbox.fresh():
                 self.world.send(far, near, said)
             want = far.settler.want
@@ -277,7 +278,7 @@ class Restless:
     def __call__(self, state: ClusterState) -> list[JobGroup]:
         names = [state.group_on.get(gpu) for gpu in (0, 1)]
         members = [list(state.groups[name].group.job_ids) if name is not None else [] for name in names]
-        waiting = [name for name in state.pending]
+        waiting = list(state.pending)
         if not waiting and self.random.random() < 0.5:
             return []
         for name in waiting:
@@ -330,7 +331,6 @@ def controller(world: World, directory: Path) -> None:
 @pytest.fixture(autouse=True)
 def lossy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(local, "Crew", LossyCrew)
-    monkeypatch.setattr(local, "begin_reign", local.begin_reign)
     yield
     with suppress(AttributeError):
         del LossyCrew.world
@@ -366,6 +366,3 @@ def test_a_schedule_of_before_comes_again(tmp_path: Path, monkeypatch: pytest.Mo
     """Else a failure could not be looked at."""
     states = [obey_schedule(7, tmp_path / str(number), monkeypatch).random.random() for number in range(2)]
     assert states[0] == states[1]
-
-
-__all__ = ["Said", "worker_process"]
