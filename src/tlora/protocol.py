@@ -146,7 +146,10 @@ class GroupReady:
 
 @dataclass(frozen=True, slots=True)
 class GroupFound:
-    """A group of an earlier controller runs as `group`, with `jobs`, which are submitted by this. It is taken over as it is."""
+    """A group of an earlier controller runs as `group`, with `jobs`, which are submitted by this. It is taken over as it is.
+
+    After the last of them a `Tick` follows: what is decided before could want the GPUs of one that is still to be told.
+    """
 
     group: JobGroup
     jobs: tuple[JobSubmitted, ...]

@@ -38,7 +38,7 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
-from tlora.worker_protocol import Ending, Failed, Finished, Left, Stepped
+from tlora.worker_protocol import Ending, Failed, Finished, Left, Refused, Stepped
 
 PROFILE = JobProfile(100.0, 10, 30, 1000)
 
@@ -232,6 +232,59 @@ def test_after_a_death_each_job_runs_alone_until_it_is_past_the_place(backend: L
     worker.obey()
     while GroupReady("g1") not in backend._events:
         heard(backend)
+
+
+def test_only_jobs_that_were_computed_are_suspected(backend: LocalBackend) -> None:
+    """The worker has written down whom it computed when it died; those who were on their way in may have taken the memory."""
+    (worker,) = running(backend, group("g0", 0, "a", "b"))
+    backend.execute(ChangeGroup(group("g0", 0, "a", "b", "c")))
+    assert worker.asked == ["+c"]
+    worker.remote.in_flight = frozenset({"a"})
+    worker.say(Stepped("a", 7, 0.1), None)
+    while not isinstance(backend.poll()[-1], GroupLost):
+        pass
+    assert set(backend._reconciler._alone_until) == {"a", "c"}
+
+
+def test_a_job_that_is_refused_waits_until_somebody_has_gone(backend: LocalBackend) -> None:
+    """The group is ready without it; a new plan is worth another try."""
+    (worker,) = running(backend, group("g0", 0, "a", "b"))
+    backend.execute(ChangeGroup(group("g0", 0, "a", "b", "c")))
+    worker.commands.clear()
+    worker.say(Refused("c", "no memory"))
+    assert backend.poll() == [GroupReady("g0")] and worker.asked == []
+    worker.say(Stepped("a", 3, 0.1))
+    backend.poll()
+    assert worker.asked == []
+    worker.say(Finished("a", {}))
+    assert backend.poll() == [JobFinished("a")] and worker.asked == ["+c"]
+    worker.commands.clear()
+    worker.say(Refused("c", "no memory"))
+    heard(backend)
+    assert worker.asked == []
+    backend.execute(ChangeGroup(group("g0", 0, "b", "c", budget=256)))
+    assert worker.asked == ["+c"]
+
+
+def test_reports_of_an_earlier_attempt_are_void(backend: LocalBackend) -> None:
+    (worker,) = running(backend, group("g0", 0, "a", "b"))
+    backend.execute(StopGroup("g0"))
+    worker.obey()
+    heard(backend)
+    for report in (Stepped("a", 9, 0.1, 1), Finished("a", {}, 1), Failed("a", "late", 1), Left("a", 9, None, 1), Refused("a", "late", 1)):
+        worker._tell(report)
+    heard(backend)
+    assert backend._events == [] and {"a", "b"} <= backend._reconciler.open
+
+
+def test_reports_are_acknowledged_when_the_caller_comes_back(backend: LocalBackend) -> None:
+    """Until then it may not have recorded them."""
+    (worker,) = running(backend, group("g0", 0, "a", "b"))
+    worker.say(Finished("a", {}))
+    end = worker._seq
+    assert backend.poll() == [JobFinished("a")] and worker.taken == end - 1
+    worker.say(Finished("b", {}))
+    assert backend.poll() == [JobFinished("b")] and worker.taken >= end
 
 
 def test_a_suspect_in_a_group_that_runs_has_it_to_itself_for_a_while(backend: LocalBackend) -> None:

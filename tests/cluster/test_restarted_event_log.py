@@ -14,7 +14,7 @@ from tests.sim.small_clusters import cluster_of, even_cost, made_job
 from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
 from tlora.errors import ConfigError
-from tlora.protocol import Action, Event, JobFinished, JobSubmitted, NodeAdded, Tick, to_json
+from tlora.protocol import Action, Event, GroupFound, JobFinished, JobGroup, JobSubmitted, NodeAdded, ParallelPlan, Tick, to_json
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.scheduler import Scheduler
 from tlora.sim.event_log import read_event_log
@@ -79,6 +79,17 @@ def test_a_deadline_is_on_the_clock_of_the_log(tmp_path: Path) -> None:
     written(path, (0.0, order), (100.0, Tick()))
     rows = written(path, (1.0, replace(order, job_id="z")))
     assert rows[0] == (0.0, order) and rows[-1] == (101.0, replace(order, job_id="z", deadline=130.0))
+
+
+def test_the_time_without_a_controller_is_left_out(tmp_path: Path) -> None:
+    """The back end's clock has gone on; so have the times of the jobs that were found."""
+    path, order = tmp_path / "events.jsonl", replace(JOBS[0].job, deadline=150.0, submitted_at=10.0)
+    written(path, (0.0, NodeAdded("n", (0,))), (100.0, Tick()))
+    group = JobGroup("g0", order.base_model, (0,), ParallelPlan(1, 1024), ("a",), (1.0,))
+    with closing(EventLog(path, began_at_seconds=130.0)) as log:
+        log.write(131.0, GroupFound(group, (order,)))
+    found = replace(order, deadline=120.0, submitted_at=-20.0)
+    assert read_event_log(path)[-1] == (101.0, GroupFound(group, (found,)))
 
 
 @pytest.mark.parametrize("cut", [1, 2, 20, 39])

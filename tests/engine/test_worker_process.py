@@ -101,6 +101,7 @@ def test_a_worker_that_is_ended_has_checkpointed_all(made: Orders, long: Join, t
 def test_a_worker_without_a_base_says_why(tmp_path: Path, crews: list[Crew]) -> None:
     crew = crew_of(crews, tmp_path / "workers", Load(str(tmp_path / "none"), str(tmp_path), "cpu", 0.0))
     worker = crew.start(0, "none")
+    worker.want(GROUP, (), False)
     hear(crew, None)
     ended = worker.process.how_it_ended()
     assert "worker of GPU 0 ended with exit status 1" in ended and "no such directory" in ended and "gpu0.log" in ended

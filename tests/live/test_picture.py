@@ -10,6 +10,7 @@ from tlora.live.picture import Picture
 from tlora.protocol import (
     DEFAULT_MAX_SLOWDOWN,
     ChangeGroup,
+    GroupFound,
     GroupLost,
     JobFailed,
     JobFinished,
@@ -64,6 +65,14 @@ def test_a_job_waits_trains_moves_and_ends(tmp_path: Path) -> None:
     picture.see(RejectJob("c", "never fits"))
     assert shown() == {"a": ("done", 0, 50), "b": ("failed", None, 0), "c": ("failed", None, 0)}
     assert picture.failed == {"b": "a bad sample", "c": "never fits"}
+
+
+def test_a_group_that_was_found_trains(tmp_path: Path) -> None:
+    run = RunSpec(base_model="b", output_dir=str(tmp_path), jobs=[JobSpec.model_validate({"name": "a", "data": "d"})])
+    picture = Picture(run, {"a": PROFILE})
+    picture.see(GroupFound(group("a"), (JobSubmitted("a", "base", 1, PROFILE, submitted_at=-5.0),)))
+    (row,) = picture.progress(1.0).jobs
+    assert (row.status, row.gpu) == ("training", 1)
 
 
 def test_the_default_bound_is_the_schedulers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -168,6 +169,21 @@ def cluster(
         again = _again(jobs_file, output_dir, device, gpus, settings)
         print_end(console, results, ["cluster", *again, *(["--policy", policy] if policy != "residual_capacity" else [])])
         raise typer.Exit(exit_code(results.values(), results.signal_number))
+
+
+@app.command()
+def worker(
+    connect: Annotated[
+        str,
+        typer.Option(metavar="ADDRESS", help="unix:/path/to/controller.sock, or the output directory of a cluster.", show_default=False),
+    ],
+    gpu: Annotated[int, typer.Option(min=0, metavar="N", help="The GPU, as the cluster numbers it; the worker sees no other.")] = 0,
+) -> None:
+    """Train for a running cluster on one GPU, until it needs no more. Ctrl-C saves all jobs; the cluster goes on with them elsewhere."""
+    from tlora.engine.worker import run
+
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(gpu))
+    run(connect, gpu)
 
 
 @app.command()

@@ -18,6 +18,7 @@ from tlora.cluster.remote_worker import LEASE_SECONDS, RemoteWorker
 from tlora.cluster.session import Arrived, Gone, Heard, Session, Spoke
 from tlora.cluster.worker_process import WorkerProcess, launch, write_record
 from tlora.link.address import listen
+from tlora.link.flight import read_flight
 from tlora.link.process_identity import ProcessIdentity, identify
 from tlora.version import __version__
 from tlora.worker_protocol import Load, Report
@@ -164,6 +165,8 @@ class Crew:
                 if self.workers.get(worker.gpu) is worker:
                     self._heard_at.pop(worker, None)
                     self._moved_at.pop(worker, None)
+                    if worker.load is not None:
+                        worker.in_flight = read_flight(Path(worker.load.output_dir), worker.process.pid)
                     return [(worker, None)]
             case None:
                 pass

@@ -222,7 +222,6 @@ class LocalBackend:
 
         Who calls it has recorded what the last call returned: only now workers may forget that they reported it.
         """
-        self._crew.acknowledge()
         if self._found:
             self._found = False
             self._adopt()
@@ -230,6 +229,7 @@ class LocalBackend:
             if self._stopped or (self._sealed and not self._asked and not self._reconciler.open):
                 self.close()
                 return []
+            self._crew.acknowledge()  # nothing is left of which the caller has not been told
             self._listen()
             self._pass_time()
             self._settle()
@@ -290,6 +290,7 @@ class LocalBackend:
                 group = replace(found, gpus=(worker.gpu,), job_ids=names, weights=tuple(weights[name] for name in names))
                 self._reconciler.adopt(group)
                 self._events.append(GroupFound(group, jobs))
+        self._events.append(Tick())
         self._settle()
 
     def _is_best_place(self, worker: RemoteWorker, job_id: str) -> bool:

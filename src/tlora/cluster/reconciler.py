@@ -136,11 +136,12 @@ class Reconciler:
             self.events.append(event)
 
     def _blame(self, worker: RemoteWorker, reason: str) -> None:
-        """Any job in a worker that died may be what killed it: each is suspected, and has its next worker to itself. One whose workers
-        die even so fails. A worker that dies before its base is loaded has not begun with its jobs: being alone would tell nothing.
+        """Any job that a worker computed when it died may be what killed it: each is suspected, and has its next worker to itself. One
+        whose workers die even so fails. A worker that dies before its base is loaded has not begun with its jobs: being alone would tell
+        nothing.
         """
         together = worker.loaded and len(worker.jobs) > 1
-        for job_id in worker.jobs:
+        for job_id in worker.suspects:
             self._deaths[job_id] += 1
             if together:
                 self._suspicions[job_id] += 1

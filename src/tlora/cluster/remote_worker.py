@@ -8,7 +8,7 @@ from typing import Protocol
 
 from tlora.link.outbox import Intake
 from tlora.protocol import JobGroup
-from tlora.worker_protocol import Alive, Ending, FromController, Hello, Join, Load, Loaded, Report, Said, Settled, Taken, Want
+from tlora.worker_protocol import Alive, Ending, FromController, Hello, Join, Joined, Load, Loaded, Report, Said, Settled, Taken, Want
 
 LEASE_SECONDS = 600.0
 _NOTHING = Load("", "", "cpu", 0.0)
@@ -52,6 +52,8 @@ class RemoteWorker:
         self.residents: dict[str, int] = {}  # when it was settled last
         self.pulse: Alive | None = None
         self.given_up = ""  # why it was killed
+        self.joined: set[str] = set()  # jobs that have taken part in its micro-batches
+        self.in_flight: frozenset[str] = frozenset()  # jobs of its last micro-batch, when it has ended; empty if that is not known
         self._want = Want(epoch, epoch * NUMBERS_PER_EPOCH, load or _NOTHING, lease_seconds=lease_seconds)
         self._intake = Intake()
         self._send: Send | None = None
@@ -115,6 +117,7 @@ class RemoteWorker:
         if self.incarnation is None:
             self.incarnation, self._intake = hello.incarnation, Intake(hello.last_seq)
             self.loaded, self.found = hello.loaded, hello.group
+            self.joined |= {held.job_id for held in hello.jobs if held.resident}
             self.jobs |= {held.job_id: Held(held.attempt, held.steps) for held in hello.jobs}
         self._send = send
         self._say_want()
@@ -133,6 +136,8 @@ class RemoteWorker:
                 self.loaded = True
             case Ending():
                 self.doomed = True
+            case Joined(job_id):
+                self.joined.add(job_id)
             case Settled(generation, jobs) if generation == self._want.generation:
                 self.settled, self.residents = generation, jobs
                 wanted = {join.job.name for join in self._want.jobs}
@@ -141,6 +146,11 @@ class RemoteWorker:
             case _:
                 pass
         return said.report
+
+    @property
+    def suspects(self) -> list[str]:
+        """The jobs that may have ended it: those that it computed, and those that were on their way in."""
+        return [name for name in self.jobs if not self.in_flight or name in self.in_flight or name not in self.joined]
 
     def holds(self, job_id: str, attempt: int) -> bool:
         held = self.jobs.get(job_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,10 @@ class Driver:
         places.serving.write(directory, job.spec, job.data.report, note)
         return Opened(run, state)
 
-    def let_in(self, opened: Opened) -> None:
-        """The job joins the group; one that was finished before hands its adapter over once more; one without a recorder is refused."""
+    def let_in(self, opened: Opened, wait: Callable[[str], object] | None = None) -> None:
+        """The job joins the group; one that was finished before hands its adapter over once more; one without a recorder is refused. With
+        `wait`, one for which there is no memory now is left out again (`Engine.join`).
+        """
         run, name = opened.run, opened.run.spec.name
         recorder = attempt(self._record, run)
         if isinstance(recorder, Failure):
@@ -83,7 +86,11 @@ class Driver:
         if run.progress.finished:
             self.records.hand_over(name)
         else:
-            self.group.join(run, opened.state)
+            self.group.join(run, opened.state, wait and partial(self._leave_out, name, wait))
+
+    def _leave_out(self, name: str, wait: Callable[[str], object], reason: str) -> None:
+        self.records.drop(name)
+        wait(reason)
 
     def follow(self, job: PlannedJob) -> JobRun:
         """Compute the replicas here of a job that has its home, and its files, on another rank."""

@@ -11,12 +11,14 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from tlora import durable
 from tlora.data.dataset import find_damage
 from tlora.data.prepare import Prepared, open_sets, prepare
 from tlora.engine.commands import Command, Leave, Share, Stop
@@ -29,6 +31,7 @@ from tlora.group.reports import Ended
 from tlora.group.reports import Report as GroupReport
 from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec, RunSpec
+from tlora.link.flight import FlightRecorder
 from tlora.planning.memory_bound import MemoryBound
 from tlora.planning.plan import PlannedJob, fixed_depth, plan_job, prepare_requests
 from tlora.store.claim import Claim, HeldError, take_claim
@@ -86,11 +89,14 @@ class Trainer:
         writer, reserve = Writer(lambda: inbox.put(_Written())), DiskReserve(self._directory, {}, note)
         self._serving = ServingFiles(load.base_model)
         self._claims: dict[str, Claim] = {}
+        durable.make_directory(self._directory)
+        self._flight = FlightRecorder(self._directory)
         context = RunContext(public_name(load.base_model), clock, note, reserve, writer, fence=self._check_claim)
         self._driver = Driver(model, context, Places(self._directory, self._serving, load.report_to), STARTING_BUDGET)
         self._share = Share(STARTING_BUDGET)
         self._driver.listener = self._listen
         self._group, self._records = self._driver.group, self._driver.records
+        self._group.begin = self._begin
         self._preparing: dict[str, Join] = {}
         self._opening: set[str] = set()
         self._unwanted: set[str] = set()  # of those: told to leave before they were in
@@ -105,6 +111,11 @@ class Trainer:
         finally:
             self._driver.close()  # the process exits without a look at its threads
             self._tell_ended()
+        self._flight.close()
+
+    def _begin(self, jobs: tuple[str, ...]) -> None:
+        self._pulse.in_flight = jobs
+        self._flight.begin(jobs)
 
     def _look(self, _: object) -> None:
         self._pulse.begin("training")
@@ -168,15 +179,29 @@ class Trainer:
         fixed = fixed_depth(self._load.recompute, self._group.model.num_layers)
         return self._share.recomputed_layers if fixed is None else fixed
 
+    def _demand(self, runs: Sequence[JobRun]) -> tuple[int, int, list[PlannedJob]]:
+        """The longest sample of `runs`, recomputed layers, and the jobs as the memory model has them."""
+        jobs = [PlannedJob(run.spec, layout=self._group.model.layout(run.spec)) for run in runs]
+        return max((run.longest for run in runs), default=1), self._recomputed_layers(), jobs
+
+    def _fits(self, newcomer: JobRun) -> bool:
+        """Beside those who are here; alone, it was looked at before."""
+        runs = list(self._group.runs.values())
+        return self._bound is None or not runs or self._bound.holds(*self._demand([*runs, newcomer]))
+
+    def _put_off(self, name: str, reason: str) -> None:
+        """The job cannot join now. Nobody else notices."""
+        self._paces.pop(name, None)
+        self._release(name)
+        self._send(Refused(name, reason))
+
     def _apply_share(self, newcomer: JobRun | None = None) -> None:
         """What the last Share says, as far as the run options leave it open; room is kept for a `newcomer`."""
         group, share, layers = self._group, self._share, self._recomputed_layers()
         budget = share.token_budget
         if self._bound is not None:
             runs = [*group.runs.values(), *([newcomer] if newcomer else [])]
-            longest = max((run.longest for run in runs), default=1)
-            jobs = [PlannedJob(run.spec, layout=group.model.layout(run.spec)) for run in runs]
-            budget = self._bound.lower(budget, longest, layers, jobs)
+            budget = self._bound.lower(budget, *self._demand(runs))
         group.share(budget, layers, share.weights)
 
     def _check_claim(self, directory: Path) -> None:
@@ -226,11 +251,13 @@ class Trainer:
             self._send(Refused(name, str(opened)))
         elif isinstance(opened, Failure):
             self._driver.refuse(spec, opened.reason)
+        elif not self._fits(opened.run):
+            self._put_off(name, f"beside {', '.join(self._group.runs)} its memory does not suffice below memory_limit")
         else:
             self._paces[name] = StepTimer(opened.run.progress.step, time.monotonic())
             if self._bound is not None:
                 self._apply_share(opened.run)
-            self._driver.let_in(opened)
+            self._driver.let_in(opened, partial(self._put_off, name))
             if name in self._group.runs:  # and not at its end already
                 self._send(Joined(name, opened.run.progress.step))
 

@@ -152,9 +152,12 @@ def serve(address: str, gpu: int) -> int:
 def _open_trainer(load: Load, worker: Worker) -> Any:
     """The model libraries, then the base."""
     with no_collection():
+        import torch
         from transformers.utils import logging
 
         from tlora.engine.trainer import Trainer
+    if load.device == "cpu":
+        torch.set_num_threads(1)  # bits depend on their number, and workers on one CPU are like GPUs of their own
     logging.disable_progress_bar()  # the last line of the log is what is told of a worker that has died
     logging.set_verbosity_error()
     return Trainer(load, worker.inbox, worker.report, worker.pulse)

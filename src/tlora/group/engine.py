@@ -78,12 +78,14 @@ class Engine:
         self.decisions = decisions or Decisions()
         self._smallest_budget, self._unexplained = smallest_budget, 0
         self.runs: dict[str, JobRun] = {}
+        self.begin: Callable[[tuple[str, ...]], object] = lambda _: None  # is told the jobs of each micro-batch before it is computed
         self._weights: dict[str, float] = {}
         self._stepping: _Stepping | None = None
         self._exchange: Exchange = exchange or RunningSums()
 
-    def join(self, run: JobRun, state: AdapterState | None = None) -> None:
-        """Let a job in with `state` (default: a new adapter); it offers its first batch at once. A job that cannot join fails alone.
+    def join(self, run: JobRun, state: AdapterState | None = None, wait: Callable[[str], object] | None = None) -> None:
+        """Let a job in with `state` (default: a new adapter); it offers its first batch at once. A job that cannot join fails alone. Where
+        others are in, and too little memory is left beside them, `wait` is called instead, with the reason; nothing has changed then.
 
         A job whose home is another rank waits here for its weights, and is never reported.
         """
@@ -92,7 +94,9 @@ class Engine:
         joined = self.decisions.result(attempt(self.model.join, name, run.spec, run.spec, run.total_steps, state))
         if isinstance(joined, Failure):
             self._exchange.leave(name, joined.reason)
-            if run.leads:
+            if wait is not None and self.runs and is_out_of_memory(joined.error):
+                wait(joined.reason)
+            elif run.leads:
                 self._listen(Ended(name, run.progress, "failed", joined.reason))
             return
         run.saved_step = run.progress.step or -1
@@ -271,6 +275,7 @@ class Engine:
         return self.model.state(run.spec.name).layout.numel
 
     def _compute(self, kind: str, rows: tuple[Row, ...], tokens: int) -> dict[str, JobLoss]:
+        self.begin(tuple(name for name, _ in groupby(row.job_id for row in rows)))
         pad_to = prepared_budget(tokens, self.token_budget) if self.model.device.type == "cuda" else 0
         batch: PackedBatch = collate([self.runs[row.job_id].batch_row(row) for row in rows], self.model.device, pad_to)
         present = {row.job_id: self.runs[row.job_id].objective for row in rows}

@@ -49,7 +49,7 @@ class Picture:
             case GroupFound(group, jobs):
                 self._groups[group.group_id] = group
                 for job in jobs:
-                    self._change(job.job_id, status="training")
+                    self._change(job.job_id, status="training", gpu=group.gpus[0])
             case StartGroup(group) | ChangeGroup(group):
                 self._groups[group.group_id] = group
             case StopGroup(group_id) | GroupLost(group_id):

@@ -25,6 +25,10 @@ class MemoryBound:
         """A job that does not fit by itself, in micro-batches of its longest sample, gets a problem that says so."""
         check_capacity(job, replace(self._at(job.longest, recomputed_layers, [job]), longest=job.longest))
 
+    def holds(self, longest: int, recomputed_layers: int, jobs: Sequence[PlannedJob]) -> bool:
+        """Whether all `jobs` fit at once, in micro-batches of the `longest` sample of any."""
+        return self._at(longest, recomputed_layers, jobs).fits([job.layout for job in jobs if job.layout is not None])
+
     def lower(self, token_budget: int, longest: int, recomputed_layers: int, jobs: Sequence[PlannedJob]) -> int:
         """The largest of `token_budget`, its half, its quarter, … with which all `jobs` fit at once; `longest` if none does."""
         budget, layouts = max(token_budget, longest), [job.layout for job in jobs if job.layout is not None]

@@ -112,7 +112,7 @@ class Scheduler:
             case Tick():
                 return [], True
             case GroupFound():
-                return self._adopt(event), True
+                return self._adopt(event), False  # others may follow; a back end tells a Tick after the last
             case GroupLost():
                 known = event.group_id in state.groups
                 if known:

@@ -331,6 +331,11 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------------------------------
 
+    def drop(self) -> None:
+        """The job has not begun: nothing is written of it."""
+        self._context.reserve.forget(self._directory)
+        self._tracker.close()
+
     def result(self, status: Status, reason: str = "") -> JobResult:
         """Write `result.json`, close the trackers and give back what was kept for this job on the disk."""
         run, p = self._run, self._run.progress

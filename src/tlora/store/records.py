@@ -22,6 +22,10 @@ class Records:
         """Before the job joins."""
         self._recorders[name] = recorder
 
+    def drop(self, name: str) -> None:
+        """A job that did not join after all: it has no result."""
+        self._recorders.pop(name).drop()
+
     def hand_over(self, name: str) -> None:
         """A job that was finished before does not join: it hands its adapter over once more."""
         self.ending[name] = self._recorders[name].hand_over()

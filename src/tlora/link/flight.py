@@ -1,0 +1,50 @@
+"""Which jobs a worker was computing when it died: a small file that it writes before each micro-batch, and that outlives a SIGKILL."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import cast
+
+_BYTES = 1 << 16  # of a file at most
+
+
+class FlightRecorder:
+    """Written without a sync: what the kernel has survives the process. Where it cannot be written, nothing is known."""
+
+    def __init__(self, directory: Path) -> None:
+        self._last: tuple[str, ...] | None = None
+        self._handle, self._path = -1, _path(directory, os.getpid())
+        with contextlib.suppress(OSError):
+            self._handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+
+    def begin(self, jobs: tuple[str, ...]) -> None:
+        """These are computed from now on."""
+        if jobs != self._last and self._handle >= 0:
+            self._last = jobs
+            with contextlib.suppress(OSError):
+                os.pwrite(self._handle, json.dumps(jobs).encode() + b"\n", 0)
+
+    def close(self) -> None:
+        """The worker ends by itself: there is nothing to find out."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+            self._path.unlink(missing_ok=True)
+
+
+def read_flight(directory: Path, pid: int) -> frozenset[str]:
+    """The jobs that the worker which was process `pid` computed last; empty where that is not known. The file is removed."""
+    path = _path(directory, pid)
+    with contextlib.suppress(OSError, ValueError):
+        with path.open("rb") as file:
+            found: object = json.loads(file.read(_BYTES).split(b"\n")[0])
+        path.unlink()
+        return frozenset(cast("list[str]", found)) if isinstance(found, list) else frozenset()
+    return frozenset()
+
+
+def _path(directory: Path, pid: int) -> Path:
+    return directory / f".flight-{pid}"

@@ -1,0 +1,195 @@
+"""Who may be a worker: real sockets, spoken to by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tlora.cluster import crew as crew_room
+from tlora.cluster import session
+from tlora.cluster.crew import Crew, Limits
+from tlora.cluster.store_files import begin_reign
+from tlora.cluster.worker_process import read_records, write_record
+from tlora.errors import ConfigError
+from tlora.link.address import connect, listen
+from tlora.link.process_identity import identify
+from tlora.version import __version__
+from tlora.worker_protocol import HeldJob, Hello, Load, Loaded, Said, worker_line
+
+HELLO = Hello("mine", (0,), {"tlora": __version__}, Load("b", "o", "cpu", 0.0), True, jobs=(HeldJob("a", 7, 3, True),), epoch=1)
+
+
+class Station:
+    """A crew whose notes are kept, and which listens in a thread."""
+
+    def __init__(self, directory: Path, epoch: int = 5) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.notes: list[str] = []
+        self.crew = Crew(directory, epoch, lambda base: Load(base, "o", "cpu", 0.0), (0, 1), Limits(), self.notes.append)
+        self._ended = threading.Event()
+        self.reports: list[Any] = []
+        self._thread = threading.Thread(target=self._listen)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while not self._ended.is_set():
+            self.reports += self.crew.listen(0.05)
+
+    def say(self, line: bytes) -> dict[str, Any]:
+        """What it answers first; nothing where it ends the connection."""
+        with connect(self.crew.address) as connection:
+            connection.sendall(line)
+            return self.answer(connection)
+
+    def answer(self, connection: socket.socket) -> dict[str, Any]:
+        connection.settimeout(60)
+        with connection.makefile("rb") as lines:
+            return json.loads(lines.readline() or b"{}")
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.crew.abandon()
+
+
+@pytest.fixture
+def station(tmp_path: Path) -> Iterator[Station]:
+    made = Station(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("line", "facts"),
+    [
+        (worker_line(replace(HELLO, versions={"tlora": "0.0.1"})), ("tlora 0.0.1", __version__, "same version")),
+        (worker_line(replace(HELLO, protocol=3)), ("protocol 3", "controller's version")),
+        (b'{"kind":"hello"}\n', ("protocol None",)),
+        (worker_line(replace(HELLO, gpus=(7,))), ("GPUs [7]", "[0, 1]")),
+        (worker_line(replace(HELLO, gpus=(0, 1))), ("GPUs [0, 1]",)),
+        (worker_line(replace(HELLO, epoch=6)), ("later controller", "epoch 6")),
+        (worker_line(Said(1, 1, Loaded())), ("must be a Hello",)),
+        (b"GET / HTTP/1.1\r\n\r\n", ("none of protocol 2",)),
+        (b'{"kind":"hello","protocol":2,"gpus":"all"}\n', ("none of protocol 2",)),
+        (worker_line(HELLO) * 2, ()),
+    ],
+)
+def test_a_hello_that_is_none_of_ours_is_refused_with_one_message(station: Station, line: bytes, facts: tuple[str, ...]) -> None:
+    answer = station.say(line)
+    if facts:
+        assert answer["kind"] == "refusal" and all(fact in answer["reason"] for fact in facts), answer
+        assert not station.crew.workers
+    else:  # the first of two is in order, the second ends the connection
+        assert answer["kind"] == "taken" or "second Hello" in answer["reason"]
+    deadline = time.monotonic() + 60
+    while not station.notes:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert len(station.notes) == 1 and station.notes[0].startswith("refused: ")
+
+
+def test_a_torn_hello_is_none(station: Station) -> None:
+    with connect(station.crew.address) as connection:
+        connection.sendall(worker_line(HELLO)[:-5])
+        connection.shutdown(socket.SHUT_WR)
+        assert "before its Hello" in station.answer(connection)["reason"]
+    assert not station.crew.workers
+
+
+def test_a_late_hello_is_none(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "HELLO_SECONDS", 0.2)
+    with connect(station.crew.address) as connection:
+        assert "without a Hello for 0.2 s" in station.answer(connection)["reason"]
+
+
+def test_another_users_connection_is_refused(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "peer_pid", lambda _: None)
+    assert "another user" in station.say(worker_line(HELLO))["reason"]
+
+
+def test_a_gpu_has_one_worker(station: Station) -> None:
+    """Who claims to be it, and is another process or another incarnation, is refused; a worker that was given up is too."""
+    with connect(station.crew.address) as connection:
+        connection.sendall(worker_line(HELLO))
+        assert station.answer(connection)["kind"] == "taken"
+        worker = station.crew.workers[0]
+        assert worker.jobs["a"].attempt == 7 and worker.process.pid == os.getpid()
+        assert "has a worker already" in station.say(worker_line(replace(HELLO, incarnation="another's")))["reason"]
+        assert station.say(worker_line(HELLO))["kind"] == "taken", "it may dial again"
+        worker.given_up = "was stopped"
+        assert "has a worker already" in station.say(worker_line(HELLO))["reason"]
+
+
+def test_the_socket_is_this_users_alone(station: Station, tmp_path: Path) -> None:
+    path = Path(station.crew.address.removeprefix("unix:"))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    path.parent.chmod(0o755)
+    with pytest.raises(ConfigError, match="Make it mode 0700"):
+        connect(station.crew.address)
+    path.parent.chmod(0o700)
+
+
+def test_a_store_with_a_long_path_has_its_socket_elsewhere(tmp_path: Path) -> None:
+    """And the next controller listens at the same place."""
+    directory = tmp_path / ("long" * 30)
+    directory.mkdir()
+    listener, address = listen(directory)
+    listener.close()
+    again, same = listen(directory)
+    again.close()
+    place = Path(address.removeprefix("unix:")).parent
+    assert same == address and directory not in place.parents and stat.S_IMODE(place.stat().st_mode) == 0o700
+    place.chmod(0o777)  # anybody could have put a socket there by now
+    third, other = listen(directory)
+    third.close()
+    assert other != address
+
+
+def test_no_place_for_a_socket_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlora.link.address._bind", lambda _: None)
+    with pytest.raises(ConfigError, match="Set TMPDIR"):
+        listen(tmp_path)
+
+
+def test_epochs_rise_and_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    first, second = begin_reign(tmp_path, continues=False), begin_reign(tmp_path, continues=True)
+    assert (first.epoch, second.epoch) == (1, 2) and second.started_unix_seconds == first.started_unix_seconds
+    (tmp_path / "controller.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is damaged"):
+        begin_reign(tmp_path, continues=False)
+
+
+def test_a_pid_that_is_another_process_by_now_is_no_worker(tmp_path: Path) -> None:
+    identity = identify(os.getpid())
+    assert identity is not None
+    write_record(tmp_path, 0, identity)
+    write_record(tmp_path, 1, replace(identity, start_ticks=identity.start_ticks - 1))
+    write_record(tmp_path, 2, replace(identity, boot="before"))
+    (tmp_path / "gpu3.json").write_text("[]")
+    assert read_records(tmp_path) == {0: identity}
+    replace(identity, start_ticks=1).kill()  # this process lives on
+    assert replace(identity, start_ticks=1).wait(None) and not identity.wait(0.0)
+
+
+def test_a_worker_that_does_not_dial_again_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = os.fork()
+    if not child:
+        while True:
+            time.sleep(60)
+    identity = identify(child)
+    assert identity is not None
+    monkeypatch.setattr(crew_room, "_FOUND_SECONDS", 0.1)
+    made = Crew(tmp_path, 2, lambda base: Load(base, "o", "cpu", 0.0), (0,), Limits(), lambda _: None)
+    made.find({0: identity})
+    made.abandon()
+    assert os.waitpid(child, 0)[1] == 9 and not made.workers

@@ -1,0 +1,368 @@
+"""Messages between controllers and workers are lost, doubled, late and out of order; workers and controllers are killed. Nothing but the
+line, the processes and the training is made up here.
+
+In every schedule each job ends exactly once, and is never in two workers at a time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.fake_workers import FakeProcess
+from tests.cluster.test_local import job, machine
+from tlora.cluster import local
+from tlora.cluster.controller import run
+from tlora.cluster.local import LocalBackend
+from tlora.cluster.remote_worker import RemoteWorker
+from tlora.costs.hardware import cost_model
+from tlora.engine.commands import Leave, Stop
+from tlora.engine.settler import Settler
+from tlora.link.outbox import Outbox
+from tlora.protocol import Action, Event, JobFailed, JobFinished, JobGroup, JobProfile, JobSubmitted, ParallelPlan
+from tlora.scheduler.scheduler import Scheduler
+from tlora.scheduler.state import ClusterState
+from tlora.worker_protocol import (
+    Alive,
+    Finished,
+    FromController,
+    FromWorker,
+    Hello,
+    Join,
+    Joined,
+    Left,
+    Loaded,
+    Refused,
+    Report,
+    Stepped,
+    Taken,
+    Want,
+)
+
+MOST_UNDER_WAY = 40  # messages, above which nothing is said again: more than a line holds
+MOST_TURNS = 50_000  # hundreds of times what a schedule takes
+NAMES, STEPS, BASE = ("a", "b", "c", "d", "e"), 6, "llama-3-8b"
+
+
+@dataclass
+class Disk:
+    """What is there of each job: its steps, and which worker writes."""
+
+    steps: Counter[str] = field(default_factory=Counter)
+    writer: dict[str, FarWorker] = field(default_factory=dict)
+    ended: Counter[str] = field(default_factory=Counter)  # as controllers have recorded it
+
+
+class FarWorker:
+    """A worker's settler and outbox, and a trainer that counts."""
+
+    def __init__(self, world: World, gpu: int) -> None:
+        self.world, self.gpu, self.process = world, gpu, FakeProcess(gpu)
+        self.incarnation = f"{gpu}-{world.random.random()}"
+        self.settler, self.outbox = Settler(), Outbox()
+        self.steps: dict[str, int] = {}
+        self.joining: list[str] = []
+        self.alive = True
+        self.load: Any = None
+
+    def hello(self) -> Hello:
+        want, held = self.settler.want, self.settler.held
+        ends = [end for end in self.outbox.ends() if all(end.job_id != one.job_id for one in held)]
+        given = (want.group, want.epoch, want.generation) if want is not None else (None, 0, 0)
+        return Hello(
+            self.incarnation, (self.gpu,), {}, self.load, self.settler.loaded, given[0], (*held, *ends), *given[1:], self.outbox.last_taken
+        )
+
+    def hear(self, message: FromController) -> None:
+        if isinstance(message, Taken):
+            self.outbox.taken(message.seq)
+        elif isinstance(message, Want) and self.settler.hear_want(message):
+            self.load = self.load or message.load
+        self.obey()
+
+    def tell(self, report: Report) -> None:
+        self.settler.hear_report(report)
+
+    def obey(self) -> None:
+        while self.settler.commands:
+            command = self.settler.commands.pop(0)
+            if isinstance(command, Join):
+                self.joining.append(command.job.name)
+            elif isinstance(command, Leave):
+                self.let_go(command.job_id)
+            elif isinstance(command, Stop):
+                for name in [*self.joining, *self.steps]:
+                    self.let_go(name)
+                self.world.end(self)
+        for report in self.settler.reports:
+            self.outbox.put(report, self.settler.want.generation if self.settler.want else 0)
+        self.settler.reports.clear()
+
+    def let_go(self, name: str) -> None:
+        if name in self.joining:
+            self.joining.remove(name)
+            self.tell(Left(name, 0, None))
+        elif name in self.steps:
+            self.world.disk.steps[name] = self.steps.pop(name)
+            del self.world.disk.writer[name]
+            self.tell(Left(name, self.world.disk.steps[name], None))
+
+    def work(self) -> None:
+        """Something happens: the base is loaded, a job is let in, or a step is done."""
+        disk, chance = self.world.disk, self.world.random
+        if self.load is not None and not self.settler.loaded:
+            self.tell(Loaded())
+        elif self.joining and self.settler.loaded and chance.random() < 0.5:
+            name = self.joining.pop()
+            if chance.random() < 0.1:
+                self.tell(Refused(name, "no memory now"))
+            else:
+                assert name not in disk.writer, f"{name} is written by {disk.writer[name].incarnation} and {self.incarnation}"
+                if disk.steps[name] >= STEPS:
+                    self.tell(Finished(name, {}))
+                else:
+                    disk.writer[name], self.steps[name] = self, disk.steps[name]
+                    self.tell(Joined(name, self.steps[name]))
+        elif self.steps:
+            name = chance.choice(sorted(self.steps))
+            self.steps[name] += 1
+            self.tell(Stepped(name, self.steps[name], 1.0))
+            if self.steps[name] == STEPS:
+                disk.steps[name] = self.steps.pop(name)
+                del disk.writer[name]
+                self.tell(Finished(name, {}))
+        self.obey()
+
+
+class World:
+    """Two GPUs with their workers, which outlive controllers, and the messages under way in both directions."""
+
+    def __init__(self, seed: int) -> None:
+        self.random, self.disk = random.Random(seed), Disk()
+        self.far: dict[int, FarWorker] = {}
+        self.crew: LossyCrew | None = None
+        self.log: list[Event | Action] = []
+        self.under_way: list[tuple[FarWorker, RemoteWorker, FromWorker | FromController]] = []
+        self.kills = self.controllers = self.turns = 0
+        chance = self.random.random
+        self.drop, self.double, self.disorder = 0.4 * chance(), 0.4 * chance(), chance()
+        self.deadly = 0.02 * chance() if chance() < 0.5 else 0.0
+
+    def end(self, worker: FarWorker) -> None:
+        """Its process is gone."""
+        worker.alive = False
+        self.disk.writer = {name: writer for name, writer in self.disk.writer.items() if writer is not worker}
+        if self.far.get(worker.gpu) is worker:
+            del self.far[worker.gpu]
+
+    def send(self, far: FarWorker, near: RemoteWorker, message: FromWorker | FromController) -> None:
+        if self.random.random() >= self.drop:
+            self.under_way += [(far, near, message)] * (2 if self.random.random() < self.double else 1)
+
+    def turn(self) -> list[tuple[RemoteWorker, Report | None]]:
+        """One thing happens. What the controller hears by it."""
+        chance, crew = self.random, self.crew
+        self.turns += 1
+        assert crew is not None and self.turns < MOST_TURNS, "nothing happens any more"
+        what = chance.random()
+        if what < self.deadly and self.far and self.kills < 2:
+            self.kills += 1
+            self.end(chance.choice(list(self.far.values())))
+            return []
+        if what < 0.35 and self.far:
+            chance.choice(list(self.far.values())).work()
+            return []
+        if what < 0.85 and self.under_way:
+            place = chance.randrange(len(self.under_way)) if chance.random() < self.disorder else 0
+            return self.deliver(*self.under_way.pop(place))
+        return crew.time_passes()
+
+    def deliver(self, far: FarWorker, near: RemoteWorker, message: Any) -> list[tuple[RemoteWorker, Report | None]]:
+        if isinstance(message, Want | Taken):
+            # what an earlier controller said came over a connection that had ended before the last Hello
+            if far.alive and self.crew is not None and self.crew.owner.get(near) is far:
+                far.hear(message)
+            return []
+        if self.crew is None or self.crew.workers.get(near.gpu) is not near or self.crew.owner.get(near) is not far:
+            return []
+        if isinstance(message, Alive):
+            near.hear_alive(message)
+        elif isinstance(message, Hello):
+            near.attach(message, self.crew.sender(far, near))
+        elif (report := near.take(message)) is not None:
+            return [(near, report)]
+        return []
+
+
+class LossyCrew:
+    """Stands in for `Crew`. A worker is told and heard through the world."""
+
+    world: World
+    address = "unix:/nowhere"
+
+    def __init__(self, directory: Path, epoch: int, loads: Any, gpus: Any, limits: Any, note: Any) -> None:
+        self._epoch, self._loads = epoch, loads
+        self.workers: dict[int, RemoteWorker] = {}
+        self.owner: dict[RemoteWorker, FarWorker] = {}
+        self.world.crew = self
+
+    def sender(self, far: FarWorker, near: RemoteWorker) -> Any:
+        return lambda message: self.world.send(far, near, message)
+
+    def find(self, records: Any) -> None:
+        """Those that live have dialled again: a connection begins with a Hello, or is none."""
+        for gpu, far in self.world.far.items():
+            near = self.workers[gpu] = RemoteWorker(gpu, far.load, far.process, self._epoch)
+            self.owner[near] = far
+            near.attach(far.hello(), self.sender(far, near))
+
+    def start(self, gpu: int, base_model: str) -> None:
+        far = self.world.far[gpu] = FarWorker(self.world, gpu)
+        near = self.workers[gpu] = RemoteWorker(gpu, self._loads(base_model), far.process, self._epoch)
+        self.owner[near] = far
+        near.attach(far.hello(), self.sender(far, near))
+
+    def time_passes(self) -> list[tuple[RemoteWorker, Report | None]]:
+        """Signs of life, and what has not been acknowledged once more; deaths are seen. Sometimes a connection begins anew."""
+        found: list[tuple[RemoteWorker, Report | None]] = []
+        for gpu, near in list(self.workers.items()):
+            far = self.owner[near]
+            if not far.alive:
+                found.append((near, None))
+                continue
+            if self.world.random.random() < 0.1:
+                near.detach(self.sender(far, near))
+                near.attach(far.hello(), self.sender(far, near))
+            if len(self.world.under_way) > MOST_UNDER_WAY:
+                continue
+            for said in far.outbox.again() + far.outbox.fresh():
+                self.world.send(far, near, said)
+            want = far.settler.want
+            self.world.send(far, near, Alive(want.generation if want else 0, "training", 0))
+            assert self.workers[gpu] is near
+        return found
+
+    def listen(self, timeout_seconds: float) -> list[tuple[RemoteWorker, Report | None]]:
+        for _ in range(20):
+            if found := self.world.turn():
+                return found
+        return []
+
+    def wake(self) -> None:
+        pass
+
+    def acknowledge(self) -> None:
+        for worker in self.workers.values():
+            worker.acknowledge()
+
+    def abandon(self) -> None:
+        pass
+
+    def close(self, stop_seconds: float) -> None:
+        self.workers.clear()
+
+
+class Restless:
+    """A policy that often wants something else: it puts jobs anywhere and moves one now and then."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.random = chance
+
+    def __call__(self, state: ClusterState) -> list[JobGroup]:
+        names = [state.group_on.get(gpu) for gpu in (0, 1)]
+        members = [list(state.groups[name].group.job_ids) if name is not None else [] for name in names]
+        waiting = list(state.pending)
+        if not waiting and self.random.random() < 0.5:
+            return []
+        for name in waiting:
+            members[self.random.randrange(2)].append(name)
+        source = self.random.randrange(2)
+        if not waiting and members[source]:
+            members[1 - source].append(members[source].pop(self.random.randrange(len(members[source]))))
+        wanted: list[JobGroup] = []
+        for gpu, own in enumerate(members):
+            group_id = names[gpu] or f"g{state.groups_opened + gpu}"
+            if own or names[gpu] is not None:
+                plan = ParallelPlan(1, self.random.choice((512, 1024)))
+                wanted.append(JobGroup(group_id, BASE, (gpu,), plan, tuple(own), tuple(1.0 for _ in own)))
+        return wanted
+
+
+class KilledError(Exception):
+    """The controller's end."""
+
+
+def controller(world: World, directory: Path) -> None:
+    """One controller's time, over the jobs that have not ended: to the end of all, or to its own."""
+    world.controllers += 1
+    dies_at = world.random.randint(1, 60) if world.controllers <= 2 and world.random.random() < 0.5 else 10**9
+    events = 0
+    backend = LocalBackend(machine(directory, base_models={BASE: "models/base"}))
+    for name in NAMES:
+        if not world.disk.ended[name]:
+            profile = JobProfile(100.0, STEPS, 30, 1000)
+            backend.submit(JobSubmitted(name, BASE, 1, profile), job(name), at_seconds=-1.0 if world.controllers > 1 else None)
+    backend.seal()
+
+    def record(_: float, item: Event | Action) -> None:
+        nonlocal events
+        events += 1
+        if events > dies_at:
+            raise KilledError
+        world.log.append(item)
+        if isinstance(item, JobFinished | JobFailed):
+            world.disk.ended[item.job_id] += 1
+
+    try:
+        run(Scheduler(Restless(world.random), cost_model(), None), backend, record)
+    except KilledError:
+        backend.abandon()
+        world.crew = None
+        controller(world, directory)
+
+
+@pytest.fixture(autouse=True)
+def lossy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(local, "Crew", LossyCrew)
+    yield
+    with suppress(AttributeError):
+        del LossyCrew.world
+
+
+def obey_schedule(seed: int, directory: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    world = LossyCrew.world = World(seed)
+    # what is on the disk of a real worker tells a later controller that there is one
+    monkeypatch.setattr(local, "read_records", lambda _: dict.fromkeys(world.far))
+    controller(world, directory)
+    return world
+
+
+SOME, ALL = 15, 100  # schedules of one test, of which there are ten
+SEEDS = [(first, SOME) for first in range(0, 1000, ALL)]
+REST = [pytest.param((first + SOME, ALL - SOME), marks=pytest.mark.soak) for first in range(0, 1000, ALL)]
+
+
+@pytest.mark.parametrize("seeds", [*SEEDS, *REST], ids=str)
+def test_every_job_ends_exactly_once(seeds: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, count = seeds
+    kills = controllers = 0
+    for seed in range(first, first + count):
+        world = obey_schedule(seed, tmp_path / str(seed), monkeypatch)
+        assert world.disk.ended == Counter(NAMES), f"schedule {seed}: {world.disk.ended}"
+        assert not world.disk.writer or all(writer.alive for writer in world.disk.writer.values())
+        kills += world.kills
+        controllers += world.controllers - 1
+    assert controllers and kills, "nothing was killed: nothing was tested"
+
+
+def test_a_schedule_of_before_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a failure could not be looked at."""
+    states = [obey_schedule(7, tmp_path / str(number), monkeypatch).random.random() for number in range(2)]
+    assert states[0] == states[1]
