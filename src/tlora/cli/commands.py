@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tlora.cli.serve_command import serve
 from tlora.cli.simulate_command import simulate
 from tlora.garbage import no_collection
 
@@ -244,6 +245,7 @@ def tune(
 
 
 app.command()(simulate)
+app.command()(serve)
 
 
 def _again(jobs_file: Path, output_dir: Path | None, device: str | None, gpus: str | None, settings: list[str] | None) -> list[str]:
