@@ -18,12 +18,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tlora.service.config import Limits, ServerConfig
 from tlora.service.keys import Caller, KeyRing
 from tlora.service.problems import answer
+from tlora.version import __version__
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})  # all else needs a key
 UPLOADS = frozenset({"/v1/files"})
 _ADMIN = ("/v1/keys", "/metrics", "/v1/drain")  # and everything outside of /v1
 _MULTIPART_BYTES = 64 << 10  # around the file of an upload
-_SECURITY = ((b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store"), (b"referrer-policy", b"no-referrer"))
+_SECURITY = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"cache-control", b"no-store"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"tlora-version", __version__.encode()),
+)
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", re.IGNORECASE)
 
 

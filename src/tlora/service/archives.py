@@ -1,11 +1,17 @@
-"""A directory's files as one tar, made while it is sent: nothing is copied to the disk, and its length is known before."""
+"""A directory's files as one tar, made while it is sent: nothing is copied to the disk, and its length is known before.
+
+Its last file is a manifest (`tlora.manifest`) with the hashes of what was sent, so that the receiver can tell.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tlora.manifest import MANIFEST, manifest_of
 
 _BLOCK = 512
 _CHUNK = 1 << 18
@@ -33,29 +39,44 @@ def entries_of(directory: Path, folder: str) -> list[Entry]:
     return found
 
 
-_OWN = frozenset({"MANIFEST.json", "job.json", "metrics.jsonl", "result.json", "data.json"})
+_OWN = frozenset({MANIFEST, "job.json", "metrics.jsonl", "result.json", "data.json"})
 
 
 def tar_bytes(entries: Sequence[Entry]) -> int:
-    return sum(_BLOCK + entry.bytes + -entry.bytes % _BLOCK for entry in entries) + _END
+    return sum(_BLOCK + size + -size % _BLOCK for size in (*(entry.bytes for entry in entries), len(_manifest(entries, {})))) + _END
 
 
 def stream_tar(entries: Sequence[Entry]) -> Iterator[bytes]:
     """`tar_bytes` bytes in all. A file that has changed meanwhile ends the stream early, so that the receiver sees a torn archive."""
+    digests: dict[str, str] = {}
     for entry in entries:
-        info = tarfile.TarInfo(entry.name)
-        info.size, info.mtime, info.mode = entry.bytes, entry.modified, 0o644
-        header = info.tobuf(tarfile.USTAR_FORMAT)
-        assert len(header) == _BLOCK, entry.name
-        yield header
-        rest = entry.bytes
+        yield _header(entry.name, entry.bytes, entry.modified)
+        rest, digest = entry.bytes, hashlib.sha256()
         with entry.path.open("rb") as file:
             while rest:
                 chunk = file.read(min(_CHUNK, rest))
                 if not chunk:
                     return
                 rest -= len(chunk)
+                digest.update(chunk)
                 yield chunk
-        if padding := -entry.bytes % _BLOCK:
-            yield bytes(padding)
-    yield bytes(_END)
+        digests[entry.name] = digest.hexdigest()
+        yield bytes(-entry.bytes % _BLOCK)
+    manifest = _manifest(entries, digests)
+    folder = entries[0].name.partition("/")[0] if entries else "empty"
+    yield _header(f"{folder}/{MANIFEST}", len(manifest), max((entry.modified for entry in entries), default=0))
+    yield manifest + bytes(-len(manifest) % _BLOCK) + bytes(_END)
+
+
+def _header(name: str, size: int, modified: int) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size, info.mtime, info.mode = size, modified, 0o644
+    header = info.tobuf(tarfile.USTAR_FORMAT)
+    assert len(header) == _BLOCK, name
+    return header
+
+
+def _manifest(entries: Sequence[Entry], digests: dict[str, str]) -> bytes:
+    """As long before the hashes are known as afterwards."""
+    unknown = "0" * 64
+    return manifest_of({entry.path.name: {"bytes": entry.bytes, "sha256": digests.get(entry.name, unknown)} for entry in entries})

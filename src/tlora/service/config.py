@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from tlora.errors import ConfigError
 from tlora.job import BasePrecision, DType, MemoryLimit, Recompute
 from tlora.jobs_file import suggest
+from tlora.server_directory import default_directory
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -114,12 +114,6 @@ class ServerConfig(BaseModel):
         """Names that a Host header may give, without ports."""
         own = _LOOPBACK if self.is_local else (self.host,)
         return frozenset(name.strip("[]").lower() for name in (*own, *self.allowed_hosts))
-
-
-def default_directory() -> Path:
-    """$TLORA_HOME, or `tlora/server` in the user's data directory."""
-    home = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    return Path(os.environ.get("TLORA_HOME") or Path(home) / "tlora" / "server").expanduser().absolute()
 
 
 def read_config(path: Path | None, options: Mapping[str, object]) -> ServerConfig:

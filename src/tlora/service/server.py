@@ -19,6 +19,7 @@ from sqlalchemy import Connection, Engine, select
 from tlora import durable
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.errors import ConfigError
+from tlora.server_directory import ADDRESS, FIRST_KEY
 from tlora.service.app import make_app
 from tlora.service.config import ServerConfig
 from tlora.service.controller import Controller, Hall
@@ -32,8 +33,6 @@ from tlora.service.live_state import LiveState
 from tlora.service.machine import Places, find_places
 from tlora.service.services import Bell, Services
 
-FIRST_KEY = "first-key"
-ADDRESS = "address"  # a file with the URL that this server answers at
 _GRACE_SECONDS = 5  # for requests that are being answered when the server ends
 _TICK_SECONDS = 10.0
 

@@ -68,13 +68,17 @@ def find_file(connection: Connection, tenant: str, file_id: str) -> Row[Any]:
     return row
 
 
-def list_files(connection: Connection, tenant: str, before: int | None, count: int, purpose: str | None) -> Sequence[Row[Any]]:
+def list_files(
+    connection: Connection, tenant: str, before: int | None, count: int, purpose: str | None, sha256: str | None = None
+) -> Sequence[Row[Any]]:
     """The newest first, from those before the serial number `before`."""
     query = select(files).where(files.c.tenant == tenant, files.c.deleted.is_(None))
     if before is not None:
         query = query.where(files.c.serial < before)
     if purpose is not None:
         query = query.where(files.c.purpose == purpose)
+    if sha256 is not None:
+        query = query.where(files.c.sha256 == sha256)
     return connection.execute(query.order_by(files.c.serial.desc()).limit(count)).all()
 
 

@@ -66,6 +66,7 @@ def list_files(
     cursor: Cursor = None,
     purpose: Purpose | None = None,
     after: Annotated[str | None, Query(min_length=1, max_length=64, description="A file's id, as OpenAI's clients page.")] = None,
+    sha256: Annotated[str | None, Query(pattern="^[0-9a-f]{64}$", description="Of its bytes: whether an upload can be saved.")] = None,
 ) -> FileList:
     """The newest first."""
     services, tenant = services_of(request), caller_of(request).tenant
@@ -74,7 +75,7 @@ def list_files(
         if cursor is not None:
             raise RefusedError(400, "two_cursors", "cursor and after are both given; give one")
         before = services.read(lambda connection: file_rows.find_file(connection, tenant, after)).serial
-    rows = services.read(lambda connection: file_rows.list_files(connection, tenant, before, limit + 1, purpose))
+    rows = services.read(lambda connection: file_rows.list_files(connection, tenant, before, limit + 1, purpose, sha256))
     shown, more = rows[:limit], len(rows) > limit
     found = [file_view(row) for row in shown]
     following = services.cursors.make(tenant, "files", shown[-1].serial) if more else None
