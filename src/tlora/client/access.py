@@ -88,7 +88,7 @@ def find_url(environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
 def save_key(url: str, key: str) -> Path:
     """For the URL's origin, which becomes the server that is meant. Raises ConfigError."""
     path, saved = key_file(), _saved()
-    content = {"url": url.rstrip("/"), "keys": saved.keys | {origin_of(url): key}}
+    content = {"url": url.rstrip("/"), "keys": {**saved.keys, origin_of(url): key}}
     durable.make_directory(path.parent)
     previous = os.umask(0o077)  # the file is private from its first byte on
     try:

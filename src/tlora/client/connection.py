@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -67,7 +67,7 @@ class Connection:
         return self._read(self._repeat(post), kind)
 
     @contextmanager
-    def stream(self, path: str) -> Iterator[httpx.Response]:
+    def stream(self, path: str) -> Generator[httpx.Response]:
         """An answer whose bytes are read as they come; one that is cut off is a ServiceError."""
         try:
             with self._http.stream("GET", self._url(path), headers=self._headers()) as answer:
@@ -132,9 +132,7 @@ class Connection:
             return
         code, message = _error_of(answer)
         if status == 401:
-            message = (
-                f"{url} does not accept the key from {self.access.key_from}: it is unknown or revoked. Save another with `tlora login`"
-            )
+            message = f"{url}: the key from {self.access.key_from} is unknown there, or revoked. Save another with `tlora login`"
         elif status == 403:
             message = f"{message} (this key is from {self.access.key_from})"
         elif status == 421:

@@ -1,4 +1,4 @@
-"""An adapter from a server to a directory: read as a stream, unpacked file by file, compared with its hashes, and only then in its place."""
+"""An adapter from a server to a directory: a stream, unpacked file by file, compared with its hashes, and only then in its place."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def read_jobs_file(path: str | os.PathLike[str], overrides: Sequence[str] = ()) 
 
 
 def read_sweeps(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[str, dict[str, list[object]]]:
-    """The `sweep` of each job that has one, by the job's name, with its keys in the file's order. For a file that `read_jobs_file` accepts."""
+    """The `sweep` of each job that has one, by the job's name, its keys in the file's order. For a file that `read_jobs_file` accepts."""
     _, (_, _, jobs) = _open(Path(path), overrides, [])
     named = {str(plain(job.fields["name"])): plain(job.fields["sweep"]) for job in jobs if {"name", "sweep"} <= job.fields.keys()}
     return {name: cast("dict[str, list[object]]", sweep) for name, sweep in named.items() if sweep is not None}
