@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from tlora.service.config import ServerConfig
 
 
 def serve(
@@ -27,28 +32,35 @@ def serve(
     from tlora.cli.terminal import exit_on_error
 
     with exit_on_error(debug):
-        from tlora.errors import ConfigError
-
-        try:
-            from tlora.service.config import read_config
-            from tlora.service.server import serve as run_server
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"tlora serve needs the package {error.name!r}: pip install 'tlora[serve]'") from None
         options: dict[str, object] = {
             "data_dir": str(data_dir) if data_dir else None,
             "host": host,
             "port": port,
-            "base_models": _named(base_model) if base_model else None,
+            "base_models": named_bases(base_model) if base_model else None,
             "database_url": database_url,
             "device": device,
             "gpus": _numbers(gpus) if gpus else None,
             "policy": policy,
         }
-        found = read_config(config, {key: value for key, value in options.items() if value is not None})
+        found = read_server_config(config, {key: value for key, value in options.items() if value is not None})
+        from tlora.service.server import serve as run_server
+
         raise typer.Exit(run_server(found, typer.echo))
 
 
-def _named(given: list[str]) -> dict[str, str]:
+def read_server_config(config: Path | None, options: Mapping[str, object]) -> ServerConfig:
+    """Of the server on this machine. Raises ConfigError, also where the server's own packages are not installed."""
+    from tlora.errors import ConfigError
+
+    try:
+        import_module("tlora.service.server")  # all that it needs
+        from tlora.service.config import read_config
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"a server needs the package {error.name!r}: pip install 'tlora[serve]'") from None
+    return read_config(config, options)
+
+
+def named_bases(given: list[str]) -> dict[str, str]:
     """`NAME=PATH`, or a path or hub id alone, which is its own name."""
     found: dict[str, str] = {}
     for text in given:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -59,16 +60,23 @@ def find_access(environment: Mapping[str, str] = os.environ) -> Access:
     """$TLORA_URL with $TLORA_API_KEY, else what `tlora login` saved, else this user's own server on this machine. Raises ConfigError."""
     url, url_from = find_url(environment)
     if environment.get(KEY):
-        return Access(url, environment[KEY].strip(), url_from, f"${KEY}")
+        return Access(url, check_key(environment[KEY].strip(), f"${KEY}"), url_from, f"${KEY}")
     origin, saved = origin_of(url), _saved()
     if origin in saved.keys:
-        return Access(url, saved.keys[origin], url_from, str(key_file()))
+        return Access(url, check_key(saved.keys[origin], str(key_file())), url_from, str(key_file()))
     local, path = _local_url(), default_directory() / FIRST_KEY
     if local is not None and origin == origin_of(local) and path.is_file():
-        return Access(url, _private_text(path).strip(), url_from, str(path))
+        return Access(url, check_key(_private_text(path).strip(), str(path)), url_from, str(path))
     raise ConfigError(
         f"there is no key for {origin}. Set {KEY}, or save one with `tlora login {url}`; keys of other servers are not sent there"
     )
+
+
+def check_key(key: str, where: str) -> str:
+    """`key`, if a header can carry it. Raises ConfigError; the key is not shown."""
+    if not re.fullmatch(r"[!-~]{8,256}", key):
+        raise ConfigError(f"{where}: what stands there is no key; one looks like tml-…, without spaces")
+    return key
 
 
 def find_url(environment: Mapping[str, str] = os.environ) -> tuple[str, str]:

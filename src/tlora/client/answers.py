@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 ENDED = ("succeeded", "failed", "cancelled")
-_LOOSE = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+_LOOSE = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
 
 
 class RemoteJob(BaseModel):
@@ -81,6 +81,12 @@ class Metrics(BaseModel):
 
     data: list[dict[str, Any]]
     next_offset: int
+
+
+class LogText(BaseModel):
+    model_config = _LOOSE
+
+    lines: list[str]
 
 
 class RemoteBase(BaseModel):

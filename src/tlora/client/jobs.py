@@ -56,6 +56,16 @@ def list_events(connection: Connection, job_id: str) -> Iterator[RemoteEvent]:
             return
 
 
+def newest_loss(connection: Connection, job: RemoteJob) -> float | None:
+    """The training loss of its last logged step; None before there is one."""
+    reader = _Losses(connection)
+    while True:
+        offset = reader.offset(job.id)
+        reader.read({job.id: job.model_copy(update={"status": "running"})})
+        if reader.offset(job.id) == offset:
+            return reader.losses.get(job.id)
+
+
 @dataclass(frozen=True, slots=True)
 class Sight:
     """Jobs at one moment, in the order in which they are watched. `losses`: the newest training loss, by id. `away`: why the server does
@@ -113,6 +123,9 @@ class _Losses:
         self._connection = connection
         self._offsets: dict[str, int] = {}
         self.losses: dict[str, float] = {}
+
+    def offset(self, job_id: str) -> int:
+        return self._offsets.get(job_id, 0)
 
     def read(self, jobs: dict[str, RemoteJob]) -> dict[str, float]:
         running = [job.id for job in jobs.values() if job.status == "running"][:_MOST_LOSSES]

@@ -17,7 +17,7 @@ from tlora.job import SOURCE_KEYS, DataConfig, DataSource, JobSpec, RunSpec, may
 from tlora.jobs_file.located import Located, Problem, join_problems, plain, read_yaml
 from tlora.jobs_file.rules import find_booleans, shown, translate
 from tlora.jobs_file.spelling import suggest
-from tlora.jobs_file.sweep import expand
+from tlora.jobs_file.sweep import expand, title_of
 
 MAX_BYTES = 1 << 20
 MAX_JOBS = 10_000
@@ -61,6 +61,23 @@ def read_sweeps(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     _, (_, _, jobs) = _open(Path(path), overrides, [])
     named = {str(plain(job.fields["name"])): plain(job.fields["sweep"]) for job in jobs if {"name", "sweep"} <= job.fields.keys()}
     return {name: cast("dict[str, list[object]]", sweep) for name, sweep in named.items() if sweep is not None}
+
+
+def read_settings(settings: Sequence[str], name: str) -> tuple[dict[str, object], str]:
+    """Of `KEY=VALUE` texts, values as a jobs file has them, and what a sweep over these would call the job `name`. Raises ConfigError."""
+    problems: list[Problem] = []
+    found: Fields = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set {setting}: must be key=value; for example --set learning_rate=1e-4")
+        value = read_yaml(text, lambda _, setting=setting: f"--set {setting}", problems)
+        found[key] = value or Located(None, 0, f"--set {setting}")
+    if problems:
+        raise ConfigError(join_problems(problems))
+    told = {key.removeprefix("data."): value for key, value in found.items() if key != "name"}
+    title = title_of(name, told) if told else f"{name}-again"
+    return {key: plain(value) for key, value in found.items()}, title[:63].rstrip("-._")
 
 
 def _open(file: Path, overrides: Sequence[str], problems: list[Problem]) -> tuple[Located, tuple[Fields, Fields, list[Located]]]:

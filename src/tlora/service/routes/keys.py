@@ -45,9 +45,12 @@ class BaseOrder(BaseModel):
 @router.get("/keys", tags=["keys"])
 def list_keys(request: Request) -> KeyList:
     """Of all tenants, without the keys themselves."""
+    return services_of(request).read(read_keys)
+
+
+def read_keys(connection: Connection) -> KeyList:
     query = select(keys, tenants.c.name.label("tenant_name")).join(tenants, tenants.c.id == keys.c.tenant).order_by(keys.c.created)
-    rows = services_of(request).read(lambda connection: connection.execute(query).all())
-    return KeyList(data=[key_view(row) for row in rows])
+    return KeyList(data=[key_view(row) for row in connection.execute(query)])
 
 
 @router.post("/keys", tags=["keys"], status_code=201)
