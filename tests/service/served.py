@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx
+import uvicorn
 from starlette.testclient import TestClient
 
 from tests.service.fake_cluster import FakeCluster, FakeIntake, fake_hall
@@ -25,7 +29,7 @@ class Served:
     """A running server. `operator` has the first key, `alice` and `bob` are tenants with read and submit."""
 
     opened: Opened
-    client: TestClient
+    client: Any  # of httpx, or its twin for tests
     clusters: list[FakeCluster]
     intakes: list[FakeIntake]
     keys: dict[str, str] = field(default_factory=dict[str, str])
@@ -92,3 +96,27 @@ def serving(directory: Path, *, eager: bool = True, held: bool = False, **change
     with TestClient(opened.app) as client:
         until(lambda: opened.services.live.fault is None)
         yield Served(opened, client, clusters, intakes)
+
+
+@contextmanager
+def listening(directory: Path, *, eager: bool = True, held: bool = False, **changes: Any) -> Iterator[tuple[Served, str]]:
+    """A server on a socket of its own, and its URL: for clients that are somebody else's, and for streams."""
+    config = config_of(directory, **changes)
+    hall, clusters, intakes = fake_hall(config.directory, eager, held)
+    opened = open_server(config, hall)
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(128)
+    server = uvicorn.Server(uvicorn.Config(opened.app, log_level="error", access_log=False, lifespan="on", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        until(lambda: opened.services.live.fault is None)
+        with httpx.Client(base_url=url, timeout=60) as client:
+            yield Served(opened, client, clusters, intakes), url
+    finally:
+        server.should_exit = True
+        thread.join()
+        opened.close()
+        listener.close()
