@@ -13,6 +13,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from tests.service.served import ROW, Served, config_of, serving, until
+from tlora.service import access
 from tlora.service.access import OPEN_PATHS, Guard, needed_scope
 from tlora.service.keys import KeyRing, hash_key, revoke_key
 
@@ -195,13 +196,14 @@ def test_bodies_are_cut_at_their_limit_whatever_they_claim(served: Served) -> No
 def test_a_body_that_comes_too_slowly_is_cut() -> None:
     config = config_of(Path("/nowhere"), limits={"body_seconds": 0.01})
     guard = Guard(lambda *_: None, config, ring=None)  # type: ignore[arg-type]
+    body = access._Body(False)
 
     async def never() -> Any:
         await asyncio.Event().wait()
 
     scope = {"type": "http", "path": "/v1/jobs", "headers": []}
     with pytest.raises(HTTPException) as found:
-        asyncio.run(guard._bound(scope, never)())
+        asyncio.run(guard._bound(scope, never, body)())
     assert found.value.status_code == 408
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 
 from tlora.errors import TloraError
 
@@ -123,7 +123,10 @@ class Writer:
         self._failpoint("answered")
 
     def _fail(self, batch: list[tuple[Operation[Any], Future[Any]]], error: Exception) -> None:
-        why = " ".join(str(getattr(error, "orig", error)).split())
+        first: BaseException = error
+        while isinstance(first.__context__, DBAPIError):  # SQLite rolls back by itself when its disk is full, and undoing then fails too
+            first = first.__context__
+        why = " ".join(str(getattr(first, "orig", first)).split())
         for _, future in batch:
             if not future.done():
                 future.set_exception(StoreError(f"the database cannot be written ({why}); nothing was kept. Send the request again later"))
