@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import InterfaceError, OperationalError
 
 from tlora.errors import TloraError
 
@@ -124,8 +124,8 @@ class Writer:
 
     def _fail(self, batch: list[tuple[Operation[Any], Future[Any]]], error: Exception) -> None:
         first: BaseException = error
-        while isinstance(first.__context__, DBAPIError):  # SQLite rolls back by itself when its disk is full, and undoing then fails too
-            first = first.__context__
+        while (earlier := first.__cause__ or first.__context__) is not None:  # SQLite rolls back when its disk is full: undoing fails too
+            first = earlier
         why = " ".join(str(getattr(first, "orig", first)).split())
         for _, future in batch:
             if not future.done():
