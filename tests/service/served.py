@@ -88,11 +88,13 @@ def config_of(directory: Path, **changes: Any) -> ServerConfig:
 
 
 @contextmanager
-def serving(directory: Path, *, eager: bool = True, held: bool = False, **changes: Any) -> Iterator[Served]:
+def serving(
+    directory: Path, *, eager: bool = True, held: bool = False, failpoint: Callable[[str], None] = lambda _: None, **changes: Any
+) -> Iterator[Served]:
     """A server over `directory`, which may have been another's before."""
     config = config_of(directory, **changes)
     hall, clusters, intakes = fake_hall(config.directory, eager, held)
-    opened = open_server(config, hall)
+    opened = open_server(config, hall, failpoint)
     with TestClient(opened.app) as client:
         until(lambda: opened.services.live.fault is None)
         yield Served(opened, client, clusters, intakes)
