@@ -50,6 +50,13 @@ class _Bucket:
         return True
 
 
+@dataclass(slots=True)
+class _Body:
+    """Whether all of a request's body has been received."""
+
+    ended: bool
+
+
 class Guard:
     """ASGI around the application. `open_paths` need no key."""
 
@@ -65,13 +72,14 @@ class Guard:
         if scope["type"] != "http":  # there is no web socket
             await send({"type": "websocket.close", "code": 1008})
             return
-        secured = _secure(send)
+        body = _Body(scope["method"] in ("GET", "HEAD", "DELETE"))
+        secured = _secure(send, body)
         refusal = await self._judge(scope)
         if refusal is not None:
             status, code, message, headers = refusal
             await answer(status, code, message, headers=headers)(scope, receive, secured)
             return
-        await self._app(scope, self._bound(scope, receive), secured)
+        await self._app(scope, self._bound(scope, receive, body), secured)
 
     async def _judge(self, scope: Scope) -> tuple[int, str, str, Mapping[str, str]] | None:
         """Status, code, message and headers of a refusal; None for a request that may pass. Leaves the caller in the scope's state."""
@@ -105,17 +113,16 @@ class Guard:
         rate = self._limits.requests_per_second
         return self._buckets.setdefault(tenant, _Bucket(rate)).take(rate)
 
-    def _bound(self, scope: Scope, receive: Receive) -> Receive:
+    def _bound(self, scope: Scope, receive: Receive, body: _Body) -> Receive:
         """`receive`, cut where the body is longer than its limit, or comes too slowly."""
         limit = _body_limit(scope, self._limits)
         claimed = _headers(scope).get("content-length", "")
         received = int(claimed) if claimed.isdecimal() and int(claimed) > limit else 0
         seconds = self._limits.body_seconds
-        ended = False
 
         async def bounded() -> Message:
-            nonlocal received, ended
-            if ended:  # what follows the body is the client's leaving, for which a stream waits as long as it takes
+            nonlocal received
+            if body.ended:  # what follows the body is the client's leaving, for which a stream waits as long as it takes
                 return await receive()
             if received > limit:
                 raise _too_large(limit)
@@ -124,7 +131,7 @@ class Guard:
             except TimeoutError:
                 raise HTTPException(408, f"no part of the body came for {seconds:g} seconds; send it faster") from None
             received += len(message.get("body", b""))
-            ended = not message.get("more_body", False)
+            body.ended = not message.get("more_body", False)
             if received > limit:
                 raise _too_large(limit)
             return message
@@ -166,11 +173,16 @@ def _too_large(limit: int) -> HTTPException:
     return HTTPException(413, f"the body has more than {limit:,} bytes; send less")
 
 
-def _secure(send: Send) -> Send:
+def _secure(send: Send, body: _Body) -> Send:
+    """With the headers of every answer. The connection is closed where a body is refused that has not been read: it may have no end."""
+
     async def secured(message: Message) -> None:
         if message["type"] == "http.response.start":
             names = {name for name, _ in message["headers"]}
-            message = {**message, "headers": [*message["headers"], *(pair for pair in _SECURITY if pair[0] not in names)]}
+            added = [pair for pair in _SECURITY if pair[0] not in names]
+            if message["status"] >= 400 and not body.ended:
+                added.append((b"connection", b"close"))
+            message = {**message, "headers": [*message["headers"], *added]}
         await send(message)
 
     return secured

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from sqlalchemy import Connection, Engine, Row
@@ -32,14 +33,14 @@ from tlora.service.config import ServerConfig
 from tlora.service.database import file_rows, job_rows
 from tlora.service.database.writer import Operation, StoreError, Writer
 from tlora.service.intake import Answer, Intake
-from tlora.service.intake_requests import IntakeRequest, request_line
+from tlora.service.intake_requests import IntakeRequest, IntakeSettings, request_line
 from tlora.service.live_state import LiveState
 from tlora.service.machine import Places
 from tlora.service.orders import OrderSpec, job_spec
 from tlora.service.outcomes import Outcomes
-from tlora.service.outlines import Precision
 
 T = TypeVar("T")
+_INTAKE_SLOTS = 2  # batches of jobs whose data is read at a time: one tenant never holds both
 _STORE_SECONDS = 2.0  # between two tries to write to a store that cannot be written
 _BASE_KEY = "base:"  # of intake's questions about bases
 
@@ -55,12 +56,26 @@ class Cluster(Backend, Protocol):
     def close(self) -> None: ...
 
 
+class ReadsData(Protocol):
+    """What the controller needs of `intake.Intake`."""
+
+    def start(self) -> None: ...
+    def put(self, key: str, line: bytes) -> None: ...
+    def forget(self, key: str) -> None: ...
+    def close(self) -> None: ...
+    @property
+    def pid(self) -> int | None: ...
+
+
 @dataclass(frozen=True)
 class Hall:
-    """Where jobs are trained. `make` gives the cluster over base models, name -> directory or hub id, a mapping that may grow."""
+    """Where jobs are trained. `make` gives the cluster over base models, name -> directory or hub id, a mapping that may grow;
+    `intake` what reads their data, from its settings, its log and what to call with its answers.
+    """
 
     places: Places
     make: Callable[[Mapping[str, str]], Cluster]
+    intake: Callable[[IntakeSettings, Path, Callable[[Answer], None]], ReadsData] = Intake
 
 
 class Controller:
@@ -82,8 +97,7 @@ class Controller:
         self._scheduler: Scheduler | None = None
         self._closing = False
         self._outcomes = Outcomes(config.directory, writer, live, self._forget)
-        precision = Precision(config.dtype, config.base_precision)
-        self._intake = Intake(config.directory, precision, _intake_slots(), self._hear)
+        self._intake = hall.intake(_intake_settings(config), config.directory / "workers" / "intake.log", self._hear)
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
 
     def start(self, bases: Mapping[str, str]) -> None:
@@ -311,5 +325,16 @@ def _policy(name: str) -> Policy:
     return residual_capacity(Settings(elastic=False)) if name == "residual_capacity" else POLICIES[name]()
 
 
-def _intake_slots() -> int:
-    return 2
+def _intake_settings(config: ServerConfig) -> IntakeSettings:
+    limits = config.limits
+    return IntakeSettings(
+        str(config.directory / "bases"),
+        config.dtype,
+        config.base_precision,
+        _INTAKE_SLOTS,
+        limits.intake_memory_bytes,
+        limits.intake_cpu_seconds,
+        limits.intake_seconds,
+        limits.line_bytes,
+        limits.file_rows,
+    )

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 from tlora.errors import TloraError
-from tlora.service.outlines import Precision
+from tlora.service.intake_requests import IntakeSettings
 
 MOST_DEATHS = 3  # of the process in a row without an answer: then what it was asked is answered as failed
 Answer = dict[str, Any]
@@ -26,8 +27,8 @@ class IntakeError(TloraError):
 class Intake:
     """`put` asks, `on_answer` gets each answer in a thread of this object. What has no answer is asked again of a new process."""
 
-    def __init__(self, directory: Path, precision: Precision, slots: int, on_answer: Callable[[Answer], None]) -> None:
-        self._directory, self._precision, self._slots, self._on_answer = directory, precision, slots, on_answer
+    def __init__(self, settings: IntakeSettings, log: Path, on_answer: Callable[[Answer], None]) -> None:
+        self._settings, self._log, self._on_answer = settings, log, on_answer
         self._lock = threading.Lock()
         self._open: dict[str, bytes] = {}  # by key, in their order
         self._closing = False
@@ -72,7 +73,7 @@ class Intake:
 
     def _run(self) -> None:
         while not self._closing:
-            with (self._directory / "workers" / "intake.log").open("ab") as log:
+            with self._log.open("ab") as log:
                 process = self._start(log)
             if process is None:
                 return
@@ -87,8 +88,7 @@ class Intake:
             self._see_death()
 
     def _start(self, log: IO[bytes]) -> subprocess.Popen[bytes] | None:
-        arguments = [str(self._directory / "bases"), self._precision.dtype, self._precision.base_precision or "", str(self._slots)]
-        command = [sys.executable, "-P", "-m", "tlora.service.intake_process", *arguments]
+        command = [sys.executable, "-P", "-m", "tlora.service.intake_process", json.dumps(asdict(self._settings))]
         with self._lock:
             if self._closing:
                 return None

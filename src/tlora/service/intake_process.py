@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tlora.adapters.targets import resolve, trained_parameters
+from tlora.data.limits import DataLimits
 from tlora.data.prepare import Prepared, PrepareRequest, prepare, start_worker
 from tlora.data.profile import profile_of
 from tlora.errors import DataError, ModelError, TloraError
 from tlora.job import JobSpec, LoraShape
 from tlora.json_file import read_object
-from tlora.service.intake_requests import IntakeRequest, parse_request
+from tlora.service.intake_requests import IntakeRequest, IntakeSettings, parse_request
 from tlora.service.outlines import Outline, Precision, find_outline
 
 MOST_TOGETHER = 100  # jobs of one tenant that share a data worker
@@ -34,15 +35,16 @@ MOST_TOGETHER = 100  # jobs of one tenant that share a data worker
 class Intake:
     """Slots that take batches of one tenant's jobs, in turns of the tenants."""
 
-    def __init__(self, outlines: Path, precision: Precision, slots: int, answer: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, settings: IntakeSettings, answer: Callable[[dict[str, Any]], None]) -> None:
         """`answer` is called in any thread."""
-        self._outlines, self._precision, self._answer = outlines, precision, answer
-        self._slots = slots
+        self._outlines, self._answer, self._slots = Path(settings.bases_dir), answer, settings.slots
+        self._precision = Precision(settings.dtype, settings.base_precision)
+        self._limits = DataLimits(settings.memory_bytes, settings.cpu_seconds, settings.seconds, settings.row_characters, settings.rows)
         self._state = threading.Condition()
         self._waiting: dict[str, deque[IntakeRequest]] = {}  # by tenant, whose turn is next first
         self._busy: dict[str, int] = {}  # slots by tenant
         self._bases = threading.Lock()
-        for _ in range(slots):
+        for _ in range(settings.slots):
             threading.Thread(target=self._serve, daemon=True).start()
 
     def put(self, request: IntakeRequest) -> None:
@@ -103,7 +105,7 @@ class Intake:
                 sizes[key] = _parameters(spec, outline)
             except TloraError as error:
                 self._answer({"key": key, "problem": str(error)})
-        wanted = [_prepare_request(*asked[key], outline) for key in sizes]
+        wanted = [self._prepare_request(*asked[key], outline) for key in sizes]
         if not wanted:
             return
         try:
@@ -112,6 +114,11 @@ class Intake:
             found = {request.key: DataError(str(error)) for request in wanted}
         for key, size in sizes.items():
             self._answer({"key": key} | _profiled(found[key], asked[key][1], size, outline))
+
+    def _prepare_request(self, request: IntakeRequest, spec: JobSpec, outline: Outline) -> PrepareRequest:
+        place, vocab = Path(request.tokens_dir), outline.vocab_size
+        tokenizer, rows = request.base_model, spec.learns_from
+        return PrepareRequest(request.key, spec.data, spec.seed, tokenizer, vocab, place, place, rows, self._limits)
 
 
 def _parameters(spec: JobSpec, outline: Outline) -> int:
@@ -125,11 +132,6 @@ def _parameters(spec: JobSpec, outline: Outline) -> int:
         except (OSError, ValueError) as error:
             raise ModelError(f"start_from: the adapter there cannot be read ({error}). Start from another job") from None
     return trained_parameters(resolve(outline.linears, outline.modules, outline.experts, shape), shape)
-
-
-def _prepare_request(request: IntakeRequest, spec: JobSpec, outline: Outline) -> PrepareRequest:
-    place = Path(request.tokens_dir)
-    return PrepareRequest(request.key, spec.data, spec.seed, request.base_model, outline.vocab_size, place, place, spec.learns_from)
 
 
 def _profiled(found: Prepared | DataError, spec: JobSpec, parameters: int, outline: Outline) -> dict[str, Any]:
@@ -166,8 +168,8 @@ def _read(stream: BinaryIO, intake: Intake) -> None:
 
 
 def main() -> None:
-    """Serve requests from stdin until its end. argv: directory of outlines, dtype, precision, slots."""
-    outlines, dtype, precision, slots = sys.argv[1:]
+    """Serve requests from stdin until its end. argv has the settings in JSON."""
+    settings = IntakeSettings(**json.loads(sys.argv[1]))
     sys.modules["torch"] = None  # type: ignore[assignment]  # nothing here may import it: 1 s and 300 MB
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -180,9 +182,7 @@ def main() -> None:
                 out.flush()
 
     threading.Thread(target=write, daemon=True).start()
-    intake = Intake(
-        Path(outlines), Precision(dtype, precision or None), int(slots), lambda found: lines.put(json.dumps(found).encode() + b"\n")
-    )
+    intake = Intake(settings, lambda found: lines.put(json.dumps(found).encode() + b"\n"))
     _read(sys.stdin.buffer, intake)
     os._exit(0)  # slots wait for requests that will not come; their data workers end with their stdin
 

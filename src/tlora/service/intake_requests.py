@@ -1,4 +1,4 @@
-"""The lines that the server sends to its intake process. Answers are JSON objects with the request's `key`."""
+"""What the server tells its intake process: settings in argv, then requests as lines. Answers are JSON objects with the request's `key`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,21 @@ from dataclasses import dataclass
 from pydantic import TypeAdapter
 
 from tlora.job import JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeSettings:
+    """`bases_dir` keeps the outlines of bases; `slots` are batches at a time; the others are those of `data.limits.DataLimits`."""
+
+    bases_dir: str
+    dtype: str
+    base_precision: str | None
+    slots: int
+    memory_bytes: int
+    cpu_seconds: int
+    seconds: float
+    row_characters: int
+    rows: int
 
 
 @dataclass(frozen=True, slots=True)

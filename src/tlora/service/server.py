@@ -26,7 +26,7 @@ from tlora.service.controller import Controller, Hall
 from tlora.service.cursors import Cursors, open_secret
 from tlora.service.database.store import default_url, open_store
 from tlora.service.database.tables import bases
-from tlora.service.database.writer import Writer
+from tlora.service.database.writer import Failpoint, Writer
 from tlora.service.housekeeping import Housekeeping
 from tlora.service.keys import KeyRing, NewKey, write_first_key
 from tlora.service.live_state import LiveState
@@ -35,6 +35,10 @@ from tlora.service.services import Bell, Services
 
 _GRACE_SECONDS = 5  # for requests that are being answered when the server ends
 _TICK_SECONDS = 10.0
+
+
+def _pass(_: str) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,10 @@ class Opened:
     close: Callable[[], None]
 
 
-def open_server(config: ServerConfig, hall: Hall | None = None) -> Opened:
+def open_server(config: ServerConfig, hall: Hall | None = None, failpoint: Failpoint = _pass) -> Opened:
     """Everything but the socket: the application starts the controller with its first breath. Raises TloraError.
 
-    `hall` is where jobs are trained, instead of this machine.
+    `hall` is where jobs are trained, instead of this machine; `failpoint` is the store's writer's, for tests.
     """
     directory = config.directory
     durable.make_directory(directory)
@@ -61,7 +65,7 @@ def open_server(config: ServerConfig, hall: Hall | None = None) -> Opened:
     try:
         engine = open_store(config.database_url or default_url(directory))
         bell, live = Bell(), LiveState()
-        writer = Writer(engine, bell.ring)
+        writer = Writer(engine, bell.ring, failpoint)
         first = writer.do(lambda connection: write_first_key(connection, directory / FIRST_KEY))
         known = config.base_models | _stored_bases(engine)
         controller = Controller(config, engine, writer, live, hall or local_hall(config))

@@ -119,6 +119,8 @@ class _Form:
         part = self.parts[-1]
         part.name = options.get(b"name", b"").decode("latin-1")
         if b"filename" in options:
+            if b"\\" in self.disposition:  # the parser would leave out directories of another system's paths
+                raise RefusedError(400, "bad_filename", f"filename {self.disposition[:100]!a}: has a backslash; rename the file", "file")
             if part.name != "file" or any(other.filename is not None for other in self.parts):
                 raise _malformed("it must have one file, in the field `file`")
             part.filename = options[b"filename"].decode("utf-8", "replace")

@@ -123,7 +123,10 @@ class Writer:
         self._failpoint("answered")
 
     def _fail(self, batch: list[tuple[Operation[Any], Future[Any]]], error: Exception) -> None:
-        why = " ".join(str(getattr(error, "orig", error)).split())
+        first: BaseException = error
+        while (earlier := first.__cause__ or first.__context__) is not None:  # SQLite rolls back when its disk is full: undoing fails too
+            first = earlier
+        why = " ".join(str(getattr(first, "orig", first)).split())
         for _, future in batch:
             if not future.done():
                 future.set_exception(StoreError(f"the database cannot be written ({why}); nothing was kept. Send the request again later"))

@@ -116,9 +116,10 @@ async def create(creation: Creation, request: Request, x_stainless_retry_count: 
     row = await services.write(work)
     if fresh:
         services.desk.accepted(fresh)
-    # the task runs after the last byte was handed over; a client that has gone makes it never run
+    # The task runs once the last byte was handed over. The server drops an answer silently whose client has gone: that one is lost.
+    gone = await request.is_disconnected()
     sent = BackgroundTask(services.write, lambda connection: answer_rows.mark_sent(connection, row.id))
-    return JSONResponse(_view(services, row), background=sent)
+    return JSONResponse(_view(services, row), background=None if gone else sent)
 
 
 def _view(services: Services, row: Row[Any]) -> dict[str, Any]:
