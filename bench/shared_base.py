@@ -27,14 +27,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # with NVLink's multicast a program can put all GPUs of a host out of service
-os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-
 from bench import machine
 from bench.big_base_parts import big, fp8
 from bench.fsdp_part import fsdp
 from bench.shared_base_parts import bits, early, links, step
 from bench.shared_base_rank import Rank
+from tlora.sharing.multicast import NO_MULTICAST
 
 PARTS = {"bits": bits, "step": step, "links": links, "early": early, "big": big, "fp8": fp8, "fsdp": fsdp}
 DEFAULT_PARTS = ["bits", "step", "links", "early"]
@@ -75,7 +73,8 @@ def run_part(part: str, options: argparse.Namespace, seconds: float) -> list[dic
     """What each rank found, or why it did not."""
     with tempfile.TemporaryDirectory() as directory:
         arguments = [sys.executable, "-m", "bench.shared_base", *sys.argv[1:], "--parts", part, "--directory", directory]
-        processes = [subprocess.Popen([*arguments, "--rank", str(rank)]) for rank in range(options.gpus)]
+        environment = os.environ | NO_MULTICAST
+        processes = [subprocess.Popen([*arguments, "--rank", str(rank)], env=environment) for rank in range(options.gpus)]
         deadline, found = time.monotonic() + seconds, []
         for rank, process in enumerate(processes):
             try:

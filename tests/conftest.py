@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 # Before torch: on a busy machine, threads that spin as they wait take the cores from those they wait for (78 ms an operation, not 3).
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -80,3 +81,30 @@ def two_threads():
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny base with its tokenizer."""
+    from tests.engine.tiny_runs import save_base  # the libraries that it needs are not every test's
+
+    return save_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="session")
+def wide_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wide enough that the bits of a matrix product depend on how many rows it has: at width 64 they are equal by luck."""
+    from tests.engine.tiny_runs import save_base
+
+    return save_base(tmp_path_factory.mktemp("wide"), hidden_size=256, intermediate_size=320)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a.jsonl … d.jsonl: 24, 9, 40 and 17 rows, the third with longer ones, and held-out.jsonl."""
+    from tests.engine.tiny_runs import write_rows
+
+    directory = tmp_path_factory.mktemp("data")
+    for number, (name, count, high) in enumerate([("a", 24, 8), ("b", 9, 4), ("c", 40, 30), ("d", 17, 8), ("held-out", 7, 8)]):
+        write_rows(directory / f"{name}.jsonl", count, number, high=high)
+    return directory

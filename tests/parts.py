@@ -16,7 +16,7 @@ WORKERS = 14  # tests at a time, on 16 cores beside one H200, when the seconds w
 # Seconds of one test then, on average (`pytest -m gpu -n 14 --durations=0`).
 SECONDS = {
     "tests/bench/test_lora_kernels.py": 6.1,
-    "tests/engine/test_memory_probe.py": 5.8,
+    "tests/planning/test_memory_probe.py": 5.8,
     "tests/gpu/test_fast_path_promises.py": 9.2,
     "tests/gpu/test_gpu.py": 23.2,
     "tests/gpu/test_gpu_compile_ahead.py": 56.1,

@@ -41,6 +41,18 @@ def test_the_formula_by_hand() -> None:
     assert cost.capacity("base", 8000, 8, 2, 1) == pytest.approx(8000 / 0.16)
 
 
+def test_the_floor_by_hand() -> None:
+    """The root of the sum of squares, the correction outside; without a floor the bits are those of the sum alone."""
+    cost = model(floor_seconds=0.24)
+    assert cost.micro_batch_seconds("base", 600, 1, 1, 1) == pytest.approx(math.hypot(0.07, 0.24))
+    assert cost.micro_batch_seconds("base", 1, 1, 1, 1) == pytest.approx(0.24, rel=0.01)
+    assert cost.micro_batch_seconds("base", 100_000, 1, 1, 1) == pytest.approx(10.01, rel=0.01)
+    assert model(floor_seconds=0.0).micro_batch_seconds("base", 600, 1, 1, 1) == 0.01 + 0.0 + 0.001 * 0 + 600 / 10_000.0
+    before = cost.micro_batch_seconds("base", 600, 1, 1, 1)
+    assert cost.observe("base", 1, 1, 1.5, 0.0)
+    assert cost.micro_batch_seconds("base", 600, 1, 1, 1) > before
+
+
 @given(tokens=TOKENS, more=st.floats(1, 50_000), members=st.integers(1, 30), where=GPUS_AND_NODES)
 def test_more_tokens_take_longer_and_are_more_per_second(tokens: float, more: float, members: int, where: tuple[int, int]) -> None:
     cost = model()

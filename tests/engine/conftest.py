@@ -1,18 +1,14 @@
-"""A tiny base with its tokenizer, a few data files, and data tokenized once for all tests of this room."""
+"""How runs start in tests of this package and of others that import it: from a process that has the libraries, data tokenized once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.data.chat_templates import CHATML, make_tokenizer
-from tests.engine.tiny_runs import write_rows
-from tests.tiny import make_model
+from tests.engine.tiny_runs import save_base as save_base
 from tlora.data.prepare import Prepared, PrepareProgress, PrepareRequest, WorkerProcess, prepare
 from tlora.errors import DataError
 from tlora.planning import plan
@@ -21,34 +17,6 @@ from tlora.supermodel.supermodel import SuperModel
 
 _PREPARED: dict[PrepareRequest, Prepared] = {}
 _MEASURED: dict[tuple[object, ...], MemoryModel] = {}
-
-
-def save_base(directory: Path, **changes: Any) -> Path:
-    tokenizer = make_tokenizer(CHATML)
-    tokenizer.save_pretrained(directory)
-    shape = {"num_hidden_layers": 1, "max_position_embeddings": 2048, **changes}
-    make_model("llama", vocab_size=len(tokenizer) + 3, **shape).save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_base(tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture(scope="session")
-def wide_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Wide enough that the bits of a matrix product depend on how many rows it has: at width 64 they are equal by luck."""
-    return save_base(tmp_path_factory.mktemp("wide"), hidden_size=256, intermediate_size=320)
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a.jsonl … d.jsonl: 24, 9, 40 and 17 rows, the third with longer ones, and held-out.jsonl."""
-    directory = tmp_path_factory.mktemp("data")
-    for number, (name, count, high) in enumerate([("a", 24, 8), ("b", 9, 4), ("c", 40, 30), ("d", 17, 8), ("held-out", 7, 8)]):
-        write_rows(directory / f"{name}.jsonl", count, number, high=high)
-    return directory
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.test_metrics import Client
 from tests.engine.test_worker import Orders, of, work
 from tests.engine.test_worker import made as made
 from tests.engine.test_worker import report_each_step as report_each_step
 from tests.engine.tiny_runs import sha256, train
+from tests.store.test_metrics import Client
 from tlora.errors import CapacityError, ConfigError
 from tlora.group.engine import Engine
 from tlora.job import JobSpec

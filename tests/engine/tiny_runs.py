@@ -1,4 +1,4 @@
-"""Short runs of `tlora.train` on a tiny base: orders, and what they leave on disk."""
+"""Short runs of `tlora.train` on a tiny base: the base, orders, and what they leave on disk."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import tlora
+from tests.data.chat_templates import CHATML, make_tokenizer
+from tests.tiny import make_model
 from tlora.engine.train import Results
 
 WORDS = re.findall(
@@ -27,6 +29,14 @@ def write_rows(path: Path, count: int, seed: int = 0, low: int = 2, high: int = 
     rows = [{"prompt": sentence(rng, 1, 3), "completion": sentence(rng, low, high)} for _ in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def save_base(directory: Path, **changes: Any) -> Path:
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.save_pretrained(directory)
+    shape = {"num_hidden_layers": 1, "max_position_embeddings": 2048, **changes}
+    make_model("llama", vocab_size=len(tokenizer) + 3, **shape).save_pretrained(directory)
+    return directory
 
 
 def job(name: str, data: Any, **fields: Any) -> dict[str, Any]:

@@ -4,11 +4,14 @@ import os
 import sys
 from contextlib import suppress
 
+from tlora.sharing.multicast import turn_multicast_off
+
 _SPINS = "3000"  # about 10 us; the reason is in docs/design.md, "Threads by the work of a product"
 
 
 def main() -> None:
     """The program `tlora`. Each command imports what it needs when it is called, so that `tlora --help` imports no model library."""
+    turn_multicast_off()
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)  # read by torch's threads when torch is imported
     try:

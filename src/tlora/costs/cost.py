@@ -25,9 +25,10 @@ class BaseConstants:
     """What one base costs on one type of GPU under one set of kernels. `source` tells of each field where it was measured,
     or "extrapolated: " and from what.
 
-    `tokens_per_second` is of one saturated GPU, without `launch_seconds`, which every micro-batch takes besides. `member_seconds` is
-    taken by each further member of a group. The exchange is what summing gradients adds to a micro-batch on several GPUs of one node,
-    or on several nodes. `base_bytes` are the weights, a copy on each GPU.
+    `tokens_per_second` is of one saturated GPU, without `launch_seconds`, which every micro-batch takes besides. `floor_seconds` is what
+    the smallest micro-batch takes, whose kernels do not fill a GPU. `member_seconds` is taken by each further member of a group. The
+    exchange is what summing gradients adds to a micro-batch on several GPUs of one node, or on several nodes. `base_bytes` are the
+    weights, a copy on each GPU.
     """
 
     tokens_per_second: float
@@ -39,6 +40,7 @@ class BaseConstants:
     activation_bytes_per_token: float
     gpu_bytes: float
     source: Mapping[str, str]
+    floor_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -86,14 +88,17 @@ class CostModel:
     def micro_batch_seconds(self, base: str, tokens: float, gpus: int, nodes: int, members: int) -> float:
         """Seconds of one micro-batch of `tokens` over all `gpus` together, for a group of `members` jobs.
 
-        t(B, G) = f(G) + member_seconds * (members - 1) + B / (P * G), times the correction; f(G) is the launch, and with it the exchange
-        where there are several GPUs (scheduling.md, "The policy"). P has the kernels' gain in it.
+        u(B, G) = f(G) + member_seconds * (members - 1) + B / (P * G); f(G) is the launch, and with it the exchange where there are several
+        GPUs (scheduling.md, "The policy"). P has the kernels' gain in it. t = sqrt(u^2 + floor_seconds^2), times the correction: far above
+        the floor a micro-batch takes u, far below it the floor. Of the curves with one more constant that were tried over measured points
+        of 128 to 8,192 tokens (`bench.cost_fit`) it is the nearest.
         """
         found, reach = self._of(base), _reach(gpus, nodes)
         exchange = (0.0, found.exchange_seconds, found.exchange_between_nodes_seconds)[reach]
-        return self._corrections[base][reach] * (
-            found.launch_seconds + exchange + found.member_seconds * (members - 1) + tokens / (found.tokens_per_second * gpus)
-        )
+        filled = found.launch_seconds + exchange + found.member_seconds * (members - 1) + tokens / (found.tokens_per_second * gpus)
+        if found.floor_seconds:
+            filled = math.sqrt(filled * filled + found.floor_seconds * found.floor_seconds)
+        return self._corrections[base][reach] * filled
 
     def capacity(self, base: str, tokens: float, gpus: int, nodes: int, members: int) -> float:
         """Tokens per second of full micro-batches: C = B / t(B, G). Of these `fill_share` are real ones."""

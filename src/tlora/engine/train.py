@@ -13,10 +13,11 @@ from pydantic import ValidationError
 from tlora.data.prepare import WorkerProcess
 from tlora.engine.interrupts import describe_interrupt, interrupts
 from tlora.engine.job_length import check_lengths
+from tlora.engine.ranks.attempts import train_on_ranks
 from tlora.engine.ranks.crew import Crew
 from tlora.engine.ranks.devices import rank_devices
 from tlora.engine.ranks.external import digest_of
-from tlora.engine.ranks.owner import Order, train_on_ranks
+from tlora.engine.ranks.owner import Order
 from tlora.engine.results import Results, all_results
 from tlora.engine.run_monitor import RunMonitor
 from tlora.engine.session import Session, launch_facts, load
@@ -59,7 +60,7 @@ def train(
     concerns all: a wrong file, a missing base model, an output directory in use.
 
     `gpus`: "all", a number of GPUs, or their indices ("0,2"): each job is trained on one of them, by a process for each
-    (`engine/ranks/owner.py`). With `device="cpu"` it is a number of processes. `data_worker` and `crew`:
+    (`engine/ranks/attempts.py`). With `device="cpu"` it is a number of processes. `data_worker` and `crew`:
     processes of `tlora.data.prepare.start_worker` and of `tlora.engine.ranks.crew.start_ranks` that have been started ahead.
     """
     run = resolve_run(jobs, settings)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from tlora.errors import RankError
+from tlora.sharing.multicast import turn_multicast_off
 from tlora.sharing.peers import Peers
 
 _GROUP_TIME = timedelta(seconds=60)  # for peers to find each other
@@ -108,8 +109,7 @@ def _open_gpu_memory(num_bytes: int, peers: Peers, device: torch.device) -> Peer
 
 
 def _connect_symmetric(num_bytes: int, peers: Peers, device: torch.device) -> _GpuMemory:
-    # A program that uses NVLink's multicast can put all GPUs of a host out of service. torch reads this as it allocates.
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    turn_multicast_off()  # torch reads it as it allocates
     from torch._C._distributed_c10d import _SymmetricMemory
 
     group, own, why = _register_group(peers), None, None

@@ -98,6 +98,33 @@ def test_jobs_of_several_replicas_are_spread_and_the_others_fill_up(seed: int) -
     assert found.end >= found.lower_bound - 1e-9
 
 
+@pytest.mark.parametrize(
+    ("gpus", "replicas", "homes"),
+    [
+        (2, [2, 2, 2, 2], [0, 1, 0, 1]),
+        (4, [4, 4, 4, 4, 4], [0, 1, 2, 3, 0]),
+        (4, [2, 2, 2, 2], [0, 2, 1, 3]),
+        (2, [4, 2, 6], [0, 1, 0]),
+        (2, [3, 3, 3], [0, 1, 0]),  # the home computes two of the three replicas
+    ],
+)
+def test_homes_of_equal_jobs_alternate(gpus: int, replicas: list[int], homes: list[int]) -> None:
+    found = place({f"j{i}": 8.0 for i in range(len(replicas))}, gpus, {f"j{i}": count for i, count in enumerate(replicas)})
+    assert [span.home for span in found.spans.values()] == homes
+
+
+def test_the_home_of_the_longest_job_is_the_home_of_no_other_while_there_are_more() -> None:
+    found = place({"long": 90.0, "a": 30.0, "b": 30.0, "c": 30.0}, 2, dict.fromkeys(("long", "a", "b", "c"), 2))
+    assert found.jobs == (("long",), ("a", "b", "c"))
+    assert found.seconds == (90.0, 90.0)
+
+
+def test_an_unequal_cut_gives_the_larger_part_to_the_gpu_with_less_to_do() -> None:
+    found = place({"a": 9.0, "b": 3.0}, 2, {"a": 3, "b": 3})
+    assert found.spans["b"].ranks == (1, 0)
+    assert found.seconds == (7.0, 5.0)
+
+
 def test_one_gpu_has_all_replicas() -> None:
     assert place({"a": 4.0}, 1, {"a": 4}).spans == {}
 

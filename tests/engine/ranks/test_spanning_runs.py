@@ -60,6 +60,7 @@ def test_the_bytes_are_those_of_one_process(world: World, tmp_path: Path, gpus: 
     losses = [read_object(out / "three" / "result.json")["train_loss"] for out in (tmp_path / "out", world.whole)]
     assert losses[0] == losses[1]
     facts = read_object(tmp_path / "out" / "run.json")
+    assert facts["homes"]["two"] != facts["homes"]["three"]
     assert facts["spans"]["two"] == {"replicas": 2, "gpus": [facts["homes"]["two"], *facts["spans"]["two"]["gpus"][1:]]}
     assert all(each["exchange_wait_seconds"] >= 0 for each in facts["gpus"].values())
 

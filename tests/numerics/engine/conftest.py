@@ -1,7 +1,7 @@
-"""The engine room's tiny base, data and token cache, for the promises at the level of `tlora.train`."""
+"""Runs start as those of the engine's tests, for the promises at the level of `tlora.train`."""
 
 from __future__ import annotations
 
-from tests.engine.conftest import data, forked, tokenize_once, wide_base
+from tests.engine.conftest import forked, tokenize_once
 
-__all__ = ["data", "forked", "tokenize_once", "wide_base"]
+__all__ = ["forked", "tokenize_once"]

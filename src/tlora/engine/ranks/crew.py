@@ -12,7 +12,7 @@ from tlora.engine.ranks.external import Launched, tell_ranks
 from tlora.engine.ranks.link import Meeting
 from tlora.engine.ranks.messages import Broken, Bye, Command, Found, Hello, Ready, Report, Stop
 from tlora.engine.ranks.process import LOOK_SECONDS, ForeignRank, RankProcess
-from tlora.errors import ConfigError
+from tlora.errors import ConfigError, RankError
 
 _MOST_AHEAD = 64  # ranks that are started before anybody has looked how many GPUs there are
 _GONE_SECONDS = 60.0  # for a rank to exit after its last word
@@ -24,6 +24,11 @@ class Lost:
 
     reason: str
     broken: Broken | None = None
+
+    @property
+    def by_another(self) -> bool:
+        """It has ended because it could not reach another rank."""
+        return self.broken is not None and self.broken.kind == RankError.__name__
 
 
 class Crew:

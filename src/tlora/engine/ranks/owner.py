@@ -8,10 +8,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -49,7 +49,7 @@ from tlora.engine.ranks.placement import describe_placement, place
 from tlora.engine.results import Results, all_results
 from tlora.engine.run_monitor import begin_of_run
 from tlora.engine.watcher import Watcher
-from tlora.errors import CapacityError, ModelError, TloraError
+from tlora.errors import CapacityError, ModelError, RankError, TloraError
 from tlora.job import RunSpec
 from tlora.planning.form import choose_form
 from tlora.planning.plan import PlannedJob, job_warnings, plan_jobs
@@ -57,10 +57,10 @@ from tlora.planning.work import choose_replicas, predicted_seconds
 from tlora.report.run_page import write_report
 from tlora.store.fingerprint import BaseGuard
 from tlora.store.metrics import RowWriter
-from tlora.store.run_directory import HeldDirectory, earlier_base, hold_run_directory, write_run_file
+from tlora.store.run_directory import HeldDirectory, write_run_file
 from tlora.store.serving import ServingFiles
 from tlora.supermodel.fp8_linear import check_fp8
-from tlora.supermodel.load import find_directory, outline
+from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.wording.numbers import duration_text
 
@@ -81,44 +81,13 @@ class Order:
     again: bool = False  # after the loss of a GPU: jobs that fitted before must fit now
 
 
-def train_on_ranks(order: Order, devices: Sequence[str], data_worker: WorkerProcess | None, started: Crew | None) -> Results:
-    """As `train`, on one process for each of the `devices`; `started`: those processes, if somebody has started them ahead.
-
-    Where the loss of a GPU has ended a run that shared its base, it is begun again on the others, as far as the base fits there.
-    """
-    crew = started if started is not None and started.count == len(devices) else None
-    results, left = _train_once(order, devices, data_worker, crew)
-    while left:
-        order.watcher.note(f"starting again from the last checkpoints, on {len(left)} GPU{'s' * (len(left) > 1)}")
-        run = order.run
-        guard = BaseGuard(run.base_model, find_directory(run.base_model), earlier_base(run, True))
-        order = replace(order, resume=True, overwrite=False, guard=guard, again=True)
-        try:
-            results, left = _train_once(order, left, None, None)
-        except CapacityError as error:
-            order.watcher.note(f"{error}. All jobs are saved: resume with --resume on as many GPUs as before")
-            break
-    return results
+class LostBeforeTrainingError(Exception):
+    """A rank is lost that the others must meet. Nothing is written by then: the run can be begun again."""
 
 
-def _train_once(
-    order: Order, devices: Sequence[str], data_worker: WorkerProcess | None, started: Crew | None
-) -> tuple[Results, Sequence[str]]:
-    """The results, and the devices to begin again on; none where the run has come to its end."""
-    with ExitStack() as stack:
-        crew = started or Crew(len(devices))
-        stack.callback(crew.close)
-        if crew is not started:
-            crew.start()
-        owner = _Owner(order, crew, devices)
-        owner.prepare(data_worker)
-        held = stack.enter_context(hold_run_directory(owner.run, order.resume, order.overwrite, order.watcher.note))
-        stack.callback(order.guard.close)
-        results = owner.train(held)
-    return results, [device for rank, device in enumerate(devices) if rank not in crew.lost] if owner.may_begin_again else []
+class Owner:
+    """One attempt at the run, on all ranks of `crew`: `prepare`, then `train`."""
 
-
-class _Owner:
     def __init__(self, order: Order, crew: Crew, devices: Sequence[str]) -> None:
         self._order, self._crew, self._devices = order, crew, devices
         self.run = order.run
@@ -131,11 +100,14 @@ class _Owner:
         self._stopping = False
         self._interrupted = False
         self.shared = False  # the base, by all ranks
+        self._must_meet = False  # ranks read each other's memory: none can be ready without the others
 
     # -- before training -----------------------------------------------------------------------------------------------
 
     def prepare(self, data_worker: WorkerProcess | None) -> None:
-        """Tokenize all data and place the jobs, while the ranks load the base, until all are ready. Raises TloraError."""
+        """Tokenize all data and place the jobs, while the ranks load the base, until all are ready. Raises TloraError, and
+        LostBeforeTrainingError.
+        """
         self._stage(f"starting {self._crew.count} ranks")
         seconds, replicas = self._plan(data_worker)
         placement = place(seconds, self._crew.count, replicas)
@@ -143,13 +115,14 @@ class _Owner:
         self._dispatcher = Dispatcher(seconds, placement)
         self._books.spans = self._dispatcher.spans
         self._spans = {job: {"replicas": span.replicas, "gpus": list(span.ranks)} for job, span in placement.spans.items()}
+        self._must_meet = self.shared or bool(placement.spans)
         for rank, lost in self._crew.lost.items():
             self._lose(rank, lost)
-        store = self._crew.store if self.shared or placement.spans else ""
+        store = self._crew.store if self._must_meet else ""
         for rank in self._crew.living:
             self._crew.send(rank, Assign(self.run, frozenset(placement.jobs[rank]), store, self.shared, placement.spans))
         self._until_all(self._crew.ready)
-        if not self._crew.ready:
+        if not self._crew.ready or (self._must_meet and self._crew.lost):
             self._raise_all_lost()
         self._see_ready()
 
@@ -285,9 +258,12 @@ class _Owner:
             order.watcher.note(str(error))
         return results
 
-    def _raise_all_lost(self) -> None:
-        """What every rank has ended with, as the error that it was."""
-        lost = next(iter(self._crew.lost.values()))
+    def _raise_all_lost(self) -> NoReturn:
+        """What every rank has ended with."""
+        self._raise(next(iter(self._crew.lost.values())))
+
+    def _raise(self, lost: Lost) -> NoReturn:
+        """As the error that it was."""
         kind = getattr(errors, lost.broken.kind, TloraError) if lost.broken is not None and lost.broken.kind else TloraError
         raise kind(lost.reason)
 
@@ -385,8 +361,22 @@ class _Owner:
 
     def _lose(self, rank: int, lost: Lost) -> None:
         assert self._dispatcher is not None
+        if self._must_meet and not self._crew.going:
+            self._lose_early(rank, lost)
+            return
         self._books.lose(rank)
         if self._dispatcher.open:
             jobs = self._dispatcher.lose(rank)
             rest = f"; {', '.join(jobs)} go on elsewhere" if jobs and self._dispatcher.ranks and not self._must_end else ""
             self._order.watcher.note(f"GPU {rank} is lost: {lost.reason}{rest}")
+
+    def _lose_early(self, rank: int, lost: Lost) -> None:
+        """The others would wait for it. Raises what the rank has ended with, or LostBeforeTrainingError."""
+        if lost.by_another:
+            return  # of which more is heard
+        if lost.broken is not None and lost.broken.kind:
+            self._raise(lost)
+        told = f"GPU {rank} is lost before training: {lost.reason}"
+        if self._crew.launched_elsewhere:
+            raise RankError(f"{told}. Launch all ranks again")
+        raise LostBeforeTrainingError(told)

@@ -46,21 +46,14 @@ class Placement:
 def place(seconds: Mapping[str, float], gpus: int, replicas: Mapping[str, int] | None = None) -> Placement:
     """The longest job first, each to the GPU that is through first; then single moves and swaps while they shorten the longest GPU.
 
-    Jobs of several `replicas` come before the others: each is spread over as many GPUs, or all where there are fewer. The lower bound is
-    the larger of the longest job that does not span and an equal share of all: no GPU ends before its longest job, nor all of them
-    before the average. Ties go to the first GPU and the first job, so that every rank finds the same placement.
+    Jobs of several `replicas` come before the others: each is spread over as many GPUs, or all where there are fewer. Evaluations and
+    optimizer steps are the home's, so homes alternate. The lower bound is the larger of the longest job that does not span and an equal
+    share of all: no GPU ends before its longest job, nor all of them before the average. Ties go to the first GPU and the first job, so
+    that every rank finds the same placement.
     """
     assert gpus >= 1, gpus
     order = {name: i for i, name in enumerate(seconds)}
-    spans: dict[str, Span] = {}
-    fixed = [0.0] * gpus
-    wide = [name for name in seconds if (replicas or {}).get(name, 1) > 1 and gpus > 1]
-    for name in sorted(wide, key=seconds.__getitem__, reverse=True):  # stable: equal jobs in the order of the file
-        count = (replicas or {})[name]
-        ranks = sorted(range(gpus), key=fixed.__getitem__)[: min(count, gpus)]
-        spans[name] = Span(count, tuple(ranks))
-        for rank in ranks:
-            fixed[rank] += seconds[name] * spans[name].part(rank)
+    spans, fixed = _spread(seconds, gpus, replicas or {})
     narrow = {name: value for name, value in seconds.items() if name not in spans}
     homes: list[list[str]] = [[] for _ in range(gpus)]
     loads = list(fixed)
@@ -75,6 +68,23 @@ def place(seconds: Mapping[str, float], gpus: int, replicas: Mapping[str, int] |
     bound = max([sum(seconds.values()) / gpus, *narrow.values()], default=0.0)
     jobs = tuple((*ahead, *sorted(home, key=order.__getitem__)) for ahead, home in zip(first, homes, strict=True))
     return Placement(jobs, tuple(loads), bound, spans)
+
+
+def _spread(seconds: Mapping[str, float], gpus: int, replicas: Mapping[str, int]) -> tuple[dict[str, Span], list[float]]:
+    """Where the jobs of several replicas lie, and the seconds that each GPU computes of them."""
+    spans: dict[str, Span] = {}
+    fixed, at_home = [0.0] * gpus, [0.0] * gpus  # `at_home`: of the jobs that have their home there, whoever computes them
+    wide = [name for name in seconds if replicas.get(name, 1) > 1 and gpus > 1]
+    for name in sorted(wide, key=seconds.__getitem__, reverse=True):  # stable: equal jobs in the order of the file
+        count = replicas[name]
+        ranks = sorted(range(gpus), key=fixed.__getitem__)[: min(count, gpus)]
+        uneven = count % len(ranks) > 0  # the home then computes a replica more than the last: it is the GPU with the least to do
+        ranks.sort(key=lambda gpu: (fixed[gpu], at_home[gpu]) if uneven else (at_home[gpu], fixed[gpu]))
+        span = spans[name] = Span(count, tuple(ranks))
+        at_home[span.home] += seconds[name]
+        for rank in ranks:
+            fixed[rank] += seconds[name] * span.part(rank)
+    return spans, fixed
 
 
 def describe_placement(placement: Placement) -> str:

@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-# NVLink multicast stays off: a program that uses it can put all GPUs of a host out of service.
-SAFE_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+from tlora.sharing.multicast import NO_MULTICAST
+
 LOOK_SECONDS = 1.0  # between two looks whether a process is stopped
 _LOOKS_STOPPED = 5  # in a row, after which a stopped process counts as lost
 _KILL_SECONDS = 30.0  # for the kernel to end a process that has been killed
@@ -32,7 +32,7 @@ class RankProcess:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **SAFE_ENVIRONMENT, **environment, "RANK": str(rank)},
+                env={**os.environ, **NO_MULTICAST, **environment, "RANK": str(rank)},
                 start_new_session=True,
             )
         assert self._process.stdin is not None

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.test_fingerprint import change_tensor, flip_first_bit_of, hashed
 from tests.engine.tiny_runs import job, sha256, train
+from tests.store.test_fingerprint import change_tensor, flip_first_bit_of, hashed
 from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError, ModelError
 from tlora.store.fingerprint import quick_digest
