@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fastapi import Request
@@ -18,11 +18,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tlora.service.config import Limits, ServerConfig
 from tlora.service.keys import Caller, KeyRing
 from tlora.service.problems import answer
+from tlora.service.visits import Visits
 from tlora.version import __version__
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz"})  # all else needs a key
+PAGE_FILES = ("/page/page.css", "/page/page.js", "/page/login.js")
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/login", *PAGE_FILES})  # all else needs a key, or a visitor's cookie
 UPLOADS = frozenset({"/v1/files"})
 _ADMIN = ("/v1/keys", "/metrics", "/v1/drain")  # and everything outside of /v1
+_READ = ("/", "/openapi.json", "/v1/login-links")
 _MULTIPART_BYTES = 64 << 10  # around the file of an upload
 _SECURITY = (
     (b"x-content-type-options", b"nosniff"),
@@ -60,8 +63,11 @@ class _Body:
 class Guard:
     """ASGI around the application. `open_paths` need no key."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, ring: KeyRing, open_paths: Collection[str] = OPEN_PATHS) -> None:
-        self._app, self._ring, self._open = app, ring, frozenset(open_paths)
+    def __init__(
+        self, app: ASGIApp, config: ServerConfig, ring: KeyRing, visits: Visits | None = None, welcome: ASGIApp | None = None
+    ) -> None:
+        """`welcome` is what a browser without a cookie gets."""
+        self._app, self._ring, self._visits, self._welcome = app, ring, visits, welcome
         self._hosts, self._limits, self._tls = config.hosts, config.limits, bool(config.tls_certificate)
         self._buckets: dict[str, _Bucket] = {}
 
@@ -75,6 +81,9 @@ class Guard:
         body = _Body(scope["method"] in ("GET", "HEAD", "DELETE"))
         secured = _secure(send, body)
         refusal = await self._judge(scope)
+        if refusal is not None and self._welcome is not None and _is_browser(scope, refusal[0]):
+            await self._welcome(scope, receive, secured)
+            return
         if refusal is not None:
             status, code, message, headers = refusal
             await answer(status, code, message, headers=headers)(scope, receive, secured)
@@ -89,10 +98,12 @@ class Guard:
         if named is None or named[1].strip("[]").lower() not in self._hosts:
             return 421, "wrong_host", f"host {host[:100]!a} is not served here; name it in allowed_hosts of the server's config", {}
         path: str = scope["path"]
-        if path in self._open:
+        if path in OPEN_PATHS:
             return None
         secret = key_of(headers)
         caller = await asyncio.to_thread(self._ring.find, secret) if secret and not self._ring.remembers(secret) else self._find(secret)
+        if caller is None and not secret and scope["method"] in ("GET", "HEAD") and self._visits is not None and "cookie" in headers:
+            caller = await asyncio.to_thread(self._visits.find, headers["cookie"])
         if caller is None:
             problem = "this key is unknown or revoked" if secret else "no key was given"
             message = f"{problem}. Send it as `Authorization: Bearer tml-...` or `X-API-Key: tml-...`"
@@ -141,11 +152,19 @@ class Guard:
 
 def needed_scope(method: str, path: str) -> str:
     """The scope that a request needs. What is not known here needs the highest."""
+    if path in _READ or path.startswith("/jobs/"):
+        return "read"
     if not path.startswith("/v1/") or path.startswith(_ADMIN):
-        return "read" if path == "/openapi.json" else "admin"
+        return "admin"
     if method in ("GET", "HEAD"):
         return "read"
     return "admin" if path.startswith("/v1/bases") else "submit"
+
+
+def _is_browser(scope: Scope, status: int) -> bool:
+    """Whether the refusal is of a page that somebody opened without having logged in."""
+    is_page = scope["path"] == "/" or scope["path"].startswith("/jobs/")
+    return status == 401 and is_page and "text/html" in _headers(scope).get("accept", "")
 
 
 def caller_of(request: Request) -> Caller:

@@ -16,11 +16,11 @@ from tlora.service import problems
 from tlora.service.access import OPEN_PATHS, Guard
 from tlora.service.database.writer import StoreError
 from tlora.service.problems import RefusedError
-from tlora.service.routes import cluster, files, jobs, keys, openai, streams
+from tlora.service.routes import cluster, files, jobs, keys, openai, page, streams
 from tlora.service.services import Services
 from tlora.version import __version__
 
-ROUTERS = (files.router, jobs.router, streams.router, keys.router, cluster.router, openai.router)
+ROUTERS = (files.router, jobs.router, streams.router, keys.router, cluster.router, openai.router, page.router)
 _SECURITY = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "A key, tml-..."},
     "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
@@ -54,7 +54,8 @@ def make_app(services: Services, start: Callable[[], None] = lambda: None, stop:
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
-    app.add_middleware(Guard, config=services.config, ring=services.ring)
+    welcome = page.login_page(services.config.root_path)
+    app.add_middleware(Guard, config=services.config, ring=services.ring, visits=services.visits, welcome=welcome)
     app.openapi = lambda: _document(app)
     return app
 

@@ -32,6 +32,7 @@ from tlora.service.keys import KeyRing, NewKey, write_first_key
 from tlora.service.live_state import LiveState
 from tlora.service.machine import Places, find_places
 from tlora.service.services import Bell, Services
+from tlora.service.visits import Visits, oldest_key
 
 _GRACE_SECONDS = 5  # for requests that are being answered when the server ends
 _TICK_SECONDS = 10.0
@@ -69,7 +70,9 @@ def open_server(config: ServerConfig, hall: Hall | None = None, failpoint: Failp
         first = writer.do(lambda connection: write_first_key(connection, directory / FIRST_KEY))
         known = config.base_models | _stored_bases(engine)
         controller = Controller(config, engine, writer, live, hall or local_hall(config))
-        services = Services(config, engine, writer, KeyRing(engine), Cursors(open_secret(directory)), live, controller, bell, dict(known))
+        ring, secret = KeyRing(engine), open_secret(directory)
+        visits = Visits(secret, ring)
+        services = Services(config, engine, writer, ring, Cursors(secret), live, controller, bell, dict(known), visits)
     except BaseException:
         if engine is not None:
             engine.dispose()
@@ -154,6 +157,8 @@ def serve(config: ServerConfig, say: Callable[[str], None]) -> int:
         say(f"the first key is in {config.directory / FIRST_KEY}")
         if sys.stdout.isatty():
             say(f"  {found.first_key.secret}")
+    if sys.stdout.isatty() and (key := oldest_key(found.services.engine)) is not None:
+        say(f"its page: {url}{config.root_path}{found.services.visits.make_link(*key)}")
     server = uvicorn.Server(_uvicorn_config(found.app, config))
     received: list[int] = []
     _note_signals(received)

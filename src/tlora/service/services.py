@@ -19,6 +19,7 @@ from tlora.service.keys import Caller, KeyRing
 from tlora.service.live_state import LiveState
 from tlora.service.problems import RefusedError
 from tlora.service.views import JobView, job_view
+from tlora.service.visits import Visits
 
 T = TypeVar("T")
 
@@ -77,6 +78,7 @@ class Services:
     desk: Desk
     bell: Bell
     bases: dict[str, str]
+    visits: Visits
     streams: dict[str, int] = field(default_factory=dict[str, int])
     began: float = field(default_factory=time.time)
 

@@ -15,7 +15,6 @@ from sqlalchemy import Connection, Engine, select
 from tlora.service.database.tables import keys
 from tlora.service.keys import SCOPES, Caller, KeyRing
 
-COOKIE = "tlora"
 LINK_SECONDS = 600
 COOKIE_SECONDS = 30 * 86400
 _MOST_LINKS = 1000
@@ -27,6 +26,8 @@ class Visits:
 
     def __init__(self, secret: bytes, ring: KeyRing) -> None:
         self._secret, self._ring = secret, ring
+        # browsers keep cookies by host, not by port: two servers of one machine need two names
+        self.cookie_name = f"tlora-{hashlib.sha256(b'name' + secret).hexdigest()[:8]}"
         self._lock = threading.Lock()
         self._links: dict[str, tuple[float, str, str]] = {}  # hash -> end, key's id, tenant
 
@@ -49,8 +50,10 @@ class Visits:
         body = f"{found[1]} {found[2]} {int(time.time()) + COOKIE_SECONDS}".encode()
         return base64.urlsafe_b64encode(body + self._mac(body)).decode().rstrip("=")
 
-    def find(self, cookie: str) -> Caller | None:
-        """Whom a cookie stands for, with the scope to read; None for one that is forged, too old, or of a key that was revoked."""
+    def find(self, header: str) -> Caller | None:
+        """Whom a Cookie header stands for, with the scope to read; None for a cookie that is forged, too old, or of a revoked key."""
+        pairs = (part.strip().partition("=") for part in header.split(";"))
+        cookie = next((value for name, _, value in pairs if name == self.cookie_name), "")
         try:
             found = base64.b64decode(cookie.encode("ascii") + b"=" * (-len(cookie) % 4), altchars=b"-_", validate=True)
         except (ValueError, binascii.Error):
@@ -77,15 +80,6 @@ def oldest_key(engine: Engine) -> tuple[str, str] | None:
 
     with engine.connect() as connection:
         return look(connection)
-
-
-def cookie_of(header: str) -> str:
-    """The value of our cookie in a Cookie header; empty without one."""
-    for part in header.split(";"):
-        name, _, value = part.strip().partition("=")
-        if name == COOKIE:
-            return value.strip('"')
-    return ""
 
 
 def _hash(token: str) -> str:
