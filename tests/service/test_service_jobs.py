@@ -158,6 +158,7 @@ def test_no_adapter_before_its_end(served_slowly: Served) -> None:
         ({"r": 0}, 422, "greater than or equal to 1"),
         ({"gpus": 2}, 400, "one GPU"),
         ({"lora_rank": 8}, 422, "did you mean 'r'"),
+        ({"max_length": 8}, 422, "it belongs in data"),
         ({"chat_template": "{{ x.__class__ }}"}, 422, "unknown key"),
         ({"adapter_path": "/etc"}, 422, "unknown key"),
         ({"data": {"file": "file-0"}}, 404, "there is no file"),

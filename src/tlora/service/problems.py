@@ -98,6 +98,8 @@ def _told(item: Mapping[str, Any]) -> str:
     where = ".".join(str(part) for part in (loc[1:] or loc)).encode("ascii", "backslashreplace").decode()[:_MOST_SHOWN]
     text = str(item["msg"]).removeprefix("Value error, ")
     if item["type"] == "extra_forbidden":
+        if "data" not in loc and loc[-1] in OrderedData.model_fields:
+            return f'{where}: unknown key; it belongs in data: {{"data": {{"{loc[-1]}": ...}}}}'
         known = OrderedData.model_fields if "data" in loc else OrderSpec.model_fields
         return f"{where}: unknown key; {suggest(str(loc[-1]), known)}"
     if item["type"] == "value_error":
