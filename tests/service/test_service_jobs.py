@@ -22,7 +22,7 @@ def test_a_job_is_accepted_trained_and_its_adapter_downloaded(served: Served) ->
     answer = served.ask("alice", "GET", f"/v1/jobs/{made['id']}/adapter", 200)
     assert len(answer.content) == int(answer.headers["content-length"])
     with tarfile.open(fileobj=io.BytesIO(answer.content)) as archive:
-        assert archive.getnames() == ["one/adapter_config.json", "one/adapter_model.safetensors"]
+        assert archive.getnames() == ["one/adapter_config.json", "one/adapter_model.safetensors", "one/MANIFEST.json"]
         found = archive.extractfile("one/adapter_model.safetensors")
         assert found is not None and found.read() == b"weights of " + made["id"].encode()
     metrics = served.ask("alice", "GET", f"/v1/jobs/{made['id']}/metrics", 200)

@@ -61,7 +61,7 @@ class _Body:
 
 
 class Guard:
-    """ASGI around the application. `open_paths` need no key."""
+    """ASGI around the application."""
 
     def __init__(
         self, app: ASGIApp, config: ServerConfig, ring: KeyRing, visits: Visits | None = None, welcome: ASGIApp | None = None
