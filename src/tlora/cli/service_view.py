@@ -14,6 +14,7 @@ from rich.text import Text
 
 from tlora.cli.terminal import bytes_text, open_table, printable
 from tlora.client.answers import RemoteBase, RemoteCluster, RemoteEvent, RemoteJob, RemoteKey
+from tlora.job import SCHEDULED, DataConfig, JobSpec, LoraShape, TrainConfig
 from tlora.wording.numbers import DASH, count_text, duration_text, loss_text
 
 STYLES = {"running": "cyan", "succeeded": "green", "failed": "bold red", "cancelled": "yellow", "paused": "yellow"}  # others are dim
@@ -89,8 +90,8 @@ def print_job(console: Console, job: RemoteJob, loss: float | None, events: Sequ
         "reason": job.reason or "",
         "sweep": job.sweep or "",
         "cloned from": job.cloned_from or "",
-        "settings": _settings(order, ("name", "base_model")),
-        "data": _settings(data, ()),
+        "settings": _settings(order, {"name": job.name, "base_model": job.base_model, "gpus": 1, "start_from": None} | _defaults()),
+        "data": _settings(data, {"eval_file": None} | DataConfig(path="-").model_dump(mode="json")),
     }
     table = open_table(show_header=False)
     table.add_column(style="dim", no_wrap=True)
@@ -110,10 +111,19 @@ def print_job(console: Console, job: RemoteJob, loss: float | None, events: Sequ
             console.print(Text(printable(f"{time_text(event.created_at)}  {event.message}"), style="dim"), soft_wrap=True)
 
 
-def _settings(values: Mapping[str, Any], without: Sequence[str]) -> str:
-    return ", ".join(
-        f"{key} {value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items() if key not in without
-    )
+def _defaults() -> dict[str, Any]:
+    scheduled = {key: JobSpec.model_fields[key].default for key in SCHEDULED}
+    return scheduled | LoraShape().model_dump(mode="json") | TrainConfig().model_dump(mode="json")
+
+
+def _settings(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+    """What differs from the defaults."""
+    shown = {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in values.items()
+        if key not in defaults or defaults[key] != value
+    }
+    return ", ".join(f"{key} {value}" for key, value in shown.items())
 
 
 def print_cluster(console: Console, cluster: RemoteCluster, names: Mapping[str, RemoteJob]) -> None:

@@ -149,9 +149,9 @@ def find_base(wanted: str, known: Sequence[str]) -> str:
         return wanted
     if Path(wanted).is_absolute() and Path(wanted).name in known:
         return Path(wanted).name
-    listed = f"It serves {', '.join(known)}: choose one with --set base_model=NAME" if known else "It serves none so far"
+    listed = f"It serves {', '.join(known)}: choose one with --set base_model=NAME, or let" if known else "Let"
     raise ConfigError(
-        f"base_model {wanted}: the server does not serve it. {listed}; or its operator adds it: tlora bases add {_name_of(wanted)}"
+        f"base_model {wanted}: the server does not serve it. {listed} its operator add it: tlora bases add {_name_of(wanted)}"
     )
 
 
