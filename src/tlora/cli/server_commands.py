@@ -230,8 +230,8 @@ def restore(
         from tlora.service.backup import restore as restore_store
 
         restored = restore_store(found, source)
-        told = f"{found.directory}: restored; {restored} jobs had not ended, and go on from their checkpoints with `tlora serve`"
-        open_console().print(told, soft_wrap=True)
+        told = f"; {restored} jobs had not ended: `tlora serve` goes on with them from their checkpoints" if restored else ""
+        open_console().print(f"{found.directory}: restored{told}", soft_wrap=True)
 
 
 def _config(config: Path | None, data_dir: Path | None) -> ServerConfig:

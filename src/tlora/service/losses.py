@@ -32,12 +32,19 @@ class Losses:
 
     def line(self, points: Points, width: float, height: float) -> str:
         """`points` for an SVG polyline in a box of this size; one value alone is a level line."""
+        placed = self._placed(points, width, height)
+        if len(placed) == 1:
+            placed = [(0.0, placed[0][1]), (width, placed[0][1])]
+        return " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
+
+    def dots(self, points: Points, width: float, height: float) -> str:
+        """`points` for an SVG path whose round line ends are dots."""
+        return " ".join(f"M{x:.1f},{y:.1f}h0" for x, y in self._placed(points, width, height))
+
+    def _placed(self, points: Points, width: float, height: float) -> list[tuple[float, float]]:
         (first, last), (low, high) = self.steps, self.range
         across, up = last - first or 1.0, high - low or 1.0
-        placed = [((step - first) / across * width, height - (loss - low) / up * height) for step, loss in points]
-        if len(placed) == 1:
-            placed = [(0.0, placed[0][1]), (width, placed[0][1])] if first == last else placed
-        return " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
+        return [((step - first) / across * width, height - (loss - low) / up * height) for step, loss in points]
 
 
 def read_losses(path: Path, most_bytes: int, most_points: int) -> Losses:

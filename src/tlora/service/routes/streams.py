@@ -143,7 +143,8 @@ def download_adapter(job_id: JobId, request: Request) -> StreamingResponse:
     row = _find(request, job_id)
     if row.status != "succeeded" or row.removed is not None:
         state = "was removed" if row.removed is not None else f"is {row.status}"
-        raise RefusedError(409, "no_adapter", f"job {job_id!r} {state} and has no adapter. Wait until it has succeeded")
+        remedy = "Wait until it has succeeded" if row.status not in ENDED else "Clone it to train it again"
+        raise RefusedError(409, "no_adapter", f"job {job_id!r} {state} and has no adapter. {remedy}")
     entries = entries_of(_directory(services, row.id), row.name)
     headers = {"Content-Length": str(tar_bytes(entries)), "Content-Disposition": f'attachment; filename="{row.name}.tar"'}
     return StreamingResponse(_while_valid(services, caller, stream_tar(entries)), media_type="application/x-tar", headers=headers)
