@@ -95,7 +95,7 @@ def test_an_answer_that_never_comes_whole(error: Exception) -> None:
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_a_key_is_not_sent_across_redirects(status: int) -> None:
     connection, seen, _ = answering(httpx.Response(status, headers={"location": "https://evil.example/v1/bases"}))
-    with pytest.raises(ServiceError, match=r"redirects to https://evil\.example/v1/bases, and no key is sent across redirects"):
+    with pytest.raises(ServiceError, match=r"redirects to https://evil\.example/v1/bases, and a key is not sent across redirects"):
         connection.get("/v1/bases", BaseList)
     assert [request.url.host for request in seen] == ["host.example"]
     with pytest.raises(ServiceError, match="redirects"), connection.stream("/v1/jobs/job-0/adapter"):
