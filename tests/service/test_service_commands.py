@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,15 @@ class Desk:
 
     def asked(self, path: str, tenant: str = "alice") -> Any:
         return self.served.ask(tenant, "GET", path, 200)
+
+    def tick_until(self, look: Callable[[], bool]) -> None:
+        """The picture of the cluster is drawn anew with what happens there."""
+
+        def see() -> bool:
+            self.served.cluster.tick()
+            return look()
+
+        until(see)
 
     def wait(self, name: str, status: str) -> dict[str, Any]:
         return until(
@@ -278,6 +287,6 @@ def test_the_queue_shows_groups_and_reasons(slow_desk: Desk) -> None:
     until(lambda: job["id"] in desk.served.cluster._open)
     desk.served.cluster.step(job["id"], 3)
     desk.wait("polite", "running")
-    until(lambda: "polite (3/10)" in desk("queue").output)
+    desk.tick_until(lambda: "polite (3/10)" in desk("queue").output)
     assert "jobs that share it" in desk("queue").output and json.loads(desk("queue", "--json").output)["gpus"] == [0, 1]
     assert "of others" in desk("queue", tenant="bob").output

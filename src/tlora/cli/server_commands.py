@@ -129,8 +129,7 @@ def revoke_key(
     from tlora.cli.terminal import exit_on_error, open_console
 
     with exit_on_error(debug):
-        from pydantic import BaseModel
-
+        from tlora.client.answers import Deleted
         from tlora.errors import ConfigError
 
         if local:
@@ -140,7 +139,7 @@ def revoke_key(
                 raise ConfigError(f"key {key!r}: there is none of this id that is valid. `tlora keys list --local` lists them")
         else:
             with connected() as connection:
-                connection.send("DELETE", f"/v1/keys/{_plain_id(key)}", BaseModel)
+                connection.send("DELETE", f"/v1/keys/{_plain_id(key)}", Deleted)
         open_console().print(f"{key}: revoked", soft_wrap=True)
 
 

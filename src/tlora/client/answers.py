@@ -116,6 +116,12 @@ class RemoteKey(BaseModel):
     key: str = ""
 
 
+class Deleted(BaseModel):
+    model_config = _LOOSE
+
+    id: str
+
+
 class KeyList(BaseModel):
     model_config = _LOOSE
 
