@@ -55,7 +55,7 @@ def special(kind: bytes, name: str = "sql/link", target: str = "/etc/passwd") ->
 
 def sending(content: bytes, status: int = 200) -> Connection:
     access = Access("https://host.example", "tml-secret-key", "x", "x")
-    return Connection(access, httpx.MockTransport(lambda _: httpx.Response(status, content=content, headers=HEADERS)))
+    return Connection(access, httpx.MockTransport(lambda _: httpx.Response(status, stream=httpx.ByteStream(content), headers=HEADERS)))
 
 
 def test_an_adapter_comes_as_it_was_sent(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def _copy_tree(folder: Path, scratch: Path, root: Path) -> dict[str, dict[str, i
             except FileNotFoundError:  # pruned, or renamed into its place
                 place.unlink(missing_ok=True)
                 lost = True
-        for checkpoint in {(scratch / name).parent for name in found if Path(name).parent.name.startswith("checkpoint-")}:
+        for checkpoint in sorted((scratch / folder.relative_to(root)).glob("checkpoint-*")):
             if manifest.find_damage(checkpoint) is not None:  # half of it was gone
                 shutil.rmtree(checkpoint)
                 found = {name: entry for name, entry in found.items() if (scratch / name).parent != checkpoint}
