@@ -210,7 +210,16 @@ class Controller:
         return job_spec(order, row.id, paths, start)
 
     def _hear(self, answer: Answer) -> None:
-        """Of intake, in its thread."""
+        """Of intake, in its thread. A store that does not answer is waited for: an answer that is lost would stall its job."""
+        while not self._closing:
+            try:
+                self._take_answer(answer)
+                return
+            except SQLAlchemyError:
+                traceback.print_exc()
+                time.sleep(_STORE_SECONDS)
+
+    def _take_answer(self, answer: Answer) -> None:
         key = answer["key"]
         if key.startswith(_BASE_KEY):
             self._see_base(key.removeprefix(_BASE_KEY), answer)
