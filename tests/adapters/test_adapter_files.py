@@ -128,7 +128,7 @@ def saved(tmp_path: Path) -> tuple[Path, AdapterLayout]:
 
 
 def test_config_missing(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"adapter_config.json: not found\. An adapter is a directory"):
+    with pytest.raises(ModelError, match=r"adapter_config.json: not found"):
         read_config(tmp_path)
 
 

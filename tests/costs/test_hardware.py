@@ -201,7 +201,7 @@ def test_no_member_and_no_exchange_may_cost_nothing(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "mine.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"mine\.json: constants must be a JSON file that can be read"):
+    with pytest.raises(ConfigError, match=r"mine\.json: .*JSON"):
         load_constants(tmp_path / "mine.json")
 
 

@@ -113,11 +113,11 @@ def test_a_saved_set_takes_a_split_and_no_name(tmp_path: Path) -> None:
     parts = {name: Dataset.from_list([{"text": name}]) for name in ("one", "two")}
     DatasetDict(parts).save_to_disk(tmp_path / "saved")
     assert rows(tmp_path, path="saved", split="two") == [{"text": "two"}]
-    with pytest.raises(DataError, match="saved: its splits are one, two; name one of them: `split: one`"):
+    with pytest.raises(DataError, match="saved: .*one, two.*`split: one`"):
         rows(tmp_path, path="saved")
-    with pytest.raises(DataError, match="name 'x' has no meaning for a set saved with save_to_disk"):
+    with pytest.raises(DataError, match="name 'x'.*save_to_disk"):
         rows(tmp_path, path="saved", name="x", split="two")
-    with pytest.raises(DataError, match="split 'two' has no meaning for a set saved with save_to_disk"):
+    with pytest.raises(DataError, match="split 'two'.*save_to_disk"):
         rows(tmp_path, path="saved/two", split="two")
 
 

@@ -144,7 +144,7 @@ def test_an_output_directory_that_is_in_use(base: Path, data: Path, tmp_path: Pa
     (out / "mine.txt").write_text("keep me")
     assert train(base, out, [job("b", str(data / "b.jsonl"), r=2)], overwrite=True)["b"].status == "done"
     assert (out / "mine.txt").exists() and not (out / "a").exists()
-    with pytest.raises(ConfigError, match=r"not the run that was interrupted: b: r was 2 and is 3"):
+    with pytest.raises(ConfigError, match=r"b: r was 2 and is 3"):
         train(base, out, [job("b", str(data / "b.jsonl"), r=3)], resume=True)
 
 

@@ -309,7 +309,7 @@ def test_tensorboard_gets_every_number(base: Path, data: Path, tmp_path: Path) -
 
 def test_a_tracker_that_is_not_installed_is_refused(base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"wandb is not installed. Install it with: pip install 'tlora\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"wandb.*pip install 'tlora\[wandb\]'"):
         train(base, tmp_path / "out", [job("a", str(data / "a.jsonl"))], report_to=["wandb"])
     assert not (tmp_path / "out").exists()
 

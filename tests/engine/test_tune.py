@@ -168,7 +168,7 @@ def test_tune_writes_where_training_reads(base: str, tmp_path: Path, monkeypatch
 
 
 def test_without_a_gpu_or_candidates_tune_says_so(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="tune times kernels on a GPU, and the device here is cpu"):
+    with pytest.raises(ConfigError, match="GPU.* is cpu"):
         tune(base, device="cpu")
     monkeypatch.setattr(tuning, "pick_device", lambda device: torch.device("cuda"))
     with pytest.raises(ConfigError, match="this base is float32. Give --dtype bfloat16"):

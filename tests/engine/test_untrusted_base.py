@@ -77,7 +77,7 @@ def test_the_command_asks_nothing_either(base: Path, data: Path, tmp_path: Path)
 def test_attention_code_from_the_hub_is_refused(base: Path, tmp_path: Path) -> None:
     asking = Path(shutil.copytree(base, tmp_path / "asking"))
     edit(asking / "config.json", attn_implementation="kernels-community/flash-attn")
-    with pytest.raises(ModelError, match=r"attention code from the hub \(kernels-community/flash-attn\)"):
+    with pytest.raises(ModelError, match=r"\(kernels-community/flash-attn\)"):
         load_weights(str(asking))
 
 

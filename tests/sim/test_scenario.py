@@ -29,9 +29,9 @@ from tlora.sim.scenario import (
 def test_a_policy_and_its_kernels() -> None:
     assert contender("fifo", "tlora") == ("fifo", "tlora") and contender("fifo", "peft") == ("fifo", "peft")
     assert contender("fifo/peft", "tlora") == ("fifo", "peft")
-    with pytest.raises(ConfigError, match="policy 'ffo': there is no such policy; did you mean 'fifo'"):
+    with pytest.raises(ConfigError, match="policy 'ffo'.*did you mean 'fifo'"):
         contender("ffo", "tlora")
-    with pytest.raises(ConfigError, match="policy 'fifo/pft': there are no kernels 'pft'; did you mean 'peft'"):
+    with pytest.raises(ConfigError, match="policy 'fifo/pft'.*did you mean 'peft'"):
         contender("fifo/pft", "tlora")
 
 
@@ -54,7 +54,7 @@ def test_nodes() -> None:
     with pytest.raises(ConfigError, match="12 GPUs are no whole number of nodes of 8"):
         num_nodes(12, 8)
     assert num_nodes(1_000_000, 8) == 125_000 and read_nodes("1000x1000") == (1000, 1000)
-    with pytest.raises(ConfigError, match="1,000,008 GPUs are too many to simulate. Give at most 1,000,000"):
+    with pytest.raises(ConfigError, match="1,000,008 GPUs.*at most 1,000,000"):
         num_nodes(1_000_008, 8)
 
 
@@ -114,7 +114,7 @@ def test_an_event_log_is_replayed_as_it_happened(tmp_path: Path) -> None:
     assert [(each.submit_seconds, each.job.job_id) for each in scene.jobs] == [(0.0, "a"), (50.0, "b")]
     assert scene.load == pytest.approx(sum(2 * each.replayed_seconds for each in scene.jobs) / 50 / 8)
     assert len(scene_of(Scenario(trace=str(path), nodes=1, jobs=1)).jobs) == 1
-    with pytest.raises(ConfigError, match="is an event log, which is replayed as it happened"):
+    with pytest.raises(ConfigError, match="is an event log"):
         scene_of(Scenario(trace=str(path), load=0.5))
     path.write_text(json.dumps({"seconds": 0.0, "type": "Tick"}) + "\n")
     with pytest.raises(ConfigError, match="no job was submitted"):

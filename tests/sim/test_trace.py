@@ -213,12 +213,12 @@ def test_columns_without_a_name_are_nobodys(tmp_path: Path) -> None:
 def test_a_trace_without_a_job_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no job in it \\(rows skipped: none"):
         read_trace(written(tmp_path, OWN))
-    with pytest.raises(DataError, match="rows skipped: {'no GPU asked for': 1}.*at least one GPU job"):
+    with pytest.raises(DataError, match="'no GPU asked for': 1.*at least one GPU job"):
         read_trace(written(tmp_path, HELIOS, HELIOS_ROWS[2]))
 
 
 def test_a_trace_that_is_not_there_is_told_the_shipped_ones(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"'ee9e8d': it is no file, .*one of ee9e8c, 6c71a0\+b436b2, window_15k, synth_sft"):
+    with pytest.raises(DataError, match=r"'ee9e8d'.*one of ee9e8c, 6c71a0\+b436b2, window_15k, synth_sft"):
         read_trace("ee9e8d")
     for name in (tmp_path, "x" * 300, "~nobody-of-this-name/x"):
         with pytest.raises(DataError, match="it is no file"):
@@ -233,7 +233,7 @@ def test_a_trace_that_is_not_there_is_told_the_shipped_ones(tmp_path: Path) -> N
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path, name: str, data: bytes) -> None:
     path = tmp_path / name
     path.write_bytes(data)
-    with pytest.raises(DataError, match="cannot be read .*It must be text in UTF-8, packed with gzip if its name ends in .gz"):
+    with pytest.raises(DataError, match="cannot be read.*UTF-8.*gzip"):
         read_trace(path)
 
 

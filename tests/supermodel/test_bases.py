@@ -66,7 +66,7 @@ def test_a_base_that_cannot_be_packed_is_refused(config: Any, words: str) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_short_convolution_is_refused_though_it_leaks_less_than_rounding(dtype: torch.dtype) -> None:
     config = transformers.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"])
-    with pytest.raises(ModelError, match=r"jobs cannot share it\. Use a decoder made of attention and linear layers"):
+    with pytest.raises(ModelError, match=r"Use a decoder made of attention"):
         make_base(build(config, dtype), "lfm2")
 
 
@@ -218,7 +218,7 @@ class _OwnMask(nn.Module):
 def test_a_layer_with_a_mask_of_its_own_is_refused() -> None:
     model = make_model()
     model.model.layers[1].self_attn = _OwnMask(model.model.layers[1].self_attn)
-    with pytest.raises(ModelError, match=r"LlamaAttention makes an attention mask of its own"):
+    with pytest.raises(ModelError, match=r"LlamaAttention .*attention mask"):
         make_base(model, "odd")
 
 
@@ -265,7 +265,7 @@ def test_unknown_targets_are_named_beside_those_that_exist(target: str, words: s
 
 @pytest.mark.parametrize("pattern", ["rank_pattern", "alpha_pattern"])
 def test_a_pattern_that_matches_nothing_adapted_is_refused(pattern: str) -> None:
-    with pytest.raises(ModelError, match="'up_proj' in rank_pattern or alpha_pattern matches none of the adapted layers"):
+    with pytest.raises(ModelError, match="'up_proj' in rank_pattern"):
         targets_of(make_model(), target_modules=["q_proj"], **{pattern: {"up_proj": 3}})
 
 
@@ -278,7 +278,7 @@ EXPERTS = {
 @pytest.mark.parametrize("config", EXPERTS.values(), ids=EXPERTS)
 def test_experts_are_refused_and_the_attention_beside_them_is_not(config: Any) -> None:
     model = build(config)
-    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp is a mixture of experts.*k_proj, o_proj, q_proj, v_proj"):
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp .*k_proj, o_proj, q_proj, v_proj"):
         targets_of(model)
     assert len(targets_of(model, target_modules=["q_proj"])) == 2
     assert expert_modules(make_model()) == []

@@ -443,7 +443,7 @@ def test_a_layer_that_no_longer_fits_is_given_back_by_the_next_call() -> None:
 
 
 def test_a_model_without_lora_is_refused() -> None:
-    with pytest.raises(ModelError, match="this LlamaForCausalLM has no LoRA layer to accelerate"):
+    with pytest.raises(ModelError, match="LlamaForCausalLM has no LoRA layer"):
         accelerate_peft(make_model())
 
 

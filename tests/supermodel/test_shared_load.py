@@ -147,7 +147,7 @@ def test_ranks_with_different_bases_are_refused(ranks: Ranks, tmp_path: Path) ->
 
 def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(MixtralConfig(**SHAPE, num_local_experts=2)).save_pretrained(tmp_path)
-    with pytest.raises(TloraError, match="is a mixture of experts, which cannot be shared yet. Load it unshared"):
+    with pytest.raises(TloraError, match="mixture of experts.*Load it unshared"):
         SuperModel.from_pretrained(str(tmp_path), shared=Sharing(FileStore(store_path(tmp_path), 1), 0, 1))
 
 
@@ -170,7 +170,7 @@ def test_a_model_without_decoder_layers_is_refused() -> None:
 
 
 def test_widths_that_fp8_cannot_have_are_refused() -> None:
-    with pytest.raises(ModelError, match="multiples of 16.*model.layers.0.mlp.gate_proj .*64 to 100"):
+    with pytest.raises(ModelError, match="model.layers.0.mlp.gate_proj .*64 to 100"):
         lay_out_model(make_model("llama", intermediate_size=100), "b", True, 2)
 
 
@@ -197,7 +197,7 @@ def test_files_of_another_format_and_damaged_ones_are_refused(tmp_path: Path) ->
         SuperModel.from_pretrained(str(tmp_path), shared=Sharing(FileStore(store_path(tmp_path), 1), 0, 1))
     file.unlink()
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(TloraError, match="has no safetensors files, which a shared base is read from"):
+    with pytest.raises(TloraError, match="no safetensors files"):
         SuperModel.from_pretrained(str(tmp_path), shared=Sharing(FileStore(store_path(tmp_path), 1), 0, 1))
 
 

@@ -112,7 +112,7 @@ def learning_charts(run: RunView, curves: Sequence[JobCurve]) -> list[Chart]:
 
 
 def _reward_chart(key: str, curves: Sequence[JobCurve], x_titles: dict[str, str]) -> Chart:
-    """A figure of the jobs that learn which answers are wanted, on a linear scale: margins may be negative."""
+    """One reward metric of the preference jobs (DPO, ORPO, KTO), on a linear scale, as margins may be negative."""
     title, note = _REWARDS[key]
     traces = [trace for curve in curves if key in curve.values for trace in _smoothed_pair(curve, key, ".4g")]
     figure = _figure(traces, title.lower(), x_titles)
@@ -130,7 +130,7 @@ def _x_titles(run: RunView) -> dict[str, str]:
 
 
 def _figure(traces: list[Trace], y_title: str, x_titles: dict[str, str]) -> Figure:
-    """A chart of the jobs over their steps, on a logarithmic scale where anything is above zero."""
+    """One curve per trace over the optimizer steps. The y axis is logarithmic if any value is above zero."""
     values = [value for trace in traces for value in trace["y"] if math.isfinite(value)]
     layout = {
         "xaxis": {"title": {"text": x_titles["step"]}, "rangemode": "tozero"},
@@ -141,7 +141,7 @@ def _figure(traces: list[Trace], y_title: str, x_titles: dict[str, str]) -> Figu
 
 
 def _rate_figure(traces: list[Trace], x_titles: dict[str, str]) -> Figure:
-    """Schedules are drawn on a linear scale, unless the smallest peak would then be flat."""
+    """Learning rates, on a linear scale unless the job with the smallest peak would look flat."""
     figure = _figure(traces, "learning rate", x_titles)
     peaks = [peak for trace in traces if (peak := max((rate for rate in trace["y"] if math.isfinite(rate)), default=0.0)) > 0]
     scale = "log" if peaks and max(peaks) > 10 * min(peaks) else "linear"
@@ -167,7 +167,7 @@ def _line(curve: JobCurve, key: str, number_format: str) -> Trace:
 
 
 def _smoothed_pair(curve: JobCurve, key: str, number_format: str) -> list[Trace]:
-    """Every logged value, faint, under its trailing average; both hover texts give both values."""
+    """The logged values as a faint line and their trailing average as a bold one; each hover text gives both."""
     if not curve.values["loss"]:
         return []
     raw, mean = _line(curve, key, number_format), _line(curve, f"{key} smoothed", number_format)
@@ -207,7 +207,7 @@ def _time_axis(run: RunView) -> dict[str, Any]:
 
 
 def _over_time(run: RunView, key: str, scale: float, style: dict[str, Any]) -> list[Trace]:
-    """A value of the run's rows: faint as measured, bold smoothed."""
+    """One field of the run's rows over time: measured values faint, their average bold."""
     values = [scale * value for value in column(run.rows, key)]
     if not any(math.isfinite(value) for value in values):
         return []

@@ -1,7 +1,7 @@
-"""How each job is drawn: by the values that its sweep varies, where there are any, and what the colours and dashes mean.
+"""Colour and dash of each job, and the key that explains them. Jobs of a sweep are drawn by the values that the sweep varies.
 
-The numeric field with most values gives the colour, along a sequence from blue to gold whose steps colour-blind eyes see too; the next
-field gives the dash. Jobs outside a sweep get six categorical colours, then the same ones dashed.
+The numeric field with the most values sets the colour, on a scale from blue to gold that colour-blind readers can tell apart; the next
+field sets the dash. Jobs outside a sweep get six categorical colours, then the same ones dashed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def swept_values(jobs: Sequence[JobView], field: str) -> list[str]:
 
 
 def job_looks(jobs: Sequence[JobView]) -> dict[str, Look]:
-    """A look for each job's name."""
+    """The `Look` of each job, by name."""
     names = dict.fromkeys(job.sweep_of for job in jobs if job.sweep_of)
     looks: dict[str, Look] = {}
     for name in names:
@@ -85,7 +85,7 @@ def _value(job: JobView, field: str) -> str:
 
 
 def keys_html(jobs: Sequence[JobView]) -> Markup:
-    """What colours and dashes mean, a line for each sweep."""
+    """The key as HTML: what colours and dashes mean, one line per sweep."""
     lines = Markup()
     for name in dict.fromkeys(job.sweep_of for job in jobs if job.sweep_of):
         members = [job for job in jobs if job.sweep_of == name]
@@ -103,7 +103,7 @@ def keys_html(jobs: Sequence[JobView]) -> Markup:
 
 
 def _key_part(what: str, field: str, looks: Mapping[str, Look]) -> tuple[str, str, Mapping[str, Look], int]:
-    """Each value with its look; of too many to tell apart, an even choice. Last, their count."""
+    """`what`, `field`, the look of each value, and the number of values. Of more than `_KEY_VALUES`, eight are chosen evenly."""
     values = list(looks)
     if len(values) > _KEY_VALUES:
         values = [values[round(at * (len(values) - 1) / 7)] for at in range(8)]

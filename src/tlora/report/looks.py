@@ -25,7 +25,7 @@ class Look:
 
 
 def mark(look: Look) -> Markup:
-    """A short line as the charts draw it, for the front of a name."""
+    """A short line in this colour and dash, as HTML to put before a name."""
     line = Markup('<line x1="1" y1="4" x2="23" y2="4" stroke="{}" stroke-width="4" stroke-dasharray="{}"/>')
     svg = Markup('<svg class="mark" width="24" height="8" viewBox="0 0 24 8" aria-hidden="true">{}</svg>')
     return svg.format(line.format(look.colour, DASHES[look.dash]))
@@ -47,7 +47,7 @@ _PALETTE = ("#0b72c4", "#d95f02", "#12a37c", "#d074a8", "#d9a200", "#57b5ec", "#
 
 
 def job_colours(count: int) -> list[str]:
-    """A colour for each of `count` jobs; beyond ten, hues a golden angle apart with lightness in turns."""
+    """A colour for each of `count` jobs; beyond ten, hues a golden angle apart, alternating in lightness."""
     if count <= len(_PALETTE):
         return list(_PALETTE[:count])
     colours: list[str] = []

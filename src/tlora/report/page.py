@@ -1,6 +1,6 @@
 """One self-contained HTML page of sections, tables and charts: plotly.js and all numbers are inside it, nothing is ever loaded.
 
-Generic: knows no run and no job. Texts are escaped by the template `page.html`, unless they are `Markup`.
+It does not know what it shows: no run, no job. Texts are escaped by the template `page.html`, unless they are `Markup`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ _SHARED_FROM = 8  # numbers: shorter lists are cheaper written out than referred
 class Chart:
     """A plotly figure (data and layout) under a title.
 
-    Traces of one `legendgroup` are switched together by the page's legend. Of traces with `meta.role`, `raw` is faint under `mean` and
-    is shown only while few groups are, until the reader asks for `raw` alone. `layout.meta.x` names alternatives of the x axis, whose
-    values are each trace's `meta.x`. `log` offers a switch between a logarithmic y axis and a linear one; `yaxis.type` is the first shown.
+    Traces of one `legendgroup` are switched together by the page's legend. Traces with `meta.role` come in
+    pairs: `raw` is a faint line under `mean`. With more than `FAINT_UP_TO` groups on show, `raw` is hidden unless the reader selects it.
+    `layout.meta.x` names the x axes to choose from; each trace's `meta.x` has its values for them. `log` adds a switch between a
+    logarithmic and a linear y axis; `yaxis.type` is the one shown first.
     """
 
     title: str
@@ -44,7 +45,7 @@ class Chart:
 
     @property
     def scale(self) -> str:
-        """Of the y axis at first."""
+        """Scale of the y axis when the page opens: "log" or "linear"."""
         return self.figure["layout"].get("yaxis", {}).get("type", "linear")
 
     @property
@@ -117,7 +118,7 @@ def _share(value: Any, shared: dict[str, int]) -> Any:
 
 @cache
 def _library() -> tuple[str, str]:
-    """plotly.js: the banner with its licence, and all of it, packed, which takes 0.3 s."""
+    """plotly.js: its licence banner, and the whole script compressed (which takes 0.3 s)."""
     from plotly.offline import get_plotlyjs  # takes 0.25 s, and most commands of the terminal write no page
 
     library = get_plotlyjs()

@@ -92,7 +92,7 @@ def column(rows: Sequence[JsonObject], key: str) -> list[float]:
 
 
 def smoothing_window(longest: int) -> int:
-    """Rows that an average reaches back over, for series of which the longest has so many rows."""
+    """Window of the trailing average, in rows, where the longest series has `longest` rows."""
     return round(min(100.0, max(3.0, longest / 40)))
 
 

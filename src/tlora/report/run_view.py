@@ -85,7 +85,7 @@ class RunView:
 
 
 def read_run(run_dir: Path) -> RunView:
-    """Read what there is of a run; ConfigError if `run_dir` has none."""
+    """Read a run, finished or not. Raises ConfigError if there is none in `run_dir`."""
     spec = read_json(run_dir / "run.json")
     ordered = [entry["name"] for entry in _entries(spec.get("jobs")) if isinstance(entry.get("name"), str)]
     names = dict.fromkeys([*ordered, *_job_directories(run_dir)])
@@ -112,7 +112,7 @@ def read_run(run_dir: Path) -> RunView:
 
 
 def _parts_on(spec: JsonObject, name: str) -> tuple[int, ...]:
-    """GPUs beside its home that compute replicas of a job."""
+    """GPUs other than its home that compute replicas of a job."""
     spans = spec.get("spans")
     span = spans.get(name) if isinstance(spans, dict) else None
     gpus = span.get("gpus") if isinstance(span, dict) else None
@@ -168,7 +168,7 @@ def _read_job(directory: Path, name: str, specs: Mapping[str, JsonObject], run_s
 
 
 def _swept_settings(spec: JsonObject, specs: Iterable[JsonObject]) -> JsonObject:
-    """The later result's `settings`: the fields in which the jobs of one sweep differ, with this job's values."""
+    """The fields in which the jobs of one sweep differ, with this job's values: the `settings` that its result will have."""
     if not spec.get("sweep_of"):
         return {}
     mine, *family = (_flat(other) for other in (spec, *(other for other in specs if other.get("sweep_of") == spec["sweep_of"])))

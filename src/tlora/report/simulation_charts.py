@@ -31,7 +31,7 @@ Trace = dict[str, Any]
 
 
 def simulation_charts(view: SimulationView, drawn: Mapping[str, Look]) -> list[Chart]:
-    """All charts; one without any point is left out."""
+    """All charts that have data."""
     dashed = any(look.dash != "solid" for look in drawn.values())
     note = f"Dashed: with other kernels than {usual_kernels(view)}." if dashed else ""
     edges = _edges(view.policies)
@@ -84,7 +84,7 @@ def _line(name: str, look: Look, x: Sequence[float], y: Sequence[float]) -> Trac
 
 
 def _completion(view: SimulationView, drawn: Mapping[str, Look], note: str) -> Chart:
-    """The share of the jobs that are done within a time, over that time."""
+    """Cumulative distribution of completion times: the share of the jobs done within t, over t."""
     traces: list[Trace] = []
     for policy in view.policies:
         jct = sorted(policy.jct_seconds)
@@ -107,7 +107,7 @@ def _completion(view: SimulationView, drawn: Mapping[str, Look], note: str) -> C
 
 
 def _edges(policies: Sequence[PolicyView]) -> list[float]:
-    """The edges of the columns of the charts over time; none without samples."""
+    """Edges of the time bins of the charts over time, in seconds; empty without samples."""
     sampled = [policy for policy in policies if len(policy.samples["seconds"])]
     if not sampled:
         return []
@@ -116,7 +116,7 @@ def _edges(policies: Sequence[PolicyView]) -> list[float]:
 
 
 def _over_time(view: SimulationView, drawn: Mapping[str, Look], edges: Sequence[float], words: tuple[str, str, str]) -> Chart:
-    """The mean of a column of the samples in each column of the chart; `words` are the title, the samples' key, the axis' title."""
+    """The mean of one sampled quantity in each time bin; `words` are the title, the quantity's key in the samples, the axis title."""
     title, key, y_title = words
     scale, unit = (1.0, "jobs") if key == "waiting_jobs" else (100.0, "%")
     length = edges[-1] - edges[0] if edges else 0.0
@@ -138,7 +138,7 @@ def _over_time(view: SimulationView, drawn: Mapping[str, Look], edges: Sequence[
 
 
 def _shared(view: SimulationView, drawn: Mapping[str, Look], edges: Sequence[float]) -> Chart:
-    """Of the GPU time in groups, that in groups of two jobs or more; only policies under which jobs share."""
+    """Share of the GPU time that is spent in groups of two jobs or more, for the policies that share GPUs."""
     sharing = [policy for policy in view.policies if any(policy.samples["shared_gpus"])]
     words = ("Shared GPU time", "shared_gpus", "% of the GPU time in groups")
     chart = _over_time(replace(view, policies=sharing), drawn, edges, words)
@@ -149,9 +149,9 @@ def _shared(view: SimulationView, drawn: Mapping[str, Look], edges: Sequence[flo
 
 
 def column_means(seconds: Sequence[float], values: Sequence[float], end_seconds: float, edges: Sequence[float]) -> list[float]:
-    """Mean of a step function in each column between `edges`: values[i] holds from seconds[i] to the next, the last to `end_seconds`.
+    """Mean of a step function in each bin between `edges`: values[i] holds from seconds[i] to the next, the last to `end_seconds`.
 
-    nan for a column that lies outside of it; one that lies half inside has the mean of that half.
+    NaN for a bin outside the function's range; a bin partly inside has the mean of that part.
     """
     if not len(seconds):
         return [math.nan] * (len(edges) - 1)
@@ -172,7 +172,7 @@ def column_means(seconds: Sequence[float], values: Sequence[float], end_seconds:
 
 
 def _gains(view: SimulationView) -> dict[str, dict[float, list[float]]]:
-    """By name and load: each seed's mean JCT of the row's reference over its own, at the same load and seed."""
+    """Gains by policy and load, one per seed: the reference's mean JCT divided by the policy's, at the same load and seed."""
     found: dict[tuple[str, float, float], tuple[str, float]] = {}
     for row in view.sweep:
         key = str(row["name"]), number(row["load"]), number(row["seed"])
@@ -187,7 +187,7 @@ def _gains(view: SimulationView) -> dict[str, dict[float, list[float]]]:
 
 
 def _throughput_over_bound(view: SimulationView, drawn: Mapping[str, Look]) -> Chart:
-    """Steady tokens/s against the bound on the slowdown, the mean of the seeds; nothing where the sweep has not several bounds."""
+    """Steady tokens/s against the slowdown bound, averaged over seeds; without traces unless the sweep varies the bound."""
     found: defaultdict[str, defaultdict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     looks: dict[str, Look] = {}
     for row in view.sweep:
@@ -210,7 +210,7 @@ def _throughput_over_bound(view: SimulationView, drawn: Mapping[str, Look]) -> C
 
 
 def _gain_over_load(view: SimulationView, drawn: Mapping[str, Look]) -> Chart:
-    """The mean of the seeds' gains, and their extremes; nothing where there is but one load."""
+    """Mean gain over the seeds, with minimum and maximum, against load; without traces unless the sweep varies the load."""
     traces: list[Trace] = []
     gains = _gains(view)
     several = len({load for by_load in gains.values() for load in by_load}) > 1

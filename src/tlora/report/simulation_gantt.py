@@ -22,7 +22,7 @@ _SPANS_PER_POLICY = 20_000  # drawn in about 10 ms; 14 policies of them are some
 
 
 def gantt_html(view: SimulationView) -> Markup:
-    """The canvas with its numbers and its script; nothing when no policy has a stretch. One of these on a page."""
+    """Canvas, data and script as HTML; empty if no group ever ran. At most one per page, as its ids are fixed."""
     policies = [policy for policy in view.policies if policy.spans]
     if not policies:
         return Markup()
@@ -52,7 +52,7 @@ def _numbered(names: Any) -> dict[str, int]:
 
 
 def _columns(spans: Sequence[JsonObject], first: float, jobs: dict[str, int], bases: dict[str, int]) -> dict[str, Any]:
-    """The spans as columns, those that cover most beyond a limit; GPUs as runs: [first, last, first, last, ...]."""
+    """The spans as columns; above `_SPANS_PER_POLICY`, only those that cover most. GPUs as ranges: [first, last, first, last, ...]."""
     if len(spans) > _SPANS_PER_POLICY:
         spans = sorted(spans, key=lambda span: (span["end_seconds"] - span["start_seconds"]) * len(span["gpus"]))[-_SPANS_PER_POLICY:]
         spans.sort(key=lambda span: span["start_seconds"])
@@ -69,7 +69,7 @@ def _columns(spans: Sequence[JsonObject], first: float, jobs: dict[str, int], ba
 
 
 def _runs(gpus: Sequence[int]) -> list[int]:
-    """The first and last of each run of consecutive numbers, one after another."""
+    """Consecutive numbers as ranges: [first, last, first, last, ...]."""
     runs: list[int] = []
     for gpu in sorted(gpus):
         if runs and gpu == runs[-1] + 1:

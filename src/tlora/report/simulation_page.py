@@ -1,4 +1,4 @@
-"""The page of a simulation: its result, charts, all metrics with their bounds, ratios, the groups, settings, and where constants are from.
+"""The page of a simulation: its result, charts, all metrics with their bounds, ratios, the groups, settings, and the origin of constants.
 
 Takes plain numbers and rows (`simulation_view.py`) and gives HTML in one piece. Simulates nothing and writes no file.
 """
@@ -15,7 +15,7 @@ from tlora.report.simulation_view import SimulationView, looks
 
 
 def simulation_page(view: SimulationView) -> str:
-    """The whole page, with everything inside it: it is read without a network, and its tables without any script."""
+    """The page as one self-contained HTML text. It needs no network, and its tables need no JavaScript."""
     drawn = looks(view)
     charts = simulation_charts(view, drawn)
     groups = gantt_html(view)

@@ -27,7 +27,7 @@ _EVEN = 0.005  # a ratio this near to 1 is neither better nor worse: it reads as
 
 
 def metrics_html(view: SimulationView, drawn: Mapping[str, Look]) -> Markup:
-    """A table per kind of metric, a row per policy, the best of each column in green; then what each metric means."""
+    """One table per kind of metric, one row per policy, the best of each column in green; then the definitions of the metrics."""
     tables: dict[str, Markup] = {}
     for title, metrics in GROUPS.items():
         best = {metric.key: _best(metric, [policy.metrics for policy in view.policies]) for metric in metrics}
@@ -45,7 +45,7 @@ def _titled(tables: Mapping[str, Markup]) -> Markup:
 
 
 def _best(metric: Metric, policies: Sequence[Mapping[str, float]]) -> str:
-    """The best value of several policies as it reads; nothing where none reads better than another."""
+    """The best value as it is displayed; empty if all are displayed alike."""
     values = [value for found in policies if math.isfinite(value := number(found.get(metric.key)))]
     if not metric.better or len({metric_text(metric.kind, value) for value in values}) < 2:
         return ""
@@ -62,7 +62,7 @@ def _name_cell(name: str, drawn: Mapping[str, Look]) -> Cell:
 
 
 def ratios_html(view: SimulationView, drawn: Mapping[str, Look]) -> Markup:
-    """How many times better each policy is: in everything than the reference, then in mean and p99 JCT than each other one."""
+    """Ratios: each policy against the reference in all metrics, then against every other policy in mean and p99 JCT."""
     tables: dict[str, Markup] = {}
     against = [row for row in view.ratios if row["against"] == view.reference]
     if against:
@@ -149,7 +149,7 @@ def verdict_html(view: SimulationView) -> Markup:
 
 
 def _decomposition(view: SimulationView) -> Markup:
-    """What the gain of ours comes from, as a product; nothing without the policies between."""
+    """Our policy's gain as a product of factors; empty unless the policies in between were simulated."""
     means = {policy.name: number(policy.metrics.get("mean_jct_seconds")) for policy in view.policies}
     text = decomposition_text(means)
     return Markup("<p>Where the gain of residual_capacity comes from: <b>{}</b>.</p>").format(text) if text else Markup()
@@ -173,7 +173,7 @@ def is_extrapolated(constant: JsonObject) -> bool:
 
 
 def constants_html(constants: Sequence[JsonObject]) -> Markup:
-    """Each constant with where it was measured, or the label that it was not."""
+    """Each constant with the place where it was measured, or marked as extrapolated."""
     rows: list[Line] = []
     for row in constants:
         label, kind = ("extrapolated", "stopped") if is_extrapolated(row) else ("measured", "done")

@@ -36,8 +36,8 @@ class PolicyView:
 class SimulationView:
     """Policies over one trace. `ratios` has a row for each pair, `name` against `against`; those against `reference` come first.
 
-    `sweep` has rows of name, load, seed, mean_jct_seconds, and of the name that they are held against where that is not `reference`.
-    `constants` has rows of kernels, base, field, value, source. `warnings` say what of the trace does not count as it reads.
+    `sweep` has rows of name, load, seed, mean_jct_seconds, and of the policy that they are compared with if it is not `reference`.
+    `constants` has rows of kernels, base, field, value, source. `warnings` say what in the trace was not taken literally.
     """
 
     title: str
@@ -58,24 +58,24 @@ def usual_kernels(view: SimulationView) -> str:
 
 
 def gains_of(view: SimulationView) -> dict[str, float]:
-    """By policy, the mean JCT of the reference over its own."""
+    """By policy, the reference's mean JCT divided by its own."""
     return {str(row["name"]): number(row["mean_jct_seconds"]) for row in view.ratios if row["against"] == view.reference}
 
 
 def leader_of(view: SimulationView) -> str:
-    """The policy with the lowest mean JCT; empty where no job was done."""
+    """The policy with the lowest mean JCT; empty if no job was done."""
     means = {policy.name: number(policy.metrics.get("mean_jct_seconds")) for policy in view.policies}
     return min((name for name, mean in means.items() if math.isfinite(mean)), key=means.__getitem__, default="")
 
 
 def shown_first(view: SimulationView) -> str:
-    """The policy that the reader came for: ours where it is there, else the leader, else the first."""
+    """The policy to show first: ours if it was simulated, else the leader, else the first."""
     ours = [policy.name for policy in view.policies if policy.policy == _OURS]
     return ours[0] if ours else leader_of(view) or view.policies[0].name
 
 
 def looks(view: SimulationView) -> dict[str, Look]:
-    """A look for each name of a policy or of the sweep: a colour of its own, dashed unless its kernels are the usual ones."""
+    """The `Look` of each policy, also of those of the sweep: one colour each, dashed unless its kernels are the usual ones."""
     kernels = {policy.name: policy.kernels for policy in view.policies}
     names = list(dict.fromkeys([*kernels, *(str(row["name"]) for row in view.sweep)]))
     solid = usual_kernels(view)

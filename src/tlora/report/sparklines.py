@@ -1,4 +1,4 @@
-"""A job's train loss as a picture in a table's row. All jobs of a table are drawn on one scale, so that equal jobs look equal."""
+"""A job's train loss as a small chart in a table's row. All jobs of a table are drawn on one scale, so that equal jobs look equal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def spark_scale(jobs: Sequence[JobView], window: int) -> SparkScale | None:
 
 
 def sparkline(job: JobView, scale: SparkScale | None, look: Look) -> Markup:
-    """The averaged losses as an inline picture of a few hundred bytes; nothing for fewer than two finite ones."""
+    """The averaged losses as an inline SVG of a few hundred bytes; empty for fewer than two finite values."""
     points = _averages(job, scale.window) if scale else []
     if scale is None or len(points) < 2:
         return Markup()

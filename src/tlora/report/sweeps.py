@@ -58,7 +58,7 @@ def sweep_verdict(jobs: Sequence[JobView]) -> Markup:
 
 
 def _trouble(job: JobView) -> str:
-    """What went wrong with a job, in words; empty for nothing."""
+    """What went wrong with a job, in words; empty if nothing did."""
     if job.status == "failed":
         return "failed"
     if job.broken_step is not None:

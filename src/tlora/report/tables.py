@@ -1,4 +1,4 @@
-"""The tables of a run's page as HTML that reads without any script."""
+"""The tables of a run's page, as HTML that needs no script."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN_ELSEWHERE = ("jobs", "versions", "status", "started", "base_parameters", 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell's text (escaped unless it is Markup); `value` is what sorting compares under a head of numbers."""
+    """A cell's text (escaped unless it is Markup); `value` is the sort key in a column of numbers."""
 
     content: str
     value: float | None = None
@@ -72,7 +72,7 @@ def result_cells(job: JobView, scale: SparkScale | None, look: Look) -> list[Cel
 
 
 def trend_note(scale: SparkScale | None) -> Markup:
-    """Nothing where no trend is drawn."""
+    """The caption of the trend column; empty if no trend is drawn."""
     text = '<p class="faint">Trend: the train loss, averaged over about {} rows back, all of this table on one scale ({}).</p>'
     return Markup(text).format(scale.window, scale.text()) if scale else Markup()
 
@@ -124,7 +124,7 @@ _WAITS = {"exchange_wait_seconds": "waited for other GPUs", "fetch_wait_seconds"
 
 
 def gpus_table(run: RunView) -> Markup:
-    """What each of several GPUs had to do, and how long it computed nothing while it waited; nothing for a run on one."""
+    """What each GPU had to do, and how long it waited without computing; empty for a run on one GPU."""
     gpus = run.spec.get("gpus")
     if not isinstance(gpus, dict) or len(gpus) < 2:
         return Markup()

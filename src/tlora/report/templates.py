@@ -1,4 +1,4 @@
-"""The pages' HTML, as Jinja2 templates with autoescape: text is text wherever it came from, unless it was made as `Markup` here."""
+"""The pages' HTML, as Jinja2 templates with autoescape: all text is escaped unless it was made as `Markup` here."""
 
 from __future__ import annotations
 

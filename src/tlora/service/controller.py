@@ -6,6 +6,7 @@ is replayed.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 import traceback
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from sqlalchemy import Connection, Engine, Row
+from sqlalchemy.exc import SQLAlchemyError
 
 from tlora import durable
 from tlora.cluster.backend import Backend
@@ -40,6 +42,7 @@ from tlora.service.orders import OrderSpec, job_spec
 from tlora.service.outcomes import Outcomes
 
 T = TypeVar("T")
+_MOST_PATHS = 10_000
 _INTAKE_SLOTS = 2  # batches of jobs whose data is read at a time: one tenant never holds both
 _STORE_SECONDS = 2.0  # between two tries to write to a store that cannot be written
 _BASE_KEY = "base:"  # of intake's questions about bases
@@ -96,6 +99,9 @@ class Controller:
         self._cluster: Cluster | None = None
         self._scheduler: Scheduler | None = None
         self._closing = False
+        self._paths: dict[str, Path] = {}  # of files' bytes, which never change
+        self._inbox: queue.SimpleQueue[Sequence[Row[Any]] | None] = queue.SimpleQueue()  # jobs that were accepted
+        self._feeder = threading.Thread(target=self._feed, name="feeder", daemon=True)
         self._outcomes = Outcomes(config.directory, writer, live, self._forget)
         self._intake = hall.intake(_intake_settings(config), config.directory / "workers" / "intake.log", self._hear)
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
@@ -110,11 +116,13 @@ class Controller:
                 rows = job_rows.open_jobs(connection)
             self._writer.do(self._outcomes.requeue)
             self._take_up(rows)
+        self._feeder.start()
         self._thread.start()
 
     def close(self) -> None:
         """Checkpoint everything and end the workers and intake."""
         self._closing = True
+        self._inbox.put(None)
         with self._lock:
             cluster = self._cluster
         if cluster is not None:
@@ -131,8 +139,18 @@ class Controller:
     # -- told by requests ----------------------------------------------------------------------------------------------
 
     def accepted(self, rows: Sequence[Row[Any]]) -> None:
-        with self._lock:
-            self._take_up(rows)
+        """In a thread of its own: requests are answered meanwhile."""
+        self._inbox.put(rows)
+
+    def _feed(self) -> None:
+        while (rows := self._inbox.get()) is not None:
+            try:
+                with self._lock:
+                    self._take_up(rows)
+            except SQLAlchemyError:  # the store does not answer: these jobs are accepted, and wait for it
+                traceback.print_exc()
+                time.sleep(_STORE_SECONDS)
+                self._inbox.put(rows)
 
     def paused(self, job_id: str) -> None:
         self._ask(job_id, lambda cluster: cluster.hold(job_id))
@@ -182,13 +200,26 @@ class Controller:
         order = OrderSpec.model_validate(row.order)
         if row.base_model not in self._bases:
             raise ConfigError(f"base_model {row.base_model!r}: is not served here any more. Order another")
-        with self._engine.connect() as connection:
-            paths = file_rows.paths_of(connection, self._directory, row.tenant, order.data.file_ids)
+        if any(file not in self._paths for file in order.data.file_ids):
+            if len(self._paths) > _MOST_PATHS:
+                self._paths.clear()
+            with self._engine.connect() as connection:
+                self._paths |= file_rows.paths_of(connection, self._directory, row.tenant, order.data.file_ids)
+        paths = {file: self._paths[file] for file in order.data.file_ids}
         start = self._directory / "jobs" / order.start_from if order.start_from else None
         return job_spec(order, row.id, paths, start)
 
     def _hear(self, answer: Answer) -> None:
-        """Of intake, in its thread."""
+        """Of intake, in its thread. A store that does not answer is waited for: an answer that is lost would stall its job."""
+        while not self._closing:
+            try:
+                self._take_answer(answer)
+                return
+            except SQLAlchemyError:
+                traceback.print_exc()
+                time.sleep(_STORE_SECONDS)
+
+    def _take_answer(self, answer: Answer) -> None:
         key = answer["key"]
         if key.startswith(_BASE_KEY):
             self._see_base(key.removeprefix(_BASE_KEY), answer)

@@ -9,6 +9,7 @@ import traceback
 from pathlib import Path
 
 from sqlalchemy import Connection, delete, select, update
+from sqlalchemy.exc import SQLAlchemyError
 
 from tlora.service.database.answer_rows import forget_answers
 from tlora.service.database.tables import events, files, job_files, jobs
@@ -52,7 +53,7 @@ class Housekeeping:
         while not self._ended.wait(_EVERY_SECONDS):
             try:
                 self.sweep()
-            except (StoreError, OSError):  # a full disk: next time
+            except (StoreError, OSError, SQLAlchemyError):  # a full disk, a store that does not answer: next time
                 traceback.print_exc()
 
     def _collect_files(self, now: float) -> None:

@@ -24,6 +24,8 @@ BaseName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z
 # The engine's own bounds allow longer lists and names than a tenant has use for.
 ModuleName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.]+$")]
 
+_PATTERNS = Field(max_length=1000, json_schema_extra={"additionalProperties": False})
+
 
 class OrderedFile(BaseModel):
     """One of several files of a job's data."""
@@ -79,8 +81,8 @@ class OrderSpec(LoraShape, TrainConfig):
     base_model: BaseName  # a name of GET /v1/bases
     data: OrderedData
     target_modules: Literal["all-linear"] | Annotated[list[ModuleName], Field(min_length=1, max_length=1000)] = "all-linear"
-    rank_pattern: Annotated[dict[ModuleName, Annotated[int, Field(ge=1, le=256)]], Field(max_length=1000)] = {}
-    alpha_pattern: Annotated[dict[ModuleName, Annotated[float, Field(gt=0)]], Field(max_length=1000)] = {}
+    rank_pattern: Annotated[dict[ModuleName, Annotated[int, Field(ge=1, le=256)]], _PATTERNS] = {}
+    alpha_pattern: Annotated[dict[ModuleName, Annotated[float, Field(gt=0)]], _PATTERNS] = {}
     gpus: Positive = 1
     priority: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.0  # of those that wait the highest goes first
     max_slowdown: Annotated[float, Field(ge=1, le=1e6)] = 1.5

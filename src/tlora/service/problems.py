@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from tlora.errors import TloraError
 from tlora.jobs_file import suggest
@@ -72,11 +73,21 @@ async def on_tlora_error(_: Request, error: Exception) -> JSONResponse:
     return answer(400, "refused", str(error))
 
 
-async def on_http_exception(_: Request, error: Exception) -> JSONResponse:
+async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
     """Of the framework: unknown routes and methods, bodies that are cut."""
     assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        allowed = ", ".join(_methods_of(request))
+        return answer(405, "wrong_method", f"{request.method} is not for this route; it has {allowed}", headers={"Allow": allowed})
     code = {404: "unknown_route", 405: "wrong_method", 408: "too_slow", 413: "too_large"}.get(error.status_code, "refused")
     return answer(error.status_code, code, str(error.detail), headers=error.headers)
+
+
+def _methods_of(request: Request) -> list[str]:
+    """Of all routes of the path: the framework names those of the first one alone."""
+    nested = [route for outer in request.app.routes for route in getattr(outer, "routes", [outer])]
+    fitting = [route for route in nested if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in fitting for method in getattr(route, "methods", None) or ()})
 
 
 async def on_invalid(_: Request, error: Exception) -> JSONResponse:
@@ -85,7 +96,8 @@ async def on_invalid(_: Request, error: Exception) -> JSONResponse:
     first = error.errors()[0]["loc"] if error.errors() else ()
     param = ".".join(str(part) for part in first[1:]) or None
     more = [] if len(problems) <= _MOST_PROBLEMS else [f"and {len(problems) - _MOST_PROBLEMS} more"]
-    return answer(422, "invalid", "; ".join([*problems[:_MOST_PROBLEMS], *more]), param)
+    rules = all(item["type"] == "value_error" for item in error.errors())  # the body is as documented; what it says breaks a rule
+    return answer(400 if rules else 422, "refused" if rules else "invalid", "; ".join([*problems[:_MOST_PROBLEMS], *more]), param)
 
 
 async def on_bug(_: Request, error: Exception) -> JSONResponse:

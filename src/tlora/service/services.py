@@ -17,6 +17,7 @@ from tlora.service.cursors import Cursors
 from tlora.service.database.writer import Operation, Writer
 from tlora.service.keys import Caller, KeyRing
 from tlora.service.live_state import LiveState
+from tlora.service.orders import OrderSpec
 from tlora.service.problems import RefusedError
 from tlora.service.views import JobView, job_view
 from tlora.service.visits import Visits
@@ -91,8 +92,9 @@ class Services:
         with self.engine.connect() as connection:
             return query(connection)
 
-    def view(self, row: Row[Any]) -> JobView:
-        return job_view(row, self.live.steps(row.id), self.live.waiting_for(row.id, row.status))
+    def view(self, row: Row[Any], order: OrderSpec | None = None) -> JobView:
+        """As the job stands now; `order` is the row's, where it has been read."""
+        return job_view(row, self.live.steps(row.id), self.live.waiting_for(row.id, row.status), order)
 
     @asynccontextmanager
     async def stream_of(self, caller: Caller) -> AsyncIterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -178,10 +177,9 @@ def file_view(row: Row[Any]) -> FileView:
     return FileView(id=row.id, bytes=row.bytes, created_at=int(row.created), filename=row.filename, purpose=row.purpose, sha256=row.sha256)
 
 
-def job_view(row: Row[Any], steps: int | None = None, waiting_for: str | None = None) -> JobView:
-    """`steps`: newer than the row's, if they are known. The order was checked when it came: it is not checked again."""
+def job_view(row: Row[Any], steps: int | None = None, waiting_for: str | None = None, order: OrderSpec | None = None) -> JobView:
+    """`steps`: newer than the row's, if they are known; `order`: the row's, where it has been read."""
     intake: Mapping[str, Any] = row.intake or {}
-    order = json.loads(row.order) if isinstance(row.order, str) else row.order
     return JobView.model_construct(
         id=row.id,
         name=row.name,
@@ -197,7 +195,7 @@ def job_view(row: Row[Any], steps: int | None = None, waiting_for: str | None = 
         warnings=intake.get("warnings", []),
         sweep=row.sweep,
         cloned_from=row.cloned_from,
-        order=OrderSpec.model_validate(order),
+        order=order or OrderSpec.model_validate(row.order),
         result=row.result,
     )
 

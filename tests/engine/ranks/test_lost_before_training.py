@@ -97,7 +97,7 @@ def test_all_are_lost_at_once(world: World, tmp_path: Path, monkeypatch: pytest.
             time.sleep(0.01)
 
     at_assignment(monkeypatch, kill_all)
-    with pytest.raises(RankError, match=r"GPU \d is lost before training: was killed by SIGKILL, as are all others\. Start the run again"):
+    with pytest.raises(RankError, match=r"GPU \d is lost .* SIGKILL, as are all others\. Start the run"):
         world.train(tmp_path / "out", 2)
     assert not (tmp_path / "out").exists()
 
@@ -132,7 +132,7 @@ def test_under_a_launcher_the_run_ends(world: World, tmp_path: Path, monkeypatch
     """It ends all ranks when one is lost, and none can be started in place of it."""
     monkeypatch.setattr(crew.Crew, "launched_elsewhere", property(lambda _: True))
     told = Told(0, lambda: kill(world, 1))
-    with pytest.raises(RankError, match="GPU 1 is lost before training: was killed by SIGKILL.* Launch all ranks again"):
+    with pytest.raises(RankError, match="GPU 1 is lost .* SIGKILL.* Launch all ranks"):
         world.train(tmp_path / "out", 2, watcher=told.watcher)
     assert not (tmp_path / "out").exists()
 

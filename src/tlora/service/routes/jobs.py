@@ -66,7 +66,7 @@ async def accept(services: Services, request: Request, orders: list[OrderSpec], 
         def insert() -> Answer:
             rows = job_rows.insert_jobs(connection, tenant, orders, services.config.limits, origin)
             made.extend(rows)
-            views = [services.view(row) for row in rows]
+            views = [services.view(row, order) for row, order in zip(rows, orders, strict=True)]
             found = views[0] if origin.sweep is None else Sweep.model_construct(id=origin.sweep, data=views)
             return Answer(201, found.model_dump_json())
 

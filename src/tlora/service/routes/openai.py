@@ -23,7 +23,7 @@ from tlora.service.services import Services, services_of
 router = APIRouter(prefix="/v1/fine_tuning", tags=["openai"], responses=REFUSALS)
 _STATUS = {"preparing": "validating_files"}  # the others have OpenAI's names
 Auto = Literal["auto"]
-RetryCount = Annotated[str | None, Header(alias="x-stainless-retry-count", pattern="^[0-9]{1,4}$")]
+RetryCount = Annotated[str, Header(alias="x-stainless-retry-count", max_length=100)]
 After = Annotated[str | None, Query(min_length=1, max_length=64)]
 
 
@@ -97,12 +97,12 @@ def order_of(creation: Creation) -> OrderSpec:
 
 
 @router.post("/jobs")
-async def create(creation: Creation, request: Request, x_stainless_retry_count: RetryCount = None) -> JSONResponse:
+async def create(creation: Creation, request: Request, retry_count: RetryCount = "0") -> JSONResponse:
     """The client sends no key. A retry matches a creation whose answer was not sent completely and that no retry matched before."""
     services, tenant, order = services_of(request), caller_of(request).tenant, order_of(creation)
     own.check_order(services, order)
     payload = answer_rows.hash_payload("fine_tuning", creation.model_dump_json(exclude_unset=True).encode())
-    retried, fresh = int(x_stainless_retry_count or 0) > 0, list[Row[Any]]()
+    retried, fresh = retry_count.strip("0") != "" and retry_count.isdecimal(), list[Row[Any]]()
 
     def work(connection: Connection) -> Row[Any]:
         known = answer_rows.find_retried(connection, tenant, payload) if retried else None

@@ -1,4 +1,4 @@
-"""The first schema."""
+"""The first schema, as Alembic writes it: one long function, a statement for each table and index."""
 
 from __future__ import annotations
 
