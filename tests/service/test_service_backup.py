@@ -28,12 +28,19 @@ def test_a_server_made_from_a_backup_has_its_keys_jobs_files_and_adapters(tmp_pa
     with serving(tmp_path / "server") as served:
         done, begun = filled(served)
         key = served.key("alice")
+        files = tmp_path / "server" / "files"
+        order = {"name": begun, "data": {"path": [{"path": f"{files}/a.jsonl"}], "eval_path": f"{files}/b"}, "adapter_path": None}
+        durable.make_directory(tmp_path / "server" / "jobs" / begun)
+        (tmp_path / "server" / "jobs" / begun / "job.json").write_text(json.dumps(order | {"seed": 3}))
         copied = back_up(served.opened.services.config, tmp_path / "copy")
         assert (copied.jobs, copied.files) == (2, 2)
         served.ask("alice", "POST", f"/v1/jobs/{begun}/cancel", 200)  # after the backup
     config = config_of(tmp_path / "restored")
     assert restore(config, tmp_path / "copy") == 1
     assert [path.stat().st_mode & 0o777 for path in (tmp_path / "restored", tmp_path / "restored" / "first-key")] == [0o700, 0o600]
+    moved = json.loads((tmp_path / "restored" / "jobs" / begun / "job.json").read_text())
+    there = tmp_path / "restored" / "files"  # a job resumes only if its order names its files where they are
+    assert moved["data"] == {"path": [{"path": f"{there}/a.jsonl"}], "eval_path": f"{there}/b"} and moved["seed"] == 3
     with serving(tmp_path / "restored") as served:
         headers = {"X-API-Key": key}
         jobs = {job["id"]: job for job in served.client.get("/v1/jobs", headers=headers).json()["data"]}

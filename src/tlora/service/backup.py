@@ -67,7 +67,7 @@ def back_up(config: ServerConfig, target: Path) -> Copied:
             jobs = int(connection.execute("SELECT count(*) FROM jobs").fetchone()[0])
             files = int(connection.execute("SELECT count(*) FROM files WHERE deleted IS NULL").fetchone()[0])
         connection.close()
-        content = {"tlora": __version__, "schema": SCHEMA, "created": time.time(), "files": index}
+        content = {"tlora": __version__, "schema": SCHEMA, "directory": str(source), "created": time.time(), "files": index}
         durable.write_file(scratch / INDEX, json.dumps(content, indent=1, sort_keys=True) + "\n")
     return Copied(jobs, files, sum(int(entry["bytes"]) for entry in index.values()))
 
@@ -103,9 +103,11 @@ def restore(config: ServerConfig, source: Path) -> int:
             if name in _SECRETS:
                 place.chmod(0o600)
         still_open = _reopen(scratch / _DATABASE)
+        for job_id in still_open:
+            _move_paths(scratch / "jobs" / job_id / "job.json", str(index["directory"]), str(target))
         if target.exists():
             target.rmdir()
-    return still_open
+    return len(still_open)
 
 
 class _scratch:  # noqa: N801  a context manager
@@ -203,13 +205,27 @@ def _entry(path: Path) -> dict[str, int | str]:
     return {"bytes": path.stat().st_size, "sha256": manifest.sha256(path)}
 
 
-def _reopen(database: Path) -> int:
-    """Jobs that had not ended have their data read again: what was made of it lay where the old server was."""
+def _move_paths(order: Path, old: str, new: str) -> None:
+    """A job resumes only if its order is what it was, and the order names files under the server's directory."""
+
+    def moved(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: moved(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [moved(item) for item in value]
+        return new + value.removeprefix(old) if isinstance(value, str) and value.startswith(old + "/") else value
+
+    if order.is_file():
+        durable.write_file(order, json.dumps(moved(read_object(order)), indent=1) + "\n")
+
+
+def _reopen(database: Path) -> list[str]:
+    """Ids of the jobs that had not ended. Their data is read again: what was made of it lay where the old server was."""
     connection = sqlite3.connect(database)
     try:
         with connection:
             connection.execute("UPDATE jobs SET intake = NULL WHERE ended IS NULL")
             connection.execute("UPDATE jobs SET status = 'preparing' WHERE ended IS NULL AND status != 'paused'")
-            return int(connection.execute("SELECT count(*) FROM jobs WHERE ended IS NULL").fetchone()[0])
+            return [str(row[0]) for row in connection.execute("SELECT id FROM jobs WHERE ended IS NULL")]
     finally:
         connection.close()
