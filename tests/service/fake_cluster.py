@@ -53,6 +53,8 @@ class FakeCluster:
         self.asked: list[tuple[str, str]] = []
         self.closed = False
 
+    began_at_seconds = 0.0
+
     def now(self) -> float:
         return time.monotonic() - self._began
 
@@ -73,7 +75,7 @@ class FakeCluster:
             case StopGroup() | RejectJob():
                 pass
 
-    def submit(self, spec: JobSubmitted, job: LocalJob, at_seconds: float = 0.0) -> None:
+    def submit(self, spec: JobSubmitted, job: LocalJob, at_seconds: float | None = None) -> None:
         assert spec.job_id not in self.specs, f"{spec.job_id} was submitted twice"
         self.submitted.append(spec.job_id)
         self.specs[spec.job_id] = job

@@ -1,7 +1,7 @@
 """The controller inside the server: accepted jobs through intake to the scheduler, and what becomes of them back into the store.
 
 Truth is the database for orders and outcomes, the disk for training. A start submits all jobs that have not ended, in their order; nothing
-is replayed.
+is replayed. Where the server before was killed, its workers train on: they are found before anything is decided, with their jobs.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from tlora.service.outcomes import Outcomes
 T = TypeVar("T")
 _MOST_PATHS = 10_000
 _INTAKE_SLOTS = 2  # batches of jobs whose data is read at a time: one tenant never holds both
+_BASES_SECONDS = 120.0  # for bases of accepted jobs to be looked at, before workers that are found are taken over without their jobs
 _STORE_SECONDS = 2.0  # between two tries to write to a store that cannot be written
 _BASE_KEY = "base:"  # of intake's questions about bases
 
@@ -51,7 +52,9 @@ _BASE_KEY = "base:"  # of intake's questions about bases
 class Cluster(Backend, Protocol):
     """What the controller needs of `cluster.local.LocalBackend`; tests give one whose workers are fake."""
 
-    def submit(self, spec: JobSubmitted, job: LocalJob, at_seconds: float = 0.0) -> None: ...
+    @property
+    def began_at_seconds(self) -> float: ...
+    def submit(self, spec: JobSubmitted, job: LocalJob, at_seconds: float | None = None) -> None: ...
     def cancel(self, job_id: str, at_seconds: float = 0.0) -> None: ...
     def hold(self, job_id: str, at_seconds: float = 0.0) -> None: ...
     def release(self, job_id: str, at_seconds: float = 0.0) -> None: ...
@@ -91,6 +94,7 @@ class Controller:
         for name in ("jobs", "workers", "bases", "tokens", "files"):
             durable.make_directory(self._directory / name)
         self._lock = threading.RLock()
+        self._base_heard = threading.Condition(self._lock)
         self._bases: dict[str, str] = {}
         self._sizes: dict[str, int] = {}  # bytes of the bases that are known
         self._problems: dict[str, str] = {}  # of bases
@@ -124,6 +128,7 @@ class Controller:
         self._closing = True
         self._inbox.put(None)
         with self._lock:
+            self._base_heard.notify_all()
             cluster = self._cluster
         if cluster is not None:
             cluster.stop()
@@ -232,6 +237,7 @@ class Controller:
 
     def _see_base(self, name: str, answer: Answer) -> None:
         with self._lock:
+            self._base_heard.notify_all()
             if "problem" in answer:
                 self._problems[name] = answer["problem"]
                 for row in self._early.pop(name, []):
@@ -295,13 +301,19 @@ class Controller:
             profile = JobProfile(**intake["profile"] | {"length_histogram": tuple(intake["profile"]["length_histogram"])})
             deadline = None if spec.deadline_seconds is None else cluster.now() + row.created + spec.deadline_seconds - time.time()
             submitted = JobSubmitted(row.id, row.base_model, 1, profile, row.tenant, spec.priority, deadline, spec.max_slowdown)
-            cluster.submit(submitted, LocalJob(spec, intake["train_set"], intake["eval_set"]))
+            cluster.submit(submitted, LocalJob(spec, intake["train_set"], intake["eval_set"]), self._arrival(cluster, row))
         except (TloraError, ValueError, KeyError) as error:
             self._outcomes.fail(row.id, str(error))
             return
         self._known[row.id] = row.base_model
         if status == "paused":
             cluster.hold(row.id)
+
+    @staticmethod
+    def _arrival(cluster: Cluster, row: Row[Any]) -> float | None:
+        """Of a job that an earlier server has accepted: when, on the clock of the cluster whose workers were found. Else None: now."""
+        at_seconds = cluster.now() - max(0.0, time.time() - row.created)
+        return at_seconds if at_seconds < cluster.began_at_seconds else None
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -320,6 +332,7 @@ class Controller:
                         self._admit(row)
                 self._outcomes.begin(self._hall.places)
                 self._live.fault = None
+                self._wait_for_bases()
                 run_controller(scheduler, cluster, self._see)
             finally:
                 with self._lock:
@@ -330,6 +343,13 @@ class Controller:
             self._live.fault = f"the controller ended ({type(error).__name__}: {error}); jobs are accepted, and trained after a restart"
         else:
             self._live.fault = "the server is shutting down"
+
+    def _wait_for_bases(self) -> None:
+        """Until all jobs that were accepted before are submitted: groups that are found are taken over with the jobs that are."""
+        deadline = time.monotonic() + _BASES_SECONDS
+        with self._lock:
+            while self._early and not self._closing and (left := deadline - time.monotonic()) > 0:
+                self._base_heard.wait(left)
 
     def _cost(self) -> CostModel:
         return cost_model(bases={})

@@ -16,6 +16,7 @@ from tlora.protocol import (
     Action,
     ChangeGroup,
     Event,
+    GroupFound,
     GroupLost,
     JobCancelled,
     JobFailed,
@@ -98,6 +99,8 @@ class Outcomes:
             case JobSubmitted(job_id):
                 self._reading.pop(job_id, None)
                 self._waiting[job_id] = None
+            case GroupFound(group):
+                self._find(group)
             case StartGroup(group) | ChangeGroup(group):
                 self._place(group)
             case StopGroup(group_id) | GroupLost(group_id):
@@ -128,6 +131,13 @@ class Outcomes:
         for job_id in group.job_ids:
             self._waiting.pop(job_id, None)
         self._leave(before, frozenset(group.job_ids))
+
+    def _find(self, group: JobGroup) -> None:
+        """Its jobs were trained on while no server was there."""
+        self._place(group)
+        for job_id in group.job_ids:
+            self._running.add(job_id)
+            self._change(job_id, ("queued",), "running", "trains; it did so while the server was away")
 
     def _leave(self, before: JobGroup | None, stay: frozenset[str]) -> None:
         for job_id in before.job_ids if before is not None else ():
