@@ -30,3 +30,11 @@ class CapacityError(TloraError, MemoryError):
 
 class RankError(TloraError, ConnectionError):
     """Another rank is lost, failed or differs from this one, or ranks cannot reach each other."""
+
+
+class ServiceError(TloraError, ConnectionError):
+    """A server cannot be reached, or has refused a request. `status` is 0 where there was no answer; `code` is the answer's own."""
+
+    def __init__(self, message: str, status: int = 0, code: str = "") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code

@@ -41,8 +41,8 @@ Number = TypeVar("Number", int, float)
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
-class LoraConfig(BaseModel):
-    """Shape of one adapter. Names and meaning are PEFT's `LoraConfig`."""
+class LoraShape(BaseModel):
+    """Shape of one adapter. Names and meaning are those of PEFT's `LoraConfig`."""
 
     model_config = _STRICT
 
@@ -53,7 +53,6 @@ class LoraConfig(BaseModel):
     use_rslora: bool = False
     rank_pattern: dict[str, Annotated[int, Field(ge=1, le=256)]] = {}
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
-    adapter_path: str | None = None  # an existing PEFT adapter to start from
 
     @property
     def largest_rank(self) -> int:
@@ -68,6 +67,14 @@ class LoraConfig(BaseModel):
         """alpha/r, or alpha/sqrt(r) with `use_rslora`, with this module's own rank and alpha."""
         rank, alpha = self.rank_of(module), _pattern_value(self.alpha_pattern, module, self.lora_alpha)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+
+class LoraConfig(LoraShape):
+    """The shape of an adapter, and where its weights begin."""
+
+    model_config = _STRICT
+
+    adapter_path: str | None = None  # an existing PEFT adapter to start from
 
 
 def _pattern_value(pattern: dict[str, Number], module: str, default: Number) -> Number:

@@ -13,9 +13,10 @@ from safetensors.numpy import load_file
 from tests.engine.tiny_runs import job, run_spec, train
 from tlora.data.dataset import Dataset
 from tlora.data.order import Mixture, global_batch, mix
+from tlora.data.profile import tokens_of_steps
 from tlora.errors import ConfigError, ModelError
 from tlora.job import JobSpec
-from tlora.planning.job_profile import ProfiledJob, profile_jobs, tokens_of_steps
+from tlora.planning.job_profile import ProfiledJob, profile_jobs
 
 
 def test_a_profile_is_what_the_job_then_does(base: Path, data: Path, tmp_path: Path) -> None:

@@ -33,8 +33,9 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
+from tlora.scheduler.job import Job
 from tlora.scheduler.scheduler import Policy, Scheduler
-from tlora.scheduler.state import ClusterState, Job
+from tlora.scheduler.state import ClusterState
 
 BASES = ("north", "south")
 

@@ -9,9 +9,10 @@ from tests.scheduler.mirror import MOVES, Move, made_cost, made_scheduler, made_
 from tlora.protocol import GpusLost, JobFinished, NodeAdded, StartGroup, StopGroup, Tick
 from tlora.scheduler.draft import Draft, has_room
 from tlora.scheduler.exclusive_baselines import backfill, fifo, las, sjf, srtf
+from tlora.scheduler.job import Job
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.scheduler import Scheduler
-from tlora.scheduler.state import ClusterState, Job
+from tlora.scheduler.state import ClusterState
 from tlora.scheduler.waiting import arrival
 
 EXCLUSIVE = {"fifo": fifo, "backfill": backfill, "sjf": sjf, "srtf": srtf, "las": las}

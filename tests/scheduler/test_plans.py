@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tests.scheduler.mirror import made_cost, made_spec, made_state, waiting_job
 from tlora.costs.sharing import Member, group_step_seconds
 from tlora.protocol import ParallelPlan
+from tlora.scheduler.job import Job
 from tlora.scheduler.plans import exclusive_plan, shared_plan
-from tlora.scheduler.state import ClusterState, Job
+from tlora.scheduler.state import ClusterState
 
 BASE = "north"
 

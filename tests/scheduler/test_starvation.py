@@ -6,11 +6,12 @@ import math
 
 import pytest
 
-from tests.scheduler.mirror import made_spec, made_state, waiting_job
+from tests.scheduler.mirror import BASES, made_spec, made_state, waiting_job
 from tests.scheduler.timeline import TICK_SECONDS, Timeline, made_timeline
-from tlora.protocol import JobSubmitted, Tick
+from tlora.protocol import JobGroup, JobSubmitted, ParallelPlan, Tick
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.starvation import Starvation, starves_after
+from tlora.scheduler.state import ClusterState
 from tlora.scheduler.urgency import remaining_seconds, urgency
 
 USUAL = Settings()
@@ -66,6 +67,51 @@ def test_as_they_came_up_to_a_share_of_the_gpus_or_the_first() -> None:
     assert late(1, 2, 1, starvation_share=0.25) == ["j0"], "nobody passes one who came earlier"
     assert late(3, 1, starvation_share=0.25) == ["j0"]
     assert USUAL.starvation_share <= 0.15
+
+
+def first_names(state: ClusterState, starvation: Starvation) -> list[str]:
+    """Who goes first, which one that has seen nothing before tells too."""
+    anew = Starvation(Settings(starvation_share=0.5))
+    for each in (starvation, anew):
+        each.follow(state)
+    found = [job.spec.job_id for job in starvation.first(state)]
+    assert [job.spec.job_id for job in anew.first(state)] == found and anew.next_at == starvation.next_at
+    return found
+
+
+@pytest.mark.parametrize("hours", [2.0, 13.0, 30.0])
+def test_a_wide_one_waits_while_those_before_it_had_more_than_the_share_of_the_last_day(hours: float) -> None:
+    """On 4 of 8 GPUs 12 hours of all 8 in a day are the share: what lies more than a day back no longer counts."""
+    state, starvation = made_state(4, 4), Starvation(Settings(starvation_share=0.5))
+    for index in range(3):
+        state.submit(made_job(f"j{index}", 8))
+    state.submit(made_job("narrow", 1))
+    begin, end = 24 * HOUR, (24 + hours) * HOUR
+    state.now = begin
+    assert first_names(state, starvation) == ["j0"]
+    state.place(JobGroup("g0", BASES[0], tuple(range(8)), ParallelPlan(8, 8192), ("j0",), (1.0,)))
+    state.now = end
+    assert first_names(state, starvation) == ["j0"], "who has GPUs goes first until it ends"
+    state.end_job("j0")
+    state.end_group("g0")
+    if hours > 12.0:
+        assert first_names(state, starvation) == ["narrow"]
+        state.now = max(end, begin + 24 * HOUR) + (min(hours, 24.0) - 12.0) * HOUR - 60.0
+        assert first_names(state, starvation) == ["narrow"] and state.now < starvation.next_at
+        state.now += 120.0
+    assert first_names(state, starvation) == ["j1"]
+
+
+def test_a_wide_one_is_not_kept_back_by_those_that_come_after_it() -> None:
+    state, starvation = made_state(4, 4), Starvation(Settings(starvation_share=0.5))
+    for name in ("early", "later"):
+        state.submit(made_job(name, 8))
+    state.now = 24 * HOUR
+    state.place(JobGroup("g0", BASES[0], tuple(range(8)), ParallelPlan(8, 8192), ("later",), (1.0,)))
+    state.now = 44 * HOUR
+    state.end_job("later")
+    state.end_group("g0")
+    assert first_names(state, starvation) == ["early"]
 
 
 def test_a_held_job_makes_room_for_the_next_and_one_that_has_ended_too() -> None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from tests.scheduler.mirror import Mirror, made_cost, made_scheduler, tell
 from tlora.costs.cost import CostModel
 from tlora.protocol import Action, ChangeGroup, Event, JobFinished, JobGroup, RejectJob, StartGroup, Tick
+from tlora.scheduler.job import Job
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Scheduler
 from tlora.scheduler.settings import Settings
-from tlora.scheduler.state import Job
 
 TICK_SECONDS = 60.0
 MOST_RETHINK_SECONDS = 300.0  # a decision to change nothing may hold for so long

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tlora.cli.serve_command import serve
+from tlora.cli.server_commands import backup, bases, drain, keys, login, restore
+from tlora.cli.service_commands import cancel, clone, download, jobs, pause, queue, resume, show, submit
 from tlora.cli.simulate_command import simulate
 from tlora.garbage import no_collection
 
@@ -260,6 +263,16 @@ def tune(
 
 
 app.command()(simulate)
+app.command()(serve)
+_PANELS = {
+    "Jobs on a server": (submit, jobs, show, pause, resume, cancel, clone, download, queue, login),
+    "A server": (drain, backup, restore),
+}
+for _panel, _commands in _PANELS.items():
+    for _command in _commands:
+        app.command(rich_help_panel=_panel)(_command)
+app.add_typer(keys, name="keys", rich_help_panel="A server")
+app.add_typer(bases, name="bases", rich_help_panel="A server")
 
 
 def _again(jobs_file: Path, output_dir: Path | None, device: str | None, gpus: str | None, settings: list[str] | None) -> list[str]:

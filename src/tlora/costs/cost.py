@@ -74,9 +74,16 @@ class CostModel:
         self.constants = dict(constants)
         self.fill_share = fill_share
         self.times_corrected = 0
-        self._corrections = {base: [1.0, 1.0, 1.0] for base in self.constants}  # one GPU, one node, several nodes
-        self._observed = {base: _Mean() for base in self.constants}
-        self._observed_of_reach = {base: [_Mean(), _Mean(), _Mean()] for base in self.constants}
+        self._corrections: dict[str, list[float]] = {}  # one GPU, one node, several nodes
+        self._observed: dict[str, _Mean] = {}
+        self._observed_of_reach: dict[str, list[_Mean]] = {}
+        for base, found in constants.items():
+            self.add(base, found)
+
+    def add(self, base: str, constants: BaseConstants) -> None:
+        """A base that is known from now on; of one that was, corrections are forgotten."""
+        self.constants[base], self._corrections[base] = constants, [1.0, 1.0, 1.0]
+        self._observed[base], self._observed_of_reach[base] = _Mean(), [_Mean(), _Mean(), _Mean()]
 
     def micro_batch_seconds(self, base: str, tokens: float, gpus: int, nodes: int, members: int) -> float:
         """Seconds of one micro-batch of `tokens` over all `gpus` together, for a group of `members` jobs.

@@ -21,6 +21,7 @@ from tlora.data.columns import format_of, unused_columns
 from tlora.data.dataset import FORMAT_VERSION, Sample, Writer, find_damage, join
 from tlora.data.encode import Encoded, Encoder, encode, encode_labelled, encode_pairs
 from tlora.data.formats import Chat, Example, Format, Labelled, Pair, Text, read_example, read_labelled, read_pair
+from tlora.data.limits import DataLimits
 from tlora.data.report import DataReport
 from tlora.data.rows import Row, read_files
 from tlora.data.sources import Source
@@ -44,6 +45,7 @@ class Order:
     max_length: int
     cache_dir: Path
     rows: Rows = "samples"
+    limits: DataLimits | None = None  # no part of the tokens
 
     @property
     def called(self) -> str:
@@ -178,7 +180,9 @@ def _batches(order: Order, report: DataReport) -> Iterator[tuple[list[Example | 
     examples: list[Example | Pair | Labelled] = []
     places: list[str] = []
     data_format, size, share = cast("Format | Literal['auto']", order.format), 0, 0.0
-    for row in read_files(order.files, order.called):
+    for number, row in enumerate(read_files(order.files, order.called), 1):
+        if order.limits is not None:
+            order.limits.check_row(row.place, number, row.value)
         data_format = report.format = format_of(row, data_format, order.rows)
         report.count_columns(unused_columns(row, data_format, order.rows))
         examples.append(_read(row, data_format, order.rows))

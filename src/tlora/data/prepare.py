@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from tlora.data import known_sets
 from tlora.data.dataset import SCRATCH_PREFIX, Dataset
+from tlora.data.limits import DataLimits, describe_signal
 from tlora.data.order import Mixture, mix, split
 from tlora.data.report import DataReport
 from tlora.data.sources import shown_files
@@ -52,6 +53,7 @@ class PrepareRequest:
     cache_dir: Path
     base_dir: Path
     rows: Rows = "samples"
+    limits: DataLimits | None = None  # where the data is somebody else's
 
 
 @dataclass(frozen=True)
@@ -223,6 +225,7 @@ def _as_json(request: PrepareRequest) -> dict[str, object]:
         "cache_dir": str(request.cache_dir),
         "base_dir": str(request.base_dir),
         "rows": request.rows,
+        "limits": asdict(request.limits) if request.limits is not None else None,
     }
 
 
@@ -283,6 +286,8 @@ def _report(request: PrepareRequest, sources: Sequence[DataSource], dataset: Dat
 
 
 def _how_it_ended(code: int) -> str:
+    if code < 0 and (limit := describe_signal(-code)) is not None:
+        return limit
     return f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
 
 

@@ -17,11 +17,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from tlora.data.build import Order, build, hash_file
 from tlora.data.dataset import SCRATCH_PREFIX
 from tlora.data.encode import Encoder, open_encoder
+from tlora.data.limits import DataLimits
 from tlora.data.sources import is_on_hub, open_source
 from tlora.data.tokenizer import load_libraries, load_tokenizer
 from tlora.errors import DataError, ModelError
@@ -65,6 +66,9 @@ class Worker:
         """One job: its training set and its evaluation set, if that is another file."""
         key, data = str(request["key"]), DataConfig.model_validate(request["data"])
         self.send("start", key)
+        limits = _limits(request)
+        if limits is not None:
+            limits.enforce()
         try:
             made = {"train": self.make(request, data, data.sources), "eval": self.make(request, data, data.eval_sources)}
             self.send("done", key, **{name: dataclasses.asdict(found) for name, found in made.items()})
@@ -73,10 +77,11 @@ class Worker:
         except OSError as error:
             self.send("data_error", key, message=_trouble(error, Path(str(request["cache_dir"]))))
         except MemoryError:
+            most = MEMORY_LIMIT_BYTES if limits is None else limits.memory_bytes
             self.send(
                 "data_error",
                 key,
-                message=f"{data.called}: preparing takes more than {MEMORY_LIMIT_BYTES >> 30} GiB; is one row far too long?",
+                message=f"{data.called}: preparing takes more than {most / 2**30:g} GiB of memory; is one row far too long?",
             )
         except BaseException as error:  # a panic of the Rust tokenizer is a BaseException
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
@@ -101,7 +106,7 @@ class Worker:
         template = _read_template(base / data.chat_template) if data.chat_template else None
         tokenizer = self.tokenizer(str(request["tokenizer_path"]))
         encoder = open_encoder(tokenizer, template, data.train_on == "all", int(str(request["vocab_size"])))
-        directory, damage = self.build(Order(opened, data.format, data.max_length, place, rows), encoder, key)
+        directory, damage = self.build(Order(opened, data.format, data.max_length, place, rows, _limits(request)), encoder, key)
         self.sets[known] = Made(str(directory), [source.commit for source in opened], damage)
         return self.sets[known]
 
@@ -140,6 +145,11 @@ class Worker:
         if path not in self.tokenizers:
             self.tokenizers[path] = load_tokenizer(path)
         return self.tokenizers[path]
+
+
+def _limits(request: _Request) -> DataLimits | None:
+    given = request.get("limits")
+    return DataLimits(**cast("dict[str, Any]", given)) if given is not None else None
 
 
 def _trouble(error: OSError, cache_dir: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import cast
 
 from pydantic import ValidationError
 
@@ -16,7 +17,7 @@ from tlora.job import SOURCE_KEYS, DataConfig, DataSource, JobSpec, RunSpec, may
 from tlora.jobs_file.located import Located, Problem, join_problems, plain, read_yaml
 from tlora.jobs_file.rules import find_booleans, shown, translate
 from tlora.jobs_file.spelling import suggest
-from tlora.jobs_file.sweep import expand
+from tlora.jobs_file.sweep import expand, title_of
 
 MAX_BYTES = 1 << 20
 MAX_JOBS = 10_000
@@ -39,14 +40,7 @@ def read_jobs_file(path: str | os.PathLike[str], overrides: Sequence[str] = ()) 
     """
     file = Path(path)
     problems: list[Problem] = []
-    root = read_yaml(_read_text(file), lambda line: f"{file}:{line}", problems)
-    if root is None:
-        raise ConfigError(f"{file}: the file is empty; {_EXAMPLE}")
-    if not isinstance(root.value, dict):
-        raise ConfigError(f"{root.where}: the file is not a mapping of keys to values; {_EXAMPLE}")
-    run, defaults, jobs = _take_apart(root, problems)
-    for override in overrides:
-        _override(override, (run, defaults, jobs), problems)
+    root, (run, defaults, jobs) = _open(file, overrides, problems)
     run = _known(run, _RUN_KEYS, "", problems)
     defaults = _known(defaults, _DEFAULT_KEYS, "defaults", problems)
     expanded: list[Located] = []
@@ -60,6 +54,43 @@ def read_jobs_file(path: str | os.PathLike[str], overrides: Sequence[str] = ()) 
     resolved = root.with_value([_resolve_job(job, directory, problems) for job in expanded])
     whole = Located(run | {"jobs": resolved}, 1, f"{file}:1")
     return _validate(whole, directory, problems)
+
+
+def read_sweeps(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[str, dict[str, list[object]]]:
+    """The `sweep` of each job that has one, by the job's name, its keys in the file's order. For a file that `read_jobs_file` accepts."""
+    _, (_, _, jobs) = _open(Path(path), overrides, [])
+    named = {str(plain(job.fields["name"])): plain(job.fields["sweep"]) for job in jobs if {"name", "sweep"} <= job.fields.keys()}
+    return {name: cast("dict[str, list[object]]", sweep) for name, sweep in named.items() if sweep is not None}
+
+
+def read_settings(settings: Sequence[str], name: str) -> tuple[dict[str, object], str]:
+    """Of `KEY=VALUE` texts, values as a jobs file has them, and what a sweep over these would call the job `name`. Raises ConfigError."""
+    problems: list[Problem] = []
+    found: Fields = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set {setting}: must be key=value; for example --set learning_rate=1e-4")
+        value = read_yaml(text, lambda _, setting=setting: f"--set {setting}", problems)
+        found[key] = value or Located(None, 0, f"--set {setting}")
+    if problems:
+        raise ConfigError(join_problems(problems))
+    told = {key.removeprefix("data."): value for key, value in found.items() if key != "name"}
+    title = title_of(name, told) if told else f"{name}-again"
+    return {key: plain(value) for key, value in found.items()}, title[:63].rstrip("-._")
+
+
+def _open(file: Path, overrides: Sequence[str], problems: list[Problem]) -> tuple[Located, tuple[Fields, Fields, list[Located]]]:
+    """The file as it stands, and its layers with `overrides` applied."""
+    root = read_yaml(_read_text(file), lambda line: f"{file}:{line}", problems)
+    if root is None:
+        raise ConfigError(f"{file}: the file is empty; {_EXAMPLE}")
+    if not isinstance(root.value, dict):
+        raise ConfigError(f"{root.where}: the file is not a mapping of keys to values; {_EXAMPLE}")
+    layers = _take_apart(root, problems)
+    for override in overrides:
+        _override(override, layers, problems)
+    return root, layers
 
 
 def _read_text(file: Path) -> str:

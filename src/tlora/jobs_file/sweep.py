@@ -58,10 +58,14 @@ def expand(job: Fields, known: Sequence[str], data_keys: Sequence[str], problems
         for key, value in combination.items():
             _set(one, key, value, data_keys)
         if name is not None:
-            title = "-".join([base, *(f"{SHORT_NAMES.get(key, key)}{_brief(value)}" for key, value in combination.items())])
-            one["name"], one["sweep_of"] = name.with_value(title), name
+            one["name"], one["sweep_of"] = name.with_value(title_of(base, combination)), name
         jobs.append(one)
     return jobs
+
+
+def title_of(name: str, values: Fields) -> str:
+    """The name of a job that differs from the job `name` in these values: sql-lr1e-4-r8."""
+    return "-".join([name, *(f"{SHORT_NAMES.get(key, key)}{_brief(value)}" for key, value in values.items())])
 
 
 def _axes(

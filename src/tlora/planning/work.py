@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tlora.data.order import epoch_size
+from tlora.data.profile import tokens_of_steps
 from tlora.objectives import objective_of
-from tlora.planning.job_profile import tokens_of_steps
 from tlora.planning.plan import PlannedJob
 from tlora.supermodel.supermodel import SuperModel
 

@@ -12,9 +12,10 @@ from typing import NamedTuple, TypeVar
 
 from tlora.scheduler.draft import Draft
 from tlora.scheduler.group_index import GroupIndex, View
+from tlora.scheduler.job import Job
 from tlora.scheduler.predictions import Prediction, Predictions
 from tlora.scheduler.settings import Settings
-from tlora.scheduler.state import ClusterState, Job
+from tlora.scheduler.state import ClusterState
 from tlora.scheduler.urgency import remaining_seconds, urgency
 
 _MOST_LOOKED_AT = 4096  # nodes in one decision, over all jobs that wait; a look takes about 1 us
@@ -52,6 +53,7 @@ class Decision:
         self._predictions = predictions
         self._price = settings.delay_price * (len(state.jobs) - len(state.held)) / max(1, state.num_gpus)
         self._nodes: list[str] | None = None
+        self._without_narrow: set[str] | None = None
         self._looks_left = _MOST_LOOKED_AT
         self._urgency: dict[int, float] = {}
         self._starving = {job.number for job in starving}
@@ -264,6 +266,13 @@ class Decision:
         """Nodes on which GPUs are free now, 16 at most."""
         names = self.state.node_names
         return [names[place] for place in self._some(self.draft.with_free())]
+
+    def nodes_without_narrow(self) -> list[str]:
+        """Nodes that may come free though no group stops: none is on them alone, or GPUs of theirs have changed hands in this decision."""
+        if self._without_narrow is None:
+            view, groups_on = self.index.view, self.state.groups_on
+            self._without_narrow = {name for name in self.state.nodes if not any(len(view(group).nodes) == 1 for group in groups_on(name))}
+        return [*self._without_narrow, *[name for name in self.draft.changed_nodes() if name not in self._without_narrow]]
 
     def _some(self, found: list[_T]) -> list[_T]:
         if len(found) <= _NODES_LOOKED_AT:

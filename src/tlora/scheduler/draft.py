@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from tlora.protocol import JobGroup, ParallelPlan
-from tlora.scheduler.state import ClusterState, Job
+from tlora.scheduler.job import Job
+from tlora.scheduler.state import ClusterState
 
 
 class Draft:
@@ -34,6 +35,10 @@ class Draft:
     def has_changed(self, node: str) -> bool:
         """Whether GPUs of the node have been taken or given back."""
         return node in self._free
+
+    def changed_nodes(self) -> Collection[str]:
+        """Those of which GPUs have been taken or given back."""
+        return self._free.keys()
 
     def with_free(self) -> list[int]:
         """Places of the nodes with free GPUs, rising."""

@@ -11,9 +11,10 @@ from itertools import takewhile
 
 from tlora.protocol import JobGroup
 from tlora.scheduler.draft import Draft, has_room
+from tlora.scheduler.job import Job
 from tlora.scheduler.plans import exclusive_plan
 from tlora.scheduler.scheduler import Policy
-from tlora.scheduler.state import ClusterState, Job
+from tlora.scheduler.state import ClusterState
 from tlora.scheduler.waiting import Key, Waiting, arrival
 
 LAS_LIMITS = (3250.0, 18000.0)

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tlora.protocol import JobGroup
+from tlora.scheduler.job import Job
 from tlora.scheduler.plans import most_capacity
 from tlora.scheduler.predictions import Choice, Prediction, Predictions
-from tlora.scheduler.state import ClusterState, Group, Job
+from tlora.scheduler.state import ClusterState, Group
 
 
 @dataclass(slots=True, eq=False)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tlora.costs.cost import CostModel
 from tlora.costs.sharing import Member, group_step_seconds, lone_step_seconds
 from tlora.protocol import ParallelPlan
-from tlora.scheduler.state import Job
+from tlora.scheduler.job import Job
 
 ROUNDING = 1e-9  # relative: a bound that is met exactly is met
 

@@ -12,8 +12,9 @@ from typing import NamedTuple
 from tlora.costs.cost import CostModel
 from tlora.costs.sharing import Member, group_step_seconds, lone_step_seconds
 from tlora.protocol import JobProfile, JobSubmitted, ParallelPlan
+from tlora.scheduler.job import Job
 from tlora.scheduler.plans import ROUNDING, exclusive_plan, shared_plan
-from tlora.scheduler.state import ClusterState, Job
+from tlora.scheduler.state import ClusterState
 
 _MOST_KNOWN = 100_000  # entries; a lone job on 8 sizes has 8 of them, each some 300 bytes
 _WIDER_TRIED = 3  # sizes beyond the best so far: the first GPU beyond one, or beyond a node, costs more than it brings

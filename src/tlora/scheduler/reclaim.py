@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from tlora.scheduler.decision import Decision
 from tlora.scheduler.group_index import View
+from tlora.scheduler.job import Job
 from tlora.scheduler.predictions import Prediction
-from tlora.scheduler.state import Job
 
 
 class _Depth(IntEnum):

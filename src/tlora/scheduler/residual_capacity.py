@@ -14,18 +14,22 @@ from tlora.protocol import JobGroup
 from tlora.scheduler.decision import Decision
 from tlora.scheduler.group_index import GroupIndex
 from tlora.scheduler.growth import grow
+from tlora.scheduler.job import Job
 from tlora.scheduler.predictions import Prediction, Predictions
 from tlora.scheduler.reclaim import Offer, Sacrifice, apply, offers
 from tlora.scheduler.scheduler import Policy
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.starvation import Starvation
-from tlora.scheduler.state import ClusterState, Job
+from tlora.scheduler.state import ClusterState
 from tlora.scheduler.urgency import excess_of_tenants, rank
 from tlora.scheduler.waiting import Waiting
 from tlora.scheduler.whole_nodes import WholeNodes
 
 _JOINS_TRIED = 8
-_FAILURES_OF_A_LANE = 4  # jobs that ask for as many GPUs, of whom none found room, until those behind them are not tried
+_FAILURES_OF_A_LANE = 4  # jobs that ask for as many GPUs, of whom none found room, until those behind them stop nobody
+_GAPS_TRIED = (
+    16  # and until they are not tried at all. 4 leave gaps of a node that a job behind would fill: 1 % of the tokens/s of a full cluster
+)
 _REORDER_SECONDS = 60.0  # for so long a long queue keeps its order
 _LONG_QUEUE = 64
 _RETHINK_SECONDS = 300.0  # a decision to change nothing holds for so long where nothing happens
@@ -105,7 +109,7 @@ def _happenings(state: ClusterState) -> tuple[int, ...]:
 def _place_those_who_wait(decision: Decision, waiting: Waiting) -> None:
     """By priority; of equal priority who starves first, then in order. Those who had to give way come last, at nobody's expense."""
     settings = decision.settings
-    tries = _FAILURES_OF_A_LANE if settings.elastic or settings.sharing or settings.preemption else 1
+    tries = _GAPS_TRIED if settings.elastic or settings.sharing or settings.preemption else 1
     failures: dict[int, int] = {}
     stopped: list[Job] = []
     held: list[int] = []
@@ -125,12 +129,13 @@ def _place_those_who_wait(decision: Decision, waiting: Waiting) -> None:
         waiting.take(job)
         if decision.is_starving(job):
             continue
-        gave_way = _place(decision, job, gently=False)
+        gpus = job.spec.gpus
+        failed = failures.get(gpus, 0)
+        gave_way = _place(decision, job, gently=failed >= _FAILURES_OF_A_LANE)
         if gave_way is not None:
             stopped += gave_way
             continue
-        gpus = job.spec.gpus
-        failures[gpus] = failures.get(gpus, 0) + 1
+        failures[gpus] = failed + 1
         if failures[gpus] >= tries:
             hopeless.add(gpus)
     for job in sorted(stopped, key=lambda job: rank(job, decision.state.now, settings, {})):

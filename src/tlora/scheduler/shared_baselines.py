@@ -14,9 +14,10 @@ from tlora.costs.sharing import Member, group_step_seconds
 from tlora.protocol import JobGroup, ParallelPlan
 from tlora.scheduler.draft import Draft
 from tlora.scheduler.exclusive_baselines import start_alone
+from tlora.scheduler.job import Job
 from tlora.scheduler.plans import most_capacity, shared_plan
 from tlora.scheduler.scheduler import Policy
-from tlora.scheduler.state import ClusterState, Job
+from tlora.scheduler.state import ClusterState
 from tlora.scheduler.waiting import Key, arrival
 
 

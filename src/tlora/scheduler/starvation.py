@@ -9,8 +9,9 @@ import math
 from bisect import insort
 from heapq import heappop, heappush
 
+from tlora.scheduler.job import Job
 from tlora.scheduler.settings import Settings
-from tlora.scheduler.state import ClusterState, Job
+from tlora.scheduler.state import REMEMBERED_SECONDS, ClusterState
 
 
 def starves_after(job: Job, settings: Settings) -> float:
@@ -28,6 +29,7 @@ class Starvation:
         self._settings = settings
         self._state: ClusterState | None = None
         self._times_corrected = 0
+        self._changes_at = math.inf
         self._forget()
 
     def _forget(self) -> None:
@@ -61,23 +63,32 @@ class Starvation:
 
     @property
     def next_at(self) -> float:
-        """Until when nobody else has waited too long."""
-        return self._due[0][0] if self._due else math.inf
+        """Until when `first` gives the same, as long as nothing happens."""
+        due = self._due[0][0] if self._due else math.inf
+        return min(due, self._changes_at)
 
     def first(self, state: ClusterState) -> list[Job]:
         """Those who starve, by priority and then as they came, as long as they together ask for no more than their share of the GPUs.
 
-        The first of them may ask for more.
+        The first of them may ask for more, if it has a group already or if those like it that come before it, and run or have ended,
+        have had no more than the share of the GPU time of the last day. Those that come after it do not count: they cannot keep it back.
         """
         found: list[Job] = []
         ended: list[int] = []
-        room = 0.0
+        room = share = self._settings.starvation_share * state.num_gpus
+        barred: bool | None = None  # not known yet
+        self._changes_at = math.inf
         for index, (_, _, job) in enumerate(self._late):
             if job.status == "ended":
                 ended.append(index)
             elif job.status != "held":
+                if not found and job.spec.gpus > share and job.status == "pending":
+                    if barred is None:  # who comes later is barred if this one is: more come before it
+                        barred = self._is_barred(state, job, share)
+                    if barred:
+                        continue
                 if not found:
-                    room = max(self._settings.starvation_share * state.num_gpus, job.spec.gpus)
+                    room = max(share, job.spec.gpus)
                 room -= job.spec.gpus
                 if room < 0:
                     break
@@ -88,7 +99,27 @@ class Starvation:
             self._known.pop(job.spec.job_id, None)
         return found
 
+    def _is_barred(self, state: ClusterState, job: Job, share: float) -> bool:
+        """Whether those before it in order who starved, and asked for more than the share of the GPUs, had too much of the last day."""
+        own = -job.spec.priority, job.number
+        ended = [other for other in state.ended_late if other.waited_seconds >= starves_after(other, self._settings)]
+        late = [other for _, _, other in self._late if other.status == "placed"] + ended
+        before = [other for other in late if other.spec.gpus > share and (-other.spec.priority, other.number) < own]
+        beyond = sum([_recent_gpu_seconds(other, state.now) for other in before]) - share * REMEMBERED_SECONDS
+        self._changes_at = state.now + abs(beyond) / state.num_gpus  # it neither rises nor falls faster
+        return beyond > 0
+
     def _add(self, job: Job) -> None:
         if job.number not in self._numbers:
             self._numbers.add(job.number)
             insort(self._late, (-job.spec.priority, job.number, job))
+
+
+def _recent_gpu_seconds(job: Job, now: float) -> float:
+    """What a job that runs or has ended had in the last day, of no more GPUs than it asked for, as if it had run without a break."""
+    ran = job.ran_at(now) if job.status == "placed" else job.ran_seconds
+    until = now if job.status == "placed" else job.seen_at
+    if ran <= 0:
+        return 0.0
+    had = min(job.service_at(now) if job.status == "placed" else job.service_gpu_seconds, job.spec.gpus * ran)
+    return had * max(0.0, min(1.0, (until - now + REMEMBERED_SECONDS) / ran))

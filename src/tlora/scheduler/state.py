@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from tlora.costs.cost import CostModel
 from tlora.costs.sharing import Member, group_step_seconds, lone_step_seconds
 from tlora.protocol import JobGroup, JobSubmitted, StepsDone
+from tlora.scheduler.job import Job
 
-Status = Literal["pending", "held", "placed", "ended"]
+REMEMBERED_SECONDS = 86400.0  # for so long a job that has ended is among `ended_late`
+LONG_WAIT_SECONDS = 3600.0
 
 
 @dataclass(slots=True)
@@ -29,64 +30,6 @@ class Node:
     free: list[int]
     place: int = 0
     groups: tuple[str, ...] | None = field(default=None, compare=False)  # as `groups_on` gave them, as long as no GPU changes hands
-
-
-@dataclass(slots=True)
-class Job:
-    """`need` are the tokens per second that honour its bound: n / (max slowdown * T0); T0 as corrected. `steps_done` is as of `seen_at`."""
-
-    spec: JobSubmitted
-    submitted_at: float
-    alone_nodes: int  # that T0 is counted on
-    alone_step_seconds: float = 0.0
-    need: float = 0.0
-    status: Status = "pending"
-    group_id: str | None = None
-    steps_done: float = 0.0
-    steps_reported: float = 0.0  # by its group; in another it may go on from a checkpoint with fewer
-    steady: bool = False  # it was reported since its group is as it is, so that the next report is of this alone
-    seen_at: float = 0.0
-    step_seconds: float = 0.0  # in its group, as predicted; 0 while it waits
-    service_gpu_seconds: float = 0.0  # its share of GPU time so far, as of `seen_at`
-    gpu_share: float = 0.0  # GPUs that are its own part of its group's
-    ran_seconds: float = 0.0  # in groups, as of `seen_at`
-    waited_seconds: float = 0.0  # before it last began to wait, all stays in the queue together
-    times_unqueued: int = 0  # that it stopped waiting, as it was placed or held
-    number: int = 0  # of its submission: whoever came first has the lowest
-
-    @property
-    def weight(self) -> float:
-        """Its share of a group: what it needs; without a bound, which needs nothing, a thousandth of its speed alone."""
-        return self.need or self.spec.profile.tokens_per_step / (1000 * self.alone_step_seconds)
-
-    def steps_at(self, now: float) -> float:
-        """Optimizer steps through by `now`, as predicted since they were last reported."""
-        if not self.step_seconds:
-            return self.steps_done
-        done, steps = self.steps_done + (now - self.seen_at) / self.step_seconds, self.spec.profile.steps
-        return done if done < steps else float(steps)
-
-    def remaining_seconds(self, now: float) -> float:
-        """What is left of it, alone on its own GPUs."""
-        return (self.spec.profile.steps - self.steps_at(now)) * self.alone_step_seconds
-
-    def overran_seconds(self, now: float) -> float:
-        """How long it has run beyond the steps that were told of it, as predicted; 0 while there are some left."""
-        if not self.step_seconds:
-            return 0.0
-        return max(0.0, now - self.seen_at - (self.spec.profile.steps - self.steps_done) * self.step_seconds)
-
-    def ran_at(self, now: float) -> float:
-        return self.ran_seconds + (now - self.seen_at if self.step_seconds else 0.0)
-
-    def service_at(self, now: float) -> float:
-        return self.service_gpu_seconds + (now - self.seen_at) * self.gpu_share
-
-    def settle(self, now: float) -> None:
-        """Count what was done until `now`."""
-        if self.step_seconds:
-            self.steps_done, self.service_gpu_seconds, self.ran_seconds = self.steps_at(now), self.service_at(now), self.ran_at(now)
-        self.seen_at = now
 
 
 @dataclass(slots=True)
@@ -126,6 +69,7 @@ class ClusterState:
     groups_opened: int = 0  # the next group's number: names are g0, g1, ...
     jobs_submitted: int = 0
     emptied: list[str] = field(default_factory=list[str])  # groups that may have lost their last member
+    ended_late: deque[Job] = field(default_factory=deque[Job])  # in the last day, after waiting for an hour or more in all
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
@@ -239,7 +183,16 @@ class ClusterState:
             self._leave(group, job_id)
             self._begin_stretch(group)
             self.emptied.append(job.group_id)
+            job.settle(self.now)
+            self._remember(job)
         job.status = "ended"
+
+    def _remember(self, job: Job) -> None:
+        """One that ended while it was in a group."""
+        while self.ended_late and self.ended_late[0].seen_at < self.now - REMEMBERED_SECONDS:
+            self.ended_late.popleft()
+        if job.waited_seconds >= LONG_WAIT_SECONDS:
+            self.ended_late.append(job)
 
     def hold(self, job_id: str) -> None:
         """Take a job that waits out of the queue, until `release`."""

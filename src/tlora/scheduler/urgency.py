@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tlora.scheduler.job import Job
 from tlora.scheduler.settings import Settings
-from tlora.scheduler.state import ClusterState, Job
+from tlora.scheduler.state import ClusterState
 
 _MOST_PRESSED = 10.0  # times as urgent as without a deadline
 _OVERRUN_SHARE = 0.1  # of the time that it has run, a job that goes on beyond its steps is taken to need once more

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from heapq import heappop, heappush
 
-from tlora.scheduler.state import ClusterState, Job
+from tlora.scheduler.job import Job
+from tlora.scheduler.state import ClusterState
 
 Key = tuple[float, ...]
 

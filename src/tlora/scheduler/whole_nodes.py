@@ -11,8 +11,8 @@ from heapq import heapify, heappop, heappush
 
 from tlora.scheduler.decision import Decision
 from tlora.scheduler.group_index import View
+from tlora.scheduler.job import Job
 from tlora.scheduler.reclaim import Offer, Sacrifice, offers, stop_of
-from tlora.scheduler.state import Job
 
 
 @dataclass(slots=True)
@@ -46,9 +46,10 @@ class WholeNodes:
 
     def __post_init__(self) -> None:
         nodes = self.decision.state.nodes
-        if not self.decision.may_look_at(len(nodes)):
+        names = nodes if self.stops else self.decision.nodes_without_narrow()
+        if not self.decision.may_look_at(len(names)):
             return
-        self._heap = [(loss, node.rack, name) for name, node in nodes.items() if (loss := self._loss(name)) < math.inf]
+        self._heap = [(loss, nodes[name].rack, name) for name in names if (loss := self._loss(name)) < math.inf]
         heapify(self._heap)
 
     def offers_of(self, gpus: int) -> tuple[Offer, ...] | None:

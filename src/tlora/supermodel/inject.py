@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 
 from torch import nn
 
+from tlora.adapters.targets import resolve
 from tlora.errors import ModelError
 from tlora.job import LoraConfig
 from tlora.supermodel.fp8_linear import Fp8Linear
@@ -35,32 +35,10 @@ def expert_modules(model: nn.Module) -> list[str]:
 def resolve_targets(model: nn.Module, linears: Mapping[str, BaseLinear | LoraLinear], lora: LoraConfig) -> dict[str, tuple[int, int]]:
     """Module name -> (in, out features) of the linears that `lora` adapts.
 
-    A literal target matches a whole dotted name or its end, as in PEFT. Raises ModelError for a target that matches nothing
-    (naming those that exist), and for experts of mixture-of-experts layers.
+    As `adapters.targets.resolve`, which raises ModelError.
     """
-    wanted = lora.target_modules
-    names = list(linears) if wanted == "all-linear" else [n for n in linears if any(n == t or n.endswith("." + t) for t in wanted)]
-    exist = sorted({name.rsplit(".", 1)[-1] for name in linears})
-    for target in [] if wanted == "all-linear" else wanted:
-        if not any(n == target or n.endswith("." + target) for n in linears):
-            if any(n == target or n.endswith("." + target) for n, _ in model.named_modules()):
-                raise ModelError(
-                    f"target module {target!r} is no inner linear layer, and cannot be adapted. Choose from: {', '.join(exist)}"
-                )
-            close = difflib.get_close_matches(target, exist, 1)
-            hint = f"Did you mean {close[0]}? " if close else ""
-            raise ModelError(f"target module {target!r} is not in this base model. {hint}It has: {', '.join(exist)} (or write all-linear)")
-    for block in expert_modules(model):
-        inside = [n for n in names if n.startswith(block + ".")]
-        if inside or wanted == "all-linear":
-            raise ModelError(
-                f"{block} is a mixture of experts, whose layers cannot be adapted yet. "
-                f"Name the attention's linears in target_modules instead: {', '.join(exist)}"
-            )
-    for key in (*lora.rank_pattern, *lora.alpha_pattern):
-        if not any(n == key or n.endswith("." + key) for n in names):
-            raise ModelError(f"{key!r} in rank_pattern or alpha_pattern matches none of the adapted layers: {', '.join(exist)}")
-    return sizes({name: linears[name] for name in names})
+    modules = [name for name, _ in model.named_modules()]
+    return resolve(sizes(linears), modules, expert_modules(model), lora)
 
 
 def sizes(linears: Mapping[str, BaseLinear | LoraLinear]) -> dict[str, tuple[int, int]]:

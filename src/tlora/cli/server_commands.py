@@ -1,0 +1,264 @@
+"""Commands about a server itself: logging in, keys, base models, draining, backups."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from tlora.cli.service_commands import Debug, Json, connected
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from tlora.service.config import ServerConfig
+
+T = TypeVar("T")
+DataDir = Annotated[Path | None, typer.Option(help="Of the server, as of `tlora serve`.", show_default=False)]
+Config = Annotated[Path | None, typer.Option(metavar="FILE", help="The server's settings, as of `tlora serve`.", show_default=False)]
+Local = Annotated[bool, typer.Option("--local", help="In the store on this machine, without a server: for who owns it.")]
+
+keys = typer.Typer(help="Keys of a server: made, listed, revoked. A key with the scope admin is needed, or --local.", no_args_is_help=True)
+bases = typer.Typer(help="Base models that a server's jobs may name.", no_args_is_help=True)
+
+
+def login(
+    url: Annotated[str | None, typer.Argument(metavar="[URL]", help="Of the server.", show_default="the one in use")] = None,
+    page: Annotated[bool, typer.Option("--page", help="Print a link that logs a browser in, once.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Save a key for a server, which commands then use; asks for it, or reads it from stdin. --page opens the server's page instead."""
+    from tlora.cli.terminal import exit_on_error, open_console, path_text
+
+    with exit_on_error(debug):
+        from tlora.client.access import Access, check_key, find_url, save_key
+        from tlora.client.answers import BaseList, Link
+        from tlora.client.connection import Connection
+
+        console = open_console()
+        if page:
+            if url is not None:
+                raise typer.BadParameter("--page takes the server in use; set TLORA_URL for another")
+            with connected() as connection:
+                link = connection.send("POST", "/v1/login-links", Link)
+                console.print(f"{connection.access.url}{link.path}", soft_wrap=True)
+                open_console(stderr=True).print(f"good once, for {link.expires_in // 60} minutes", style="dim")
+            return
+        where = url if url is not None else find_url()[0]
+        given = typer.prompt(f"key for {where}", hide_input=True) if sys.stdin.isatty() else sys.stdin.readline()
+        key = check_key(str(given).strip(), "the key")
+        with Connection(Access(where.rstrip("/"), key, "the command line", "the command line")) as connection:
+            connection.get("/v1/bases", BaseList)
+        console.print(f"the key for {where} is saved in {path_text(save_key(where, key))}", soft_wrap=True)
+
+
+@keys.command("create")
+def create_key(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What the key is for, such as ci.", show_default=False)],
+    tenant: Annotated[str, typer.Option(metavar="TENANT", help="Whose jobs and files it sees; made if there is none.")] = "default",
+    scope: Annotated[
+        list[str] | None, typer.Option(metavar="SCOPE", help="read, submit or admin. Repeatable.", show_default="read, submit")
+    ] = None,
+    local: Local = False,
+    data_dir: DataDir = None,
+    config: Config = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Make a key and print it, this once."""
+    from tlora.cli.terminal import exit_on_error, open_console
+
+    with exit_on_error(debug):
+        from tlora.cli.service_view import print_json
+        from tlora.client.answers import RemoteKey
+
+        scopes = scope or ["read", "submit"]
+        if local:
+            from tlora.service.keys import create_key as create
+            from tlora.service.views import new_key_view
+
+            made = _in_store(_config(config, data_dir), lambda connection: create(connection, tenant, name, scopes))
+            found = RemoteKey.model_validate(new_key_view(made, tenant).model_dump())
+        else:
+            with connected() as connection:
+                found = connection.send("POST", "/v1/keys", RemoteKey, {"tenant": tenant, "name": name, "scopes": scopes})
+        console = open_console()
+        if as_json:
+            print_json(console, found)
+            return
+        console.print(found.key, soft_wrap=True)
+        told = f"{found.id}: tenant {found.tenant}, {', '.join(found.scopes)}. It is not shown again"
+        open_console(stderr=True).print(told, style="dim", soft_wrap=True)
+
+
+@keys.command("list")
+def list_keys(local: Local = False, data_dir: DataDir = None, config: Config = None, as_json: Json = False, debug: Debug = False) -> None:
+    """List the keys of all tenants, without the keys themselves."""
+    from tlora.cli.terminal import exit_on_error, open_console
+
+    with exit_on_error(debug):
+        from tlora.cli.service_view import print_json, print_keys
+        from tlora.client.answers import KeyList
+
+        if local:
+            from tlora.service.routes.keys import read_keys
+
+            found = KeyList.model_validate(_in_store(_config(config, data_dir), read_keys).model_dump())
+        else:
+            with connected() as connection:
+                found = connection.get("/v1/keys", KeyList)
+        if as_json:
+            print_json(open_console(), found)
+        else:
+            print_keys(open_console(), found.data)
+
+
+@keys.command("revoke")
+def revoke_key(
+    key: Annotated[str, typer.Argument(metavar="ID", help="Of the key, as `tlora keys list` has it.", show_default=False)],
+    local: Local = False,
+    data_dir: DataDir = None,
+    config: Config = None,
+    debug: Debug = False,
+) -> None:
+    """Refuse a key from now on; what streams with it ends within seconds."""
+    from tlora.cli.terminal import exit_on_error, open_console
+
+    with exit_on_error(debug):
+        from tlora.client.answers import Deleted
+        from tlora.errors import ConfigError
+
+        if local:
+            from tlora.service.keys import revoke_key as revoke
+
+            if not _in_store(_config(config, data_dir), lambda connection: revoke(connection, key)):
+                raise ConfigError(f"key {key!r}: there is none of this id that is valid. `tlora keys list --local` lists them")
+        else:
+            with connected() as connection:
+                connection.send("DELETE", f"/v1/keys/{_plain_id(key)}", Deleted)
+        open_console().print(f"{key}: revoked", soft_wrap=True)
+
+
+@bases.command("list")
+def list_bases(as_json: Json = False, debug: Debug = False) -> None:
+    """List the base models."""
+    from tlora.cli.terminal import exit_on_error, open_console
+
+    with exit_on_error(debug), connected() as connection:
+        from tlora.cli.service_view import print_bases, print_json
+        from tlora.client.answers import BaseList
+
+        found = connection.get("/v1/bases", BaseList)
+        if as_json:
+            print_json(open_console(), found)
+        else:
+            print_bases(open_console(), found.data)
+
+
+@bases.command("add")
+def add_base(
+    base: Annotated[str, typer.Argument(metavar="NAME=PATH", help="A directory of the server's machine, or a hub id.", show_default=False)],
+    debug: Debug = False,
+) -> None:
+    """Let jobs name a base model. A key with the scope admin is needed."""
+    from tlora.cli.terminal import exit_on_error, open_console
+
+    with exit_on_error(debug), connected() as connection:
+        from tlora.cli.serve_command import named_bases
+        from tlora.client.answers import RemoteBase
+
+        [(name, path)] = named_bases([base]).items()
+        found = connection.send("POST", "/v1/bases", RemoteBase, {"name": name, "path": path})
+        open_console().print(f"{found.name}: served from {path}; `tlora bases list` says whether it can be trained over", soft_wrap=True)
+
+
+def drain(
+    undo: Annotated[bool, typer.Option("--undo", help="Accept jobs again.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Return when all jobs have ended.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Let the server refuse new jobs; those that it has accepted are trained. It lasts until --undo or a restart."""
+    from tlora.cli.terminal import exit_on_error, open_console
+
+    with exit_on_error(debug), connected() as connection:
+        from tlora.client.answers import Drained
+
+        console = open_console()
+        while True:
+            found = connection.send("PUT", "/v1/drain", Drained, {"draining": not undo})
+            if not wait or undo or not found.open_jobs:
+                break
+            time.sleep(2.0)
+        state = "refuses new jobs" if found.draining else "accepts jobs"
+        console.print(f"the server {state}; {found.open_jobs} have not ended", soft_wrap=True)
+
+
+def backup(
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="A new directory for the copy.", show_default=False)],
+    data_dir: DataDir = None,
+    config: Config = None,
+    debug: Debug = False,
+) -> None:
+    """Copy a server's store, files and jobs on this machine, while it runs or not."""
+    from tlora.cli.terminal import bytes_text, exit_on_error, open_console, path_text
+
+    with exit_on_error(debug):
+        found = _config(config, data_dir)
+        from tlora.service.backup import back_up
+
+        made = back_up(found, out)
+        console = open_console()
+        console.print(f"{path_text(out)}: {made.jobs} jobs, {made.files} files, {bytes_text(made.bytes)}", soft_wrap=True)
+
+
+def restore(
+    source: Annotated[Path, typer.Argument(metavar="DIR", help="What `tlora backup` made.", show_default=False)],
+    data_dir: DataDir = None,
+    config: Config = None,
+    debug: Debug = False,
+) -> None:
+    """Make a server's directory from a backup. One that holds anything is left alone."""
+    from tlora.cli.terminal import exit_on_error, open_console
+
+    with exit_on_error(debug):
+        found = _config(config, data_dir)
+        from tlora.service.backup import restore as restore_store
+
+        restored = restore_store(found, source)
+        told = f"; {restored} jobs had not ended: `tlora serve` goes on with them from their checkpoints" if restored else ""
+        open_console().print(f"{found.directory}: restored{told}", soft_wrap=True)
+
+
+def _config(config: Path | None, data_dir: Path | None) -> ServerConfig:
+    from tlora.cli.serve_command import read_server_config
+
+    return read_server_config(config, {"data_dir": str(data_dir)} if data_dir else {})
+
+
+def _in_store(config: ServerConfig, operation: Callable[[Connection], T]) -> T:
+    """For who owns the store. Raises ConfigError where there is none, or another's."""
+    import os
+
+    from tlora.errors import ConfigError
+    from tlora.service.server import with_store
+
+    directory = config.directory
+    if config.database_url is None:
+        if not (directory / "tlora.db").is_file():
+            raise ConfigError(f"{directory}: no server has its store there. Give the right --data-dir, or start `tlora serve` once")
+        if (directory / "tlora.db").stat().st_uid != os.getuid():
+            raise ConfigError(f"{directory}: belongs to another user. Run this as that user, or ask the server with an admin key")
+    found: Any = with_store(config, operation)
+    return found
+
+
+def _plain_id(key: str) -> str:
+    from tlora.errors import ConfigError
+
+    if not key.replace("-", "").isalnum():
+        raise ConfigError(f"{key!r} is no id of a key; `tlora keys list` lists them")
+    return key

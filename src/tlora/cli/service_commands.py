@@ -1,0 +1,237 @@
+"""Commands about jobs on a server: submitted, watched, changed, downloaded. Each imports what it needs when it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from rich.console import Console
+
+    from tlora.client.answers import RemoteJob
+    from tlora.client.connection import Connection
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Json = Annotated[bool, typer.Option("--json", help="Print what the server answered.")]
+Job = Annotated[str, typer.Argument(metavar="JOB", help="Its id or its name.", show_default=False)]
+Jobs = Annotated[list[str], typer.Argument(metavar="JOB...", help="Ids or names.", show_default=False)]
+JobsFile = Annotated[Path, typer.Argument(metavar="JOBS.YAML", help="As for `tlora train`.", show_default=False)]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the file, as in train.", show_default=False)
+]
+Follow = Annotated[bool, typer.Option("--follow", help="Watch the jobs until they have ended; Ctrl-C leaves them running.")]
+
+
+@contextmanager
+def connected() -> Generator[Connection]:
+    """To the server that $TLORA_URL, `tlora login` or this machine gives. Raises ConfigError where there is none."""
+    from tlora.client.access import find_access
+    from tlora.client.connection import Connection
+
+    with Connection(find_access()) as connection:
+        yield connection
+
+
+def submit(
+    jobs_file: JobsFile,
+    settings: Settings = None,
+    start_from: Annotated[
+        str | None, typer.Option(metavar="JOB", help="Continue the adapter of a job that has succeeded.", show_default=False)
+    ] = None,
+    follow: Follow = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Submit the jobs of the file to a server: its data is uploaded, each file once; a sweep is one request."""
+    from tlora.cli.terminal import exit_on_error, open_console
+
+    with exit_on_error(debug):
+        from tlora.client.orders import plan_orders
+        from tlora.jobs_file import read_jobs_file, read_sweeps
+
+        plan = plan_orders(read_jobs_file(jobs_file, settings or []), read_sweeps(jobs_file, settings or []))
+        console, notes = open_console(), open_console(stderr=True)
+        with connected() as connection:
+            from tlora.cli.submission import submit_plan
+
+            for note in plan.notes:
+                notes.print(f"note: {note}", style="dim", soft_wrap=True)
+            accepted = submit_plan(connection, plan, start_from, notes if as_json else console, notes)
+            if as_json:
+                _print_json(console, accepted)
+            if follow:
+                raise typer.Exit(_follow(connection, notes if as_json else console, accepted))
+
+
+def jobs(
+    status: Annotated[str | None, typer.Option(metavar="STATUS", help="Such as running or failed.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Jobs of this name.", show_default=False)] = None,
+    limit: Annotated[int, typer.Option(min=1, help="So many at most.")] = 50,
+    every: Annotated[bool, typer.Option("--all", help="Without a limit.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """List your jobs on the server, the newest first."""
+    from tlora.cli.terminal import exit_on_error, open_console
+
+    with exit_on_error(debug), connected() as connection:
+        from tlora.cli.service_view import print_jobs
+        from tlora.client.jobs import list_jobs
+
+        found = list(list_jobs(connection, None if every else limit, status, name))
+        if as_json:
+            _print_json(open_console(), found)
+        else:
+            print_jobs(open_console(), found, "no jobs; `tlora submit jobs.yaml` submits some")
+
+
+def show(
+    job: Job,
+    follow: Follow = False,
+    logs: Annotated[bool, typer.Option("--logs", help="Print what its workers said of it.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show one job: where it stands and why, its settings, losses and events."""
+    from tlora.cli.terminal import exit_on_error, open_console, printable
+
+    with exit_on_error(debug), connected() as connection:
+        from tlora.cli.service_view import print_job
+        from tlora.client.answers import LogText
+        from tlora.client.jobs import find_job, list_events, newest_loss
+
+        found, console = find_job(connection, job), open_console()
+        if follow:
+            raise typer.Exit(_follow(connection, console, [found]))
+        if logs:
+            for line in connection.get(f"/v1/jobs/{found.id}/logs", LogText).lines:
+                console.print(printable(line), soft_wrap=True)
+        elif as_json:
+            _print_json(console, found)
+        else:
+            print_job(console, found, newest_loss(connection, found), list(list_events(connection, found.id)))
+
+
+def pause(jobs: Jobs, debug: Debug = False) -> None:
+    """Pause jobs: each checkpoints and gives its place up, until `tlora resume`."""
+    _change(jobs, "pause", debug)
+
+
+def resume(jobs: Jobs, debug: Debug = False) -> None:
+    """Let paused jobs go on from their checkpoints."""
+    _change(jobs, "resume", debug)
+
+
+def cancel(jobs: Jobs, debug: Debug = False) -> None:
+    """End jobs. They have no adapter then; `tlora clone` begins one anew."""
+    _change(jobs, "cancel", debug)
+
+
+def clone(
+    job: Job,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="What is to differ, such as r=8.", show_default=False)
+    ] = None,
+    follow: Follow = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Submit a job once more, with other settings: `tlora clone sql --set learning_rate=1e-4`. Its name tells what was set."""
+    from tlora.cli.terminal import exit_on_error, open_console
+
+    with exit_on_error(debug), connected() as connection:
+        from tlora.cli.submission import clone_job
+        from tlora.client.jobs import find_job
+
+        console, notes = open_console(), open_console(stderr=True)
+        made = clone_job(connection, find_job(connection, job), settings or [], notes)
+        if as_json:
+            _print_json(console, made)
+        else:
+            console.print(f"{made.name}: accepted as {made.id}", soft_wrap=True)
+        if follow:
+            raise typer.Exit(_follow(connection, notes if as_json else console, [made]))
+
+
+def download(
+    jobs: Jobs,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The adapter goes to DIR/NAME.")] = Path(),
+    debug: Debug = False,
+) -> None:
+    """Download adapters, each as a directory that PEFT and `tlora generate` load. Nothing that is there is replaced."""
+    from tlora.cli.terminal import exit_on_error, open_console, path_text
+
+    with exit_on_error(debug), connected() as connection:
+        from tlora.client.downloads import download_adapter
+        from tlora.client.jobs import find_job
+
+        console = open_console()
+        for name in jobs:
+            console.print(path_text(download_adapter(connection, find_job(connection, name), out)), soft_wrap=True)
+
+
+def queue(as_json: Json = False, debug: Debug = False) -> None:
+    """Show the cluster of the server: which jobs share which GPU, and what the others wait for."""
+    from tlora.cli.terminal import exit_on_error, open_console
+
+    with exit_on_error(debug), connected() as connection:
+        from tlora.cli.service_view import print_cluster
+        from tlora.client.answers import RemoteCluster
+        from tlora.client.jobs import list_jobs
+
+        found = connection.get("/v1/cluster", RemoteCluster)
+        if as_json:
+            _print_json(open_console(), found)
+            return
+        running = {job.id: job for job in list_jobs(connection, 1000, status="running")} if any(g.jobs for g in found.groups) else {}
+        print_cluster(open_console(), found, running)
+
+
+def _change(names: Sequence[str], verb: str, debug: bool) -> None:
+    """All that can be; the others are told, and the exit status is 2."""
+    from tlora.cli.terminal import exit_on_error, open_console, printable
+
+    with exit_on_error(debug), connected() as connection:
+        from tlora.client.answers import RemoteJob
+        from tlora.client.jobs import find_job
+        from tlora.errors import ServiceError
+
+        refused = False
+        for name in names:
+            try:
+                found = find_job(connection, name)
+                changed = connection.send("POST", f"/v1/jobs/{found.id}/{verb}", RemoteJob)
+                open_console().print(printable(f"{changed.name}: {changed.status}"), soft_wrap=True)
+            except ServiceError as error:
+                if debug or not error.status:
+                    raise
+                refused = True
+                open_console(stderr=True).print(f"error: {printable(str(error))}", style="red", soft_wrap=True)
+        if refused:
+            raise typer.Exit(2)
+
+
+def _follow(connection: Connection, console: Console, jobs: Sequence[RemoteJob]) -> int:
+    """The exit status: 0 if all have succeeded, 1 if one has not, 130 after Ctrl-C, which ends no job."""
+    from tlora.cli.follow_view import follow
+    from tlora.client.jobs import watch
+
+    try:
+        ended = follow(console, watch(connection, [job.id for job in jobs]))
+    except KeyboardInterrupt:
+        them = f"{jobs[0].name} goes" if len(jobs) == 1 else f"{len(jobs)} jobs go"
+        again = f"tlora show {jobs[0].id} --follow" if len(jobs) == 1 else "tlora jobs"
+        console.print(f"\n{them} on at {connection.access.url}. See: {again}", soft_wrap=True)
+        return 130
+    return 0 if all(job.status == "succeeded" for job in ended) else 1
+
+
+def _print_json(console: Console, answer: BaseModel | Sequence[BaseModel]) -> None:
+    from tlora.cli.service_view import print_json
+
+    print_json(console, answer)

@@ -1,0 +1,86 @@
+"""A plan's uploads and requests, one after the other, with a line about each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from tlora.cli.terminal import bytes_text, printable
+from tlora.client.answers import BaseList, RemoteJob, Sweep
+from tlora.client.connection import Connection
+from tlora.client.jobs import find_job
+from tlora.client.orders import Plan, find_base, order_of
+from tlora.client.uploads import upload_files
+from tlora.errors import ConfigError, TloraError
+from tlora.job import DataSource
+from tlora.jobs_file import read_settings
+
+_DATA_KEYS = ("format", "eval_size", "max_length", "train_on")
+
+
+def submit_plan(connection: Connection, plan: Plan, start_from: str | None, console: Console, notes: Console) -> list[RemoteJob]:
+    """The jobs, once the server has accepted all of them. Raises TloraError, which tells how many it had accepted before."""
+    base = find_base(plan.base_model, [base.name for base in connection.get("/v1/bases", BaseList).data])
+    source = find_job(connection, start_from).id if start_from is not None else None
+    ids = upload_files(connection, plan.files, lambda *found: _say_upload(notes, *found))
+    accepted: list[RemoteJob] = []
+    for draft in plan.drafts:
+        body = order_of(draft, base, ids, source)
+        try:
+            if draft.sweep is None:
+                made = [connection.send("POST", "/v1/jobs", RemoteJob, body)]
+            else:
+                made = connection.send("POST", "/v1/sweeps", Sweep, body).data
+        except TloraError as error:
+            if not accepted:
+                raise
+            told = f"{', '.join(draft.names[:3])}: {error}. {len(accepted)} jobs before it were accepted: submit the others alone"
+            raise ConfigError(told) from error
+        for job in made:
+            console.print(Text(printable(f"{job.name}: accepted as {job.id}")), soft_wrap=True)
+        accepted += made
+    return accepted
+
+
+def _say_upload(notes: Console, name: str, size: int, known: bool) -> None:
+    text = f"{name} ({bytes_text(size)}): {'the server has it' if known else 'uploaded'}"
+    notes.print(Text(printable(text), style="dim"), soft_wrap=True)
+
+
+def clone_job(connection: Connection, job: RemoteJob, settings: Sequence[str], notes: Console) -> RemoteJob:
+    """A new job with the order of `job`, but for `settings` ("r=8", "max_length=512", "data=other.jsonl")."""
+    given, title = read_settings(settings, job.name)
+    name = given.pop("name", title)
+    changes: dict[str, Any] = {"name": str(name)}
+    data: dict[str, Any] = {}
+    for key, value in given.items():
+        place = key.removeprefix("data.")
+        if key == "data" or place in ("path", "file"):
+            data["file"] = _uploaded(connection, value, notes)
+        elif place in ("eval_path", "eval_file"):
+            data["eval_file"] = _uploaded(connection, value, notes)
+        elif key.startswith("data.") or key in _DATA_KEYS:
+            data[place] = value
+        elif key == "start_from":
+            changes[key] = find_job(connection, str(value)).id
+        else:
+            changes[key] = value
+    if data:
+        changes["data"] = data
+    body: Mapping[str, Any] = {"set": changes}
+    return connection.send("POST", f"/v1/jobs/{job.id}/clone", RemoteJob, body)
+
+
+def _uploaded(connection: Connection, value: object, notes: Console) -> str:
+    from tlora.client.orders import files_of
+
+    if not isinstance(value, str):
+        raise ConfigError(f"data: {value!r} is not the path of a file; write --set data=other.jsonl")
+    files = files_of(DataSource(path=str(Path(value).expanduser().absolute())))
+    if len(files) > 1:
+        raise ConfigError(f"data: {value!r} holds {len(files)} files; name one")
+    return upload_files(connection, files, lambda *found: _say_upload(notes, *found))[files[0]]

@@ -1,0 +1,141 @@
+"""Jobs of a server: found by id or name, listed page by page, watched until they have ended."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from tlora.client.answers import EventPage, JobPage, Metrics, RemoteEvent, RemoteJob
+from tlora.client.connection import Connection
+from tlora.errors import ServiceError
+
+_ID = re.compile(r"job-[0-9a-f]{24}")
+_PAGE = 100
+_MOST_ALONE = 10  # jobs that are asked for one by one instead of by the page
+_MOST_LOSSES = 32  # running jobs whose losses are read at a time
+_PATIENCE_SECONDS = 600.0  # that a server may be away while jobs are watched
+
+
+def find_job(connection: Connection, name: str) -> RemoteJob:
+    """By its id or its name. Raises ServiceError where there is none, or several."""
+    if _ID.fullmatch(name):
+        return connection.get(f"/v1/jobs/{name}", RemoteJob)
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):
+        raise ServiceError(f"{name!r} is no id and no name of a job. `tlora jobs` lists them", 404, "not_found")
+    found = connection.get("/v1/jobs", JobPage, name=name, limit=10).data
+    if not found:
+        raise ServiceError(f"there is no job {name!r}. `tlora jobs` lists those that there are", 404, "not_found")
+    if len(found) > 1:
+        listed = ", ".join(f"{job.id} ({job.status})" for job in found[:5]) + (", …" if len(found) > 5 else "")
+        raise ServiceError(f"{len(found)} jobs are named {name!r}: {listed}. Give an id", 409, "ambiguous")
+    return found[0]
+
+
+def list_jobs(connection: Connection, most: int | None, status: str | None = None, name: str | None = None) -> Iterator[RemoteJob]:
+    """The newest first, `most` of them, or all."""
+    cursor, count = None, 0
+    while most is None or count < most:
+        limit = _PAGE if most is None else min(_PAGE, most - count)
+        page = connection.get("/v1/jobs", JobPage, limit=limit, cursor=cursor, status=status, name=name)
+        yield from page.data
+        cursor, count = page.next_cursor, count + len(page.data)
+        if cursor is None:
+            return
+
+
+def list_events(connection: Connection, job_id: str) -> Iterator[RemoteEvent]:
+    """All of a job's, the oldest first."""
+    cursor = None
+    while True:
+        page = connection.get(f"/v1/jobs/{job_id}/events", EventPage, limit=1000, cursor=cursor)
+        yield from page.data
+        cursor = page.next_cursor
+        if cursor is None:
+            return
+
+
+def newest_loss(connection: Connection, job: RemoteJob) -> float | None:
+    """The training loss of its last logged step; None before there is one."""
+    reader = _Losses(connection)
+    while True:
+        offset = reader.offset(job.id)
+        reader.read({job.id: job.model_copy(update={"status": "running"})})
+        if reader.offset(job.id) == offset:
+            return reader.losses.get(job.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """Jobs at one moment, in the order in which they are watched. `losses`: the newest training loss, by id. `away`: why the server does
+    not answer just now; the jobs are then as they were.
+    """
+
+    jobs: tuple[RemoteJob, ...]
+    losses: dict[str, float]
+    away: str = ""
+
+
+def watch(
+    connection: Connection, ids: Sequence[str], every_seconds: float = 1.0, sleep: Callable[[float], None] = time.sleep
+) -> Iterator[Sight]:
+    """A sight each `every_seconds`, the last one when all have ended. A server that is restarted meanwhile is waited for."""
+    known: dict[str, RemoteJob] = {}
+    reader = _Losses(connection)
+    gone_since: float | None = None
+    while True:
+        try:
+            known |= _look(connection, [job for job in ids if job not in known or not known[job].has_ended])
+            losses = reader.read(known)
+            gone_since, away = None, ""
+        except ServiceError as error:
+            if error.status and error.status < 500:
+                raise
+            now = time.monotonic()
+            gone_since = now if gone_since is None else gone_since
+            if not known or now - gone_since > _PATIENCE_SECONDS:
+                raise
+            losses, away = reader.losses, str(error)
+        sight = Sight(tuple(known[job] for job in ids), dict(losses), away)
+        yield sight
+        if all(job.has_ended for job in sight.jobs):
+            return
+        sleep(every_seconds)
+
+
+def _look(connection: Connection, ids: Sequence[str]) -> dict[str, RemoteJob]:
+    if len(ids) <= _MOST_ALONE:
+        return {job: connection.get(f"/v1/jobs/{job}", RemoteJob) for job in ids}
+    wanted, found = set(ids), dict[str, RemoteJob]()
+    for job in list_jobs(connection, most=None):  # the newest first: those that were just submitted
+        if job.id in wanted:
+            found[job.id] = job
+            if len(found) == len(wanted):
+                break
+    return found | {job: connection.get(f"/v1/jobs/{job}", RemoteJob) for job in wanted - found.keys()}
+
+
+class _Losses:
+    """The newest loss of each running job; each row is read once."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._offsets: dict[str, int] = {}
+        self.losses: dict[str, float] = {}
+
+    def offset(self, job_id: str) -> int:
+        return self._offsets.get(job_id, 0)
+
+    def read(self, jobs: dict[str, RemoteJob]) -> dict[str, float]:
+        running = [job.id for job in jobs.values() if job.status == "running"][:_MOST_LOSSES]
+        for job_id in running:
+            found = self._connection.get(f"/v1/jobs/{job_id}/metrics", Metrics, offset=self._offsets.get(job_id, 0))
+            self._offsets[job_id] = found.next_offset
+            for row in found.data:
+                if isinstance(loss := row.get("loss"), int | float):
+                    self.losses[job_id] = float(loss)
+        for job in jobs.values():
+            if job.result and isinstance(loss := job.result.get("train_loss"), int | float):
+                self.losses[job.id] = float(loss)
+        return self.losses

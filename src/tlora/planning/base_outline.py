@@ -1,0 +1,50 @@
+"""A base's shape as JSON, for a server that has no torch: `python -m tlora.planning.base_outline BASE OUT DTYPE PRECISION`.
+
+With it a job's profile is arithmetic (`data/profile.py`, `adapters/targets.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+from tlora import durable
+from tlora.errors import TloraError
+from tlora.job import BasePrecision
+from tlora.supermodel.inject import expert_modules
+from tlora.supermodel.load import learned_positions, longest_safe_sequence, outline
+from tlora.supermodel.supermodel import SuperModel
+
+
+def describe_base(base_model: str, dtype: str = "auto", base_precision: BasePrecision | None = None) -> dict[str, Any]:
+    """Sizes of its linears, names of its modules, its bytes, its vocabulary and how long a sample may be. Raises ModelError."""
+    base = outline(base_model, dtype, base_precision)
+    config = base.model.config.get_text_config()
+    found: dict[str, Any] = {
+        "modules": [name for name, _ in base.model.named_modules()],
+        "experts": expert_modules(base.model),
+        "bytes": sum(p.numel() * p.element_size() for p in base.model.parameters()),
+        "learned_positions": learned_positions(base.model),
+        "longest_safe_sequence": longest_safe_sequence(base.model),
+        "max_position_embeddings": getattr(config, "max_position_embeddings", None),
+    }
+    model = SuperModel(base)
+    return found | {"vocab_size": model.base.vocab_size, "linears": model.targets()}
+
+
+def main() -> int:
+    """Write the outline of the base in argv. The exit status: 2 for a base that cannot be had, with the reason on stderr."""
+    base_model, out, dtype, precision = sys.argv[1:]
+    try:
+        found = describe_base(base_model, dtype, cast("BasePrecision | None", precision or None))
+        durable.write_file(Path(out), json.dumps(found))
+    except TloraError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,15 @@
+"""Where a server of this user keeps everything, for the server and for those who look for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+FIRST_KEY = "first-key"
+ADDRESS = "address"  # a file with the URL that the server answers at
+
+
+def default_directory() -> Path:
+    """$TLORA_HOME, or `tlora/server` in the user's data directory."""
+    home = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(os.environ.get("TLORA_HOME") or Path(home) / "tlora" / "server").expanduser().absolute()

@@ -1,0 +1,207 @@
+"""The application's root: who may pass. Everything is denied that is not allowed here, before any route is looked for.
+
+Checks the Host header, the key, its scope and the tenant's rate, and bounds the body. Routes find the caller in `request.state.caller`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fastapi import Request
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tlora.service.config import Limits, ServerConfig
+from tlora.service.keys import Caller, KeyRing
+from tlora.service.problems import answer
+from tlora.service.visits import Visits
+from tlora.version import __version__
+
+PAGE_FILES = ("/page/page.css", "/page/page.js", "/page/login.js")
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/login", *PAGE_FILES})  # all else needs a key, or a visitor's cookie
+UPLOADS = frozenset({"/v1/files"})
+_ADMIN = ("/v1/keys", "/metrics", "/v1/drain")  # and everything outside of /v1
+_READ = ("/", "/openapi.json", "/v1/login-links")
+_MULTIPART_BYTES = 64 << 10  # around the file of an upload
+_SECURITY = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"cache-control", b"no-store"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"tlora-version", __version__.encode()),
+)
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", re.IGNORECASE)
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Tokens of one tenant's rate; a request takes one."""
+
+    tokens: float
+    seen: float = field(default_factory=time.monotonic)
+
+    def take(self, rate: float) -> bool:
+        now = time.monotonic()
+        self.tokens = min(rate, self.tokens + (now - self.seen) * rate)
+        self.seen = now
+        if self.tokens < 1:
+            return False
+        self.tokens -= 1
+        return True
+
+
+@dataclass(slots=True)
+class _Body:
+    """Whether all of a request's body has been received."""
+
+    ended: bool
+
+
+class Guard:
+    """ASGI around the application."""
+
+    def __init__(
+        self, app: ASGIApp, config: ServerConfig, ring: KeyRing, visits: Visits | None = None, welcome: ASGIApp | None = None
+    ) -> None:
+        """`welcome` is what a browser without a cookie gets."""
+        self._app, self._ring, self._visits, self._welcome = app, ring, visits, welcome
+        self._hosts, self._limits, self._tls = config.hosts, config.limits, bool(config.tls_certificate)
+        self._buckets: dict[str, _Bucket] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # there is no web socket
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        body = _Body(scope["method"] in ("GET", "HEAD", "DELETE"))
+        secured = _secure(send, body)
+        refusal = await self._judge(scope)
+        if refusal is not None and self._welcome is not None and _is_browser(scope, refusal[0]):
+            await self._welcome(scope, receive, secured)
+            return
+        if refusal is not None:
+            status, code, message, headers = refusal
+            await answer(status, code, message, headers=headers)(scope, receive, secured)
+            return
+        await self._app(scope, self._bound(scope, receive, body), secured)
+
+    async def _judge(self, scope: Scope) -> tuple[int, str, str, Mapping[str, str]] | None:
+        """Status, code, message and headers of a refusal; None for a request that may pass. Leaves the caller in the scope's state."""
+        headers = _headers(scope)
+        host = headers.get("host", "")
+        named = _HOST.fullmatch(host)
+        if named is None or named[1].strip("[]").lower() not in self._hosts:
+            return 421, "wrong_host", f"host {host[:100]!a} is not served here; name it in allowed_hosts of the server's config", {}
+        path: str = scope["path"]
+        if path in OPEN_PATHS:
+            return None
+        secret = key_of(headers)
+        caller = await asyncio.to_thread(self._ring.find, secret) if secret and not self._ring.remembers(secret) else self._find(secret)
+        if caller is None and not secret and scope["method"] in ("GET", "HEAD") and self._visits is not None and "cookie" in headers:
+            caller = await asyncio.to_thread(self._visits.find, headers["cookie"])
+        if caller is None:
+            problem = "this key is unknown or revoked" if secret else "no key was given"
+            message = f"{problem}. Send it as `Authorization: Bearer tml-...` or `X-API-Key: tml-...`"
+            return 401, "invalid_key", message, {"WWW-Authenticate": "Bearer"}
+        needed = needed_scope(scope["method"], path)
+        if needed not in caller.scopes:
+            return 403, "missing_scope", f"this key lacks the scope {needed!r}. Ask the operator for a key with it", {}
+        if not self._may_ask(caller.tenant):
+            rate = self._limits.requests_per_second
+            return 429, "too_many_requests", f"more than {rate:g} requests a second of this tenant; wait a second", {"Retry-After": "1"}
+        scope.setdefault("state", {})["caller"] = caller
+        return None
+
+    def _find(self, secret: str) -> Caller | None:
+        return self._ring.find(secret) if secret else None
+
+    def _may_ask(self, tenant: str) -> bool:
+        rate = self._limits.requests_per_second
+        return self._buckets.setdefault(tenant, _Bucket(rate)).take(rate)
+
+    def _bound(self, scope: Scope, receive: Receive, body: _Body) -> Receive:
+        """`receive`, cut where the body is longer than its limit, or comes too slowly."""
+        limit = _body_limit(scope, self._limits)
+        claimed = _headers(scope).get("content-length", "")
+        received = int(claimed) if claimed.isdecimal() and int(claimed) > limit else 0
+        seconds = self._limits.body_seconds
+
+        async def bounded() -> Message:
+            nonlocal received
+            if body.ended:  # what follows the body is the client's leaving, for which a stream waits as long as it takes
+                return await receive()
+            if received > limit:
+                raise _too_large(limit)
+            try:
+                message = await asyncio.wait_for(receive(), seconds)
+            except TimeoutError:
+                raise HTTPException(408, f"no part of the body came for {seconds:g} seconds; send it faster") from None
+            received += len(message.get("body", b""))
+            body.ended = not message.get("more_body", False)
+            if received > limit:
+                raise _too_large(limit)
+            return message
+
+        return bounded
+
+
+def needed_scope(method: str, path: str) -> str:
+    """The scope that a request needs. What is not known here needs the highest."""
+    if path in _READ or path.startswith("/jobs/"):
+        return "read"
+    if not path.startswith("/v1/") or path.startswith(_ADMIN):
+        return "admin"
+    if method in ("GET", "HEAD"):
+        return "read"
+    return "admin" if path.startswith("/v1/bases") else "submit"
+
+
+def _is_browser(scope: Scope, status: int) -> bool:
+    """Whether the refusal is of a page that somebody opened without having logged in."""
+    is_page = scope["path"] == "/" or scope["path"].startswith("/jobs/")
+    return status == 401 and is_page and "text/html" in _headers(scope).get("accept", "")
+
+
+def caller_of(request: Request) -> Caller:
+    """Whom the request is from; the guard has put it there."""
+    caller = request.state.caller
+    assert isinstance(caller, Caller), caller
+    return caller
+
+
+def key_of(headers: Mapping[str, str]) -> str:
+    """The key in a request's headers; empty without one."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+def _body_limit(scope: Scope, limits: Limits) -> int:
+    return limits.upload_bytes + _MULTIPART_BYTES if scope["path"] in UPLOADS else limits.body_bytes
+
+
+def _too_large(limit: int) -> HTTPException:
+    return HTTPException(413, f"the body has more than {limit:,} bytes; send less")
+
+
+def _secure(send: Send, body: _Body) -> Send:
+    """With the headers of every answer. The connection is closed where a body is refused that has not been read: it may have no end."""
+
+    async def secured(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            names = {name for name, _ in message["headers"]}
+            added = [pair for pair in _SECURITY if pair[0] not in names]
+            if message["status"] >= 400 and not body.ended:
+                added.append((b"connection", b"close"))
+            message = {**message, "headers": [*message["headers"], *added]}
+        await send(message)
+
+    return secured

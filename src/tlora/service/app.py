@@ -1,0 +1,72 @@
+"""The application: its parts put together, its routers, and what happens to what they raise. One more router is a line here."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+
+from tlora.errors import TloraError
+from tlora.service import problems
+from tlora.service.access import OPEN_PATHS, Guard
+from tlora.service.database.writer import StoreError
+from tlora.service.problems import RefusedError
+from tlora.service.routes import cluster, files, jobs, keys, openai, page, streams
+from tlora.service.services import Services
+from tlora.version import __version__
+
+ROUTERS = (files.router, jobs.router, streams.router, keys.router, cluster.router, openai.router, page.router)
+_SECURITY = {
+    "bearer": {"type": "http", "scheme": "bearer", "description": "A key, tml-..."},
+    "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+}
+
+
+def make_app(services: Services, start: Callable[[], None] = lambda: None, stop: Callable[[], None] = lambda: None) -> FastAPI:
+    """`start` is called before the first request, `stop` after the last; both may take their time."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        services.bell.attach()
+        start()
+        try:
+            yield
+        finally:
+            stop()
+
+    # no pages of documentation: their scripts would come from another host
+    app = FastAPI(title="tlora", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, root_path=services.config.root_path)
+    app.state.services = services
+    for router in ROUTERS:
+        app.include_router(router)
+    handlers: dict[Any, Any] = {
+        RefusedError: problems.on_problem,
+        StoreError: problems.on_store_error,
+        TloraError: problems.on_tlora_error,
+        HTTPException: problems.on_http_exception,
+        RequestValidationError: problems.on_invalid,
+        Exception: problems.on_bug,
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)
+    welcome = page.login_page(services.config.root_path)
+    app.add_middleware(Guard, config=services.config, ring=services.ring, visits=services.visits, welcome=welcome)
+    app.openapi = lambda: _document(app)
+    return app
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    """With what the guard demands of every route but the open ones."""
+    if app.openapi_schema is None:
+        found = get_openapi(title=app.title, version=app.version, routes=app.routes, openapi_version=app.openapi_version)
+        found.setdefault("components", {})["securitySchemes"] = _SECURITY
+        for path, operations in found["paths"].items():
+            for operation in operations.values():
+                operation["security"] = [] if path in OPEN_PATHS else [{"bearer": []}, {"header": []}]
+        app.openapi_schema = found
+    return app.openapi_schema

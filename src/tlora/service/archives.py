@@ -1,0 +1,82 @@
+"""A directory's files as one tar, made while it is sent: nothing is copied to the disk, and its length is known before.
+
+Its last file is a manifest (`tlora.manifest`) with the hashes of what was sent, so that the receiver can tell.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tlora.manifest import MANIFEST, manifest_of
+
+_BLOCK = 512
+_CHUNK = 1 << 18
+_END = 2 * _BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A file, its name in the archive, and its size when it was looked at."""
+
+    path: Path
+    name: str
+    bytes: int
+    modified: int
+
+
+def entries_of(directory: Path, folder: str) -> list[Entry]:
+    """The plain files of an adapter's directory; checkpoints, logs and what names places of this machine are left out."""
+    found: list[Entry] = []
+    for path in sorted(directory.iterdir()):
+        if path.is_symlink() or not path.is_file() or path.name.startswith(("tmp-", "bad-")) or path.name in _OWN:
+            continue
+        status = path.stat()
+        found.append(Entry(path, f"{folder}/{path.name}", status.st_size, int(status.st_mtime)))
+    return found
+
+
+_OWN = frozenset({MANIFEST, "job.json", "metrics.jsonl", "result.json", "data.json"})
+
+
+def tar_bytes(entries: Sequence[Entry]) -> int:
+    return sum(_BLOCK + size + -size % _BLOCK for size in (*(entry.bytes for entry in entries), len(_manifest(entries, {})))) + _END
+
+
+def stream_tar(entries: Sequence[Entry]) -> Iterator[bytes]:
+    """`tar_bytes` bytes in all. A file that has changed meanwhile ends the stream early, so that the receiver sees a torn archive."""
+    digests: dict[str, str] = {}
+    for entry in entries:
+        yield _header(entry.name, entry.bytes, entry.modified)
+        rest, digest = entry.bytes, hashlib.sha256()
+        with entry.path.open("rb") as file:
+            while rest:
+                chunk = file.read(min(_CHUNK, rest))
+                if not chunk:
+                    return
+                rest -= len(chunk)
+                digest.update(chunk)
+                yield chunk
+        digests[entry.name] = digest.hexdigest()
+        yield bytes(-entry.bytes % _BLOCK)
+    manifest = _manifest(entries, digests)
+    folder = entries[0].name.partition("/")[0] if entries else "empty"
+    yield _header(f"{folder}/{MANIFEST}", len(manifest), max((entry.modified for entry in entries), default=0))
+    yield manifest + bytes(-len(manifest) % _BLOCK) + bytes(_END)
+
+
+def _header(name: str, size: int, modified: int) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size, info.mtime, info.mode = size, modified, 0o644
+    header = info.tobuf(tarfile.USTAR_FORMAT)
+    assert len(header) == _BLOCK, name
+    return header
+
+
+def _manifest(entries: Sequence[Entry], digests: dict[str, str]) -> bytes:
+    """As long before the hashes are known as afterwards."""
+    unknown = "0" * 64
+    return manifest_of({entry.path.name: {"bytes": entry.bytes, "sha256": digests.get(entry.name, unknown)} for entry in entries})

@@ -1,0 +1,153 @@
+"""What an operator may set of a server: a YAML file, options of `tlora serve` over it, and defaults that need neither."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from tlora.errors import ConfigError
+from tlora.job import BasePrecision, DType, MemoryLimit, Recompute
+from tlora.jobs_file import suggest
+from tlora.server_directory import default_directory
+
+_STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_MOST_CONFIG_BYTES = 1 << 20
+# Policies that give a group one GPU, as the local back end has it.
+PolicyName = Literal["residual_capacity", "fifo", "backfill", "sjf", "srtf", "las"]
+Bytes = Annotated[int, Field(ge=1, le=1 << 60)]
+Count = Annotated[int, Field(ge=1, le=10**9)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
+
+
+class Limits(BaseModel):
+    """What one tenant may ask for. A request beyond a limit gets one 4xx with the limit in it; nothing of it is kept."""
+
+    model_config = _STRICT
+
+    body_bytes: Bytes = 1 << 20  # of a request that uploads no file
+    upload_bytes: Bytes = 4 << 30  # of one file
+    line_bytes: Bytes = 512 << 10  # of one row of a file
+    file_rows: Count = 10_000_000  # of one file
+    rank: Annotated[int, Field(ge=1, le=256)] = 256
+    sweep_jobs: Count = 1_000  # of one sweep
+    open_jobs: Count = 10_000  # of a tenant: accepted and not ended
+    storage_bytes: Bytes = 200 << 30  # of a tenant's files
+    requests_per_second: Annotated[float, Field(gt=0, le=1e6)] = 1_000.0  # of a tenant, with bursts of as many
+    body_seconds: Seconds = 30.0  # between two parts of a request's body
+    streams: Count = 100  # of a tenant that are open at a time: events, metrics, adapters
+    intake_memory_bytes: Bytes = 4 << 30  # of the process that reads a tenant's file
+    intake_cpu_seconds: Count = 3_600  # of one job's data
+    intake_seconds: Seconds = 7_200.0  # of one job's data
+
+
+class Retention(BaseModel):
+    """How long what has ended is kept. None: for ever."""
+
+    model_config = _STRICT
+
+    ended_jobs_seconds: Seconds | None = None  # a job that has ended, with its directory
+    deleted_files_seconds: Seconds = 3_600.0  # bytes that no file and no job refers to
+    answers_seconds: Seconds = 86_400.0  # idempotent answers
+
+
+class ServerConfig(BaseModel):
+    """One server. Relative paths are under the current directory."""
+
+    model_config = _STRICT
+
+    data_dir: str = ""  # empty: $TLORA_HOME, or tlora/server in the user's data directory
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65_535)] = 8321  # 0: any free one
+    database_url: str | None = None  # None: SQLite in data_dir; or postgresql://user@host/name
+    base_models: dict[str, str] = {}  # name that orders give -> directory or hub id
+    device: Literal["cuda", "cpu"] | None = None  # None: the GPUs, or a CPU where there are none
+    gpus: list[Annotated[int, Field(ge=0, le=1023)]] | None = None  # None: all; of a CPU: as many processes
+    policy: PolicyName = "residual_capacity"
+    dtype: DType = "auto"
+    base_precision: BasePrecision | None = None
+    deterministic: bool = False
+    recompute: Recompute = "auto"
+    memory_limit: MemoryLimit = "auto"
+    allowed_hosts: list[str] = []  # names in the Host header, beside the address that is listened on
+    root_path: str = ""  # the prefix that a proxy takes away
+    trusted_proxies: list[str] = []  # addresses whose X-Forwarded-* headers count
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    limits: Limits = Limits()
+    retention: Retention = Retention()
+
+    @field_validator("database_url")
+    @classmethod
+    def _check_database_url(cls, url: str | None) -> str | None:
+        if url is not None and url.partition(":")[0] not in ("sqlite", "postgresql"):
+            raise ValueError(f"database_url {url.partition(':')[0]!r}: must begin with sqlite:/// or postgresql://; or leave it out")
+        return url
+
+    @model_validator(mode="after")
+    def _check_exposure(self) -> ServerConfig:
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            raise ValueError("tls_certificate and tls_key belong together; give both, or neither")
+        if not self.is_local and not self.tls_certificate and not self.trusted_proxies:
+            raise ValueError(
+                f"host {self.host!r} can be reached from other machines, and keys would go over the network in the clear. Give "
+                "tls_certificate and tls_key, or listen on 127.0.0.1, or name the proxy that ends TLS in trusted_proxies"
+            )
+        return self
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the server."""
+        return self.host in _LOOPBACK
+
+    @property
+    def directory(self) -> Path:
+        """Where everything of the server lies, absolute."""
+        return Path(self.data_dir).expanduser().absolute() if self.data_dir else default_directory()
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """Names that a Host header may give, without ports."""
+        own = _LOOPBACK if self.is_local else (self.host,)
+        return frozenset(name.strip("[]").lower() for name in (*own, *self.allowed_hosts))
+
+
+def read_config(path: Path | None, options: Mapping[str, object]) -> ServerConfig:
+    """The file `path`, if there is one, with `options` over it. Raises ConfigError with every problem, in words."""
+    content = _read(path) if path is not None else {}
+    where = f"{path}: " if path is not None else ""
+    try:
+        return ServerConfig.model_validate({**content, **options})
+    except ValidationError as error:
+        raise ConfigError("; ".join(dict.fromkeys(where + _told(item) for item in error.errors(include_url=False)))) from None
+
+
+def _told(error: Any) -> str:
+    keys = [str(part) for part in error["loc"]]
+    if error["type"] == "extra_forbidden":
+        model = {"limits": Limits, "retention": Retention}.get(keys[0], ServerConfig) if len(keys) > 1 else ServerConfig
+        return f"{'.'.join(keys)}: unknown key; {suggest(keys[-1], model.model_fields)}"
+    text = str(error["msg"]).removeprefix("Value error, ")
+    return text if not keys or error["type"] == "value_error" else f"{'.'.join(keys)}: {error['input']!r} is refused: {text}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MOST_CONFIG_BYTES + 1)
+        if len(text) > _MOST_CONFIG_BYTES:
+            raise ConfigError(f"{path}: longer than {_MOST_CONFIG_BYTES} bytes; a server's settings take a page")
+        found: object = yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; give a YAML file with the server's settings") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: is not valid YAML ({' '.join(str(error).split())[:200]}); correct it there") from None
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: is not a mapping; write `port: 8321` lines")
+    return {str(key): value for key, value in found.items()}

@@ -1,0 +1,77 @@
+"""Exactly once: what a request with an Idempotency-Key was answered, and creations whose client names no key."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, delete, select, update
+
+from tlora.service.database.tables import answers, creations
+from tlora.service.problems import RefusedError
+
+RETRY_SECONDS = 600.0  # that a retry without a key finds the creation it repeats
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    body: str  # JSON
+
+
+def hash_payload(route: str, body: bytes) -> str:
+    """Of what was asked, so that another question under the same key is seen."""
+    return hashlib.sha256(route.encode() + b"\0" + body).hexdigest()
+
+
+def once(connection: Connection, tenant: str, key: str | None, payload: str, work: Callable[[], Answer]) -> Answer:
+    """What `work` gives, or gave when it was asked under this `key` before. Raises RefusedError 409 for another question under the key.
+
+    In the caller's transaction: the answer is remembered if and only if the work is done.
+    """
+    if key is None:
+        return work()
+    known = connection.execute(select(answers).where(answers.c.tenant == tenant, answers.c.key == key)).first()
+    if known is not None:
+        if known.payload != payload:
+            message = f"Idempotency-Key {key!a} was used for another request. Take a new key for a new request"
+            raise RefusedError(409, "idempotency_key_reused", message)
+        return Answer(known.status, known.body)
+    found = work()
+    row = {"tenant": tenant, "key": key, "payload": payload, "status": found.status, "body": found.body, "created": time.time()}
+    connection.execute(answers.insert().values(row))
+    return found
+
+
+def find_retried(connection: Connection, tenant: str, payload: str) -> str | None:
+    """The job of a creation that this retry repeats: one whose answer was not sent as a whole and that no retry has matched before."""
+    query = select(creations.c.serial, creations.c.job).where(
+        creations.c.tenant == tenant,
+        creations.c.payload == payload,
+        creations.c.sent.is_(False),
+        creations.c.matched.is_(False),
+        creations.c.created > time.time() - RETRY_SECONDS,
+    )
+    found = connection.execute(query.order_by(creations.c.serial.desc()).limit(1)).first()
+    if found is None:
+        return None
+    connection.execute(update(creations).where(creations.c.serial == found.serial).values(matched=True))
+    return found.job
+
+
+def add_creation(connection: Connection, tenant: str, payload: str, job: str) -> None:
+    connection.execute(creations.insert().values(tenant=tenant, payload=payload, job=job, created=time.time(), sent=False, matched=False))
+
+
+def mark_sent(connection: Connection, job: str) -> None:
+    """The answer to the creation of `job` has gone out as a whole."""
+    connection.execute(update(creations).where(creations.c.job == job).values(sent=True))
+
+
+def forget_answers(connection: Connection, seconds: float) -> None:
+    """Those older than `seconds`, and creations that no retry can match any more."""
+    now = time.time()
+    connection.execute(delete(answers).where(answers.c.created < now - seconds))
+    connection.execute(delete(creations).where(creations.c.created < now - 2 * RETRY_SECONDS))

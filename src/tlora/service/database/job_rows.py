@@ -1,0 +1,191 @@
+"""Jobs in the database: inserted, looked up, and changed by compare-and-set. Every query of a tenant's carries the tenant."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, Row, func, select, update
+
+from tlora.service.config import Limits
+from tlora.service.database.event_rows import add_event, add_events
+from tlora.service.database.tables import files, job_files, jobs
+from tlora.service.keys import new_id
+from tlora.service.orders import OrderSpec
+from tlora.service.problems import RefusedError, missing
+
+_OPEN = ("preparing", "queued", "running", "paused")
+_STARTABLE = ("preparing", "queued", "running")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where orders come from, beside the request itself."""
+
+    sweep: str | None = None
+    cloned_from: str | None = None
+
+
+def insert_jobs(
+    connection: Connection, tenant: str, orders: Sequence[OrderSpec], limits: Limits, origin: Origin = Origin()
+) -> list[Row[Any]]:
+    """All of `orders`, or none. Raises RefusedError for files and jobs that there are not, and beyond the tenant's quota."""
+    _check_quota(connection, tenant, len(orders), limits)
+    _check_files(connection, tenant, {file for order in orders for file in order.data.file_ids})
+    for source in {order.start_from: order for order in orders if order.start_from}.values():
+        _check_start(connection, tenant, source)
+    now = time.time()
+    ids = [new_id("job") for _ in orders]
+    rows = [
+        {
+            "id": job_id,
+            "tenant": tenant,
+            "name": order.name,
+            "status": "preparing",
+            "base_model": order.base_model,
+            "order": json.loads(order.model_dump_json(exclude_unset=True)),
+            "sweep": origin.sweep,
+            "cloned_from": origin.cloned_from,
+            "created": now,
+        }
+        for job_id, order in zip(ids, orders, strict=True)
+    ]
+    connection.execute(jobs.insert(), rows)
+    uses = [{"job": job_id, "file": file} for job_id, order in zip(ids, orders, strict=True) for file in order.data.file_ids]
+    connection.execute(job_files.insert(), uses)
+    add_events(connection, [(tenant, job_id, "created", "accepted; its data will be read") for job_id in ids])
+    found = {row.id: row for row in connection.execute(select(jobs).where(jobs.c.id.in_(ids)))} if len(ids) <= 500 else _of(connection, ids)
+    return [found[job_id] for job_id in ids]
+
+
+def _of(connection: Connection, ids: Sequence[str]) -> dict[str, Row[Any]]:
+    """In parts: a database bounds the parameters of a query."""
+    found: dict[str, Row[Any]] = {}
+    for start in range(0, len(ids), 500):
+        found |= {row.id: row for row in connection.execute(select(jobs).where(jobs.c.id.in_(ids[start : start + 500])))}
+    return found
+
+
+def _check_quota(connection: Connection, tenant: str, more: int, limits: Limits) -> None:
+    count = connection.execute(select(func.count()).where(jobs.c.tenant == tenant, jobs.c.ended.is_(None))).scalar_one()
+    if count + more > limits.open_jobs:
+        message = (
+            f"{count} jobs of this tenant have not ended, and {more} more would exceed its {limits.open_jobs}; wait for some, or cancel"
+        )
+        raise RefusedError(429, "too_many_jobs", message)
+
+
+def _check_files(connection: Connection, tenant: str, wanted: Collection[str]) -> None:
+    query = select(files.c.id).where(files.c.tenant == tenant, files.c.id.in_(wanted), files.c.deleted.is_(None))
+    known = set(connection.execute(query).scalars())
+    for file in sorted(wanted):
+        if file not in known:
+            raise missing("file", file)
+
+
+def _check_start(connection: Connection, tenant: str, order: OrderSpec) -> None:
+    assert order.start_from is not None
+    source = find_job(connection, tenant, order.start_from)
+    if source.status != "succeeded" or source.removed is not None:
+        raise RefusedError(
+            409, "no_adapter", f"start_from {source.id!r}: the job is {source.status}, and has no adapter. Name one that succeeded"
+        )
+    if source.base_model != order.base_model:
+        message = f"start_from {source.id!r}: its base is {source.base_model!r}, not {order.base_model!r}. Order the same base"
+        raise RefusedError(409, "other_base", message)
+
+
+def find_job(connection: Connection, tenant: str, job_id: str) -> Row[Any]:
+    """Raises RefusedError 404, also for another tenant's."""
+    row = connection.execute(select(jobs).where(jobs.c.tenant == tenant, jobs.c.id == job_id)).first()
+    if row is None:
+        raise missing("job", job_id)
+    return row
+
+
+def list_jobs(
+    connection: Connection, tenant: str, before: int | None, count: int, status: str | None, name: str | None
+) -> Sequence[Row[Any]]:
+    """The newest first, from those before the serial number `before`."""
+    query = select(jobs).where(jobs.c.tenant == tenant)
+    if before is not None:
+        query = query.where(jobs.c.serial < before)
+    if status is not None:
+        query = query.where(jobs.c.status == status)
+    if name is not None:
+        query = query.where(jobs.c.name == name)
+    return connection.execute(query.order_by(jobs.c.serial.desc()).limit(count)).all()
+
+
+def open_jobs(connection: Connection) -> Sequence[Row[Any]]:
+    """Of all tenants, in the order of their submission."""
+    return connection.execute(select(jobs).where(jobs.c.ended.is_(None)).order_by(jobs.c.serial)).all()
+
+
+def change(connection: Connection, job_id: str, before: Collection[str], status: str, message: str = "", **values: Any) -> bool:
+    """Compare-and-set: the job gets `status` if it has one of `before`. Whether it had; an event then tells it."""
+    if status in ("succeeded", "failed", "cancelled"):
+        values["ended"] = time.time()
+    query = update(jobs).where(jobs.c.id == job_id, jobs.c.status.in_(before)).values(status=status, **values).returning(jobs.c.tenant)
+    tenant = connection.execute(query).scalar()
+    if tenant is None:
+        return False
+    add_event(connection, tenant, job_id, status, message or status)
+    return True
+
+
+def pause(connection: Connection, tenant: str, job_id: str) -> Row[Any]:
+    row = find_job(connection, tenant, job_id)
+    if row.status != "paused" and not change(connection, job_id, _STARTABLE, "paused", "paused by its owner"):
+        raise _wrong_state(row, "paused")
+    return find_job(connection, tenant, job_id)
+
+
+def resume(connection: Connection, tenant: str, job_id: str) -> Row[Any]:
+    row = find_job(connection, tenant, job_id)
+    status = "preparing" if row.intake is None else "queued"
+    if row.status == "paused":
+        change(connection, job_id, ("paused",), status, "resumed by its owner")
+    elif row.status not in _STARTABLE:
+        raise _wrong_state(row, "resumed")
+    return find_job(connection, tenant, job_id)
+
+
+def cancel(connection: Connection, tenant: str, job_id: str) -> Row[Any]:
+    row = find_job(connection, tenant, job_id)
+    if row.status != "cancelled" and not change(connection, job_id, _OPEN, "cancelled", "cancelled by its owner"):
+        raise _wrong_state(row, "cancelled")
+    return find_job(connection, tenant, job_id)
+
+
+def _wrong_state(row: Row[Any], verb: str) -> RefusedError:
+    return RefusedError(409, "wrong_state", f"job {row.id!r} has {row.status} and cannot be {verb}. Clone it to run it again")
+
+
+def take_intake(connection: Connection, job_id: str, intake: dict[str, Any]) -> str | None:
+    """The job's data has been read. Its status then; None if it has ended meanwhile, or is gone."""
+    query = update(jobs).where(jobs.c.id == job_id, jobs.c.ended.is_(None)).values(intake=intake).returning(jobs.c.status)
+    status = connection.execute(query).scalar()
+    if status is None:
+        return None
+    samples, steps = intake.get("samples", 0), intake["profile"]["steps"]
+    change(connection, job_id, ("preparing",), "queued", f"its data has been read: {samples:,} samples, {steps:,} steps")
+    return "queued" if status == "preparing" else status
+
+
+def set_steps(connection: Connection, steps: dict[str, int]) -> None:
+    """Never back: a restarted job begins at its checkpoint."""
+    for job_id, count in steps.items():
+        connection.execute(update(jobs).where(jobs.c.id == job_id, jobs.c.steps < count).values(steps=count))
+
+
+def row_of(connection: Connection, job_id: str) -> Row[Any] | None:
+    """For the controller, which serves all tenants."""
+    return connection.execute(select(jobs).where(jobs.c.id == job_id)).first()
+
+
+def status_of(connection: Connection, job_id: str) -> str | None:
+    return connection.execute(select(jobs.c.status).where(jobs.c.id == job_id)).scalar()

@@ -1,0 +1,127 @@
+"""The server's end of intake: a process that is started, spoken to, and started again where it dies. Imports no part of it but its name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from tlora.errors import TloraError
+from tlora.service.intake_requests import IntakeSettings
+
+MOST_DEATHS = 3  # of the process in a row without an answer: then what it was asked is answered as failed
+Answer = dict[str, Any]
+
+
+class IntakeError(TloraError):
+    """The intake process cannot be started."""
+
+
+class Intake:
+    """`put` asks, `on_answer` gets each answer in a thread of this object. What has no answer is asked again of a new process."""
+
+    def __init__(self, settings: IntakeSettings, log: Path, on_answer: Callable[[Answer], None]) -> None:
+        self._settings, self._log, self._on_answer = settings, log, on_answer
+        self._lock = threading.Lock()
+        self._open: dict[str, bytes] = {}  # by key, in their order
+        self._closing = False
+        self._deaths = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader = threading.Thread(target=self._run, name="intake", daemon=True)
+
+    def start(self) -> None:
+        self._reader.start()
+
+    def put(self, key: str, line: bytes) -> None:
+        """Ask, in any thread. `line` is a `request_line`."""
+        with self._lock:
+            self._open[key] = line
+            self._send(line)
+
+    def forget(self, key: str) -> None:
+        """No answer is wanted any more."""
+        with self._lock:
+            self._open.pop(key, None)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None while there is none."""
+        return self._process.pid if self._process is not None else None
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+            process = self._process
+        if process is not None:
+            process.kill()
+        if self._reader.ident is not None:
+            self._reader.join()
+
+    def _send(self, line: bytes) -> None:
+        process = self._process
+        if process is not None and process.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):  # it has died: what is open is asked again of the next
+                process.stdin.write(line)
+                process.stdin.flush()
+
+    def _run(self) -> None:
+        while not self._closing:
+            with self._log.open("ab") as log:
+                process = self._start(log)
+            if process is None:
+                return
+            assert process.stdout is not None and process.stdin is not None
+            with process.stdout:
+                for line in process.stdout:
+                    if line.endswith(b"\n"):
+                        self._hear(json.loads(line))
+            process.wait()
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+            self._see_death()
+
+    def _start(self, log: IO[bytes]) -> subprocess.Popen[bytes] | None:
+        command = [sys.executable, "-P", "-m", "tlora.service.intake_process", json.dumps(asdict(self._settings))]
+        with self._lock:
+            if self._closing:
+                return None
+            # a session of its own: Ctrl-C is the server's
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=os.environ | _ENVIRONMENT, start_new_session=True
+            )
+            for line in self._open.values():
+                self._send(line)
+            return self._process
+
+    def _hear(self, answer: Answer) -> None:
+        if "rows" not in answer:  # not mere progress
+            with self._lock:
+                self._deaths = 0
+                if self._open.pop(answer["key"], None) is None:
+                    return  # forgotten, or answered before its process died
+        self._on_answer(answer)
+
+    def _see_death(self) -> None:
+        """What was open when several processes in a row ended without an answer is not asked again."""
+        with self._lock:
+            self._process = None
+            if self._closing:
+                return
+            self._deaths += 1
+            given_up = list(self._open) if self._deaths >= MOST_DEATHS else []
+            for key in given_up:
+                del self._open[key]
+            if given_up:
+                self._deaths = 0
+        for key in given_up:
+            self._on_answer({"key": key, "problem": f"the intake process ended {MOST_DEATHS} times in a row; the server's log says why"})
+
+
+_ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -1,0 +1,191 @@
+"""Intake: `python -m tlora.service.intake_process`, beside the server, warm and without torch. It profiles jobs.
+
+Requests and answers are lines of JSON. A tenant's bytes are parsed by neither process: the data worker of `data/prepare.py` does that,
+with limits, and a new one takes over where one dies. One tenant's jobs never hold all slots while there are several.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tlora.adapters.targets import resolve, trained_parameters
+from tlora.data.limits import DataLimits
+from tlora.data.prepare import Prepared, PrepareRequest, prepare, start_worker
+from tlora.data.profile import profile_of
+from tlora.errors import DataError, ModelError, TloraError
+from tlora.job import JobSpec, LoraShape
+from tlora.json_file import read_object
+from tlora.service.intake_requests import IntakeRequest, IntakeSettings, parse_request
+from tlora.service.outlines import Outline, Precision, find_outline
+
+MOST_TOGETHER = 100  # jobs of one tenant that share a data worker
+
+
+class Intake:
+    """Slots that take batches of one tenant's jobs, in turns of the tenants."""
+
+    def __init__(self, settings: IntakeSettings, answer: Callable[[dict[str, Any]], None]) -> None:
+        """`answer` is called in any thread."""
+        self._outlines, self._answer, self._slots = Path(settings.bases_dir), answer, settings.slots
+        self._precision = Precision(settings.dtype, settings.base_precision)
+        self._limits = DataLimits(settings.memory_bytes, settings.cpu_seconds, settings.seconds, settings.row_characters, settings.rows)
+        self._state = threading.Condition()
+        self._waiting: dict[str, deque[IntakeRequest]] = {}  # by tenant, whose turn is next first
+        self._busy: dict[str, int] = {}  # slots by tenant
+        self._bases = threading.Lock()
+        for _ in range(settings.slots):
+            threading.Thread(target=self._serve, daemon=True).start()
+
+    def put(self, request: IntakeRequest) -> None:
+        with self._state:
+            self._waiting.setdefault(request.tenant, deque()).append(request)
+            self._state.notify()
+
+    def _serve(self) -> None:
+        while True:
+            with start_worker() as spare:  # its libraries are there when the next job comes
+                batch = self._take()
+                tenant = batch[0].tenant
+                try:
+                    self._do(batch, spare)
+                except Exception as error:
+                    traceback.print_exc()
+                    for request in batch:
+                        self._answer({"key": request.key, "problem": f"intake failed: {type(error).__name__}: {error}"})
+                finally:
+                    with self._state:
+                        self._busy[tenant] -= 1
+                        self._state.notify_all()
+
+    def _take(self) -> list[IntakeRequest]:
+        with self._state:
+            while (tenant := self._next_tenant()) is None:
+                self._state.wait()
+            waiting = self._waiting.pop(tenant)
+            base = waiting[0].base_model
+            batch: list[IntakeRequest] = []
+            while waiting and len(batch) < MOST_TOGETHER and waiting[0].base_model == base:
+                batch.append(waiting.popleft())
+            if waiting:
+                self._waiting[tenant] = waiting  # at the end of the line
+            self._busy[tenant] = self._busy.get(tenant, 0) + 1
+            return batch
+
+    def _next_tenant(self) -> str | None:
+        """Of several slots one stays free for the others."""
+        most = max(1, self._slots - 1)
+        return next((tenant for tenant in self._waiting if self._busy.get(tenant, 0) < most), None)
+
+    def _do(self, batch: list[IntakeRequest], spare: Any) -> None:
+        try:
+            with self._bases:  # two slots would work out the same one
+                outline = find_outline(self._outlines, batch[0].base_model, self._precision)
+        except TloraError as error:
+            for request in batch:
+                self._answer({"key": request.key, "problem": str(error), "base_problem": True})
+            return
+        asked = {request.key: (request, request.spec) for request in batch if request.spec is not None}
+        for request in batch:
+            if request.spec is None:
+                self._answer({"key": request.key, "bytes": outline.bytes})
+        sizes: dict[str, int] = {}
+        for key, (_, spec) in asked.items():
+            try:
+                sizes[key] = _parameters(spec, outline)
+            except TloraError as error:
+                self._answer({"key": key, "problem": str(error)})
+        wanted = [self._prepare_request(*asked[key], outline) for key in sizes]
+        if not wanted:
+            return
+        try:
+            found = prepare(wanted, lambda seen: self._answer({"key": seen.key, "rows": seen.rows, "share": seen.share}), spare)
+        except ModelError as error:  # of the tokenizer, which all share
+            found = {request.key: DataError(str(error)) for request in wanted}
+        for key, size in sizes.items():
+            self._answer({"key": key} | _profiled(found[key], asked[key][1], size, outline))
+
+    def _prepare_request(self, request: IntakeRequest, spec: JobSpec, outline: Outline) -> PrepareRequest:
+        place, vocab = Path(request.tokens_dir), outline.vocab_size
+        tokenizer, rows = request.base_model, spec.learns_from
+        return PrepareRequest(request.key, spec.data, spec.seed, tokenizer, vocab, place, place, rows, self._limits)
+
+
+def _parameters(spec: JobSpec, outline: Outline) -> int:
+    """Of the job's adapter; one that continues another has that one's shape. Raises TloraError."""
+    shape: LoraShape = spec
+    if spec.adapter_path is not None:
+        try:
+            config = read_object(Path(spec.adapter_path) / "adapter_config.json")
+            keys = ("r", "target_modules", "rank_pattern", "alpha_pattern")
+            shape = LoraShape.model_validate({key: config[key] for key in keys if config.get(key) is not None})
+        except (OSError, ValueError) as error:
+            raise ModelError(f"start_from: the adapter there cannot be read ({error}). Start from another job") from None
+    return trained_parameters(resolve(outline.linears, outline.modules, outline.experts, shape), shape)
+
+
+def _profiled(found: Prepared | DataError, spec: JobSpec, parameters: int, outline: Outline) -> dict[str, Any]:
+    if isinstance(found, DataError):
+        return {"problem": str(found)}
+    sets = [one for one in (found.train, found.eval) if one is not None]
+    longest, sequence = (max(int(getattr(one, name).max()) for one in sets) for name in ("lengths", "longest_sequences"))
+    for most, why in (
+        (outline.learned_positions, "this base has so many learned positions"),
+        (outline.longest_safe_sequence, "this base's rotary embedding changes past it"),
+    ):
+        if most is not None and sequence > most:
+            return {"problem": f"a sample has {sequence} tokens, more than {most}: {why}. Set max_length: {most}"}
+    warnings = found.warnings()
+    if outline.max_position_embeddings and sequence > outline.max_position_embeddings:
+        warnings.append(
+            f"samples of up to {sequence:,} tokens are longer than the {outline.max_position_embeddings:,} positions of this base"
+        )
+    profile = profile_of(found.train, spec, longest, parameters)
+    return {
+        "profile": asdict(profile),
+        "train_set": str(found.train.directory),
+        "eval_set": str(found.eval.directory) if found.eval is not None and spec.data.eval_path else None,
+        "samples": len(found.train),
+        "warnings": warnings,
+    }
+
+
+def _read(stream: BinaryIO, intake: Intake) -> None:
+    """Until the server ends."""
+    for line in stream:
+        if line.endswith(b"\n"):
+            intake.put(parse_request(line))
+
+
+def main() -> None:
+    """Serve requests from stdin until its end. argv has the settings in JSON."""
+    settings = IntakeSettings(**json.loads(sys.argv[1]))
+    sys.modules["torch"] = None  # type: ignore[assignment]  # nothing here may import it: 1 s and 300 MB
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def write() -> None:
+        with contextlib.suppress(BrokenPipeError):  # the server is gone, and stdin says so
+            while True:
+                out.write(lines.get())
+                out.flush()
+
+    threading.Thread(target=write, daemon=True).start()
+    intake = Intake(settings, lambda found: lines.put(json.dumps(found).encode() + b"\n"))
+    _read(sys.stdin.buffer, intake)
+    os._exit(0)  # slots wait for requests that will not come; their data workers end with their stdin
+
+
+if __name__ == "__main__":
+    main()

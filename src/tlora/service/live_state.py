@@ -1,0 +1,66 @@
+"""What runs where just now, as the controller sees it: read by requests, never stored. A restart makes it anew."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tlora.protocol import JobGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """The cluster at one moment. `waiting` has the jobs in the order of their submission, each with the reason why it waits."""
+
+    device: str = ""
+    gpus: tuple[int, ...] = ()
+    groups: tuple[JobGroup, ...] = ()
+    waiting: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+class LiveState:
+    """Safe in several threads. `fault` is why nothing can be scheduled; None while all is well."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._picture = Picture()
+        self._steps: dict[str, int] = {}
+        self.fault: str | None = "the controller has not started yet"
+        self.draining = False
+        self.counts: dict[str, int] = {}  # of faults and endings, for the metrics
+
+    @property
+    def picture(self) -> Picture:
+        return self._picture
+
+    def show(self, picture: Picture) -> None:
+        self._picture = picture
+
+    def see_steps(self, job_id: str, steps: int) -> None:
+        with self._lock:
+            self._steps[job_id] = steps
+
+    def forget(self, job_id: str) -> None:
+        """The job has ended: the store has its last number."""
+        with self._lock:
+            self._steps.pop(job_id, None)
+
+    def steps(self, job_id: str) -> int | None:
+        return self._steps.get(job_id)
+
+    def all_steps(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._steps)
+
+    def count(self, what: str) -> None:
+        with self._lock:
+            self.counts[what] = self.counts.get(what, 0) + 1
+
+    def waiting_for(self, job_id: str, status: str) -> str | None:
+        """Why a job of this status does not run, in words."""
+        if status == "preparing":
+            return self._picture.waiting.get(job_id, "its data is being read")
+        if status == "paused":
+            return "paused by its owner"
+        return self._picture.waiting.get(job_id, "a GPU") if status == "queued" else None

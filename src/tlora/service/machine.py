@@ -1,0 +1,63 @@
+"""The GPUs of this machine, asked of the driver's own program: the server imports no torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from typing import Literal
+
+from tlora.errors import ConfigError
+from tlora.service.config import ServerConfig
+
+_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """GPUs by their numbers, or as many processes on a CPU."""
+
+    device: Literal["cuda", "cpu"]
+    gpus: tuple[int, ...]
+
+
+def find_places(config: ServerConfig) -> Places:
+    """What the config names, else all GPUs, else one process on the CPU. Raises ConfigError for GPUs that there are not."""
+    if config.device == "cpu":
+        return Places("cpu", tuple(range(len(config.gpus))) if config.gpus else (0,))
+    found = _visible(list_gpus())
+    if not found:
+        if config.device == "cuda" or config.gpus:
+            raise ConfigError("device: there is no GPU that nvidia-smi lists. Use device: cpu, or repair the driver")
+        return Places("cpu", (0,))
+    if config.gpus is None:
+        return Places("cuda", found)
+    for gpu in config.gpus:
+        if gpu not in found:
+            raise ConfigError(f"gpus: there is no GPU {gpu}; there are {', '.join(map(str, found))}")
+    return Places("cuda", tuple(config.gpus))
+
+
+def list_gpus() -> tuple[int, ...]:
+    """Numbers of all GPUs; none without a driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ()
+    command = [program, "--query-gpu=index", "--format=csv,noheader"]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(int(line) for line in ended.stdout.split() if line.isdecimal())
+
+
+def _visible(gpus: tuple[int, ...]) -> tuple[int, ...]:
+    """Those that CUDA_VISIBLE_DEVICES leaves, in its order; ids that are no numbers are not understood, and leave all."""
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        return gpus
+    numbers = [part.strip() for part in wanted.split(",") if part.strip()]
+    if not all(part.isdecimal() for part in numbers):
+        return gpus if numbers != ["-1"] else ()
+    return tuple(int(part) for part in numbers if int(part) in gpus)

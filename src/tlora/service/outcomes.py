@@ -1,0 +1,213 @@
+"""What the cluster reports, folded into the store and into the live picture. Every change of a job is a compare-and-set."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, update
+
+from tlora.json_file import read_object
+from tlora.protocol import (
+    Action,
+    ChangeGroup,
+    Event,
+    GroupLost,
+    JobCancelled,
+    JobFailed,
+    JobFinished,
+    JobGroup,
+    JobSubmitted,
+    RejectJob,
+    StartGroup,
+    StepsDone,
+    StopGroup,
+    Tick,
+)
+from tlora.service.database import job_rows
+from tlora.service.database.tables import jobs
+from tlora.service.database.writer import Operation, StoreError, Writer
+from tlora.service.live_state import LiveState, Picture
+from tlora.service.machine import Places
+
+_OPEN = ("preparing", "queued", "running", "paused")
+_SHOW_SECONDS = 0.5  # between two pictures: with thousands of jobs one takes milliseconds
+_STEPS_SECONDS = 10.0  # between two writes of all jobs' steps
+_NOT_SHOWN = ("path", "settings", "name", "sweep_of", "status", "reason")  # of a result: the job has these itself
+
+
+class Outcomes:
+    """`forget` is called with each job that has ended."""
+
+    def __init__(self, directory: Path, writer: Writer, live: LiveState, forget: Callable[[str], None]) -> None:
+        self._directory, self._writer, self._live, self._forget = directory, writer, live, forget
+        self._lock = threading.Lock()
+        self._places: Places | None = None
+        self._groups: dict[str, JobGroup] = {}
+        self._waiting: dict[str, None] = {}  # jobs that the cluster has and that are in no group, in their order
+        self._reading: dict[str, str] = {}
+        self._running: set[str] = set()
+        self._ended: set[str] = set()  # of those that are in a group still
+        self._told: dict[str, int] = {}  # steps as last written
+        self._shown = self._written = 0.0
+        self._again: list[Operation[Any]] = []  # what the store could not take yet
+
+    def begin(self, places: Places) -> None:
+        self._places = places
+        self._show(at_once=True)
+
+    @staticmethod
+    def requeue(connection: Connection) -> None:
+        """At a start: what ran then is not known to run now. It is told once it does."""
+        connection.execute(update(jobs).where(jobs.c.status == "running").values(status="queued"))
+
+    # -- of jobs that are on their way ---------------------------------------------------------------------------------
+
+    def reading(self, job_id: str, rows: int, share: float) -> None:
+        """Its data is being read."""
+        self._reading[job_id] = f"its data is being read: {rows:,} rows, {share:.0%}"
+        self._show()
+
+    def fail(self, job_id: str, reason: str) -> None:
+        """With no path of this machine in the reason."""
+        reason = reason.replace(f"{self._directory}/", "").strip() or "no reason was given"
+        self._write(lambda connection: job_rows.change(connection, job_id, _OPEN, "failed", reason, reason=reason))
+        self._live.count("failed")
+        self.ended(job_id)
+
+    def ended(self, job_id: str) -> None:
+        """By its owner or by itself."""
+        self._waiting.pop(job_id, None)
+        self._reading.pop(job_id, None)
+        self._running.discard(job_id)
+        if any(job_id in group.job_ids for group in self._groups.values()):
+            self._ended.add(job_id)
+        self._told.pop(job_id, None)
+        self._live.forget(job_id)
+        self._forget(job_id)
+        self._show()
+
+    # -- of the cluster ------------------------------------------------------------------------------------------------
+
+    def see(self, item: Event | Action) -> None:
+        match item:
+            case JobSubmitted(job_id):
+                self._reading.pop(job_id, None)
+                self._waiting[job_id] = None
+            case StartGroup(group) | ChangeGroup(group):
+                self._place(group)
+            case StopGroup(group_id) | GroupLost(group_id):
+                self._leave(self._groups.pop(group_id, None), frozenset())
+            case StepsDone(job_id, _, steps):
+                self._see_steps(job_id, int(steps))
+            case JobFinished(job_id):
+                self._finish(job_id)
+            case JobFailed(job_id, reason) | RejectJob(job_id, reason):
+                self.fail(job_id, reason)
+            case JobCancelled(job_id):
+                self.ended(job_id)
+            case Tick():
+                self._flush_steps()
+                self._retry()
+            case _:
+                pass
+        self._show()
+
+    def flush(self) -> None:
+        """Before the end."""
+        self._flush_steps(at_once=True)
+        self._retry()
+
+    def _place(self, group: JobGroup) -> None:
+        before = self._groups.get(group.group_id)
+        self._groups[group.group_id] = group
+        for job_id in group.job_ids:
+            self._waiting.pop(job_id, None)
+        self._leave(before, frozenset(group.job_ids))
+
+    def _leave(self, before: JobGroup | None, stay: frozenset[str]) -> None:
+        for job_id in before.job_ids if before is not None else ():
+            if job_id not in stay:
+                self._ended.discard(job_id)
+            if job_id not in stay and job_id in self._running:
+                self._running.discard(job_id)
+                self._waiting[job_id] = None
+                self._change(job_id, ("running",), "queued", "left its group; it goes on from its checkpoint")
+
+    def _see_steps(self, job_id: str, steps: int) -> None:
+        self._live.see_steps(job_id, steps)
+        if job_id not in self._running:
+            self._running.add(job_id)
+            self._change(job_id, ("queued",), "running", f"trains, {steps:,} steps done", started=time.time())
+        self._flush_steps()
+
+    def _finish(self, job_id: str) -> None:
+        try:
+            result = read_object(self._directory / "jobs" / job_id / "result.json")
+        except (OSError, ValueError):  # the adapter stands; its numbers are lost
+            result = {}
+        shown = {key: value for key, value in result.items() if key not in _NOT_SHOWN}
+        steps = int(result.get("steps", self._live.steps(job_id) or 0))
+        self._change(job_id, _OPEN, "succeeded", f"trained {steps:,} steps", result=shown, steps=steps)
+        self._live.count("succeeded")
+        self.ended(job_id)
+
+    # -- into the store ------------------------------------------------------------------------------------------------
+
+    def _change(self, job_id: str, before: tuple[str, ...], status: str, message: str, **values: Any) -> None:
+        self._write(lambda connection: job_rows.change(connection, job_id, before, status, message, **values))
+
+    def _write(self, operation: Operation[Any]) -> None:
+        """Without waiting; what a full disk refuses is tried again."""
+
+        def see(future: Any) -> None:
+            if isinstance(future.exception(), StoreError):
+                with self._lock:
+                    self._again.append(operation)
+
+        self._writer.submit(operation).add_done_callback(see)
+
+    def _retry(self) -> None:
+        with self._lock:
+            again, self._again = self._again, []
+        for operation in again:
+            self._write(operation)
+
+    def _flush_steps(self, at_once: bool = False) -> None:
+        now = time.monotonic()
+        if now - self._written < _STEPS_SECONDS and not at_once:
+            return
+        self._written = now
+        steps = {job: count for job, count in self._live.all_steps().items() if count != self._told.get(job)}
+        if steps:
+            self._told |= steps
+            self._write(lambda connection: job_rows.set_steps(connection, steps))
+
+    def _show(self, at_once: bool = False) -> None:
+        now = time.monotonic()
+        if self._places is None or (now - self._shown < _SHOW_SECONDS and not at_once):
+            return
+        self._shown = now
+        waiting = dict(self._reading)
+        for index, job_id in enumerate(list(self._waiting)):
+            before = "it is the next" if not index else f"{index:,} {'job waits' if index == 1 else 'jobs wait'} before it"
+            waiting[job_id] = f"a GPU that it fits on: {before}"
+        groups = [_of_living(group, self._ended) for group in self._groups.values()]
+        for group in groups:
+            for job_id in group.job_ids:
+                if job_id not in self._running:
+                    waiting[job_id] = f"its group on GPU {group.gpus[0]} to load the base and let it in"
+        self._live.show(Picture(self._places.device, self._places.gpus, tuple(groups), waiting))
+
+
+def _of_living(group: JobGroup, ended: set[str]) -> JobGroup:
+    """Without jobs that have ended: the scheduler keeps them in the group until it changes it."""
+    kept = [index for index, job_id in enumerate(group.job_ids) if job_id not in ended]
+    if len(kept) == len(group.job_ids):
+        return group
+    jobs, weights = (tuple(values[index] for index in kept) for values in (group.job_ids, group.weights))
+    return replace(group, job_ids=jobs, weights=weights)

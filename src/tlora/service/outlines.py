@@ -1,0 +1,89 @@
+"""Shapes of the bases that a server trains over, each worked out once by a process with torch (`planning/base_outline.py`)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tlora import durable
+from tlora.errors import ModelError
+from tlora.json_file import read_object
+from tlora.version import __version__
+
+_SECONDS = 600.0  # for a hub's config to come and torch to be imported on a busy machine
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """As `planning.base_outline.describe_base` has it."""
+
+    linears: dict[str, tuple[int, int]]
+    modules: tuple[str, ...]
+    experts: tuple[str, ...]
+    bytes: int
+    vocab_size: int
+    learned_positions: int | None
+    longest_safe_sequence: int | None
+    max_position_embeddings: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """How a server holds its bases."""
+
+    dtype: str = "auto"
+    base_precision: str | None = None
+
+
+def find_outline(directory: Path, base_model: str, precision: Precision) -> Outline:
+    """From `directory` if it is there and its config.json is as it was, else made there. Raises ModelError."""
+    durable.make_directory(directory)
+    path = directory / f"{_key(base_model, precision)}.json"
+    if not path.is_file():
+        _make(base_model, path, precision)
+    try:
+        return _read(path)
+    except (OSError, ValueError, KeyError, TypeError):  # damaged: made once more
+        path.unlink(missing_ok=True)
+        _make(base_model, path, precision)
+        return _read(path)
+
+
+def _key(base_model: str, precision: Precision) -> str:
+    """Changes with the base's config.json, with this program, and with how the base is held."""
+    config = Path(base_model) / "config.json"
+    content = config.read_bytes() if config.is_file() else b""
+    facts = [base_model, precision.dtype, precision.base_precision, __version__, hashlib.sha256(content).hexdigest()]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def _make(base_model: str, path: Path, precision: Precision) -> None:
+    arguments = [base_model, str(path), precision.dtype, precision.base_precision or ""]
+    command = [sys.executable, "-P", "-m", "tlora.planning.base_outline", *arguments]
+    try:
+        ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise ModelError(
+            f"base_model {base_model}: its shape was not found out within {_SECONDS:g} seconds. Is its hub reachable?"
+        ) from None
+    if ended.returncode or not path.is_file():
+        lines = ended.stderr.strip().splitlines()
+        raise ModelError(lines[-1] if lines else f"base_model {base_model}: the process that reads its shape ended with {ended.returncode}")
+
+
+def _read(path: Path) -> Outline:
+    found = read_object(path)
+    return Outline(
+        {str(name): (int(inputs), int(outputs)) for name, (inputs, outputs) in found["linears"].items()},
+        tuple(found["modules"]),
+        tuple(found["experts"]),
+        int(found["bytes"]),
+        int(found["vocab_size"]),
+        found["learned_positions"],
+        found["longest_safe_sequence"],
+        found["max_position_embeddings"],
+    )

@@ -1,0 +1,123 @@
+"""What a request can be answered with when it is refused: one status, one message with value, rule and remedy, in one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+
+from tlora.errors import TloraError
+from tlora.jobs_file import suggest
+from tlora.service.database.writer import StoreError
+from tlora.service.orders import OrderedData, OrderSpec
+
+_MOST_SHOWN = 200  # characters of a value that is refused
+_MOST_PROBLEMS = 20
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error", 429: "rate_limit_error"}
+
+
+class ErrorDetail(BaseModel):
+    """As OpenAI's API has it, so that its clients show the message."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer from 400 on."""
+
+    error: ErrorDetail
+
+
+class RefusedError(TloraError):
+    """A request that is refused with `status`."""
+
+    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message, self.param = status, code, message, param
+
+
+def missing(what: str, name: str) -> RefusedError:
+    """The same for an object that there is not and for another tenant's."""
+    return RefusedError(404, "not_found", f"there is no {what} {name!r}. GET /v1/{what}s lists those that there are")
+
+
+def error_body(status: int, code: str, message: str, param: str | None = None) -> dict[str, Any]:
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def answer(status: int, code: str, message: str, param: str | None = None, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse(error_body(status, code, message, param), status, headers=dict(headers or {}))
+
+
+async def on_problem(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RefusedError)
+    return answer(error.status, error.code, error.message, error.param)
+
+
+async def on_store_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, StoreError)
+    return answer(503, "store_unavailable", str(error), headers={"Retry-After": "5"})
+
+
+async def on_tlora_error(_: Request, error: Exception) -> JSONResponse:
+    return answer(400, "refused", str(error))
+
+
+async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
+    """Of the framework: unknown routes and methods, bodies that are cut."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        allowed = ", ".join(_methods_of(request))
+        return answer(405, "wrong_method", f"{request.method} is not for this route; it has {allowed}", headers={"Allow": allowed})
+    code = {404: "unknown_route", 405: "wrong_method", 408: "too_slow", 413: "too_large"}.get(error.status_code, "refused")
+    return answer(error.status_code, code, str(error.detail), headers=error.headers)
+
+
+def _methods_of(request: Request) -> list[str]:
+    """Of all routes of the path: the framework names those of the first one alone."""
+    nested = [route for outer in request.app.routes for route in getattr(outer, "routes", [outer])]
+    fitting = [route for route in nested if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in fitting for method in getattr(route, "methods", None) or ()})
+
+
+async def on_invalid(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    problems = list(dict.fromkeys(_told(item) for item in error.errors()))
+    first = error.errors()[0]["loc"] if error.errors() else ()
+    param = ".".join(str(part) for part in first[1:]) or None
+    more = [] if len(problems) <= _MOST_PROBLEMS else [f"and {len(problems) - _MOST_PROBLEMS} more"]
+    rules = all(item["type"] == "value_error" for item in error.errors())  # the body is as documented; what it says breaks a rule
+    return answer(400 if rules else 422, "refused" if rules else "invalid", "; ".join([*problems[:_MOST_PROBLEMS], *more]), param)
+
+
+async def on_bug(_: Request, error: Exception) -> JSONResponse:
+    return answer(500, "internal", f"the server failed ({type(error).__name__}); its log has the traceback")
+
+
+def _told(item: Mapping[str, Any]) -> str:
+    """One of pydantic's problems in words. A value that is no text for JSON is shown escaped."""
+    loc: Sequence[Any] = item["loc"]
+    where = ".".join(str(part) for part in (loc[1:] or loc)).encode("ascii", "backslashreplace").decode()[:_MOST_SHOWN]
+    text = str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] == "extra_forbidden":
+        if "data" not in loc and loc[-1] in OrderedData.model_fields:
+            return f'{where}: unknown key; it belongs in data: {{"data": {{"{loc[-1]}": ...}}}}'
+        known = OrderedData.model_fields if "data" in loc else OrderSpec.model_fields
+        return f"{where}: unknown key; {suggest(str(loc[-1]), known)}"
+    if item["type"] == "value_error":
+        return text
+    if item["type"] == "missing":
+        return f"{where}: missing; it must be given"
+    if item["type"] == "json_invalid":
+        return f"the body is not JSON: {item.get('ctx', {}).get('error', text)}"
+    return f"{where}: {ascii(item['input'])[:_MOST_SHOWN]} is refused: {text}"

@@ -1,0 +1,106 @@
+"""Files: uploaded, listed, shown, read back, deleted. The shapes are OpenAI's, so that its clients upload too."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi.responses import FileResponse
+from sqlalchemy import Connection
+
+from tlora.service.access import caller_of
+from tlora.service.database import file_rows
+from tlora.service.database.answer_rows import Answer, hash_payload, once
+from tlora.service.problems import ErrorBody, RefusedError
+from tlora.service.routes.jobs import REFUSALS, Cursor, IdempotencyKey, Limit
+from tlora.service.services import services_of
+from tlora.service.uploads import receive_upload
+from tlora.service.views import Deleted, FileList, FileView, Purpose, file_view
+
+router = APIRouter(prefix="/v1", tags=["files"], responses=REFUSALS | {507: {"model": ErrorBody}})
+FileId = Annotated[str, Path(min_length=1, max_length=64, pattern="^[a-z0-9-]+$", description="The file's id.")]
+_FORM = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file", "purpose"],
+                    "properties": {
+                        "file": {"type": "string", "format": "binary", "description": "JSONL, JSON, CSV, Parquet, Arrow or text."},
+                        "purpose": {"type": "string", "enum": ["fine-tune", "evals", "user_data"]},
+                    },
+                }
+            }
+        },
+    }
+}
+_BYTES: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
+}
+
+
+@router.post("/files", response_model=FileView, openapi_extra=_FORM)
+async def upload_file(request: Request, idempotency_key: IdempotencyKey = None) -> Response:
+    """Keep a file. It is on the disk when this is answered."""
+    services, tenant = services_of(request), caller_of(request).tenant
+    limits = services.config.limits
+    upload = await receive_upload(request, services.config.directory, tenant, limits)
+    payload = hash_payload("POST /v1/files", f"{upload.sha256}\0{upload.filename}\0{upload.purpose}".encode())
+
+    def work(connection: Connection) -> Answer:
+        def insert() -> Answer:
+            return Answer(200, file_view(file_rows.insert_file(connection, upload, limits)).model_dump_json())
+
+        return once(connection, tenant, idempotency_key, payload, insert)
+
+    answer = await services.write(work)
+    return Response(answer.body, answer.status, media_type="application/json")
+
+
+@router.get("/files")
+def list_files(
+    request: Request,
+    limit: Limit = 20,
+    cursor: Cursor = None,
+    purpose: Purpose | None = None,
+    after: Annotated[str | None, Query(min_length=1, max_length=64, description="A file's id, as OpenAI's clients page.")] = None,
+    sha256: Annotated[str | None, Query(pattern="^[0-9a-f]{64}$", description="Of its bytes: whether an upload can be saved.")] = None,
+) -> FileList:
+    """The newest first."""
+    services, tenant = services_of(request), caller_of(request).tenant
+    before = services.cursors.read(tenant, "files", cursor)
+    if after is not None:
+        if cursor is not None:
+            raise RefusedError(400, "two_cursors", "cursor and after are both given; give one")
+        before = services.read(lambda connection: file_rows.find_file(connection, tenant, after)).serial
+    rows = services.read(lambda connection: file_rows.list_files(connection, tenant, before, limit + 1, purpose, sha256))
+    shown, more = rows[:limit], len(rows) > limit
+    found = [file_view(row) for row in shown]
+    following = services.cursors.make(tenant, "files", shown[-1].serial) if more else None
+    ids = (found[0].id, found[-1].id) if found else (None, None)
+    return FileList(data=found, has_more=more, next_cursor=following, first_id=ids[0], last_id=ids[1])
+
+
+@router.get("/files/{file_id}")
+def show_file(file_id: FileId, request: Request) -> FileView:
+    services = services_of(request)
+    return file_view(services.read(lambda connection: file_rows.find_file(connection, caller_of(request).tenant, file_id)))
+
+
+@router.get("/files/{file_id}/content", response_class=Response, responses=_BYTES)
+def read_file(file_id: FileId, request: Request) -> Response:
+    """The bytes as they were uploaded."""
+    services, tenant = services_of(request), caller_of(request).tenant
+    row = services.read(lambda connection: file_rows.find_file(connection, tenant, file_id))
+    path = file_rows.content_path(services.config.directory, tenant, row.sha256, row.suffix)
+    return FileResponse(path, media_type="application/octet-stream", filename=row.filename)
+
+
+@router.delete("/files/{file_id}")
+async def delete_file(file_id: FileId, request: Request) -> Deleted:
+    """Refused while a job that has not ended learns from it."""
+    services, tenant = services_of(request), caller_of(request).tenant
+    await services.write(lambda connection: file_rows.delete_file(connection, tenant, file_id))
+    return Deleted(id=file_id, object="file")

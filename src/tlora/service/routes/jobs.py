@@ -1,0 +1,165 @@
+"""Jobs: ordered, listed, shown, paused, resumed, cancelled, cloned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Path, Query, Request, Response
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from sqlalchemy import Connection, Row
+
+from tlora.errors import ConfigError
+from tlora.service.access import caller_of
+from tlora.service.database import job_rows
+from tlora.service.database.answer_rows import Answer, hash_payload, once
+from tlora.service.keys import new_id
+from tlora.service.orders import Name, OrderSpec, SweepOrder, describe, expand_sweep
+from tlora.service.problems import ErrorBody, RefusedError
+from tlora.service.services import Services, services_of
+from tlora.service.views import JobList, JobView, Status, Sweep
+
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    code: {"model": ErrorBody} for code in (400, 401, 403, 404, 408, 409, 413, 421, 422, 429, 500, 503)
+}
+router = APIRouter(prefix="/v1", tags=["jobs"], responses=REFUSALS)
+
+JobId = Annotated[str, Path(min_length=1, max_length=64, pattern="^[a-z0-9-]+$", description="The job's id.")]
+# Printable ASCII, as a header can carry it.
+IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255, pattern="^[!-~]+$")]
+Limit = Annotated[int, Query(ge=1, le=100)]
+Cursor = Annotated[str | None, Query(min_length=1, max_length=100)]
+
+
+class CloneOrder(BaseModel):
+    """Fields of the order that the clone shall have otherwise; `data` is merged key by key."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    set: Annotated[dict[str, Any], Field(max_length=100)] = {}
+
+
+@router.post("/jobs", status_code=201, response_model=JobView)
+async def order_job(order: OrderSpec, request: Request, idempotency_key: IdempotencyKey = None) -> Response:
+    """Accept one job. It is on the disk when this is answered."""
+    services = services_of(request)
+    return await accept(services, request, [order], job_rows.Origin(), idempotency_key)
+
+
+@router.post("/sweeps", status_code=201, response_model=Sweep)
+async def order_sweep(order: SweepOrder, request: Request, idempotency_key: IdempotencyKey = None) -> Response:
+    """Accept a job for each combination of values: all of them, or none."""
+    services = services_of(request)
+    orders = expand_sweep(order, services.config.limits.sweep_jobs)
+    return await accept(services, request, orders, job_rows.Origin(sweep=new_id("sweep")), idempotency_key)
+
+
+async def accept(services: Services, request: Request, orders: list[OrderSpec], origin: job_rows.Origin, key: str | None) -> Response:
+    """The orders as jobs, exactly once; then the controller is told."""
+    for order in orders:
+        check_order(services, order)
+    tenant, made = caller_of(request).tenant, list[Row[Any]]()
+    body = b"\n".join(order.model_dump_json(exclude_unset=True).encode() for order in orders)
+    payload = hash_payload(f"{request.method} {request.url.path}", body)
+
+    def work(connection: Connection) -> Answer:
+        def insert() -> Answer:
+            rows = job_rows.insert_jobs(connection, tenant, orders, services.config.limits, origin)
+            made.extend(rows)
+            views = [services.view(row, order) for row, order in zip(rows, orders, strict=True)]
+            found = views[0] if origin.sweep is None else Sweep.model_construct(id=origin.sweep, data=views)
+            return Answer(201, found.model_dump_json())
+
+        return once(connection, tenant, key, payload, insert)
+
+    answer = await services.write(work)
+    if made:
+        services.desk.accepted(made)
+    return Response(answer.body, answer.status, media_type="application/json")
+
+
+def check_order(services: Services, order: OrderSpec) -> None:
+    """What can be said without the store. Raises RefusedError."""
+    if services.live.draining:
+        raise RefusedError(503, "draining", "the server is being drained and accepts no jobs; send the order again when it is back")
+    if order.base_model not in services.bases:
+        known = ", ".join(sorted(services.bases)) or "none so far: the operator adds one with POST /v1/bases"
+        raise RefusedError(400, "unknown_base", f"base_model {order.base_model!r}: is not served here. There are: {known}", "base_model")
+    most = services.config.limits.rank
+    largest = max(order.largest_rank, order.r)
+    if largest > most:
+        raise RefusedError(400, "rank_too_large", f"r: {largest} is more than this server's {most}. Order a smaller rank", "r")
+    if order.gpus > 1:
+        raise RefusedError(400, "one_gpu", f"gpus: {order.gpus}, and a job of a server has one GPU so far. Set gpus to 1", "gpus")
+
+
+@router.get("/jobs")
+def list_jobs(
+    request: Request, limit: Limit = 20, cursor: Cursor = None, status: Status | None = None, name: Annotated[Name | None, Query()] = None
+) -> JobList:
+    """The newest first."""
+    services, tenant = services_of(request), caller_of(request).tenant
+    before = services.cursors.read(tenant, "jobs", cursor)
+    rows = services.read(lambda connection: job_rows.list_jobs(connection, tenant, before, limit + 1, status, name))
+    shown, more = rows[:limit], len(rows) > limit
+    cursor = services.cursors.make(tenant, "jobs", shown[-1].serial) if more else None
+    return JobList.model_construct(data=[services.view(row) for row in shown], has_more=more, next_cursor=cursor)
+
+
+@router.get("/jobs/{job_id}")
+def show_job(job_id: JobId, request: Request) -> JobView:
+    services = services_of(request)
+    return services.view(services.read(lambda connection: job_rows.find_job(connection, caller_of(request).tenant, job_id)))
+
+
+Change = Callable[[Connection, str, str], Row[Any]]
+
+
+async def _change(request: Request, job_id: str, change: Change) -> tuple[Services, Row[Any]]:
+    services, tenant = services_of(request), caller_of(request).tenant
+    return services, await services.write(lambda connection: change(connection, tenant, job_id))
+
+
+@router.post("/jobs/{job_id}/pause")
+async def pause_job(job_id: JobId, request: Request) -> JobView:
+    """The job checkpoints, leaves its GPU and waits for `resume`. One that is paused stays so."""
+    services, row = await _change(request, job_id, job_rows.pause)
+    services.desk.paused(job_id)
+    return services.view(row)
+
+
+@router.post("/jobs/{job_id}/resume")
+async def resume_job(job_id: JobId, request: Request) -> JobView:
+    """A paused job goes on from its checkpoint."""
+    services, row = await _change(request, job_id, job_rows.resume)
+    services.desk.resumed(job_id)
+    return services.view(row)
+
+
+@router.post("/jobs/{job_id}/cancel")
+async def cancel_job(job_id: JobId, request: Request) -> JobView:
+    """The job ends; its checkpoints stay."""
+    services, row = await _change(request, job_id, job_rows.cancel)
+    services.desk.cancelled(job_id)
+    return services.view(row)
+
+
+@router.post("/jobs/{job_id}/clone", status_code=201, response_model=JobView)
+async def clone_job(job_id: JobId, changes: CloneOrder, request: Request, idempotency_key: IdempotencyKey = None) -> Response:
+    """A new job with the same order, but for what is `set`."""
+    services, tenant = services_of(request), caller_of(request).tenant
+    row = services.read(lambda connection: job_rows.find_job(connection, tenant, job_id))
+    order = changed_order(row.order, changes.set)
+    return await accept(services, request, [order], job_rows.Origin(cloned_from=job_id), idempotency_key)
+
+
+def changed_order(order: dict[str, Any], changes: dict[str, Any]) -> OrderSpec:
+    """Raises ConfigError for changes that give no order."""
+    data = changes.get("data", {})
+    if not isinstance(data, dict):
+        raise ConfigError(f"set.data: {data!a} is not a mapping of keys such as max_length")
+    merged = order | changes | {"data": order["data"] | data}
+    try:
+        return OrderSpec.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError(describe(error)) from None

@@ -1,0 +1,102 @@
+"""Keys and base models: the operator's."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request
+from pydantic import BaseModel, ConfigDict, Field
+from sqlalchemy import Connection, select
+
+from tlora.service import keys as keyring
+from tlora.service.access import caller_of
+from tlora.service.database.tables import bases, keys, tenants
+from tlora.service.keys import Scope
+from tlora.service.orders import BaseName, Name
+from tlora.service.problems import RefusedError, missing
+from tlora.service.routes.jobs import REFUSALS
+from tlora.service.services import Services, services_of
+from tlora.service.views import BaseList, BaseView, Deleted, KeyList, NewKeyView, key_view, new_key_view
+
+router = APIRouter(prefix="/v1", responses=REFUSALS)
+_STRICT = ConfigDict(extra="forbid", frozen=True)
+
+
+class KeyOrder(BaseModel):
+    """A key for a tenant, which is made if there is none of that name."""
+
+    model_config = _STRICT
+
+    tenant: Name = keyring.DEFAULT_TENANT
+    name: Name
+    scopes: Annotated[list[Scope], Field(min_length=1, max_length=3)] = ["read", "submit"]
+
+
+class BaseOrder(BaseModel):
+    """A base model for orders to name. `path` is a directory of the server's machine or a hub id, as in a jobs file."""
+
+    model_config = _STRICT
+
+    name: BaseName
+    path: Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f]+$")]
+
+
+@router.get("/keys", tags=["keys"])
+def list_keys(request: Request) -> KeyList:
+    """Of all tenants, without the keys themselves."""
+    return services_of(request).read(read_keys)
+
+
+def read_keys(connection: Connection) -> KeyList:
+    query = select(keys, tenants.c.name.label("tenant_name")).join(tenants, tenants.c.id == keys.c.tenant).order_by(keys.c.created)
+    return KeyList(data=[key_view(row) for row in connection.execute(query)])
+
+
+@router.post("/keys", tags=["keys"], status_code=201)
+async def create_key(order: KeyOrder, request: Request) -> NewKeyView:
+    """The key is shown this once."""
+    made = await services_of(request).write(lambda connection: keyring.create_key(connection, order.tenant, order.name, order.scopes))
+    return new_key_view(made, order.tenant)
+
+
+@router.delete("/keys/{key_id}", tags=["keys"])
+async def revoke_key(key_id: Annotated[str, Path(max_length=64, pattern="^[a-z0-9-]+$")], request: Request) -> Deleted:
+    """The key is refused from now on; what streams with it ends within seconds."""
+    services = services_of(request)
+    if key_id == caller_of(request).key_id:
+        raise RefusedError(409, "own_key", "a key cannot revoke itself. Use another admin key, or `tlora keys revoke --local`")
+    if not await services.write(lambda connection: keyring.revoke_key(connection, key_id)):
+        raise missing("key", key_id)
+    services.ring.forget()
+    return Deleted(id=key_id, object="key")
+
+
+@router.get("/bases", tags=["bases"])
+def list_bases(request: Request) -> BaseList:
+    """Base models that orders may name."""
+    services = services_of(request)
+    return BaseList(data=[_view(services, name) for name in sorted(services.bases)])
+
+
+@router.post("/bases", tags=["bases"], status_code=201)
+async def add_base(order: BaseOrder, request: Request) -> BaseView:
+    """Let orders name a base. Whether it can be trained over is seen beside; GET /v1/bases tells."""
+    services = services_of(request)
+
+    def insert(connection: Connection) -> None:
+        path = connection.execute(select(bases.c.path).where(bases.c.name == order.name)).scalar() or services.bases.get(order.name)
+        if path is not None and path != order.path:
+            raise RefusedError(409, "other_base", f"base {order.name!r} is {path!r} already. Choose another name", "name")
+        if path is None:
+            connection.execute(bases.insert().values(name=order.name, path=order.path, created=time.time()))
+
+    await services.write(insert)
+    services.bases[order.name] = order.path
+    services.desk.base_added(order.name, order.path)
+    return _view(services, order.name)
+
+
+def _view(services: Services, name: str) -> BaseView:
+    status, problem, size = services.desk.base_status(name)
+    return BaseView.model_validate({"name": name, "status": status, "problem": problem, "bytes": size})

@@ -1,0 +1,218 @@
+"""`tlora serve`: opens the store, writes the first key, starts controller and HTTP, and ends in order."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+from sqlalchemy import Connection, Engine, select
+
+from tlora import durable
+from tlora.cluster.local import LocalBackend, LocalMachine
+from tlora.errors import ConfigError
+from tlora.server_directory import ADDRESS, FIRST_KEY
+from tlora.service.app import make_app
+from tlora.service.config import ServerConfig
+from tlora.service.controller import Controller, Hall
+from tlora.service.cursors import Cursors, open_secret
+from tlora.service.database.store import default_url, open_store
+from tlora.service.database.tables import bases
+from tlora.service.database.writer import Failpoint, Writer
+from tlora.service.housekeeping import Housekeeping
+from tlora.service.keys import KeyRing, NewKey, write_first_key
+from tlora.service.live_state import LiveState
+from tlora.service.machine import Places, find_places
+from tlora.service.services import Bell, Services
+from tlora.service.visits import Visits, oldest_key
+
+_GRACE_SECONDS = 5  # for requests that are being answered when the server ends
+_TICK_SECONDS = 10.0
+
+
+def _pass(_: str) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A server's parts. `first_key` was made now, if there was none."""
+
+    app: FastAPI
+    services: Services
+    controller: Controller
+    first_key: NewKey | None
+    close: Callable[[], None]
+
+
+def open_server(config: ServerConfig, hall: Hall | None = None, failpoint: Failpoint = _pass) -> Opened:
+    """Everything but the socket: the application starts the controller with its first breath. Raises TloraError.
+
+    `hall` is where jobs are trained, instead of this machine; `failpoint` is the store's writer's, for tests.
+    """
+    directory = config.directory
+    durable.make_directory(directory)
+    directory.chmod(0o700)
+    lock = _hold(directory)
+    engine: Engine | None = None
+    try:
+        engine = open_store(config.database_url or default_url(directory))
+        bell, live = Bell(), LiveState()
+        writer = Writer(engine, bell.ring, failpoint)
+        first = writer.do(lambda connection: write_first_key(connection, directory / FIRST_KEY))
+        known = config.base_models | _stored_bases(engine)
+        controller = Controller(config, engine, writer, live, hall or local_hall(config))
+        ring, secret = KeyRing(engine), open_secret(directory)
+        visits = Visits(secret, ring)
+        services = Services(config, engine, writer, ring, Cursors(secret), live, controller, bell, dict(known), visits)
+    except BaseException:
+        if engine is not None:
+            engine.dispose()
+        os.close(lock)
+        raise
+    keeper, closing = Housekeeping(services), threading.Lock()
+    closed = False
+
+    def start() -> None:
+        controller.start(services.bases)
+        keeper.start()
+
+    def close() -> None:
+        nonlocal closed
+        with closing:
+            if not closed:
+                closed = True
+                keeper.close()
+                controller.close()
+                writer.close()
+                engine.dispose()
+                os.close(lock)
+
+    return Opened(make_app(services, start, close), services, controller, first, close)
+
+
+def local_hall(config: ServerConfig) -> Hall:
+    """This machine's GPUs, or its CPU. Raises ConfigError."""
+    places = find_places(config)
+
+    def make(base_models: Mapping[str, str]) -> LocalBackend:
+        return LocalBackend(_machine(config, places, base_models))
+
+    return Hall(places, make)
+
+
+def _machine(config: ServerConfig, places: Places, base_models: Mapping[str, str]) -> LocalMachine:
+    return LocalMachine(
+        places.gpus,
+        places.device,
+        base_models,
+        config.directory,
+        config.deterministic,
+        _TICK_SECONDS,
+        config.dtype,
+        config.base_precision,
+        config.recompute,
+        config.memory_limit,
+    )
+
+
+def _stored_bases(engine: Engine) -> dict[str, str]:
+    with engine.connect() as connection:
+        return {row.name: row.path for row in connection.execute(select(bases.c.name, bases.c.path))}
+
+
+def _hold(directory: Path) -> int:
+    """A lock on the directory's `lock` file; not inherited by workers, which may outlive the server. Raises ConfigError."""
+    handle = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ConfigError(f"data_dir {directory}: another server runs there. Stop it, or choose another directory") from None
+    return handle
+
+
+def serve(config: ServerConfig, say: Callable[[str], None]) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status. `say` gets a line at a time for whoever started the server. Raises TloraError."""
+    found = open_server(config)
+    try:
+        listener = _listen(config)
+    except BaseException:
+        found.close()
+        raise
+    scheme = "https" if config.tls_certificate else "http"
+    host, port = listener.getsockname()[:2]
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    durable.write_file(config.directory / ADDRESS, url + "\n")
+    say(f"tlora serves at {url}; everything lies in {config.directory}")
+    if found.first_key is not None:
+        say(f"the first key is in {config.directory / FIRST_KEY}")
+        if sys.stdout.isatty():
+            say(f"  {found.first_key.secret}")
+    if sys.stdout.isatty() and (key := oldest_key(found.services.engine)) is not None:
+        say(f"its page: {url}{config.root_path}{found.services.visits.make_link(*key)}")
+    server = uvicorn.Server(_uvicorn_config(found.app, config))
+    received: list[int] = []
+    _note_signals(received)
+    try:
+        server.run(sockets=[listener])
+    finally:
+        found.close()
+        listener.close()
+    return 128 + received[0] if received else 0 if server.started else 1
+
+
+def _note_signals(received: list[int]) -> None:
+    """uvicorn handles them while it runs; those that it was ended by it raises again, to these."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda caught, _: received.append(caught))
+
+
+def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=bool(config.trusted_proxies),
+        forwarded_allow_ips=list(config.trusted_proxies),
+        root_path=config.root_path,
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=_GRACE_SECONDS,
+        ssl_certfile=config.tls_certificate,
+        ssl_keyfile=config.tls_key,
+        lifespan="on",
+    )
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    """Raises ConfigError for an address that cannot be had."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"{config.host}:{config.port}: cannot listen there: {error.strerror}. Choose another port, or 0") from None
+    listener.listen(2048)
+    return listener
+
+
+def with_store(config: ServerConfig, operation: Callable[[Connection], object]) -> object:
+    """One operation on the store of a server that may be running, for whoever owns its directory. Raises TloraError."""
+    engine = open_store(config.database_url or default_url(config.directory))
+    writer = Writer(engine)
+    try:
+        return writer.do(operation)
+    finally:
+        writer.close()
+        engine.dispose()

@@ -1,0 +1,119 @@
+"""What the routes work with, and how they wait for a write."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request
+from sqlalchemy import Engine, Row
+
+from tlora.service.config import ServerConfig
+from tlora.service.cursors import Cursors
+from tlora.service.database.writer import Operation, Writer
+from tlora.service.keys import Caller, KeyRing
+from tlora.service.live_state import LiveState
+from tlora.service.orders import OrderSpec
+from tlora.service.problems import RefusedError
+from tlora.service.views import JobView, job_view
+from tlora.service.visits import Visits
+
+T = TypeVar("T")
+
+
+class Desk(Protocol):
+    """Is told of what has been committed; none of it waits."""
+
+    def accepted(self, rows: Sequence[Row[Any]]) -> None: ...
+    def paused(self, job_id: str) -> None: ...
+    def resumed(self, job_id: str) -> None: ...
+    def cancelled(self, job_id: str) -> None: ...
+    def base_added(self, name: str, path: str) -> None: ...
+    def base_status(self, name: str) -> tuple[str, str | None, int | None]:
+        """Of a base: "unknown", "ready" or "failed"; what is wrong with it; its bytes."""
+        ...
+
+
+class Bell:
+    """Wakes whoever streams events. `ring` may be called in any thread."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._event = asyncio.Event()
+
+    def attach(self) -> None:
+        """In the loop whose tasks will wait."""
+        self._loop = asyncio.get_running_loop()
+
+    def ring(self) -> None:
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self, seconds: float) -> None:
+        """Until it rings, or `seconds` have passed."""
+        try:
+            await asyncio.wait_for(self._event.wait(), seconds)
+        except TimeoutError:
+            return
+
+
+@dataclass
+class Services:
+    """One server's parts. `streams` counts the open ones of each tenant; `bases` are names and paths that orders may name."""
+
+    config: ServerConfig
+    engine: Engine
+    writer: Writer
+    ring: KeyRing
+    cursors: Cursors
+    live: LiveState
+    desk: Desk
+    bell: Bell
+    bases: dict[str, str]
+    visits: Visits
+    streams: dict[str, int] = field(default_factory=dict[str, int])
+    began: float = field(default_factory=time.time)
+
+    async def write(self, operation: Operation[T]) -> T:
+        """The operation's value, once it is on the disk."""
+        return await asyncio.wrap_future(self.writer.submit(operation))
+
+    def read(self, query: Operation[T]) -> T:
+        """In the calling thread."""
+        with self.engine.connect() as connection:
+            return query(connection)
+
+    def view(self, row: Row[Any], order: OrderSpec | None = None) -> JobView:
+        """As the job stands now; `order` is the row's, where it has been read."""
+        return job_view(row, self.live.steps(row.id), self.live.waiting_for(row.id, row.status), order)
+
+    @asynccontextmanager
+    async def stream_of(self, caller: Caller) -> AsyncIterator[None]:
+        """Room for one stream. Raises RefusedError 429 where the tenant has as many as it may."""
+        count, most = self.streams.get(caller.tenant, 0), self.config.limits.streams
+        if count >= most:
+            raise RefusedError(429, "too_many_streams", f"{count} streams of this tenant are open, and {most} may be; close one")
+        self.streams[caller.tenant] = count + 1
+        try:
+            yield
+        finally:
+            self.streams[caller.tenant] -= 1
+
+    def still_valid(self, caller: Caller) -> bool:
+        """Whether the caller's key has not been revoked, as of two seconds ago at most."""
+        return self.ring.is_valid(caller.key_id)
+
+
+def services_of(request: Request) -> Services:
+    services = request.app.state.services
+    assert isinstance(services, Services), services
+    return services

@@ -1,0 +1,172 @@
+"""Requests: what is tried again and how often it is done, where the key goes, and one error for each way to fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from tlora.client.access import Access
+from tlora.client.answers import BaseList, Drained
+from tlora.client.connection import Connection
+from tlora.client.jobs import watch
+from tlora.errors import ServiceError
+from tlora.version import __version__
+
+ACCESS = Access("https://host.example", "tml-secret-key", "$TLORA_URL", "$TLORA_API_KEY")
+HEADERS = {"tlora-version": __version__}
+
+
+def refusal(status: int, code: str, message: str = "no", **headers: str) -> httpx.Response:
+    return httpx.Response(status, json={"error": {"message": message, "code": code}}, headers=HEADERS | headers)
+
+
+def answering(*answers: httpx.Response | Exception) -> tuple[Connection, list[httpx.Request], list[float]]:
+    """A connection to a server that gives these answers in turn, the requests it saw, and the seconds that were waited."""
+    seen, waited, left = list[httpx.Request](), list[float](), list(answers)
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        found = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    return Connection(ACCESS, httpx.MockTransport(handle), waited.append), seen, waited
+
+
+def bases() -> httpx.Response:
+    return httpx.Response(200, json={"data": []}, headers=HEADERS)
+
+
+def test_busy_answers_are_asked_again_with_one_idempotency_key() -> None:
+    good = httpx.Response(200, json={"draining": True, "open_jobs": 3}, headers=HEADERS)
+    busy = refusal(503, "store_unavailable", **{"Retry-After": "7"})
+    connection, seen, waited = answering(busy, httpx.ReadError("cut"), refusal(429, "too_many_requests"), good)
+    assert connection.send("PUT", "/v1/drain", Drained, {"draining": True}).open_jobs == 3
+    assert len({request.headers["idempotency-key"] for request in seen}) == 1 and len(seen) == 4
+    assert waited[0] == 7.0 and len(waited) == 3
+    connection.send("PUT", "/v1/drain", Drained, {"draining": True})
+    assert len({request.headers["idempotency-key"] for request in seen}) == 2
+
+
+@pytest.mark.parametrize("code", ["too_many_jobs", "too_many_streams"])
+def test_a_quota_is_not_asked_again(code: str) -> None:
+    connection, seen, _ = answering(refusal(429, code))
+    with pytest.raises(ServiceError):
+        connection.get("/v1/bases", BaseList)
+    assert len(seen) == 1
+
+
+def test_a_drained_server_is_not_asked_again() -> None:
+    connection, seen, _ = answering(refusal(503, "draining", "the server is being drained"))
+    with pytest.raises(ServiceError, match="being drained") as caught:
+        connection.get("/v1/bases", BaseList)
+    assert len(seen) == 1 and (caught.value.status, caught.value.code) == (503, "draining")
+
+
+def test_tries_have_an_end() -> None:
+    connection, seen, waited = answering(refusal(503, "store_unavailable", "the disk is full"))
+    with pytest.raises(ServiceError, match="the disk is full"):
+        connection.get("/v1/bases", BaseList)
+    assert len(seen) == 6 and len(waited) == 5
+
+
+def test_no_server_is_said_at_once_and_a_lost_one_is_asked_again() -> None:
+    connection, seen, _ = answering(httpx.ConnectError("[Errno 111] Connection refused"))
+    with pytest.raises(ServiceError, match=r"no server answers there \(Connection refused\); the address is from \$TLORA_URL"):
+        connection.get("/v1/bases", BaseList)
+    assert len(seen) == 1
+    connection, seen, _ = answering(bases(), httpx.ConnectError("refused"), bases())
+    connection.get("/v1/bases", BaseList)
+    connection.get("/v1/bases", BaseList)
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("error", [httpx.ReadTimeout("slow"), httpx.RemoteProtocolError("peer closed")])
+def test_an_answer_that_never_comes_whole(error: Exception) -> None:
+    connection, _, _ = answering(error)
+    with pytest.raises(ServiceError, match=r"does not answer in time|the connection broke \(peer closed\)"):
+        connection.get("/v1/bases", BaseList)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_key_is_not_sent_across_redirects(status: int) -> None:
+    connection, seen, _ = answering(httpx.Response(status, headers={"location": "https://evil.example/v1/bases"}))
+    with pytest.raises(ServiceError, match=r"redirects to https://evil\.example/v1/bases, and a key is not sent across redirects"):
+        connection.get("/v1/bases", BaseList)
+    assert [request.url.host for request in seen] == ["host.example"]
+    with pytest.raises(ServiceError, match="redirects"), connection.stream("/v1/jobs/job-0/adapter"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (httpx.Response(200, text="<html>"), "no tlora server"),
+        (httpx.Response(404, text="not here"), "no tlora server"),
+        (httpx.Response(502, text="bad gateway"), "A proxy before the server"),
+        (httpx.Response(200, text="<html>", headers=HEADERS), "its answer is not understood"),
+        (httpx.Response(200, json={"data": 3}, headers={"tlora-version": "9.9"}), f"The server is tlora 9.9, and this is {__version__}"),
+        (httpx.Response(405, text="", headers={"tlora-version": "9.9"}), "use the same version"),
+        (refusal(401, "invalid_key"), r"the key from \$TLORA_API_KEY is unknown there, or revoked"),
+        (
+            refusal(403, "missing_scope", "this key lacks the scope 'admin'"),
+            r"lacks the scope 'admin' \(this key is from \$TLORA_API_KEY\)",
+        ),
+        (refusal(421, "wrong_host", "host is not served"), "https://host.example: host is not served"),
+        (refusal(404, "not_found", "there is no job 'x'"), "there is no job 'x'"),
+        (httpx.Response(500, text="oops", headers=HEADERS), r"the server refuses \(500\)"),
+    ],
+)
+def test_what_is_not_the_answer_is_one_clear_error(found: httpx.Response, words: str) -> None:
+    connection, _, _ = answering(found)
+    with pytest.raises(ServiceError, match=words) as caught:
+        connection.get("/v1/bases", BaseList)
+    assert "tml-secret" not in str(caught.value)
+
+
+def test_plain_connections_ask_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # it would read the key
+    plain = Access("http://127.0.0.1:1", "tml-secret-key", "x", "x")
+    with Connection(plain) as connection, pytest.raises(ServiceError, match=r"http://127\.0\.0\.1:1: no server answers there"):
+        connection.get("/v1/bases", BaseList)
+
+
+def job(status: str, **fields: object) -> httpx.Response:
+    body = {"id": "job-1", "name": "one", "status": status, "base_model": "base", "created_at": 1.0} | fields
+    return httpx.Response(200, json=body, headers=HEADERS)
+
+
+def test_a_server_that_restarts_while_jobs_are_watched_is_waited_for() -> None:
+    gone = [httpx.ConnectError("refused")] * 6  # one look's tries
+    connection, _, _ = answering(job("queued"), *gone, job("succeeded", steps=3))
+    slept: list[float] = []
+    sights = list(watch(connection, ["job-1"], sleep=slept.append))
+    assert [(sight.jobs[0].status, bool(sight.away)) for sight in sights] == [("queued", False), ("queued", True), ("succeeded", False)]
+
+
+@pytest.mark.parametrize("found", [refusal(401, "invalid_key"), refusal(404, "not_found")])
+def test_a_key_that_is_revoked_while_jobs_are_watched_ends_it(found: httpx.Response) -> None:
+    connection, _, _ = answering(job("queued"), found)
+    with pytest.raises(ServiceError):
+        list(watch(connection, ["job-1"], sleep=lambda _: None))
+
+
+def test_a_server_that_stays_away_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlora.client.jobs._PATIENCE_SECONDS", -1.0)
+    connection, _, _ = answering(job("queued"), httpx.ConnectError("refused"))
+    with pytest.raises(ServiceError, match="no server answers"):
+        list(watch(connection, ["job-1"], sleep=lambda _: None))
+
+
+def test_the_client_and_its_commands_import_no_torch_and_no_server() -> None:
+    modules = (
+        "tlora.cli.commands, tlora.client.downloads, tlora.client.uploads, tlora.cli.submission, tlora.cli.follow_view, tlora.jobs_file"
+    )
+    heavy = ("torch", "transformers", "numpy", "pyarrow", "datasets", "fastapi", "sqlalchemy")
+    code = f"import sys, {modules}; print([name for name in {heavy!r} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -1,0 +1,152 @@
+"""The real thing: `tlora serve` as a process that trains on a CPU, killed with SIGKILL while jobs train, and started again."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.engine.tiny_runs import write_rows
+from tests.service.served import until
+
+BASE = Path(__file__).parents[2] / "demo" / "base"
+
+
+class Server:
+    """A process over `directory`, and a client of it with the first key."""
+
+    def __init__(self, directory: Path, *options: str) -> None:
+        self.directory = directory
+        (directory / "address").unlink(missing_ok=True)
+        command = [sys.executable, "-m", "tlora", "serve", "--data-dir", str(directory), "--port", "0", "--base-model", f"base={BASE}"]
+        config = directory.parent / "server.yaml"
+        config.write_text("device: cpu\ngpus: [0, 1]\ndeterministic: true\n")
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        with (directory.parent / "server.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [*command, "--config", str(config), *options], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment
+            )
+        address = until(self._address)
+        headers = {"X-API-Key": (directory / "first-key").read_text().strip()}
+        self.client = httpx.Client(base_url=address, headers=headers, timeout=120)
+        until(self._ready)
+
+    def _address(self) -> str | None:
+        assert self.process.poll() is None, (self.directory.parent / "server.log").read_text()
+        path = self.directory / "address"
+        return path.read_text().strip() if path.is_file() else None
+
+    def _ready(self) -> bool:
+        assert self.process.poll() is None, (self.directory.parent / "server.log").read_text()
+        try:
+            return self.client.get("/readyz").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def ask(self, method: str, path: str, **options: Any) -> Any:
+        answer = self.client.request(method, path, **options)
+        assert answer.status_code < 300, answer.text
+        return answer.json()
+
+    def submit(self, **fields: Any) -> str:
+        return self.ask("POST", "/v1/jobs", json={"base_model": "base"} | fields)["id"]
+
+    def job(self, job: str) -> dict[str, Any]:
+        return self.ask("GET", f"/v1/jobs/{job}")
+
+    def ended(self, job: str) -> dict[str, Any]:
+        return until(lambda: found if (found := self.job(job))["status"] in ("succeeded", "failed", "cancelled") else None)
+
+    def adapter(self, job: str) -> str:
+        """The hash of the weights."""
+        content = self.client.get(f"/v1/jobs/{job}/adapter").content
+        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+            (name,) = [name for name in archive.getnames() if name.endswith("adapter_model.safetensors")]
+            found = archive.extractfile(name)
+            assert found is not None
+            return hashlib.sha256(found.read()).hexdigest()
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        self.client.close()
+        self.process.send_signal(number)
+        return self.process.wait()
+
+
+@contextmanager
+def running(directory: Path) -> Iterator[list[Server]]:
+    """Servers that a test starts; the last one is ended with the block, and every process of theirs."""
+    started: list[Server] = []
+    try:
+        yield started
+    finally:
+        for server in started:
+            if server.process.poll() is None:
+                server.end()
+
+
+def test_killed_while_jobs_train_it_loses_none_and_their_adapters_are_those_of_an_untroubled_run(tmp_path: Path) -> None:
+    kill_and_compare(tmp_path, kills=2)
+
+
+@pytest.mark.soak
+def test_killed_a_hundred_times(tmp_path: Path) -> None:
+    kill_and_compare(tmp_path, kills=100)
+
+
+def kill_and_compare(tmp_path: Path, kills: int) -> None:
+    """`kills` times SIGKILL at a step of a job, with a job accepted just before each; then the same orders undisturbed."""
+    directory = tmp_path / "server"
+    data = write_rows(tmp_path / "data.jsonl", 40)
+    order: dict[str, Any] = {"max_steps": 40, "batch_size": 4, "r": 4, "save_steps": 5, "learning_rate": 1e-3}
+    directory.mkdir()
+    with running(directory) as servers:
+        servers.append(Server(directory))
+        file = servers[-1].ask("POST", "/v1/files", files={"file": ("d.jsonl", data.read_bytes())}, data={"purpose": "fine-tune"})["id"]
+        jobs: dict[str, int] = {}
+        for number in range(kills):
+            server = servers[-1]
+            for seed in (2 * number, 2 * number + 1):
+                jobs[server.submit(name=f"j{seed}", seed=seed, data={"file": file}, **order)] = seed
+            until(lambda server=server: any(0 < server.job(job)["steps"] < 40 for job in jobs if server.job(job)["status"] == "running"))
+            server.submit(name="last", seed=10_000 + number, data={"file": file}, **order | {"max_steps": 1})
+            assert server.end(signal.SIGKILL) == -signal.SIGKILL
+            servers.append(Server(directory))
+        server = servers[-1]
+        ends = {job: server.ended(job) for job in jobs}
+        assert {end["status"] for end in ends.values()} == {"succeeded"}, [end["reason"] for end in ends.values()]
+        assert all(end["steps"] == 40 for end in ends.values())
+        found = server.ask("GET", "/v1/jobs", params={"limit": 100})["data"]
+        assert len(found) == min(100, 3 * kills), "none lost, none doubled"
+        again = {seed: server.submit(name=f"again{seed}", seed=seed, data={"file": file}, **order) for seed in list(jobs.values())[:4]}
+        for job, seed in list(jobs.items())[:4]:
+            server.ended(again[seed])
+            assert server.adapter(job) == server.adapter(again[seed]), f"seed {seed}"
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        assert server.end() == 128 + signal.SIGTERM
+        assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE], "it leaves no process"
+
+
+def test_a_second_server_on_the_same_directory_is_refused(tmp_path: Path) -> None:
+    directory = tmp_path / "server"
+    directory.mkdir()
+    with running(directory) as servers:
+        servers.append(Server(directory))
+        command = [sys.executable, "-m", "tlora", "serve", "--data-dir", str(directory), "--port", "0", "--device", "cpu"]
+        second = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert second.returncode == 2 and "another server runs there" in second.stderr
+        assert (directory / "first-key").stat().st_mode & 0o777 == 0o600 and directory.stat().st_mode & 0o777 == 0o700
+        memory = psutil.Process(servers[0].process.pid).memory_info().rss
+        assert memory < 150 << 20, memory
+        assert servers[0].client.get("/v1/jobs").json()["data"] == []

@@ -1,0 +1,221 @@
+"""A job's way through the API: ordered, run, paused, resumed, cancelled, cloned, swept, and what comes out of it."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.service.served import ROW, Served, serving, until
+
+
+def test_a_job_is_accepted_trained_and_its_adapter_downloaded(served: Served) -> None:
+    made = served.submit("alice", r=8)
+    assert (made["status"], made["order"]["r"], made["waiting_for"]) == ("preparing", 8, "its data is being read")
+    done = served.wait("alice", made["id"], "succeeded")
+    assert done["steps"] == 10 and done["total_steps"] == 10 and done["result"]["train_loss"] == 0.5
+    assert "path" not in done["result"]
+    kinds = [event["kind"] for event in served.ask("alice", "GET", f"/v1/jobs/{made['id']}/events")["data"]]
+    assert kinds == ["created", "queued", "running", "succeeded"]
+    answer = served.ask("alice", "GET", f"/v1/jobs/{made['id']}/adapter", 200)
+    assert len(answer.content) == int(answer.headers["content-length"])
+    with tarfile.open(fileobj=io.BytesIO(answer.content)) as archive:
+        assert archive.getnames() == ["one/adapter_config.json", "one/adapter_model.safetensors", "one/MANIFEST.json"]
+        found = archive.extractfile("one/adapter_model.safetensors")
+        assert found is not None and found.read() == b"weights of " + made["id"].encode()
+    metrics = served.ask("alice", "GET", f"/v1/jobs/{made['id']}/metrics", 200)
+    assert [row["loss"] for row in metrics["data"]] == [2.5, 1.5]  # the torn third row comes later
+    assert served.ask("alice", "GET", f"/v1/jobs/{made['id']}/metrics", 200, params={"offset": metrics["next_offset"]})["data"] == []
+    assert any("trained 10 steps" in line for line in served.ask("alice", "GET", f"/v1/jobs/{made['id']}/logs", 200)["lines"])
+
+
+def test_bad_data_fails_that_job_with_the_tenants_own_file_name_and_row(served: Served) -> None:
+    failed = served.wait("alice", served.submit("alice", seed=666)["id"], "failed")
+    assert failed["reason"] == "data.jsonl, line 3: not JSON; correct it"
+
+
+def test_pause_resume_and_cancel(served_slowly: Served) -> None:
+    ids = [served_slowly.submit("alice")["id"] for _ in range(2)]
+    for job in ids:
+        until(lambda job=job: job in served_slowly.cluster._open)
+        served_slowly.cluster.step(job, 3)
+        served_slowly.wait("alice", job, "running")
+    paused = served_slowly.ask("alice", "POST", f"/v1/jobs/{ids[0]}/pause", 200)
+    assert (paused["status"], paused["waiting_for"]) == ("paused", "paused by its owner")
+    assert served_slowly.ask("alice", "POST", f"/v1/jobs/{ids[0]}/pause", 200)["status"] == "paused"
+    assert ("hold", ids[0]) in served_slowly.cluster.asked
+    assert served_slowly.ask("alice", "POST", f"/v1/jobs/{ids[0]}/resume", 200)["status"] == "queued"
+    assert ("release", ids[0]) in served_slowly.cluster.asked
+    assert served_slowly.ask("alice", "POST", f"/v1/jobs/{ids[1]}/cancel", 200)["status"] == "cancelled"
+    assert ("cancel", ids[1]) in served_slowly.cluster.asked
+    for verb in ("pause", "resume"):
+        refused = served_slowly.ask("alice", "POST", f"/v1/jobs/{ids[1]}/{verb}", 409)
+        assert refused["error"]["code"] == "wrong_state"
+    until(lambda: ids[0] in served_slowly.cluster._open)
+    served_slowly.cluster.step(ids[0], 4)
+    served_slowly.wait("alice", ids[0], "running")
+    served_slowly.cluster.finish(ids[0])
+    assert served_slowly.wait("alice", ids[0], "succeeded")["steps"] == 10
+    assert served_slowly.ask("alice", "POST", f"/v1/jobs/{ids[0]}/cancel", 409)["error"]["code"] == "wrong_state"
+
+
+def test_a_job_that_is_paused_or_cancelled_while_its_data_is_read(tmp_path: Path) -> None:
+    with serving(tmp_path, eager=False, held=True) as served:
+        ids = [served.submit("alice")["id"] for _ in range(2)]
+        assert served.ask("alice", "POST", f"/v1/jobs/{ids[0]}/pause", 200)["status"] == "paused"
+        assert served.ask("alice", "POST", f"/v1/jobs/{ids[1]}/cancel", 200)["status"] == "cancelled"
+        served.intakes[0].let_go()
+        until(lambda: ("hold", ids[0]) in served.cluster.asked)
+        assert served.cluster.submitted == [ids[0]]
+        assert served.ask("alice", "POST", f"/v1/jobs/{ids[0]}/resume", 200)["status"] == "queued"
+
+
+def test_a_worker_that_fails_a_job_tells_why_without_a_path_of_the_server(served_slowly: Served) -> None:
+    job = served_slowly.submit("alice")["id"]
+    until(lambda: job in served_slowly.cluster._open)
+    served_slowly.cluster.fail(job, f"{served_slowly.opened.services.config.directory}/jobs/{job} is damaged")
+    assert served_slowly.wait("alice", job, "failed")["reason"] == f"jobs/{job} is damaged"
+
+
+def test_a_clone_has_the_same_order_but_for_what_is_set(served: Served) -> None:
+    first = served.submit("alice", r=8, learning_rate=1e-3)
+    changes = {"set": {"learning_rate": 5e-4, "data": {"max_length": 64}}}
+    clone = served.ask("alice", "POST", f"/v1/jobs/{first['id']}/clone", 201, json=changes)
+    assert clone["cloned_from"] == first["id"] and clone["id"] != first["id"]
+    differ = {key for key in clone["order"] if clone["order"][key] != first["order"][key]}
+    assert differ == {"learning_rate", "data"} and clone["order"]["data"]["max_length"] == 64
+    refused = served.ask("alice", "POST", f"/v1/jobs/{first['id']}/clone", 400, json={"set": {"learning_rate": -1}})
+    assert "learning_rate" in refused["error"]["message"]
+    assert served.ask("alice", "POST", f"/v1/jobs/{first['id']}/clone", 400, json={"set": {"data": "x"}})["error"]["code"] == "refused"
+
+
+def test_a_sweep_is_all_its_jobs_or_none(served: Served) -> None:
+    body = {"job": served.order("alice", name="s"), "sweep": {"r": [8, 16], "learning_rate": [1e-4, 3e-4, 1e-3]}}
+    made = served.ask("alice", "POST", "/v1/sweeps", 201, json=body)
+    assert [job["name"] for job in made["data"]][:2] == ["s-r8-lr1e-4", "s-r8-lr3e-4"] and len(made["data"]) == 6
+    assert {job["sweep"] for job in made["data"]} == {made["id"]}
+    for bad, said in (
+        ({"r": [8, 0]}, "r"),
+        ({"nonsense": [1]}, "unknown key"),
+        ({"r": list(range(1, 200)), "seed": list(range(100))}, "more than 1000"),
+    ):
+        refused = served.ask("alice", "POST", "/v1/sweeps", 400, json=body | {"sweep": bad})
+        assert said in refused["error"]["message"]
+    swept = served.ask("alice", "POST", "/v1/sweeps", 201, json=body | {"sweep": {"data": [body["job"]["data"]["file"]]}})
+    assert swept["data"][0]["order"]["data"]["file"] == body["job"]["data"]["file"]
+    assert len(served.ask("alice", "GET", "/v1/jobs", 200, params={"limit": 100})["data"]) == 7
+
+
+def test_pages_of_jobs_are_the_newest_first_without_gaps(served: Served) -> None:
+    file = served.upload("alice")
+    ids = [served.submit("alice", file=file, name=f"j{number}")["id"] for number in range(7)]
+    found: list[str] = []
+    cursor = None
+    while True:
+        page = served.ask("alice", "GET", "/v1/jobs", 200, params={"limit": 3} | ({"cursor": cursor} if cursor else {}))
+        found += [job["id"] for job in page["data"]]
+        cursor = page["next_cursor"]
+        assert page["has_more"] == (cursor is not None)
+        if cursor is None:
+            break
+    assert found == ids[::-1]
+    assert [job["name"] for job in served.ask("alice", "GET", "/v1/jobs", 200, params={"name": "j3"})["data"]] == ["j3"]
+    assert served.ask("alice", "GET", "/v1/jobs", 200, params={"status": "failed"})["data"] == []
+
+
+def test_a_job_starts_from_another_ones_adapter(served: Served) -> None:
+    first = served.submit("alice")
+    served.wait("alice", first["id"], "succeeded")
+    second = served.submit("alice", start_from=first["id"])
+    served.wait("alice", second["id"], "succeeded")
+    assert served.ask("alice", "POST", "/v1/jobs", 404, json=served.order("alice", start_from="job-0"))["error"]["code"] == "not_found"
+    failed = served.submit("alice", seed=666)
+    served.wait("alice", failed["id"], "failed")
+    refused = served.ask("alice", "POST", "/v1/jobs", 409, json=served.order("alice", start_from=failed["id"]))
+    assert refused["error"]["code"] == "no_adapter"
+    served.ask("operator", "POST", "/v1/bases", 201, json={"name": "other", "path": "x"}, headers=_admin(served))
+    refused = served.ask("alice", "POST", "/v1/jobs", 409, json=served.order("alice", start_from=first["id"], base_model="other"))
+    assert refused["error"]["code"] == "other_base"
+
+
+def _admin(served: Served) -> dict[str, str]:
+    return {"Authorization": f"Bearer {served.key('operator', 'admin', 'read', 'submit')}"}
+
+
+def test_no_adapter_before_its_end(served_slowly: Served) -> None:
+    job = served_slowly.submit("alice")["id"]
+    assert served_slowly.ask("alice", "GET", f"/v1/jobs/{job}/adapter", 409)["error"]["code"] == "no_adapter"
+    assert served_slowly.ask("alice", "GET", f"/v1/jobs/{job}/metrics", 200) == {"object": "list", "data": [], "next_offset": 0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "said"),
+    [
+        ({"base_model": "nowhere"}, 400, "There are: base"),
+        ({"r": 300}, 422, "less than or equal to 256"),
+        ({"r": 0}, 422, "greater than or equal to 1"),
+        ({"gpus": 2}, 400, "one GPU"),
+        ({"gpus": 99}, 400, "more than batch_size"),
+        ({"lora_rank": 8}, 422, "did you mean 'r'"),
+        ({"max_length": 8}, 422, "it belongs in data"),
+        ({"chat_template": "{{ x.__class__ }}"}, 422, "unknown key"),
+        ({"adapter_path": "/etc"}, 422, "unknown key"),
+        ({"data": {"file": "file-0"}}, 404, "there is no file"),
+        ({"data": {"file": "/etc/passwd"}}, 422, "pattern"),
+        ({"data": {"path": "x.jsonl", "file": "file-0"}}, 422, "data.path: unknown key"),
+        ({"early_stopping_patience": 2}, 400, "needs evaluation data"),
+        ({"target_modules": ["(a+)+$"]}, 422, "pattern"),
+        ({"learning_rate": "fast"}, 422, "learning_rate"),
+        ({"name": ""}, 422, "name"),
+    ],
+)
+def test_bad_orders_get_one_clear_refusal_and_nothing_is_kept(served: Served, fields: dict[str, object], status: int, said: str) -> None:
+    refused = served.ask("alice", "POST", "/v1/jobs", status, json=served.order("alice") | fields)
+    assert said in refused["error"]["message"], refused
+    assert served.ask("alice", "GET", "/v1/jobs", 200)["data"] == []
+
+
+def test_limits_of_the_server(tmp_path: Path) -> None:
+    with serving(tmp_path, eager=False, limits={"rank": 16, "open_jobs": 2, "storage_bytes": 600, "sweep_jobs": 3}) as served:
+        file = served.upload("alice", ROW * 8)
+        assert served.ask("alice", "POST", "/v1/jobs", 400, json=served.order("alice", file, r=32))["error"]["code"] == "rank_too_large"
+        full = served.ask("alice", "POST", "/v1/files", 413, files={"file": ("b.jsonl", ROW * 16)}, data={"purpose": "fine-tune"})
+        assert full["error"]["code"] == "storage_full"
+        wide = {"job": served.order("alice", file), "sweep": {"r": [1, 2, 3, 4]}}
+        assert "more than 3" in served.ask("alice", "POST", "/v1/sweeps", 400, json=wide)["error"]["message"]
+        many = {"job": served.order("alice", file), "sweep": {"r": [1, 2, 3]}}
+        assert served.ask("alice", "POST", "/v1/sweeps", 429, json=many)["error"]["code"] == "too_many_jobs"
+        assert served.ask("alice", "GET", "/v1/jobs", 200)["data"] == []
+        for _ in range(2):
+            served.ask("alice", "POST", "/v1/jobs", 201, json=served.order("alice", file))
+        assert served.ask("alice", "POST", "/v1/jobs", 429, json=served.order("alice", file))["error"]["code"] == "too_many_jobs"
+        served.submit("bob")  # another tenant has its own
+
+
+def test_a_draining_server_refuses_orders_and_trains_on(served: Served) -> None:
+    order = served.order("alice")
+    job = served.submit("alice", file=order["data"]["file"])["id"]
+    answer = served.ask("operator", "PUT", "/v1/drain", 200, json={"draining": True}, headers=_admin(served))
+    assert answer["draining"] is True
+    assert served.ask("alice", "POST", "/v1/jobs", 503, json=order)["error"]["code"] == "draining"
+    served.wait("alice", job, "succeeded")
+    served.ask("operator", "PUT", "/v1/drain", 200, json={"draining": False}, headers=_admin(served))
+    served.submit("alice", file=order["data"]["file"])
+
+
+def test_the_cluster_shows_own_jobs_and_counts_others(served_slowly: Served) -> None:
+    mine, other = served_slowly.submit("alice")["id"], served_slowly.submit("bob")["id"]
+    for job in (mine, other):
+        until(lambda job=job: job in served_slowly.cluster._open)
+        served_slowly.cluster.step(job, 1)
+
+    def look() -> dict[str, object] | None:
+        served_slowly.cluster.tick()
+        found = served_slowly.ask("alice", "GET", "/v1/cluster", 200)
+        shown = [job for group in found["groups"] for job in group["jobs"]]
+        others = sum(group["other_jobs"] for group in found["groups"])
+        return found if shown == [mine] and others == 1 else None
+
+    assert other not in str(until(look))

@@ -1,0 +1,210 @@
+"""The page: who sees what, links that work once, cookies that fall with their key, and names that stay text."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import update
+
+from tests.service.served import Served, listening, until
+from tlora.service.database.tables import jobs
+from tlora.service.keys import revoke_key
+from tlora.service.losses import read_losses
+from tlora.service.visits import COOKIE_SECONDS
+
+HTML = {"Accept": "text/html"}
+
+
+class Elements(HTMLParser):
+    """Names of all elements, their attributes, and the text between them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def log_in(served: Served, tenant: str) -> dict[str, str]:
+    """Headers of a browser that has used a link of the tenant's."""
+    made = served.ask(tenant, "POST", "/v1/login-links", 201)
+    answer = served.client.post("/login", json={"token": made["path"].partition("#")[2]})
+    assert answer.status_code == 204, answer.text
+    served.client.cookies.clear()
+    return HTML | {"Cookie": answer.headers["set-cookie"].partition(";")[0]}
+
+
+def test_a_link_works_once_and_its_cookie_is_kept_from_scripts_and_other_sites(served: Served) -> None:
+    made = served.ask("alice", "POST", "/v1/login-links", 201)
+    token = made["path"].partition("#")[2]
+    assert served.client.get("/login").status_code == 200  # looking at the page uses nothing up
+    answer = served.client.post("/login", json={"token": token})
+    cookie = answer.headers["set-cookie"]
+    assert all(word in cookie for word in ("HttpOnly", "SameSite=strict", "Path=/", f"Max-Age={COOKIE_SECONDS}"))
+    served.client.cookies.clear()
+    again = served.client.post("/login", json={"token": token})
+    assert again.status_code == 401 and "set-cookie" not in again.headers
+    for body in ({}, {"token": "x"}, {"token": "x" * 1000}, {"token": 3}):
+        assert served.client.post("/login", json=body).status_code in (401, 422)
+
+
+def test_a_browser_without_a_cookie_is_told_how_to_log_in(served: Served) -> None:
+    for path in ("/", "/jobs/job-0"):
+        found = served.client.get(path, headers=HTML)
+        assert found.status_code == 401 and "tlora login --page" in found.text and "login.js" in found.text
+        assert served.client.get(path).json()["error"]["code"] == "invalid_key"  # not a browser
+
+
+def test_a_cookie_reads_its_tenants_jobs_and_changes_nothing(served: Served) -> None:
+    job = served.submit("alice", name="of-alice")
+    alice, bob = log_in(served, "alice"), log_in(served, "bob")
+    until(lambda: served.cluster.tick() or "of-alice" in served.client.get("/", headers=alice).text)
+    assert "of-alice" not in served.client.get("/", headers=bob).text
+    assert served.client.get(f"/jobs/{job['id']}", headers=alice).status_code == 200
+    missing = served.client.get(f"/jobs/{job['id']}", headers=bob)
+    assert missing.status_code == 404 and "No such job" in missing.text and "of-alice" not in missing.text
+    assert served.client.get("/v1/jobs", headers=alice).status_code == 200
+    for method, path in (
+        ("POST", f"/v1/jobs/{job['id']}/cancel"),
+        ("POST", "/v1/jobs"),
+        ("DELETE", "/v1/files/file-0"),
+        ("POST", "/v1/login-links"),
+    ):
+        assert served.client.request(method, path, headers=alice).status_code == 401
+    assert served.client.get("/v1/keys", headers=alice).status_code == 403
+
+
+def test_a_cookie_falls_with_its_key_and_forged_ones_are_none(served: Served) -> None:
+    alice = log_in(served, "alice")
+    name, _, value = alice["Cookie"].partition("=")
+    for forged in (value[:-2] + "AA", "AAAA", "!", "", "é"):
+        assert served.client.get("/", headers={"Cookie": f"{name}={forged}".encode()} | {"Accept": b"text/html"}).status_code == 401
+    services = served.opened.services
+    key_id = services.ring.find(served.key("alice")).key_id  # type: ignore[union-attr]
+    link = served.ask("alice", "POST", "/v1/login-links", 201)["path"].partition("#")[2]
+    services.writer.do(lambda connection: revoke_key(connection, key_id))
+    services.ring.forget()
+    assert served.client.get("/", headers=alice).status_code == 401
+    assert served.client.post("/login", json={"token": link}).status_code == 401
+
+
+def test_links_and_cookies_have_an_end(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlora.service.visits.COOKIE_SECONDS", -1)
+    assert served.client.get("/", headers=log_in(served, "alice")).status_code == 401
+    monkeypatch.setattr("tlora.service.visits.LINK_SECONDS", -1)
+    token = served.ask("alice", "POST", "/v1/login-links", 201)["path"].partition("#")[2]
+    assert served.client.post("/login", json={"token": token}).status_code == 401
+    monkeypatch.setattr("tlora.service.visits._MOST_LINKS", 2)
+    monkeypatch.setattr("tlora.service.visits.LINK_SECONDS", 600)
+    visits = served.opened.services.visits
+    first, *_ = [visits.make_link("key-0", "tenant-0") for _ in range(3)]
+    assert visits.use_link(first.partition("#")[2]) is None
+
+
+def test_names_reasons_and_settings_with_markup_stay_text(served_slowly: Served) -> None:
+    served, evil = served_slowly, "<img src=x onerror=alert(1)>\"'><script>alert(2)</script>{{ 7*7 }}"
+    job = served.submit("alice", target_modules=["q_proj"])
+    until(lambda: job["id"] in served.cluster._open)
+    _write_metrics(served, job["id"], [{"step": 1, "loss": 2.0}])
+    served.cluster.step(job["id"], 1)
+    served.wait("alice", job["id"], "running")
+    alice = log_in(served, "alice")
+    served.cluster.fail(job["id"], evil)
+    served.wait("alice", job["id"], "failed")
+    # no name may have markup: what else might bring it in is written into the store itself
+    served.opened.services.writer.do(
+        lambda connection: connection.execute(update(jobs).values(name=evil, base_model=evil, cloned_from=evil))
+    )
+    for path in ("/", f"/jobs/{job['id']}"):
+        found = served.client.get(path, headers=alice)
+        page = Elements(found.text)
+        assert found.status_code == 200 and evil in page.text, found.text
+        assert "img" not in page.names and page.names.count("script") == 1
+        assert not [name for name, _ in page.attributes if name.startswith("on") or name == "style"]
+        assert "script-src 'self'" in found.headers["content-security-policy"] and "unsafe" not in found.headers["content-security-policy"]
+
+
+def _write_metrics(served: Served, job_id: str, rows: list[dict[str, Any]]) -> Path:
+    path = served.opened.services.config.directory / "jobs" / job_id / "metrics.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_groups_the_queue_and_a_jobs_live_loss(served_slowly: Served) -> None:
+    served = served_slowly
+    job, other = served.submit("alice", name="first"), served.submit("bob", name="second")
+    for one in (job, other):
+        until(lambda one=one: one["id"] in served.cluster._open)
+        served.cluster.step(one["id"], 4)
+    served.wait("alice", job["id"], "running")
+    paused = served.submit("alice", name="held")
+    served.ask("alice", "POST", f"/v1/jobs/{paused['id']}/pause", 200)
+    alice = log_in(served, "alice")
+    _write_metrics(served, job["id"], [{"step": step, "loss": 3.0 - step / 10, "tokens_per_second": 99.0} for step in range(1, 5)])
+    until(lambda: served.cluster.tick() or "step 4 of 10" in Elements(served.client.get("/", headers=alice).text).text)
+    page = Elements(served.client.get("/", headers=alice).text)
+    assert "loss 2.6000" in page.text and "99 tokens/s" in page.text and "polyline" in page.names
+    assert "paused by its owner" in page.text and "second" not in page.text and "of other tenants" in page.text
+    assert "train loss 2.6000" in Elements(served.client.get(f"/jobs/{job['id']}", headers=alice).text).text
+    _write_metrics(served, job["id"], [{"step": 1, "loss": 1.5}, {"step": 1, "eval_loss": 1.25}])
+    later = Elements(served.client.get(f"/jobs/{job['id']}", headers=alice).text)
+    assert "train loss 1.5000" in later.text and "eval loss 1.2500" in later.text
+
+
+def test_files_of_the_page_hold_no_inline_script_or_style(served: Served) -> None:
+    for path, kind in (("/page/page.css", "text/css"), ("/page/page.js", "text/javascript"), ("/page/login.js", "text/javascript")):
+        found = served.client.get(path)
+        assert found.status_code == 200 and found.headers["content-type"].startswith(kind)
+        assert not re.search(r"innerHTML\s*=[^=]|eval\(", found.text) and "http:" not in found.text and "https:" not in found.text
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[1]\n", '{"step": null, "loss": 1}\n', '{"step": 1, "loss": null}\n', '{"step": 1, "loss": 1e999}\n']
+)
+def test_metrics_that_say_nothing_are_no_losses(tmp_path: Path, content: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(content)
+    assert read_losses(tmp_path / "metrics.jsonl", 1000, 10).train == ()
+    assert read_losses(tmp_path / "nothing", 1000, 10).steps == (0.0, 0.0)
+
+
+def test_losses_are_of_the_files_end_thinned_and_within_their_box(tmp_path: Path) -> None:
+    rows = [json.dumps({"step": step, "loss": 1.0 / step}) for step in range(1, 2001)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    found = read_losses(tmp_path / "metrics.jsonl", 1 << 20, 50)
+    assert len(found.train) == 50 and found.steps[1] == 2000 and found.train[0][1] == pytest.approx(sum(1 / s for s in range(1, 41)) / 40)
+    tail = read_losses(tmp_path / "metrics.jsonl", 1000, 50)
+    assert tail.train[0][0] > 1900 and tail.steps[1] == 2000
+    placed = [tuple(map(float, pair.split(","))) for pair in found.line(found.train, 100, 20).split()]
+    assert placed[0] == (0.0, 0.0) and placed[-1] == (100.0, 20.0)
+
+
+@pytest.mark.soak
+def test_in_a_browser(tmp_path: Path) -> None:
+    """Headless Chromium follows a link, is logged in, sees the job, and the page is no wider than 400 pixels. Needs `chromium`."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser")
+    assert browser is not None, "chromium is not installed: apt-get install chromium"
+    with listening(tmp_path / "server") as (served, url):
+        job = served.submit("alice", name="a-name-of-sixty-three-letters-" + "x" * 33)
+        served.wait("alice", job["id"], "succeeded")
+        link = served.ask("alice", "POST", "/v1/login-links", 201)["path"]
+        options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--window-size=400,900"]
+        for target in (url + link, f"{url}/jobs/{job['id']}"):
+            command = [browser, *options, "--virtual-time-budget=6000", "--dump-dom", target]
+            found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+            assert job["name"] in found and "succeeded" in found, found

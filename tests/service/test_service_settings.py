@@ -1,0 +1,103 @@
+"""What an operator can set, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tlora.errors import ConfigError
+from tlora.service import config as config_module
+from tlora.service import machine
+from tlora.service.config import Limits, ServerConfig, default_directory, read_config
+from tlora.service.machine import Places, find_places, list_gpus
+
+
+def test_nothing_has_to_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TLORA_HOME", str(tmp_path / "home"))
+    config = read_config(None, {})
+    assert config.is_local and config.directory == tmp_path / "home" and config.database_url is None
+    monkeypatch.delenv("TLORA_HOME")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert default_directory() == tmp_path / "tlora" / "server"
+
+
+def test_options_win_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text("port: 1\nbase_models: {a: b}\nlimits: {rank: 8}\n")
+    config = read_config(path, {"port": 2})
+    assert (config.port, config.base_models, config.limits.rank) == (2, {"a": "b"}, 8)
+    path.write_text("")
+    assert read_config(path, {}) == ServerConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("prot: 1", "did you mean 'port'"),
+        ("limits: {ranks: 1}", "did you mean 'rank'"),
+        ("port: many", "port: 'many' is refused"),
+        ("host: 0.0.0.0", "keys would go over the network in the clear"),
+        ("tls_key: x", "belong together"),
+        ("database_url: mysql://x", "must begin with sqlite"),
+        ("- a", "is not a mapping"),
+        ("a: [", "is not valid YAML"),
+        ("policy: magic", "policy"),
+    ],
+)
+def test_settings_that_are_none(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_config(path, {})
+
+
+def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_config(tmp_path / "nothing.yaml", {})
+    monkeypatch.setattr(config_module, "_MOST_CONFIG_BYTES", 3)
+    (tmp_path / "long.yaml").write_text("port: 1")
+    with pytest.raises(ConfigError, match="longer than"):
+        read_config(tmp_path / "long.yaml", {})
+
+
+def test_another_address_needs_tls_or_a_proxy() -> None:
+    for more in ({"tls_certificate": "a", "tls_key": "b"}, {"trusted_proxies": ["10.0.0.1"]}):
+        config = ServerConfig.model_validate({"host": "10.0.0.2", "allowed_hosts": ["Train.Example.org"]} | more)
+        assert config.hosts == {"10.0.0.2", "train.example.org"}
+
+
+def test_the_settings_are_frozen_names() -> None:
+    """A change here is a change of the documented file: docs/service.md."""
+    text = (Path(__file__).parents[2] / "docs" / "service.md").read_text()
+    for name in (*ServerConfig.model_fields, *Limits.model_fields):
+        assert name in text, name
+
+
+def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "list_gpus", lambda: (0, 1, 2))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert find_places(ServerConfig()) == Places("cuda", (0, 1, 2))
+    assert find_places(ServerConfig(gpus=[2])) == Places("cuda", (2,))
+    assert find_places(ServerConfig(device="cpu", gpus=[0, 1])) == Places("cpu", (0, 1))
+    with pytest.raises(ConfigError, match="no GPU 7"):
+        find_places(ServerConfig(gpus=[7]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
+    assert find_places(ServerConfig()) == Places("cuda", (2, 0))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert find_places(ServerConfig()) == Places("cpu", (0,))
+    monkeypatch.setattr(machine, "list_gpus", tuple)
+    with pytest.raises(ConfigError, match="no GPU that nvidia-smi lists"):
+        find_places(ServerConfig(device="cuda"))
+
+
+def test_gpus_are_asked_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 0\necho 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert list_gpus() == (0, 1)
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert list_gpus() == ()
+    program.unlink()
+    assert list_gpus() == ()
