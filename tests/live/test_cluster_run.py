@@ -147,7 +147,7 @@ def test_a_cluster_that_is_killed_with_its_workers_goes_on(world: World, tmp_pat
 def test_a_killed_controller_finds_its_workers_training(world: World, tmp_path: Path, kills: int) -> None:
     """Killed at random moments: no worker ends, none begins a job again, and no step is done twice."""
     chance = random.Random(kills)
-    longer = [{**order, "max_steps": (4 + kills) * order["max_steps"]} for order in world.orders if order["name"] != "brief"]
+    longer = [{**order, "max_steps": (9 + kills) * order["max_steps"]} for order in world.orders if order["name"] != "brief"]
     train(world.base, tmp_path / "whole", longer, deterministic=True)
     cluster = Cluster(world, tmp_path, longer)
     found: list[dict[str, int]] = []
@@ -156,10 +156,13 @@ def test_a_killed_controller_finds_its_workers_training(world: World, tmp_path: 
             if not found:
                 cluster.wait_for_rows(10, process)
             time.sleep(4 * chance.random())
-            found.append(cluster.workers)
+            workers = cluster.workers
             process.kill()
+        if process.returncode != -signal.SIGKILL:  # a fast machine: all jobs have ended
+            break
+        found.append(workers)
     assert cluster.start().wait() == 0
-    assert len(found[0]) == 2 and all(workers == found[0] for workers in found)
+    assert found and len(found[0]) == 2 and all(workers == found[0] for workers in found)
     total = {order["name"]: order["max_steps"] for order in longer}
     begun_again = re.findall(r"(\w+): goes on from .*checkpoint-(\d+)", cluster.log)
     assert all(total[name] == int(steps) for name, steps in begun_again), "only one that had ended may hand its adapter over once more"

@@ -26,6 +26,7 @@ from tlora.errors import ConfigError
 from tlora.garbage import no_collection
 from tlora.link.address import resolve
 from tlora.link.dialer import Dialer
+from tlora.sharing.multicast import turn_multicast_off
 from tlora.version import __version__
 from tlora.worker_protocol import Alive, Ending, Hello, Load, Report, Want
 
@@ -175,6 +176,7 @@ def main() -> None:
 def run(address: str, gpu: int) -> None:
     """`serve`, and exit: without a look at threads that may wait for a controller, or open a job."""
     status = 1
+    turn_multicast_off()
     try:
         status = serve(resolve(address), gpu)
     except ConfigError as error:
