@@ -459,3 +459,23 @@ def test_an_output_directory_has_one_back_end(backend: LocalBackend, tmp_path: P
         LocalBackend(machine(tmp_path))
     backend.close()
     LocalBackend(machine(tmp_path)).close()
+
+
+def test_what_has_ended_can_be_forgotten_and_its_name_is_free(tmp_path: Path) -> None:
+    with LocalBackend(machine(tmp_path)) as backend:
+        backend.submit(submitted("a"), job("a"))
+        seen: list[Event] = []
+        while submitted("a") not in seen:
+            seen += backend.poll()
+        backend.forget("a")  # which has not ended
+        with pytest.raises(ConfigError, match="already"):
+            backend.submit(submitted("a"), job("a"))
+        backend.cancel("a")
+        while JobCancelled("a") not in seen:
+            seen += backend.poll()
+        backend.forget("a")
+        backend.forget("a")
+        with pytest.raises(ConfigError, match="Submit it first"):
+            backend.cancel("a")
+        backend.submit(submitted("a"), job("a"))
+        assert submitted("a") in backend.poll()

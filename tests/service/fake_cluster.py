@@ -95,6 +95,9 @@ class FakeCluster:
         self.asked.append(("release", job_id))
         self._inbox.put(JobReleased(job_id))
 
+    def forget(self, job_id: str) -> None:
+        self.asked.append(("forget", job_id))
+
     def stop(self) -> None:
         self._inbox.put(None)
 

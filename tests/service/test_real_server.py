@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 import signal
 import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,43 @@ def kill_and_compare(tmp_path: Path, kills: int) -> None:
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert server.end() == 128 + signal.SIGTERM
         assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE], "it leaves no process"
+
+
+def test_workers_train_on_while_the_server_is_away_and_are_found_with_their_jobs(tmp_path: Path) -> None:
+    directory = tmp_path / "server"
+    directory.mkdir()
+    data = write_rows(tmp_path / "data.jsonl", 40)
+    with running(directory) as servers:
+        servers.append(Server(directory))
+        file = servers[0].ask("POST", "/v1/files", files={"file": ("d.jsonl", data.read_bytes())}, data={"purpose": "fine-tune"})["id"]
+        job = servers[0].submit(name="long", data={"file": file}, max_steps=100_000, batch_size=4, r=4)
+        until(lambda: servers[0].job(job)["status"] == "running" and servers[0].job(job)["steps"] > 0)
+        before = servers[0].job(job)
+        workers = workers_of(directory)
+        assert servers[0].end(signal.SIGKILL) == -signal.SIGKILL
+        servers.append(Server(directory))
+        until(lambda: servers[1].job(job)["status"] == "running" and servers[1].job(job)["steps"] > before["steps"])
+        assert workers_of(directory) == workers and workers, "the same processes"
+        assert servers[1].job(job)["started_at"] == before["started_at"]
+        told = [event["message"] for event in servers[1].ask("GET", f"/v1/jobs/{job}/events")["data"]]
+        assert any("while the server was away" in message for message in told), told
+        rows = (directory / "jobs" / job / "metrics.jsonl").read_text().splitlines()
+        steps = [found["step"] for found in map(json.loads, rows) if "loss" in found]
+        assert steps == sorted(set(steps)), "no step was done twice"
+        assert servers[1].end() == 128 + signal.SIGTERM
+    assert not workers_of(directory), "it leaves no process"
+
+
+def workers_of(directory: Path) -> set[int]:
+    """Processes that train for the server on `directory`."""
+    place = f"unix:{directory}"
+    found: set[int] = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            words = process.cmdline()
+            if "tlora.engine.worker" in words and process.status() != psutil.STATUS_ZOMBIE and any(w.startswith(place) for w in words):
+                found.add(process.pid)
+    return found
 
 
 def test_a_second_server_on_the_same_directory_is_refused(tmp_path: Path) -> None:

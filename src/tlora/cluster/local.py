@@ -32,6 +32,8 @@ from tlora.protocol import (
     Event,
     GroupFound,
     JobCancelled,
+    JobFailed,
+    JobFinished,
     JobGroup,
     JobHeld,
     JobReleased,
@@ -104,6 +106,7 @@ class LocalBackend:
         self._arrives: dict[str, float] = {}  # job -> when it is submitted
         self._asked: list[tuple[float, int, JobSubmitted | Request]] = []  # a heap: seconds, serial, what users ask
         self._serial = itertools.count()
+        self._ended: set[str] = set()  # jobs that may be forgotten
         self._sealed = self._stopped = False
         self._crew.find(records)
 
@@ -183,6 +186,14 @@ class LocalBackend:
     def release(self, job_id: str, at_seconds: float = 0.0) -> None:
         self._ask_of(JobReleased(job_id), at_seconds)
 
+    def forget(self, job_id: str) -> None:
+        """Keep nothing more of a job that has ended: its name is free again. One that has not ended stays known."""
+        with self._asking:
+            if job_id in self._ended:
+                self._ended.discard(job_id)
+                del self._arrives[job_id]
+                self._reconciler.forget_job(job_id)
+
     def seal(self) -> None:
         """No more jobs will be submitted: `poll` ends when all have ended. Until then it waits for more."""
         self._sealed = True
@@ -248,6 +259,7 @@ class LocalBackend:
                 self._reconciler.forget(group_id)
             case RejectJob(job_id):
                 self._reconciler.open.discard(job_id)
+                self._ended.add(job_id)
         self._settle()
 
     def _want(self, group: JobGroup) -> None:
@@ -320,6 +332,7 @@ class LocalBackend:
                     continue
                 elif isinstance(event, JobCancelled):
                     living.discard(event.job_id)
+                    self._ended.add(event.job_id)
                 self._events.append(event)
         if self._next_tick <= now:
             self._events.append(Tick())
@@ -330,6 +343,7 @@ class LocalBackend:
         self._collect()
 
     def _collect(self) -> None:
+        self._ended.update(event.job_id for event in self._reconciler.events if isinstance(event, JobFinished | JobFailed))
         self._events += self._reconciler.events
         self._reconciler.events.clear()
 

@@ -73,6 +73,12 @@ class Reconciler:
         self.groups.pop(group_id, None)
         self._unready.discard(group_id)
 
+    def forget_job(self, job_id: str) -> None:
+        """It has ended, and is not spoken of again."""
+        assert job_id not in self.open, job_id
+        for known in (self.jobs, self._furthest, self._deaths, self._suspicions, self._alone_until, self._refused):
+            known.pop(job_id, None)
+
     def hear(self, worker: RemoteWorker, report: Report) -> None:
         """Take in what a worker reports; what speaks of an attempt that is not its own is void."""
         match report:

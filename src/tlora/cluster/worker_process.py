@@ -14,6 +14,7 @@ from tlora import durable
 from tlora.errors import CheckpointError
 from tlora.json_file import read_object
 from tlora.link.process_identity import ProcessIdentity, identify
+from tlora.sharing.multicast import NO_MULTICAST
 
 _TAIL_BYTES = 2000
 _GONE_SECONDS = 60.0  # for the kernel to end a process that was killed
@@ -77,7 +78,7 @@ def launch(gpu: int, device: str, address: str, log: Path) -> WorkerProcess:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env=os.environ | _device_environment(device, gpu),
+            env=os.environ | NO_MULTICAST | _device_environment(device, gpu),
             start_new_session=True,
         )
     return WorkerProcess(gpu, log, identify(child.pid), child)

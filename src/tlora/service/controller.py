@@ -58,6 +58,7 @@ class Cluster(Backend, Protocol):
     def cancel(self, job_id: str, at_seconds: float = 0.0) -> None: ...
     def hold(self, job_id: str, at_seconds: float = 0.0) -> None: ...
     def release(self, job_id: str, at_seconds: float = 0.0) -> None: ...
+    def forget(self, job_id: str) -> None: ...
     def stop(self) -> None: ...
     def close(self) -> None: ...
 
@@ -367,9 +368,11 @@ class Controller:
         self._live.count("policy_fault")
 
     def _forget(self, job_id: str) -> None:
-        """The job has ended."""
+        """The job has ended. One that was cancelled is told of twice: by its owner, and by the cluster, which forgets it then."""
         with self._lock:
             self._known.pop(job_id, None)
+            if self._cluster is not None:
+                self._cluster.forget(job_id)
 
 
 def _policy(name: str) -> Policy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import signal
 import socket
@@ -104,7 +105,7 @@ def local_hall(config: ServerConfig) -> Hall:
     places = find_places(config)
 
     def make(base_models: Mapping[str, str]) -> LocalBackend:
-        return LocalBackend(_machine(config, places, base_models))
+        return LocalBackend(_machine(config, places, base_models), logging.getLogger(__name__).warning)
 
     return Hall(places, make)
 
