@@ -117,6 +117,9 @@ def print_policies(console: Console, rows: Sequence[MetricRow], seeds: Sequence[
     for kernels, row in {str(row["kernels"]): row for row in rows}.items():
         mean_jct, makespan = (duration_text(_number(row[f"{name}_bound_seconds"])) for name in ("mean_jct", "makespan"))
         console.print(f"lower bounds with the kernels {kernels}: mean JCT {mean_jct}, makespan {makespan}", style="dim", soft_wrap=True)
+        most, cheapest = (metric_text("rate", _number(row[f"{name}tokens_bound_per_second"])) for name in ("", "cheapest_"))
+        told = f"{most} tokens/s for all the work, {cheapest} for its cheapest 55 %"
+        console.print(f"upper bounds with them, within the jobs' bounds: {told}", style="dim", soft_wrap=True)
     ended = [f"{_number(rows[0][f'jobs_{state}']):,.0f} {state}" for state in ("cancelled", "failed") if _number(rows[0][f"jobs_{state}"])]
     if ended:
         counted = f"completion times are of the {_number(rows[0]['jobs_done']):,.0f} that are done"
@@ -154,16 +157,20 @@ def print_sweep(console: Console, rows: Sequence[SweepRow], axes: Sequence[str])
 
 
 def _print_throughput(console: Console, rows: Sequence[SweepRow], axes: Sequence[str]) -> None:
-    """Steady tokens/s of each policy at each point, the mean over the seeds."""
+    """Steady tokens/s of each policy at each point, the mean over the seeds, beside the highest of their upper bounds."""
+    most: dict[tuple[str, ...], float] = {}
     found: defaultdict[tuple[str, ...], defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        found[tuple(_value_text(row[axis]) for axis in axes)][_name(row)].append(_number(row["steady_tokens_per_second"]))
+        point = tuple(_value_text(row[axis]) for axis in axes)
+        found[point][_name(row)].append(_number(row["steady_tokens_per_second"]))
+        most[point] = max(most.get(point, 0.0), _number(row.get("tokens_bound_per_second")))
     names = list(dict.fromkeys(_name(row) for row in rows))
-    table = _table([*axes, *(f"{name}: tokens/s" for name in names)])
+    table = _table([*axes, *(f"{name}: tokens/s" for name in names), "upper bound"])
     for point, rates in list(found.items())[:SWEEP_LINES]:
-        table.add_row(*point, *(metric_text("rate", _mean(rates[name])) for name in names))
+        table.add_row(*point, *(metric_text("rate", _mean(rates[name])) for name in names), metric_text("rate", most[point]))
     console.print(table)
-    console.print("tokens/s from 5 to 60 % of the total work, all jobs submitted at once", style="dim", soft_wrap=True)
+    told = "tokens/s from 5 to 60 % of the total work, all jobs submitted at once; upper bound: of all the work within the jobs' bounds"
+    console.print(told, style="dim", soft_wrap=True)
 
 
 def _warn_of_uncounted(console: Console, rows: Sequence[SweepRow], axes: Sequence[str]) -> None:

@@ -100,6 +100,15 @@ class CostModel:
             filled = math.sqrt(filled * filled + found.floor_seconds * found.floor_seconds)
         return self._corrections[base][reach] * filled
 
+    def largest_micro_batch(self, base: str, seconds: float, gpus: int, nodes: int, members: int) -> float:
+        """Tokens over all `gpus` together of the micro-batch that takes so long: the inverse of `micro_batch_seconds`. Not above 0 where
+        none is so short."""
+        found, reach = self._of(base), _reach(gpus, nodes)
+        exchange = (0.0, found.exchange_seconds, found.exchange_between_nodes_seconds)[reach]
+        own = seconds / self._corrections[base][reach]
+        filled = math.sqrt(max(0.0, own * own - found.floor_seconds * found.floor_seconds))
+        return (filled - found.launch_seconds - exchange - found.member_seconds * (members - 1)) * found.tokens_per_second * gpus
+
     def capacity(self, base: str, tokens: float, gpus: int, nodes: int, members: int) -> float:
         """Tokens per second of full micro-batches: C = B / t(B, G). Of these `fill_share` are real ones."""
         return tokens / self.micro_batch_seconds(base, tokens, gpus, nodes, members)

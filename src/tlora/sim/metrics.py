@@ -16,7 +16,7 @@ import numpy as np
 from tlora.sim.records import FinalState, GroupSpan, JobRecord, Sample, SimulationResult
 
 _ROUNDING = 1e-9
-_STEADY = (0.05, 0.6)  # shares of the work between which throughput counts as steady
+STEADY = (0.05, 0.6)  # shares of the work between which throughput counts as steady
 
 Ratios = dict[str, float | str]
 
@@ -141,8 +141,8 @@ def _steady_tokens_per_second(samples: Sequence[Sample]) -> float:
         return math.nan
     tokens = np.array([sample.tokens_per_second for sample in samples[:-1]]) * np.diff(seconds)
     done = np.concatenate([[0.0], np.cumsum(tokens)])
-    first, last = (float(np.interp(share * float(done[-1]), done, seconds)) for share in _STEADY)
-    return _ratio((_STEADY[1] - _STEADY[0]) * float(done[-1]), last - first) if done[-1] > 0 else math.nan
+    first, last = (float(np.interp(share * float(done[-1]), done, seconds)) for share in STEADY)
+    return _ratio((STEADY[1] - STEADY[0]) * float(done[-1]), last - first) if done[-1] > 0 else math.nan
 
 
 def _shared_gpu_share(spans: Sequence[GroupSpan]) -> float:

@@ -21,6 +21,7 @@ from tlora.sim.conditions import MOVE_SOURCES, MoveCosts
 from tlora.sim.metrics import compare_all, metrics, shared_gpus
 from tlora.sim.records import GroupSpan, JobRecord, SimulationResult
 from tlora.sim.result_files import write_result
+from tlora.sim.throughput_bound import ThroughputBound
 
 REFERENCE = ("fifo", "peft")  # exclusive, without the kernels' gain: what the reference compares itself with
 
@@ -34,16 +35,26 @@ def policy_name(policy: str, kernels: str) -> str:
     return f"{policy}/{kernels}"
 
 
-def metric_rows(results: Sequence[SimulationResult], bounds: Sequence[Bounds]) -> list[MetricRow]:
-    """A row for each result: what it is, all its metrics, its bounds, and mean JCT and makespan as multiples of them."""
+def metric_rows(
+    results: Sequence[SimulationResult], bounds: Sequence[Bounds], rates: Sequence[ThroughputBound] | None = None
+) -> list[MetricRow]:
+    """A row for each result: what it is, all its metrics, its bounds, and mean JCT and makespan as multiples of them.
+
+    With `rates`, the upper bounds on tokens/s, and the steady tokens/s as a share of that for all work.
+    """
     rows: list[MetricRow] = []
-    for result, bound in zip(results, bounds, strict=True):
+    unknown = ThroughputBound(math.nan, math.nan)
+    for result, bound, rate in zip(results, bounds, rates or [unknown] * len(results), strict=True):
         found = metrics(result)
         row: MetricRow = {"name": policy_name(result.policy, result.kernels), **_scene(result), **found}
         row["mean_jct_bound_seconds"] = bound.mean_jct_seconds
         row["mean_jct_over_bound"] = found["mean_jct_seconds"] / bound.mean_jct_seconds
         row["makespan_bound_seconds"] = bound.makespan_seconds
         row["makespan_over_bound"] = found["makespan_seconds"] / bound.makespan_seconds
+        if rates is not None:
+            row["tokens_bound_per_second"] = rate.all_work
+            row["cheapest_tokens_bound_per_second"] = rate.cheapest
+            row["steady_over_bound"] = found["steady_tokens_per_second"] / rate.all_work
         rows.append(row | {"decisions": float(result.decisions), "wall_seconds": result.wall_seconds})
     return rows
 

@@ -13,13 +13,14 @@ from tlora.report.simulation_view import SimulationView
 from tlora.scheduler.policies import POLICIES
 from tlora.sim.bounds import Bounds, lower_bounds, work_of
 from tlora.sim.machines import ClusterShape
-from tlora.sim.metrics import compare
+from tlora.sim.metrics import STEADY, compare
 from tlora.sim.outputs import REFERENCE, MetricRow, constant_rows, metric_rows, move_rows, policy_name, simulation_view
 from tlora.sim.processes import Standing, map_in_processes
 from tlora.sim.records import SimulationResult
 from tlora.sim.scenario import KERNELS, Scenario, cost_of, scene_of
 from tlora.sim.simulate import Labels, simulate
 from tlora.sim.sweep import SweepRow
+from tlora.sim.throughput_bound import ThroughputBound, throughput_bound
 from tlora.wording.decomposition import factors
 
 WALL_TIMES = ("decision_milliseconds", "wall_seconds")  # the only metrics that differ between equal runs
@@ -32,6 +33,7 @@ class Outcome:
     scenario: Scenario
     result: SimulationResult
     bounds: Bounds
+    rate: ThroughputBound
 
 
 def run_scenario(scenario: Scenario) -> Outcome:
@@ -45,13 +47,15 @@ def run_scenario(scenario: Scenario) -> Outcome:
     result.settings = {**scene.notes, **_settings(scenario), **result.settings}
     believed = cost_of(scenario, scenario.kernels)  # `cost` may have been corrected
     result.warnings = scene.warnings
-    return Outcome(scenario, result, lower_bounds(work_of(result.jobs, believed, shape.num_gpus, shape.gpus_per_node), shape.num_gpus))
+    bounds = lower_bounds(work_of(result.jobs, believed, shape.num_gpus, shape.gpus_per_node), shape.num_gpus)
+    rate = throughput_bound(result.jobs, believed, shape.num_gpus, shape.gpus_per_node, STEADY[1] - STEADY[0])
+    return Outcome(scenario, result, bounds, rate)
 
 
 def sweep_numbers(scenario: Scenario) -> dict[str, float]:
     """The metrics and bounds of a scenario, without any wall time. `offered_load` is the load that it came to."""
     outcome = run_scenario(scenario)
-    (row,) = metric_rows([outcome.result], [outcome.bounds])
+    (row,) = metric_rows([outcome.result], [outcome.bounds], [outcome.rate])
     numbers = {key: value for key, value in row.items() if isinstance(value, float) and key not in (*WALL_TIMES, "load")}
     return {"offered_load": outcome.result.load, **numbers}
 
@@ -82,7 +86,7 @@ def summary(outcomes: Sequence[Outcome]) -> list[MetricRow]:
         results = [outcome.result for outcome in found]
         names = [(result.policy, result.kernels) for result in results]
         gains = compare(results, results[names.index(reference_of(names))])
-        rows = metric_rows(results, [outcome.bounds for outcome in found])
+        rows = metric_rows(results, [outcome.bounds for outcome in found], [outcome.rate for outcome in found])
         columns.append([row | {"gain": gain["mean_jct_seconds"]} for row, gain in zip(rows, gains, strict=True)])
     return [_mean_row(rows) for rows in zip(*columns, strict=True)]
 
@@ -126,7 +130,7 @@ def page_view(outcomes: Sequence[Outcome], swept: Sequence[JsonObject]) -> Simul
     scenario = outcomes[0].scenario
     shown = [outcome for outcome in outcomes if outcome.scenario.seed == scenario.seed]
     results = [outcome.result for outcome in shown]
-    rows = metric_rows(results, [outcome.bounds for outcome in shown])
+    rows = metric_rows(results, [outcome.bounds for outcome in shown], [outcome.rate for outcome in shown])
     all_rows = metric_rows([outcome.result for outcome in outcomes], [outcome.bounds for outcome in outcomes])
     constants = constant_rows(constants_in(outcomes)) + move_rows(scenario.conditions.moves)
     view = simulation_view(results, rows, constants, all_rows)
@@ -151,6 +155,7 @@ def gain_rows(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[JsonObject]
             "policy": policy_name(*contender),
             "delta": row.get("delta"),
             "steady_tokens_per_second": row.get("steady_tokens_per_second"),
+            "tokens_bound_per_second": row.get("tokens_bound_per_second"),
         }
         for row, contender, point in zip(rows, contenders, where, strict=True)
     ]
