@@ -32,7 +32,7 @@ from tlora.wording.numbers import DASH, count_text, duration_text, loss_text
 
 _TEXT: dict[str, Any] = {"content": {"text/html": {"schema": {"type": "string"}}}}
 # refusals are pages for browsers, and JSON for all others
-_HTML: dict[int | str, dict[str, Any]] = {200: _TEXT} | {code: REFUSALS[code] | _TEXT for code in (401, 404)}
+_HTML: dict[int | str, dict[str, Any]] = {200: _TEXT, 401: REFUSALS[401] | _TEXT, 404: REFUSALS[404] | _TEXT}
 _SCRIPT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/javascript": {}}}}
 router = APIRouter(tags=["page"], responses=REFUSALS)
 _POLICY = (
