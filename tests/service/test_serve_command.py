@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.service.served import Served, config_of, serving
-from tlora.cli.serve_command import _named, _numbers
+from tlora.cli.serve_command import _numbers, named_bases
 from tlora.errors import ConfigError, ModelError
 from tlora.service import outlines
 from tlora.service.outlines import Precision, find_outline
@@ -30,7 +30,7 @@ def test_an_address_that_is_taken_is_told(tmp_path: Path) -> None:
 
 
 def test_options(tmp_path: Path) -> None:
-    found = _named([f"a={tmp_path}", "org/name", str(tmp_path)])
+    found = named_bases([f"a={tmp_path}", "org/name", str(tmp_path)])
     assert found == {
         "a": str(tmp_path),
         "org/name": "org/name",

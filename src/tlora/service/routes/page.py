@@ -30,7 +30,9 @@ from tlora.service.visits import COOKIE_SECONDS, LINK_SECONDS
 from tlora.version import __version__
 from tlora.wording.numbers import DASH, count_text, duration_text, loss_text
 
-_HTML: dict[int | str, dict[str, Any]] = {200: {"content": {"text/html": {"schema": {"type": "string"}}}}}
+_TEXT: dict[str, Any] = {"content": {"text/html": {"schema": {"type": "string"}}}}
+# refusals are pages for browsers, and JSON for all others
+_HTML: dict[int | str, dict[str, Any]] = {200: _TEXT, 401: REFUSALS[401] | _TEXT, 404: REFUSALS[404] | _TEXT}
 _SCRIPT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/javascript": {}}}}
 router = APIRouter(tags=["page"], responses=REFUSALS)
 _POLICY = (
@@ -58,7 +60,7 @@ def make_login_link(request: Request) -> LoginLink:
     return LoginLink(path=services_of(request).visits.make_link(caller.key_id, caller.tenant), expires_in=LINK_SECONDS)
 
 
-@router.get("/login", response_class=HTMLResponse, responses=_HTML)
+@router.get("/login", response_class=Response, responses=_HTML)
 def show_login(request: Request) -> HTMLResponse:
     """Uses up the link whose token stands behind the `#`."""
     return _page("login.html", request.scope.get("root_path", ""))
@@ -98,7 +100,7 @@ def _file(name: str, kind: str) -> Response:
     return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
 
 
-@router.get("/", response_class=HTMLResponse, responses=_HTML)
+@router.get("/", response_class=Response, responses=_HTML)
 def show_page(request: Request) -> HTMLResponse:
     """The cluster as this tenant sees it."""
     services, tenant = services_of(request), caller_of(request).tenant
@@ -126,7 +128,7 @@ def show_page(request: Request) -> HTMLResponse:
     )
 
 
-@router.get("/jobs/{job_id}", response_class=HTMLResponse, responses=_HTML)
+@router.get("/jobs/{job_id}", response_class=Response, responses=_HTML)
 def show_job_page(job_id: JobId, request: Request) -> Response:
     """One job and its losses, as they come."""
     services, tenant, root = services_of(request), caller_of(request).tenant, request.scope.get("root_path", "")
