@@ -10,6 +10,7 @@ with each means of the policy switched off. Seeds 0-99 are for tuning. The same 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ MEANS = {
     "sharing": Settings(sharing=False),
     "growth": Settings(elastic=False),
     "preemption": Settings(preemption=False),
+    "starvation": Settings(starvation_factor=math.inf),
 }
 
 

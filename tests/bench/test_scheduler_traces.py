@@ -100,7 +100,7 @@ def test_a_trace_above_the_limit_is_told_in_detail(monkeypatch: pytest.MonkeyPat
     assert "mean_jct_by_width" not in scheduler_traces.compared(made)
     monkeypatch.setattr(scheduler_traces, "LISTED", 0.0)
     row = scheduler_traces.compared(made)
-    assert set(row["mean_jct_without"]) == {"sharing", "growth", "preemption"}
+    assert set(row["mean_jct_without"]) == {"sharing", "growth", "preemption", "starvation"}
     assert sum(each["jobs"] for each in row["mean_jct_by_width"].values()) == 60
     lost = sum(each["hours_lost"] for each in row["mean_jct_by_width"].values())
     hours = row["mean_jct_hours"]

@@ -79,39 +79,85 @@ def first_names(state: ClusterState, starvation: Starvation) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("hours", [2.0, 13.0, 30.0])
-def test_a_wide_one_waits_while_those_before_it_had_more_than_the_share_of_the_last_day(hours: float) -> None:
-    """On 4 of 8 GPUs 12 hours of all 8 in a day are the share: what lies more than a day back no longer counts."""
+DAY = 24 * HOUR
+
+
+def with_wide(*names: str) -> tuple[ClusterState, Starvation]:
+    """Jobs of all 8 GPUs and a narrow one, which have all waited for a day; the share is half of the GPUs."""
     state, starvation = made_state(4, 4), Starvation(Settings(starvation_share=0.5))
-    for index in range(3):
-        state.submit(made_job(f"j{index}", 8))
+    for name in names:
+        state.submit(made_job(name, 8))
     state.submit(made_job("narrow", 1))
-    begin, end = 24 * HOUR, (24 + hours) * HOUR
-    state.now = begin
-    assert first_names(state, starvation) == ["j0"]
-    state.place(JobGroup("g0", BASES[0], tuple(range(8)), ParallelPlan(8, 8192), ("j0",), (1.0,)))
-    state.now = end
-    assert first_names(state, starvation) == ["j0"], "who has GPUs goes first until it ends"
-    state.end_job("j0")
+    state.now = DAY
+    return state, starvation
+
+
+def run_alone(state: ClusterState, name: str) -> None:
+    state.place(JobGroup("g0", BASES[0], tuple(range(8)), ParallelPlan(8, 8192), (name,), (1.0,)))
+
+
+def test_a_wide_one_goes_first_until_it_had_its_share_of_the_last_day_and_again_when_that_has_faded() -> None:
+    """All 8 GPUs for t are the share of 4 where 1 - exp(-t / day) is a half."""
+    state, starvation = with_wide("wide", "next")
+    assert first_names(state, starvation) == ["wide"]
+    run_alone(state, "wide")
+    had_enough = DAY + DAY * math.log(2)
+    state.now = had_enough - 60.0
+    assert first_names(state, starvation) == ["wide"] and state.now < starvation.next_at <= had_enough + 1.0
+    state.now = had_enough + 60.0
+    assert first_names(state, starvation) == ["narrow"], "nor does the next wide one go first"
     state.end_group("g0")
-    if hours > 12.0:
-        assert first_names(state, starvation) == ["narrow"]
-        state.now = max(end, begin + 24 * HOUR) + (min(hours, 24.0) - 12.0) * HOUR - 60.0
-        assert first_names(state, starvation) == ["narrow"] and state.now < starvation.next_at
-        state.now += 120.0
-    assert first_names(state, starvation) == ["j1"]
+    assert first_names(state, starvation) == ["narrow"] and starvation.next_at > state.now
+    state.now += 120.0
+    assert first_names(state, starvation) == ["wide"]
+
+
+@pytest.mark.parametrize(("hours", "first"), [(16.0, "next"), (17.0, "narrow")])
+def test_what_those_had_that_have_ended_keeps_the_next_back(hours: float, first: str) -> None:
+    state, starvation = with_wide("wide", "next")
+    run_alone(state, "wide")
+    state.now += hours * HOUR
+    state.end_job("wide")
+    state.end_group("g0")
+    assert first_names(state, starvation) == [first]
+    state.now += DAY
+    assert first_names(state, starvation) == ["next"]
 
 
 def test_a_wide_one_is_not_kept_back_by_those_that_come_after_it() -> None:
-    state, starvation = made_state(4, 4), Starvation(Settings(starvation_share=0.5))
-    for name in ("early", "later"):
-        state.submit(made_job(name, 8))
-    state.now = 24 * HOUR
-    state.place(JobGroup("g0", BASES[0], tuple(range(8)), ParallelPlan(8, 8192), ("later",), (1.0,)))
-    state.now = 44 * HOUR
+    state, starvation = with_wide("early", "later")
+    run_alone(state, "later")
+    state.now += 20 * HOUR
     state.end_job("later")
     state.end_group("g0")
     assert first_names(state, starvation) == ["early"]
+
+
+def test_recent_gpu_time_fades_while_a_job_waits_is_held_or_has_ended_and_never_counts_more_gpus_than_asked_for() -> None:
+    state = made_state(4, 4)
+    job = waiting_job(state, made_job("a", 4))
+    run_alone(state, "a")
+    state.now = DAY
+    had = 4 * DAY * (1 - math.exp(-1))
+    assert job.recent_at(state.now) == pytest.approx(had)
+    state.end_group("g0")
+    state.now += DAY
+    state.hold("a")
+    state.now += DAY
+    assert job.recent_at(state.now) == pytest.approx(had * math.exp(-2))
+    state.release("a")
+    assert job.recent_at(state.now + DAY) == pytest.approx(had * math.exp(-3))
+
+
+def test_those_that_have_ended_are_forgotten_after_three_days() -> None:
+    state, _ = with_wide("a", "b")
+    for name in ("a", "b"):
+        run_alone(state, name)
+        state.now += HOUR
+        state.end_job(name)
+        state.end_group("g0")
+        state.now += 3 * DAY
+    assert [job.spec.job_id for job in state.ended_late] == ["b"]
 
 
 def test_a_held_job_makes_room_for_the_next_and_one_that_has_ended_too() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from tlora.protocol import JobSubmitted
+
+RECENT_SECONDS = 86400.0  # what was `recent_at` counts for 1 / e after so long
 
 Status = Literal["pending", "held", "placed", "ended"]
 
@@ -28,6 +31,7 @@ class Job:
     step_seconds: float = 0.0  # in its group, as predicted; 0 while it waits
     service_gpu_seconds: float = 0.0  # its share of GPU time so far, as of `seen_at`
     gpu_share: float = 0.0  # GPUs that are its own part of its group's
+    recent_gpu_seconds: float = 0.0  # as `recent_at` has it, as of `seen_at`
     ran_seconds: float = 0.0  # in groups, as of `seen_at`
     waited_seconds: float = 0.0  # before it last began to wait, all stays in the queue together
     times_unqueued: int = 0  # that it stopped waiting, as it was placed or held
@@ -61,8 +65,15 @@ class Job:
     def service_at(self, now: float) -> float:
         return self.service_gpu_seconds + (now - self.seen_at) * self.gpu_share
 
+    def recent_at(self, now: float) -> float:
+        """GPU-seconds of about the last day: each counts for exp(-age / day). Of no more GPUs than it asked for."""
+        kept = math.exp((self.seen_at - now) / RECENT_SECONDS)
+        now_on = min(self.gpu_share, self.spec.gpus) if self.step_seconds else 0.0
+        return self.recent_gpu_seconds * kept + now_on * RECENT_SECONDS * (1 - kept)
+
     def settle(self, now: float) -> None:
         """Count what was done until `now`."""
+        self.recent_gpu_seconds = self.recent_at(now)
         if self.step_seconds:
             self.steps_done, self.service_gpu_seconds, self.ran_seconds = self.steps_at(now), self.service_at(now), self.ran_at(now)
         self.seen_at = now

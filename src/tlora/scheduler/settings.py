@@ -24,7 +24,7 @@ class Settings:
 
     A job starves that has waited for `starvation_factor` times its time alone, at least for `starvation_least_seconds` and at most for
     `starvation_most_seconds`; with an infinite factor none does. Those that starve go first, on `starvation_share` of the GPUs, or on what
-    the first of them asks for, if those before it that asked for more than the share had no more than it of the last day's GPU time.
+    the first of them asks for, as long as those like it had no more than the share of about the last day's GPU time.
     """
 
     sharing: bool = True

@@ -9,9 +9,9 @@ import math
 from bisect import insort
 from heapq import heappop, heappush
 
-from tlora.scheduler.job import Job
+from tlora.scheduler.job import RECENT_SECONDS, Job
 from tlora.scheduler.settings import Settings
-from tlora.scheduler.state import REMEMBERED_SECONDS, ClusterState
+from tlora.scheduler.state import ClusterState
 
 
 def starves_after(job: Job, settings: Settings) -> float:
@@ -70,8 +70,8 @@ class Starvation:
     def first(self, state: ClusterState) -> list[Job]:
         """Those who starve, by priority and then as they came, as long as they together ask for no more than their share of the GPUs.
 
-        The first of them may ask for more, if it has a group already or if those like it that come before it, and run or have ended,
-        have had no more than the share of the GPU time of the last day. Those that come after it do not count: they cannot keep it back.
+        The first of them may ask for more, as long as it and those like it that come before it have had no more than the share of the GPU
+        time of about the last day. Those that come after it do not count: they cannot keep it back.
         """
         found: list[Job] = []
         ended: list[int] = []
@@ -82,7 +82,7 @@ class Starvation:
             if job.status == "ended":
                 ended.append(index)
             elif job.status != "held":
-                if not found and job.spec.gpus > share and job.status == "pending":
+                if not found and job.spec.gpus > share:
                     if barred is None:  # who comes later is barred if this one is: more come before it
                         barred = self._is_barred(state, job, share)
                     if barred:
@@ -100,12 +100,12 @@ class Starvation:
         return found
 
     def _is_barred(self, state: ClusterState, job: Job, share: float) -> bool:
-        """Whether those before it in order who starved, and asked for more than the share of the GPUs, had too much of the last day."""
-        own = -job.spec.priority, job.number
+        """Whether it and those like it before it in order had more than the share of the last day."""
+        last = -job.spec.priority, job.number
         ended = [other for other in state.ended_late if other.waited_seconds >= starves_after(other, self._settings)]
-        late = [other for _, _, other in self._late if other.status == "placed"] + ended
-        before = [other for other in late if other.spec.gpus > share and (-other.spec.priority, other.number) < own]
-        beyond = sum([_recent_gpu_seconds(other, state.now) for other in before]) - share * REMEMBERED_SECONDS
+        late = [other for _, _, other in self._late if other.status != "ended" and (other.step_seconds or other.recent_gpu_seconds)] + ended
+        before = [other for other in late if other.spec.gpus > share and (-other.spec.priority, other.number) <= last]
+        beyond = sum([other.recent_at(state.now) for other in before]) - share * RECENT_SECONDS
         self._changes_at = state.now + abs(beyond) / state.num_gpus  # it neither rises nor falls faster
         return beyond > 0
 
@@ -113,13 +113,3 @@ class Starvation:
         if job.number not in self._numbers:
             self._numbers.add(job.number)
             insort(self._late, (-job.spec.priority, job.number, job))
-
-
-def _recent_gpu_seconds(job: Job, now: float) -> float:
-    """What a job that runs or has ended had in the last day, of no more GPUs than it asked for, as if it had run without a break."""
-    ran = job.ran_at(now) if job.status == "placed" else job.ran_seconds
-    until = now if job.status == "placed" else job.seen_at
-    if ran <= 0:
-        return 0.0
-    had = min(job.service_at(now) if job.status == "placed" else job.service_gpu_seconds, job.spec.gpus * ran)
-    return had * max(0.0, min(1.0, (until - now + REMEMBERED_SECONDS) / ran))

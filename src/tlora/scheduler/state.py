@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from tlora.costs.cost import CostModel
 from tlora.costs.sharing import Member, group_step_seconds, lone_step_seconds
 from tlora.protocol import JobGroup, JobSubmitted, StepsDone
-from tlora.scheduler.job import Job
+from tlora.scheduler.job import RECENT_SECONDS, Job
 
-REMEMBERED_SECONDS = 86400.0  # for so long a job that has ended is among `ended_late`
+REMEMBERED_SECONDS = 3 * RECENT_SECONDS  # for so long a job that has ended is among `ended_late`
 LONG_WAIT_SECONDS = 3600.0
 
 
@@ -69,7 +69,7 @@ class ClusterState:
     groups_opened: int = 0  # the next group's number: names are g0, g1, ...
     jobs_submitted: int = 0
     emptied: list[str] = field(default_factory=list[str])  # groups that may have lost their last member
-    ended_late: deque[Job] = field(default_factory=deque[Job])  # in the last day, after waiting for an hour or more in all
+    ended_late: deque[Job] = field(default_factory=deque[Job])  # in the last three days, after waiting for an hour or more in all
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
@@ -184,6 +184,7 @@ class ClusterState:
             self._begin_stretch(group)
             self.emptied.append(job.group_id)
             job.settle(self.now)
+            job.step_seconds, job.gpu_share = 0.0, 0.0
             self._remember(job)
         job.status = "ended"
 
@@ -295,7 +296,7 @@ class ClusterState:
     def _unqueue(self, job: Job) -> None:
         del self.pending[job.spec.job_id]
         job.waited_seconds += self.now - job.seen_at
-        job.seen_at = self.now
+        job.settle(self.now)
         job.times_unqueued += 1
 
     def _wait(self, job_id: str) -> None:

@@ -1,0 +1,37 @@
+"""The simulated sweep: times hang together, and the same arguments give the same numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import sweep_of_jobs
+from tlora.costs.hardware import cost_model
+
+
+def test_one_after_another_takes_as_long_as_the_jobs_of_a_gpu_and_together_is_faster_where_steps_are_small(tmp_path: Path) -> None:
+    files = [tmp_path / "first.json", tmp_path / "second.json"]
+    for file in files:
+        sweep_of_jobs.main(["--steps", "2000", "--commit", "abc", "--json", str(file)])
+    first, second = [json.loads(file.read_text()) for file in files]
+    assert first["rows"] == second["rows"] and len(first["rows"]) == 3 * len(sweep_of_jobs.MEAN_TOKENS)
+    for row in first["rows"]:
+        steps = 2000 * cost_model("h200-from-128", "peft").alone_step_seconds(row["base"], 4.0 * row["mean_tokens"], 1)
+        alone, together = (row["ways"][name] for name in ("one after another, PEFT", "together, no bound"))
+        starts = alone["makespan_seconds"] - sweep_of_jobs.JOBS / sweep_of_jobs.GPUS * steps
+        assert 8 * 9.0 <= starts <= 8 * 36.0, "eight jobs on each GPU, each with a start"
+        assert alone["times_as_fast"] == 1.0 and together["times_as_fast"] > 1.0 and together["shared_gpu_share"] > 0.5
+        assert row["ways"]["one after another, ours"]["shared_gpu_share"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [(["--steps", "0"], "0 steps are no job. Give 1 or more"), (["--gpu", "abacus"], "'abacus': there is no such type of GPU")],
+)
+def test_a_bad_argument_is_refused_in_one_line(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        sweep_of_jobs.main(arguments)
+    told = capsys.readouterr()
+    assert refused.value.code == 2 and not told.out and reason in told.err.splitlines()[-1]
