@@ -159,10 +159,10 @@ def test_an_end_that_cannot_be_written_fails_its_job_alone(base: Path, data: Pat
     jobs = [job("lost", str(data / "a.jsonl"), max_steps=2), job("other", str(data / "b.jsonl"), max_steps=5)]
     export, notes = checkpoint.export, list[str]()
 
-    def refuse(chosen: Path, directory: Path, *, known_whole: bool) -> None:
+    def refuse(chosen: Path, directory: Path, **options: Any) -> None:
         if directory.name == "lost":
             raise CheckpointError("the disk says no")
-        export(chosen, directory, known_whole=known_whole)
+        export(chosen, directory, **options)
 
     monkeypatch.setattr(checkpoint, "export", refuse)
     results = train(base, tmp_path / "out", jobs, watcher=Watcher(lambda _: None, notes.append))
