@@ -24,7 +24,7 @@ from tlora.errors import ConfigError
 from tlora.link.address import connect, listen
 from tlora.link.process_identity import identify
 from tlora.version import __version__
-from tlora.worker_protocol import HeldJob, Hello, Load, Loaded, Said, worker_line
+from tlora.worker_protocol import Finished, HeldJob, Hello, Load, Loaded, Said, worker_line
 
 HELLO = Hello("mine", (0,), {"tlora": __version__}, Load("b", "o", "cpu", 0.0), True, jobs=(HeldJob("a", 7, 3, True),), epoch=1)
 
@@ -193,3 +193,25 @@ def test_a_worker_that_does_not_dial_again_is_killed(tmp_path: Path, monkeypatch
     made.find({0: identity})
     made.abandon()
     assert os.waitpid(child, 0)[1] == 9 and not made.workers
+
+
+def test_what_a_worker_reports_while_another_is_waited_for_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two dials and says that its job has ended, and its connection ends; the second dials late."""
+    monkeypatch.setattr(crew_room, "_FOUND_SECONDS", 60.0)
+    own = identify(os.getpid())
+    assert own is not None
+    made = Crew(tmp_path, 2, lambda base: Load(base, "o", "cpu", 0.0), (0, 1), Limits(), lambda _: None)
+    finding = threading.Thread(target=made.find, args=({0: own, 1: own},))
+    finding.start()
+    with connect(made.address) as first:
+        first.sendall(worker_line(HELLO) + worker_line(Said(1, 1, Finished("a", {}, 7))))
+        first.shutdown(socket.SHUT_WR)
+        while not made._unheard:
+            time.sleep(0.01)
+        with connect(made.address) as second:
+            second.sendall(worker_line(replace(HELLO, incarnation="its neighbour", gpus=(1,), jobs=())))
+            finding.join()
+            assert made.workers[0].jobs["a"].attempt == 7, "nothing is concluded before anybody listens"
+            made.acknowledge()
+            assert made.listen(0.0) == [(made.workers[0], Finished("a", {}, 7))]
+    made.abandon()

@@ -67,6 +67,7 @@ class Crew:
         self._gpus, self._limits, self._note = gpus, limits, note
         self.workers: dict[int, RemoteWorker] = {}
         self.inbox: queue.SimpleQueue[Heard | _Ended | None] = queue.SimpleQueue()
+        self._unheard: list[Heard | _Ended] = []  # what came before anybody listened
         self._sessions: dict[Session, RemoteWorker | None] = {}
         self._heard_at: dict[RemoteWorker, float] = {}  # also when it was started, or said to be at something new
         self._moved_at: dict[RemoteWorker, tuple[tuple[str, int], float]] = {}
@@ -77,12 +78,18 @@ class Crew:
     # -- beginning and end ---------------------------------------------------------------------------------------------
 
     def find(self, records: Mapping[int, ProcessIdentity]) -> None:
-        """Wait for the workers of an earlier controller to dial again; those that do not are killed."""
+        """Wait for the workers of an earlier controller to dial again; those that do not are killed. Their reports are for `listen`: who
+        waits here cannot yet say what follows from them.
+        """
         deadline = time.monotonic() + _FOUND_SECONDS
         waiting = dict(records)
         while waiting and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
-                self._hear(self.inbox.get(timeout=min(left, _WATCH_SECONDS)))
+                heard = self.inbox.get(timeout=min(left, _WATCH_SECONDS))
+                if isinstance(heard, Arrived) or (isinstance(heard, Spoke) and heard.message.kind == "alive"):
+                    self._hear(heard)
+                elif heard is not None:
+                    self._unheard.append(heard)
             waiting = {gpu: identity for gpu, identity in waiting.items() if gpu not in self.workers and identity.is_alive}
         for gpu, identity in waiting.items():
             self._note(f"the worker of GPU {gpu} (process {identity.pid}) has not dialled again within {_FOUND_SECONDS:g} s: it is killed")
@@ -122,7 +129,8 @@ class Crew:
 
     def listen(self, timeout_seconds: float) -> list[tuple[RemoteWorker, Report | None]]:
         """What workers have reported since the last call; waits for it so long at most. None: it has ended, and this is its last."""
-        found: list[tuple[RemoteWorker, Report | None]] = []
+        unheard, self._unheard = self._unheard, []
+        found = [report for heard in unheard for report in self._hear(heard)]
         deadline = time.monotonic() + timeout_seconds
         woken = False
         while not (found or woken):

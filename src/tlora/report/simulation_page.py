@@ -19,7 +19,7 @@ def simulation_page(view: SimulationView) -> str:
     drawn = looks(view)
     charts = simulation_charts(view, drawn)
     groups = gantt_html(view)
-    shown = {trace["legendgroup"] for chart in charts for trace in chart.figure["data"]}
+    shown = {trace.get("legendgroup") for chart in charts for trace in chart.figure["data"]}
     legend = [LegendEntry(name, look) for name, look in drawn.items() if name in shown]
     sections = [
         Section("", verdict_html(view), gain_charts(view, drawn)),
