@@ -117,7 +117,8 @@ def test_a_late_hello_is_none(station: Station, monkeypatch: pytest.MonkeyPatch)
 
 def test_another_users_connection_is_refused(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doors, "peer_pid", lambda _: None)
-    assert "another user" in station.say(worker_line(HELLO))["reason"]
+    with connect(station.crew.address) as connection:
+        assert "another user" in station.answer(connection)["reason"]
 
 
 def test_a_worker_obeys_no_other_user(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:

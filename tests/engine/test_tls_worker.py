@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -195,3 +196,33 @@ def test_a_worker_whose_controller_is_another_now_trains_on_and_says_so(
     assert process.returncode == 0 and said.count("trains on, and dials again") == 1 and "Nothing was sent" in said, said
     assert "the lease is 5 s" in said and not stranger.workers
     assert list((tmp_path / "out" / "long").glob("checkpoint-*"))
+
+
+def _can_unshare() -> bool:
+    command = ["unshare", "--mount", "--pid", "--fork", "true"]
+    return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not _can_unshare(), reason="needs rights to make namespaces; tests/cluster/test_doors.py says the same by hand")
+@pytest.mark.parametrize(
+    ("namespace", "before", "fact"),
+    [
+        (["--pid", "--fork", "--mount-proc"], "true", "this user has no such process on this host"),
+        (["--mount"], "mount -t tmpfs none STORE", "(No such file or directory)"),
+        (["--mount"], "mount --bind STORE STORE && mount -o remount,ro,bind STORE", "(Read-only file system)"),
+    ],
+)
+def test_a_worker_of_another_namespace_is_refused(
+    made: Orders, tmp_path: Path, store: Path, crews: list[Crew], namespace: list[str], before: str, fact: str
+) -> None:
+    """As in a container: it has other processes, or sees another directory at the store's path, or may not write there."""
+    crew = crew_of(crews, store, made.load(tmp_path / "out"))
+    door = TlsDoor(store, ("127.0.0.1", 0))
+    crew.listen_on(door)
+    script = f'{before.replace("STORE", str(store))} && exec "$@"'
+    command = ["unshare", *namespace, "sh", "-c", script, "sh", sys.executable, "-m", "tlora", "worker", *where(door)]
+    environment = os.environ | {"TLORA_WORKER_TOKEN": WorkerTokens(store).create(600)[1]}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and fact in done.stderr and "not supported yet" in done.stderr, done.stderr
+    crew.listen(0.05)
+    assert not crew.workers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from pathlib import Path
@@ -112,6 +113,19 @@ def test_what_is_no_challenge_is_neither_read_nor_answered(tmp_path: Path, monke
         patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
         assert prove(good) == Proof(problem="its file is not this user's alone")
     assert not answer_path(good).exists()
+
+
+def test_a_full_disk_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker dials again; to be refused would end it."""
+
+    def full(path: Path, number: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / f".proof-{'a' * 32}"
+    write_number(path, "c" * 64)
+    monkeypatch.setattr(admission, "write_number", full)
+    with pytest.raises(OSError, match="No space left"):
+        prove(path)
 
 
 def test_a_system_that_does_not_tell_starts_has_no_tcp(monkeypatch: pytest.MonkeyPatch) -> None:

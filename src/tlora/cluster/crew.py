@@ -73,7 +73,7 @@ class Crew:
         self._tokens, self._let_in_by = WorkerTokens(directory), dict[Session, str]()  # ids of the tokens of those that came over TCP
         self._heard_at: dict[RemoteWorker, float] = {}  # also when it was started, or said to be at something new
         self._moved_at: dict[RemoteWorker, tuple[tuple[str, int], float]] = {}
-        self._watched = time.monotonic()
+        self._watched = self._asked_tokens = time.monotonic()
         self._doors: list[Door] = []
         self._open(UnixDoor(directory))
         self.address = self._doors[0].address
@@ -152,6 +152,7 @@ class Crew:
                     found += self._hear(heard)
                     heard = self.inbox.get_nowait()
             self._watch()
+            self._stop_revoked()
             if left <= 0:
                 break
         return found
@@ -246,14 +247,7 @@ class Crew:
     # -- watching ------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Those whose token was revoked are told to stop. Those that are silent for too long, or at one thing, are killed. That they have
-        ended is heard then.
-        """
-        for session, token_id in self._let_in_by.items():
-            worker = self._sessions[session]
-            if not worker.stopping and self._tokens.is_revoked(token_id):
-                self._note(f"the worker of GPU {worker.gpu} saves its jobs and ends: {token_id} was revoked")
-                worker.stop()
+        """Those that are silent for too long, or at one thing, are killed; that they have ended is heard then."""
         now = time.monotonic()
         late, self._watched = now - self._watched > 5 * _WATCH_SECONDS, now
         for worker in self.workers.values():
@@ -263,6 +257,17 @@ class Crew:
                 worker.given_up = reason
                 self._note(f"the worker of GPU {worker.gpu} {reason}: it is killed")
                 threading.Thread(target=worker.process.kill, daemon=True).start()
+
+    def _stop_revoked(self) -> None:
+        """Once a second at most: it reads a file."""
+        if not self._let_in_by or time.monotonic() - self._asked_tokens < _WATCH_SECONDS:
+            return
+        self._asked_tokens = time.monotonic()
+        for session, token_id in self._let_in_by.items():
+            worker = self._sessions[session]
+            if not worker.stopping and self._tokens.is_revoked(token_id):
+                self._note(f"the worker of GPU {worker.gpu} saves its jobs and ends: {token_id} was revoked")
+                worker.stop()
 
     def _why_lost(self, worker: RemoteWorker, now: float) -> str:
         limits, pulse = self._limits, worker.pulse

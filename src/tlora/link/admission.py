@@ -7,6 +7,7 @@ directory, and that the other may write there: the files' owner is one user. The
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -25,6 +26,7 @@ from tlora.worker_protocol import Refusal
 T = TypeVar("T", "Challenge", "Admitted")
 LONGEST_LINE = 4096  # bytes of a line before a worker is admitted
 _ANSWER_SECONDS = 30.0
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NAME = re.compile(r"\.proof-[0-9a-f]{32}")
 _NUMBER = re.compile(r"[0-9a-f]{64}")
 
@@ -112,13 +114,17 @@ def _expect(line: Line, kind: type[T]) -> T:
 
 
 def prove(path: Path) -> Proof:
-    """Nothing is read or written for what is no challenge: its name, its owner and its content say so."""
+    """Nothing is read or written for what is no challenge: its name, its owner and its content say so. Raises OSError where the disk is
+    full, which proves nothing and passes.
+    """
     if not path.is_absolute() or not _NAME.fullmatch(path.name):
         return Proof(problem="its name is none of a challenge")
     try:
         number, answer = read_number(path), secrets.token_hex(32)
         write_number(answer_path(path), answer)
     except OSError as error:
+        if error.errno in _FULL:
+            raise
         return Proof(problem=error.strerror or str(error))
     return Proof(number, answer)
 
