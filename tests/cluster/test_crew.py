@@ -9,6 +9,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,8 @@ class Station:
     def say(self, line: bytes) -> dict[str, Any]:
         """What it answers first; nothing where it ends the connection."""
         with connect(self.crew.address) as connection:
-            connection.sendall(line)
+            with suppress(BrokenPipeError):  # it may have been refused before a word was said
+                connection.sendall(line)
             return self.answer(connection)
 
     def answer(self, connection: socket.socket) -> dict[str, Any]:
@@ -76,7 +78,8 @@ def station(tmp_path: Path) -> Iterator[Station]:
         (worker_line(replace(HELLO, protocol=3)), ("protocol 3", "controller's version")),
         (b'{"kind":"hello"}\n', ("protocol None",)),
         (worker_line(replace(HELLO, gpus=(7,))), ("GPUs [7]", "[0, 1]")),
-        (worker_line(replace(HELLO, gpus=(0, 1))), ("GPUs [0, 1]",)),
+        (worker_line(replace(HELLO, gpus=(1, 0))), ("GPUs [1, 0]", "ascending")),
+        (worker_line(replace(HELLO, gpus=())), ("GPUs []", "[0, 1]")),
         (worker_line(replace(HELLO, epoch=6)), ("later controller", "epoch 6")),
         (worker_line(Said(1, 1, Loaded())), ("must be a Hello",)),
         (b"GET / HTTP/1.1\r\n\r\n", ("none of protocol 2",)),
@@ -172,11 +175,11 @@ def test_epochs_rise_and_a_damaged_file_is_refused(tmp_path: Path) -> None:
 def test_a_pid_that_is_another_process_by_now_is_no_worker(tmp_path: Path) -> None:
     identity = identify(os.getpid())
     assert identity is not None
-    write_record(tmp_path, 0, identity)
-    write_record(tmp_path, 1, replace(identity, start_ticks=identity.start_ticks - 1))
-    write_record(tmp_path, 2, replace(identity, boot="before"))
+    write_record(tmp_path, (0, 3), identity)
+    write_record(tmp_path, (1,), replace(identity, start_ticks=identity.start_ticks - 1))
+    write_record(tmp_path, (2,), replace(identity, boot="before"))
     (tmp_path / "gpu3.json").write_text("[]")
-    assert read_records(tmp_path) == {0: identity}
+    assert read_records(tmp_path) == {(0, 3): identity}
     replace(identity, start_ticks=1).kill()  # this process lives on
     assert replace(identity, start_ticks=1).wait(None) and not identity.wait(0.0)
 
@@ -190,7 +193,7 @@ def test_a_worker_that_does_not_dial_again_is_killed(tmp_path: Path, monkeypatch
     assert identity is not None
     monkeypatch.setattr(crew_room, "_FOUND_SECONDS", 0.1)
     made = Crew(tmp_path, 2, lambda base: Load(base, "o", "cpu", 0.0), (0,), Limits(), lambda _: None)
-    made.find({0: identity})
+    made.find({(0,): identity})
     made.abandon()
     assert os.waitpid(child, 0)[1] == 9 and not made.workers
 
@@ -201,7 +204,7 @@ def test_what_a_worker_reports_while_another_is_waited_for_is_kept(tmp_path: Pat
     own = identify(os.getpid())
     assert own is not None
     made = Crew(tmp_path, 2, lambda base: Load(base, "o", "cpu", 0.0), (0, 1), Limits(), lambda _: None)
-    finding = threading.Thread(target=made.find, args=({0: own, 1: own},))
+    finding = threading.Thread(target=made.find, args=({(0,): own, (1,): own},))
     finding.start()
     with connect(made.address) as first:
         first.sendall(worker_line(HELLO) + worker_line(Said(1, 1, Finished("a", {}, 7))))
@@ -215,3 +218,12 @@ def test_what_a_worker_reports_while_another_is_waited_for_is_kept(tmp_path: Pat
             made.acknowledge()
             assert made.listen(0.0) == [(made.workers[0], Finished("a", {}, 7))]
     made.abandon()
+
+
+def test_a_worker_may_not_have_some_of_the_gpus_of_another(station: Station) -> None:
+    with connect(station.crew.address) as wide, connect(station.crew.address) as narrow:
+        wide.sendall(worker_line(replace(HELLO, gpus=(0, 1))))
+        assert station.answer(wide)["kind"] == "taken"
+        narrow.sendall(worker_line(replace(HELLO, incarnation="another", gpus=(1,))))
+        reason = station.answer(narrow)["reason"]
+    assert "comes for GPU 1, and there is a worker of GPUs 0, 1 already" in reason and station.crew.workers[0].gpus == (0, 1)

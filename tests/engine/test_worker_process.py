@@ -64,7 +64,7 @@ def hear(crew: Crew, kind: type[Report] | None) -> Any:
 
 
 def training(crew: Crew, long: Join, base: Path) -> RemoteWorker:
-    worker = crew.start(0, str(base))
+    worker = crew.start((0,), str(base))
     worker.want(GROUP, (long,), False)
     assert hear(crew, Joined) == Joined("long", 0, 1)
     assert hear(crew, Settled).jobs == {"long": 1}
@@ -100,7 +100,7 @@ def test_a_worker_that_is_ended_has_checkpointed_all(made: Orders, long: Join, t
 
 def test_a_worker_without_a_base_says_why(tmp_path: Path, crews: list[Crew]) -> None:
     crew = crew_of(crews, tmp_path / "workers", Load(str(tmp_path / "none"), str(tmp_path), "cpu", 0.0))
-    worker = crew.start(0, "none")
+    worker = crew.start((0,), "none")
     worker.want(GROUP, (), False)
     hear(crew, None)
     ended = worker.process.how_it_ended()

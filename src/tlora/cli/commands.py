@@ -180,13 +180,16 @@ def worker(
         str,
         typer.Option(metavar="ADDRESS", help="unix:/path/to/controller.sock, or the output directory of a cluster.", show_default=False),
     ],
-    gpu: Annotated[int, typer.Option(min=0, metavar="N", help="The GPU, as the cluster numbers it; the worker sees no other.")] = 0,
+    gpus: Annotated[
+        str, typer.Option("--gpus", "--gpu", metavar="N|0,1", help="Its GPUs, as the cluster numbers them; the worker sees no other.")
+    ] = "0",
 ) -> None:
-    """Train for a running cluster on one GPU, until it needs no more. Ctrl-C saves all jobs; the cluster goes on with them elsewhere."""
-    from tlora.engine.worker import run
+    """Train for a running cluster on one group of GPUs, until it needs no more. Ctrl-C saves all jobs; the cluster goes on elsewhere."""
+    from tlora.engine.worker import parse_gpus, run
 
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(gpu))
-    run(connect, gpu)
+    chosen = parse_gpus(gpus)
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, chosen)))
+    run(connect, chosen)
 
 
 @app.command()

@@ -38,10 +38,10 @@ _LIBRARIES = ("torch", "transformers")
 class Worker:
     """The threads of a worker meet here: the one that trains, and the two of the line."""
 
-    def __init__(self, gpu: int, address: str) -> None:
+    def __init__(self, gpus: tuple[int, ...], address: str) -> None:
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of the trainer
         self.pulse = Pulse()
-        self._gpu, self._incarnation = gpu, uuid.uuid4().hex
+        self._gpus, self._incarnation = gpus, uuid.uuid4().hex
         self._settler, self._lock = Settler(), threading.RLock()
         self._load: Load | None = None
         self._told = threading.Event()  # what to load, or to stop
@@ -65,7 +65,7 @@ class Worker:
             settler, want = self._settler, self._settler.want
             return Hello(
                 self._incarnation,
-                (self._gpu,),
+                self._gpus,
                 versions(),
                 self._load,
                 settler.loaded,
@@ -121,13 +121,13 @@ def versions() -> dict[str, str]:
     return found
 
 
-def serve(address: str, gpu: int) -> int:
+def serve(address: str, gpus: tuple[int, ...]) -> int:
     """Do as the controller at `address` wants, until told to stop. The exit status: 143 after SIGTERM, as a shell expects.
 
     Raises ConfigError where nobody listens at `address`.
     """
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # no library may wait for an answer
-    worker = Worker(gpu, address)
+    worker = Worker(gpus, address)
     received: list[int] = []
 
     def on_signal(number: int, _: object) -> None:
@@ -168,17 +168,25 @@ def main() -> None:
     """Serve and exit."""
     parser = argparse.ArgumentParser(prog="python -m tlora.engine.worker", description=__doc__)
     parser.add_argument("--connect", required=True, help="unix:/path/to/controller.sock, or a cluster's output directory")
-    parser.add_argument("--gpu", type=int, default=0, help="the number of its GPU in the cluster")
+    parser.add_argument("--gpus", type=parse_gpus, default=(0,), help="the numbers of its GPUs in the cluster, with commas")
     arguments = parser.parse_args()
-    run(arguments.connect, arguments.gpu)
+    run(arguments.connect, arguments.gpus)
 
 
-def run(address: str, gpu: int) -> None:
+def parse_gpus(text: str) -> tuple[int, ...]:
+    """Numbers with commas, as the cluster counts its GPUs; in ascending order. Raises ConfigError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
+        raise ConfigError(f"--gpus {text}: must be different numbers of GPUs, such as 0 or 0,1")
+    return tuple(sorted(map(int, parts)))
+
+
+def run(address: str, gpus: tuple[int, ...]) -> None:
     """`serve`, and exit: without a look at threads that may wait for a controller, or open a job."""
     status = 1
     turn_multicast_off()
     try:
-        status = serve(resolve(address), gpu)
+        status = serve(resolve(address), gpus)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
         status = 2
