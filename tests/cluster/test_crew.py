@@ -127,10 +127,10 @@ def test_a_gpu_has_one_worker(station: Station) -> None:
         assert station.answer(connection)["kind"] == "taken"
         worker = station.crew.workers[0]
         assert worker.jobs["a"].attempt == 7 and worker.process.pid == os.getpid()
-        assert "has a worker already" in station.say(worker_line(replace(HELLO, incarnation="another's")))["reason"]
+        assert "there is a worker already" in station.say(worker_line(replace(HELLO, incarnation="another's")))["reason"]
         assert station.say(worker_line(HELLO))["kind"] == "taken", "it may dial again"
         worker.given_up = "was stopped"
-        assert "has a worker already" in station.say(worker_line(HELLO))["reason"]
+        assert "there is a worker already" in station.say(worker_line(HELLO))["reason"]
 
 
 def test_the_socket_is_this_users_alone(station: Station, tmp_path: Path) -> None:
@@ -226,4 +226,4 @@ def test_a_worker_may_not_have_some_of_the_gpus_of_another(station: Station) -> 
         assert station.answer(wide)["kind"] == "taken"
         narrow.sendall(worker_line(replace(HELLO, incarnation="another", gpus=(1,))))
         reason = station.answer(narrow)["reason"]
-    assert "comes for GPU 1, and there is a worker of GPUs 0, 1 already" in reason and station.crew.workers[0].gpus == (0, 1)
+    assert "comes for GPU 1, and there is a worker already that has GPUs 0, 1" in reason and station.crew.workers[0].gpus == (0, 1)

@@ -116,7 +116,7 @@ def test_the_next_controller_finds_it_training(made: Orders, long: Join, tmp_pat
     first.abandon()
     first.workers.clear()
     second = crew_of(crews, tmp_path / "workers", load, epoch=2)
-    second.find({0: worker.process._identity})  # type: ignore[attr-defined]
+    second.find({(0,): worker.process._identity})  # type: ignore[attr-defined]
     found = second.workers[0]
     assert found.incarnation == worker.incarnation and found.loaded and found.found == GROUP and found.load == load
     assert found.jobs["long"].attempt == 1 and found.jobs["long"].steps >= steps

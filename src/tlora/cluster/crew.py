@@ -210,7 +210,7 @@ class Crew:
         for worker in self.workers.values():
             known = worker.gpus == hello.gpus and not worker.given_up and pid in (0, worker.process.pid)
             if worker.overlaps(hello.gpus) and not (known and (worker.incarnation or hello.incarnation) == hello.incarnation):
-                what = f"comes for {called(hello.gpus)}, and there is a worker of {worker.called} already"
+                what = f"comes for {called(hello.gpus)}, and there is a worker already that has {worker.called}"
                 return f"{who} {what} (process {worker.process.pid}). End one of the two"
         return ""
 

@@ -17,8 +17,9 @@ import sys
 import threading
 import traceback
 import uuid
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tlora.engine.pulse import Pulse
 from tlora.engine.settler import Settler
@@ -29,6 +30,10 @@ from tlora.link.dialer import Dialer
 from tlora.sharing.multicast import turn_multicast_off
 from tlora.version import __version__
 from tlora.worker_protocol import Alive, Ending, Hello, Load, Report, Want
+
+if TYPE_CHECKING:  # model libraries are imported when there is something to load
+    from tlora.engine.team.parts import Seat
+    from tlora.engine.trainer import Trainer
 
 FIRST_LEASE_SECONDS = 600.0  # until a Want says otherwise
 _DRAIN_SECONDS = 5.0  # at the end, for the last reports to be taken
@@ -144,14 +149,25 @@ def serve(address: str, gpus: tuple[int, ...]) -> int:
     load = worker.wait_for_load()
     if load is not None:
         worker.pulse.begin("loading")
-        trainer = _open_trainer(load, worker)
-        trainer.go_on()
+        lead_or_train(load, gpus, worker)
     worker.dialer.drain(_DRAIN_SECONDS)
     return 128 + received[0] if received else 0
 
 
-def _open_trainer(load: Load, worker: Worker) -> Any:
-    """The model libraries, then the base."""
+def lead_or_train(load: Load, gpus: tuple[int, ...], worker: Worker) -> None:
+    """Until told to stop. With several GPUs, a process for each of them trains."""
+    if len(gpus) > 1:
+        from tlora.engine.team.leader import Leader
+
+        Leader(load, gpus, worker.inbox, worker.report, worker.pulse).go_on()
+    else:
+        open_trainer(load, worker.inbox, worker.report, worker.pulse).go_on()
+
+
+def open_trainer(
+    load: Load, inbox: queue.SimpleQueue[Any], send: Callable[[Any], None], pulse: Pulse, seat: Seat | None = None
+) -> Trainer:
+    """The model libraries, then the base. The arguments as of `Trainer`."""
     with no_collection():
         import torch
         from transformers.utils import logging
@@ -159,9 +175,11 @@ def _open_trainer(load: Load, worker: Worker) -> Any:
         from tlora.engine.trainer import Trainer
     if load.device == "cpu":
         torch.set_num_threads(1)  # bits depend on their number, and workers on one CPU are like GPUs of their own
+    elif load.device != "cuda":
+        torch.cuda.set_device(load.device)  # kernels are launched on the current device
     logging.disable_progress_bar()  # the last line of the log is what is told of a worker that has died
     logging.set_verbosity_error()
-    return Trainer(load, worker.inbox, worker.report, worker.pulse)
+    return Trainer(load, inbox, send, pulse, seat)
 
 
 def main() -> None:
