@@ -29,7 +29,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 REPOSITORY, PYTHON = Path(__file__).parents[1], sys.executable  # a test may put another in place of the latter
-SERVERS = {"tlora": "training", "tlora.engine.worker": "training", "tlora.engine.ranks.rank": "training", "tlora.engine.team.member": "training", "tlora.data.worker": "tokenizing"}
+SERVERS = {
+    "tlora": "training",
+    "tlora.engine.worker": "training",
+    "tlora.engine.ranks.rank": "training",
+    "tlora.engine.team.member": "training",
+    "tlora.data.worker": "tokenizing",
+}
 """Which server forks the process of a module: those that tokenize go without torch."""
 IMPORTS = {
     "training": (
@@ -171,7 +177,7 @@ def _become(request: dict[str, Any]) -> None:
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(open(0, "rb", closefd=False))  # type: ignore[misc]  # noqa: SIM115
     for number, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
         lines = number == 2 or os.isatty(number)
-        stream = io.TextIOWrapper(open(number, "wb", closefd=False), errors=errors, line_buffering=lines, write_through=not buffered)  # noqa: PTH123, SIM115
+        stream = io.TextIOWrapper(open(number, "wb", closefd=False), errors=errors, line_buffering=lines, write_through=not buffered)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     extra = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]

@@ -198,7 +198,7 @@ def test_a_rank_or_the_worker_is_lost(world: World, tmp_path: Path, rank: str) -
 def test_the_next_controller_finds_a_wide_worker(world: World, tmp_path: Path) -> None:
     """Its jobs train on while there is none: no step is taken twice."""
 
-    class Killed(Exception):
+    class KilledError(Exception):
         pass
 
     spec = run_spec(world.base, tmp_path, world.orders[:1])
@@ -210,11 +210,11 @@ def test_the_next_controller_finds_a_wide_worker(world: World, tmp_path: Path) -
 
     def until_killed(_: float, item: Event | Action) -> None:
         if isinstance(item, StepsDone) and item.steps >= 5:
-            raise Killed
+            raise KilledError
 
     first = LocalBackend(machine)
     submit_all(first, {"two": LocalJob(spec.jobs[0], profiled.train_set, profiled.eval_set)}, [(0.0, submitted)])
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         run(script, first, until_killed)
     script.backend = first
     pid = worker_pid(script)

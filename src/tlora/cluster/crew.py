@@ -92,7 +92,9 @@ class Crew:
                     self._unheard.append(heard)
             waiting = {gpus: identity for gpus, identity in waiting.items() if gpus[0] not in self.workers and identity.is_alive}
         for gpus, identity in waiting.items():
-            self._note(f"the worker of {called(gpus)} (process {identity.pid}) has not dialled again within {_FOUND_SECONDS:g} s: it is killed")
+            self._note(
+                f"the worker of {called(gpus)} (process {identity.pid}) has not dialled again within {_FOUND_SECONDS:g} s: it is killed"
+            )
             identity.kill()
             WorkerProcess(gpus, self._log(gpus), identity).wait()
 
@@ -214,9 +216,7 @@ class Crew:
                 return f"{who} {what} (process {worker.process.pid}). End one of the two"
         return ""
 
-    def _take_on(
-        self, gpus: tuple[int, ...], load: Load | None, process: WorkerProcess, identity: ProcessIdentity | None
-    ) -> RemoteWorker:
+    def _take_on(self, gpus: tuple[int, ...], load: Load | None, process: WorkerProcess, identity: ProcessIdentity | None) -> RemoteWorker:
         worker = self.workers[gpus[0]] = RemoteWorker(gpus, load, process, self._epoch, self._limits.lease)
         write_record(self._directory, gpus, identity)
         self._heard_at[worker] = time.monotonic()

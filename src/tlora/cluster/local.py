@@ -261,7 +261,9 @@ class LocalBackend:
         self._settle()
 
     def _want(self, group: JobGroup) -> None:
-        assert set(group.gpus) <= set(self._machine.gpus) and group.gpus, f"{group.group_id} is to run on {group.gpus}; there are {self._machine.gpus}"
+        assert set(group.gpus) <= set(self._machine.gpus) and group.gpus, (
+            f"{group.group_id} is to run on {group.gpus}; there are {self._machine.gpus}"
+        )
         self._reconciler.want(group)
 
     # -- what happens --------------------------------------------------------------------------------------------------

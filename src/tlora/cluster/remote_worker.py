@@ -44,9 +44,13 @@ def called(gpus: tuple[int, ...]) -> str:
 
 
 class RemoteWorker:
-    """`gpus` are its own, in ascending order. `jobs` are those that it holds. `loaded`, `doomed` (it ends by itself) and `settled` (the last generation) are as it has said."""
+    """`gpus` are its own, in ascending order. `jobs` are those that it holds. `loaded`, `doomed` (it ends by itself) and `settled` (the last
+    generation) are as it has said.
+    """
 
-    def __init__(self, gpus: tuple[int, ...], load: Load | None, process: Process, epoch: int, lease_seconds: float = LEASE_SECONDS) -> None:
+    def __init__(
+        self, gpus: tuple[int, ...], load: Load | None, process: Process, epoch: int, lease_seconds: float = LEASE_SECONDS
+    ) -> None:
         """`load` is None for a worker that came by itself, until it is told what to load."""
         self.gpus, self.load, self.process = gpus, load, process
         self.incarnation: str | None = None

@@ -114,7 +114,9 @@ class Trainer:
         durable.make_directory(self._directory)
         self._flight = FlightRecorder(self._directory, seat.flight)
         context = RunContext(public_name(load.base_model), clock, note, reserve, writer, fence=self._check_claim)
-        self._driver = Driver(model, context, Places(self._directory, self._serving, load.report_to), STARTING_BUDGET, exchange=self._parts.exchange)
+        self._driver = Driver(
+            model, context, Places(self._directory, self._serving, load.report_to), STARTING_BUDGET, exchange=self._parts.exchange
+        )
         self._share = Share(STARTING_BUDGET)
         self._driver.listener = self._listen
         self._group, self._records = self._driver.group, self._driver.records

@@ -164,9 +164,7 @@ def lead_or_train(load: Load, gpus: tuple[int, ...], worker: Worker) -> None:
         open_trainer(load, worker.inbox, worker.report, worker.pulse).go_on()
 
 
-def open_trainer(
-    load: Load, inbox: queue.SimpleQueue[Any], send: Callable[[Any], None], pulse: Pulse, seat: Seat | None = None
-) -> Trainer:
+def open_trainer(load: Load, inbox: queue.SimpleQueue[Any], send: Callable[[Any], None], pulse: Pulse, seat: Seat | None = None) -> Trainer:
     """The model libraries, then the base. The arguments as of `Trainer`."""
     with no_collection():
         import torch

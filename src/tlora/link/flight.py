@@ -37,7 +37,9 @@ class FlightRecorder:
 
 
 def read_flight(directory: Path, pid: int) -> frozenset[str]:
-    """The jobs that the worker which was process `pid` computed last, on all its ranks; empty where that is not known. The files are removed."""
+    """The jobs that the worker which was process `pid` computed last, on all its ranks; empty where that is not known. Their files are
+    removed.
+    """
     return frozenset[str]().union(*(_read(path) for path in [directory / f".flight-{pid}", *directory.glob(f".flight-{pid}-*")]))
 
 

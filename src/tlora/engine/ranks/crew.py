@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tlora.engine.ranks.external import Launched, tell_ranks
 from tlora.engine.ranks.link import Meeting
-from tlora.engine.ranks.messages import Broken, Bye, Command, Found, Hello, Ready, Report, Stop
+from tlora.engine.ranks.messages import Broken, Bye, Found, Hello, Ready, Report, Stop
 from tlora.engine.ranks.process import LOOK_SECONDS, ForeignRank, RankProcess
 from tlora.errors import ConfigError, RankError
 

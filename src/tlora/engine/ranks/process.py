@@ -23,7 +23,9 @@ _TAIL_BYTES = 4000
 class RankProcess:
     """One rank. `log` gets what it and its libraries print."""
 
-    def __init__(self, rank: int, address: str, log: Path, environment: Mapping[str, str], module: str = RANK, *, apart: bool = True) -> None:
+    def __init__(
+        self, rank: int, address: str, log: Path, environment: Mapping[str, str], module: str = RANK, *, apart: bool = True
+    ) -> None:
         """`address` is that of the run's owner, `module` what the process runs. `apart`: in a session of its own."""
         self.rank, self._log = rank, log
         with log.open("ab") as output:

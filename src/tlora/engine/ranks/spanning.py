@@ -1,9 +1,9 @@
 """Jobs that span several ranks: gradients and weights lie in memory that the ranks read of each other, and short notes say when.
 
 Each rank has a mailbox (`sharing/peer_memory.py`) with a region for each such job, or one for each job: at the job's home its newest
-weights lie there, elsewhere the gradients of the replicas there. Nobody writes what somebody may still read: gradients follow only on the weights of their
-step, and the next weights only on all gradients. A rank that has no samples of a global batch sends nothing, and may fetch its weights
-half written: it computes nothing with them.
+weights lie there, elsewhere the gradients of the replicas there. Nobody writes what somebody may still read: gradients follow only on the
+weights of their step, and the next weights only on all gradients. A rank that has no samples of a global batch sends nothing, and may
+fetch its weights half written: it computes nothing with them.
 """
 
 from __future__ import annotations

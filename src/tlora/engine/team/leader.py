@@ -24,7 +24,7 @@ from tlora.engine.team.messages import Beat, Enter, Follow, Meet, Opened, Spread
 from tlora.engine.team.placing import choose_span
 from tlora.errors import RankError
 from tlora.link.flight import forget_flight
-from tlora.worker_protocol import Join, JobEnd, Joined, Left, Load, Loaded, Report, Stepped
+from tlora.worker_protocol import JobEnd, Join, Joined, Left, Load, Loaded, Report, Stepped
 
 _LOOK_SECONDS = 1.0
 MEMBER = "tlora.engine.team.member"
