@@ -44,8 +44,8 @@ def called(gpus: tuple[int, ...]) -> str:
 
 
 class RemoteWorker:
-    """`gpus` are its own, in ascending order. `jobs` are those that it holds. `loaded`, `doomed` (it ends by itself) and `settled` (the last
-    generation) are as it has said.
+    """`gpus` are its own, in ascending order. `jobs` are those that it holds. `loaded`, `doomed` (it ends by itself) and `settled` (the
+    last generation) are as it has said.
     """
 
     def __init__(
