@@ -13,8 +13,21 @@ from tests.cluster.test_local import group, job, machine, submitted
 from tlora.cluster import local
 from tlora.cluster.local import LocalBackend, submit_all
 from tlora.cluster.reconciler import MOST_DEATHS
+from tlora.cluster.remote_worker import Held
 from tlora.errors import ConfigError
-from tlora.protocol import ChangeGroup, Event, GroupLost, GroupReady, JobFailed, JobGroup, ParallelPlan, StartGroup, StepsDone, StopGroup
+from tlora.protocol import (
+    ChangeGroup,
+    Event,
+    GroupFound,
+    GroupLost,
+    GroupReady,
+    JobFailed,
+    JobGroup,
+    ParallelPlan,
+    StartGroup,
+    StepsDone,
+    StopGroup,
+)
 from tlora.worker_protocol import Left, Stepped
 
 
@@ -136,3 +149,22 @@ def test_two_groups_cannot_have_one_gpu(backend: LocalBackend) -> None:
     backend.execute(StartGroup(wide("g0", (0, 1), "a")))
     with pytest.raises(AssertionError, match="of which g0 has"):
         backend.execute(StartGroup(wide("g1", (1, 2), "b")))
+
+
+def test_a_group_that_was_moving_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One job had arrived on the new GPUs and the other not yet, when the controller was killed."""
+    monkeypatch.setattr(local, "Crew", FakeCrew)
+    STARTED.clear()
+    with LocalBackend(machine(tmp_path, gpus=(0, 1, 2))) as backend:
+        for gpus, held in (((0,), {"a": Held(5), "b": Held(6)}), ((1, 2), {"b": Held(7)})):
+            worker = backend._crew.start(gpus, "models/base")
+            worker.found, worker.jobs, worker.loaded = wide("g", gpus, "a", "b"), held, True
+        backend._found = True
+        for name in "ab":
+            backend.submit(submitted(name), job(name), at_seconds=-1.0)
+        found = backend.poll()
+        (group_found,) = [event for event in found if isinstance(event, GroupFound)]
+        assert group_found.group.gpus == (1, 2) and group_found.group.job_ids == ("b",)
+        assert STARTED[0].asked == [] and until(backend, replace(submitted("a"), submitted_at=-1.0))
+        assert backend._reconciler.groups["g"].gpus == (1, 2)
+    STARTED.clear()

@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import LocalBackend, LocalMachine, submit_all
 from tlora.cluster.reconciler import LocalJob
+from tlora.costs.hardware import cost_model, nearest_base
+from tlora.json_file import read_object
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.protocol import (
     Action,
@@ -35,6 +37,8 @@ from tlora.protocol import (
     StartGroup,
     StepsDone,
 )
+from tlora.scheduler.policies import LIVE_POLICIES
+from tlora.scheduler.scheduler import Scheduler
 
 
 @dataclass(frozen=True)
@@ -230,3 +234,23 @@ def test_the_next_controller_finds_a_wide_worker(world: World, tmp_path: Path) -
     assert sha256(tmp_path / "jobs" / "two") == sha256(world.whole / "two")
     assert steps_taken(tmp_path / "jobs" / "two") == steps_taken(world.whole / "two")
     assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.timeout(600)
+def test_idle_gpus_are_lent(world: World, tmp_path: Path) -> None:
+    """A job that asks for one GPU, of which the scheduler hears that its steps are long, gets both."""
+    spec = run_spec(world.base, tmp_path, world.orders[2:])
+    profiled = profile_jobs(spec)["narrow"]
+    assert isinstance(profiled, ProfiledJob)
+    submitted = JobSubmitted("narrow", "tiny", 1, replace(profiled.profile, tokens_per_step=2e5))
+    policy = LIVE_POLICIES["residual_capacity-growth"]()
+    scheduler, told = Scheduler(policy, cost_model(bases={"tiny": nearest_base(1e6)}), print), list[Event | Action]()
+    with LocalBackend(LocalMachine((0, 1), "cpu", {"tiny": str(world.base)}, tmp_path)) as backend:
+        jobs = {"narrow": LocalJob(spec.jobs[0], profiled.train_set, profiled.eval_set)}
+        submit_all(backend, jobs, [(0.0, submitted)])
+        run(scheduler, backend, lambda _, item: told.append(item))
+    started = [item.group for item in told if isinstance(item, StartGroup)]
+    assert [group.gpus for group in started] == [(0, 1)] and JobFinished("narrow") in told
+    assert steps_taken(tmp_path / "jobs" / "narrow") == steps_taken(world.whole / "narrow")
+    losses = [read_object(out / "narrow" / "result.json")["train_loss"] for out in (tmp_path / "jobs", world.whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.01), "another sum of the same gradients"

@@ -19,6 +19,8 @@ from tests.engine.tiny_runs import job, run_spec
 from tlora.cluster.crew import Crew, Limits
 from tlora.cluster.remote_worker import RemoteWorker
 from tlora.engine.commands import Stop
+from tlora.engine.worker import parse_gpus
+from tlora.errors import ConfigError
 from tlora.protocol import JobGroup, ParallelPlan
 from tlora.store.checkpoint import read_progress
 from tlora.worker_protocol import Ending, Join, Joined, Left, Load, Report, Settled, Stepped
@@ -132,3 +134,10 @@ def test_a_worker_started_by_hand_says_where_nobody_listens(tmp_path: Path) -> N
     for address, fact in bad.items():
         done = subprocess.run([sys.executable, "-m", "tlora.engine.worker", "--connect", address], capture_output=True, check=False)
         assert done.returncode == 2 and fact in done.stderr.decode(), done.stderr
+
+
+def test_gpus_are_different_numbers() -> None:
+    assert parse_gpus("3") == (3,) and parse_gpus("2, 0") == (0, 2)
+    for text in ("", "1,", "0,0", "one", "-1"):
+        with pytest.raises(ConfigError, match=f"--gpus {text}: must be different numbers"):
+            parse_gpus(text)

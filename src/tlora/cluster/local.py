@@ -290,6 +290,8 @@ class LocalBackend:
                 if worker.load is not None:
                     worker.stop()
                 continue
+            if self._has_moved(found.group_id, worker):
+                continue
             jobs = self._arrived_early([name for name in found.job_ids if self._is_best_place(worker, name)])
             if jobs:
                 weights = dict(zip(found.job_ids, found.weights, strict=True))
@@ -299,6 +301,11 @@ class LocalBackend:
                 self._events.append(GroupFound(group, jobs))
         self._events.append(Tick())
         self._settle()
+
+    def _has_moved(self, group_id: str, worker: RemoteWorker) -> bool:
+        """A group that was moving to other GPUs is found twice: it goes on where its jobs went last."""
+        places = [other for other in self._crew.workers.values() if other.found is not None and other.found.group_id == group_id]
+        return max(places, key=lambda other: max((held.attempt for held in other.jobs.values()), default=0)) is not worker
 
     def _is_best_place(self, worker: RemoteWorker, job_id: str) -> bool:
         """A job that was being handed over may be in the groups of two workers: it goes on where its attempt is the later one."""

@@ -56,7 +56,8 @@ def flight_name(pid: int, rank: int) -> str:
 def _read(path: Path) -> frozenset[str]:
     with contextlib.suppress(OSError, ValueError):
         with path.open("rb") as file:
-            found: object = json.loads(file.read(_BYTES).split(b"\n")[0])
+            line = file.read(_BYTES).split(b"\n")[0]
         path.unlink()
+        found: object = json.loads(line)
         return frozenset(cast("list[str]", found)) if isinstance(found, list) else frozenset()
     return frozenset()

@@ -61,6 +61,11 @@ def train_on_cluster(
     """
     if policy not in LIVE_POLICIES:
         raise ConfigError(f"--policy {policy}: is not one of {', '.join(LIVE_POLICIES)}. Choose one of these")
+    if policy == "residual_capacity-growth" and run.deterministic:
+        raise ConfigError(
+            f"--policy {policy} with deterministic: a job then has as many replicas as its gpus say, and more GPUs do not make it faster. "
+            "Choose residual_capacity"
+        )
     watcher, began = watcher or Watcher(), time.monotonic()
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     places = rank_devices(gpus if gpus is not None else "all" if kind == "cuda" else 1, device)

@@ -17,7 +17,7 @@ from tlora.server_directory import default_directory
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _MOST_CONFIG_BYTES = 1 << 20
-# Policies that give a group one GPU, as the local back end has it.
+# As `scheduler.policies.LIVE_POLICIES`.
 PolicyName = Literal["residual_capacity", "residual_capacity-growth", "fifo", "backfill", "sjf", "srtf", "las"]
 Bytes = Annotated[int, Field(ge=1, le=1 << 60)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
@@ -87,6 +87,15 @@ class ServerConfig(BaseModel):
         if url is not None and url.partition(":")[0] not in ("sqlite", "postgresql"):
             raise ValueError(f"database_url {url.partition(':')[0]!r}: must begin with sqlite:/// or postgresql://; or leave it out")
         return url
+
+    @model_validator(mode="after")
+    def _check_growth(self) -> ServerConfig:
+        if self.deterministic and self.policy == "residual_capacity-growth":
+            raise ValueError(
+                f"policy {self.policy} with deterministic: a job then has as many replicas as its gpus say, and more GPUs do not make it "
+                "faster. Choose residual_capacity"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_exposure(self) -> ServerConfig:
