@@ -185,9 +185,11 @@ def worker(
     ] = "0",
 ) -> None:
     """Train for a running cluster on one group of GPUs, until it needs no more. Ctrl-C saves all jobs; the cluster goes on elsewhere."""
+    from tlora.cli.terminal import exit_on_error
     from tlora.engine.worker import parse_gpus, run
 
-    chosen = parse_gpus(gpus)
+    with exit_on_error(debug=False):
+        chosen = parse_gpus(gpus)
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, chosen)))
     run(connect, chosen)
 
