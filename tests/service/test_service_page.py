@@ -173,6 +173,7 @@ def test_a_group_over_several_gpus_is_one_box(served_slowly: Served) -> None:
     until(lambda: job["id"] in served.cluster._open)
     served.cluster.step(job["id"], 4)
     served.wait("alice", job["id"], "running")
+    until(lambda: served.cluster.tick() or served.ask("alice", "GET", "/v1/cluster", 200)["groups"])
     assert served.ask("alice", "GET", "/v1/cluster", 200)["groups"][0]["gpus"] == [0, 1]
     page = Elements(served.client.get("/", headers=log_in(served, "alice")).text)
     assert "CPU processes 0, 1" in page.text and "free" not in page.text and "wide" in page.text
