@@ -200,7 +200,7 @@ def test_a_job_of_two_gpus_is_found_by_the_next_server(tmp_path: Path) -> None:
         server = servers[-1]
         file = server.ask("POST", "/v1/files", files={"file": ("d.jsonl", data.read_bytes())}, data={"purpose": "fine-tune"})["id"]
         wide = order | {"data": {"file": file}}
-        refused = server.client.post("/v1/jobs", json={"base_model": "base"} | wide | {"gpus": 3})
+        refused = server.client.post("/v1/jobs", json={"base_model": "base", "name": "wider"} | wide | {"gpus": 3})
         assert refused.status_code == 400 and "more than this server's 2" in refused.text
         job = server.submit(name="wide", **wide)
         until(lambda: 0 < server.job(job)["steps"] < 30)

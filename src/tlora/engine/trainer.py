@@ -23,13 +23,13 @@ import torch
 from tlora import durable
 from tlora.data.dataset import find_damage
 from tlora.data.prepare import Prepared, open_sets, prepare
+from tlora.engine.calibration import calibrate
 from tlora.engine.commands import Command, Leave, Share, Stop
 from tlora.engine.driver import Driver, Opened, Places
 from tlora.engine.pulse import Pulse
-from tlora.engine.ranks.messages import Mail, Unfollow
 from tlora.engine.step_timer import StepTimer
-from tlora.engine.team.messages import Follow, Meet, Spread
-from tlora.engine.team.parts import Parts, Seat
+from tlora.engine.team.messages import Follow, Spread
+from tlora.engine.team.parts import Parts, Planned, Seat, Together
 from tlora.errors import CheckpointError, DataError
 from tlora.group.job_run import JobRun
 from tlora.group.reports import Ended
@@ -78,15 +78,7 @@ class _Ready:
     opened: Opened | Failure | HeldError
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """The data of a job that follows is there, or cannot be had."""
-
-    follow: Follow
-    planned: PlannedJob
-
-
-_Told = Command | Spread | Follow | Unfollow | Meet | Mail | _Prepared | _Ready | _Planned | _Written
+_Told = Command | Spread | Follow | Together | _Prepared | _Ready | _Written
 
 
 class Trainer:
@@ -107,6 +99,10 @@ class Trainer:
         self._pulse = pulse or Pulse()
         self._directory = Path(load.output_dir)
         model, self._bound = _load_base(load)
+        if load.calibrate:
+            self._pulse.begin("compiling")
+            if (measured := calibrate(load, model, note)) is not None:
+                send(measured)
         clock: Callable[[], float] = lambda: time.time() - load.started_unix_seconds  # noqa: E731
         writer, reserve = Writer(lambda: inbox.put(_Written())), DiskReserve(self._directory, {}, note)
         self._serving = ServingFiles(load.base_model)
@@ -126,6 +122,7 @@ class Trainer:
         self._unwanted: set[str] = set()  # of those: told to leave before they were in
         self._paces: dict[str, StepTimer] = {}
         self._reported = 0.0
+        self._has_computed = False
         send(Loaded())
 
     def go_on(self) -> None:
@@ -142,6 +139,7 @@ class Trainer:
         self._flight.begin(jobs)
 
     def _look(self, _: object) -> None:
+        self._has_computed = True
         self._pulse.begin("training")
         self._tell_steps()
         self._tell_ended()
@@ -157,7 +155,7 @@ class Trainer:
                 return False
             self._obey(command)
             self._tell_ended()
-        self._pulse.begin("training")
+        self._pulse.begin("training" if self._has_computed else "compiling")  # the first micro-batch of all compiles what it needs
         return True
 
     def _obey(self, command: _Told) -> None:
@@ -178,30 +176,15 @@ class Trainer:
             case Share() as share:
                 self._share = share
                 self._apply_share()
-            case _:
-                self._obey_for_parts(command)
-
-    def _obey_for_parts(self, command: _Told) -> None:
-        """What concerns jobs that several ranks compute."""
-        parts = self._parts
-        match command:
             case Spread(join, span):
-                parts.spread(join.job.name, span)
+                self._parts.spread(join.job.name, span)
                 self._take(join)
             case Follow() as follow:
-                parts.follow(follow)
+                self._parts.follow(follow)
                 threading.Thread(target=self._plan_part, args=(follow,), daemon=True).start()
-            case _Planned(follow, planned):
-                parts.planned(follow, planned)
-            case Meet() as meet:
-                if (opened := parts.meet(meet, self._driver)) is not None:
-                    self._begin_with(opened)
-            case Unfollow(name):
-                parts.unfollow(name, self._driver)
-            case Mail(sender, told):
-                parts.exchange.hear(sender, told)
             case _:
-                raise AssertionError(f"{command} came to a trainer")
+                if (opened := self._parts.obey(command, self._driver)) is not None:
+                    self._begin_with(opened)
 
     def _take(self, join: Join) -> None:
         name = join.job.name
@@ -221,7 +204,7 @@ class Trainer:
         """In a thread of its own, of a job that has its home on another rank."""
         data = attempt(self._data_of, follow.join)
         found = DataError(data.reason) if isinstance(data, Failure) else data
-        self._inbox.put(_Planned(follow, plan_job(follow.join.job, found, self._group.model, self._directory)))
+        self._inbox.put(Planned(follow, plan_job(follow.join.job, found, self._group.model, self._directory)))
 
     def _data_of(self, join: Join) -> Prepared | DataError:
         (request,) = prepare_requests(pin_data(self._run_of(join.job)), self._group.model.base.vocab_size)

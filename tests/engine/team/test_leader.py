@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from tlora.engine.team.messages import Beat, Enter, Follow, Meet, Opened, Spread
 from tlora.errors import RankError
 from tlora.job import JobSpec
 from tlora.link.flight import FlightRecorder, flight_name, read_flight
-from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Load, Loaded, Refused, Report, Stepped
+from tlora.protocol import BaseSpeed
+from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Load, Loaded, Measured, Refused, Report, Stepped
 
 
 class Ranks:
@@ -79,14 +81,17 @@ def spread(leader: Leader, ranks: Ranks, join: Join) -> None:
 
 def test_ranks_are_entered_and_loaded_together(made: Callable[..., Any]) -> None:
     leader, ranks, told = made()
+    leader._load = replace(leader._load, calibrate=True)
     for rank in (1, 0):
         leader._hear(rank, Hello(rank, 1, "here", {}))
-    assert [(rank, command.device, command.store) for rank, command in ranks.take()] == [(1, "cpu", "the store"), (0, "cpu", "the store")]
+    entered = [(rank, command.device, command.store, command.load.calibrate) for rank, command in ranks.take()]
+    assert entered == [(1, "cpu", "the store", False), (0, "cpu", "the store", True)]
     assert ranks.going == {0, 1}
+    leader._hear(0, Measured("CPU", BaseSpeed(1.0, 0.1, 0.1, 0.0)))
     leader._hear(0, Loaded())
-    assert not told
+    assert told == [Measured("CPU", BaseSpeed(1.0, 0.1, 0.1, 0.0))]
     leader._hear(1, Loaded())
-    assert told == [Loaded()]
+    assert told[1:] == [Loaded()]
 
 
 def test_ranks_on_gpus_have_one_each(made: Callable[..., Any], tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tlora.engine.team.messages import Beat, Enter, Follow, Meet, Opened, Spread
 from tlora.engine.team.placing import choose_span
 from tlora.errors import RankError
 from tlora.link.flight import forget_flight
-from tlora.worker_protocol import JobEnd, Join, Joined, Left, Load, Loaded, Report, Stepped
+from tlora.worker_protocol import JobEnd, Join, Joined, Left, Load, Loaded, Measured, Report, Stepped
 
 _LOOK_SECONDS = 1.0
 MEMBER = "tlora.engine.team.member"
@@ -118,7 +118,8 @@ class Leader:
             case Hello():
                 self._crew.going.add(rank)  # from now on it is told to stop, and not killed
                 device = f"{self._load.device}:{rank}" if self._load.device == "cuda" else self._load.device
-                self._crew.send(rank, Enter(self._load, device, self._crew.store, os.getpid()))
+                load = replace(self._load, calibrate=self._load.calibrate and rank == 0)  # all GPUs of a group are alike
+                self._crew.send(rank, Enter(load, device, self._crew.store, os.getpid()))
             case Loaded():
                 self._loaded.add(rank)
                 if len(self._loaded) == len(self._gpus):
@@ -126,7 +127,7 @@ class Leader:
             case Beat():
                 self._beats[rank] = report, time.monotonic()
                 self._show()
-            case Joined() | Stepped():
+            case Joined() | Stepped() | Measured():
                 self._send(report)
             case _ if isinstance(report, JobEnd):
                 self._end(report)

@@ -14,7 +14,7 @@ from torch.distributed import FileStore, PrefixStore, Store
 
 from tlora.batching.replicas import Span
 from tlora.engine import driver
-from tlora.engine.ranks.messages import Faulty, Note
+from tlora.engine.ranks.messages import Faulty, Mail, Note, Unfollow
 from tlora.engine.ranks.spanning import SpanExchange, open_mailbox
 from tlora.engine.team.messages import Follow, Meet, Opened
 from tlora.planning.plan import PlannedJob
@@ -33,6 +33,17 @@ class Seat:
     flight: str = ""  # the name of its flight record, by default its process'
 
 
+@dataclass(frozen=True)
+class Planned:
+    """The data of a job that has a part here is open, or cannot be had."""
+
+    follow: Follow
+    planned: PlannedJob
+
+
+Together = Planned | Unfollow | Meet | Mail
+
+
 class Parts:
     """`exchange` is that of the rank's group."""
 
@@ -44,6 +55,19 @@ class Parts:
         self._follows: dict[str, Follow] = {}
         self._planned: dict[str, PlannedJob] = {}  # of the jobs that follow, those that wait for the others
         self._store: Store | None = None
+
+    def obey(self, command: Together, group: driver.Driver) -> driver.Opened | None:
+        """Returns a job that has its home here, and can begin. Raises RankError."""
+        match command:
+            case Planned(follow, planned):
+                self.planned(follow, planned)
+            case Unfollow(name):
+                self.unfollow(name, group)
+            case Meet():
+                return self.meet(command, group)
+            case Mail(sender, note):
+                self.exchange.hear(sender, note)
+        return None
 
     # -- jobs at home --------------------------------------------------------------------------------------------------
 
