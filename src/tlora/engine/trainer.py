@@ -24,7 +24,7 @@ from tlora import durable
 from tlora.data.dataset import find_damage
 from tlora.data.prepare import Prepared, open_sets, prepare
 from tlora.engine.calibration import calibrate
-from tlora.engine.commands import Command, Leave, Share, Stop
+from tlora.engine.commands import Leave, Share, Stop
 from tlora.engine.driver import Driver, Opened, Places
 from tlora.engine.pulse import Pulse
 from tlora.engine.step_timer import StepTimer
@@ -78,7 +78,7 @@ class _Ready:
     opened: Opened | Failure | HeldError
 
 
-_Told = Command | Spread | Follow | Together | _Prepared | _Ready | _Written
+_Told = Join | Leave | Share | Spread | Follow | Together | _Prepared | _Ready | _Written
 
 
 class Trainer:
