@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import stat
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ from tlora.cluster import crew as crew_room
 from tlora.cluster import session
 from tlora.cluster.crew import Crew, Limits
 from tlora.cluster.store_files import begin_reign
-from tlora.cluster.worker_process import read_records, write_record
+from tlora.cluster.worker_process import WorkerProcess, read_records, write_record
 from tlora.errors import ConfigError
 from tlora.link.address import connect, listen
 from tlora.link.process_identity import identify
@@ -227,3 +229,14 @@ def test_a_worker_may_not_have_some_of_the_gpus_of_another(station: Station) -> 
         narrow.sendall(worker_line(replace(HELLO, incarnation="another", gpus=(1,))))
         reason = station.answer(narrow)["reason"]
     assert "comes for GPU 1, and there is a worker already that has GPUs 0, 1" in reason and station.crew.workers[0].gpus == (0, 1)
+
+
+def test_a_worker_of_several_gpus_has_ended_when_its_ranks_have(tmp_path: Path) -> None:
+    with subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, start_new_session=True) as leader:
+        assert leader.stdout is not None
+        rank = int(leader.stdout.readline())
+        worker = WorkerProcess((0, 1), tmp_path / "log", identify(leader.pid), leader)
+        leader.kill()
+        assert not worker.wait(0.2) and leader.poll() == -signal.SIGKILL
+        os.kill(rank, signal.SIGKILL)
+        assert worker.wait(60.0)
