@@ -26,7 +26,9 @@ def worker(
             show_default=False,
         ),
     ],
-    gpu: Annotated[int, typer.Option(min=0, metavar="N", help="The GPU, as the cluster numbers it; the worker sees no other.")] = 0,
+    gpus: Annotated[
+        str, typer.Option("--gpus", "--gpu", metavar="N|0,1", help="Its GPUs, as the cluster numbers them; the worker sees no other.")
+    ] = "0",
     fingerprint: Annotated[
         str | None,
         typer.Option(
@@ -38,11 +40,14 @@ def worker(
         typer.Option(metavar="FILE", help="For tcp://: a 0600 file with the token, instead of TLORA_WORKER_TOKEN.", show_default=False),
     ] = None,
 ) -> None:
-    """Train for a running cluster on one GPU, until it needs no more. Ctrl-C saves all jobs; the cluster goes on with them elsewhere."""
-    from tlora.engine.worker import run
+    """Train for a running cluster on one group of GPUs, until it needs no more. Ctrl-C saves all jobs; the cluster goes on elsewhere."""
+    from tlora.cli.terminal import exit_on_error
+    from tlora.engine.worker import parse_gpus, run
 
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(gpu))
-    run(connect, gpu, fingerprint, token_file)
+    with exit_on_error(debug=False):
+        chosen = parse_gpus(gpus)
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, chosen)))
+    run(connect, chosen, fingerprint, token_file)
 
 
 def worker_token(

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from tlora.cluster.credentials import WorkerTokens
 from tlora.cluster.doors import Door, TlsDoor, UnixDoor
-from tlora.cluster.remote_worker import LEASE_SECONDS, RemoteWorker
+from tlora.cluster.remote_worker import LEASE_SECONDS, RemoteWorker, called
 from tlora.cluster.session import Arrived, Gone, Heard, Session, Spoke
-from tlora.cluster.worker_process import WorkerProcess, launch, read_records, write_record
+from tlora.cluster.worker_process import WorkerProcess, file_stem, launch, read_records, write_record
 from tlora.link.flight import read_flight
 from tlora.link.process_identity import ProcessIdentity, identify
 from tlora.version import __version__
@@ -50,7 +50,7 @@ class _Ended:
 
 
 class Crew:
-    """`workers` by GPU. `inbox` may be given None to wake the one who listens."""
+    """`workers` by the first of their GPUs. `inbox` may be given None to wake the one who listens."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Crew:
 
     # -- beginning and end ---------------------------------------------------------------------------------------------
 
-    def find(self, records: Mapping[int, ProcessIdentity]) -> None:
+    def find(self, records: Mapping[tuple[int, ...], ProcessIdentity]) -> None:
         """Wait for the workers of an earlier controller to dial again; those that do not are killed. Their reports are for `listen`: who
         waits here cannot yet say what follows from them.
         """
@@ -101,17 +101,19 @@ class Crew:
                     self._hear(heard)
                 elif heard is not None:
                     self._unheard.append(heard)
-            waiting = {gpu: identity for gpu, identity in waiting.items() if gpu not in self.workers and identity.is_alive}
-        for gpu, identity in waiting.items():
-            self._note(f"the worker of GPU {gpu} (process {identity.pid}) has not dialled again within {_FOUND_SECONDS:g} s: it is killed")
+            waiting = {gpus: identity for gpus, identity in waiting.items() if gpus[0] not in self.workers and identity.is_alive}
+        for gpus, identity in waiting.items():
+            self._note(
+                f"the worker of {called(gpus)} (process {identity.pid}) has not dialled again within {_FOUND_SECONDS:g} s: it is killed"
+            )
             identity.kill()
-            identity.wait(None)
+            WorkerProcess(gpus, self._log(gpus), identity).wait()
 
-    def start(self, gpu: int, base_model: str) -> RemoteWorker:
-        """A new worker for that GPU."""
+    def start(self, gpus: tuple[int, ...], base_model: str) -> RemoteWorker:
+        """A new worker for those GPUs."""
         load = self._loads(base_model)
-        process = launch(gpu, load.device, self.address, self._log(gpu))
-        return self._take_on(gpu, load, process, identify(process.pid))
+        process = launch(gpus, load.device, self.address, self._log(gpus))
+        return self._take_on(gpus, load, process, identify(process.pid))
 
     def abandon(self) -> None:
         """Leave all workers as they are: they train on for their lease, and the next controller finds them."""
@@ -199,11 +201,11 @@ class Crew:
             self._note(f"refused: {reason}")
             session.refuse(reason)
             return
-        (gpu,) = hello.gpus
-        worker = self.workers.get(gpu)
+        gpus = hello.gpus
+        worker = self.workers.get(gpus[0])
         if worker is None:
             identity = arrived.peer.identity
-            worker = self._take_on(gpu, hello.load, WorkerProcess(gpu, self._log(gpu), identity), identity)
+            worker = self._take_on(gpus, hello.load, WorkerProcess(gpus, self._log(gpus), identity), identity)
         self._sessions[session] = worker
         if arrived.peer.token is not None:
             self._let_in_by[session] = arrived.peer.token.id
@@ -216,24 +218,25 @@ class Crew:
         who = f"the worker that is process {pid}"
         if hello.versions.get("tlora") != __version__:
             return f"{who} is of tlora {hello.versions.get('tlora')}, and this is {__version__}. Start it with the same version"
-        if len(hello.gpus) != 1 or hello.gpus[0] not in self._gpus:
-            return f"{who} has GPUs {list(hello.gpus)}, and a worker here has one of {list(self._gpus)}. Start it with one of these"
+        if not hello.gpus or list(hello.gpus) != sorted(set(hello.gpus)) or not set(hello.gpus) <= set(self._gpus):
+            there = list(self._gpus)
+            return f"{who} has GPUs {list(hello.gpus)}, and a worker here has some of {there}, in ascending order. Start it with such"
         if hello.epoch > self._epoch:
             return f"{who} has heard of a later controller (epoch {hello.epoch}) than this one ({self._epoch}). Stop this one"
-        if token is not None and token.has_expired and read_records(self._directory).get(hello.gpus[0]) != arrived.peer.identity:
+        if token is not None and token.has_expired and read_records(self._directory).get(hello.gpus) != arrived.peer.identity:
             return f"{who} comes with {token.id}, which has expired, and was not here before. `tlora worker-token` makes a new one"
-        worker = self.workers.get(hello.gpus[0])
-        if worker is None:
-            return ""
-        if worker.given_up or (worker.incarnation or hello.incarnation) != hello.incarnation or pid not in (0, worker.process.pid):
-            return f"{who} comes for GPU {worker.gpu}, which has a worker already (process {worker.process.pid}). End one of the two"
+        for worker in self.workers.values():
+            known = worker.gpus == hello.gpus and not worker.given_up and pid in (0, worker.process.pid)
+            if worker.overlaps(hello.gpus) and not (known and (worker.incarnation or hello.incarnation) == hello.incarnation):
+                what = f"comes for {called(hello.gpus)}, and there is a worker already that has {worker.called}"
+                return f"{who} {what} (process {worker.process.pid}). End one of the two"
         return ""
 
-    def _take_on(self, gpu: int, load: Load | None, process: WorkerProcess, identity: ProcessIdentity | None) -> RemoteWorker:
-        worker = self.workers[gpu] = RemoteWorker(gpu, load, process, self._epoch, self._limits.lease)
-        write_record(self._directory, gpu, identity)
+    def _take_on(self, gpus: tuple[int, ...], load: Load | None, process: WorkerProcess, identity: ProcessIdentity | None) -> RemoteWorker:
+        worker = self.workers[gpus[0]] = RemoteWorker(gpus, load, process, self._epoch, self._limits.lease)
+        write_record(self._directory, gpus, identity)
         self._heard_at[worker] = time.monotonic()
-        threading.Thread(target=self._await_end, args=(worker,), name=f"worker-{gpu}", daemon=True).start()
+        threading.Thread(target=self._await_end, args=(worker,), name=f"worker-{gpus[0]}", daemon=True).start()
         return worker
 
     def _await_end(self, worker: RemoteWorker) -> None:
@@ -255,7 +258,7 @@ class Crew:
                 self._heard_at[worker] = now
             if not worker.given_up and (reason := self._why_lost(worker, now)):
                 worker.given_up = reason
-                self._note(f"the worker of GPU {worker.gpu} {reason}: it is killed")
+                self._note(f"the worker of {worker.called} {reason}: it is killed")
                 threading.Thread(target=worker.process.kill, daemon=True).start()
 
     def _stop_revoked(self) -> None:
@@ -266,7 +269,7 @@ class Crew:
         for session, token_id in self._let_in_by.items():
             worker = self._sessions[session]
             if not worker.stopping and self._tokens.is_revoked(token_id):
-                self._note(f"the worker of GPU {worker.gpu} saves its jobs and ends: {token_id} was revoked")
+                self._note(f"the worker of {worker.called} saves its jobs and ends: {token_id} was revoked")
                 worker.stop()
 
     def _why_lost(self, worker: RemoteWorker, now: float) -> str:
@@ -286,8 +289,8 @@ class Crew:
         still = now - self._moved_at[worker][1]
         return f"has been {pulse.phase} for {still:.0f} s without getting further" if still > getattr(limits, pulse.phase) else ""
 
-    def _log(self, gpu: int) -> Path:
-        return self._directory / f"gpu{gpu}.log"
+    def _log(self, gpus: tuple[int, ...]) -> Path:
+        return self._directory / f"{file_stem(gpus)}.log"
 
     def _accept(self, door: Door) -> None:
         while not door.is_closed:

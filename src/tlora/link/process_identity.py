@@ -78,6 +78,24 @@ def identify(pid: int) -> ProcessIdentity | None:
     return None if found is None else ProcessIdentity(pid, found[1], boot_id())
 
 
+def wait_for_session(session: int, deadline: float | None) -> bool:
+    """Whether all processes of a session, whose leader has ended, are gone by `deadline` (of `time.monotonic`). They end by themselves."""
+    while _has_members(session):
+        if deadline is not None and time.monotonic() >= deadline:
+            return False
+        time.sleep(_LOOK_SECONDS)
+    return True
+
+
+def _has_members(session: int) -> bool:
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError):
+            fields = path.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] not in "ZX" and path.parent.name != str(session):
+                return True
+    return False
+
+
 def boot_id() -> str:
     try:
         return _BOOT_FILE.read_text(encoding="ascii").strip()

@@ -33,10 +33,8 @@ from tlora.live.picture import Picture
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.protocol import Action, Event, JobFailed, JobFinished, JobSubmitted, RejectJob
 from tlora.report.run_page import write_report
-from tlora.scheduler.policies import POLICIES
-from tlora.scheduler.residual_capacity import residual_capacity
-from tlora.scheduler.scheduler import Policy, Scheduler
-from tlora.scheduler.settings import Settings
+from tlora.scheduler.policies import LIVE_POLICIES
+from tlora.scheduler.scheduler import Scheduler
 from tlora.store.fingerprint import BaseGuard
 from tlora.store.metrics import check_trackers
 from tlora.store.recorder import JobResult
@@ -44,7 +42,6 @@ from tlora.store.run_directory import earlier_base, pin_base, write_run_file
 from tlora.supermodel.load import find_directory, outline
 
 # Policies that give a group one GPU, as the local back end has it.
-CLUSTER_POLICIES = ("residual_capacity", "fifo", "backfill", "sjf", "srtf", "las")
 _BASE = "base"  # the base's name in all groups
 _SHOW_SECONDS, _TICK_SECONDS = 0.25, 10.0
 
@@ -65,8 +62,13 @@ def train_on_cluster(
     their logs. The same call goes on after a stop or a kill. SIGINT and SIGTERM checkpoint every job and return. Raises TloraError for
     what concerns all.
     """
-    if policy not in CLUSTER_POLICIES:
-        raise ConfigError(f"--policy {policy}: is not one of {', '.join(CLUSTER_POLICIES)}. Choose one of these")
+    if policy not in LIVE_POLICIES:
+        raise ConfigError(f"--policy {policy}: is not one of {', '.join(LIVE_POLICIES)}. Choose one of these")
+    if policy == "residual_capacity-growth" and run.deterministic:
+        raise ConfigError(
+            f"--policy {policy} with deterministic: a job then has as many replicas as its gpus say, and more GPUs do not make it faster. "
+            "Choose residual_capacity"
+        )
     watcher, began = watcher or Watcher(), time.monotonic()
     place = tcp_place(worker_listen) if worker_listen is not None else None
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -97,7 +99,7 @@ class _Run:
     def train(self, guard: BaseGuard, door: TlsDoor | None) -> Results:
         profiled = self._profile()
         self._picture = Picture(self._run, {name: job.profile for name, job in profiled.items()})
-        scheduler = Scheduler(self._made_policy(), cost_model(bases={_BASE: self._like()}), self._see_fault)
+        scheduler = Scheduler(LIVE_POLICIES[self._policy](), cost_model(bases={_BASE: self._like()}), self._see_fault)
         self._record("running", guard)
         with (
             LocalBackend(self._machine(), self._watcher.note, door) as backend,
@@ -106,7 +108,7 @@ class _Run:
         ):
             specs = [spec for spec in self._run.jobs if spec.name in profiled]
             jobs = {spec.name: LocalJob(spec, profiled[spec.name].train_set, profiled[spec.name].eval_set) for spec in specs}
-            submit_all(backend, jobs, [_arrival(spec, profiled[spec.name]) for spec in specs])
+            submit_all(backend, jobs, [_arrival(spec, profiled[spec.name], len(self._places)) for spec in specs])
 
             def see(seconds: float, item: Event | Action) -> None:
                 log.write(seconds, item)
@@ -125,8 +127,8 @@ class _Run:
             problem = found[spec.name]
             if not isinstance(problem, ProfiledJob):
                 self._fail(spec, str(problem))
-            elif spec.gpus > 1:
-                self._watcher.note(f"{spec.name}: its {spec.gpus} replicas run in turn: a group of `tlora cluster` has one GPU so far")
+            elif spec.gpus > len(self._places):
+                self._watcher.note(f"{spec.name}: some of its {spec.gpus} replicas run in turn: there are fewer GPUs")
         return {name: job for name, job in found.items() if isinstance(job, ProfiledJob)}
 
     def _like(self) -> str:
@@ -137,9 +139,6 @@ class _Run:
             f"{self._policy} on {len(self._places)} x {self._places[0].partition(':')[0]}; speeds as measured, until then those of {like}"
         )
         return like
-
-    def _made_policy(self) -> Policy:
-        return residual_capacity(Settings(elastic=False)) if self._policy == "residual_capacity" else POLICIES[self._policy]()
 
     def _machine(self) -> LocalMachine:
         run, kind = self._run, self._places[0].partition(":")[0]
@@ -203,7 +202,7 @@ class _Run:
         write_run_file(Path(self._run.output_dir), self._run, self._facts | guard.facts() | {"status": status})
 
 
-def _arrival(spec: JobSpec, job: ProfiledJob) -> Arrival:
+def _arrival(spec: JobSpec, job: ProfiledJob, there: int) -> Arrival:
     deadline = None if spec.deadline_seconds is None else spec.arrival_seconds + spec.deadline_seconds
-    submitted = JobSubmitted(spec.name, _BASE, 1, job.profile, priority=spec.priority, deadline=deadline, max_slowdown=spec.max_slowdown)
-    return spec.arrival_seconds, submitted
+    rest = {"priority": spec.priority, "deadline": deadline, "max_slowdown": spec.max_slowdown}
+    return spec.arrival_seconds, JobSubmitted(spec.name, _BASE, min(spec.gpus, there), job.profile, **rest)

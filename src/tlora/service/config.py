@@ -18,8 +18,8 @@ from tlora.server_directory import default_directory
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _MOST_CONFIG_BYTES = 1 << 20
-# Policies that give a group one GPU, as the local back end has it.
-PolicyName = Literal["residual_capacity", "fifo", "backfill", "sjf", "srtf", "las"]
+# As `scheduler.policies.LIVE_POLICIES`.
+PolicyName = Literal["residual_capacity", "residual_capacity-growth", "fifo", "backfill", "sjf", "srtf", "las"]
 Bytes = Annotated[int, Field(ge=1, le=1 << 60)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
@@ -96,6 +96,15 @@ class ServerConfig(BaseModel):
         if address is not None:
             tcp_place(address)
         return address
+
+    @model_validator(mode="after")
+    def _check_growth(self) -> ServerConfig:
+        if self.deterministic and self.policy == "residual_capacity-growth":
+            raise ValueError(
+                f"policy {self.policy} with deterministic: a job then has as many replicas as its gpus say, and more GPUs do not make it "
+                "faster. Choose residual_capacity"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_exposure(self) -> ServerConfig:

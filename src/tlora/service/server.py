@@ -68,11 +68,12 @@ def open_server(config: ServerConfig, hall: Hall | None = None, failpoint: Failp
     engine: Engine | None = None
     try:
         engine = open_store(config.database_url or default_url(directory))
-        bell, live = Bell(), LiveState()
+        hall = hall or local_hall(config)
+        bell, live = Bell(), LiveState(len(hall.places.gpus))
         writer = Writer(engine, bell.ring, failpoint)
         first = writer.do(lambda connection: write_first_key(connection, directory / FIRST_KEY))
         known = config.base_models | _stored_bases(engine)
-        controller = Controller(config, engine, writer, live, hall or local_hall(config))
+        controller = Controller(config, engine, writer, live, hall)
         ring, secret = KeyRing(engine), open_secret(directory)
         visits = Visits(secret, ring)
         services = Services(config, engine, writer, ring, Cursors(secret), live, controller, bell, dict(known), visits)
