@@ -80,6 +80,7 @@ def station(tmp_path: Path) -> Iterator[Station]:
         (worker_line(replace(HELLO, epoch=6)), ("later controller", "epoch 6")),
         (worker_line(Said(1, 1, Loaded())), ("must be a Hello",)),
         (b"GET / HTTP/1.1\r\n\r\n", ("none of protocol 2",)),
+        (b"[" * 100_000 + b"\n", ("nested too deeply",)),
         (b'{"kind":"hello","protocol":2,"gpus":"all"}\n', ("none of protocol 2",)),
         (worker_line(HELLO) * 2, ()),
     ],

@@ -39,7 +39,7 @@ from tlora.service.intake_requests import IntakeRequest, IntakeSettings, request
 from tlora.service.live_state import LiveState
 from tlora.service.machine import Places
 from tlora.service.orders import OrderSpec, job_spec
-from tlora.service.outcomes import Outcomes
+from tlora.service.outcomes import Outcomes, Recorded
 
 T = TypeVar("T")
 _MOST_PATHS = 10_000
@@ -334,7 +334,7 @@ class Controller:
                 self._outcomes.begin(self._hall.places)
                 self._live.fault = None
                 self._wait_for_bases()
-                run_controller(scheduler, cluster, self._see)
+                run_controller(scheduler, Recorded(cluster, self._outcomes.settle), self._see)
             finally:
                 with self._lock:
                     self._cluster = None

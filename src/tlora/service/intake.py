@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -81,7 +82,10 @@ class Intake:
             with process.stdout:
                 for line in process.stdout:
                     if line.endswith(b"\n"):
-                        self._hear(json.loads(line))
+                        try:
+                            self._hear(json.loads(line))
+                        except Exception:  # of the one who takes it: the other answers are for others
+                            traceback.print_exc()
             process.wait()
             with contextlib.suppress(OSError):
                 process.stdin.close()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, update
 
+from tlora.cluster.backend import Backend
 from tlora.json_file import read_object
 from tlora.protocol import (
     Action,
@@ -41,8 +44,20 @@ _STEPS_SECONDS = 10.0  # between two writes of all jobs' steps
 _NOT_SHOWN = ("path", "settings", "name", "sweep_of", "status", "reason")  # of a result: the job has these itself
 
 
+class Recorded:
+    """A cluster whose reports are in the store before it is asked for more: workers forget only what the store has."""
+
+    def __init__(self, cluster: Backend, settle: Callable[[], None]) -> None:
+        self._cluster, self._settle = cluster, settle
+        self.now, self.execute = cluster.now, cluster.execute
+
+    def poll(self) -> list[Event]:
+        self._settle()
+        return self._cluster.poll()
+
+
 class Outcomes:
-    """`forget` is called with each job that has ended."""
+    """Any thread may call it: requests and intake tell of jobs too. `forget` is called with each job that has ended."""
 
     def __init__(self, directory: Path, writer: Writer, live: LiveState, forget: Callable[[str], None]) -> None:
         self._directory, self._writer, self._live, self._forget = directory, writer, live, forget
@@ -56,6 +71,7 @@ class Outcomes:
         self._told: dict[str, int] = {}  # steps as last written
         self._shown = self._written = 0.0
         self._again: list[Operation[Any]] = []  # what the store could not take yet
+        self._last_write: Future[Any] | None = None
 
     def begin(self, places: Places) -> None:
         self._places = places
@@ -74,8 +90,8 @@ class Outcomes:
         self._show()
 
     def fail(self, job_id: str, reason: str) -> None:
-        """With no path of this machine in the reason."""
-        reason = reason.replace(f"{self._directory}/", "").strip() or "no reason was given"
+        """With no path of this machine in the reason, and nothing that a database refuses: a reason may quote what stands in a file."""
+        reason = _storable(reason.replace(f"{self._directory}/", "").strip()) or "no reason was given"
         self._write(lambda connection: job_rows.change(connection, job_id, _OPEN, "failed", reason, reason=reason))
         self._live.count("failed")
         self.ended(job_id)
@@ -85,7 +101,7 @@ class Outcomes:
         self._waiting.pop(job_id, None)
         self._reading.pop(job_id, None)
         self._running.discard(job_id)
-        if any(job_id in group.job_ids for group in self._groups.values()):
+        if any(job_id in group.job_ids for group in list(self._groups.values())):
             self._ended.add(job_id)
         self._told.pop(job_id, None)
         self._live.forget(job_id)
@@ -119,6 +135,11 @@ class Outcomes:
             case _:
                 pass
         self._show()
+
+    def settle(self) -> None:
+        """Wait until all that was seen is in the store, or the store has refused it; what it refused is tried again."""
+        if self._last_write is not None:
+            self._last_write.exception()
 
     def flush(self) -> None:
         """Before the end."""
@@ -174,12 +195,18 @@ class Outcomes:
     def _write(self, operation: Operation[Any]) -> None:
         """Without waiting; what a full disk refuses is tried again."""
 
-        def see(future: Any) -> None:
-            if isinstance(future.exception(), StoreError):
+        def see(future: Future[Any]) -> None:
+            error = future.exception()
+            if isinstance(error, StoreError):
                 with self._lock:
                     self._again.append(operation)
+            elif error is not None:
+                traceback.print_exception(error)
+                self._live.count("lost_write")
 
-        self._writer.submit(operation).add_done_callback(see)
+        with self._lock:
+            written = self._last_write = self._writer.submit(operation)
+        written.add_done_callback(see)
 
     def _retry(self) -> None:
         with self._lock:
@@ -206,7 +233,7 @@ class Outcomes:
         for index, job_id in enumerate(list(self._waiting)):
             before = "it is the next" if not index else f"{index:,} {'job waits' if index == 1 else 'jobs wait'} before it"
             waiting[job_id] = f"a GPU that it fits on: {before}"
-        groups = [_of_living(group, self._ended) for group in self._groups.values()]
+        groups = [_of_living(group, self._ended) for group in list(self._groups.values())]
         for group in groups:
             for job_id in group.job_ids:
                 if job_id not in self._running:
@@ -221,3 +248,8 @@ def _of_living(group: JobGroup, ended: set[str]) -> JobGroup:
         return group
     jobs, weights = (tuple(values[index] for index in kept) for values in (group.job_ids, group.weights))
     return replace(group, job_ids=jobs, weights=weights)
+
+
+def _storable(text: str) -> str:
+    """Without the zero characters and lone surrogates that PostgreSQL, SQLite and UTF-8 have no place for."""
+    return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()

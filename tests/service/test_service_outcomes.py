@@ -1,0 +1,110 @@
+"""What becomes of jobs reaches the store: before the cluster is asked for more, whatever a reason quotes, from any thread."""
+
+from __future__ import annotations
+
+import sqlite3
+import sys
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.service.fake_cluster import FakeCluster
+from tests.service.served import serving
+from tlora.protocol import ChangeGroup, Event, JobFailed, JobFinished, JobGroup, ParallelPlan, StopGroup
+from tlora.service.live_state import LiveState
+from tlora.service.machine import Places
+from tlora.service.outcomes import Outcomes
+
+
+def test_the_store_has_a_jobs_end_before_the_cluster_is_asked_for_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a worker forgets an end that a killed server has not kept. Each commit waits for the next poll, if that comes so early."""
+    database = tmp_path / "server" / "tlora.db"
+    polled, ends = threading.Event(), list[str]()
+    statuses: list[str] = []
+    poll = FakeCluster.poll
+
+    def look(cluster: FakeCluster) -> list[Event]:
+        polled.set()
+        if ends:
+            with sqlite3.connect(database) as connection:
+                statuses.append(connection.execute("SELECT status FROM jobs WHERE id = ?", (ends.pop(),)).fetchone()[0])
+        events = poll(cluster)
+        ends.extend(event.job_id for event in events if isinstance(event, JobFailed | JobFinished))
+        polled.clear()
+        return events
+
+    def failpoint(point: str) -> None:
+        if point == "before commit" and ends:
+            polled.wait(0.3)
+
+    monkeypatch.setattr(FakeCluster, "poll", look)
+    with serving(tmp_path / "server", eager=False, failpoint=failpoint) as served:
+        file = served.upload("alice")
+        jobs = [served.submit("alice", file=file)["id"] for _ in range(2)]
+        for job in jobs:
+            while job not in served.cluster._open:
+                served.wait("alice", job, "queued", "running")
+        served.cluster.fail(jobs[0], "its data")
+        served.wait("alice", jobs[0], "failed")
+        served.cluster.finish(jobs[1])
+        served.wait("alice", jobs[1], "succeeded")
+        served.cluster.tick()
+        while len(statuses) < 2:
+            served.cluster.tick()
+    assert statuses == ["failed", "succeeded"]
+
+
+def test_a_reason_may_quote_anything(tmp_path: Path, database_url: str) -> None:
+    """Zero characters and lone surrogates come from data files; neither database takes the one or the other."""
+    with serving(tmp_path / "server", eager=False, database_url=database_url) as served:
+        job = served.submit("alice")["id"]
+        while job not in served.cluster._open:
+            served.wait("alice", job, "queued")
+        served.cluster.fail(job, "line 3: role 'x\0y\udc80\ud800z' is none")
+        assert served.wait("alice", job, "failed")["reason"] == "line 3: role 'x\ufffdy??z' is none"
+        last = served.ask("alice", "GET", f"/v1/jobs/{job}/events", 200)["data"][-1]
+        assert last["kind"] == "failed" and "role" in last["message"]
+
+
+class NoStore:
+    """A writer that keeps nothing."""
+
+    def submit(self, operation: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(None)
+        return future
+
+
+def test_requests_and_the_cluster_may_tell_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups come and go in one thread while another tells the ends of jobs: neither may see the other's change as an error."""
+    monkeypatch.setattr("tlora.service.outcomes._SHOW_SECONDS", 0.0)
+    made: Any = Outcomes(tmp_path, NoStore(), LiveState(), lambda _: None)  # type: ignore[arg-type]
+    made.begin(Places("cpu", (0, 1)))
+    errors: list[BaseException] = []
+    over = threading.Event()
+
+    def requests() -> None:
+        try:
+            while not over.is_set():
+                made.ended("job-of-nobody")
+        except BaseException as error:
+            errors.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    other = threading.Thread(target=requests)
+    try:
+        other.start()
+        for number in range(3000):
+            names = tuple(f"j{number}-{index}" for index in range(4))
+            made.see(ChangeGroup(JobGroup(f"g{number}", "base", (0,), ParallelPlan(1, 256), names, (1.0,) * 4)))
+            if number >= 8:
+                made.see(StopGroup(f"g{number - 8}"))
+    finally:
+        over.set()
+        other.join()
+        sys.setswitchinterval(before)
+    assert not errors, errors
