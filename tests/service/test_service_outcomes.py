@@ -11,12 +11,29 @@ from typing import Any
 
 import pytest
 
-from tests.service.fake_cluster import FakeCluster
-from tests.service.served import serving
-from tlora.protocol import ChangeGroup, Event, JobFailed, JobFinished, JobGroup, ParallelPlan, StopGroup
+from tests.service.fake_cluster import FakeCluster, FakeIntake
+from tests.service.served import config_of, serving
+from tlora.protocol import (
+    ChangeGroup,
+    Event,
+    JobCancelled,
+    JobFailed,
+    JobFinished,
+    JobGroup,
+    JobHeld,
+    JobProfile,
+    JobReleased,
+    JobSubmitted,
+    ParallelPlan,
+    StartGroup,
+    StepsDone,
+    StopGroup,
+)
+from tlora.service.controller import Hall
 from tlora.service.live_state import LiveState
 from tlora.service.machine import Places
 from tlora.service.outcomes import Outcomes
+from tlora.service.server import open_server
 
 
 def test_the_store_has_a_jobs_end_before_the_cluster_is_asked_for_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,6 +93,62 @@ class NoStore:
         future: Future[Any] = Future()
         future.set_result(None)
         return future
+
+
+@pytest.fixture
+def outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, LiveState]:
+    """Without a store, and shown at once."""
+    monkeypatch.setattr("tlora.service.outcomes._SHOW_SECONDS", 0.0)
+    live = LiveState()
+    made: Any = Outcomes(tmp_path, NoStore(), live, lambda _: None)  # type: ignore[arg-type]
+    made.begin(Places("cpu", (0, 1)))
+    for name in ("x", "y"):
+        made.see(JobSubmitted(name, "base", 1, JobProfile(100.0, 10, 30, 1000)))
+    made.see(StartGroup(_group("x", "y")))
+    made.see(StepsDone("x", "g0", 3, 0.1))
+    return made, live
+
+
+def _group(*names: str) -> JobGroup:
+    return JobGroup("g0", "base", (0,), ParallelPlan(1, 256), names, tuple(1.0 for _ in names))
+
+
+def test_a_cancelled_job_that_steps_once_more_does_not_wait(outcomes: tuple[Any, LiveState]) -> None:
+    """A worker tells the last steps of a job as it lets it go, after its owner has cancelled it."""
+    made, live = outcomes
+    for item in (JobCancelled("x"), StepsDone("x", "g0", 4, 0.1), ChangeGroup(_group("y"))):
+        made.see(item)
+    assert list(live.picture.waiting) == ["y"] and live.steps("x") is None
+
+
+def test_a_paused_job_waits_for_its_owner_and_not_for_a_gpu(outcomes: tuple[Any, LiveState]) -> None:
+    made, live = outcomes
+    for item in (JobHeld("x"), ChangeGroup(_group("y"))):
+        made.see(item)
+    assert "x" not in live.picture.waiting
+    made.see(JobReleased("x"))
+    assert live.picture.waiting["x"] == "a GPU that it fits on: it is the next"
+
+
+def test_a_server_that_is_ended_while_it_looks_for_workers_ends(tmp_path: Path) -> None:
+    """It may look for them for half a minute; a service manager waits for it."""
+    looking, found = threading.Event(), threading.Event()
+
+    def make(_: object) -> FakeCluster:
+        looking.set()
+        found.wait()
+        return FakeCluster(tmp_path)
+
+    hall = Hall(Places("cpu", (0, 1)), make, lambda _, __, on_answer: FakeIntake(on_answer))
+    opened = open_server(config_of(tmp_path / "server"), hall)
+    opened.controller.start({})
+    looking.wait()
+    closing = threading.Thread(target=opened.close)
+    closing.start()
+    while not opened.controller._closing:
+        pass
+    found.set()
+    closing.join()
 
 
 def test_requests_and_the_cluster_may_tell_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -325,6 +325,8 @@ class Controller:
             try:
                 with self._lock:
                     self._cluster, self._scheduler = cluster, scheduler
+                    if self._closing:  # `close` came too early to stop it
+                        cluster.stop()
                     for name in list(self._sizes):
                         self._learn(scheduler.state.cost, name)
                     early, self._early = self._early, {}

@@ -25,6 +25,8 @@ from tlora.protocol import (
     JobFailed,
     JobFinished,
     JobGroup,
+    JobHeld,
+    JobReleased,
     JobSubmitted,
     RejectJob,
     StartGroup,
@@ -68,6 +70,7 @@ class Outcomes:
         self._reading: dict[str, str] = {}
         self._running: set[str] = set()
         self._ended: set[str] = set()  # of those that are in a group still
+        self._held: set[str] = set()  # paused by their owners
         self._told: dict[str, int] = {}  # steps as last written
         self._shown = self._written = 0.0
         self._again: list[Operation[Any]] = []  # what the store could not take yet
@@ -101,6 +104,7 @@ class Outcomes:
         self._waiting.pop(job_id, None)
         self._reading.pop(job_id, None)
         self._running.discard(job_id)
+        self._held.discard(job_id)
         if any(job_id in group.job_ids for group in list(self._groups.values())):
             self._ended.add(job_id)
         self._told.pop(job_id, None)
@@ -129,6 +133,12 @@ class Outcomes:
                 self.fail(job_id, reason)
             case JobCancelled(job_id):
                 self.ended(job_id)
+            case JobHeld(job_id):
+                self._held.add(job_id)
+                self._waiting.pop(job_id, None)
+            case JobReleased(job_id):
+                self._held.discard(job_id)
+                self._waiting[job_id] = None
             case Tick():
                 self._flush_steps()
                 self._retry()
@@ -162,14 +172,18 @@ class Outcomes:
 
     def _leave(self, before: JobGroup | None, stay: frozenset[str]) -> None:
         for job_id in before.job_ids if before is not None else ():
-            if job_id not in stay:
-                self._ended.discard(job_id)
-            if job_id not in stay and job_id in self._running:
+            if job_id in stay:
+                continue
+            self._ended.discard(job_id)
+            if job_id in self._running:
                 self._running.discard(job_id)
-                self._waiting[job_id] = None
+                if job_id not in self._held:
+                    self._waiting[job_id] = None
                 self._change(job_id, ("running",), "queued", "left its group; it goes on from its checkpoint")
 
     def _see_steps(self, job_id: str, steps: int) -> None:
+        if job_id in self._ended:  # cancelled; its worker takes steps until it hears of it
+            return
         self._live.see_steps(job_id, steps)
         if job_id not in self._running:
             self._running.add(job_id)
