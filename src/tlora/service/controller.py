@@ -6,10 +6,10 @@ is replayed. Where the server before was killed, its workers train on: they are 
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,7 +154,7 @@ class Controller:
                 with self._lock:
                     self._take_up(rows)
             except SQLAlchemyError:  # the store does not answer: these jobs are accepted, and wait for it
-                traceback.print_exc()
+                _log("accepted jobs wait for the store")
                 time.sleep(_STORE_SECONDS)
                 self._inbox.put(rows)
 
@@ -222,7 +222,7 @@ class Controller:
                 self._take_answer(answer)
                 return
             except SQLAlchemyError:
-                traceback.print_exc()
+                _log("an answer of intake waits for the store")
                 time.sleep(_STORE_SECONDS)
 
     def _take_answer(self, answer: Answer) -> None:
@@ -321,7 +321,7 @@ class Controller:
     def _run(self) -> None:
         try:
             cluster = self._hall.make(self._bases)
-            scheduler = Scheduler(_policy(self._config.policy), self._cost(), self._see_fault)
+            scheduler = Scheduler(_policy(self._config.policy), cost_model(bases={}), self._see_fault)
             try:
                 with self._lock:
                     self._cluster, self._scheduler = cluster, scheduler
@@ -342,7 +342,7 @@ class Controller:
                     self._cluster = None
                 cluster.close()
         except Exception as error:
-            traceback.print_exc()
+            _log("the controller ended")
             self._live.fault = f"the controller ended ({type(error).__name__}: {error}); jobs are accepted, and trained after a restart"
         else:
             self._live.fault = "the server is shutting down"
@@ -353,9 +353,6 @@ class Controller:
         with self._lock:
             while self._early and not self._closing and (left := deadline - time.monotonic()) > 0:
                 self._base_heard.wait(left)
-
-    def _cost(self) -> CostModel:
-        return cost_model(bases={})
 
     def _learn(self, cost: CostModel, name: str) -> None:
         """The base gets the speeds of the measured one that is nearest in size."""
@@ -375,6 +372,11 @@ class Controller:
             self._known.pop(job_id, None)
             if self._cluster is not None:
                 self._cluster.forget(job_id)
+
+
+def _log(message: str) -> None:
+    """With the error that is handled. Where the log cannot be written, as on a full disk, nothing else ends for that."""
+    logging.getLogger(__name__).exception(message)
 
 
 def _policy(name: str) -> Policy:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -85,7 +85,7 @@ class Intake:
                         try:
                             self._hear(json.loads(line))
                         except Exception:  # of the one who takes it: the other answers are for others
-                            traceback.print_exc()
+                            logging.getLogger(__name__).exception("an answer of intake is lost")
             process.wait()
             with contextlib.suppress(OSError):
                 process.stdin.close()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -215,7 +215,7 @@ class Outcomes:
                 with self._lock:
                     self._again.append(operation)
             elif error is not None:
-                traceback.print_exception(error)
+                logging.getLogger(__name__).error("the end or change of a job is lost", exc_info=error)
                 self._live.count("lost_write")
 
         with self._lock:
