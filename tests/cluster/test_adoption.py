@@ -13,8 +13,8 @@ from tests.cluster.test_local import group, job, machine, submitted
 from tlora.cluster import local
 from tlora.cluster.local import LocalBackend
 from tlora.cluster.remote_worker import RemoteWorker
-from tlora.protocol import Event, GroupFound, JobFailed, JobGroup, JobHeld, JobSubmitted
-from tlora.worker_protocol import Failed, HeldJob, Hello, Report, Said
+from tlora.protocol import Event, GroupFound, JobFailed, JobFinished, JobGroup, JobHeld, JobSubmitted
+from tlora.worker_protocol import Failed, Finished, HeldJob, Hello, Report, Said
 
 
 class FoundCrew(FakeCrew):
@@ -58,6 +58,18 @@ def test_a_job_that_failed_as_it_was_paused_has_failed(find: Callable[..., Local
     told = [event for event in events if isinstance(event, GroupFound | JobSubmitted | JobHeld | JobFailed)]
     assert [type(event) for event in told] == [GroupFound, JobSubmitted, JobHeld, JobFailed] and told[-1] == JobFailed("a", "its data")
     assert backend._reconciler.open == {"b"}
+
+
+def test_an_end_that_was_recorded_and_not_acknowledged_is_void(find: Callable[..., LocalBackend]) -> None:
+    """The controller before was killed between the two: the job is not open any more, and its worker says once more how it ended."""
+    end = HeldJob("a", 3, 0, resident=False)
+    backend = find((group("g0", 0, "a", "b"), (HeldJob("b", 4, 2, resident=True), end)), said=(Finished("a", {}, 3), Finished("b", {}, 4)))
+    backend.submit(submitted("b"), job("b"), at_seconds=-1.0)
+    events: list[Event] = []
+    while not any(isinstance(event, JobFinished) for event in events):
+        events += backend.poll()
+    assert [event.job_id for event in events if isinstance(event, JobFinished)] == ["b"]
+    assert backend._crew.workers[0].jobs == {} and not backend._reconciler.open
 
 
 def test_two_groups_of_one_name_are_not_both_taken_over(find: Callable[..., LocalBackend]) -> None:

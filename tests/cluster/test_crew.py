@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import socket
 import stat
 import threading
@@ -48,7 +50,8 @@ class Station:
     def say(self, line: bytes) -> dict[str, Any]:
         """What it answers first; nothing where it ends the connection."""
         with connect(self.crew.address) as connection:
-            connection.sendall(line)
+            with contextlib.suppress(BrokenPipeError):  # it may be refused before it has said anything
+                connection.sendall(line)
             return self.answer(connection)
 
     def answer(self, connection: socket.socket) -> dict[str, Any]:
@@ -216,3 +219,34 @@ def test_what_a_worker_reports_while_another_is_waited_for_is_kept(tmp_path: Pat
             made.acknowledge()
             assert made.listen(0.0) == [(made.workers[0], Finished("a", {}, 7))]
     made.abandon()
+
+
+def test_a_controller_without_files_for_a_while_is_dialled_again(station: Station) -> None:
+    """Clients of a server may use up what it may open; workers that dial then are heard later."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    path = station.crew.address.removeprefix("unix:")
+    with socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as dialling:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(first.fileno(), dialling.fileno()) + 1, hard))
+        spare = []
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    spare.append(os.dup(0))
+            first.connect(path)  # takes the file that the system has kept for it
+            dialling.connect(path)
+            dialling.sendall(worker_line(HELLO))
+            time.sleep(0.3)  # nothing tells that it could not be accepted
+        finally:
+            for handle in spare:
+                os.close(handle)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert station.answer(dialling)["kind"] == "taken"
+
+
+def test_a_worker_that_cannot_be_started_now_is_started_later(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(crew_room, "launch", refuse)
+    assert station.crew.start(0, "b") is None and not station.crew.workers
+    assert station.notes == ["no worker can be started for GPU 0 now: [Errno 11] Resource temporarily unavailable"]

@@ -95,6 +95,22 @@ class NoStore:
         return future
 
 
+class DeafStore:
+    """A writer whose database does not answer."""
+
+    def submit(self, operation: Any) -> Future[Any]:
+        return Future()
+
+
+def test_a_store_that_does_not_answer_does_not_stop_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers end when nothing is heard of their controller for ten minutes."""
+    monkeypatch.setattr("tlora.service.outcomes._SETTLE_SECONDS", 0.01)
+    made = Outcomes(tmp_path, DeafStore(), LiveState(), lambda _: None)  # type: ignore[arg-type]
+    made.settle()
+    made.see(JobFailed("x", "its data"))
+    made.settle()
+
+
 @pytest.fixture
 def outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, LiveState]:
     """Without a store, and shown at once."""

@@ -25,6 +25,7 @@ from tlora.worker_protocol import Load, Report
 
 _FOUND_SECONDS = 30.0  # for workers of an earlier controller to dial again
 _WATCH_SECONDS = 1.0
+_ACCEPT_SECONDS = 0.1  # before it is tried again to accept a connection
 _LAST_WORDS_SECONDS = 10.0  # to read what a process that has ended has said before
 
 
@@ -72,6 +73,7 @@ class Crew:
         self._heard_at: dict[RemoteWorker, float] = {}  # also when it was started, or said to be at something new
         self._moved_at: dict[RemoteWorker, tuple[tuple[str, int], float]] = {}
         self._watched = time.monotonic()
+        self._abandoned = False
         self._listener, self.address = listen(directory)
         threading.Thread(target=self._accept, name="crew", daemon=True).start()
 
@@ -96,14 +98,19 @@ class Crew:
             identity.kill()
             identity.wait(None)
 
-    def start(self, gpu: int, base_model: str) -> RemoteWorker:
-        """A new worker for that GPU."""
+    def start(self, gpu: int, base_model: str) -> RemoteWorker | None:
+        """A new worker for that GPU; None where the system gives no process or no file now: who wants it comes again."""
         load = self._loads(base_model)
-        process = launch(gpu, load.device, self.address, self._log(gpu))
+        try:
+            process = launch(gpu, load.device, self.address, self._log(gpu))
+        except OSError as error:
+            self._note(f"no worker can be started for GPU {gpu} now: {error}")
+            return None
         return self._take_on(gpu, load, process, identify(process.pid))
 
     def abandon(self) -> None:
         """Leave all workers as they are: they train on for their lease, and the next controller finds them."""
+        self._abandoned = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
@@ -263,10 +270,14 @@ class Crew:
         return self._directory / f"gpu{gpu}.log"
 
     def _accept(self) -> None:
-        while True:
+        while not self._abandoned:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError:  # closed, or no more files for this process
+                time.sleep(_ACCEPT_SECONDS)
+                continue
             connection.settimeout(None)
-            Session(connection, self.inbox)  # type: ignore[arg-type]
+            try:
+                Session(connection, self.inbox)  # type: ignore[arg-type]
+            except RuntimeError:  # no more threads: it will dial again
+                connection.close()

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from tlora.service.machine import Places
 
 _OPEN = ("preparing", "queued", "running", "paused")
 _SHOW_SECONDS = 0.5  # between two pictures: with thousands of jobs one takes milliseconds
+_SETTLE_SECONDS = 30.0  # for the store to take an end: far below a worker's lease, far above a full disk's answer
 _STEPS_SECONDS = 10.0  # between two writes of all jobs' steps
 _NOT_SHOWN = ("path", "settings", "name", "sweep_of", "status", "reason")  # of a result: the job has these itself
 
@@ -147,9 +149,12 @@ class Outcomes:
         self._show()
 
     def settle(self) -> None:
-        """Wait until all that was seen is in the store, or the store has refused it; what it refused is tried again."""
+        """Wait until all that was seen is in the store, or the store has refused it; what it refused is tried again. One that does not
+        answer stops the cluster no longer than its workers bear: what it loses when the server is killed then, workers' files still tell.
+        """
         if self._last_write is not None:
-            self._last_write.exception()
+            with suppress(TimeoutError):
+                self._last_write.exception(_SETTLE_SECONDS)
 
     def flush(self) -> None:
         """Before the end."""
