@@ -6,7 +6,6 @@ The store's commit and the line to the worker are the real ones, the worker trai
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from tests.service.fake_cluster import FakeIntake
 from tests.service.served import Served, config_of, until
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.json_file import read_object
+from tlora.link.process_identity import ProcessIdentity
 from tlora.service.controller import Hall
 from tlora.service.machine import Places
 from tlora.service.outcomes import Outcomes
@@ -105,5 +105,5 @@ def test_an_end_that_the_store_has_not_kept_is_told_again(tmp_path: Path, fields
         log = (directory / "workers" / "gpu0.log").read_text()
         assert log.count(once) == (1 if status == "failed" else 0), f"the job was run twice: {log}"
     finally:
-        with suppress(OSError, KeyError, ValueError):
-            os.kill(read_object(worker)["pid"], signal.SIGKILL)
+        with suppress(OSError, TypeError, ValueError):
+            ProcessIdentity(**read_object(worker)).kill()
