@@ -12,9 +12,10 @@ from tests.cluster.fake_workers import FakeCrew, FakeProcess
 from tests.cluster.test_local import group, job, machine, submitted
 from tlora.cluster import local
 from tlora.cluster.local import LocalBackend
+from tlora.cluster.reconciler import Reconciler
 from tlora.cluster.remote_worker import RemoteWorker
-from tlora.protocol import Event, GroupFound, JobFailed, JobFinished, JobGroup, JobHeld, JobSubmitted
-from tlora.worker_protocol import Failed, Finished, HeldJob, Hello, Report, Said
+from tlora.protocol import BaseMeasured, BaseSpeed, Event, GroupFound, JobFailed, JobFinished, JobGroup, JobHeld, JobSubmitted
+from tlora.worker_protocol import Failed, Finished, HeldJob, Hello, Load, Measured, Report, Said
 
 
 class FoundCrew(FakeCrew):
@@ -81,3 +82,20 @@ def test_two_groups_of_one_name_are_not_both_taken_over(find: Callable[..., Loca
     assert found.group.job_ids == ("a",) and backend._reconciler.groups == {"g0": found.group}
     assert backend._crew.workers[1].stopping and not backend._crew.workers[0].stopping
     assert [event.job_id for event in events if isinstance(event, JobSubmitted)] == ["b"], "it waits, and goes on from its checkpoint"
+
+
+def test_bases_may_be_added_while_one_is_told_to_be_measured(tmp_path: Path) -> None:
+    """A server's operator adds them in another thread."""
+
+    class Grown(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            bases["more"] = "models/more"
+            return super().__eq__(other)
+
+    bases: dict[str, str] = {"base": Grown("models/base")}
+    reconciler = Reconciler(bases, lambda _, __: None, {}, 1)
+    worker = RemoteWorker(0, Load("models/base", "o", "cpu", 0.0), FakeProcess(0), 1)
+    reconciler.hear(worker, Measured("CPU", BaseSpeed(1000.0, 0.01, 0.0, 0.001)))
+    assert reconciler.events == [BaseMeasured("base", "CPU", BaseSpeed(1000.0, 0.01, 0.0, 0.001))]

@@ -149,7 +149,7 @@ class Reconciler:
 
     def _see_speed(self, worker: RemoteWorker, device: str, speed: BaseSpeed) -> None:
         """Of the base that it has loaded, by all names that this has here. Workers that are alike tell the same."""
-        for name, path in self._base_models.items():
+        for name, path in list(self._base_models.items()):  # a server's grow at any time
             if worker.load is not None and worker.load.base_model == path and self._speeds.get(name) != speed:
                 self._speeds[name] = speed
                 self.events.append(BaseMeasured(name, device, speed))
