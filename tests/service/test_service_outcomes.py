@@ -144,6 +144,9 @@ def test_a_paused_job_waits_for_its_owner_and_not_for_a_gpu(outcomes: tuple[Any,
     assert "x" not in live.picture.waiting
     made.see(JobReleased("x"))
     assert live.picture.waiting["x"] == "a GPU that it fits on: it is the next"
+    made.see(JobReleased("y"))
+    made.see(StepsDone("y", "g0", 1, 0.1))
+    assert list(live.picture.waiting) == ["x"], "the other was never held: it trains"
 
 
 def test_a_server_that_is_ended_while_it_looks_for_workers_ends(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ class Outcomes:
             case JobHeld(job_id):
                 self._held.add(job_id)
                 self._waiting.pop(job_id, None)
-            case JobReleased(job_id):
+            case JobReleased(job_id) if job_id in self._held:  # one that was not held may run
                 self._held.discard(job_id)
                 self._waiting[job_id] = None
             case Tick():
