@@ -8,9 +8,10 @@ travel is `link/`'s; what follows from them is decided elsewhere. The parsers re
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, TypeAdapter
+from pydantic_core import PydanticSerializationError, to_json
 
 from tlora.job import BasePrecision, DType, JobSpec, MemoryLimit, Recompute, TrackerName
 from tlora.protocol import BaseSpeed, JobGroup
@@ -265,11 +266,12 @@ _FROM_WORKER: TypeAdapter[FromWorker] = TypeAdapter(Annotated[FromWorker, Field(
 
 def controller_line(message: FromController) -> bytes:
     """With a line end. Of a JobSpec only what was set is said, so that what the person left open stays open."""
-    return _FROM_CONTROLLER.dump_json(message, exclude_unset=True) + b"\n"
+    return _line(_FROM_CONTROLLER, message)
 
 
 def worker_line(message: FromWorker) -> bytes:
-    return _FROM_WORKER.dump_json(message, exclude_unset=True) + b"\n"
+    """With a line end."""
+    return _line(_FROM_WORKER, message)
 
 
 def parse_controller_line(line: bytes) -> FromController:
@@ -280,3 +282,21 @@ def parse_controller_line(line: bytes) -> FromController:
 def parse_worker_line(line: bytes) -> FromWorker:
     """What `worker_line` gave. Raises ValueError."""
     return _FROM_WORKER.validate_json(line)
+
+
+def _line(adapter: TypeAdapter[Any], message: FromController | FromWorker) -> bytes:
+    """Any message has one: a lone surrogate, which a reason may quote from a file, has no UTF-8 and becomes a question mark."""
+    try:
+        return adapter.dump_json(message, exclude_unset=True) + b"\n"
+    except PydanticSerializationError:
+        return to_json(_encodable(adapter.dump_python(message, exclude_unset=True))) + b"\n"
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(inner) for key, inner in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_encodable(inner) for inner in cast("list[Any]", value)]
+    return value

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -13,7 +15,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ class Station:
     def say(self, line: bytes) -> dict[str, Any]:
         """What it answers first; nothing where it ends the connection."""
         with connect(self.crew.address) as connection:
-            with suppress(BrokenPipeError):  # it may have been refused before a word was said
+            with contextlib.suppress(BrokenPipeError):  # it may be refused before it has said anything
                 connection.sendall(line)
             return self.answer(connection)
 
@@ -88,6 +89,7 @@ def station(tmp_path: Path) -> Iterator[Station]:
         (worker_line(replace(HELLO, epoch=6)), ("later controller", "epoch 6")),
         (worker_line(Said(1, 1, Loaded())), ("must be a Hello",)),
         (b"GET / HTTP/1.1\r\n\r\n", ("none of protocol 2",)),
+        (b"[" * 100_000 + b"\n", ("nested too deeply",)),
         (b'{"kind":"hello","protocol":2,"gpus":"all"}\n', ("none of protocol 2",)),
         (worker_line(HELLO) * 2, ()),
     ],
@@ -278,3 +280,34 @@ def test_a_worker_of_several_gpus_has_ended_when_its_ranks_have(tmp_path: Path) 
         assert not worker.wait(0.2) and leader.poll() == -signal.SIGKILL
         os.kill(rank, signal.SIGKILL)
         assert worker.wait(60.0)
+
+
+def test_a_controller_without_files_for_a_while_is_dialled_again(station: Station) -> None:
+    """Clients of a server may use up what it may open; workers that dial then are heard later."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    path = station.crew.address.removeprefix("unix:")
+    with socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as dialling:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(first.fileno(), dialling.fileno()) + 1, hard))
+        spare = []
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    spare.append(os.dup(0))
+            first.connect(path)  # takes the file that the system has kept for it
+            dialling.connect(path)
+            dialling.sendall(worker_line(HELLO))
+            time.sleep(0.3)  # nothing tells that it could not be accepted
+        finally:
+            for handle in spare:
+                os.close(handle)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert station.answer(dialling)["kind"] == "taken"
+
+
+def test_a_worker_that_cannot_be_started_now_is_started_later(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(crew_room, "launch", refuse)
+    assert station.crew.start((0,), "b") is None and not station.crew.workers
+    assert station.notes == ["no worker can be started for GPU 0 now: [Errno 11] Resource temporarily unavailable"]

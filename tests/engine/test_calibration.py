@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import queue
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -160,3 +161,15 @@ def test_each_controller_hears_it_once() -> None:
     assert not [report for report in settler.reports if isinstance(report, Measured)]
     settler.hear_want(Want(2, 1, load))
     assert [report for report in settler.reports if isinstance(report, Measured)] == [Measured("H200", SPEED)]
+
+
+def test_a_full_disk_costs_the_measurement_and_not_the_worker(
+    base: Path, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing can be written where the made-up jobs would lie."""
+    notes: list[str] = []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no" / "such" / "place"))
+    load = load_of(base, tmp_path / "out")
+    model = SuperModel.from_pretrained(load.base_model, load.dtype, load.device, load.deterministic, load.base_precision)
+    assert calibrate(load, model, notes.append) is None
+    assert len(notes) == 1 and "was not measured" in notes[0] and "No such file" in notes[0]

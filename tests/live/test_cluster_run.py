@@ -141,6 +141,12 @@ class Cluster:
         return [item for _, item in read_event_log(self.out / "events.jsonl")]
 
     @property
+    def adoptions(self) -> int:
+        """Groups of workers that controllers have found so far."""
+        path = self.out / "events.jsonl"
+        return path.read_bytes().count(b'"GroupFound"') if path.exists() else 0
+
+    @property
     def log(self) -> str:
         return "".join(path.read_text() for path in sorted((self.out / "workers").glob("gpu*.log")))
 
@@ -158,26 +164,60 @@ def test_a_cluster_that_is_killed_with_its_workers_goes_on(world: World, tmp_pat
     world.same_bytes(cluster.out)
 
 
+# Runs in each worker's process before anything else does: a step takes a while, and a job takes only the part of its steps that it may
+# take by now, so that jobs train at every kill, whatever the machine's speed.
+HOOK = """
+import os, sys, time
+if "tlora.engine.worker" in sys.orig_argv:
+    from tlora.group.job_run import JobRun
+    batch_row = JobRun.batch_row
+    def part():
+        with open(os.environ["ALLOWED_PART"]) as file:
+            return float(file.read())
+    def slowly(run, row):
+        time.sleep(0.05 / run.spec.batch_size)
+        while run.progress.step > part() * run.spec.max_steps:
+            time.sleep(0.01)
+        return batch_row(run, row)
+    JobRun.batch_row = slowly
+"""
+
+
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("kills", [3, pytest.param(47, marks=pytest.mark.soak)])
-def test_a_killed_controller_finds_its_workers_training(world: World, tmp_path: Path, kills: int) -> None:
-    """Killed at random moments: no worker ends, none begins a job again, and no step is done twice."""
-    chance = random.Random(kills)
-    longer = [{**order, "max_steps": (9 + kills) * order["max_steps"]} for order in world.orders if order["name"] != "brief"]
+def test_a_killed_controller_finds_its_workers_training(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int) -> None:
+    """Killed at random moments, before and after it has found its workers: none ends or begins a job again, no step is done twice."""
+    chance, allowed = random.Random(kills), tmp_path / "allowed"
+    longer = [{**order, "max_steps": (1 + kills) * order["max_steps"] // 2} for order in world.orders if order["name"] != "brief"]
     train(world.base, tmp_path / "whole", longer, deterministic=True)
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "hook"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("ALLOWED_PART", str(allowed))
+    allowed.write_text(str(1 / (1 + kills)))
     cluster = Cluster(world, tmp_path, longer)
     found: list[dict[str, int]] = []
-    for _ in range(kills):
+    rows: list[int] = []
+    for number in range(kills):
+        adopted = cluster.adoptions
         with cluster.start() as process:
             if not found:
                 cluster.wait_for_rows(10, process)
+            while found and number % 2 and cluster.adoptions == adopted and process.poll() is None:
+                time.sleep(0.01)
+            (tmp_path / "more").write_text(str((1 + number) / (1 + kills)))
+            (tmp_path / "more").replace(allowed)
             time.sleep(4 * chance.random())
             workers = cluster.workers
+            rows.append(cluster.rows)
             process.kill()
-        if process.returncode != -signal.SIGKILL:  # a fast machine: all jobs have ended
-            break
+        assert process.returncode == -signal.SIGKILL
         found.append(workers)
+    (tmp_path / "more").write_text("1")
+    (tmp_path / "more").replace(allowed)
     assert cluster.start().wait() == 0
-    assert found and len(found[0]) == 2 and all(workers == found[0] for workers in found)
+    assert len(found[0]) == 2 and all(workers == found[0] for workers in found)
+    assert len(set(rows)) > kills / 2, f"nothing was trained between most kills: {rows}"
     total = {order["name"]: order["max_steps"] for order in longer}
     begun_again = re.findall(r"(\w+): goes on from .*checkpoint-(\d+)", cluster.log)
     assert all(total[name] == int(steps) for name, steps in begun_again), "only one that had ended may hand its adapter over once more"

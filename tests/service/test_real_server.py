@@ -67,8 +67,23 @@ class Server:
     def job(self, job: str) -> dict[str, Any]:
         return self.ask("GET", f"/v1/jobs/{job}")
 
+    def all_jobs(self) -> list[str]:
+        """Their ids, page by page."""
+        found: list[str] = []
+        page: dict[str, Any] = {"next_cursor": None, "has_more": True}
+        while page["has_more"]:
+            cursor = {} if page["next_cursor"] is None else {"cursor": page["next_cursor"]}
+            page = self.ask("GET", "/v1/jobs", params={"limit": 100} | cursor)
+            found += [job["id"] for job in page["data"]]
+        return found
+
     def ended(self, job: str) -> dict[str, Any]:
         return until(lambda: found if (found := self.job(job))["status"] in ("succeeded", "failed", "cancelled") else None)
+
+    def steps(self, job: str) -> list[int]:
+        """Those of which its metrics tell."""
+        rows = (self.directory / "jobs" / job / "metrics.jsonl").read_text().splitlines()
+        return [found["step"] for found in map(json.loads, rows) if "loss" in found]
 
     def adapter(self, job: str) -> str:
         """The hash of the weights."""
@@ -102,6 +117,7 @@ def test_killed_while_jobs_train_it_loses_none_and_their_adapters_are_those_of_a
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(7200)
 def test_killed_a_hundred_times(tmp_path: Path) -> None:
     kill_and_compare(tmp_path, kills=100)
 
@@ -116,22 +132,28 @@ def kill_and_compare(tmp_path: Path, kills: int) -> None:
         servers.append(Server(directory))
         file = servers[-1].ask("POST", "/v1/files", files={"file": ("d.jsonl", data.read_bytes())}, data={"purpose": "fine-tune"})["id"]
         jobs: dict[str, int] = {}
+        brief: list[str] = []
         for number in range(kills):
             server = servers[-1]
             for seed in (2 * number, 2 * number + 1):
                 jobs[server.submit(name=f"j{seed}", seed=seed, data={"file": file}, **order)] = seed
             until(lambda server=server: any(0 < server.job(job)["steps"] < 40 for job in jobs if server.job(job)["status"] == "running"))
-            server.submit(name="last", seed=10_000 + number, data={"file": file}, **order | {"max_steps": 1})
+            brief.append(server.submit(name="last", seed=10_000 + number, data={"file": file}, **order | {"max_steps": 1}))
             assert server.end(signal.SIGKILL) == -signal.SIGKILL
             servers.append(Server(directory))
         server = servers[-1]
-        ends = {job: server.ended(job) for job in jobs}
+        ends = {job: server.ended(job) for job in (*jobs, *brief)}
         assert {end["status"] for end in ends.values()} == {"succeeded"}, [end["reason"] for end in ends.values()]
-        assert all(end["steps"] == 40 for end in ends.values())
-        found = server.ask("GET", "/v1/jobs", params={"limit": 100})["data"]
-        assert len(found) == min(100, 3 * kills), "none lost, none doubled"
-        again = {seed: server.submit(name=f"again{seed}", seed=seed, data={"file": file}, **order) for seed in list(jobs.values())[:4]}
-        for job, seed in list(jobs.items())[:4]:
+        assert all(ends[job]["steps"] == 40 for job in jobs)
+        assert sorted(server.all_jobs()) == sorted((*jobs, *brief)), "none lost, none doubled"
+        for job in ends:
+            kinds = [event["kind"] for event in server.ask("GET", f"/v1/jobs/{job}/events", params={"limit": 100})["data"]]
+            assert kinds.count("created") == kinds.count("succeeded") == 1, kinds
+            steps = server.steps(job)
+            assert steps == sorted(set(steps)), f"{job}: a step was done twice"
+        some = list(jobs.items())[:: max(1, kills // 4)]
+        again = {seed: server.submit(name=f"again{seed}", seed=seed, data={"file": file}, **order) for _, seed in some}
+        for job, seed in some:
             server.ended(again[seed])
             assert server.adapter(job) == server.adapter(again[seed]), f"seed {seed}"
         children = psutil.Process(server.process.pid).children(recursive=True)
@@ -157,8 +179,7 @@ def test_workers_train_on_while_the_server_is_away_and_are_found_with_their_jobs
         assert servers[1].job(job)["started_at"] == before["started_at"]
         told = [event["message"] for event in servers[1].ask("GET", f"/v1/jobs/{job}/events")["data"]]
         assert any("while the server was away" in message for message in told), told
-        rows = (directory / "jobs" / job / "metrics.jsonl").read_text().splitlines()
-        steps = [found["step"] for found in map(json.loads, rows) if "loss" in found]
+        steps = servers[1].steps(job)
         assert steps == sorted(set(steps)), "no step was done twice"
         assert servers[1].end() == 128 + signal.SIGTERM
     assert not workers_of(directory), "it leaves no process"

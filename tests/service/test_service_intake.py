@@ -162,3 +162,25 @@ def test_what_kills_the_process_every_time_is_given_up(tmp_path: Path, monkeypat
         assert f"ended {MOST_DEATHS} times in a row" in until(lambda: dying.answer("one"))["problem"]
     finally:
         dying.intake.close()
+
+
+def test_an_answer_that_cannot_be_taken_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the thread that reads them ends, and no job's data is ever read again."""
+    script = tmp_path / "answers"
+    script.write_text("""#!/bin/sh\necho '{"key": "one", "problem": "x"}'\necho '{"key": "two", "problem": "y"}'\nexec cat >/dev/null\n""")
+    script.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(script))
+    taken: list[str] = []
+
+    def take(answer: dict[str, Any]) -> None:
+        if answer["key"] == "one":
+            raise KeyError("one")
+        taken.append(answer["key"])
+
+    intake = Intake(SETTINGS, tmp_path / "intake.log", take)
+    for key in ("one", "two"):
+        intake.put(key, b"\n")
+    intake.start()
+    until(lambda: taken)
+    intake.close()
+    assert taken == ["two"]

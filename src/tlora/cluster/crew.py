@@ -109,10 +109,14 @@ class Crew:
             identity.kill()
             WorkerProcess(gpus, self._log(gpus), identity).wait()
 
-    def start(self, gpus: tuple[int, ...], base_model: str) -> RemoteWorker:
-        """A new worker for those GPUs."""
+    def start(self, gpus: tuple[int, ...], base_model: str) -> RemoteWorker | None:
+        """A new worker for those GPUs; None where the system gives no process or no file now: who wants it comes again."""
         load = self._loads(base_model)
-        process = launch(gpus, load.device, self.address, self._log(gpus))
+        try:
+            process = launch(gpus, load.device, self.address, self._log(gpus))
+        except OSError as error:
+            self._note(f"no worker can be started for {called(gpus)} now: {error}")
+            return None
         return self._take_on(gpus, load, process, identify(process.pid))
 
     def abandon(self) -> None:
@@ -299,4 +303,7 @@ class Crew:
             except OSError:  # closed, or too many open files for a while
                 time.sleep(_ACCEPT_SECONDS)
                 continue
-            Session(connection, admit, self.inbox)  # type: ignore[arg-type]
+            try:
+                Session(connection, admit, self.inbox)  # type: ignore[arg-type]
+            except RuntimeError:  # no more threads: it will dial again
+                connection.close()

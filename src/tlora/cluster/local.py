@@ -288,11 +288,11 @@ class LocalBackend:
 
     def _adopt(self) -> None:
         """The groups of workers that were found go on with those of their jobs that are submitted by now; workers with other options than
-        this machine's end.
+        this machine's end, and a second group of one name, of which two controllers before knew nothing of each other's.
         """
         for worker in self._crew.workers.values():
             found = worker.found
-            known = found is not None and found.base_model in self._machine.base_models
+            known = found is not None and found.base_model in self._machine.base_models and found.group_id not in self._reconciler.groups
             if found is None or not known or worker.load != self._load(self._machine.base_models[found.base_model]):
                 if worker.load is not None:
                     worker.stop()
@@ -307,6 +307,7 @@ class LocalBackend:
                 self._reconciler.adopt(group)
                 self._events.append(GroupFound(group, jobs))
         self._events.append(Tick())
+        self._pass_time()  # before anybody listens: a worker may tell the end of a job that is in no group any more
         self._settle()
 
     def _has_moved(self, group_id: str, worker: RemoteWorker) -> bool:

@@ -6,6 +6,7 @@ seen to that a job is in one worker at a time. Who trains where is the scheduler
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from tlora.cluster.remote_worker import NUMBERS_PER_EPOCH, Held, RemoteWorker
 from tlora.job import JobSpec
 from tlora.protocol import BaseMeasured, BaseSpeed, Event, GroupLost, GroupReady, JobFailed, JobFinished, JobGroup, ParallelPlan, StepsDone
-from tlora.worker_protocol import Failed, Finished, Join, Left, Measured, Refused, Report, Stepped
+from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Measured, Refused, Report, Stepped
 
 MOST_DEATHS = 3  # of workers in a row, without progress of a job: then it fails, if it was alone in the last
 _MORE_STEPS_ALONE = 4  # to its nth power: the steps that a job must get further alone after it was among others in n workers that died
@@ -50,7 +51,7 @@ class Reconciler:
         self._refused: dict[str, tuple[ParallelPlan, set[str]]] = {}  # under which plan and beside whom a job could not join
         self._speeds: dict[str, BaseSpeed] = {}  # of bases, as told last
         self._furthest: Counter[str] = Counter()  # steps of each job, as far as any worker has reported
-        self._deaths: Counter[str] = Counter()  # of workers in a row, without progress of the job (`_see_steps`)
+        self._deaths: Counter[str] = Counter()  # of workers in a row, without a step of the job that it had not taken before
         self._suspicions: Counter[str] = Counter()  # deaths of workers that it shared with others
         self._alone_until: dict[str, int] = {}  # steps to which a suspect is alone in its worker
 
@@ -84,6 +85,8 @@ class Reconciler:
     def hear(self, worker: RemoteWorker, report: Report) -> None:
         """Take in what a worker reports; what speaks of an attempt that is not its own is void."""
         match report:
+            case Joined(job_id, steps, attempt) if worker.holds(job_id, attempt):
+                self._see_steps(job_id, steps)  # its checkpoint may be ahead of what was reported before its worker died
             case Stepped(job_id, steps, step_seconds, attempt) if worker.holds(job_id, attempt):
                 self._see_steps(job_id, steps)
                 group = self._group_of(worker)
@@ -148,7 +151,7 @@ class Reconciler:
 
     def _see_speed(self, worker: RemoteWorker, device: str, speed: BaseSpeed) -> None:
         """Of the base that it has loaded, by all names that this has here. Workers that are alike tell the same."""
-        for name, path in self._base_models.items():
+        for name, path in list(self._base_models.items()):  # a server's grow at any time
             if worker.load is not None and worker.load.base_model == path and self._speeds.get(name) != speed:
                 self._speeds[name] = speed
                 self.events.append(BaseMeasured(name, device, speed))
@@ -170,11 +173,14 @@ class Reconciler:
                 )
 
     def _see_steps(self, job_id: str, steps: int) -> None:
-        """A job that gets further than it ever was, or a suspect that gets as far as it must alone, is not what killed its workers."""
-        if steps >= self._alone_until.get(job_id, self._furthest[job_id] + 1):
-            self._alone_until.pop(job_id, None)
+        """A suspect that gets as far as it must alone joins the others again; one that gets further than it ever was does not fail for the
+        deaths before: a worker that others kill again and again costs its jobs time alone.
+        """
+        if steps >= self._alone_until.get(job_id, math.inf):
+            del self._alone_until[job_id]
+        if steps > self._furthest[job_id]:
             self._deaths.pop(job_id, None)
-        self._furthest[job_id] = max(steps, self._furthest[job_id])
+            self._furthest[job_id] = steps
 
     def _residents(self, group: JobGroup) -> tuple[str, ...]:
         """The jobs that shall be in the group's worker now: all that have not ended, or the first of them that is suspected, alone."""

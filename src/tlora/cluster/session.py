@@ -105,7 +105,10 @@ class Session:
 
 def _parse_hello(line: bytes) -> Hello:
     """Raises ValueError; of another version of the protocol nothing but its number is read."""
-    found: object = json.loads(line)
+    try:
+        found: object = json.loads(line)
+    except RecursionError:
+        raise ValueError("the first line is nested too deeply to be a Hello") from None
     fields = cast("dict[str, object]", found) if isinstance(found, dict) else {}
     if fields.get("kind") != "hello":
         raise ValueError("the first line must be a Hello")

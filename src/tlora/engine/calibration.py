@@ -69,7 +69,7 @@ def calibrate(load: Load, model: SuperModel, note: Callable[[str], object]) -> M
         pass
     try:
         speed = fitted(list(measure(model)))
-    except (TloraError, RuntimeError) as error:
+    except (TloraError, RuntimeError, OSError, MemoryError) as error:  # a full disk among them: the worker loads all the same
         note(f"the base's speed was not measured, and is taken to be that of the nearest base that is known: {error}")
         return None
     try:

@@ -8,6 +8,7 @@ while the others train, and files are written beside.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sys
 import threading
@@ -273,15 +274,15 @@ class Trainer:
         except (CheckpointError, OSError) as error:
             self._inbox.put(_Ready(spec, Failure(error)))
             return
+        self._inbox.put(_Ready(spec, attempt(self._open_claimed, spec, data)))
+
+    def _open_claimed(self, spec: JobSpec, data: Prepared | DataError) -> Opened:
         planned = plan_job(spec, data, self._group.model, self._directory)
         planned.span = self._parts.span_of(spec.name)
         if self._bound is not None:
             self._bound.check(planned, self._recomputed_layers())
         for warning in planned.said():
             note(f"{spec.name}: {warning}")
-        self._inbox.put(_Ready(spec, attempt(self._open_planned, planned)))
-
-    def _open_planned(self, planned: PlannedJob) -> Opened:
         opened = self._driver.open(planned, True)
         assert planned.data is not None, f"{planned.spec.name} was opened without data"
         for line in self._serving.warn([(planned.spec, planned.data.report)]):
@@ -378,5 +379,6 @@ def _last_report(result: JobResult) -> Report:
 
 
 def note(line: str) -> None:
-    """To the log of this process."""
-    print(line, file=sys.stderr, flush=True)  # noqa: T201
+    """To the log of this process, if that can be written: its disk may be full, and jobs train on."""
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)  # noqa: T201

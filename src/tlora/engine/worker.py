@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import argparse
+import contextlib
 import os
 import platform
 import queue
@@ -100,7 +101,7 @@ class Worker:
         """All jobs are checkpointed, and the process ends."""
         with self._lock:
             if not self._settler.stopping:
-                print(f"this worker saves its jobs and ends: {reason}", file=sys.stderr, flush=True)  # noqa: T201
+                _say(f"this worker saves its jobs and ends: {reason}")
                 self._settler.reports.append(Ending(reason))
             self._settler.stop()
             self._pass_on()
@@ -205,12 +206,17 @@ def run(address: str, gpus: tuple[int, ...], fingerprint: str | None = None, tok
     try:
         status = serve(find_entrance(address, fingerprint, token_file), gpus)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        _say(f"error: {error}")
         status = 2
     except BaseException:
-        traceback.print_exc()
-    sys.stderr.flush()
+        _say(traceback.format_exc())
     os._exit(status)
+
+
+def _say(line: str) -> None:
+    """To the log, if that can be written: a full disk keeps no worker from saving its jobs and ending."""
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ It trains nothing: what is said and heard goes through the functions that it is 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -94,7 +95,8 @@ class Dialer:
                 except (OSError, ValueError) as error:  # nobody listens, the place is gone, or is another's: until the lease ends
                     if isinstance(error, ValueError) and str(error) != said:
                         said = str(error)
-                        print(f"trains on, and dials again: {said}", file=sys.stderr, flush=True)  # noqa: T201
+                        with contextlib.suppress(OSError):  # of a log on a full disk
+                            print(f"trains on, and dials again: {said}", file=sys.stderr, flush=True)  # noqa: T201
                     time.sleep(pause)
                     pause = min(2 * pause, _REDIAL_SECONDS[1])
                     continue

@@ -6,10 +6,10 @@ is replayed. Where the server before was killed, its workers train on: they are 
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ from tlora.service.intake_requests import IntakeRequest, IntakeSettings, request
 from tlora.service.live_state import LiveState
 from tlora.service.machine import Places
 from tlora.service.orders import OrderSpec, job_spec
-from tlora.service.outcomes import Outcomes
+from tlora.service.outcomes import Outcomes, Recorded
 
 T = TypeVar("T")
 _MOST_PATHS = 10_000
@@ -152,7 +152,7 @@ class Controller:
                 with self._lock:
                     self._take_up(rows)
             except SQLAlchemyError:  # the store does not answer: these jobs are accepted, and wait for it
-                traceback.print_exc()
+                _log("accepted jobs wait for the store")
                 time.sleep(_STORE_SECONDS)
                 self._inbox.put(rows)
 
@@ -220,7 +220,7 @@ class Controller:
                 self._take_answer(answer)
                 return
             except SQLAlchemyError:
-                traceback.print_exc()
+                _log("an answer of intake waits for the store")
                 time.sleep(_STORE_SECONDS)
 
     def _take_answer(self, answer: Answer) -> None:
@@ -320,10 +320,12 @@ class Controller:
     def _run(self) -> None:
         try:
             cluster = self._hall.make(self._bases)
-            scheduler = Scheduler(LIVE_POLICIES[self._config.policy](), self._cost(), self._see_fault)
+            scheduler = Scheduler(LIVE_POLICIES[self._config.policy](), cost_model(bases={}), self._see_fault)
             try:
                 with self._lock:
                     self._cluster, self._scheduler = cluster, scheduler
+                    if self._closing:  # `close` came too early to stop it
+                        cluster.stop()
                     for name in list(self._sizes):
                         self._learn(scheduler.state.cost, name)
                     early, self._early = self._early, {}
@@ -333,13 +335,13 @@ class Controller:
                 self._outcomes.begin(self._hall.places)
                 self._live.fault = None
                 self._wait_for_bases()
-                run_controller(scheduler, cluster, self._see)
+                run_controller(scheduler, Recorded(cluster, self._outcomes.settle), self._see)
             finally:
                 with self._lock:
                     self._cluster = None
                 cluster.close()
         except Exception as error:
-            traceback.print_exc()
+            _log("the controller ended")
             self._live.fault = f"the controller ended ({type(error).__name__}: {error}); jobs are accepted, and trained after a restart"
         else:
             self._live.fault = "the server is shutting down"
@@ -350,9 +352,6 @@ class Controller:
         with self._lock:
             while self._early and not self._closing and (left := deadline - time.monotonic()) > 0:
                 self._base_heard.wait(left)
-
-    def _cost(self) -> CostModel:
-        return cost_model(bases={})
 
     def _learn(self, cost: CostModel, name: str) -> None:
         """The base gets the speeds of the measured one that is nearest in size."""
@@ -372,6 +371,11 @@ class Controller:
             self._known.pop(job_id, None)
             if self._cluster is not None:
                 self._cluster.forget(job_id)
+
+
+def _log(message: str) -> None:
+    """With the error that is handled. Where the log cannot be written, as on a full disk, nothing else ends for that."""
+    logging.getLogger(__name__).exception(message)
 
 
 def _intake_settings(config: ServerConfig) -> IntakeSettings:

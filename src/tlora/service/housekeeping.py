@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 import time
-import traceback
 from pathlib import Path
 
 from sqlalchemy import Connection, delete, select, update
@@ -54,7 +54,7 @@ class Housekeeping:
             try:
                 self.sweep()
             except (StoreError, OSError, SQLAlchemyError):  # a full disk, a store that does not answer: next time
-                traceback.print_exc()
+                logging.getLogger(__name__).exception("housekeeping is tried again later")
 
     def _collect_files(self, now: float) -> None:
         """Scratch files and content without a row, both older than the grace period: an upload may be under way."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -81,7 +82,10 @@ class Intake:
             with process.stdout:
                 for line in process.stdout:
                     if line.endswith(b"\n"):
-                        self._hear(json.loads(line))
+                        try:
+                            self._hear(json.loads(line))
+                        except Exception:  # of the one who takes it: the other answers are for others
+                            logging.getLogger(__name__).exception("an answer of intake is lost")
             process.wait()
             with contextlib.suppress(OSError):
                 process.stdin.close()

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import queue
 import sys
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
@@ -60,7 +60,7 @@ class Intake:
                 try:
                     self._do(batch, spare)
                 except Exception as error:
-                    traceback.print_exc()
+                    logging.getLogger(__name__).exception("intake failed")
                     for request in batch:
                         self._answer({"key": request.key, "problem": f"intake failed: {type(error).__name__}: {error}"})
                 finally:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, update
 
+from tlora.cluster.backend import Backend
 from tlora.cluster.remote_worker import called
 from tlora.json_file import read_object
 from tlora.protocol import (
@@ -23,6 +27,8 @@ from tlora.protocol import (
     JobFailed,
     JobFinished,
     JobGroup,
+    JobHeld,
+    JobReleased,
     JobSubmitted,
     RejectJob,
     StartGroup,
@@ -38,12 +44,25 @@ from tlora.service.machine import Places
 
 _OPEN = ("preparing", "queued", "running", "paused")
 _SHOW_SECONDS = 0.5  # between two pictures: with thousands of jobs one takes milliseconds
+_SETTLE_SECONDS = 30.0  # for the store to take an end: far below a worker's lease, far above a full disk's answer
 _STEPS_SECONDS = 10.0  # between two writes of all jobs' steps
 _NOT_SHOWN = ("path", "settings", "name", "sweep_of", "status", "reason")  # of a result: the job has these itself
 
 
+class Recorded:
+    """A cluster whose reports are in the store before it is asked for more: workers forget only what the store has."""
+
+    def __init__(self, cluster: Backend, settle: Callable[[], None]) -> None:
+        self._cluster, self._settle = cluster, settle
+        self.now, self.execute = cluster.now, cluster.execute
+
+    def poll(self) -> list[Event]:
+        self._settle()
+        return self._cluster.poll()
+
+
 class Outcomes:
-    """`forget` is called with each job that has ended."""
+    """Any thread may call it: requests and intake tell of jobs too. `forget` is called with each job that has ended."""
 
     def __init__(self, directory: Path, writer: Writer, live: LiveState, forget: Callable[[str], None]) -> None:
         self._directory, self._writer, self._live, self._forget = directory, writer, live, forget
@@ -54,9 +73,11 @@ class Outcomes:
         self._reading: dict[str, str] = {}
         self._running: set[str] = set()
         self._ended: set[str] = set()  # of those that are in a group still
+        self._held: set[str] = set()  # paused by their owners
         self._told: dict[str, int] = {}  # steps as last written
         self._shown = self._written = 0.0
         self._again: list[Operation[Any]] = []  # what the store could not take yet
+        self._last_write: Future[Any] | None = None
 
     def begin(self, places: Places) -> None:
         self._places = places
@@ -75,8 +96,8 @@ class Outcomes:
         self._show()
 
     def fail(self, job_id: str, reason: str) -> None:
-        """With no path of this machine in the reason."""
-        reason = reason.replace(f"{self._directory}/", "").strip() or "no reason was given"
+        """With no path of this machine in the reason, and nothing that a database refuses: a reason may quote what stands in a file."""
+        reason = _storable(reason.replace(f"{self._directory}/", "").strip()) or "no reason was given"
         self._write(lambda connection: job_rows.change(connection, job_id, _OPEN, "failed", reason, reason=reason))
         self._live.count("failed")
         self.ended(job_id)
@@ -86,7 +107,8 @@ class Outcomes:
         self._waiting.pop(job_id, None)
         self._reading.pop(job_id, None)
         self._running.discard(job_id)
-        if any(job_id in group.job_ids for group in self._groups.values()):
+        self._held.discard(job_id)
+        if any(job_id in group.job_ids for group in list(self._groups.values())):
             self._ended.add(job_id)
         self._told.pop(job_id, None)
         self._live.forget(job_id)
@@ -114,12 +136,26 @@ class Outcomes:
                 self.fail(job_id, reason)
             case JobCancelled(job_id):
                 self.ended(job_id)
+            case JobHeld(job_id):
+                self._held.add(job_id)
+                self._waiting.pop(job_id, None)
+            case JobReleased(job_id) if job_id in self._held:  # one that was not held may run
+                self._held.discard(job_id)
+                self._waiting[job_id] = None
             case Tick():
                 self._flush_steps()
                 self._retry()
             case _:
                 pass
         self._show()
+
+    def settle(self) -> None:
+        """Wait until all that was seen is in the store, or the store has refused it; what it refused is tried again. One that does not
+        answer stops the cluster no longer than its workers bear: what it loses when the server is killed then, workers' files still tell.
+        """
+        if self._last_write is not None:
+            with suppress(TimeoutError):
+                self._last_write.exception(_SETTLE_SECONDS)
 
     def flush(self) -> None:
         """Before the end."""
@@ -142,14 +178,18 @@ class Outcomes:
 
     def _leave(self, before: JobGroup | None, stay: frozenset[str]) -> None:
         for job_id in before.job_ids if before is not None else ():
-            if job_id not in stay:
-                self._ended.discard(job_id)
-            if job_id not in stay and job_id in self._running:
+            if job_id in stay:
+                continue
+            self._ended.discard(job_id)
+            if job_id in self._running:
                 self._running.discard(job_id)
-                self._waiting[job_id] = None
+                if job_id not in self._held:
+                    self._waiting[job_id] = None
                 self._change(job_id, ("running",), "queued", "left its group; it goes on from its checkpoint")
 
     def _see_steps(self, job_id: str, steps: int) -> None:
+        if job_id in self._ended:  # cancelled; its worker takes steps until it hears of it
+            return
         self._live.see_steps(job_id, steps)
         if job_id not in self._running:
             self._running.add(job_id)
@@ -175,12 +215,18 @@ class Outcomes:
     def _write(self, operation: Operation[Any]) -> None:
         """Without waiting; what a full disk refuses is tried again."""
 
-        def see(future: Any) -> None:
-            if isinstance(future.exception(), StoreError):
+        def see(future: Future[Any]) -> None:
+            error = future.exception()
+            if isinstance(error, StoreError):
                 with self._lock:
                     self._again.append(operation)
+            elif error is not None:
+                logging.getLogger(__name__).error("the end or change of a job is lost", exc_info=error)
+                self._live.count("lost_write")
 
-        self._writer.submit(operation).add_done_callback(see)
+        with self._lock:
+            written = self._last_write = self._writer.submit(operation)
+        written.add_done_callback(see)
 
     def _retry(self) -> None:
         with self._lock:
@@ -207,7 +253,7 @@ class Outcomes:
         for index, job_id in enumerate(list(self._waiting)):
             before = "it is the next" if not index else f"{index:,} {'job waits' if index == 1 else 'jobs wait'} before it"
             waiting[job_id] = f"a GPU that it fits on: {before}"
-        groups = [_of_living(group, self._ended) for group in self._groups.values()]
+        groups = [_of_living(group, self._ended) for group in list(self._groups.values())]
         for group in groups:
             for job_id in group.job_ids:
                 if job_id not in self._running:
@@ -222,3 +268,8 @@ def _of_living(group: JobGroup, ended: set[str]) -> JobGroup:
         return group
     jobs, weights = (tuple(values[index] for index in kept) for values in (group.job_ids, group.weights))
     return replace(group, job_ids=jobs, weights=weights)
+
+
+def _storable(text: str) -> str:
+    """Without the zero characters and lone surrogates that PostgreSQL, SQLite and UTF-8 have no place for."""
+    return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()

@@ -1,0 +1,101 @@
+"""What a back end makes of workers that it finds: reports of jobs in no group, and groups that cannot both be taken over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.fake_workers import FakeCrew, FakeProcess
+from tests.cluster.test_local import group, job, machine, submitted
+from tlora.cluster import local
+from tlora.cluster.local import LocalBackend
+from tlora.cluster.reconciler import Reconciler
+from tlora.cluster.remote_worker import RemoteWorker
+from tlora.protocol import BaseMeasured, BaseSpeed, Event, GroupFound, JobFailed, JobFinished, JobGroup, JobHeld, JobSubmitted
+from tlora.worker_protocol import Failed, Finished, HeldJob, Hello, Load, Measured, Report, Said
+
+
+class FoundCrew(FakeCrew):
+    """Workers of an earlier controller, which say what they have."""
+
+    hellos: tuple[tuple[JobGroup | None, tuple[HeldJob, ...]], ...] = ()
+    said: tuple[Report, ...] = ()
+
+    def find(self, records: Any) -> None:
+        for gpu, (found, jobs) in enumerate(self.hellos):
+            load = self._loads("models/base")
+            worker = self.workers[gpu] = RemoteWorker((gpu,), load, FakeProcess((gpu,)), self._epoch)
+            worker.attach(Hello(f"earlier {gpu}", (gpu,), {}, load, True, found, jobs, 1, 7, 0), lambda _: None)
+            if gpu == 0:
+                for number, report in enumerate(self.said):
+                    self.inbox.put((worker, Said(number + 1, 7, report)))
+
+
+@pytest.fixture
+def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LocalBackend]:
+    def make(*hellos: tuple[JobGroup | None, tuple[HeldJob, ...]], said: tuple[Report, ...] = ()) -> LocalBackend:
+        monkeypatch.setattr(FoundCrew, "hellos", hellos)
+        monkeypatch.setattr(FoundCrew, "said", said)
+        monkeypatch.setattr(local, "Crew", FoundCrew)
+        monkeypatch.setattr(local, "read_records", lambda _: dict.fromkeys(range(len(hellos))))
+        return LocalBackend(machine(tmp_path))
+
+    return make
+
+
+def test_a_job_that_failed_as_it_was_paused_has_failed(find: Callable[..., LocalBackend]) -> None:
+    """Its worker was told to let it go, and its end was not taken when the controller was killed."""
+    end = HeldJob("a", 3, 0, resident=False)
+    backend = find((group("g0", 0, "b"), (HeldJob("b", 4, 2, resident=True), end)), said=(Failed("a", "its data", 3),))
+    for name in "ab":
+        backend.submit(submitted(name), job(name), at_seconds=-1.0)
+    backend.hold("a")
+    events: list[Event] = []
+    while not any(isinstance(event, JobFailed) for event in events):
+        events += backend.poll()
+    told = [event for event in events if isinstance(event, GroupFound | JobSubmitted | JobHeld | JobFailed)]
+    assert [type(event) for event in told] == [GroupFound, JobSubmitted, JobHeld, JobFailed] and told[-1] == JobFailed("a", "its data")
+    assert backend._reconciler.open == {"b"}
+
+
+def test_an_end_that_was_recorded_and_not_acknowledged_is_void(find: Callable[..., LocalBackend]) -> None:
+    """The controller before was killed between the two: the job is not open any more, and its worker says once more how it ended."""
+    end = HeldJob("a", 3, 0, resident=False)
+    backend = find((group("g0", 0, "a", "b"), (HeldJob("b", 4, 2, resident=True), end)), said=(Finished("a", {}, 3), Finished("b", {}, 4)))
+    backend.submit(submitted("b"), job("b"), at_seconds=-1.0)
+    events: list[Event] = []
+    while not any(isinstance(event, JobFinished) for event in events):
+        events += backend.poll()
+    assert [event.job_id for event in events if isinstance(event, JobFinished)] == ["b"]
+    assert backend._crew.workers[0].jobs == {} and not backend._reconciler.open
+
+
+def test_two_groups_of_one_name_are_not_both_taken_over(find: Callable[..., LocalBackend]) -> None:
+    backend = find((group("g0", 0, "a"), (HeldJob("a", 3, 2, resident=True),)), (group("g0", 1, "b"), (HeldJob("b", 4, 2, resident=True),)))
+    for name in "ab":
+        backend.submit(submitted(name), job(name), at_seconds=-1.0)
+    events = backend.poll()
+    (found,) = [event for event in events if isinstance(event, GroupFound)]
+    assert found.group.job_ids == ("a",) and backend._reconciler.groups == {"g0": found.group}
+    assert backend._crew.workers[1].stopping and not backend._crew.workers[0].stopping
+    assert [event.job_id for event in events if isinstance(event, JobSubmitted)] == ["b"], "it waits, and goes on from its checkpoint"
+
+
+def test_bases_may_be_added_while_one_is_told_to_be_measured(tmp_path: Path) -> None:
+    """A server's operator adds them in another thread."""
+
+    class Grown(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            bases["more"] = "models/more"
+            return super().__eq__(other)
+
+    bases: dict[str, str] = {"base": Grown("models/base")}
+    reconciler = Reconciler(bases, lambda _, __: None, {}, 1)
+    worker = RemoteWorker(0, Load("models/base", "o", "cpu", 0.0), FakeProcess(0), 1)
+    reconciler.hear(worker, Measured("CPU", BaseSpeed(1000.0, 0.01, 0.0, 0.001)))
+    assert reconciler.events == [BaseMeasured("base", "CPU", BaseSpeed(1000.0, 0.01, 0.0, 0.001))]

@@ -1,0 +1,202 @@
+"""What becomes of jobs reaches the store: before the cluster is asked for more, whatever a reason quotes, from any thread."""
+
+from __future__ import annotations
+
+import sqlite3
+import sys
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.service.fake_cluster import FakeCluster, FakeIntake
+from tests.service.served import config_of, serving
+from tlora.protocol import (
+    ChangeGroup,
+    Event,
+    JobCancelled,
+    JobFailed,
+    JobFinished,
+    JobGroup,
+    JobHeld,
+    JobProfile,
+    JobReleased,
+    JobSubmitted,
+    ParallelPlan,
+    StartGroup,
+    StepsDone,
+    StopGroup,
+)
+from tlora.service.controller import Hall
+from tlora.service.live_state import LiveState
+from tlora.service.machine import Places
+from tlora.service.outcomes import Outcomes
+from tlora.service.server import open_server
+
+
+def test_the_store_has_a_jobs_end_before_the_cluster_is_asked_for_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a worker forgets an end that a killed server has not kept. Each commit waits for the next poll, if that comes so early."""
+    database = tmp_path / "server" / "tlora.db"
+    polled, ends = threading.Event(), list[str]()
+    statuses: list[str] = []
+    poll = FakeCluster.poll
+
+    def look(cluster: FakeCluster) -> list[Event]:
+        polled.set()
+        if ends:
+            with sqlite3.connect(database) as connection:
+                statuses.append(connection.execute("SELECT status FROM jobs WHERE id = ?", (ends.pop(),)).fetchone()[0])
+        events = poll(cluster)
+        ends.extend(event.job_id for event in events if isinstance(event, JobFailed | JobFinished))
+        polled.clear()
+        return events
+
+    def failpoint(point: str) -> None:
+        if point == "before commit" and ends:
+            polled.wait(0.3)
+
+    monkeypatch.setattr(FakeCluster, "poll", look)
+    with serving(tmp_path / "server", eager=False, failpoint=failpoint) as served:
+        file = served.upload("alice")
+        jobs = [served.submit("alice", file=file)["id"] for _ in range(2)]
+        for job in jobs:
+            while job not in served.cluster._open:
+                served.wait("alice", job, "queued", "running")
+        served.cluster.fail(jobs[0], "its data")
+        served.wait("alice", jobs[0], "failed")
+        served.cluster.finish(jobs[1])
+        served.wait("alice", jobs[1], "succeeded")
+        served.cluster.tick()
+        while len(statuses) < 2:
+            served.cluster.tick()
+    assert statuses == ["failed", "succeeded"]
+
+
+def test_a_reason_may_quote_anything(tmp_path: Path, database_url: str) -> None:
+    """Zero characters and lone surrogates come from data files; neither database takes the one or the other."""
+    with serving(tmp_path / "server", eager=False, database_url=database_url) as served:
+        job = served.submit("alice")["id"]
+        while job not in served.cluster._open:
+            served.wait("alice", job, "queued")
+        served.cluster.fail(job, "line 3: role 'x\0y\udc80\ud800z' is none")
+        assert served.wait("alice", job, "failed")["reason"] == "line 3: role 'x\ufffdy??z' is none"
+        last = served.ask("alice", "GET", f"/v1/jobs/{job}/events", 200)["data"][-1]
+        assert last["kind"] == "failed" and "role" in last["message"]
+
+
+class NoStore:
+    """A writer that keeps nothing."""
+
+    def submit(self, operation: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(None)
+        return future
+
+
+class DeafStore:
+    """A writer whose database does not answer."""
+
+    def submit(self, operation: Any) -> Future[Any]:
+        return Future()
+
+
+def test_a_store_that_does_not_answer_does_not_stop_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers end when nothing is heard of their controller for ten minutes."""
+    monkeypatch.setattr("tlora.service.outcomes._SETTLE_SECONDS", 0.01)
+    made = Outcomes(tmp_path, DeafStore(), LiveState(), lambda _: None)  # type: ignore[arg-type]
+    made.settle()
+    made.see(JobFailed("x", "its data"))
+    made.settle()
+
+
+@pytest.fixture
+def outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, LiveState]:
+    """Without a store, and shown at once."""
+    monkeypatch.setattr("tlora.service.outcomes._SHOW_SECONDS", 0.0)
+    live = LiveState()
+    made: Any = Outcomes(tmp_path, NoStore(), live, lambda _: None)  # type: ignore[arg-type]
+    made.begin(Places("cpu", (0, 1)))
+    for name in ("x", "y"):
+        made.see(JobSubmitted(name, "base", 1, JobProfile(100.0, 10, 30, 1000)))
+    made.see(StartGroup(_group("x", "y")))
+    made.see(StepsDone("x", "g0", 3, 0.1))
+    return made, live
+
+
+def _group(*names: str) -> JobGroup:
+    return JobGroup("g0", "base", (0,), ParallelPlan(1, 256), names, tuple(1.0 for _ in names))
+
+
+def test_a_cancelled_job_that_steps_once_more_does_not_wait(outcomes: tuple[Any, LiveState]) -> None:
+    """A worker tells the last steps of a job as it lets it go, after its owner has cancelled it."""
+    made, live = outcomes
+    for item in (JobCancelled("x"), StepsDone("x", "g0", 4, 0.1), ChangeGroup(_group("y"))):
+        made.see(item)
+    assert list(live.picture.waiting) == ["y"] and live.steps("x") is None
+
+
+def test_a_paused_job_waits_for_its_owner_and_not_for_a_gpu(outcomes: tuple[Any, LiveState]) -> None:
+    made, live = outcomes
+    for item in (JobHeld("x"), ChangeGroup(_group("y"))):
+        made.see(item)
+    assert "x" not in live.picture.waiting
+    made.see(JobReleased("x"))
+    assert live.picture.waiting["x"] == "a GPU that it fits on: it is the next"
+    made.see(JobReleased("y"))
+    made.see(StepsDone("y", "g0", 1, 0.1))
+    assert list(live.picture.waiting) == ["x"], "the other was never held: it trains"
+
+
+def test_a_server_that_is_ended_while_it_looks_for_workers_ends(tmp_path: Path) -> None:
+    """It may look for them for half a minute; a service manager waits for it."""
+    looking, found = threading.Event(), threading.Event()
+
+    def make(_: object) -> FakeCluster:
+        looking.set()
+        found.wait()
+        return FakeCluster(tmp_path)
+
+    hall = Hall(Places("cpu", (0, 1)), make, lambda _, __, on_answer: FakeIntake(on_answer))
+    opened = open_server(config_of(tmp_path / "server"), hall)
+    opened.controller.start({})
+    looking.wait()
+    closing = threading.Thread(target=opened.close)
+    closing.start()
+    while not opened.controller._closing:
+        pass
+    found.set()
+    closing.join()
+
+
+def test_requests_and_the_cluster_may_tell_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups come and go in one thread while another tells the ends of jobs: neither may see the other's change as an error."""
+    monkeypatch.setattr("tlora.service.outcomes._SHOW_SECONDS", 0.0)
+    made: Any = Outcomes(tmp_path, NoStore(), LiveState(), lambda _: None)  # type: ignore[arg-type]
+    made.begin(Places("cpu", (0, 1)))
+    errors: list[BaseException] = []
+    over = threading.Event()
+
+    def requests() -> None:
+        try:
+            while not over.is_set():
+                made.ended("job-of-nobody")
+        except BaseException as error:
+            errors.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    other = threading.Thread(target=requests)
+    try:
+        other.start()
+        for number in range(3000):
+            names = tuple(f"j{number}-{index}" for index in range(4))
+            made.see(ChangeGroup(JobGroup(f"g{number}", "base", (0,), ParallelPlan(1, 256), names, (1.0,) * 4)))
+            if number >= 8:
+                made.see(StopGroup(f"g{number - 8}"))
+    finally:
+        over.set()
+        other.join()
+        sys.setswitchinterval(before)
+    assert not errors, errors
