@@ -27,7 +27,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 REPOSITORY, PYTHON = Path(__file__).parents[1], sys.executable  # a test may put another in place of the latter
-SERVERS = {"tlora": "training", "tlora.engine.worker": "training", "tlora.engine.ranks.rank": "training", "tlora.data.worker": "tokenizing"}
+SERVERS = {
+    "tlora": "training",
+    "tlora.engine.worker": "training",
+    "tlora.engine.ranks.rank": "training",
+    "bench.shared_base": "training",
+    "tlora.data.worker": "tokenizing",
+}
 """Which server forks the process of a module: those that tokenize go without torch."""
 IMPORTS = {
     "training": (
@@ -179,7 +185,7 @@ def main() -> None:
     _become(request)
     module = request["arguments"][0]
     if module != "tlora":
-        sys.modules.pop(module)  # what others import of it is another copy, as ever
+        sys.modules.pop(module, None)  # what others import of it is another copy, as ever
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
