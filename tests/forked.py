@@ -3,6 +3,8 @@
 A child is a process of its own, and a child of the test's: pid, session, environment, directory, standard streams, signals and exit code
 are those of any process. What it cannot show is its start: what is imported when, the interpreter's own options, what a library reads from
 the environment as it is loaded (OMP_WAIT_POLICY). A test of these starts a real one.
+
+A forked `tlora` forks its own workers and ranks in the same way: a process that was forked beside it, before it ran, is its server.
 """
 
 from __future__ import annotations
@@ -48,18 +50,25 @@ IMPORTS = {
 }
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
 _LARGEST_REQUEST = 1 << 20
+_BEYOND = 512  # the numbers of files that a child keeps
 
 
 class Server:
     """A process that forks children for this one. It ends with it: its end of the socket is closed then, however this one ends."""
 
-    def __init__(self, kind: str, environment: Mapping[str, str] = os.environ) -> None:
-        self._lock = threading.Lock()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self, requests: socket.socket, process: subprocess.Popen[Any] | None = None) -> None:
+        self._lock, self._socket, self._process = threading.Lock(), requests, process
+
+    @classmethod
+    def start(cls, kind: str, environment: Mapping[str, str] = os.environ) -> Server:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         given = {**environment, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
         command = [PYTHON, "-m", "tests.forked", kind, str(theirs.fileno())]
         with theirs:
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=given, cwd=REPOSITORY)
+            return cls(ours, subprocess.Popen(command, pass_fds=[theirs.fileno()], env=given, cwd=REPOSITORY))
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def fork(self, request: dict[str, Any], streams: Sequence[int]) -> int:
         """The pid of a child that runs `request`; the process that forked it has ended by then, and the child been handed to this one."""
@@ -74,17 +83,19 @@ class Server:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait()
+        if self._process is not None:
+            self._process.wait()
 
 
 class ForkingPopen(subprocess.Popen[Any]):
     """`subprocess.Popen`, whose `python -m tlora …` is forked on Linux; all other commands are started as ever.
 
-    `environment` is what the servers load libraries with: that of the test run, and not of the test that needs one first.
+    `environment` is what the servers load libraries with: that of the test run, and not of the test that needs one first. None, in a
+    forked child: no server is started beside those that there are.
     """
 
     servers: ClassVar[dict[str, Server]] = {}
-    environment: ClassVar[Mapping[str, str]] = os.environ
+    environment: ClassVar[Mapping[str, str] | None] = os.environ
     _starting: ClassVar[threading.Lock] = threading.Lock()
 
     def _execute_child(self, *given: Any) -> None:
@@ -94,12 +105,15 @@ class ForkingPopen(subprocess.Popen[Any]):
         safe_path = command[1:2] == ["-P"]
         rest = command[2 if safe_path else 1 :]
         kind = SERVERS.get(rest[1]) if python and rest[:1] == ["-m"] else None
+        if kind not in self.servers and self.environment is None:
+            kind = None
         if kind is None or asked["preexec_fn"] or asked["shell"] or sys.platform != "linux":
             super()._execute_child(*given)  # type: ignore[misc]
             return
         with self._starting:
             if kind not in self.servers:
-                self.servers[kind] = Server(kind, self.environment)
+                assert self.environment is not None
+                self.servers[kind] = Server.start(kind, self.environment)
         streams = [asked[name] if asked[name] != -1 else place for place, name in enumerate(("p2cread", "c2pwrite", "errwrite"))]
         request = {
             "arguments": rest[1:],
@@ -135,17 +149,38 @@ def _serve(kind: str, requests: socket.socket) -> dict[str, Any]:
             between = os.getpid()
             child = os.fork()
             if not child:
-                requests.detach()
                 while os.getppid() == between:
                     os.sched_yield()
+                os.close(reading)
+                os.close(writing)
+                request = json.loads(line) | {"streams": streams}
+                if request["arguments"][0] == "tlora" and (own := _fork_server(kind, requests, streams)):
+                    requests = own
+                    continue
+                requests.detach()
                 signal.signal(signal.SIGINT, interrupt)
-                return json.loads(line) | {"streams": streams}
+                return request
             os.write(writing, str(child).encode())
             os._exit(0)
         os.waitpid(between, 0)
         requests.send(os.read(reading, 100))
         for number in (reading, writing, *streams):
             os.close(number)
+
+
+def _fork_server(kind: str, requests: socket.socket, streams: Sequence[int]) -> socket.socket | None:
+    """In a child: forks a server for that child's own children. In that server: the socket of its requests."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork():
+        theirs.close()
+        beyond = fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, _BEYOND)
+        ours.close()
+        ForkingPopen.servers, ForkingPopen.environment = {kind: Server(socket.socket(fileno=beyond))}, None
+        subprocess.Popen = ForkingPopen  # type: ignore[misc]
+        return None
+    for number in (requests.detach(), ours.detach(), *streams):
+        os.close(number)
+    return theirs
 
 
 def _become(request: dict[str, Any]) -> None:
@@ -156,7 +191,8 @@ def _become(request: dict[str, Any]) -> None:
     beyond = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, max(places) + 1) for number in request["streams"]]
     for number, place in zip(beyond, places, strict=True):
         os.dup2(number, place)
-    for number in {int(name) for name in os.listdir("/proc/self/fd")} - set(places):  # noqa: PTH208
+    servers = {server.fileno() for server in ForkingPopen.servers.values()}
+    for number in {int(name) for name in os.listdir("/proc/self/fd")} - set(places) - servers:  # noqa: PTH208
         with contextlib.suppress(OSError):  # the listing's own
             os.close(number)
     os.chdir(request["directory"])
