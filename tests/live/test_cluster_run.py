@@ -143,11 +143,14 @@ def test_a_cluster_that_is_killed_with_its_workers_goes_on(world: World, tmp_pat
     world.same_bytes(cluster.out)
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(47, marks=pytest.mark.soak)])
-def test_a_killed_controller_finds_its_workers_training(world: World, tmp_path: Path, kills: int) -> None:
+@pytest.mark.parametrize(("kills", "most_seconds", "fields"), [(3, 1, {"batch_size": 2}), pytest.param(47, 4, {}, marks=pytest.mark.soak)])
+def test_a_killed_controller_finds_its_workers_training(
+    world: World, tmp_path: Path, kills: int, most_seconds: float, fields: dict[str, Any]
+) -> None:
     """Killed at random moments: no worker ends, none begins a job again, and no step is done twice."""
     chance = random.Random(kills)
-    longer = [{**order, "max_steps": (9 + kills) * order["max_steps"]} for order in world.orders if order["name"] != "brief"]
+    orders = [{**order, **fields} for order in world.orders if order["name"] != "brief"]
+    longer = [{**order, "max_steps": (9 + kills) * order["max_steps"]} for order in orders]
     train(world.base, tmp_path / "whole", longer, deterministic=True)
     cluster = Cluster(world, tmp_path, longer)
     found: list[dict[str, int]] = []
@@ -155,7 +158,7 @@ def test_a_killed_controller_finds_its_workers_training(world: World, tmp_path: 
         with cluster.start() as process:
             if not found:
                 cluster.wait_for_rows(10, process)
-            time.sleep(4 * chance.random())
+            time.sleep(most_seconds * chance.random())
             workers = cluster.workers
             process.kill()
         if process.returncode != -signal.SIGKILL:  # a fast machine: all jobs have ended
