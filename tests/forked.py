@@ -4,7 +4,8 @@ A child is a process of its own, and a child of the test's: pid, session, enviro
 are those of any process. What it cannot show is its start: what is imported when, the interpreter's own options, what a library reads from
 the environment as it is loaded (OMP_WAIT_POLICY). A test of these starts a real one.
 
-A forked `tlora` forks its own workers and ranks in the same way: a process that was forked beside it, before it ran, is its server.
+A forked `tlora`, and a forked intake, fork their own children in the same way: a process forked beside them, before they ran, is their
+server.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ SERVERS = {
     "tlora": "training",
     "tlora.engine.worker": "training",
     "tlora.engine.ranks.rank": "training",
+    "tlora.planning.base_outline": "training",
     "bench.shared_base": "training",
     "tlora.data.worker": "tokenizing",
+    "tlora.service.intake_process": "tokenizing",
 }
 """Which server forks the process of a module: those that tokenize go without torch."""
 IMPORTS = {
@@ -48,6 +51,7 @@ IMPORTS = {
     ),
     "tokenizing": ("tlora.data.worker",),
 }
+_PARENTS = ("tlora", "tlora.service.intake_process")  # whose children are forked too
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
 _LARGEST_REQUEST = 1 << 20
 _BEYOND = 512  # the numbers of files that a child keeps
@@ -154,7 +158,7 @@ def _serve(kind: str, requests: socket.socket) -> dict[str, Any]:
                 os.close(reading)
                 os.close(writing)
                 request = json.loads(line) | {"streams": streams}
-                if request["arguments"][0] == "tlora" and (own := _fork_server(kind, requests, streams)):
+                if request["arguments"][0] in _PARENTS and (own := _fork_server(kind, requests, streams)):
                     requests = own
                     continue
                 requests.detach()

@@ -21,7 +21,9 @@ from tests.service.served import until
 from tlora.job import JobSpec
 from tlora.service.intake import MOST_DEATHS, Intake
 from tlora.service.intake_requests import IntakeRequest, IntakeSettings, request_line
+from tlora.service.outlines import Precision, find_outline
 
+pytestmark = pytest.mark.usefixtures("forked_children")
 BASE = str(Path(__file__).parents[2] / "demo" / "base")
 SETTINGS = IntakeSettings("", "auto", None, 2, 1 << 30, 120, 300.0, 100_000, 2_000)
 
@@ -31,7 +33,7 @@ class Asked:
 
     def __init__(self, directory: Path, settings: IntakeSettings = SETTINGS) -> None:
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        (directory / "bases").mkdir(parents=True)
+        find_outline(directory / "bases", BASE, Precision())
         self.directory = directory
         self.found: dict[str, dict[str, Any]] = {}
         self.intake = Intake(replace(settings, bases_dir=str(directory / "bases")), directory / "intake.log", self._answers.put)
@@ -51,7 +53,7 @@ class Asked:
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
+def asked(tmp_path_factory: pytest.TempPathFactory, forked_children: None) -> Iterator[Asked]:
     found = Asked(tmp_path_factory.mktemp("intake"))
     yield found
     found.intake.close()

@@ -78,7 +78,7 @@ def test_no_results_leave_the_heads_only(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_written_is_named(tmp_path: Path, write: Callable[[Path], None]) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ConfigError, match=r"file/out cannot be written .*give another path"):
+    with pytest.raises(ConfigError, match=r"file/out .*another path"):
         write(tmp_path / "file" / "out")
 
 
