@@ -19,7 +19,7 @@ from tlora.engine.check import check
 from tlora.engine.train import Results
 from tlora.errors import ConfigError
 from tlora.jobs_file import read_jobs_file
-from tlora.planning import plan
+from tlora.planning import job_plan
 
 MIXTURE = [{"path": "a.jsonl", "weight": 3}, {"path": "notes.txt", "weight": 1}]
 
@@ -108,7 +108,7 @@ def test_another_mixture_is_another_job(base: Path, tmp_path: Path, monkeypatch:
         train(changed, resume=True)
     longer = write_jobs(tmp_path, base, [mixed | {"max_steps": 5}])
     (tmp_path / "notes.txt").write_text("Another text.\n" * 12)
-    monkeypatch.setattr(plan, "prepare", prepare)  # what was prepared once for this room's tests is of the text before
+    monkeypatch.setattr(job_plan, "prepare", prepare)  # what was prepared once for this room's tests is of the text before
     assert "notes.txt: is not the data that" in train(longer, resume=True)["mixed"].reason
 
 

@@ -19,9 +19,10 @@ from tlora.engine.check import check
 from tlora.engine.watcher import Watcher
 from tlora.errors import CapacityError
 from tlora.job import JobSpec, RunSpec
+from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import MemoryModel, Stage, measure
 from tlora.planning.memory_probe import Probe
-from tlora.planning.plan import PlannedJob, RunPlan, _budgets, describe_plan, settle
+from tlora.planning.plan import RunPlan, _budgets, describe_plan, settle
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 
