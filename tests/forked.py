@@ -167,7 +167,8 @@ def _serve(kind: str, requests: socket.socket) -> dict[str, Any]:
             os.write(writing, str(child).encode())
             os._exit(0)
         os.waitpid(between, 0)
-        requests.send(os.read(reading, 100))
+        with contextlib.suppress(BrokenPipeError):  # who asked has been killed
+            requests.send(os.read(reading, 100))
         for number in (reading, writing, *streams):
             os.close(number)
 

@@ -33,7 +33,7 @@ class Asked:
 
     def __init__(self, directory: Path, settings: IntakeSettings = SETTINGS) -> None:
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        find_outline(directory / "bases", BASE, Precision())
+        (directory / "bases").mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.found: dict[str, dict[str, Any]] = {}
         self.intake = Intake(replace(settings, bases_dir=str(directory / "bases")), directory / "intake.log", self._answers.put)
@@ -54,7 +54,9 @@ class Asked:
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory, forked_children: None) -> Iterator[Asked]:
-    found = Asked(tmp_path_factory.mktemp("intake"))
+    directory = tmp_path_factory.mktemp("intake")
+    find_outline(directory / "bases", BASE, Precision())  # it has tests of its own
+    found = Asked(directory)
     yield found
     found.intake.close()
 
@@ -144,6 +146,7 @@ def test_intake_imports_no_torch(asked: Asked, tmp_path: Path) -> None:
 
 
 def test_data_that_takes_too_long_fails_its_job(tmp_path: Path) -> None:
+    find_outline(tmp_path / "intake" / "bases", BASE, Precision())
     slow = Asked(tmp_path / "intake", replace(SETTINGS, cpu_seconds=1, rows=10**9, row_characters=10**9))
     try:
         path = tmp_path / "much.jsonl"

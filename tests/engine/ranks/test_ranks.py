@@ -100,7 +100,7 @@ class Told:
         return any(words in line for line in self.lines)
 
 
-@pytest.mark.parametrize("gpus", [2, 3])
+@pytest.mark.parametrize("gpus", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_the_bytes_are_those_of_one_process(world: World, tmp_path: Path, gpus: int) -> None:
     told = Told()
     results = world.train(tmp_path / "out", gpus, watcher=told.watcher)
