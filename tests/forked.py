@@ -47,6 +47,8 @@ IMPORTS = {
         "tlora.engine.ranks.rank",
         "tlora.engine.check",
         "tlora.cli.commands",
+        "tlora.cli.progress",
+        "tlora.cli.result_view",
         "tlora.cli.terminal",
     ),
     "tokenizing": ("tlora.data.worker",),
