@@ -152,7 +152,7 @@ def test_a_killed_controller_finds_its_workers_training(
     """Killed at random moments: no worker ends, none begins a job again, and no step is done twice."""
     chance = random.Random(kills)
     orders = [{**order, **fields} for order in world.orders if order["name"] != "brief"]
-    longer = [{**order, "max_steps": (9 + kills) * order["max_steps"]} for order in orders]
+    longer = [{**order, "max_steps": (5 + kills) * order["max_steps"]} for order in orders]
     train(world.base, tmp_path / "whole", longer, deterministic=True)
     cluster = Cluster(world, tmp_path, longer)
     found: list[dict[str, int]] = []
