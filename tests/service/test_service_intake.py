@@ -84,7 +84,7 @@ def test_hostile_data_fails_its_job_with_file_and_row_and_no_other(asked: Asked,
     for key, (content, suffix, _) in cases.items():
         (tmp_path / f"{key}{suffix}").write_bytes(content)
         asked.ask(key, tmp_path / f"{key}{suffix}")
-    asked.ask("parquet", bomb(tmp_path / "bomb.parquet", 50 << 20, 60))
+    asked.ask("parquet", bomb(tmp_path / "bomb.parquet", 50 << 20, 30))
     asked.ask("good", good, r=4, batch_size=5)
     for key, (_, suffix, said) in cases.items():
         problem = asked.answer(key)["problem"]
