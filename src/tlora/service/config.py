@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from tlora.errors import ConfigError
 from tlora.job import BasePrecision, DType, MemoryLimit, Recompute
 from tlora.jobs_file import suggest
+from tlora.link.address import tcp_place
 from tlora.server_directory import default_directory
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
@@ -78,6 +79,7 @@ class ServerConfig(BaseModel):
     trusted_proxies: list[str] = []  # addresses whose X-Forwarded-* headers count
     tls_certificate: str | None = None
     tls_key: str | None = None
+    worker_listen: str | None = None  # tcp://host:port, where workers may come over TLS; None: over the unix socket only
     limits: Limits = Limits()
     retention: Retention = Retention()
 
@@ -87,6 +89,13 @@ class ServerConfig(BaseModel):
         if url is not None and url.partition(":")[0] not in ("sqlite", "postgresql"):
             raise ValueError(f"database_url {url.partition(':')[0]!r}: must begin with sqlite:/// or postgresql://; or leave it out")
         return url
+
+    @field_validator("worker_listen")
+    @classmethod
+    def _check_worker_listen(cls, address: str | None) -> str | None:
+        if address is not None:
+            tcp_place(address)
+        return address
 
     @model_validator(mode="after")
     def _check_exposure(self) -> ServerConfig:
