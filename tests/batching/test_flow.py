@@ -29,7 +29,7 @@ def test_a_batch_goes_from_offered_to_complete() -> None:
 def test_the_next_batch_waits_for_the_last_sample_of_this_one() -> None:
     flow = offered("a", 5, 6)
     flow.take(0)
-    with pytest.raises(AssertionError, match="1 samples of the last global batch are still pending"):
+    with pytest.raises(AssertionError, match="1 samples .*pending"):
         flow.offer([Item(2, 5)])
     flow.take(0)
     flow.offer([Item(2, 5)])

@@ -154,7 +154,7 @@ def test_nothing_pending_is_no_micro_batch() -> None:
 
 
 def test_a_sample_beyond_the_budget_is_a_bug() -> None:
-    with pytest.raises(AssertionError, match="j: a sample of 101 tokens exceeds the budget of 100"):
+    with pytest.raises(AssertionError, match="j: .*101 tokens .*100"):
         pack([job("j", iter([[5, 101]])).flow], 100, in_order=True)
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from tests.bench.test_shared_base_bench import run
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 
 @pytest.mark.parametrize("options", [(), ("--lengths", "10-60")], ids=["alike", "mixed"])
 def test_big_bases_train_shared_and_whole(options: tuple[str, ...], tmp_path: Path) -> None:

@@ -1,21 +1,28 @@
-"""The benchmark of shared bases runs where there is no GPU, and says what failed."""
+"""The benchmark of shared bases runs where there is no GPU, and says what failed. Its ranks are processes, forked as runs are."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).parents[2]
+import pytest
+
+from bench import shared_base
+from tests.forked import REPOSITORY
+
+pytestmark = pytest.mark.usefixtures("forked_children")
 
 
 def run(directory: Path, *options: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench.shared_base", "--device", "cpu", "--shape", "tiny", "--tokens", "64", "--repeats", "1"]
-    subprocess.run(
-        [*command, "--json", str(directory / "found.json"), "--commit", "none", *options], cwd=REPOSITORY, check=True, timeout=600
-    )
+    """What `python -m bench.shared_base` finds. Its ranks are given more time than a machine that measures would: this one may be busy."""
+    arguments = ["--device", "cpu", "--shape", "tiny", "--tokens", "64", "--repeats", "1", "--total-seconds", "1e6"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(REPOSITORY)
+        patch.setattr(shared_base, "SECONDS", dict.fromkeys(shared_base.PARTS, 1e6))
+        patch.setattr(sys, "argv", ["shared_base", *arguments, "--json", str(directory / "found.json"), "--commit", "none", *options])
+        shared_base.main()
     return json.loads((directory / "found.json").read_text())["parts"]
 
 

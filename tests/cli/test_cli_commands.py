@@ -96,12 +96,14 @@ def test_help_loads_no_model_library():
     assert all(command in done.stdout for command in ("check", "train", "generate", "report", "tune"))
 
 
-def test_commands_load_no_plots_before_they_write_a_page():
-    code = (
-        "import sys, tlora.cli.commands, tlora.cli.progress, tlora.cli.result_view, tlora.engine.train\nassert 'plotly' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.usefixtures("forked_children")
+def test_commands_load_no_plots_before_they_write_a_page(tmp_path: Path):
+    """A forked command begins with the modules of all commands (`tests/forked.py`)."""
+    probe = "import sys\nprint(*sorted({'plotly', 'tlora.cli.result_view', 'tlora.engine.train'} & set(sys.modules)), file=sys.stderr)"
+    (tmp_path / "sitecustomize.py").write_text(probe)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-m", "tlora", "--version"], capture_output=True, text=True, check=True, env=environment)
+    assert done.stderr.split() == ["tlora.cli.result_view", "tlora.engine.train"]
 
 
 def test_a_wrong_jobs_file_is_told_before_a_model_library_is_loaded(tmp_path: Path):
@@ -149,7 +151,8 @@ def test_a_full_stdout_at_the_end_is_said_and_fails_nothing(jobs_file: Path):
     """In a process of its own, which has the results without the libraries that make them."""
     rows = json.dumps({name: asdict(result) for name, result in DONE.items()})
     code = (
-        "import json, sys, types\nfrom tlora.cli import main\n"
+        "import contextlib, json, sys, types\nimport tlora.cli.commands, tlora.data.prepare\nfrom tlora.cli import main\n"
+        "tlora.data.prepare.start_worker = contextlib.nullcontext\ntlora.cli.commands._load_libraries = lambda: None\n"
         "class Results(dict):\n    report = signal_number = None\n"
         "results = Results({name: types.SimpleNamespace(**row) for name, row in json.loads(sys.argv[1]).items()})\n"
         "module = types.ModuleType('tlora.engine.train')\nmodule.train = lambda *_, **__: results\nsys.modules[module.__name__] = module\n"

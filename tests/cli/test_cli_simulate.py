@@ -278,7 +278,7 @@ def test_a_closed_sweep_shows_throughput_over_the_bound(trace: str, tmp_path: Pa
     options = ("--trace", trace, "--nodes", "1x8", "--closed", "--policy", "fifo/peft,residual_capacity", "--quiet")
     code, out, _ = call(*options, "--sweep", "delta=1.2:2:inf", "--out", "rows.csv", "--html", "page.html")
     lines = out.splitlines()
-    at = lines.index("tokens/s from 5 to 60 % of the total work, all jobs submitted at once")
+    (at,) = (number for number, line in enumerate(lines) if line.startswith("tokens/s from 5 to 60 %"))
     assert code == 0 and [line.split()[0] for line in lines[at - 3 : at]] == ["1.2", "2", "inf"]
     assert lines[at - 4].split()[:3] == ["delta", "fifo/peft:", "tokens/s"]
     assert all(float(row["steady_tokens_per_second"]) > 0 and row["closed"] == "1" for row in rows_of(Path("rows.csv")))

@@ -119,6 +119,6 @@ def test_a_log_in_which_nothing_stands_begins_at_0(tmp_path: Path, text: str) ->
 def test_a_file_that_is_no_log_is_refused_and_left_as_it_is(tmp_path: Path, line: str) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text(f"{line}\nand a rest")
-    with pytest.raises(ConfigError, match=r"events\.jsonl.* last line .*Choose another file"):
+    with pytest.raises(ConfigError, match=r"events\.jsonl.* last line .*another file"):
         EventLog(path)
     assert path.read_text() == f"{line}\nand a rest"

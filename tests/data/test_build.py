@@ -111,7 +111,7 @@ def test_lone_surrogate_is_refused_with_its_row(tmp_path: Path, tokenizers: Any)
         [{"messages": [{"role": "user", "content": "a\udc00"}, {"role": "assistant", "content": "b"}]}],
     ):
         path = write(tmp_path / "x.jsonl", rows)
-        with pytest.raises(DataError, match=rf"x.jsonl, line {len(rows)}: text with a lone surrogate"):
+        with pytest.raises(DataError, match=rf"x.jsonl, line {len(rows)}: .*surrogate"):
             make(path, tokenizers(CHATML))
 
 
@@ -209,7 +209,7 @@ def test_tokenizer_larger_than_the_models_vocabulary(tmp_path: Path, tokenizers:
 
 def test_column_of_numbers(tmp_path: Path, tokenizers: Any) -> None:
     (tmp_path / "x.csv").write_text("text\n1\n2.5\n-3e4\n")
-    with pytest.raises(DataError, match=r"x.csv: all 3 values of column 'text' are numbers; expected text"):
+    with pytest.raises(DataError, match=r"x.csv: .*3 values .*'text' .*numbers"):
         make(tmp_path / "x.csv", tokenizers(None))
     (tmp_path / "x.csv").write_text("text\n1\nword\n")
     assert len(Dataset(make(tmp_path / "x.csv", tokenizers(None)))) == 2
@@ -225,7 +225,7 @@ def test_nothing_to_train(tmp_path: Path, tokenizers: Any) -> None:
 def test_format_overrides_detection(tmp_path: Path, tokenizers: Any) -> None:
     path = write(tmp_path / "x.jsonl", [{"instruction": "a", "output": "b", "text": "c"}])
     assert report_of(make(path, tokenizers(CHATML), format="text")).rendered == [("c</s>", 1)]
-    with pytest.raises(DataError, match=r"x.jsonl, line 1: column 'messages' is missing \(found: instruction, output, text\)"):
+    with pytest.raises(DataError, match=r"x.jsonl, line 1: .*'messages' .*instruction, output"):
         make(path, tokenizers(CHATML), format="chat")
 
 

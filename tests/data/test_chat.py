@@ -267,12 +267,12 @@ def test_the_jobs_template_wins(tokenizers: Any) -> None:
 
 def test_refusal_of_the_template_names_row_and_roles(tokenizers: Any) -> None:
     example = chat(("user", "a"), ("user", "b"), ("assistant", "c"))
-    with pytest.raises(DataError, match=r"x.json, row 3: .*user, user, assistant .*Roles must alternate"):
+    with pytest.raises(DataError, match=r"x.json, row 3: .*user, user, assistant"):
         encode(open_encoder(tokenizers(TEMPLATES["gemma"]), None, False, 1000), [example], ["x.json, row 3"])
 
 
 def test_template_with_broken_syntax(tokenizers: Any) -> None:
-    with pytest.raises(DataError, match=r"a trial of two turns: the chat template refuses .*endfor"):
+    with pytest.raises(DataError, match=r"two turns: .*refuses .*endfor"):
         open_template(tokenizers(None), "{% for m in messages %}")
 
 
@@ -289,7 +289,7 @@ def test_weights_given_to_a_user_under_such_a_template(tokenizers: Any) -> None:
     example = Chat(chat(("user", "aa"), ("assistant", "foo")).messages, [1.0, 1.0])
     tokenizer = tokenizers(odd)
     assert trained(tokenizer, encoded(tokenizer, example)) == ["aa", "fOO<|im_end|>"]
-    with pytest.raises(DataError, match="row: the chat template rewrites this chat's turns"):
+    with pytest.raises(DataError, match="row: .*rewrites"):
         encoded(tokenizer, Chat(chat(("user", "oo"), ("assistant", "foo")).messages, [1.0, 1.0]))
 
 
@@ -297,7 +297,7 @@ def test_template_that_reorders_and_changes_is_refused(tokenizers: Any) -> None:
     backwards = (
         "{% for m in messages | reverse %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] | upper + '<|im_end|>\n' }}{% endfor %}"
     )
-    with pytest.raises(DataError, match="row: the chat template rewrites this chat's turns"):
+    with pytest.raises(DataError, match="row: .*rewrites"):
         encoded(tokenizers(backwards), chat(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")))
 
 

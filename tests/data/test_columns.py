@@ -61,7 +61,7 @@ def row(value: dict[str, Any]) -> Row:
 def test_pairs_are_refused_by_their_columns(value: dict[str, Any], how: Any) -> None:
     """Also where the format is set, and where no format has the columns: that message would be of no help."""
     pair = [column for column in value if column in ("chosen", "rejected", "rejected_response")]
-    with pytest.raises(DataError, match=f"x.jsonl, line 3: columns? {', '.join(map(repr, pair))}: .*preference data.*remove these columns"):
+    with pytest.raises(DataError, match=f"x.jsonl, line 3: .*{', '.join(map(repr, pair))}: .*remove"):
         format_of(row(value), how)
 
 
@@ -70,7 +70,7 @@ def test_pairs_are_refused_by_their_columns(value: dict[str, Any], how: Any) -> 
 @pytest.mark.parametrize("verdict", [False, True, 0, 1, 0.0, "False", "true", "1"])
 def test_verdicts_are_refused(name: str, column: str, verdict: object) -> None:
     for how in ("auto", name):
-        with pytest.raises(DataError, match=rf"line 3: column '{column}' is {verdict!r}: .*preference data.*Set objective: kto"):
+        with pytest.raises(DataError, match=rf"line 3: .*'{column}' .*{verdict!r}: .*objective: kto"):
             format_of(row(ROWS[name] | {column: verdict}), how)  # type: ignore[arg-type]
 
 
@@ -131,6 +131,6 @@ def test_a_late_verdict_is_told_with_its_row(suffix: str, tmp_path: Path, tokeni
         path.write_text("prompt,completion,label\n" + "a,b,\n" * 200 + "a,b,False\n")
     else:
         path.write_text(json.dumps([{"prompt": "a", "completion": "b"}] * 200 + [{"prompt": "a", "completion": "b", "label": False}]))
-    with pytest.raises(DataError, match=rf"x.{suffix}, (line 202|row 201): column 'label' is '?False'?: "):
+    with pytest.raises(DataError, match=rf"x.{suffix}, .*20[12]: .*'label'.*'?False'?"):
         make(path, tokenizers(None))
     assert list((tmp_path / "cache").iterdir()) == []

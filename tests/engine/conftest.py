@@ -11,7 +11,7 @@ import torch
 from tests.engine.tiny_runs import save_base as save_base
 from tlora.data.prepare import Prepared, PrepareProgress, PrepareRequest, WorkerProcess, prepare
 from tlora.errors import DataError
-from tlora.planning import plan
+from tlora.planning import job_plan, plan
 from tlora.planning.memory import MemoryModel, measure
 from tlora.supermodel.supermodel import SuperModel
 
@@ -31,7 +31,7 @@ def tokenize_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TLORA_CACHE", str(tmp_path_factory.getbasetemp() / "tokens"))
-        monkeypatch.setattr(plan, "prepare", prepare_once)
+        monkeypatch.setattr(job_plan, "prepare", prepare_once)
         monkeypatch.setattr(plan, "measure", measure_once)
         yield
 

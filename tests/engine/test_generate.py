@@ -205,7 +205,7 @@ def test_an_answer_ends_where_the_template_ends_its_turns_also_by_several_tokens
 def test_an_adapter_that_does_not_fit_is_refused_with_its_first_wrong_tensor(adapter: Path, tmp_path: Path, base: Path):
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"r": 8}))
-    with pytest.raises(ModelError, match=r"q_proj\.lora_A\.weight is \[4, 64\], and this job needs \[8, 64\]"):
+    with pytest.raises(ModelError, match=r"q_proj\.lora_A\.weight .*\[4, 64\].*\[8, 64\]"):
         open_adapter(adapter)
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj"]}))
     with pytest.raises(ModelError, match=r"has a tensor for a layer .*down_proj"):

@@ -17,7 +17,7 @@ from tests.engine.tiny_runs import job, rows, run_spec, sentence, sha256, train
 from tlora.data.prepare import Prepared, prepare
 from tlora.job import LEARNS_FROM, JobSpec
 from tlora.objectives import OBJECTIVES
-from tlora.planning.plan import prepare_requests
+from tlora.planning.job_plan import prepare_requests
 
 PAIR = ("chosen", "rejected")
 METRICS = {"pairs": {"rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"}, "labelled": {"kl"}}

@@ -165,7 +165,7 @@ def test_a_jobs_file_with_a_sweep(base: Path, data: Path, tmp_path: Path) -> Non
 def test_settings_that_break_a_rule_are_one_message(base: Path, data: Path, tmp_path: Path) -> None:
     run = run_spec(base, tmp_path / "out", [job("a", str(data / "a.jsonl"))])
     for orders in (run, list(run.jobs)):
-        with pytest.raises(ConfigError, match=r"^token_budget: 3 is not 'auto' or a whole number from 16 to"):
+        with pytest.raises(ConfigError, match=r"^token_budget: 3 .*'auto'.* 16 "):
             tlora.train(orders, base_model=str(base), token_budget=3)
     with pytest.raises(ConfigError, match="without a base model"):
         tlora.train(list(run.jobs))

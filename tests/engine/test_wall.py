@@ -22,7 +22,7 @@ from tlora.engine import job_opening as admission
 from tlora.engine.watcher import Watcher
 from tlora.errors import CapacityError, CheckpointError, DataError
 from tlora.group.wall import Failure, attempt, is_out_of_memory
-from tlora.planning import plan, start
+from tlora.planning import job_plan, start
 from tlora.store import checkpoint
 from tlora.store import recorder as recorder_room
 from tlora.store.recorder import Recorder
@@ -92,7 +92,7 @@ def raise_for_victim(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, is_
 BUG, NO_MEMORY = TypeError("a bug"), MemoryError("no memory")
 STEPS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "planning": (SuperModel, "layout", lambda _, spec: getattr(spec, "name", "") == "victim"),
-    "length": (plan, "longest_sample", lambda data: len(data.train) == 17),
+    "length": (job_plan, "longest_sample", lambda data: len(data.train) == 17),
     "directory": (durable, "make_directory", lambda path: path.name == "victim"),
     "job.json": (admission, "write_job_file", lambda directory, _: directory.name == "victim"),
     "start": (start, "init_state", lambda layout, *_: layout.largest_rank == 5),

@@ -17,7 +17,7 @@ from tlora import durable
 from tlora.data.prepare import prepare
 from tlora.engine.check import check
 from tlora.engine.watcher import Watcher
-from tlora.planning import plan
+from tlora.planning import job_plan
 
 
 def write_chats(path: Path, count: int, **columns: Any) -> str:
@@ -50,7 +50,7 @@ def test_samples_beyond_the_bases_positions_are_said(data: Path, tmp_path: Path)
     found = check(run_spec(base, tmp_path / "out", jobs), device="cpu")
     assert not any("max_position_embeddings" in warning for warning in found.jobs[1].warnings)
     (warning,) = (warning for warning in found.jobs[0].warnings if "max_position_embeddings" in warning)
-    unlimited = plan.prepare(plan.prepare_requests(run_spec(base, tmp_path, jobs[:1]), 10**6))["long"]
+    unlimited = job_plan.prepare(job_plan.prepare_requests(run_spec(base, tmp_path, jobs[:1]), 10**6))["long"]
     lengths = unlimited.train.lengths  # type: ignore[union-attr]
     beyond = int((lengths > 32).sum())
     assert 0 < beyond < len(lengths)
@@ -76,7 +76,7 @@ def test_samples_beyond_a_table_of_positions_fail_their_job_alone(data: Path, tm
 @pytest.fixture
 def interrupted(base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A run with a checkpoint at step 2 of 4, on an evaluation file that can be replaced."""
-    monkeypatch.setattr(plan, "prepare", prepare)  # files change here, so each run looks at them
+    monkeypatch.setattr(job_plan, "prepare", prepare)  # files change here, so each run looks at them
     held_out = tmp_path / "held-out.jsonl"
     shutil.copy(data / "held-out.jsonl", held_out)
     own = job("a", {"path": str(data / "a.jsonl"), "eval_path": str(held_out)}, eval_steps=2, save_steps=2, max_steps=4)

@@ -22,8 +22,8 @@ from tlora.engine.step_timer import StepTimer
 from tlora.engine.trainer import Trainer
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
+from tlora.planning.job_plan import PlannedJob
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
-from tlora.planning.plan import PlannedJob
 from tlora.store import checkpoint
 from tlora.store.checkpoint import read_progress
 from tlora.store.recorder import Recorder

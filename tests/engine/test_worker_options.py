@@ -23,8 +23,8 @@ from tlora.engine.commands import Share
 from tlora.errors import CapacityError, ConfigError
 from tlora.group.engine import Engine
 from tlora.job import JobSpec
+from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory_bound import MemoryBound
-from tlora.planning.plan import PlannedJob
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.worker_protocol import Failed, Finished, Load, Want, controller_line, parse_controller_line

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,8 @@ def test_a_cluster_that_is_killed_with_its_workers_goes_on(world: World, tmp_pat
         workers = psutil.Process(process.pid).children(recursive=True)
         process.kill()
         for worker in workers:
-            worker.kill()
+            with suppress(psutil.NoSuchProcess):
+                worker.kill()
     assert cluster.start().wait() == 0
     world.same_bytes(cluster.out)
 

@@ -173,5 +173,5 @@ def test_units_that_the_objective_does_not_take(base: Path, case: str) -> None:
     row, objectives = (_unit("a", 0), {}) if case.startswith("a pair") else (sample, {"a": Dpo()})
     model = SuperModel.from_pretrained(str(base))
     model.join("a", LORA, TRAIN)
-    with pytest.raises(ConfigError, match=r"a unit of 'a' has \d sequences, and its objective takes \d"):
+    with pytest.raises(ConfigError, match=r"'a' has \d sequences.*takes \d"):
         model.forward_backward(collate([row]), objectives)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tlora.job import JobSpec
-from tlora.planning.plan import PlannedJob
+from tlora.planning.job_plan import PlannedJob
 from tlora.planning.work import choose_replicas
 
 

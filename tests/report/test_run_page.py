@@ -293,7 +293,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(ConfigError, match=r"report.html cannot be written \(No space left on device\).*free space"):
+    with pytest.raises(ConfigError, match=r"report.html .*No space left.*free space"):
         write_report(tmp_path)
     monkeypatch.undo()
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == before and not list(tmp_path.glob("*tmp*"))

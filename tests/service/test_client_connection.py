@@ -76,7 +76,7 @@ def test_tries_have_an_end() -> None:
 
 def test_no_server_is_said_at_once_and_a_lost_one_is_asked_again() -> None:
     connection, seen, _ = answering(httpx.ConnectError("[Errno 111] Connection refused"))
-    with pytest.raises(ServiceError, match=r"no server answers there \(Connection refused\); the address is from \$TLORA_URL"):
+    with pytest.raises(ServiceError, match=r"Connection refused.*\$TLORA_URL"):
         connection.get("/v1/bases", BaseList)
     assert len(seen) == 1
     connection, seen, _ = answering(bases(), httpx.ConnectError("refused"), bases())
@@ -88,14 +88,14 @@ def test_no_server_is_said_at_once_and_a_lost_one_is_asked_again() -> None:
 @pytest.mark.parametrize("error", [httpx.ReadTimeout("slow"), httpx.RemoteProtocolError("peer closed")])
 def test_an_answer_that_never_comes_whole(error: Exception) -> None:
     connection, _, _ = answering(error)
-    with pytest.raises(ServiceError, match=r"does not answer in time|the connection broke \(peer closed\)"):
+    with pytest.raises(ServiceError, match=r"in time|peer closed"):
         connection.get("/v1/bases", BaseList)
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_a_key_is_not_sent_across_redirects(status: int) -> None:
     connection, seen, _ = answering(httpx.Response(status, headers={"location": "https://evil.example/v1/bases"}))
-    with pytest.raises(ServiceError, match=r"redirects to https://evil\.example/v1/bases, and a key is not sent across redirects"):
+    with pytest.raises(ServiceError, match=r"redirects .*evil\.example/v1/bases.*key"):
         connection.get("/v1/bases", BaseList)
     assert [request.url.host for request in seen] == ["host.example"]
     with pytest.raises(ServiceError, match="redirects"), connection.stream("/v1/jobs/job-0/adapter"):
@@ -131,7 +131,7 @@ def test_what_is_not_the_answer_is_one_clear_error(found: httpx.Response, words:
 def test_plain_connections_ask_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # it would read the key
     plain = Access("http://127.0.0.1:1", "tml-secret-key", "x", "x")
-    with Connection(plain) as connection, pytest.raises(ServiceError, match=r"http://127\.0\.0\.1:1: no server answers there"):
+    with Connection(plain) as connection, pytest.raises(ServiceError, match=r"127\.0\.0\.1:1: no server"):
         connection.get("/v1/bases", BaseList)
 
 

@@ -21,7 +21,9 @@ from tests.service.served import until
 from tlora.job import JobSpec
 from tlora.service.intake import MOST_DEATHS, Intake
 from tlora.service.intake_requests import IntakeRequest, IntakeSettings, request_line
+from tlora.service.outlines import Precision, find_outline
 
+pytestmark = pytest.mark.usefixtures("forked_children")
 BASE = str(Path(__file__).parents[2] / "demo" / "base")
 SETTINGS = IntakeSettings("", "auto", None, 2, 1 << 30, 120, 300.0, 100_000, 2_000)
 
@@ -31,7 +33,7 @@ class Asked:
 
     def __init__(self, directory: Path, settings: IntakeSettings = SETTINGS) -> None:
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        (directory / "bases").mkdir(parents=True)
+        (directory / "bases").mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.found: dict[str, dict[str, Any]] = {}
         self.intake = Intake(replace(settings, bases_dir=str(directory / "bases")), directory / "intake.log", self._answers.put)
@@ -51,8 +53,10 @@ class Asked:
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
-    found = Asked(tmp_path_factory.mktemp("intake"))
+def asked(tmp_path_factory: pytest.TempPathFactory, forked_children: None) -> Iterator[Asked]:
+    directory = tmp_path_factory.mktemp("intake")
+    find_outline(directory / "bases", BASE, Precision())  # it has tests of its own
+    found = Asked(directory)
     yield found
     found.intake.close()
 
@@ -80,7 +84,7 @@ def test_hostile_data_fails_its_job_with_file_and_row_and_no_other(asked: Asked,
     for key, (content, suffix, _) in cases.items():
         (tmp_path / f"{key}{suffix}").write_bytes(content)
         asked.ask(key, tmp_path / f"{key}{suffix}")
-    asked.ask("parquet", bomb(tmp_path / "bomb.parquet", 50 << 20, 60))
+    asked.ask("parquet", bomb(tmp_path / "bomb.parquet", 50 << 20, 30))
     asked.ask("good", good, r=4, batch_size=5)
     for key, (_, suffix, said) in cases.items():
         problem = asked.answer(key)["problem"]
@@ -142,6 +146,7 @@ def test_intake_imports_no_torch(asked: Asked, tmp_path: Path) -> None:
 
 
 def test_data_that_takes_too_long_fails_its_job(tmp_path: Path) -> None:
+    find_outline(tmp_path / "intake" / "bases", BASE, Precision())
     slow = Asked(tmp_path / "intake", replace(SETTINGS, cpu_seconds=1, rows=10**9, row_characters=10**9))
     try:
         path = tmp_path / "much.jsonl"

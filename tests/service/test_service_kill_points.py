@@ -111,8 +111,8 @@ def kill_at_every_point(directory: Path, first: int = 1, step: int = 1, **change
         killed, nth = killed + 1, nth + step
 
 
-def test_killed_at_every_third_commit_point(tmp_path: Path) -> None:
-    assert kill_at_every_point(tmp_path, step=3) >= 12
+def test_killed_at_every_fourth_commit_point(tmp_path: Path) -> None:
+    assert kill_at_every_point(tmp_path, step=4) >= 10
 
 
 @pytest.mark.soak

@@ -53,7 +53,7 @@ def test_exclusive_replay_without_the_kernels_gain_is_the_recorded_durations(nam
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gpu_seconds_and_tokens_are_neither_made_nor_lost(policy: str):
-    jobs = trace_jobs("ee9e8c", 300, 64, 0.9)
+    jobs = trace_jobs("ee9e8c", 150, 64, 0.9)
     result = simulate(jobs, ClusterShape(8, 8), POLICIES[policy](), FUSED, FREE)
     held = math.fsum(record.gpu_seconds for record in result.jobs)
     assert held == pytest.approx(math.fsum(len(span.gpus) * (span.end_seconds - span.start_seconds) for span in result.spans))

@@ -218,7 +218,7 @@ def test_a_trace_without_a_job_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_is_not_there_is_told_the_shipped_ones(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"'ee9e8d'.*one of ee9e8c, 6c71a0\+b436b2, window_15k, synth_sft"):
+    with pytest.raises(DataError, match=r"'ee9e8d'.*ee9e8c, 6c71a0\+b436b2"):
         read_trace("ee9e8d")
     for name in (tmp_path, "x" * 300, "~nobody-of-this-name/x"):
         with pytest.raises(DataError, match="it is no file"):

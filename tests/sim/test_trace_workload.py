@@ -63,17 +63,17 @@ def test_natural_loads_of_the_shipped_traces(name: str, days: float, demand: flo
 
 
 def test_what_leaves_nothing_or_means_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the first 0 jobs of a trace are none. Ask for 1 or more"):
+    with pytest.raises(ConfigError, match="first 0 jobs .*1 or more"):
         first(TRACE, 0)
     with pytest.raises(ConfigError, match="a cluster of 0 GPUs runs nothing"):
         natural_load(TRACE, 0)
     for factor in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ConfigError, match="cannot be compressed by .*Give a number above 0"):
+        with pytest.raises(ConfigError, match="compressed by .*above 0"):
             compressed(TRACE, factor)
-        with pytest.raises(ConfigError, match="cannot be had. Give a number from 0.001 to 1000"):
+        with pytest.raises(ConfigError, match="number from 0.001 to 1000"):
             at_load(TRACE, 8, factor)
     for load in (1e-300, 0.0009, 1001.0):
-        with pytest.raises(ConfigError, match="cannot be had. Give a number from 0.001 to 1000"):
+        with pytest.raises(ConfigError, match="number from 0.001 to 1000"):
             at_load(TRACE, 8, load)
     with pytest.raises(ConfigError, match="at one moment"):
         at_load(first(TRACE, 1), 8, 0.5)

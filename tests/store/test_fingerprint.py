@@ -208,7 +208,7 @@ def test_a_damaged_fingerprint_is_said(own_base: Path, data: Path, tmp_path: Pat
     content = json.loads((out / "run.json").read_text())
     (out / "run.json").write_text(json.dumps(content | {"base_files": {"quick": 3}}))
     (out / "a" / "base.json").unlink()  # or it would be put right from there
-    with pytest.raises(ConfigError, match=r"run\.json is damaged \(base_files: 'sha256'\)"):
+    with pytest.raises(ConfigError, match=r"run\.json .*base_files: 'sha256'"):
         train(own_base, out, jobs, resume=True)
 
 
@@ -258,7 +258,7 @@ def test_a_hub_revision_that_moves_is_pinned(data: Path, tmp_path: Path, monkeyp
     assert sha256(out / "a") == whole and json.loads((out / "run.json").read_text())["base_model"] == f"org/name@{old}"
     asked = open_adapter(out / "a", device="cpu").model.state_dict()["lm_head.weight"]
     assert torch.equal(asked, load_file(hub / "models--org--name" / "snapshots" / old / WEIGHTS)["lm_head.weight"])
-    with pytest.raises(ConfigError, match=f"base_model was 'org/name@{old}' and is 'org/name@{new}'"):
+    with pytest.raises(ConfigError, match=f"base_model .*name@{old}.*name@{new}"):
         train(Path("org/name@main"), out, jobs, deterministic=True, resume=True)
     content = json.loads((out / "run.json").read_text())
     (out / "run.json").write_text(json.dumps(content | {"base_model": "org/name", "base_files": None}))  # of an older version

@@ -104,7 +104,7 @@ def test_a_new_job_does_not_write_into_a_directory_of_somebody_else(base: Path, 
     (out / "new").mkdir()
     (out / "new" / "adapter_model.safetensors").write_text("mine")
     before = files(out)
-    with pytest.raises(ConfigError, match=rf"{out / 'new'} .*'new' would write there.*[Mm]ove"):
+    with pytest.raises(ConfigError, match=rf"{out / 'new'} .*'new'.*[Mm]ove"):
         train(base, out, [job("new", str(data / "b.jsonl"))], overwrite=True)
     assert files(out) == before
 

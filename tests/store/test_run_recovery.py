@@ -106,7 +106,7 @@ def test_what_a_whole_run_file_refuses_is_refused(own_base: Path, data: Path, be
         for copy, why in ((other, "sizes, headers or sampled blocks differ"), (rotten, "model.safetensors has another sha256")):
             (begun / "run.json").unlink()
             copy.rename(own_base)
-            with pytest.raises(ModelError, match=rf"is not the base that this run began with \({why}\)"):
+            with pytest.raises(ModelError, match=rf"not the base .*{why}"):
                 train(own_base, begun, orders(data), deterministic=True, resume=True)
             own_base.rename(copy)
     finally:

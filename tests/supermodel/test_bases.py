@@ -72,7 +72,7 @@ def test_a_short_convolution_is_refused_though_it_leaks_less_than_rounding(dtype
 
 def test_layers_that_are_not_linear_are_refused() -> None:
     gpt2 = transformers.GPT2Config(vocab_size=131, n_embd=64, n_layer=1, n_head=4, n_positions=64)
-    with pytest.raises(ModelError, match=r"GPT2LMHeadModel has no nn\.Linear layer to adapt"):
+    with pytest.raises(ModelError, match=r"GPT2LMHeadModel .*nn\.Linear"):
         SuperModel(make_base(build(gpt2), "gpt2"))
 
 
@@ -86,12 +86,12 @@ def test_a_head_that_is_not_linear_is_refused() -> None:
 def test_a_model_whose_decoder_is_nowhere_is_refused() -> None:
     model = make_model()
     del model.model
-    with pytest.raises(ModelError, match="LlamaForCausalLM keeps its decoder in no 'model'"):
+    with pytest.raises(ModelError, match="LlamaForCausalLM .*'model'"):
         make_base(model, "odd")
 
 
 def test_paths(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"no such directory\. Give a directory with config\.json"):
+    with pytest.raises(ModelError, match=r"Give a directory with config\.json"):
         load_base(str(tmp_path / "absent"))
     with pytest.raises(ModelError, match=r"has no config\.json"):
         load_base(str(tmp_path))
@@ -151,7 +151,7 @@ ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
 )
 def test_attention_that_is_dense_only_in_short_samples_is_refused(config: Any, words: str) -> None:
     """Limits above the 43 tokens of the check at load, as every real base of these families has them."""
-    with pytest.raises(ModelError, match=f"base_model some/name: .* cannot be packed: {words}"):
+    with pytest.raises(ModelError, match=f"base_model some/name: .*packed: {words}"):
         make_base(build(config), "some/name")
 
 
@@ -278,7 +278,7 @@ EXPERTS = {
 @pytest.mark.parametrize("config", EXPERTS.values(), ids=EXPERTS)
 def test_experts_are_refused_and_the_attention_beside_them_is_not(config: Any) -> None:
     model = build(config)
-    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp .*k_proj, o_proj, q_proj, v_proj"):
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp .*k_proj, o_proj"):
         targets_of(model)
     assert len(targets_of(model, target_modules=["q_proj"])) == 2
     assert expert_modules(make_model()) == []
@@ -287,7 +287,7 @@ def test_experts_are_refused_and_the_attention_beside_them_is_not(config: Any) -
 def test_a_linear_inside_the_experts_is_refused_by_name() -> None:
     model = make_model()
     model.model.layers[1].mlp.experts = nn.ModuleList([nn.Linear(64, 64)])
-    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp is a mixture of experts"):
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp .*experts"):
         targets_of(model, target_modules=["up_proj"])
 
 

@@ -99,7 +99,7 @@ def test_a_shape_is_counted_however_many_others_come_between(monkeypatch: pytest
 def test_a_shape_that_cannot_be_captured_runs_as_it_is_and_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = Graphs(monkeypatch, fails=True)
     graphs.run(), graphs.run()
-    with pytest.warns(RuntimeWarning, match="was not captured as a CUDA graph and runs slower: no room"):
+    with pytest.warns(RuntimeWarning, match="CUDA graph .*no room"):
         assert graphs.run() == ["capture", "run"]
     assert [graphs.run() for _ in range(3)] == [["run"]] * 3
 

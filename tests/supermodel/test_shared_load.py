@@ -177,7 +177,7 @@ def test_widths_that_fp8_cannot_have_are_refused() -> None:
 def test_headers_that_are_none_and_files_that_end_early_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"\xff" * 20)
-    with pytest.raises(ModelError, match="model.safetensors: cannot be read as safetensors"):
+    with pytest.raises(ModelError, match="model.safetensors: .*safetensors"):
         find_tensors([file])
     save_file({"x": torch.arange(12.0).view(4, 3)}, file)
     stored = find_tensors([file])["x"]

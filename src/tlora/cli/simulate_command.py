@@ -194,7 +194,8 @@ def _replay(contest: Contest, swept: list[dict[str, Any]], outputs: Outputs, err
 
 def _written(outcomes: list[Outcome], swept: list[dict[str, Any]], outputs: Outputs) -> list[Path]:
     """Write the requested files. The page shows the first seed, and the gains of the sweep or else of all seeds."""
-    from tlora.sim.outputs import metric_rows, write_document, write_job_csv, write_metrics_csv, write_page
+    from tlora.sim.outputs import metric_rows, write_document, write_job_csv, write_metrics_csv
+    from tlora.sim.result_files import write_result
     from tlora.sim.run import WALL_TIMES, document
 
     paths = [path for _, path in outputs.files()]
@@ -206,7 +207,7 @@ def _written(outcomes: list[Outcome], swept: list[dict[str, Any]], outputs: Outp
         from tlora.report.simulation_page import simulation_page
         from tlora.sim.run import page_view
 
-        write_page(outputs.html, simulation_page(page_view(outcomes, swept)))
+        write_result(outputs.html, simulation_page(page_view(outcomes, swept)))
     if outputs.json_file:
         write_document(outputs.json_file, document(outcomes))
     return paths

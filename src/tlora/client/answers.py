@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 ENDED = ("succeeded", "failed", "cancelled")
-_LOOSE = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
 
 
-class RemoteJob(BaseModel):
+class RemoteJob(BaseModel, frozen=True, extra="allow"):
     """A job as it stood when it was asked for. Times are Unix seconds."""
-
-    model_config = _LOOSE
 
     id: str
     name: str
@@ -37,76 +34,56 @@ class RemoteJob(BaseModel):
         return self.status in ENDED
 
 
-class JobPage(BaseModel):
-    model_config = _LOOSE
-
+class JobPage(BaseModel, frozen=True, extra="allow"):
     data: list[RemoteJob]
     next_cursor: str | None = None
 
 
-class RemoteFile(BaseModel):
-    model_config = _LOOSE
-
+class RemoteFile(BaseModel, frozen=True, extra="allow"):
     id: str
     sha256: str
     filename: str
 
 
-class FilePage(BaseModel):
-    model_config = _LOOSE
-
+class FilePage(BaseModel, frozen=True, extra="allow"):
     data: list[RemoteFile]
 
 
-class RemoteEvent(BaseModel):
-    model_config = _LOOSE
-
+class RemoteEvent(BaseModel, frozen=True, extra="allow"):
     id: int
     created_at: float
     kind: str
     message: str
 
 
-class EventPage(BaseModel):
-    model_config = _LOOSE
-
+class EventPage(BaseModel, frozen=True, extra="allow"):
     data: list[RemoteEvent]
     next_cursor: str | None = None
 
 
-class Metrics(BaseModel):
+class Metrics(BaseModel, frozen=True, extra="allow"):
     """Rows of a job's `metrics.jsonl`; the next ones begin at `next_offset`."""
-
-    model_config = _LOOSE
 
     data: list[dict[str, Any]]
     next_offset: int
 
 
-class LogText(BaseModel):
-    model_config = _LOOSE
-
+class LogText(BaseModel, frozen=True, extra="allow"):
     lines: list[str]
 
 
-class RemoteBase(BaseModel):
-    model_config = _LOOSE
-
+class RemoteBase(BaseModel, frozen=True, extra="allow"):
     name: str
     status: str
     problem: str | None = None
     bytes: int | None = None
 
 
-class BaseList(BaseModel):
-    model_config = _LOOSE
-
+class BaseList(BaseModel, frozen=True, extra="allow"):
     data: list[RemoteBase]
 
 
-class RemoteKey(BaseModel):
-    model_config = _LOOSE
-
+class RemoteKey(BaseModel, frozen=True, extra="allow"):
     id: str
     tenant: str
     name: str
@@ -116,21 +93,15 @@ class RemoteKey(BaseModel):
     key: str = ""
 
 
-class Deleted(BaseModel):
-    model_config = _LOOSE
-
+class Deleted(BaseModel, frozen=True, extra="allow"):
     id: str
 
 
-class KeyList(BaseModel):
-    model_config = _LOOSE
-
+class KeyList(BaseModel, frozen=True, extra="allow"):
     data: list[RemoteKey]
 
 
-class RemoteGroup(BaseModel):
-    model_config = _LOOSE
-
+class RemoteGroup(BaseModel, frozen=True, extra="allow"):
     id: str
     base_model: str
     gpus: list[int]
@@ -139,17 +110,13 @@ class RemoteGroup(BaseModel):
     other_jobs: int = 0
 
 
-class Waiting(BaseModel):
-    model_config = _LOOSE
-
+class Waiting(BaseModel, frozen=True, extra="allow"):
     job: str
     name: str
     reason: str
 
 
-class RemoteCluster(BaseModel):
-    model_config = _LOOSE
-
+class RemoteCluster(BaseModel, frozen=True, extra="allow"):
     device: str
     gpus: list[int]
     groups: list[RemoteGroup]
@@ -158,24 +125,18 @@ class RemoteCluster(BaseModel):
     draining: bool = False
 
 
-class Drained(BaseModel):
-    model_config = _LOOSE
-
+class Drained(BaseModel, frozen=True, extra="allow"):
     draining: bool
     open_jobs: int
 
 
-class Link(BaseModel):
+class Link(BaseModel, frozen=True, extra="allow"):
     """A link that logs in once."""
-
-    model_config = _LOOSE
 
     path: str
     expires_in: int
 
 
-class Sweep(BaseModel):
-    model_config = _LOOSE
-
+class Sweep(BaseModel, frozen=True, extra="allow"):
     id: str
     data: list[RemoteJob]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +23,6 @@ from tlora.errors import DataError
 from tlora.job import DataSource
 from tlora.json_file import read_object
 
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _TIMEOUT_SECONDS = 20.0  # for the first answer of the hub
 _NO_SETTING = ("name", "version", "data_dir", "data_files", "description", "features")  # of a configuration: not about reading
 

@@ -20,8 +20,9 @@ from tlora.engine.watcher import JobProgress, RunProgress, Watcher
 from tlora.errors import CapacityError, ConfigError, DataError, ModelError
 from tlora.job import JobSpec, RunSpec
 from tlora.planning.form import choose_form
+from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory_probe import probe_key, recall
-from tlora.planning.plan import PlannedJob, RunPlan, pick_device, plan_run, settle
+from tlora.planning.plan import RunPlan, pick_device, plan_run, settle
 from tlora.planning.work import choose_replicas, predicted_seconds, trained_tokens
 from tlora.store.metrics import check_trackers
 from tlora.store.run_directory import check_run_directory

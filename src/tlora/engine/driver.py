@@ -18,7 +18,7 @@ from tlora.group.job_run import JobRun
 from tlora.group.reports import Listener, Report
 from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec
-from tlora.planning.plan import PlannedJob
+from tlora.planning.job_plan import PlannedJob
 from tlora.store.metrics import Tracker
 from tlora.store.recorder import Recorder, RunContext
 from tlora.store.records import Records

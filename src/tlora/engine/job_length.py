@@ -12,7 +12,7 @@ from tlora.errors import ConfigError
 from tlora.group.job_run import stopped_early
 from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec
-from tlora.planning.plan import PlannedJob
+from tlora.planning.job_plan import PlannedJob
 from tlora.store.checkpoint import read_progress
 from tlora.store.run_directory import earlier_order
 from tlora.wording.numbers import by_jobs

@@ -18,7 +18,7 @@ from tlora.adapters.state import AdapterLayout, AdapterState
 from tlora.errors import ConfigError, DataError
 from tlora.group.job_run import JobRun
 from tlora.job import JobSpec
-from tlora.planning.plan import PlannedJob
+from tlora.planning.job_plan import PlannedJob
 from tlora.planning.start import start_state
 from tlora.store import checkpoint
 from tlora.store.recorder import JobResult, write_result

@@ -26,9 +26,10 @@ from tlora.engine.run_monitor import RunMonitor
 from tlora.group.exchange import Exchange
 from tlora.group.wall import Failure, attempt
 from tlora.job import RunSpec
+from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import bytes_when_shared
 from tlora.planning.memory_probe import DeviceMeter, compile_evaluation, probe, probe_key, recall, remember
-from tlora.planning.plan import PlannedJob, RunPlan, check_base_fits, plan_run, settle
+from tlora.planning.plan import RunPlan, check_base_fits, plan_run, settle
 from tlora.planning.start import start_ahead
 from tlora.planning.threads import choose_threads
 from tlora.sharing.peers import Sharing

@@ -25,7 +25,8 @@ from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError, TloraError
 from tlora.job import SCHEDULED, JobSpec, RunSpec
 from tlora.jobs_file import explain, read_jobs_file
-from tlora.planning.plan import RunPlan, describe_plan, job_warnings, pick_device
+from tlora.planning.job_plan import job_warnings
+from tlora.planning.plan import RunPlan, describe_plan, pick_device
 from tlora.planning.threads import compute_with
 from tlora.report.run_page import write_report
 from tlora.store.fingerprint import BaseGuard

@@ -38,8 +38,9 @@ from tlora.group.reports import Report as GroupReport
 from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec, RunSpec
 from tlora.link.flight import FlightRecorder
+from tlora.planning.job_plan import PlannedJob, plan_job, prepare_requests
 from tlora.planning.memory_bound import MemoryBound
-from tlora.planning.plan import PlannedJob, fixed_depth, plan_job, prepare_requests
+from tlora.planning.plan import fixed_depth
 from tlora.store.claim import Claim, HeldError, take_claim
 from tlora.store.disk_reserve import DiskReserve
 from tlora.store.metrics import check_trackers

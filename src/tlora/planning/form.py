@@ -8,8 +8,9 @@ import torch
 
 from tlora.errors import CapacityError
 from tlora.job import RunSpec
+from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import bytes_when_shared
-from tlora.planning.plan import PlannedJob, RunPlan, gib, plan_memory
+from tlora.planning.plan import RunPlan, gib, plan_memory
 from tlora.supermodel.supermodel import SuperModel
 
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import torch
 
+from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import measure
-from tlora.planning.plan import PlannedJob, RunPlan, check_base_fits, check_capacity, counting_replicas
+from tlora.planning.plan import RunPlan, check_base_fits, check_capacity, counting_replicas
 from tlora.supermodel.supermodel import SuperModel
 
 _RANK = 64  # up to which a GPU's activations are counted

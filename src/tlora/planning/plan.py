@@ -1,33 +1,26 @@
-"""From a RunSpec to jobs that can start: data tokenized, targets resolved, memory predicted. Shared by `check` and `train`."""
+"""From a RunSpec to jobs that can start together: budget, recomputed layers, memory. Shared by `check` and `train`; what is known of each
+job by itself is in `job_plan.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
-from tlora.adapters.peft import load_params, read_config
 from tlora.adapters.state import AdapterLayout
 from tlora.batching.pack import auto_token_budget
 from tlora.batching.replicas import Span
-from tlora.cache_directory import cache_dir
-from tlora.data.prepare import Preparation, Prepared, PrepareRequest, prepare
-from tlora.errors import CapacityError, DataError, ModelError
-from tlora.group.wall import Failure, attempt
+from tlora.data.prepare import Preparation
+from tlora.errors import CapacityError, ModelError
 from tlora.job import JobSpec, Recompute, RunSpec
+from tlora.planning.job_plan import PlannedJob, plan_jobs
 from tlora.planning.memory import MemoryModel, bytes_in_fp8, measure, memory_limit
-from tlora.planning.start import adopt_adapter_config, find_start
-from tlora.supermodel.base_name import same_base
 from tlora.supermodel.fp8_linear import has_fp8
-from tlora.supermodel.load import learned_positions, longest_safe_sequence
 from tlora.supermodel.supermodel import SuperModel
-from tlora.wording.numbers import by_jobs
 
 CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is flat (docs/design.md)
 # Llama-3-8B on one H200 (bench/results/h200_memory.json): recomputing all layers takes 43 % longer; a micro-batch costs each layer as much
@@ -37,31 +30,6 @@ _RECOMPUTE_SHARE, _FIXED_WORK = 0.43, 216 * 218e6  # the latter in tokens times 
 # times weights of a layer, the GPU takes longer than that (1.7B: 5.9 ms a layer for 8,192 tokens), and shapes may vary.
 _HIDES_LAUNCHES = 4.2 / 5.9 * 8192 * 50e6
 _MOST_SLOWED = 1.5  # rather than that, jobs take turns
-
-
-@dataclass
-class PlannedJob:
-    """One job with all that is known before it starts. `problems` keep it from starting."""
-
-    spec: JobSpec
-    data: Prepared | None = None
-    longest: int = 1  # tokens of the longest sample that it trains or evaluates on
-    layout: AdapterLayout | None = None
-    problems: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    too_large: str | None = None  # that one of the problems which depends on the memory model
-    span: Span | None = None  # where its replicas are, if not all in one place
-
-    @property
-    def replicas(self) -> int:
-        """That each of its global batches is cut among."""
-        return self.spec.gpus if self.span is None else self.span.replicas
-
-    def said(self) -> list[str]:
-        """Its warnings, and what its chat template changes."""
-        return self.warnings + [
-            "\n".join(lines) for report in (self.data.reports if self.data else ()) if (lines := report.template_changes())
-        ]
 
 
 @dataclass(frozen=True)
@@ -113,11 +81,6 @@ class RunPlan:
         while len(layouts) > 1 and not self.fits(layouts):
             layouts.pop()
         return layouts
-
-
-def job_warnings(jobs: Sequence[PlannedJob]) -> list[str]:
-    """What is said of single jobs: the same of several jobs (a sweep over one file) once, with their names."""
-    return by_jobs((job.spec.name, warning) for job in jobs for warning in job.said())
 
 
 def pick_device(device: str | None) -> torch.device:
@@ -194,92 +157,6 @@ def counting_replicas(memory: MemoryModel, jobs: Sequence[PlannedJob]) -> Memory
     return replace(memory, spanning=frozenset(job.layout for job in jobs if job.layout is not None and job.replicas > 1))
 
 
-def plan_jobs(run: RunSpec, model: SuperModel, preparation: Preparation, resumed: Path | None) -> tuple[PlannedJob, ...]:
-    """Tokenize all data and plan each job by itself (`plan_job`). Raises ModelError for a tokenizer that cannot be loaded."""
-    data = prepare(prepare_requests(run, model.base.vocab_size), preparation.on_progress, preparation.started)
-    return tuple(plan_job(spec, data[spec.name], model, resumed) for spec in run.jobs)
-
-
-def plan_job(spec: JobSpec, data: Prepared | DataError, model: SuperModel, resumed: Path | None) -> PlannedJob:
-    """What is known of a job by itself: all but whether it fits into memory. `resumed`: the run's directory, with a checkpoint perhaps.
-
-    Never raises: each of its steps stands behind the wall, and what they raise are the job's problems.
-    """
-    job = PlannedJob(spec)
-    steps = partial(_take_data, job, data, model.model), partial(_take_shape, job, model, resumed), partial(_check_length, job, model.model)
-    for step in steps:
-        if isinstance(failed := attempt(step), Failure):
-            job.problems.append(failed.reason)
-    return job
-
-
-def _take_data(job: PlannedJob, data: Prepared | DataError, model: Any) -> None:
-    if isinstance(data, DataError):
-        raise data
-    job.data, job.longest = data, longest_sample(data)
-    job.spec = job.spec.model_copy(update={"data": data.data})
-    job.warnings += data.warnings() + _position_warnings(data, model.config.get_text_config())
-
-
-def _take_shape(job: PlannedJob, model: SuperModel, resumed: Path | None) -> None:
-    """The adapter's layout; where the job starts from an adapter, that one's shape, and its weights read once to see that they fit."""
-    start = find_start(job.spec, resumed)
-    if start is not None:
-        job.spec, warnings = adopt_adapter_config(job.spec, start)
-        job.warnings += warnings + _base_warnings(start, model.base.name)
-    job.layout = model.layout(job.spec)
-    job.warnings += _rank_warnings(job.layout)
-    if start is not None:
-        load_params(start, job.layout, torch.float32)
-
-
-def prepare_requests(run: RunSpec, vocab_size: int) -> list[PrepareRequest]:
-    """The data of all jobs of a run, keyed by their names."""
-    return [
-        PrepareRequest(job.name, job.data, job.seed, run.base_model, vocab_size, cache_dir(), Path.cwd(), job.learns_from)
-        for job in run.jobs
-    ]
-
-
-def _check_length(job: PlannedJob, model: Any) -> None:
-    """Samples that the base cannot take at all, or only by changing the other jobs' results."""
-    sets = [found for found in (job.data.train, job.data.eval) if found is not None] if job.data else []
-    longest = max((int(found.longest_sequences.max()) for found in sets), default=0)
-    table, safe = learned_positions(model), longest_safe_sequence(model)
-    if table is not None and longest > table:
-        raise DataError(f"a sample has {longest} tokens, and this base has {table} learned positions. Set max_length: {table}")
-    if safe is not None and longest > safe:
-        raise DataError(f"a sample has {longest} tokens, and this base's rotary embedding changes past {safe}. Set max_length: {safe}")
-
-
-def _position_warnings(data: Prepared, config: Any) -> list[str]:
-    """Samples that reach beyond the positions which the base is made for."""
-    most = getattr(config, "max_position_embeddings", None)
-    lengths = np.concatenate([found.longest_sequences for found in (data.train, data.eval) if found is not None])
-    beyond = int(np.count_nonzero(lengths > most)) if most else 0
-    if not beyond:
-        return []
-    longer = f"{beyond:,} of {len(lengths):,} samples (up to {lengths.max():,} tokens) are longer than the base's max_position_embeddings"
-    return [f"{longer} {most:,}, the positions that it is made for. Set max_length: {most} ({data.report.files[0]})"]
-
-
-def _base_warnings(start: Path, base_model: str) -> list[str]:
-    named = read_config(start).get("base_model_name_or_path")
-    if not named or same_base(named, base_model):
-        return []
-    return [f"{start} names {named} as its base, and goes on over {base_model}: check that they are the same model"]
-
-
-def _rank_warnings(layout: AdapterLayout) -> list[str]:
-    over = [s for s in layout.shapes if s.rank > min(s.in_features, s.out_features)]
-    if not over:
-        return []
-    s = over[0]
-    return [
-        f"rank {s.rank} is larger than {s.module} ({s.in_features} to {s.out_features}): it can be trained, but a lower one says as much"
-    ]
-
-
 def _fit(run: RunSpec, jobs: list[PlannedJob], plan: RunPlan, memory: MemoryModel, device: torch.device) -> tuple[int, int]:
     """Token budget and recomputed layers: the fastest that hold all jobs at once, if that does not slow them down too much; or else
     the fastest that hold the largest of the jobs that can be held at all.
@@ -351,11 +228,6 @@ def _budget_warnings(run: RunSpec, jobs: list[PlannedJob], longest: int) -> tupl
         f"token_budget {run.token_budget} is raised to {longest}: {who} has a sample of so many tokens, and a sample is never split. "
         "Lower its max_length to keep the budget",
     )
-
-
-def longest_sample(data: Prepared) -> int:
-    """Tokens of the longest sample that is trained or evaluated on."""
-    return max(int(found.lengths.max()) for found in (data.train, data.eval) if found is not None)
 
 
 def check_capacity(job: PlannedJob, plan: RunPlan) -> None:

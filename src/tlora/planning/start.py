@@ -19,7 +19,7 @@ from tlora.job import JobSpec
 from tlora.jobs_file import explain
 
 if TYPE_CHECKING:
-    from tlora.planning.plan import PlannedJob  # which adopts the shape of a start
+    from tlora.planning.job_plan import PlannedJob  # which adopts the shape of a start
 
 
 def find_start(spec: JobSpec, resumed: Path | None) -> Path | None:

@@ -12,7 +12,7 @@ import torch
 from tlora.data.order import epoch_size
 from tlora.data.profile import tokens_of_steps
 from tlora.objectives import objective_of
-from tlora.planning.plan import PlannedJob
+from tlora.planning.job_plan import PlannedJob
 from tlora.supermodel.supermodel import SuperModel
 
 # Multiply-adds per second, twice that in floating-point operations. On a GPU: an H200 trains 17,016 tokens/s of an 8B in bf16, samples of

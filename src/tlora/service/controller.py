@@ -136,10 +136,6 @@ class Controller:
         self._intake.close()
         self._outcomes.flush()
 
-    @property
-    def intake_pid(self) -> int | None:
-        return self._intake.pid
-
     # -- told by requests ----------------------------------------------------------------------------------------------
 
     def accepted(self, rows: Sequence[Row[Any]]) -> None:

@@ -14,15 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from tlora.errors import TloraError
 from tlora.service.intake_requests import IntakeSettings
 
 MOST_DEATHS = 3  # of the process in a row without an answer: then what it was asked is answered as failed
 Answer = dict[str, Any]
-
-
-class IntakeError(TloraError):
-    """The intake process cannot be started."""
 
 
 class Intake:

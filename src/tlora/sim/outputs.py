@@ -131,11 +131,6 @@ def write_document(path: Path, document: JsonObject) -> None:
     write_result(path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def write_page(path: Path, page: str) -> None:
-    """Write a page, of about 2 MB. ConfigError when that cannot be."""
-    write_result(path, page)
-
-
 def _policy_view(result: SimulationResult, row: MetricRow) -> PolicyView:
     samples = result.samples
     columns = {

@@ -97,7 +97,7 @@ def test_all_are_lost_at_once(world: World, tmp_path: Path, monkeypatch: pytest.
             time.sleep(0.01)
 
     at_assignment(monkeypatch, kill_all)
-    with pytest.raises(RankError, match=r"GPU \d is lost .* SIGKILL, as are all others\. Start the run"):
+    with pytest.raises(RankError, match=r"GPU \d .*SIGKILL.*Start the run"):
         world.train(tmp_path / "out", 2)
     assert not (tmp_path / "out").exists()
 

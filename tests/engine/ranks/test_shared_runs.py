@@ -75,6 +75,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Ite
                 world.processes.append(self)
 
         monkeypatch.setattr(crew, "RankProcess", Recorded)
+        monkeypatch.setattr(crew, "LOOK_SECONDS", 0.1)  # a stopped rank is lost after five looks
         yield world
 
 

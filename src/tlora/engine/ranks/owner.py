@@ -52,7 +52,7 @@ from tlora.engine.watcher import Watcher
 from tlora.errors import CapacityError, ModelError, RankError, TloraError
 from tlora.job import RunSpec
 from tlora.planning.form import choose_form
-from tlora.planning.plan import PlannedJob, job_warnings, plan_jobs
+from tlora.planning.job_plan import PlannedJob, job_warnings, plan_jobs
 from tlora.planning.work import choose_replicas, predicted_seconds
 from tlora.report.run_page import write_report
 from tlora.store.fingerprint import BaseGuard

@@ -138,8 +138,10 @@ class SpanExchange:
         for heard in (self._sent, self._published, self._news):
             heard.pop(job_id, None)
 
-    def span_of(self, job_id: str) -> Span | None:
-        return self._spans.get(job_id)
+    @property
+    def _box(self) -> Mailbox:
+        assert self._mailbox is not None, "a job spans, and there is no mailbox"
+        return self._mailbox
 
     # -- the group's side: `Exchange` ----------------------------------------------------------------------------------
 

@@ -1,0 +1,147 @@
+"""What is known of each job by itself before it starts: its data, its adapter's shape, its problems."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tlora.adapters.peft import load_params, read_config
+from tlora.adapters.state import AdapterLayout
+from tlora.batching.replicas import Span
+from tlora.cache_directory import cache_dir
+from tlora.data.prepare import Preparation, Prepared, PrepareRequest, prepare
+from tlora.errors import DataError
+from tlora.group.wall import Failure, attempt
+from tlora.job import JobSpec, RunSpec
+from tlora.planning.start import adopt_adapter_config, find_start
+from tlora.supermodel.base_name import same_base
+from tlora.supermodel.load import learned_positions, longest_safe_sequence
+from tlora.supermodel.supermodel import SuperModel
+from tlora.wording.numbers import by_jobs
+
+
+@dataclass
+class PlannedJob:
+    """One job with all that is known before it starts. `problems` keep it from starting."""
+
+    spec: JobSpec
+    data: Prepared | None = None
+    longest: int = 1  # tokens of the longest sample that it trains or evaluates on
+    layout: AdapterLayout | None = None
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    too_large: str | None = None  # that one of the problems which depends on the memory model
+    span: Span | None = None  # where its replicas are, if not all in one place
+
+    @property
+    def replicas(self) -> int:
+        """That each of its global batches is cut among."""
+        return self.spec.gpus if self.span is None else self.span.replicas
+
+    def said(self) -> list[str]:
+        """Its warnings, and what its chat template changes."""
+        return self.warnings + [
+            "\n".join(lines) for report in (self.data.reports if self.data else ()) if (lines := report.template_changes())
+        ]
+
+
+def job_warnings(jobs: Sequence[PlannedJob]) -> list[str]:
+    """What is said of single jobs: the same of several jobs (a sweep over one file) once, with their names."""
+    return by_jobs((job.spec.name, warning) for job in jobs for warning in job.said())
+
+
+def plan_jobs(run: RunSpec, model: SuperModel, preparation: Preparation, resumed: Path | None) -> tuple[PlannedJob, ...]:
+    """Tokenize all data and plan each job by itself (`plan_job`). Raises ModelError for a tokenizer that cannot be loaded."""
+    data = prepare(prepare_requests(run, model.base.vocab_size), preparation.on_progress, preparation.started)
+    return tuple(plan_job(spec, data[spec.name], model, resumed) for spec in run.jobs)
+
+
+def plan_job(spec: JobSpec, data: Prepared | DataError, model: SuperModel, resumed: Path | None) -> PlannedJob:
+    """What is known of a job by itself: all but whether it fits into memory. `resumed`: the run's directory, with a checkpoint perhaps.
+
+    Never raises: each of its steps stands behind the wall, and what they raise are the job's problems.
+    """
+    job = PlannedJob(spec)
+    steps = partial(_take_data, job, data, model.model), partial(_take_shape, job, model, resumed), partial(_check_length, job, model.model)
+    for step in steps:
+        if isinstance(failed := attempt(step), Failure):
+            job.problems.append(failed.reason)
+    return job
+
+
+def _take_data(job: PlannedJob, data: Prepared | DataError, model: Any) -> None:
+    if isinstance(data, DataError):
+        raise data
+    job.data, job.longest = data, longest_sample(data)
+    job.spec = job.spec.model_copy(update={"data": data.data})
+    job.warnings += data.warnings() + _position_warnings(data, model.config.get_text_config())
+
+
+def _take_shape(job: PlannedJob, model: SuperModel, resumed: Path | None) -> None:
+    """The adapter's layout; where the job starts from an adapter, that one's shape, and its weights read once to see that they fit."""
+    start = find_start(job.spec, resumed)
+    if start is not None:
+        job.spec, warnings = adopt_adapter_config(job.spec, start)
+        job.warnings += warnings + _base_warnings(start, model.base.name)
+    job.layout = model.layout(job.spec)
+    job.warnings += _rank_warnings(job.layout)
+    if start is not None:
+        load_params(start, job.layout, torch.float32)
+
+
+def prepare_requests(run: RunSpec, vocab_size: int) -> list[PrepareRequest]:
+    """The data of all jobs of a run, keyed by their names."""
+    return [
+        PrepareRequest(job.name, job.data, job.seed, run.base_model, vocab_size, cache_dir(), Path.cwd(), job.learns_from)
+        for job in run.jobs
+    ]
+
+
+def _check_length(job: PlannedJob, model: Any) -> None:
+    """Samples that the base cannot take at all, or only by changing the other jobs' results."""
+    sets = [found for found in (job.data.train, job.data.eval) if found is not None] if job.data else []
+    longest = max((int(found.longest_sequences.max()) for found in sets), default=0)
+    table, safe = learned_positions(model), longest_safe_sequence(model)
+    if table is not None and longest > table:
+        raise DataError(f"a sample has {longest} tokens, and this base has {table} learned positions. Set max_length: {table}")
+    if safe is not None and longest > safe:
+        raise DataError(f"a sample has {longest} tokens, and this base's rotary embedding changes past {safe}. Set max_length: {safe}")
+
+
+def _position_warnings(data: Prepared, config: Any) -> list[str]:
+    """Samples that reach beyond the positions which the base is made for."""
+    most = getattr(config, "max_position_embeddings", None)
+    lengths = np.concatenate([found.longest_sequences for found in (data.train, data.eval) if found is not None])
+    beyond = int(np.count_nonzero(lengths > most)) if most else 0
+    if not beyond:
+        return []
+    longer = f"{beyond:,} of {len(lengths):,} samples (up to {lengths.max():,} tokens) are longer than the base's max_position_embeddings"
+    return [f"{longer} {most:,}, the positions that it is made for. Set max_length: {most} ({data.report.files[0]})"]
+
+
+def _base_warnings(start: Path, base_model: str) -> list[str]:
+    named = read_config(start).get("base_model_name_or_path")
+    if not named or same_base(named, base_model):
+        return []
+    return [f"{start} names {named} as its base, and goes on over {base_model}: check that they are the same model"]
+
+
+def _rank_warnings(layout: AdapterLayout) -> list[str]:
+    over = [s for s in layout.shapes if s.rank > min(s.in_features, s.out_features)]
+    if not over:
+        return []
+    s = over[0]
+    return [
+        f"rank {s.rank} is larger than {s.module} ({s.in_features} to {s.out_features}): it can be trained, but a lower one says as much"
+    ]
+
+
+def longest_sample(data: Prepared) -> int:
+    """Tokens of the longest sample that is trained or evaluated on."""
+    return max(int(found.lengths.max()) for found in (data.train, data.eval) if found is not None)
