@@ -28,7 +28,7 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
-from tlora.service.controller import Hall
+from tlora.service.hall import Hall
 from tlora.service.intake_requests import parse_request
 from tlora.service.machine import Places
 
@@ -161,6 +161,10 @@ class FakeIntake:
         waiting, self._waiting = self._waiting, []
         for line in waiting:
             self._lines.put(line)
+
+    def tell(self, answer: dict[str, Any]) -> None:
+        """As if the process had said so."""
+        self._answer(answer)
 
     def forget(self, key: str) -> None:
         self._forgotten.add(key)

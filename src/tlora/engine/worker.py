@@ -20,6 +20,7 @@ import uuid
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from tlora.engine.patience import Patience
 from tlora.engine.pulse import Pulse
 from tlora.engine.settler import Settler
 from tlora.errors import ConfigError
@@ -41,6 +42,7 @@ class Worker:
     def __init__(self, gpu: int, address: str) -> None:
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of the trainer
         self.pulse = Pulse()
+        self.patience = Patience(self.pulse, lambda line: print(line, file=sys.stderr, flush=True))  # noqa: T201
         self._gpu, self._incarnation = gpu, uuid.uuid4().hex
         self._settler, self._lock = Settler(), threading.RLock()
         self._load: Load | None = None
@@ -105,6 +107,8 @@ class Worker:
         for command in settler.commands:
             self.inbox.put(command)
         settler.commands.clear()
+        if settler.stopping:
+            self.patience.end()
         reports, settler.reports = settler.reports, []
         if reports:
             self.dialer.put(reports, settler.want.generation if settler.want is not None else 0)
@@ -161,7 +165,7 @@ def _open_trainer(load: Load, worker: Worker) -> Any:
         torch.set_num_threads(1)  # bits depend on their number, and workers on one CPU are like GPUs of their own
     logging.disable_progress_bar()  # the last line of the log is what is told of a worker that has died
     logging.set_verbosity_error()
-    return Trainer(load, worker.inbox, worker.report, worker.pulse)
+    return Trainer(load, worker.inbox, worker.report, worker.pulse, worker.patience)
 
 
 def main() -> None:

@@ -22,6 +22,8 @@ from tlora.protocol import (
     JobFailed,
     JobFinished,
     JobGroup,
+    JobHeld,
+    JobReleased,
     JobSubmitted,
     RejectJob,
     StartGroup,
@@ -51,10 +53,12 @@ class Outcomes:
         self._groups: dict[str, JobGroup] = {}
         self._waiting: dict[str, None] = {}  # jobs that the cluster has and that are in no group, in their order
         self._reading: dict[str, str] = {}
+        self._held: set[str] = set()  # paused by their owners
         self._running: set[str] = set()
         self._ended: set[str] = set()  # of those that are in a group still
         self._told: dict[str, int] = {}  # steps as last written
         self._shown = self._written = 0.0
+        self._shows_later = False
         self._again: list[Operation[Any]] = []  # what the store could not take yet
 
     def begin(self, places: Places) -> None:
@@ -73,6 +77,16 @@ class Outcomes:
         self._reading[job_id] = f"its data is being read: {rows:,} rows, {share:.0%}"
         self._show()
 
+    def wait_for_room(self, job_id: str) -> None:
+        """What is made of its data does not fit onto the disk now."""
+        self._reading[job_id] = "room on the server's disk, for what is made of its data"
+        self._show()
+
+    def read(self, job_id: str) -> None:
+        """Its data has been read."""
+        self._reading.pop(job_id, None)
+        self._show()
+
     def fail(self, job_id: str, reason: str) -> None:
         """With no path of this machine in the reason."""
         reason = reason.replace(f"{self._directory}/", "").strip() or "no reason was given"
@@ -85,7 +99,8 @@ class Outcomes:
         self._waiting.pop(job_id, None)
         self._reading.pop(job_id, None)
         self._running.discard(job_id)
-        if any(job_id in group.job_ids for group in self._groups.values()):
+        self._held.discard(job_id)
+        if any(job_id in group.job_ids for group in list(self._groups.values())):
             self._ended.add(job_id)
         self._told.pop(job_id, None)
         self._live.forget(job_id)
@@ -97,8 +112,12 @@ class Outcomes:
     def see(self, item: Event | Action) -> None:
         match item:
             case JobSubmitted(job_id):
-                self._reading.pop(job_id, None)
                 self._waiting[job_id] = None
+            case JobHeld(job_id):
+                self._held.add(job_id)
+                self._waiting.pop(job_id, None)
+            case JobReleased(job_id):
+                self._release(job_id)
             case GroupFound(group):
                 self._find(group)
             case StartGroup(group) | ChangeGroup(group):
@@ -145,12 +164,20 @@ class Outcomes:
                 self._ended.discard(job_id)
             if job_id not in stay and job_id in self._running:
                 self._running.discard(job_id)
-                self._waiting[job_id] = None
+                if job_id not in self._held:
+                    self._waiting[job_id] = None
                 self._change(job_id, ("running",), "queued", "left its group; it goes on from its checkpoint")
+
+    def _release(self, job_id: str) -> None:
+        """It waits for a group again; what it was said to run before is over."""
+        self._held.discard(job_id)
+        self._running.discard(job_id)
+        if not any(job_id in group.job_ids for group in self._groups.values()):
+            self._waiting[job_id] = None
 
     def _see_steps(self, job_id: str, steps: int) -> None:
         self._live.see_steps(job_id, steps)
-        if job_id not in self._running:
+        if job_id not in self._running and job_id not in self._held:
             self._running.add(job_id)
             self._change(job_id, ("queued",), "running", f"trains, {steps:,} steps done", started=time.time())
         self._flush_steps()
@@ -198,20 +225,38 @@ class Outcomes:
             self._write(lambda connection: job_rows.set_steps(connection, steps))
 
     def _show(self, at_once: bool = False) -> None:
+        """Now, or as soon as half a second has passed since the last time: what has changed meanwhile is not left out."""
         now = time.monotonic()
-        if self._places is None or (now - self._shown < _SHOW_SECONDS and not at_once):
+        if self._places is None:
+            return
+        if now - self._shown < _SHOW_SECONDS and not at_once:
+            with self._lock:
+                if not self._shows_later:
+                    self._shows_later = True
+                    later = threading.Timer(self._shown + _SHOW_SECONDS - now, self._show_later)
+                    later.daemon = True
+                    later.start()
             return
         self._shown = now
-        waiting = dict(self._reading)
+        self._live.show(self._picture(self._places))
+
+    def _show_later(self) -> None:
+        with self._lock:
+            self._shows_later = False
+        self._show(at_once=True)
+
+    def _picture(self, places: Places) -> Picture:
+        """In any thread: of copies."""
+        running, waiting = set(self._running), dict[str, str]()
         for index, job_id in enumerate(list(self._waiting)):
             before = "it is the next" if not index else f"{index:,} {'job waits' if index == 1 else 'jobs wait'} before it"
             waiting[job_id] = f"a GPU that it fits on: {before}"
-        groups = [_of_living(group, self._ended) for group in self._groups.values()]
+        groups = [_of_living(group, set(self._ended)) for group in list(self._groups.values())]
         for group in groups:
             for job_id in group.job_ids:
-                if job_id not in self._running:
+                if job_id not in running:
                     waiting[job_id] = f"its group on GPU {group.gpus[0]} to load the base and let it in"
-        self._live.show(Picture(self._places.device, self._places.gpus, tuple(groups), waiting))
+        return Picture(places.device, places.gpus, tuple(groups), waiting, dict(self._reading))
 
 
 def _of_living(group: JobGroup, ended: set[str]) -> JobGroup:

@@ -23,11 +23,12 @@ from tlora.errors import ConfigError
 from tlora.server_directory import ADDRESS, FIRST_KEY
 from tlora.service.app import make_app
 from tlora.service.config import ServerConfig
-from tlora.service.controller import Controller, Hall
+from tlora.service.controller import Controller
 from tlora.service.cursors import Cursors, open_secret
 from tlora.service.database.store import default_url, open_store
 from tlora.service.database.tables import bases
 from tlora.service.database.writer import Failpoint, Writer
+from tlora.service.hall import Hall
 from tlora.service.housekeeping import Housekeeping
 from tlora.service.keys import KeyRing, NewKey, write_first_key
 from tlora.service.live_state import LiveState
