@@ -27,6 +27,7 @@ from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Policy, Scheduler
 from tlora.scheduler.settings import Settings
+from tlora.service.capacity import Capacity
 from tlora.service.config import ServerConfig
 from tlora.service.database import job_rows
 from tlora.service.database.writer import Operation, StoreError, Writer
@@ -35,6 +36,7 @@ from tlora.service.intake import Answer
 from tlora.service.intake_requests import IntakeRequest, IntakeSettings, request_line
 from tlora.service.live_state import LiveState
 from tlora.service.order_reader import OrderReader
+from tlora.service.orders import OrderSpec
 from tlora.service.outcomes import Outcomes
 
 T = TypeVar("T")
@@ -65,6 +67,7 @@ class Controller:
         self._scheduler: Scheduler | None = None
         self._closing = False
         self._reader = OrderReader(engine, config.directory)
+        self._capacity = Capacity(config, hall.places)
         self._inbox: queue.SimpleQueue[Sequence[Row[Any]] | None] = queue.SimpleQueue()  # jobs that were accepted
         self._feeder = threading.Thread(target=self._feed, name="feeder", daemon=True)
         self._outcomes = Outcomes(config.directory, writer, live, self._forget)
@@ -103,6 +106,9 @@ class Controller:
         return self._intake.pid
 
     # -- told by requests ----------------------------------------------------------------------------------------------
+
+    def check(self, order: OrderSpec) -> None:
+        self._capacity.check(order)
 
     def accepted(self, rows: Sequence[Row[Any]]) -> None:
         """In a thread of its own: requests are answered meanwhile."""
@@ -204,6 +210,7 @@ class Controller:
                     self._outcomes.fail(row.id, answer["problem"])
                 return
             self._sizes[name] = answer["bytes"]
+            self._capacity.learn(name, self._bases[name])
             if self._scheduler is not None:
                 self._learn(self._scheduler.state.cost, name)
             for row in self._early.pop(name, []):
@@ -233,8 +240,10 @@ class Controller:
 
     def _admit(self, row: Row[Any]) -> None:
         """To the cluster, as the store has the job now. Holds the lock."""
-        if row.base_model in self._problems:
-            self._outcomes.fail(row.id, self._problems[row.base_model])
+        parameters = row.intake["profile"]["adapter_parameters"]
+        problem = self._problems.get(row.base_model) or self._capacity.why_never(row.base_model, parameters)
+        if problem is not None:
+            self._outcomes.fail(row.id, problem)
         elif self._cluster is None or row.base_model not in self._sizes:
             self._early.setdefault(row.base_model, []).append(row)
         elif row.id not in self._known:

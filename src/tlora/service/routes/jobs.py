@@ -91,6 +91,7 @@ def check_order(services: Services, order: OrderSpec) -> None:
         raise RefusedError(400, "rank_too_large", f"r: {largest} is more than this server's {most}. Order a smaller rank", "r")
     if order.gpus > 1:
         raise RefusedError(400, "one_gpu", f"gpus: {order.gpus}, and a job of a server has one GPU so far. Set gpus to 1", "gpus")
+    services.desk.check(order)
 
 
 @router.get("/jobs")

@@ -145,7 +145,7 @@ def download_adapter(job_id: JobId, request: Request) -> StreamingResponse:
         state = "was removed" if row.removed is not None else f"is {row.status}"
         remedy = "Wait until it has succeeded" if row.status not in ENDED else "Clone it to train it again"
         raise RefusedError(409, "no_adapter", f"job {job_id!r} {state} and has no adapter. {remedy}")
-    entries = entries_of(_directory(services, row.id), row.name)
+    entries = entries_of(_directory(services, row.id), row.name, row.base_model)
     headers = {"Content-Length": str(tar_bytes(entries)), "Content-Disposition": f'attachment; filename="{row.name}.tar"'}
     return StreamingResponse(_while_valid(services, caller, stream_tar(entries)), media_type="application/x-tar", headers=headers)
 
