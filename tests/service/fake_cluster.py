@@ -106,9 +106,9 @@ class FakeCluster:
 
     # -- what a test lets happen ---------------------------------------------------------------------------------------
 
-    def step(self, job_id: str, steps: int) -> None:
+    def step(self, job_id: str, steps: int, step_seconds: float = 0.1) -> None:
         if job_id in self.specs:
-            self._inbox.put(StepsDone(job_id, self._open[job_id], steps, 0.1))
+            self._inbox.put(StepsDone(job_id, self._open[job_id], steps, step_seconds))
 
     def finish(self, job_id: str) -> None:
         """With a result and an adapter on the disk, as a worker leaves them."""

@@ -240,3 +240,24 @@ def test_the_cluster_shows_own_jobs_and_counts_others(served_slowly: Served) -> 
         return found if shown == [mine] and others == 1 else None
 
     assert other not in str(until(look))
+
+
+def test_learned_speeds_survive_a_restart(tmp_path: Path) -> None:
+    """Steps took ten seconds each: the next server predicts what this one did."""
+    learned: list[object] = []
+    for _ in range(2):
+        with serving(tmp_path / "server", eager=False) as served:
+            job = served.submit("alice")["id"]
+            until(lambda served=served, job=job: job in served.cluster._open)
+            scheduler = served.opened.controller._scheduler
+            assert scheduler is not None
+            if learned:
+                assert scheduler.state.cost.learned("base", 0.0).corrections == learned[0] != (1.0, 1.0, 1.0)
+                continue
+            for steps in range(1, 40):
+                served.cluster.step(job, steps, 10.0)
+            served.wait("alice", job, "running")
+            until(lambda scheduler=scheduler: scheduler.state.cost.times_corrected > 2)
+            served.cluster.finish(job)
+            served.wait("alice", job, "succeeded")
+            learned.append(scheduler.state.cost.learned("base", 0.0).corrections)

@@ -60,6 +60,16 @@ class _Mean:
         self.seen_at = now
 
 
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What was observed of a base, for another cost model with the same constants. `means` are of the base, of one GPU, of one node and of
+    several: each with its ratio to the constants, the number of observations that it weighs as much as, and the seconds since the last.
+    """
+
+    corrections: tuple[float, float, float]
+    means: tuple[tuple[float, float, float], ...]
+
+
 class CostModel:
     """Seconds and bytes of a base's micro-batches, by the base's name. `fill_share` is the share of a full micro-batch that is tokens.
 
@@ -154,6 +164,20 @@ class CostModel:
         self._corrections[base] = found
         self.times_corrected += 1
         return True
+
+    def learned(self, base: str, now: float) -> Learned:
+        """All that `observe` has taken in of the base until `now`."""
+        one, node, nodes = self._corrections[base]
+        means = (self._observed[base], *self._observed_of_reach[base])
+        return Learned((one, node, nodes), tuple([(mean.ratio, mean.weight, now - mean.seen_at) for mean in means]))
+
+    def relearn(self, base: str, learned: Learned, now: float) -> None:
+        """Go on from what another model has learned: the inverse of `learned`."""
+        assert base in self.constants and len(learned.means) == 4, learned
+        self._corrections[base] = list(learned.corrections)
+        whole, *reaches = [_Mean(ratio, weight, now - age) for ratio, weight, age in learned.means]
+        self._observed[base], self._observed_of_reach[base] = whole, reaches
+        self.times_corrected += 1
 
     def _of(self, base: str) -> BaseConstants:
         try:

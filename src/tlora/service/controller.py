@@ -6,6 +6,7 @@ is replayed. Where the server before was killed, its workers train on: they are 
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -18,11 +19,12 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tlora import durable
 from tlora.cluster.controller import run as run_controller
+from tlora.cluster.learned_costs import LearnedCosts
 from tlora.cluster.reconciler import LocalJob
 from tlora.costs.cost import CostModel
 from tlora.costs.hardware import cost_model, nearest_base
 from tlora.errors import TloraError
-from tlora.protocol import Action, Event, JobProfile, JobSubmitted
+from tlora.protocol import Action, Event, JobProfile, JobSubmitted, Tick
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Policy, Scheduler
@@ -68,6 +70,7 @@ class Controller:
         self._closing = False
         self._reader = OrderReader(engine, config.directory)
         self._capacity = Capacity(config, hall.places)
+        self._learned = LearnedCosts(config.directory, logging.getLogger(__name__).warning)
         self._inbox: queue.SimpleQueue[Sequence[Row[Any]] | None] = queue.SimpleQueue()  # jobs that were accepted
         self._feeder = threading.Thread(target=self._feed, name="feeder", daemon=True)
         self._outcomes = Outcomes(config.directory, writer, live, self._forget)
@@ -211,8 +214,8 @@ class Controller:
                 return
             self._sizes[name] = answer["bytes"]
             self._capacity.learn(name, self._bases[name])
-            if self._scheduler is not None:
-                self._learn(self._scheduler.state.cost, name)
+            if self._scheduler is not None and self._cluster is not None:
+                self._learn(self._scheduler.state.cost, name, self._cluster.now())
             for row in self._early.pop(name, []):
                 self._admit(row)
 
@@ -283,7 +286,7 @@ class Controller:
                 with self._lock:
                     self._cluster, self._scheduler = cluster, scheduler
                     for name in list(self._sizes):
-                        self._learn(scheduler.state.cost, name)
+                        self._learn(scheduler.state.cost, name, cluster.now())
                     early, self._early = self._early, {}
                     rows = sorted((row for rows in early.values() for row in rows), key=lambda row: row.serial)
                     for row in rows:
@@ -295,6 +298,7 @@ class Controller:
             finally:
                 with self._lock:
                     self._cluster = None
+                    self._learned.see(scheduler.state.cost, cluster.now(), at_once=True)
                 cluster.close()
         except Exception as error:
             traceback.print_exc()
@@ -312,14 +316,18 @@ class Controller:
     def _cost(self) -> CostModel:
         return cost_model(bases={})
 
-    def _learn(self, cost: CostModel, name: str) -> None:
-        """The base gets the speeds of the measured one that is nearest in size."""
+    def _learn(self, cost: CostModel, name: str, now: float) -> None:
+        """The base gets the speeds of the measured one that is nearest in size, and what was observed of itself."""
         if name not in cost.constants:
             like = nearest_base(self._sizes[name])
             cost.add(name, cost_model(bases={name: like}).constants[name])
+            self._learned.teach(cost, name, f"{self._bases[name]} {self._hall.places.device}", now)
 
-    def _see(self, _: float, item: Event | Action) -> None:
+    def _see(self, now: float, item: Event | Action) -> None:
         self._outcomes.see(item)
+        if isinstance(item, Tick) and self._scheduler is not None:
+            with self._lock:  # a base may be added meanwhile
+                self._learned.see(self._scheduler.state.cost, now)
 
     def _see_fault(self, reason: str) -> None:
         self._live.count("policy_fault")
