@@ -68,6 +68,13 @@ def test_another_address_needs_tls_or_a_proxy() -> None:
         assert config.hosts == {"10.0.0.2", "train.example.org"}
 
 
+@pytest.mark.parametrize("path", ["tlora", "/tlora/", "/a b", "/../x?", "https://host/tlora"])
+def test_a_prefix_is_a_plain_path(path: str) -> None:
+    assert ServerConfig(root_path="/team/tlora").root_path == "/team/tlora"
+    with pytest.raises(ValueError, match="must be a prefix such as /tlora"):
+        ServerConfig(root_path=path)
+
+
 def test_the_settings_are_frozen_names() -> None:
     """A change here is a change of the documented file: docs/service.md."""
     text = (Path(__file__).parents[2] / "docs" / "service.md").read_text()

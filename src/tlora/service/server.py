@@ -160,8 +160,9 @@ def serve(config: ServerConfig, say: Callable[[str], None]) -> int:
         if sys.stdout.isatty():
             say(f"  {found.first_key.secret}")
     if sys.stdout.isatty() and (key := oldest_key(found.services.engine)) is not None:
-        say(f"its page: {url}{config.root_path}{found.services.visits.make_link(*key)}")
-    server = uvicorn.Server(_uvicorn_config(found.app, config))
+        where = url if not config.root_path else f"(your proxy's address){config.root_path}"
+        say(f"its page: {where}{found.services.visits.make_link(*key)}")
+    server = uvicorn.Server(uvicorn_config(found.app, config))
     received: list[int] = []
     _note_signals(received)
     try:
@@ -178,14 +179,14 @@ def _note_signals(received: list[int]) -> None:
         signal.signal(number, lambda caught, _: received.append(caught))
 
 
-def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+    """How the application is served."""
     return uvicorn.Config(
         app,
         log_level="warning",
         access_log=False,
         proxy_headers=bool(config.trusted_proxies),
         forwarded_allow_ips=list(config.trusted_proxies),
-        root_path=config.root_path,
         server_header=False,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=_GRACE_SECONDS,
