@@ -12,6 +12,7 @@ import pytest
 from tlora.cluster.learned_costs import FILE, LearnedCosts
 from tlora.costs.cost import CostModel
 from tlora.costs.hardware import cost_model, nearest_base
+from tlora.protocol import BaseSpeed
 
 OF = "models/base cuda"
 
@@ -74,8 +75,31 @@ def test_other_constants_make_it_void(tmp_path: Path) -> None:
     assert cost.learned("base", 0.0).corrections == (1.0, 1.0, 1.0)
 
 
+def test_it_waits_for_the_constants_that_a_worker_measures(tmp_path: Path) -> None:
+    """A base begins with the constants of another one, and those that were measured come later, the same as before."""
+    speed = BaseSpeed(9000.0, 0.02, 0.03, 0.001)
+    before = model()
+    before.measure("base", "H200", speed)
+    for number in range(50):
+        before.observe("base", 1, 1, 0.8, float(number))
+    save(tmp_path, before)
+    learned, after = LearnedCosts(tmp_path, pytest.fail), model()
+    learned.teach(after, "base", OF, 0.0)
+    assert seconds(after) == seconds(model()), "of these constants nothing was learned"
+    for number in range(30):
+        after.observe("base", 1, 1, 1.3, float(number))
+    learned.see(after, 40.0, at_once=True)
+    after.measure("base", "H200", speed)
+    assert seconds(after) == seconds(before)
+    again, _ = taught(tmp_path)
+    assert seconds(again) != seconds(model()), "each of the two is kept"
+    again.measure("base", "H200", speed)
+    assert seconds(again) == seconds(before)
+
+
 def _set(*path: Any, to: Any) -> Any:
     def change(content: Any) -> None:
+        (content,) = content["bases"]["base"].values()
         for key in path[:-1]:
             content = content[key]
         content[path[-1]] = to
@@ -92,17 +116,18 @@ def _set(*path: Any, to: Any) -> Any:
         lambda text: text.replace('"version": 1', '"version": 2'),
         lambda text: '{"version": 1, "bases": 3}',
         lambda text: '{"version": 1, "bases": {"base": 3}}',
+        lambda text: '{"version": 1, "bases": {"base": {"0": 3}}}',
         *(
             lambda text, change=change: (content := json.loads(text), change(content))[0] and json.dumps(content)
             for change in (
-                _set("bases", "base", "corrections", to=[1.0]),
-                _set("bases", "base", "corrections", 0, to=1e9),
-                _set("bases", "base", "corrections", 1, to="fast"),
-                _set("bases", "base", "corrections", 2, to=float("nan")),
-                _set("bases", "base", "means", to=[]),
-                _set("bases", "base", "means", 0, to=[1.0, -3.0, 0.0]),
-                _set("bases", "base", "means", 3, to=[1.0]),
-                _set("bases", "base", "unix_seconds", to=None),
+                _set("corrections", to=[1.0]),
+                _set("corrections", 0, to=1e9),
+                _set("corrections", 1, to="fast"),
+                _set("corrections", 2, to=float("nan")),
+                _set("means", to=[]),
+                _set("means", 0, to=[1.0, -3.0, 0.0]),
+                _set("means", 3, to=[1.0]),
+                _set("unix_seconds", to=None),
             )
         ),
     ],

@@ -5,22 +5,25 @@ The file is small and can be lost: without it, or where it is damaged, a schedul
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from tlora import durable
-from tlora.costs.cost import LEAST_CORRECTION, MOST_CORRECTION, CostModel, Learned
+from tlora.costs.cost import LEAST_CORRECTION, MOST_CORRECTION, CostModel, Learned, constants_digest
 from tlora.errors import CheckpointError
 from tlora.json_file import read_object
 
 FILE = "learned-costs.json"
 VERSION = 1
+_MOST_ENTRIES = 4  # of one base, each with other constants
+_ENTRIES: TypeAdapter[dict[str, dict[str, dict[str, Any]]]] = TypeAdapter(dict[str, dict[str, dict[str, Any]]])
 SAVE_SECONDS = 60.0  # between two saves of observations that change no prediction
 
 
@@ -29,7 +32,7 @@ class LearnedCosts:
 
     def __init__(self, directory: Path, note: Callable[[str], None]) -> None:
         self._path, self._note = directory / FILE, note
-        self._stored = self._read()  # by base: as the file has it; of bases that are not known here too
+        self._stored = self._read()  # by base and digest of its constants, the newest last; also of bases that are not known here
         self._of: dict[str, str] = {}  # base -> what its observations are of
         self._saved_at = -math.inf
         self._saved_corrections = -1
@@ -37,20 +40,17 @@ class LearnedCosts:
         self._broken = False
 
     def teach(self, cost: CostModel, base: str, of: str, now: float) -> None:
-        """Let `cost` go on with what was learned of `base` earlier, if that was of the same: `of` names its files and its devices."""
-        self._of[base] = self._key(cost, base, of)
-        found = self._stored.get(base)
-        if found is None:
-            return
-        try:
-            learned = _parse(found) if found.get("of") == self._of[base] else None
-        except (ValueError, TypeError, KeyError, IndexError) as error:
-            self._note(f"{self._path}: what it says of {base!r} is damaged ({error}): its speed is learned anew")
-            return
-        if learned is not None:
-            away = max(0.0, time.time() - float(found["unix_seconds"]))
-            aged = tuple([(ratio, weight, age + away) for ratio, weight, age in learned.means])
-            cost.relearn(base, Learned(learned.corrections, aged), now)
+        """Let `cost` go on with what was learned of `base` earlier, if that was of the same: `of` names its files and its devices.
+
+        Each entry is of some constants, and counts once the base has these: they may come later, from a worker's measurement.
+        """
+        self._of[base] = of
+        for digest, entry in self._stored.get(base, {}).items():
+            try:
+                if entry["of"] == of:
+                    cost.recall(base, digest, _parse(entry), now)
+            except (ValueError, TypeError, KeyError) as error:
+                self._note(f"{self._path}: what it says of {base!r} is damaged ({error}): its speed is learned anew")
 
     def see(self, cost: CostModel, now: float, *, at_once: bool = False) -> None:
         """Save what is new, now and then; `at_once` at an end. On a full disk later."""
@@ -64,7 +64,11 @@ class LearnedCosts:
         for base, of in self._of.items():
             learned = cost.learned(base, now)
             if any(weight for _, weight, _ in learned.means):
-                self._stored[base] = {"of": of, "unix_seconds": time.time(), **asdict(learned)}
+                entry = {"of": of, "unix_seconds": time.time(), **asdict(learned)}
+                others = {
+                    digest: old for digest, old in self._stored.get(base, {}).items() if digest != constants_digest(cost.constants[base])
+                }
+                self._stored[base] = dict([*others.items(), (constants_digest(cost.constants[base]), entry)][-_MOST_ENTRIES:])
         if not self._stored:
             return
         try:
@@ -76,35 +80,27 @@ class LearnedCosts:
         else:
             self._broken, self._saved_corrections, self._saved = False, cost.times_corrected, state
 
-    @staticmethod
-    def _key(cost: CostModel, base: str, of: str) -> str:
-        """Observations are ratios to constants: with other constants they say nothing."""
-        numbers = {name: value for name, value in asdict(cost.constants[base]).items() if name != "source"}
-        return f"{of} {hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:16]}"
-
-    def _read(self) -> dict[str, dict[str, Any]]:
+    def _read(self) -> dict[str, dict[str, dict[str, Any]]]:
         if not self._path.exists():
             return {}
         try:
             found = read_object(self._path)
             if found.get("version") != VERSION:
                 raise ValueError(f"its version is {found.get('version')!r}, and {VERSION} is read")
-            bases = found.get("bases")
-            if not isinstance(bases, dict) or not all(isinstance(entry, dict) for entry in cast("dict[str, Any]", bases).values()):
-                raise ValueError("it has no mapping of bases")
+            return _ENTRIES.validate_python(found.get("bases"))
         except (OSError, ValueError) as error:
-            self._note(f"{self._path}: what was learned of speeds cannot be read ({error}): it is learned anew")
+            why = str(error).splitlines()[0]
+            self._note(f"{self._path}: what was learned of speeds cannot be read ({why}): it is learned anew")
             return {}
-        return cast("dict[str, dict[str, Any]]", bases)
 
 
 def _parse(found: dict[str, Any]) -> Learned:
-    """Raises ValueError, TypeError, KeyError, IndexError."""
+    """With the time since it was written. Raises ValueError, TypeError, KeyError."""
+    away = max(0.0, time.time() - _number(found["unix_seconds"]))
     one, node, nodes = (_number(value, LEAST_CORRECTION, MOST_CORRECTION) for value in found["corrections"])
     means = tuple(
         [(_number(ratio, LEAST_CORRECTION, MOST_CORRECTION), _number(weight), _number(age)) for ratio, weight, age in found["means"]]
     )
-    _number(found["unix_seconds"])
     if len(means) != 4:
         raise ValueError(f"{len(means)} means in place of 4")
     return Learned((one, node, nodes), means)

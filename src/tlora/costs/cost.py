@@ -5,11 +5,14 @@ How the members of a group share its micro-batches is `sharing.py`'s; where the 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 from tlora.errors import ConfigError
+from tlora.protocol import BaseSpeed
 
 ADAPTER_BYTES = 18  # per trained parameter: fp32 master, two moments and gradient, bf16 copy
 MEMORY_SHARE = 0.92  # of a GPU that may be planned for; the rest is the allocator's
@@ -43,6 +46,15 @@ class BaseConstants:
     floor_seconds: float = 0.0
 
 
+def constants_digest(constants: BaseConstants) -> str:
+    """Of the numbers, to which observations are ratios."""
+    numbers = {name: value for name, value in asdict(constants).items() if name != "source"}
+    return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:16]
+
+
+_UNKNOWN = BaseConstants(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, math.inf, {})
+
+
 @dataclass(slots=True)
 class _Mean:
     """Of what was observed over what the constants say. `weight` is the number of observations, of which old ones count for less."""
@@ -73,7 +85,7 @@ class Learned:
 class CostModel:
     """Seconds and bytes of a base's micro-batches, by the base's name. `fill_share` is the share of a full micro-batch that is tokens.
 
-    The one thing that changes in it are the corrections by `observe`: what it predicts has changed `times_corrected` times. Raises
+    What it predicts has changed `times_corrected` times, by `observe` and `measure`. Raises
     ConfigError for a base of which nothing is known.
     """
 
@@ -87,13 +99,25 @@ class CostModel:
         self._corrections: dict[str, list[float]] = {}  # one GPU, one node, several nodes
         self._observed: dict[str, _Mean] = {}
         self._observed_of_reach: dict[str, list[_Mean]] = {}
+        self._recalled: dict[tuple[str, str], tuple[Learned, float]] = {}  # by base and digest: what waits for these constants
         for base, found in constants.items():
             self.add(base, found)
 
     def add(self, base: str, constants: BaseConstants) -> None:
-        """A base that is known from now on; of one that was, corrections are forgotten."""
+        """A base that is known from now on; of one that was, corrections are forgotten, but for those that `recall` gave."""
         self.constants[base], self._corrections[base] = constants, [1.0, 1.0, 1.0]
         self._observed[base], self._observed_of_reach[base] = _Mean(), [_Mean(), _Mean(), _Mean()]
+        self._go_on(base)
+
+    def measure(self, base: str, device: str, speed: BaseSpeed) -> None:
+        """The base's constants are those that were measured on a `device`. What is not measured so, exchange and memory, is as it was;
+        of a base that was unknown it is 0, and fits.
+        """
+        found = asdict(speed)
+        known = self.constants.get(base, _UNKNOWN)
+        source = {**known.source, **dict.fromkeys(found, f"measured on this cluster's {device}")}
+        self.add(base, replace(known, source=source, **found))
+        self.times_corrected += 1
 
     def micro_batch_seconds(self, base: str, tokens: float, gpus: int, nodes: int, members: int) -> float:
         """Seconds of one micro-batch of `tokens` over all `gpus` together, for a group of `members` jobs.
@@ -171,11 +195,20 @@ class CostModel:
         means = (self._observed[base], *self._observed_of_reach[base])
         return Learned((one, node, nodes), tuple([(mean.ratio, mean.weight, now - mean.seen_at) for mean in means]))
 
-    def relearn(self, base: str, learned: Learned, now: float) -> None:
-        """Go on from what another model has learned: the inverse of `learned`."""
-        assert base in self.constants and len(learned.means) == 4, learned
+    def recall(self, base: str, digest: str, learned: Learned, now: float) -> None:
+        """Go on from what another model has `learned` of the base, as soon as its constants are those of `digest`."""
+        assert len(learned.means) == 4, learned
+        self._recalled[base, digest] = learned, now
+        if base in self.constants:
+            self._go_on(base)
+
+    def _go_on(self, base: str) -> None:
+        found = self._recalled.pop((base, constants_digest(self.constants[base])), None)
+        if found is None:
+            return
+        learned, at = found
         self._corrections[base] = list(learned.corrections)
-        whole, *reaches = [_Mean(ratio, weight, now - age) for ratio, weight, age in learned.means]
+        whole, *reaches = [_Mean(ratio, weight, at - age) for ratio, weight, age in learned.means]
         self._observed[base], self._observed_of_reach[base] = whole, reaches
         self.times_corrected += 1
 
