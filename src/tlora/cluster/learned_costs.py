@@ -98,12 +98,12 @@ def _parse(found: dict[str, Any]) -> Learned:
     """With the time since it was written. Raises ValueError, TypeError, KeyError."""
     away = max(0.0, time.time() - _number(found["unix_seconds"]))
     one, node, nodes = (_number(value, LEAST_CORRECTION, MOST_CORRECTION) for value in found["corrections"])
-    means = tuple(
-        [(_number(ratio, LEAST_CORRECTION, MOST_CORRECTION), _number(weight), _number(age)) for ratio, weight, age in found["means"]]
-    )
+    means: list[tuple[float, float, float]] = []
+    for ratio, weight, age in found["means"]:
+        means.append((_number(ratio, LEAST_CORRECTION, MOST_CORRECTION), _number(weight), _number(age) + away))
     if len(means) != 4:
         raise ValueError(f"{len(means)} means in place of 4")
-    return Learned((one, node, nodes), means)
+    return Learned((one, node, nodes), tuple(means))
 
 
 def _number(value: Any, least: float = 0.0, most: float = 1e12) -> float:
