@@ -18,7 +18,8 @@ from tests.engine.tiny_runs import write_rows
 from tests.service.served import until
 from tests.service.test_real_server import BASE, Server, running
 
-_ORDER = {"max_steps": 24, "batch_size": 4, "save_steps": 4, "learning_rate": 1e-3}
+_ORDER = {"batch_size": 4, "save_steps": 4, "learning_rate": 1e-3}
+_STEPS = {0: 300, 1: 100_000}  # of who pauses and who cancels: theirs must not be done before they do
 
 
 class User:
@@ -28,7 +29,7 @@ class User:
         self.name, self.home, self._key = f"user{number}", home, key
         home.mkdir()
         write_rows(home / "data.jsonl", 24 + 2 * number, seed=number)
-        job = {"name": f"job{number}", "data": "data.jsonl", "r": 2 + number, **_ORDER}
+        job = {"name": f"job{number}", "data": "data.jsonl", "r": 2 + number, "max_steps": _STEPS.get(number, 24), **_ORDER}
         (home / "jobs.yaml").write_text(json.dumps({"base_model": "base", "jobs": [job]}))
 
     def run(self, server: Server, *words: str) -> str:
@@ -58,12 +59,14 @@ def test_six_users_with_six_keys(tmp_path: Path) -> None:
         for number in range(6):
             made = servers[0].ask("POST", "/v1/keys", json={"tenant": f"team{number}", "name": "laptop", "scopes": ["read", "submit"]})
             users.append(User(number, tmp_path / f"user{number}", made["key"]))
+        pauses, cancels, clones, *_ = users
         for number, user in enumerate(users):
             assert f"job{number}: accepted as job-" in user.run(servers[0], "submit", "jobs.yaml")
-        pauses, cancels, clones, *_ = users
-        assert "paused" in pauses.run(servers[0], "pause", "job0")
-        assert "cancelled" in cancels.run(servers[0], "cancel", "job1")
-        assert "job2-lr0.0005: accepted" in clones.run(servers[0], "clone", "job2", "--set", "learning_rate=5e-4")
+            if user is pauses:
+                assert "paused" in user.run(servers[0], "pause", "job0")
+            elif user is cancels:
+                assert "cancelled" in user.run(servers[0], "cancel", "job1")
+        assert "job2-lr5e-4: accepted" in clones.run(servers[0], "clone", "job2", "--set", "learning_rate=5e-4")
         ids = {user.name: user.job(servers[0], f"job{number}")["id"] for number, user in enumerate(users)}
         until(lambda: any((directory / "jobs" / job).is_dir() for job in ids.values()))
         assert servers[0].end(signal.SIGKILL) == -signal.SIGKILL
@@ -71,14 +74,14 @@ def test_six_users_with_six_keys(tmp_path: Path) -> None:
         server = servers[1]
         assert pauses.job(server, "job0")["status"] == "paused", "who has paused has paused"
         assert "queued" in pauses.run(server, "resume", "job0")
-        wanted = [(user, f"job{number}") for number, user in enumerate(users) if user is not cancels] + [(clones, "job2-lr0.0005")]
+        wanted = [(user, f"job{number}") for number, user in enumerate(users) if user is not cancels] + [(clones, "job2-lr5e-4")]
         for user, name in wanted:
             user.run(server, "show", name, "--follow")
             user.run(server, "download", name, "--out", "adapters")
         assert cancels.job(server, "job1")["status"] == "cancelled"
         for number, user in enumerate(users):
             names = {job["name"] for job in json.loads(user.run(server, "jobs", "--json", "--all"))}
-            assert names == {f"job{number}"} | ({"job2-lr0.0005"} if user is clones else set()), "each sees their own"
+            assert names == {f"job{number}"} | ({"job2-lr5e-4"} if user is clones else set()), "each sees their own"
     weights: set[bytes] = set()
     for user, name in wanted:
         weights.add(_use(user.home / "adapters" / name))
