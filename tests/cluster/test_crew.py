@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import stat
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -16,11 +18,12 @@ from typing import Any
 import pytest
 
 from tlora.cluster import crew as crew_room
-from tlora.cluster import session
+from tlora.cluster import doors, session
 from tlora.cluster.crew import Crew, Limits
 from tlora.cluster.store_files import begin_reign
 from tlora.cluster.worker_process import read_records, write_record
 from tlora.errors import ConfigError
+from tlora.link import address
 from tlora.link.address import connect, listen
 from tlora.link.process_identity import identify
 from tlora.version import __version__
@@ -113,8 +116,43 @@ def test_a_late_hello_is_none(station: Station, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_another_users_connection_is_refused(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "peer_pid", lambda _: None)
-    assert "another user" in station.say(worker_line(HELLO))["reason"]
+    monkeypatch.setattr(doors, "peer_pid", lambda _: None)
+    with connect(station.crew.address) as connection:
+        assert "another user" in station.answer(connection)["reason"]
+
+
+def test_a_worker_obeys_no_other_user(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address, "peer_pid", lambda _: None)
+    with pytest.raises(ConfigError, match="another user listens there"):
+        connect(station.crew.address)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user too; the test above holds everywhere")
+def test_a_worker_obeys_no_other_user_as_the_kernel_tells(tmp_path: Path) -> None:
+    """The socket is this user's and private; the process that listens is another's."""
+    place = Path(tempfile.mkdtemp())
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(place / "controller.sock"))
+    child = os.fork()
+    if not child:
+        os.seteuid(65534)
+        listener.listen()
+        while True:
+            time.sleep(60)
+    try:
+        while True:
+            try:
+                connect(f"unix:{place}/controller.sock")
+            except ConnectionRefusedError:  # it does not listen yet
+                time.sleep(0.01)
+            except ConfigError as error:
+                assert "another user listens there" in str(error)
+                break
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        listener.close()
+        shutil.rmtree(place)
 
 
 def test_a_gpu_has_one_worker(station: Station) -> None:

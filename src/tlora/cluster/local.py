@@ -20,6 +20,7 @@ from typing import Literal
 
 from tlora import durable
 from tlora.cluster.crew import Crew, Limits
+from tlora.cluster.doors import TlsDoor
 from tlora.cluster.reconciler import LocalJob, Reconciler
 from tlora.cluster.remote_worker import RemoteWorker
 from tlora.cluster.store_files import begin_reign, lock_store
@@ -87,8 +88,10 @@ class LocalBackend:
     those of their jobs that are submitted before the first `poll`. Then its clock goes on from theirs.
     """
 
-    def __init__(self, machine: LocalMachine, note: Callable[[str], None] = lambda _: None) -> None:
-        """`note` is told of connections that are refused and workers that are given up. Raises ConfigError, CheckpointError."""
+    def __init__(self, machine: LocalMachine, note: Callable[[str], None] = lambda _: None, door: TlsDoor | None = None) -> None:
+        """`note` is told of connections that are refused and workers that are given up. `door`, of the same store, lets workers in over TCP
+        too, and is closed with this. Raises ConfigError, CheckpointError.
+        """
         self._machine = machine
         workers = machine.output_dir / "workers"
         for directory in (machine.output_dir / "jobs", workers):
@@ -102,6 +105,8 @@ class LocalBackend:
         self._next_tick = self._began + machine.tick_seconds
         self._events: list[Event] = [NodeAdded("local", machine.gpus)]
         self._crew = Crew(workers, reign.epoch, self._load, machine.gpus, machine.limits, note)
+        if door is not None:
+            self._crew.listen_on(door)
         self._reconciler = Reconciler(machine.base_models, self._start_worker, self._crew.workers, reign.epoch)
         self._found = bool(records)
         self._asking = threading.Lock()  # of what follows, and of the jobs that are known

@@ -18,6 +18,7 @@ import threading
 import traceback
 import uuid
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from tlora.engine.patience import Patience
@@ -25,8 +26,8 @@ from tlora.engine.pulse import Pulse
 from tlora.engine.settler import Settler
 from tlora.errors import ConfigError
 from tlora.garbage import no_collection
-from tlora.link.address import resolve
 from tlora.link.dialer import Dialer
+from tlora.link.entrance import Entrance, find_entrance
 from tlora.sharing.multicast import turn_multicast_off
 from tlora.version import __version__
 from tlora.worker_protocol import Alive, Ending, Hello, Load, Report, Want
@@ -39,7 +40,7 @@ _LIBRARIES = ("torch", "transformers")
 class Worker:
     """The threads of a worker meet here: the one that trains, and the two of the line."""
 
-    def __init__(self, gpu: int, address: str) -> None:
+    def __init__(self, gpu: int, entrance: Entrance) -> None:
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of the trainer
         self.pulse = Pulse()
         self.patience = Patience(self.pulse, lambda line: print(line, file=sys.stderr, flush=True))  # noqa: T201
@@ -47,7 +48,7 @@ class Worker:
         self._settler, self._lock = Settler(), threading.RLock()
         self._load: Load | None = None
         self._told = threading.Event()  # what to load, or to stop
-        self.dialer = Dialer(address, self, FIRST_LEASE_SECONDS)
+        self.dialer = Dialer(entrance, self, FIRST_LEASE_SECONDS)
 
     def wait_for_load(self) -> Load | None:
         """What to load; None for a worker that is to stop before it has loaded anything."""
@@ -125,13 +126,13 @@ def versions() -> dict[str, str]:
     return found
 
 
-def serve(address: str, gpu: int) -> int:
-    """Do as the controller at `address` wants, until told to stop. The exit status: 143 after SIGTERM, as a shell expects.
+def serve(entrance: Entrance, gpu: int) -> int:
+    """Do as the controller there wants, until told to stop. The exit status: 143 after SIGTERM, as a shell expects.
 
-    Raises ConfigError where nobody listens at `address`.
+    Raises ConfigError where nobody listens, or who does is not to be trusted, or does not let this worker in.
     """
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # no library may wait for an answer
-    worker = Worker(gpu, address)
+    worker = Worker(gpu, entrance)
     received: list[int] = []
 
     def on_signal(number: int, _: object) -> None:
@@ -144,7 +145,7 @@ def serve(address: str, gpu: int) -> int:
         worker.dialer.start()
     except OSError as error:
         why = error.strerror or error
-        raise ConfigError(f"no cluster listens at {address} ({why}). Start `tlora cluster` or `tlora serve` first") from None
+        raise ConfigError(f"no cluster listens at {entrance.address} ({why}). Start `tlora cluster` or `tlora serve` first") from None
     load = worker.wait_for_load()
     if load is not None:
         worker.pulse.begin("loading")
@@ -177,12 +178,12 @@ def main() -> None:
     run(arguments.connect, arguments.gpu)
 
 
-def run(address: str, gpu: int) -> None:
-    """`serve`, and exit: without a look at threads that may wait for a controller, or open a job."""
+def run(address: str, gpu: int, fingerprint: str | None = None, token_file: Path | None = None) -> None:
+    """`serve`, with the options of `tlora worker`, and exit: without a look at threads that may wait for a controller, or open a job."""
     status = 1
     turn_multicast_off()
     try:
-        status = serve(resolve(address), gpu)
+        status = serve(find_entrance(address, fingerprint, token_file), gpu)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
         status = 2

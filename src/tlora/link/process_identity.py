@@ -29,6 +29,13 @@ class ProcessIdentity:
         return found is not None and found[1] == self.start_ticks and found[0] not in "ZX" and self.boot == boot_id()
 
     @property
+    def is_this_users(self) -> bool:
+        try:
+            return Path(f"/proc/{self.pid}").stat().st_uid == os.geteuid() and self.is_alive
+        except OSError:
+            return False
+
+    @property
     def is_stopped(self) -> bool:
         """By SIGSTOP or a debugger."""
         found = _stat(self.pid)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import torch
 
 from tlora import durable
 from tlora.cluster.controller import run as run_controller
+from tlora.cluster.doors import TlsDoor
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.learned_costs import LearnedCosts
 from tlora.cluster.local import Arrival, LocalBackend, LocalMachine, submit_all
@@ -28,6 +29,7 @@ from tlora.engine.results import Results, all_results, swept
 from tlora.engine.watcher import JobProgress, RunProgress, Watcher
 from tlora.errors import ConfigError, TloraError
 from tlora.job import JobSpec, RunSpec
+from tlora.link.address import tcp_place
 from tlora.live.earlier_ends import earlier_ends, not_told
 from tlora.live.picture import Picture
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
@@ -55,10 +57,11 @@ def train_on_cluster(
     gpus: str | int | None = None,
     device: str | None = None,
     policy: str = "residual_capacity",
+    worker_listen: str | None = None,
     watcher: Watcher | None = None,
 ) -> Results:
     """Train all jobs of `run`, each from its `arrival_seconds` on. `gpus` and `device` as of `train`; by default all GPUs, or one process
-    on a CPU.
+    on a CPU. With `worker_listen`, tcp://host:port, workers that are started by hand may come over TLS.
 
     `output_dir` gets `jobs/` with a directory for each job, `events.jsonl` with all that happened and was decided, and `workers/` with
     their logs. The same call goes on after a stop or a kill. SIGINT and SIGTERM checkpoint every job and return. Raises TloraError for
@@ -67,6 +70,7 @@ def train_on_cluster(
     if policy not in CLUSTER_POLICIES:
         raise ConfigError(f"--policy {policy}: is not one of {', '.join(CLUSTER_POLICIES)}. Choose one of these")
     watcher, began = watcher or Watcher(), time.monotonic()
+    place = tcp_place(worker_listen) if worker_listen is not None else None
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     places = rank_devices(gpus if gpus is not None else "all" if kind == "cuda" else 1, device)
     check_trackers(list(run.report_to))
@@ -77,7 +81,10 @@ def train_on_cluster(
     with closing(BaseGuard(run.base_model, find_directory(jobs_here.base_model), earlier_base(jobs_here, resume=True))) as guard:
         guard.start()
         guard.wait_for_verdict()  # jobs that go on do so over the base that they began with
-        return _Run(jobs_here, out, places, policy, watcher, began).train(guard)
+        with TlsDoor(out / "workers", place) if place is not None else nullcontext() as door:
+            if door is not None:
+                watcher.note(f"workers may come to {door.address} over TLS; `tlora worker-token {out}` makes a token for them")
+            return _Run(jobs_here, out, places, policy, watcher, began).train(guard, door)
 
 
 class _Run:
@@ -89,7 +96,7 @@ class _Run:
         self._faults: set[str] = set()
         self._facts = {"device": places[0].partition(":")[0] if len(places) == 1 else f"{len(places)} of {places[0].partition(':')[0]}"}
 
-    def train(self, guard: BaseGuard) -> Results:
+    def train(self, guard: BaseGuard, door: TlsDoor | None) -> Results:
         earlier = earlier_ends(self._run.jobs, Path(self._run.output_dir))
         self._ended |= earlier
         profiled = self._profile()
@@ -98,7 +105,7 @@ class _Run:
         self._record("running", guard)
         untold = not_told(earlier, self._out / "events.jsonl")
         with (
-            LocalBackend(self._machine(), self._watcher.note) as backend,
+            LocalBackend(self._machine(), self._watcher.note, door) as backend,
             closing(EventLog(self._out / "events.jsonl", backend.began_at_seconds)) as log,
             interrupts(lambda number: self._describe(number, backend), self._watcher.note) as received,
         ):

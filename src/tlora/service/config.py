@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from tlora.errors import ConfigError
 from tlora.job import BasePrecision, DType, MemoryLimit, Recompute
 from tlora.jobs_file import suggest
+from tlora.link.address import tcp_place
 from tlora.server_directory import default_directory
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
@@ -79,6 +80,7 @@ class ServerConfig(BaseModel):
     trusted_proxies: list[str] = []  # addresses whose X-Forwarded-* headers count
     tls_certificate: str | None = None
     tls_key: str | None = None
+    worker_listen: str | None = None  # tcp://host:port, where workers may come over TLS; None: over the unix socket only
     limits: Limits = Limits()
     retention: Retention = Retention()
 
@@ -95,6 +97,13 @@ class ServerConfig(BaseModel):
         if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)*", path):
             raise ValueError(f"root_path {path!r}: must be a prefix such as /tlora, without a slash at its end")
         return path
+
+    @field_validator("worker_listen")
+    @classmethod
+    def _check_worker_listen(cls, address: str | None) -> str | None:
+        if address is not None:
+            tcp_place(address)
+        return address
 
     @model_validator(mode="after")
     def _check_exposure(self) -> ServerConfig:
