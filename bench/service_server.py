@@ -12,7 +12,7 @@ from tlora.cluster.reconciler import LocalJob
 from tlora.protocol import Action, Event, JobSubmitted
 from tlora.service import server
 from tlora.service.config import read_config
-from tlora.service.controller import Hall
+from tlora.service.hall import Hall
 from tlora.service.intake_requests import IntakeSettings, parse_request
 from tlora.service.machine import Places
 

@@ -13,7 +13,11 @@ class ConfigError(TloraError, ValueError):
 
 
 class DataError(TloraError, ValueError):
-    """A data file or one of its rows cannot be trained on."""
+    """A data file or one of its rows cannot be trained on. `disk_full`: only for now, as there is no room for what is made of it."""
+
+    def __init__(self, message: str, *, disk_full: bool = False) -> None:
+        super().__init__(message)
+        self.disk_full = disk_full
 
 
 class ModelError(TloraError, ValueError):

@@ -26,7 +26,7 @@ from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import ConfigError, ModelError
 from tlora.json_file import read_object
 from tlora.live.cluster_run import train_on_cluster
-from tlora.protocol import GroupFound, JobFinished, JobSubmitted, StartGroup
+from tlora.protocol import GroupFound, JobFinished, JobSubmitted, NodeAdded, StartGroup, Tick
 from tlora.sim.event_log import read_event_log
 
 
@@ -229,6 +229,26 @@ def test_a_killed_controller_finds_its_workers_training(world: World, tmp_path: 
     adopted = [item for item in cluster.events if isinstance(item, GroupFound)]
     assert adopted and all(job.submitted_at is not None for item in adopted for job in item.jobs)
     assert {item.job_id for item in cluster.events if isinstance(item, JobFinished)} == set(total)
+
+
+def test_what_was_done_before_is_taken_from_the_disk(world: World, tmp_path: Path) -> None:
+    """No worker is started for it. Its end stands in the log also where no controller was there; one that shall get further goes on."""
+    brief = world.orders[1]
+    first = world.train(tmp_path, [brief])
+    log = tmp_path / "events.jsonl"
+    told = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(line for line in told if '"JobFinished"' not in line))
+    seen: list[RunProgress] = []
+    again = world.train(tmp_path, [brief], watcher=Watcher(seen.append))
+    assert again == first and seen[-1].jobs[0].status == "done" and seen[-1].jobs[0].step == first["brief"].steps
+    new = [item for _, item in read_event_log(log)[len(told) - 1 :]]
+    assert [type(item).__name__ for item in new if not isinstance(item, NodeAdded | Tick)] == ["JobFinished"]
+    assert world.train(tmp_path, [brief]) == first
+    assert len([item for _, item in read_event_log(log) if isinstance(item, JobFinished)]) == 1
+    longer = world.train(tmp_path, [brief | {"max_steps": brief["max_steps"] + 2}])
+    assert (longer["brief"].status, longer["brief"].steps) == ("done", first["brief"].steps + 2)
+    (tmp_path / "jobs" / "brief" / "adapter_model.safetensors").unlink()
+    assert sha256(Path(world.train(tmp_path, [brief | {"max_steps": brief["max_steps"] + 2}])["brief"].path))
 
 
 def test_bad_jobs_fail_alone_and_say_why(world: World, tmp_path: Path) -> None:

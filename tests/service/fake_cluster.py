@@ -28,7 +28,7 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
-from tlora.service.controller import Hall
+from tlora.service.hall import Hall
 from tlora.service.intake_requests import parse_request
 from tlora.service.machine import Places
 
@@ -106,9 +106,9 @@ class FakeCluster:
 
     # -- what a test lets happen ---------------------------------------------------------------------------------------
 
-    def step(self, job_id: str, steps: int) -> None:
+    def step(self, job_id: str, steps: int, step_seconds: float = 0.1) -> None:
         if job_id in self.specs:
-            self._inbox.put(StepsDone(job_id, self._open[job_id], steps, 0.1))
+            self._inbox.put(StepsDone(job_id, self._open[job_id], steps, step_seconds))
 
     def finish(self, job_id: str) -> None:
         """With a result and an adapter on the disk, as a worker leaves them."""
@@ -161,6 +161,10 @@ class FakeIntake:
         waiting, self._waiting = self._waiting, []
         for line in waiting:
             self._lines.put(line)
+
+    def tell(self, answer: dict[str, Any]) -> None:
+        """As if the process had said so."""
+        self._answer(answer)
 
     def forget(self, key: str) -> None:
         self._forgotten.add(key)

@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 from tests.service.fake_cluster import FakeCluster, FakeIntake, fake_hall
 from tlora.service.config import Limits, ServerConfig
 from tlora.service.keys import create_key
-from tlora.service.server import Opened, open_server
+from tlora.service.server import Opened, open_server, uvicorn_config
 
 T = TypeVar("T")
 ROW = b'{"prompt": "a", "completion": "b"}\n'
@@ -109,7 +109,9 @@ def listening(directory: Path, *, eager: bool = True, held: bool = False, **chan
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen(128)
-    server = uvicorn.Server(uvicorn.Config(opened.app, log_level="error", access_log=False, lifespan="on", timeout_graceful_shutdown=1))
+    settings = uvicorn_config(opened.app, config)
+    settings.timeout_graceful_shutdown = 1
+    server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -72,6 +72,27 @@ def test_a_job_that_is_paused_or_cancelled_while_its_data_is_read(tmp_path: Path
         assert served.ask("alice", "POST", f"/v1/jobs/{ids[0]}/resume", 200)["status"] == "queued"
 
 
+def test_data_without_room_on_the_disk_is_read_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlora.service.controller._ROOM_SECONDS", 0.05)
+    with serving(tmp_path / "server", held=True) as served:
+        jobs = [served.submit("alice", name=name)["id"] for name in ("waits", "goes")]
+        intake = served.intakes[0]
+        until(lambda: set(jobs) <= set(intake.asked))
+        for _ in range(3):
+            asked = len(intake.asked)
+            for job in jobs:
+                intake.tell({"key": job, "problem": "no room", "disk_full": True})
+            until(lambda asked=asked: len(intake.asked) == asked + 2)
+        found = served.ask("alice", "GET", f"/v1/jobs/{jobs[0]}")
+        assert found["status"] == "preparing"
+        until(lambda: "room on the server's disk" in served.ask("alice", "GET", f"/v1/jobs/{jobs[0]}")["waiting_for"])
+        served.ask("alice", "POST", f"/v1/jobs/{jobs[0]}/cancel", 200)
+        intake.tell({"key": jobs[0], "problem": "no room", "disk_full": True})
+        intake.let_go()
+        served.wait("alice", jobs[1], "succeeded")
+        assert intake.asked.count(jobs[0]) == 4, "one that was cancelled is not asked for again"
+
+
 def test_a_worker_that_fails_a_job_tells_why_without_a_path_of_the_server(served_slowly: Served) -> None:
     job = served_slowly.submit("alice")["id"]
     until(lambda: job in served_slowly.cluster._open)
@@ -219,3 +240,24 @@ def test_the_cluster_shows_own_jobs_and_counts_others(served_slowly: Served) -> 
         return found if shown == [mine] and others == 1 else None
 
     assert other not in str(until(look))
+
+
+def test_learned_speeds_survive_a_restart(tmp_path: Path) -> None:
+    """Steps took ten seconds each: the next server predicts what this one did."""
+    learned: list[object] = []
+    for _ in range(2):
+        with serving(tmp_path / "server", eager=False) as served:
+            job = served.submit("alice")["id"]
+            until(lambda served=served, job=job: job in served.cluster._open)
+            scheduler = served.opened.controller._scheduler
+            assert scheduler is not None
+            if learned:
+                assert scheduler.state.cost.learned("base", 0.0).corrections == learned[0] != (1.0, 1.0, 1.0)
+                continue
+            for steps in range(1, 40):
+                served.cluster.step(job, steps, 10.0)
+            served.wait("alice", job, "running")
+            until(lambda scheduler=scheduler: scheduler.state.cost.times_corrected > 2)
+            served.cluster.finish(job)
+            served.wait("alice", job, "succeeded")
+            learned.append(scheduler.state.cost.learned("base", 0.0).corrections)

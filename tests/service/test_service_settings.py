@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tlora.errors import ConfigError
@@ -68,6 +69,13 @@ def test_another_address_needs_tls_or_a_proxy() -> None:
         assert config.hosts == {"10.0.0.2", "train.example.org"}
 
 
+@pytest.mark.parametrize("path", ["tlora", "/tlora/", "/a b", "/../x?", "https://host/tlora"])
+def test_a_prefix_is_a_plain_path(path: str) -> None:
+    assert ServerConfig(root_path="/team/tlora").root_path == "/team/tlora"
+    with pytest.raises(ValueError, match="must be a prefix such as /tlora"):
+        ServerConfig(root_path=path)
+
+
 def test_the_settings_are_frozen_names() -> None:
     """A change here is a change of the documented file: docs/service.md."""
     text = (Path(__file__).parents[2] / "docs" / "service.md").read_text()
@@ -76,29 +84,30 @@ def test_the_settings_are_frozen_names() -> None:
 
 
 def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "list_gpus", lambda: (0, 1, 2))
+    monkeypatch.setattr(machine, "list_gpus", lambda: {0: 0, 1: 16 << 30, 2: 80 << 30})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert find_places(ServerConfig()) == Places("cuda", (0, 1, 2))
-    assert find_places(ServerConfig(gpus=[2])) == Places("cuda", (2,))
-    assert find_places(ServerConfig(device="cpu", gpus=[0, 1])) == Places("cpu", (0, 1))
+    assert find_places(ServerConfig()) == Places("cuda", (0, 1, 2), 80 << 30)
+    assert find_places(ServerConfig(gpus=[2])) == Places("cuda", (2,), 80 << 30)
+    assert find_places(ServerConfig(gpus=[0])) == Places("cuda", (0,), None), "one whose memory the driver does not tell"
+    assert find_places(ServerConfig(device="cpu", gpus=[0, 1])) == Places("cpu", (0, 1), psutil.virtual_memory().total)
     with pytest.raises(ConfigError, match="no GPU 7"):
         find_places(ServerConfig(gpus=[7]))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
-    assert find_places(ServerConfig()) == Places("cuda", (2, 0))
+    assert find_places(ServerConfig()) == Places("cuda", (2, 0), 80 << 30)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert find_places(ServerConfig()) == Places("cpu", (0,))
-    monkeypatch.setattr(machine, "list_gpus", tuple)
+    assert find_places(ServerConfig()) == Places("cpu", (0,), psutil.virtual_memory().total)
+    monkeypatch.setattr(machine, "list_gpus", dict)
     with pytest.raises(ConfigError, match="no GPU that nvidia-smi lists"):
         find_places(ServerConfig(device="cuda"))
 
 
 def test_gpus_are_asked_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 0\necho 1\n")
+    program.write_text("#!/bin/sh\necho 0, 81559\necho 1, [N/A]\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert list_gpus() == (0, 1)
+    assert list_gpus() == {0: 81559 << 20, 1: 0}
     program.write_text("#!/bin/sh\nexit 9\n")
-    assert list_gpus() == ()
+    assert list_gpus() == {}
     program.unlink()
-    assert list_gpus() == ()
+    assert list_gpus() == {}

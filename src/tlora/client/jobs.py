@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from tlora.client.answers import EventPage, JobPage, Metrics, RemoteEvent, RemoteJob
 from tlora.client.connection import Connection
+from tlora.client.event_bell import EventBell
 from tlora.errors import ServiceError
 
 _ID = re.compile(r"job-[0-9a-f]{24}")
@@ -78,9 +79,15 @@ class Sight:
 
 
 def watch(
-    connection: Connection, ids: Sequence[str], every_seconds: float = 1.0, sleep: Callable[[float], None] = time.sleep
+    connection: Connection,
+    ids: Sequence[str],
+    every_seconds: float = 1.0,
+    sleep: Callable[[float], None] = time.sleep,
+    bell: EventBell | None = None,
 ) -> Iterator[Sight]:
-    """A sight each `every_seconds`, the last one when all have ended. A server that is restarted meanwhile is waited for."""
+    """A sight each `every_seconds`, the last one when all have ended. With a `bell` one at each event, and others only while jobs run. A
+    server that is restarted meanwhile is waited for.
+    """
     known: dict[str, RemoteJob] = {}
     reader = _Losses(connection)
     gone_since: float | None = None
@@ -101,7 +108,10 @@ def watch(
         yield sight
         if all(job.has_ended for job in sight.jobs):
             return
-        sleep(every_seconds)
+        if bell is None:
+            sleep(every_seconds)
+        else:
+            bell.wait(every_seconds, moves=bool(away) or any(job.status == "running" for job in sight.jobs))
 
 
 def _look(connection: Connection, ids: Sequence[str]) -> dict[str, RemoteJob]:

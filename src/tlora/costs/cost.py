@@ -5,6 +5,8 @@ How the members of a group share its micro-batches is `sharing.py`'s; where the 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -44,6 +46,12 @@ class BaseConstants:
     floor_seconds: float = 0.0
 
 
+def constants_digest(constants: BaseConstants) -> str:
+    """Of the numbers, to which observations are ratios."""
+    numbers = {name: value for name, value in asdict(constants).items() if name != "source"}
+    return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:16]
+
+
 _UNKNOWN = BaseConstants(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, math.inf, {})
 
 
@@ -64,6 +72,16 @@ class _Mean:
         self.seen_at = now
 
 
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What was observed of a base, for another cost model with the same constants. `means` are of the base, of one GPU, of one node and of
+    several: each with its ratio to the constants, the number of observations that it weighs as much as, and the seconds since the last.
+    """
+
+    corrections: tuple[float, float, float]
+    means: tuple[tuple[float, float, float], ...]
+
+
 class CostModel:
     """Seconds and bytes of a base's micro-batches, by the base's name. `fill_share` is the share of a full micro-batch that is tokens.
 
@@ -81,13 +99,15 @@ class CostModel:
         self._corrections: dict[str, list[float]] = {}  # one GPU, one node, several nodes
         self._observed: dict[str, _Mean] = {}
         self._observed_of_reach: dict[str, list[_Mean]] = {}
+        self._recalled: dict[tuple[str, str], tuple[Learned, float]] = {}  # by base and digest: what waits for these constants
         for base, found in constants.items():
             self.add(base, found)
 
     def add(self, base: str, constants: BaseConstants) -> None:
-        """A base that is known from now on; of one that was, corrections are forgotten."""
+        """A base that is known from now on; of one that was, corrections are forgotten, but for those that `recall` gave."""
         self.constants[base], self._corrections[base] = constants, [1.0, 1.0, 1.0]
         self._observed[base], self._observed_of_reach[base] = _Mean(), [_Mean(), _Mean(), _Mean()]
+        self._go_on(base)
 
     def measure(self, base: str, device: str, speed: BaseSpeed) -> None:
         """The base's constants are those that were measured on a `device`. What is not measured so, exchange and memory, is as it was;
@@ -168,6 +188,29 @@ class CostModel:
         self._corrections[base] = found
         self.times_corrected += 1
         return True
+
+    def learned(self, base: str, now: float) -> Learned:
+        """All that `observe` has taken in of the base until `now`."""
+        one, node, nodes = self._corrections[base]
+        means = (self._observed[base], *self._observed_of_reach[base])
+        return Learned((one, node, nodes), tuple([(mean.ratio, mean.weight, now - mean.seen_at) for mean in means]))
+
+    def recall(self, base: str, digest: str, learned: Learned, now: float) -> None:
+        """Go on from what another model has `learned` of the base, as soon as its constants are those of `digest`."""
+        assert len(learned.means) == 4, learned
+        self._recalled[base, digest] = learned, now
+        if base in self.constants:
+            self._go_on(base)
+
+    def _go_on(self, base: str) -> None:
+        found = self._recalled.pop((base, constants_digest(self.constants[base])), None)
+        if found is None:
+            return
+        learned, at = found
+        self._corrections[base] = list(learned.corrections)
+        whole, *reaches = [_Mean(ratio, weight, at - age) for ratio, weight, age in learned.means]
+        self._observed[base], self._observed_of_reach[base] = whole, reaches
+        self.times_corrected += 1
 
     def _of(self, base: str) -> BaseConstants:
         try:

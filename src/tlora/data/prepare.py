@@ -202,7 +202,9 @@ def _follow(worker: WorkerProcess, requests: Sequence[PrepareRequest], on_progre
         elif kind == "model_error":
             raise ModelError(str(event["message"]))
         else:
-            results[key] = DataError(str(event["message"])) if kind == "data_error" else _open_made(by_key[key], event)
+            failed = kind == "data_error"
+            made = DataError(str(event["message"]), disk_full=bool(event.get("disk_full"))) if failed else _open_made(by_key[key], event)
+            results[key] = made
             current = ""
     return results
 

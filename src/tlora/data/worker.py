@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
+from tlora import durable
 from tlora.data.build import Order, build, hash_file
 from tlora.data.dataset import SCRATCH_PREFIX
 from tlora.data.encode import Encoder, open_encoder
@@ -75,7 +76,8 @@ class Worker:
         except (DataError, ModelError) as error:
             self.send("model_error" if isinstance(error, ModelError) else "data_error", key, message=str(error))
         except OSError as error:
-            self.send("data_error", key, message=_trouble(error, Path(str(request["cache_dir"]))))
+            full = durable.is_full(error)
+            self.send("data_error", key, message=_trouble(error, Path(str(request["cache_dir"]))), disk_full=full)
         except MemoryError:
             most = MEMORY_LIMIT_BYTES if limits is None else limits.memory_bytes
             self.send(

@@ -111,11 +111,12 @@ class Driver:
 
         In the end all jobs are checkpointed and their files written, also after an error, but not after KeyboardInterrupt.
         """
+        waits = self._context.wait_for_room is not None  # for as long as a disk is full: `obey` hears of the end
         try:
             while not self.group.decisions.stop(not obey()):
                 self.records.see_ended()
                 packed = self.group.run_micro_batch()
-                self.records.see_ended(wait=not self.group.runs)
+                self.records.see_ended(wait=not self.group.runs and not waits)
                 look(packed)
         except KeyboardInterrupt:
             raise

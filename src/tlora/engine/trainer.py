@@ -27,11 +27,12 @@ from tlora.data.prepare import Prepared, open_sets, prepare
 from tlora.engine.calibration import calibrate
 from tlora.engine.commands import Leave, Share, Stop
 from tlora.engine.driver import Driver, Opened, Places
+from tlora.engine.patience import Patience
 from tlora.engine.pulse import Pulse
 from tlora.engine.step_timer import StepTimer
 from tlora.engine.team.messages import Follow, Spread
 from tlora.engine.team.parts import Parts, Planned, Seat, Together
-from tlora.errors import CheckpointError, DataError
+from tlora.errors import DataError
 from tlora.group.job_run import JobRun
 from tlora.group.reports import Ended
 from tlora.group.reports import Report as GroupReport
@@ -45,6 +46,7 @@ from tlora.store.claim import Claim, HeldError, take_claim
 from tlora.store.disk_reserve import DiskReserve
 from tlora.store.metrics import check_trackers
 from tlora.store.recorder import JobResult, RunContext
+from tlora.store.room import with_room
 from tlora.store.run_directory import pin_data
 from tlora.store.serving import ServingFiles
 from tlora.store.writer import Writer
@@ -92,13 +94,17 @@ class Trainer:
         inbox: queue.SimpleQueue[Any],
         send: Callable[[Any], None],
         pulse: Pulse | None = None,
+        patience: Patience | None = None,
         seat: Seat | None = None,
     ) -> None:
-        """`pulse` gets what this is at. `seat`: among the ranks of a worker; `send` then also gets what is for these."""
+        """`pulse` gets what this is at; `patience` is to be ended with the worker. `seat`: among the ranks of a worker; `send` then also
+        gets what is for these.
+        """
         self._load, self._inbox, self._send = load, inbox, send
         seat = seat or Seat()
         self._parts = Parts(seat, send)
         self._pulse = pulse or Pulse()
+        self._patience = patience or Patience(self._pulse, note)
         self._directory = Path(load.output_dir)
         model, self._bound = _load_base(load)
         if load.calibrate:
@@ -111,7 +117,8 @@ class Trainer:
         self._claims: dict[str, Claim] = {}
         durable.make_directory(self._directory)
         self._flight = FlightRecorder(self._directory, seat.flight)
-        context = RunContext(public_name(load.base_model), clock, note, reserve, writer, fence=self._check_claim)
+        name = public_name(load.base_model)
+        context = RunContext(name, clock, note, reserve, writer, fence=self._check_claim, wait_for_room=self._patience)
         self._driver = Driver(
             model, context, Places(self._directory, self._serving, load.report_to), STARTING_BUDGET, exchange=self._parts.exchange
         )
@@ -267,15 +274,15 @@ class Trainer:
     def _open(self, join: Join, data: Prepared | DataError) -> None:
         """In a thread of its own, which has the job's directory to itself until the job is in, or refused, or has been let go."""
         spec = join.job
-        try:
-            self._claims[spec.name] = take_claim(self._directory, spec.name, join.attempt, CLAIM_SECONDS)
-        except HeldError as error:
-            self._inbox.put(_Ready(spec, error))
+        claim = with_room(spec.name, lambda: take_claim(self._directory, spec.name, join.attempt, CLAIM_SECONDS), self._wait_while_wanted)
+        if isinstance(claim, Failure):
+            self._inbox.put(_Ready(spec, claim.error if isinstance(claim.error, HeldError) else claim))
             return
-        except (CheckpointError, OSError) as error:
-            self._inbox.put(_Ready(spec, Failure(error)))
-            return
-        self._inbox.put(_Ready(spec, attempt(self._open_claimed, spec, data)))
+        self._claims[spec.name] = claim
+        self._inbox.put(_Ready(spec, with_room(spec.name, lambda: self._open_claimed(spec, data), self._wait_while_wanted)))
+
+    def _wait_while_wanted(self, name: str, error: OSError) -> bool:
+        return name not in self._unwanted and self._patience(name, error)
 
     def _open_claimed(self, spec: JobSpec, data: Prepared | DataError) -> Opened:
         planned = plan_job(spec, data, self._group.model, self._directory)

@@ -23,6 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tlora.engine.patience import Patience
 from tlora.engine.pulse import Pulse
 from tlora.engine.settler import Settler
 from tlora.errors import ConfigError
@@ -48,6 +49,7 @@ class Worker:
     def __init__(self, gpus: tuple[int, ...], entrance: Entrance) -> None:
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of the trainer
         self.pulse = Pulse()
+        self.patience = Patience(self.pulse, say)
         self._gpus, self._incarnation = gpus, uuid.uuid4().hex
         self._settler, self._lock = Settler(), threading.RLock()
         self._load: Load | None = None
@@ -101,7 +103,7 @@ class Worker:
         """All jobs are checkpointed, and the process ends."""
         with self._lock:
             if not self._settler.stopping:
-                _say(f"this worker saves its jobs and ends: {reason}")
+                say(f"this worker saves its jobs and ends: {reason}")
                 self._settler.reports.append(Ending(reason))
             self._settler.stop()
             self._pass_on()
@@ -112,6 +114,8 @@ class Worker:
         for command in settler.commands:
             self.inbox.put(command)
         settler.commands.clear()
+        if settler.stopping:
+            self.patience.end()
         reports, settler.reports = settler.reports, []
         if reports:
             self.dialer.put(reports, settler.want.generation if settler.want is not None else 0)
@@ -163,10 +167,12 @@ def lead_or_train(load: Load, gpus: tuple[int, ...], worker: Worker) -> None:
 
         Leader(load, gpus, worker.inbox, worker.report, worker.pulse).go_on()
     else:
-        open_trainer(load, worker.inbox, worker.report, worker.pulse).go_on()
+        open_trainer(load, worker.inbox, worker.report, worker.pulse, worker.patience).go_on()
 
 
-def open_trainer(load: Load, inbox: queue.SimpleQueue[Any], send: Callable[[Any], None], pulse: Pulse, seat: Seat | None = None) -> Trainer:
+def open_trainer(
+    load: Load, inbox: queue.SimpleQueue[Any], send: Callable[[Any], None], pulse: Pulse, patience: Patience, seat: Seat | None = None
+) -> Trainer:
     """The model libraries, then the base. The arguments as of `Trainer`."""
     with no_collection():
         import torch
@@ -179,7 +185,7 @@ def open_trainer(load: Load, inbox: queue.SimpleQueue[Any], send: Callable[[Any]
         torch.cuda.set_device(load.device)  # kernels are launched on the current device
     logging.disable_progress_bar()  # the last line of the log is what is told of a worker that has died
     logging.set_verbosity_error()
-    return Trainer(load, inbox, send, pulse, seat)
+    return Trainer(load, inbox, send, pulse, patience, seat)
 
 
 def main() -> None:
@@ -206,14 +212,14 @@ def run(address: str, gpus: tuple[int, ...], fingerprint: str | None = None, tok
     try:
         status = serve(find_entrance(address, fingerprint, token_file), gpus)
     except ConfigError as error:
-        _say(f"error: {error}")
+        say(f"error: {error}")
         status = 2
     except BaseException:
-        _say(traceback.format_exc())
+        say(traceback.format_exc())
     os._exit(status)
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     """To the log, if that can be written: a full disk keeps no worker from saving its jobs and ending."""
     with contextlib.suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)  # noqa: T201

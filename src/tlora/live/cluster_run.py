@@ -18,6 +18,7 @@ from tlora import durable
 from tlora.cluster.controller import run as run_controller
 from tlora.cluster.doors import TlsDoor
 from tlora.cluster.event_log import EventLog
+from tlora.cluster.learned_costs import LearnedCosts
 from tlora.cluster.local import Arrival, LocalBackend, LocalMachine, submit_all
 from tlora.cluster.reconciler import LocalJob
 from tlora.costs.hardware import cost_model, nearest_base
@@ -29,9 +30,10 @@ from tlora.engine.watcher import JobProgress, RunProgress, Watcher
 from tlora.errors import ConfigError, TloraError
 from tlora.job import JobSpec, RunSpec
 from tlora.link.address import tcp_place
+from tlora.live.earlier_ends import earlier_ends, not_told
 from tlora.live.picture import Picture
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
-from tlora.protocol import Action, Event, JobFailed, JobFinished, JobSubmitted, RejectJob
+from tlora.protocol import Action, Event, JobFailed, JobFinished, JobSubmitted, RejectJob, Tick
 from tlora.report.run_page import write_report
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
@@ -97,10 +99,13 @@ class _Run:
         self._facts = {"device": places[0].partition(":")[0] if len(places) == 1 else f"{len(places)} of {places[0].partition(':')[0]}"}
 
     def train(self, guard: BaseGuard, door: TlsDoor | None) -> Results:
+        earlier = earlier_ends(self._run.jobs, Path(self._run.output_dir))
+        self._ended |= earlier
         profiled = self._profile()
-        self._picture = Picture(self._run, {name: job.profile for name, job in profiled.items()})
+        self._picture = Picture(self._run, {name: job.profile for name, job in profiled.items()}, earlier)
         scheduler = Scheduler(LIVE_POLICIES[self._policy](), cost_model(bases={_BASE: self._like()}), self._see_fault)
         self._record("running", guard)
+        untold = not_told(earlier, self._out / "events.jsonl")
         with (
             LocalBackend(self._machine(), self._watcher.note, door) as backend,
             closing(EventLog(self._out / "events.jsonl", backend.began_at_seconds)) as log,
@@ -108,22 +113,33 @@ class _Run:
         ):
             specs = [spec for spec in self._run.jobs if spec.name in profiled]
             jobs = {spec.name: LocalJob(spec, profiled[spec.name].train_set, profiled[spec.name].eval_set) for spec in specs}
+            learned = LearnedCosts(self._out / "workers", self._watcher.note)
+            learned.teach(scheduler.state.cost, _BASE, f"{self._run.base_model} {self._places[0].partition(':')[0]}", backend.now())
             submit_all(backend, jobs, [_arrival(spec, profiled[spec.name], len(self._places)) for spec in specs])
+            for name in untold:
+                log.write(backend.now(), JobFinished(name))
 
             def see(seconds: float, item: Event | Action) -> None:
                 log.write(seconds, item)
                 self._see(item)
+                if isinstance(item, Tick):
+                    learned.see(scheduler.state.cost, seconds)
 
             run_controller(scheduler, backend, see)
+            learned.see(scheduler.state.cost, backend.now(), at_once=True)
         return self._finish(received, guard)
 
     def _profile(self) -> dict[str, ProfiledJob]:
-        """Of the jobs that can be trained; the others have failed."""
+        """Of the jobs that are to be trained; the others are done, or have failed."""
         rows = tuple(JobProgress(job.name, "preparing", job.r) for job in self._run.jobs)
+        open_jobs = [job for job in self._run.jobs if job.name not in self._ended]
+        if not open_jobs:
+            return {}
         found = profile_jobs(
-            self._run, lambda p: self._watcher.progress(RunProgress(self._seconds, rows, stage=f"tokenizing {p.key}: {p.rows:,} rows"))
+            self._run.model_copy(update={"jobs": open_jobs}),
+            lambda p: self._watcher.progress(RunProgress(self._seconds, rows, stage=f"tokenizing {p.key}: {p.rows:,} rows")),
         )
-        for spec in self._run.jobs:
+        for spec in open_jobs:
             problem = found[spec.name]
             if not isinstance(problem, ProfiledJob):
                 self._fail(spec, str(problem))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tlora.engine.watcher import JobProgress, RunProgress
@@ -27,6 +28,7 @@ from tlora.protocol import (
     StepsDone,
     StopGroup,
 )
+from tlora.store.recorder import JobResult
 
 _TAIL_BYTES = 4096  # of metrics.jsonl: holds its last row
 
@@ -34,13 +36,15 @@ _TAIL_BYTES = 4096  # of metrics.jsonl: holds its last row
 class Picture:
     """`rows` by job. `failed`: why, of those that the scheduler or the back end gave up."""
 
-    def __init__(self, run: RunSpec, profiles: Mapping[str, JobProfile]) -> None:
-        """`run`: its `output_dir` has a directory for each job."""
+    def __init__(self, run: RunSpec, profiles: Mapping[str, JobProfile], earlier: Mapping[str, JobResult] = MappingProxyType({})) -> None:
+        """`run`: its `output_dir` has a directory for each job. `earlier`: jobs that were done before."""
         self._directory, self._profiles = Path(run.output_dir), profiles
         steps = {name: profile.steps for name, profile in profiles.items()}
         self._rows = {job.name: JobProgress(job.name, "preparing", job.r, total_steps=steps.get(job.name, 0)) for job in run.jobs}
         self._groups: dict[str, JobGroup] = {}
         self.failed: dict[str, str] = {}
+        for name, result in earlier.items():
+            self._change(name, **self._losses(name), step=result.steps, total_steps=result.total_steps, status="done")
 
     def see(self, item: Event | Action) -> None:
         match item:

@@ -69,6 +69,7 @@ class Guard:
         """`welcome` is what a browser without a cookie gets."""
         self._app, self._ring, self._visits, self._welcome = app, ring, visits, welcome
         self._hosts, self._limits, self._tls = config.hosts, config.limits, bool(config.tls_certificate)
+        self._root = config.root_path
         self._buckets: dict[str, _Bucket] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,6 +79,7 @@ class Guard:
         if scope["type"] != "http":  # there is no web socket
             await send({"type": "websocket.close", "code": 1008})
             return
+        scope = _under_prefix(scope, self._root)
         body = _Body(scope["method"] in ("GET", "HEAD", "DELETE"))
         secured = _secure(send, body)
         refusal = await self._judge(scope)
@@ -97,7 +99,7 @@ class Guard:
         named = _HOST.fullmatch(host)
         if named is None or named[1].strip("[]").lower() not in self._hosts:
             return 421, "wrong_host", f"host {host[:100]!a} is not served here; name it in allowed_hosts of the server's config", {}
-        path: str = scope["path"]
+        path = _own_path(scope)
         if path in OPEN_PATHS:
             return None
         secret = key_of(headers)
@@ -161,9 +163,29 @@ def needed_scope(method: str, path: str) -> str:
     return "admin" if path.startswith("/v1/bases") else "submit"
 
 
+def _under_prefix(scope: Scope, root: str) -> Scope:
+    """With the prefix `root` in the path once, as ASGI has it: some proxies take it away, and some do not."""
+    path: str = scope["path"]
+    if not root:
+        return scope
+    if path == root or path.startswith(root + "/"):
+        raw: bytes = scope.get("raw_path") or path.encode()
+        bare, raw = path.removeprefix(root), raw.removeprefix(root.encode())
+    else:
+        bare, raw = path, scope.get("raw_path") or path.encode()
+    return {**scope, "root_path": root, "path": root + (bare or "/"), "raw_path": root.encode() + (raw or b"/")}
+
+
+def _own_path(scope: Scope) -> str:
+    """Without the prefix: what the routes go by."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 def _is_browser(scope: Scope, status: int) -> bool:
     """Whether the refusal is of a page that somebody opened without having logged in."""
-    is_page = scope["path"] == "/" or scope["path"].startswith("/jobs/")
+    path = _own_path(scope)
+    is_page = path == "/" or path.startswith("/jobs/")
     return status == 401 and is_page and "text/html" in _headers(scope).get("accept", "")
 
 
@@ -185,7 +207,7 @@ def _headers(scope: Scope) -> dict[str, str]:
 
 
 def _body_limit(scope: Scope, limits: Limits) -> int:
-    return limits.upload_bytes + _MULTIPART_BYTES if scope["path"] in UPLOADS else limits.body_bytes
+    return limits.upload_bytes + _MULTIPART_BYTES if _own_path(scope) in UPLOADS else limits.body_bytes
 
 
 def _too_large(limit: int) -> HTTPException:

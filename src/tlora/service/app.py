@@ -40,7 +40,7 @@ def make_app(services: Services, start: Callable[[], None] = lambda: None, stop:
             stop()
 
     # no pages of documentation: their scripts would come from another host
-    app = FastAPI(title="tlora", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, root_path=services.config.root_path)
+    app = FastAPI(title="tlora", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.services = services
     for router in ROUTERS:
         app.include_router(router)
@@ -56,14 +56,16 @@ def make_app(services: Services, start: Callable[[], None] = lambda: None, stop:
         app.add_exception_handler(kind, handler)
     welcome = page.login_page(services.config.root_path)
     app.add_middleware(Guard, config=services.config, ring=services.ring, visits=services.visits, welcome=welcome)
-    app.openapi = lambda: _document(app)
+    app.openapi = lambda: _document(app, services.config.root_path)
     return app
 
 
-def _document(app: FastAPI) -> dict[str, Any]:
+def _document(app: FastAPI, root_path: str) -> dict[str, Any]:
     """With what the guard demands of every route but the open ones."""
     if app.openapi_schema is None:
         found = get_openapi(title=app.title, version=app.version, routes=app.routes, openapi_version=app.openapi_version)
+        if root_path:
+            found["servers"] = [{"url": root_path}]
         found.setdefault("components", {})["securitySchemes"] = _SECURITY
         for path, operations in found["paths"].items():
             for operation in operations.values():

@@ -6,11 +6,15 @@ Its last file is a manifest (`tlora.manifest`) with the hashes of what was sent,
 from __future__ import annotations
 
 import hashlib
+import io
+import json
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
+from tlora.json_file import read_object
 from tlora.manifest import MANIFEST, manifest_of
 
 _BLOCK = 512
@@ -20,23 +24,47 @@ _END = 2 * _BLOCK
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file, its name in the archive, and its size when it was looked at."""
+    """A file, its name in the archive, and its size when it was looked at; `content` is sent in place of the file's."""
 
     path: Path
     name: str
     bytes: int
     modified: int
+    content: bytes | None = None
+
+    def open(self) -> IO[bytes]:
+        return self.path.open("rb") if self.content is None else io.BytesIO(self.content)
 
 
-def entries_of(directory: Path, folder: str) -> list[Entry]:
-    """The plain files of an adapter's directory; checkpoints, logs and what names places of this machine are left out."""
+def entries_of(directory: Path, folder: str, base: str) -> list[Entry]:
+    """The plain files of an adapter's directory; checkpoints, logs and what names places of this machine are left out.
+
+    `base` is what the adapter's base is called where its own name is a path of this machine, which is of use to nobody else.
+    """
     found: list[Entry] = []
     for path in sorted(directory.iterdir()):
         if path.is_symlink() or not path.is_file() or path.name.startswith(("tmp-", "bad-")) or path.name in _OWN:
             continue
         status = path.stat()
-        found.append(Entry(path, f"{folder}/{path.name}", status.st_size, int(status.st_mtime)))
+        content = _without_path(path, base) if path.name == _CONFIG else None
+        size = status.st_size if content is None else len(content)
+        found.append(Entry(path, f"{folder}/{path.name}", size, int(status.st_mtime), content))
     return found
+
+
+_CONFIG, _BASE = "adapter_config.json", "base_model_name_or_path"
+
+
+def _without_path(path: Path, base: str) -> bytes | None:
+    """The adapter's config with `base` in place of a directory; None where it has none."""
+    try:
+        config = read_object(path)
+    except (OSError, ValueError):  # the receiver sees that it is damaged
+        return None
+    named = config.get(_BASE)
+    if not isinstance(named, str) or not Path(named).is_absolute():
+        return None
+    return (json.dumps(config | {_BASE: base}, indent=2) + "\n").encode()
 
 
 _OWN = frozenset({MANIFEST, "job.json", "metrics.jsonl", "result.json", "data.json"})
@@ -52,7 +80,7 @@ def stream_tar(entries: Sequence[Entry]) -> Iterator[bytes]:
     for entry in entries:
         yield _header(entry.name, entry.bytes, entry.modified)
         rest, digest = entry.bytes, hashlib.sha256()
-        with entry.path.open("rb") as file:
+        with entry.open() as file:
             while rest:
                 chunk = file.read(min(_CHUNK, rest))
                 if not chunk:

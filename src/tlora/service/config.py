@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -75,7 +76,7 @@ class ServerConfig(BaseModel):
     recompute: Recompute = "auto"
     memory_limit: MemoryLimit = "auto"
     allowed_hosts: list[str] = []  # names in the Host header, beside the address that is listened on
-    root_path: str = ""  # the prefix that a proxy takes away
+    root_path: str = ""  # the prefix at a proxy
     trusted_proxies: list[str] = []  # addresses whose X-Forwarded-* headers count
     tls_certificate: str | None = None
     tls_key: str | None = None
@@ -89,6 +90,13 @@ class ServerConfig(BaseModel):
         if url is not None and url.partition(":")[0] not in ("sqlite", "postgresql"):
             raise ValueError(f"database_url {url.partition(':')[0]!r}: must begin with sqlite:/// or postgresql://; or leave it out")
         return url
+
+    @field_validator("root_path")
+    @classmethod
+    def _check_root_path(cls, path: str) -> str:
+        if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)*", path):
+            raise ValueError(f"root_path {path!r}: must be a prefix such as /tlora, without a slash at its end")
+        return path
 
     @field_validator("worker_listen")
     @classmethod

@@ -11,76 +11,39 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, Row
 from sqlalchemy.exc import SQLAlchemyError
 
 from tlora import durable
-from tlora.cluster.backend import Backend
 from tlora.cluster.controller import run as run_controller
+from tlora.cluster.learned_costs import LearnedCosts
 from tlora.cluster.reconciler import LocalJob
 from tlora.costs.cost import CostModel
 from tlora.costs.hardware import cost_model, nearest_base
-from tlora.errors import ConfigError, TloraError
-from tlora.job import JobSpec
-from tlora.protocol import Action, Event, JobProfile, JobSubmitted
+from tlora.errors import TloraError
+from tlora.protocol import Action, Event, JobProfile, JobSubmitted, Tick
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
+from tlora.service.capacity import Capacity
 from tlora.service.config import ServerConfig
-from tlora.service.database import file_rows, job_rows
+from tlora.service.database import job_rows
 from tlora.service.database.writer import Operation, StoreError, Writer
-from tlora.service.intake import Answer, Intake
+from tlora.service.hall import Cluster, Hall
+from tlora.service.intake import Answer
 from tlora.service.intake_requests import IntakeRequest, IntakeSettings, request_line
 from tlora.service.live_state import LiveState
-from tlora.service.machine import Places
-from tlora.service.orders import OrderSpec, job_spec
+from tlora.service.order_reader import OrderReader
+from tlora.service.orders import OrderSpec
 from tlora.service.outcomes import Outcomes, Recorded
 
 T = TypeVar("T")
-_MOST_PATHS = 10_000
 _INTAKE_SLOTS = 2  # batches of jobs whose data is read at a time: one tenant never holds both
 _BASES_SECONDS = 120.0  # for bases of accepted jobs to be looked at, before workers that are found are taken over without their jobs
 _STORE_SECONDS = 2.0  # between two tries to write to a store that cannot be written
+_ROOM_SECONDS = 10.0  # between two tries to read data whose tokens have no room on the disk
 _BASE_KEY = "base:"  # of intake's questions about bases
-
-
-class Cluster(Backend, Protocol):
-    """What the controller needs of `cluster.local.LocalBackend`; tests give one whose workers are fake."""
-
-    @property
-    def began_at_seconds(self) -> float: ...
-    def submit(self, spec: JobSubmitted, job: LocalJob, at_seconds: float | None = None) -> None: ...
-    def cancel(self, job_id: str, at_seconds: float = 0.0) -> None: ...
-    def hold(self, job_id: str, at_seconds: float = 0.0) -> None: ...
-    def release(self, job_id: str, at_seconds: float = 0.0) -> None: ...
-    def forget(self, job_id: str) -> None: ...
-    def stop(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class ReadsData(Protocol):
-    """What the controller needs of `intake.Intake`."""
-
-    def start(self) -> None: ...
-    def put(self, key: str, line: bytes) -> None: ...
-    def forget(self, key: str) -> None: ...
-    def close(self) -> None: ...
-    @property
-    def pid(self) -> int | None: ...
-
-
-@dataclass(frozen=True)
-class Hall:
-    """Where jobs are trained. `make` gives the cluster over base models, name -> directory or hub id, a mapping that may grow;
-    `intake` what reads their data, from its settings, its log and what to call with its answers.
-    """
-
-    places: Places
-    make: Callable[[Mapping[str, str]], Cluster]
-    intake: Callable[[IntakeSettings, Path, Callable[[Answer], None]], ReadsData] = Intake
 
 
 class Controller:
@@ -102,7 +65,9 @@ class Controller:
         self._cluster: Cluster | None = None
         self._scheduler: Scheduler | None = None
         self._closing = False
-        self._paths: dict[str, Path] = {}  # of files' bytes, which never change
+        self._reader = OrderReader(engine, config.directory)
+        self._capacity = Capacity(config, hall.places)
+        self._learned = LearnedCosts(config.directory, logging.getLogger(__name__).warning)
         self._inbox: queue.SimpleQueue[Sequence[Row[Any]] | None] = queue.SimpleQueue()  # jobs that were accepted
         self._feeder = threading.Thread(target=self._feed, name="feeder", daemon=True)
         self._outcomes = Outcomes(config.directory, writer, live, self._forget)
@@ -137,6 +102,9 @@ class Controller:
         self._outcomes.flush()
 
     # -- told by requests ----------------------------------------------------------------------------------------------
+
+    def check(self, order: OrderSpec) -> None:
+        self._capacity.check(order)
 
     def accepted(self, rows: Sequence[Row[Any]]) -> None:
         """In a thread of its own: requests are answered meanwhile."""
@@ -188,26 +156,13 @@ class Controller:
                 self._admit(row)
                 continue
             try:
-                spec = self._spec(row)
+                spec = self._reader.spec(row, self._bases)
             except (TloraError, ValueError, KeyError) as error:
                 self._outcomes.fail(row.id, str(error))
                 continue
             tokens = str(self._directory / "tokens" / row.tenant)
             request = IntakeRequest(row.id, self._bases[row.base_model], row.tenant, spec, tokens)
             self._intake.put(row.id, request_line(request))
-
-    def _spec(self, row: Row[Any]) -> JobSpec:
-        order = OrderSpec.model_validate(row.order)
-        if row.base_model not in self._bases:
-            raise ConfigError(f"base_model {row.base_model!r}: is not served here any more. Order another")
-        if any(file not in self._paths for file in order.data.file_ids):
-            if len(self._paths) > _MOST_PATHS:
-                self._paths.clear()
-            with self._engine.connect() as connection:
-                self._paths |= file_rows.paths_of(connection, self._directory, row.tenant, order.data.file_ids)
-        paths = {file: self._paths[file] for file in order.data.file_ids}
-        start = self._directory / "jobs" / order.start_from if order.start_from else None
-        return job_spec(order, row.id, paths, start)
 
     def _hear(self, answer: Answer) -> None:
         """Of intake, in its thread. A store that does not answer is waited for: an answer that is lost would stall its job."""
@@ -225,10 +180,22 @@ class Controller:
             self._see_base(key.removeprefix(_BASE_KEY), answer)
         elif "rows" in answer:
             self._outcomes.reading(key, answer["rows"], answer["share"])
+        elif answer.get("disk_full"):
+            self._read_later(key)
         elif "problem" in answer:
-            self._outcomes.fail(key, self._in_tenants_words(key, answer["problem"]))
+            self._outcomes.fail(key, self._reader.in_tenants_words(key, answer["problem"]))
         else:
             self._see_profile(key, {name: value for name, value in answer.items() if name != "key"})
+
+    def _read_later(self, job_id: str) -> None:
+        """What is made of its data has no room on the disk now: the job waits, and nothing of it is lost."""
+        with self._engine.connect() as connection:
+            row = job_rows.row_of(connection, job_id)
+        if row is not None and row.ended is None:
+            self._outcomes.wait_for_room(job_id)
+            again = threading.Timer(_ROOM_SECONDS, self._inbox.put, ([row],))
+            again.daemon = True
+            again.start()
 
     def _see_base(self, name: str, answer: Answer) -> None:
         with self._lock:
@@ -239,18 +206,20 @@ class Controller:
                     self._outcomes.fail(row.id, answer["problem"])
                 return
             self._sizes[name] = answer["bytes"]
-            if self._scheduler is not None:
-                self._learn(self._scheduler.state.cost, name)
+            self._capacity.learn(name, self._bases[name])
+            if self._scheduler is not None and self._cluster is not None:
+                self._learn(self._scheduler.state.cost, name, self._cluster.now())
             for row in self._early.pop(name, []):
                 self._admit(row)
 
     def _see_profile(self, job_id: str, intake: dict[str, Any]) -> None:
-        intake["warnings"] = [self._in_tenants_words(job_id, warning) for warning in intake["warnings"]]
+        intake["warnings"] = [self._reader.in_tenants_words(job_id, warning) for warning in intake["warnings"]]
 
         def take(connection: Connection) -> Row[Any] | None:
             status = job_rows.take_intake(connection, job_id, intake)
             return None if status is None else job_rows.row_of(connection, job_id)
 
+        self._outcomes.read(job_id)
         row = self._insist(take)
         if row is not None:
             with self._lock:
@@ -265,22 +234,12 @@ class Controller:
                 time.sleep(_STORE_SECONDS)
         return None
 
-    def _in_tenants_words(self, job_id: str, message: str) -> str:
-        """Files by the names that the tenant gave them, not by where they lie."""
-        with self._engine.connect() as connection:
-            row = job_rows.row_of(connection, job_id)
-            if row is None:
-                return message
-            order = OrderSpec.model_validate(row.order)
-            paths = file_rows.paths_of(connection, self._directory, row.tenant, order.data.file_ids)
-            for file, path in paths.items():
-                message = message.replace(str(path), file_rows.name_of(connection, file))
-        return message.replace(str(self._directory), "")
-
     def _admit(self, row: Row[Any]) -> None:
         """To the cluster, as the store has the job now. Holds the lock."""
-        if row.base_model in self._problems:
-            self._outcomes.fail(row.id, self._problems[row.base_model])
+        parameters = row.intake["profile"]["adapter_parameters"]
+        problem = self._problems.get(row.base_model) or self._capacity.why_never(row.base_model, parameters)
+        if problem is not None:
+            self._outcomes.fail(row.id, problem)
         elif self._cluster is None or row.base_model not in self._sizes:
             self._early.setdefault(row.base_model, []).append(row)
         elif row.id not in self._known:
@@ -292,7 +251,7 @@ class Controller:
         if status not in ("preparing", "queued", "running", "paused"):
             return
         try:
-            spec, intake = self._spec(row), row.intake
+            spec, intake = self._reader.spec(row, self._bases), row.intake
             profile = JobProfile(**intake["profile"] | {"length_histogram": tuple(intake["profile"]["length_histogram"])})
             deadline = None if spec.deadline_seconds is None else cluster.now() + row.created + spec.deadline_seconds - time.time()
             gpus = min(spec.gpus, self._live.gpus)  # accepted when there were more: its replicas run in turn
@@ -323,7 +282,7 @@ class Controller:
                     if self._closing:  # `close` came too early to stop it
                         cluster.stop()
                     for name in list(self._sizes):
-                        self._learn(scheduler.state.cost, name)
+                        self._learn(scheduler.state.cost, name, cluster.now())
                     early, self._early = self._early, {}
                     rows = sorted((row for rows in early.values() for row in rows), key=lambda row: row.serial)
                     for row in rows:
@@ -335,6 +294,7 @@ class Controller:
             finally:
                 with self._lock:
                     self._cluster = None
+                    self._learned.see(scheduler.state.cost, cluster.now(), at_once=True)
                 cluster.close()
         except Exception as error:
             _log("the controller ended")
@@ -349,14 +309,18 @@ class Controller:
             while self._early and not self._closing and (left := deadline - time.monotonic()) > 0:
                 self._base_heard.wait(left)
 
-    def _learn(self, cost: CostModel, name: str) -> None:
-        """The base gets the speeds of the measured one that is nearest in size."""
+    def _learn(self, cost: CostModel, name: str, now: float) -> None:
+        """The base gets the speeds of the measured one that is nearest in size, and what was observed of itself."""
         if name not in cost.constants:
             like = nearest_base(self._sizes[name])
             cost.add(name, cost_model(bases={name: like}).constants[name])
+            self._learned.teach(cost, name, f"{self._bases[name]} {self._hall.places.device}", now)
 
-    def _see(self, _: float, item: Event | Action) -> None:
+    def _see(self, now: float, item: Event | Action) -> None:
         self._outcomes.see(item)
+        if isinstance(item, Tick) and self._scheduler is not None:
+            with self._lock:  # a base may be added meanwhile
+                self._learned.see(self._scheduler.state.cost, now)
 
     def _see_fault(self, reason: str) -> None:
         self._live.count("policy_fault")

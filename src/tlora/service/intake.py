@@ -100,11 +100,12 @@ class Intake:
             return self._process
 
     def _hear(self, answer: Answer) -> None:
-        if "rows" not in answer:  # not mere progress
-            with self._lock:
+        with self._lock:
+            if answer["key"] not in self._open:
+                return  # forgotten, or answered before its process died
+            if "rows" not in answer:  # not mere progress
                 self._deaths = 0
-                if self._open.pop(answer["key"], None) is None:
-                    return  # forgotten, or answered before its process died
+                del self._open[answer["key"]]
         self._on_answer(answer)
 
     def _see_death(self) -> None:

@@ -136,7 +136,7 @@ def _parameters(spec: JobSpec, outline: Outline) -> int:
 
 def _profiled(found: Prepared | DataError, spec: JobSpec, parameters: int, outline: Outline) -> dict[str, Any]:
     if isinstance(found, DataError):
-        return {"problem": str(found)}
+        return {"problem": str(found), "disk_full": found.disk_full}
     sets = [one for one in (found.train, found.eval) if one is not None]
     longest, sequence = (max(int(getattr(one, name).max()) for one in sets) for name in ("lengths", "longest_sequences"))
     for most, why in (

@@ -11,12 +11,15 @@ from tlora.protocol import JobGroup
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """The cluster at one moment. `waiting` has the jobs in the order of their submission, each with the reason why it waits."""
+    """The cluster at one moment. `waiting` has the jobs in the order of their submission, each with the reason why it waits; `reading`
+    are those whose data is being read, and how far that has come.
+    """
 
     device: str = ""
     gpus: tuple[int, ...] = ()
     groups: tuple[JobGroup, ...] = ()
     waiting: Mapping[str, str] = field(default_factory=dict[str, str])
+    reading: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 class LiveState:
@@ -61,7 +64,7 @@ class LiveState:
     def waiting_for(self, job_id: str, status: str) -> str | None:
         """Why a job of this status does not run, in words."""
         if status == "preparing":
-            return self._picture.waiting.get(job_id, "its data is being read")
+            return self._picture.reading.get(job_id, "its data is being read")
         if status == "paused":
             return "paused by its owner"
         return self._picture.waiting.get(job_id, "a GPU") if status == "queued" else None

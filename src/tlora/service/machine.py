@@ -16,40 +16,50 @@ _SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """GPUs by their numbers, or as many processes on a CPU."""
+    """GPUs by their numbers, or as many processes on a CPU. `memory_bytes`: of the largest of the GPUs, or of the machine."""
 
     device: Literal["cuda", "cpu"]
     gpus: tuple[int, ...]
+    memory_bytes: int | None = None
 
 
 def find_places(config: ServerConfig) -> Places:
     """What the config names, else all GPUs, else one process on the CPU. Raises ConfigError for GPUs that there are not."""
     if config.device == "cpu":
-        return Places("cpu", tuple(range(len(config.gpus))) if config.gpus else (0,))
-    found = _visible(list_gpus())
+        return Places("cpu", tuple(range(len(config.gpus))) if config.gpus else (0,), _host_bytes())
+    memory = list_gpus()
+    found = _visible(tuple(memory))
     if not found:
         if config.device == "cuda" or config.gpus:
             raise ConfigError("device: there is no GPU that nvidia-smi lists. Use device: cpu, or repair the driver")
-        return Places("cpu", (0,))
-    if config.gpus is None:
-        return Places("cuda", found)
-    for gpu in config.gpus:
+        return Places("cpu", (0,), _host_bytes())
+    for gpu in config.gpus or ():
         if gpu not in found:
             raise ConfigError(f"gpus: there is no GPU {gpu}; there are {', '.join(map(str, found))}")
-    return Places("cuda", tuple(config.gpus))
+    gpus = found if config.gpus is None else tuple(config.gpus)
+    return Places("cuda", gpus, max(memory[gpu] for gpu in gpus) or None)
 
 
-def list_gpus() -> tuple[int, ...]:
-    """Numbers of all GPUs; none without a driver."""
+def _host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def list_gpus() -> dict[int, int]:
+    """All GPUs by their numbers, with their bytes of memory (0: the driver does not tell); none without a driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return ()
-    command = [program, "--query-gpu=index", "--format=csv,noheader"]
+        return {}
+    command = [program, "--query-gpu=index,memory.total", "--format=csv,noheader,nounits"]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(int(line) for line in ended.stdout.split() if line.isdecimal())
+        return {}
+    found: dict[int, int] = {}
+    for line in ended.stdout.splitlines():
+        number, _, mebibytes = (part.strip() for part in line.partition(","))
+        if number.isdecimal():
+            found[int(number)] = int(mebibytes) << 20 if mebibytes.isdecimal() else 0
+    return found
 
 
 def _visible(gpus: tuple[int, ...]) -> tuple[int, ...]:

@@ -71,11 +71,12 @@ class Outcomes:
         self._groups: dict[str, JobGroup] = {}
         self._waiting: dict[str, None] = {}  # jobs that the cluster has and that are in no group, in their order
         self._reading: dict[str, str] = {}
+        self._held: set[str] = set()  # paused by their owners
         self._running: set[str] = set()
         self._ended: set[str] = set()  # of those that are in a group still
-        self._held: set[str] = set()  # paused by their owners
         self._told: dict[str, int] = {}  # steps as last written
         self._shown = self._written = 0.0
+        self._shows_later = False
         self._again: list[Operation[Any]] = []  # what the store could not take yet
         self._last_write: Future[Any] | None = None
 
@@ -93,6 +94,16 @@ class Outcomes:
     def reading(self, job_id: str, rows: int, share: float) -> None:
         """Its data is being read."""
         self._reading[job_id] = f"its data is being read: {rows:,} rows, {share:.0%}"
+        self._show()
+
+    def wait_for_room(self, job_id: str) -> None:
+        """What is made of its data does not fit onto the disk now."""
+        self._reading[job_id] = "room on the server's disk, for what is made of its data"
+        self._show()
+
+    def read(self, job_id: str) -> None:
+        """Its data has been read."""
+        self._reading.pop(job_id, None)
         self._show()
 
     def fail(self, job_id: str, reason: str) -> None:
@@ -120,8 +131,12 @@ class Outcomes:
     def see(self, item: Event | Action) -> None:
         match item:
             case JobSubmitted(job_id):
-                self._reading.pop(job_id, None)
                 self._waiting[job_id] = None
+            case JobHeld(job_id):
+                self._held.add(job_id)
+                self._waiting.pop(job_id, None)
+            case JobReleased(job_id) if job_id in self._held:  # one that was not held may run
+                self._release(job_id)
             case GroupFound(group):
                 self._find(group)
             case StartGroup(group) | ChangeGroup(group):
@@ -136,12 +151,6 @@ class Outcomes:
                 self.fail(job_id, reason)
             case JobCancelled(job_id):
                 self.ended(job_id)
-            case JobHeld(job_id):
-                self._held.add(job_id)
-                self._waiting.pop(job_id, None)
-            case JobReleased(job_id) if job_id in self._held:  # one that was not held may run
-                self._held.discard(job_id)
-                self._waiting[job_id] = None
             case Tick():
                 self._flush_steps()
                 self._retry()
@@ -187,11 +196,18 @@ class Outcomes:
                     self._waiting[job_id] = None
                 self._change(job_id, ("running",), "queued", "left its group; it goes on from its checkpoint")
 
+    def _release(self, job_id: str) -> None:
+        """It waits for a group again; what it was said to run before is over."""
+        self._held.discard(job_id)
+        self._running.discard(job_id)
+        if not any(job_id in group.job_ids for group in list(self._groups.values())):
+            self._waiting[job_id] = None
+
     def _see_steps(self, job_id: str, steps: int) -> None:
         if job_id in self._ended:  # cancelled; its worker takes steps until it hears of it
             return
         self._live.see_steps(job_id, steps)
-        if job_id not in self._running:
+        if job_id not in self._running and job_id not in self._held:
             self._running.add(job_id)
             self._change(job_id, ("queued",), "running", f"trains, {steps:,} steps done", started=time.time())
         self._flush_steps()
@@ -245,20 +261,38 @@ class Outcomes:
             self._write(lambda connection: job_rows.set_steps(connection, steps))
 
     def _show(self, at_once: bool = False) -> None:
+        """Now, or as soon as half a second has passed since the last time: what has changed meanwhile is not left out."""
         now = time.monotonic()
-        if self._places is None or (now - self._shown < _SHOW_SECONDS and not at_once):
+        if self._places is None:
+            return
+        if now - self._shown < _SHOW_SECONDS and not at_once:
+            with self._lock:
+                if not self._shows_later:
+                    self._shows_later = True
+                    later = threading.Timer(self._shown + _SHOW_SECONDS - now, self._show_later)
+                    later.daemon = True
+                    later.start()
             return
         self._shown = now
-        waiting = dict(self._reading)
+        self._live.show(self._picture(self._places))
+
+    def _show_later(self) -> None:
+        with self._lock:
+            self._shows_later = False
+        self._show(at_once=True)
+
+    def _picture(self, places: Places) -> Picture:
+        """In any thread: of copies."""
+        running, waiting = set(self._running), dict[str, str]()
         for index, job_id in enumerate(list(self._waiting)):
             before = "it is the next" if not index else f"{index:,} {'job waits' if index == 1 else 'jobs wait'} before it"
             waiting[job_id] = f"a GPU that it fits on: {before}"
-        groups = [_of_living(group, self._ended) for group in list(self._groups.values())]
+        groups = [_of_living(group, set(self._ended)) for group in list(self._groups.values())]
         for group in groups:
             for job_id in group.job_ids:
-                if job_id not in self._running:
+                if job_id not in running:
                     waiting[job_id] = f"its group on {called(group.gpus)} to load the base and let it in"
-        self._live.show(Picture(self._places.device, self._places.gpus, tuple(groups), waiting))
+        return Picture(places.device, places.gpus, tuple(groups), waiting, dict(self._reading))
 
 
 def _of_living(group: JobGroup, ended: set[str]) -> JobGroup:

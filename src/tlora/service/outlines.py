@@ -53,6 +53,14 @@ def find_outline(directory: Path, base_model: str, precision: Precision) -> Outl
         return _read(path)
 
 
+def known_outline(directory: Path, base_model: str, precision: Precision) -> Outline | None:
+    """As `find_outline`, but none is made."""
+    try:
+        return _read(directory / f"{_key(base_model, precision)}.json")
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _key(base_model: str, precision: Precision) -> str:
     """Changes with the base's config.json, with this program, and with how the base is held."""
     config = Path(base_model) / "config.json"

@@ -25,11 +25,12 @@ from tlora.link.address import tcp_place
 from tlora.server_directory import ADDRESS, FIRST_KEY
 from tlora.service.app import make_app
 from tlora.service.config import ServerConfig
-from tlora.service.controller import Controller, Hall
+from tlora.service.controller import Controller
 from tlora.service.cursors import Cursors, open_secret
 from tlora.service.database.store import default_url, open_store
 from tlora.service.database.tables import bases
 from tlora.service.database.writer import Failpoint, Writer
+from tlora.service.hall import Hall
 from tlora.service.housekeeping import Housekeeping
 from tlora.service.keys import KeyRing, NewKey, write_first_key
 from tlora.service.live_state import LiveState
@@ -166,8 +167,9 @@ def serve(config: ServerConfig, say: Callable[[str], None]) -> int:
         if sys.stdout.isatty():
             say(f"  {found.first_key.secret}")
     if sys.stdout.isatty() and (key := oldest_key(found.services.engine)) is not None:
-        say(f"its page: {url}{config.root_path}{found.services.visits.make_link(*key)}")
-    server = uvicorn.Server(_uvicorn_config(found.app, config))
+        where = url if not config.root_path else f"(your proxy's address){config.root_path}"
+        say(f"its page: {where}{found.services.visits.make_link(*key)}")
+    server = uvicorn.Server(uvicorn_config(found.app, config))
     received: list[int] = []
     _note_signals(received)
     try:
@@ -184,14 +186,14 @@ def _note_signals(received: list[int]) -> None:
         signal.signal(number, lambda caught, _: received.append(caught))
 
 
-def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+    """How the application is served."""
     return uvicorn.Config(
         app,
         log_level="warning",
         access_log=False,
         proxy_headers=bool(config.trusted_proxies),
         forwarded_allow_ips=list(config.trusted_proxies),
-        root_path=config.root_path,
         server_header=False,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=_GRACE_SECONDS,

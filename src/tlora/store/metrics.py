@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tlora.errors import ConfigError
@@ -25,6 +26,12 @@ Row = Mapping[str, Any]
 def finite(value: float | None) -> float | None:
     """JSON has no NaN: what is not finite is written as null."""
     return value if value is not None and math.isfinite(value) else None
+
+
+def means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each metric over the steps that have it."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {name: fmean(step[name] for step in steps if name in step) for name in names}
 
 
 class RowWriter:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any, cast
 
 import torch
@@ -22,9 +21,10 @@ from tlora.group.reports import CheckpointDue, Ended, Evaluated, Status, Stepped
 from tlora.group.wall import Failure, attempt
 from tlora.store import checkpoint
 from tlora.store.disk_reserve import DiskReserve
-from tlora.store.metrics import RowWriter, Tracker, finite
+from tlora.store.metrics import RowWriter, Tracker, finite, means
 from tlora.store.model_card import CARD_FILE, is_unedited, model_card
 from tlora.store.moment import Moment, on_host
+from tlora.store.room import WaitsForRoom, with_room
 from tlora.store.writer import Writer, Written
 
 Outcome = tuple[Status, str]  # how a job ended, and why
@@ -59,7 +59,8 @@ class JobResult:
 class RunContext:
     """What the recorders of a run share. `clock` gives seconds since its start; `note` is told what a person should know; `before_save` is
     called before each checkpoint, by the thread that writes it, and raises TloraError where none may be written. `fence` is called with a
-    job's directory just before something is put in place there, and raises CheckpointError where that is another's by now.
+    job's directory just before something is put in place there, and raises CheckpointError where that is another's by now. `wait_for_room`
+    is for last saves that find a full disk; without it they fail.
     """
 
     base_model: str
@@ -69,12 +70,7 @@ class RunContext:
     writer: Writer = field(default_factory=Writer)
     before_save: Callable[[], None] = lambda: None
     fence: Callable[[Path], None] = lambda _: None
-
-
-def _means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each metric over the steps that have it."""
-    names = dict.fromkeys(name for step in steps for name in step)
-    return {name: fmean(step[name] for step in steps if name in step) for name in names}
+    wait_for_room: WaitsForRoom | None = None
 
 
 class Recorder:
@@ -124,7 +120,7 @@ class Recorder:
                 "step": p.step,
                 "epoch": round(self._run.epoch, 6),
                 "loss": sum(self._unlogged) / len(self._unlogged),
-                **_means(self._unlogged_metrics),
+                **means(self._unlogged_metrics),
                 "grad_norm": report.stats.grad_norm,
                 "learning_rate": report.stats.learning_rate,
                 "num_tokens": p.num_tokens,
@@ -213,7 +209,7 @@ class Recorder:
             raise broke
 
     def _write_end(self, moment: Moment | Failure) -> Outcome:
-        written = moment if isinstance(moment, Failure) else attempt(self._write_last, moment)
+        written = moment if isinstance(moment, Failure) else self._with_room(partial(self._write_last, moment))
         if isinstance(written, Failure):
             return self._write_failure(moment, written.reason)
         self._raise_what_broke()
@@ -231,11 +227,12 @@ class Recorder:
             self._export(moment.progress)
 
     def _write_adapter(self, progress: TrainingProgress) -> Outcome:
-        exported = attempt(self._export, progress)
+        exported = self._with_room(partial(self._export, progress))
         return ("failed", exported.reason) if isinstance(exported, Failure) else ("done", "")
 
     def _write_interruption(self, moment: Moment | Failure) -> Outcome:
-        at, saved = f"interrupted at step {self._run.progress.step}", self._try_to_save(moment, last=True)
+        at = f"interrupted at step {self._run.progress.step}"
+        saved = moment if isinstance(moment, Failure) else self._with_room(lambda: self._write_checkpoint(moment, last=True))
         if isinstance(saved, Failure):
             return "stopped", f"{at} and not saved: {saved.reason}"
         self._raise_what_broke()
@@ -249,6 +246,9 @@ class Recorder:
 
     def _try_to_save(self, moment: Moment | Failure, *, last: bool) -> Path | Failure:
         return moment if isinstance(moment, Failure) else attempt(self._write_checkpoint, moment, last=last)
+
+    def _with_room(self, write: Callable[[], Written]) -> Written | Failure:
+        return with_room(self._run.spec.name, write, self._context.wait_for_room)
 
     def _write_checkpoint(self, moment: Moment, *, last: bool) -> Path:
         """Durable before older ones go; not written again where the newest one holds this moment. `last`: no later save makes up for
@@ -328,8 +328,6 @@ class Recorder:
                         raise
                     full = error
         raise full
-
-    # ------------------------------------------------------------------------------------------------------------------
 
     def drop(self) -> None:
         """The job has not begun: nothing is written of it."""

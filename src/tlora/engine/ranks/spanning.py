@@ -138,11 +138,6 @@ class SpanExchange:
         for heard in (self._sent, self._published, self._news):
             heard.pop(job_id, None)
 
-    @property
-    def _box(self) -> Mailbox:
-        assert self._mailbox is not None, "a job spans, and there is no mailbox"
-        return self._mailbox
-
     # -- the group's side: `Exchange` ----------------------------------------------------------------------------------
 
     def replicas_here(self, job_id: str, replicas: int) -> Sequence[int]:

@@ -17,13 +17,14 @@ from dataclasses import replace
 from typing import Any
 
 from tlora.engine import commands
+from tlora.engine.patience import Patience
 from tlora.engine.pulse import Pulse
 from tlora.engine.ranks.link import Line, connect
 from tlora.engine.ranks.messages import Broken, Bye, Command, Stop
 from tlora.engine.ranks.rank import hello
 from tlora.engine.team.messages import Beat, Enter
 from tlora.engine.team.parts import Seat
-from tlora.engine.worker import open_trainer
+from tlora.engine.worker import open_trainer, say
 from tlora.errors import TloraError
 from tlora.link.flight import flight_name
 
@@ -35,10 +36,13 @@ def serve(address: str, number: int, count: int) -> int:
     """Train for the worker at `address` until told to stop. Returns the exit status."""
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     pulse = Pulse("loading")
+    patience = Patience(pulse, say)
 
     def hear(command: Command | None) -> None:
         if command is None:  # what it would write now, its successor may be reading
             os._exit(1)
+        if isinstance(command, Stop):
+            patience.end()
         inbox.put(commands.Stop() if isinstance(command, Stop) else command)
 
     line = connect(address, hear)(hello(number))
@@ -47,7 +51,7 @@ def serve(address: str, number: int, count: int) -> int:
         assert isinstance(entered, Enter), entered
         threading.Thread(target=_beat, args=(line, pulse), name="pulse", daemon=True).start()
         seat = Seat(number, count, entered.store, flight_name(entered.worker_pid, number))
-        trainer = open_trainer(replace(entered.load, device=entered.device), inbox, line.send, pulse, seat)
+        trainer = open_trainer(replace(entered.load, device=entered.device), inbox, line.send, pulse, patience, seat)
         trainer.go_on()
         line.send(Bye())
     except BaseException as error:

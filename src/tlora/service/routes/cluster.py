@@ -56,7 +56,7 @@ def show_cluster(request: Request) -> ClusterView:
         gpus=list(picture.gpus),
         groups=groups,
         waiting=[WaitingView(job=row.id, name=row.name, reason=reason) for row, reason in reasons if reason is not None],
-        others_waiting=sum(job not in own for job in picture.waiting),
+        others_waiting=sum(job not in own for job in (*picture.waiting, *picture.reading)),
         draining=services.live.draining,
     )
 

@@ -92,6 +92,7 @@ def check_order(services: Services, order: OrderSpec) -> None:
     there = services.live.gpus
     if order.gpus > there:
         raise RefusedError(400, "too_many_gpus", f"gpus: {order.gpus} is more than this server's {there}. Set at most {there}", "gpus")
+    services.desk.check(order)
 
 
 @router.get("/jobs")

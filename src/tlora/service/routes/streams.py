@@ -33,6 +33,7 @@ _PAGE = 500
 _MOST_METRIC_BYTES = 1 << 20
 _MOST_LOG_BYTES = 4 << 20
 _SSE: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+_UNBUFFERED = {"X-Accel-Buffering": "no"}  # nginx would hold events back
 _TAR: dict[int | str, dict[str, Any]] = {200: {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}}}
 
 
@@ -80,7 +81,7 @@ def _stream(request: Request, job: str | None, after: int) -> StreamingResponse:
     services, caller = services_of(request), caller_of(request)
     if services.streams.get(caller.tenant, 0) >= services.config.limits.streams:
         raise RefusedError(429, "too_many_streams", f"{services.config.limits.streams} streams of this tenant are open; close one")
-    return StreamingResponse(_server_sent(services, caller, job, after), media_type="text/event-stream")
+    return StreamingResponse(_server_sent(services, caller, job, after), media_type="text/event-stream", headers=_UNBUFFERED)
 
 
 async def _server_sent(services: Services, caller: Caller, job: str | None, after: int) -> AsyncIterator[str]:
@@ -145,7 +146,7 @@ def download_adapter(job_id: JobId, request: Request) -> StreamingResponse:
         state = "was removed" if row.removed is not None else f"is {row.status}"
         remedy = "Wait until it has succeeded" if row.status not in ENDED else "Clone it to train it again"
         raise RefusedError(409, "no_adapter", f"job {job_id!r} {state} and has no adapter. {remedy}")
-    entries = entries_of(_directory(services, row.id), row.name)
+    entries = entries_of(_directory(services, row.id), row.name, row.base_model)
     headers = {"Content-Length": str(tar_bytes(entries)), "Content-Disposition": f'attachment; filename="{row.name}.tar"'}
     return StreamingResponse(_while_valid(services, caller, stream_tar(entries)), media_type="application/x-tar", headers=headers)
 

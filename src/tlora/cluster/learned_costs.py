@@ -1,0 +1,112 @@
+"""What a scheduler has learned of the speeds of its bases, kept in a file of the store: a restart goes on with it.
+
+The file is small and can be lost: without it, or where it is damaged, a scheduler begins with the constants and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from tlora import durable
+from tlora.costs.cost import LEAST_CORRECTION, MOST_CORRECTION, CostModel, Learned, constants_digest
+from tlora.errors import CheckpointError
+from tlora.json_file import read_object
+
+FILE = "learned-costs.json"
+VERSION = 1
+_MOST_ENTRIES = 4  # of one base, each with other constants
+_ENTRIES: TypeAdapter[dict[str, dict[str, dict[str, Any]]]] = TypeAdapter(dict[str, dict[str, dict[str, Any]]])
+SAVE_SECONDS = 60.0  # between two saves of observations that change no prediction
+
+
+class LearnedCosts:
+    """The file in `directory`. `note` is told where it is damaged, or cannot be written."""
+
+    def __init__(self, directory: Path, note: Callable[[str], None]) -> None:
+        self._path, self._note = directory / FILE, note
+        self._stored = self._read()  # by base and digest of its constants, the newest last; also of bases that are not known here
+        self._of: dict[str, str] = {}  # base -> what its observations are of
+        self._saved_at = -math.inf
+        self._saved_corrections = -1
+        self._saved: dict[str, Learned] = {}  # with ages on a clock that stands
+        self._broken = False
+
+    def teach(self, cost: CostModel, base: str, of: str, now: float) -> None:
+        """Let `cost` go on with what was learned of `base` earlier, if that was of the same: `of` names its files and its devices.
+
+        Each entry is of some constants, and counts once the base has these: they may come later, from a worker's measurement.
+        """
+        self._of[base] = of
+        for digest, entry in self._stored.get(base, {}).items():
+            try:
+                if entry["of"] == of:
+                    cost.recall(base, digest, _parse(entry), now)
+            except (ValueError, TypeError, KeyError) as error:
+                self._note(f"{self._path}: what it says of {base!r} is damaged ({error}): its speed is learned anew")
+
+    def see(self, cost: CostModel, now: float, *, at_once: bool = False) -> None:
+        """Save what is new, now and then; `at_once` at an end. On a full disk later."""
+        corrected = cost.times_corrected != self._saved_corrections
+        if not self._of or not (at_once or corrected or now - self._saved_at >= SAVE_SECONDS):
+            return
+        self._saved_at = now
+        state = {base: cost.learned(base, 0.0) for base in self._of}
+        if state == self._saved:
+            return
+        for base, of in self._of.items():
+            learned = cost.learned(base, now)
+            if any(weight for _, weight, _ in learned.means):
+                entry = {"of": of, "unix_seconds": time.time(), **asdict(learned)}
+                others = {
+                    digest: old for digest, old in self._stored.get(base, {}).items() if digest != constants_digest(cost.constants[base])
+                }
+                self._stored[base] = dict([*others.items(), (constants_digest(cost.constants[base]), entry)][-_MOST_ENTRIES:])
+        if not self._stored:
+            return
+        try:
+            durable.write_file(self._path, json.dumps({"version": VERSION, "bases": self._stored}) + "\n")
+        except CheckpointError as error:
+            if not self._broken:
+                self._note(f"{error}; what was learned of speeds is kept for this run only")
+            self._broken = True
+        else:
+            self._broken, self._saved_corrections, self._saved = False, cost.times_corrected, state
+
+    def _read(self) -> dict[str, dict[str, dict[str, Any]]]:
+        if not self._path.exists():
+            return {}
+        try:
+            found = read_object(self._path)
+            if found.get("version") != VERSION:
+                raise ValueError(f"its version is {found.get('version')!r}, and {VERSION} is read")
+            return _ENTRIES.validate_python(found.get("bases"))
+        except (OSError, ValueError) as error:
+            why = str(error).splitlines()[0]
+            self._note(f"{self._path}: what was learned of speeds cannot be read ({why}): it is learned anew")
+            return {}
+
+
+def _parse(found: dict[str, Any]) -> Learned:
+    """With the time since it was written. Raises ValueError, TypeError, KeyError."""
+    away = max(0.0, time.time() - _number(found["unix_seconds"]))
+    one, node, nodes = (_number(value, LEAST_CORRECTION, MOST_CORRECTION) for value in found["corrections"])
+    means: list[tuple[float, float, float]] = []
+    for ratio, weight, age in found["means"]:
+        means.append((_number(ratio, LEAST_CORRECTION, MOST_CORRECTION), _number(weight), _number(age) + away))
+    if len(means) != 4:
+        raise ValueError(f"{len(means)} means in place of 4")
+    return Learned((one, node, nodes), tuple(means))
+
+
+def _number(value: Any, least: float = 0.0, most: float = 1e12) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise ValueError(f"{value!r} is no number from {least:g} to {most:g}")
+    return float(value)

@@ -1,0 +1,35 @@
+"""Waiting for room on a full disk: in a worker, what a job has come to is kept in memory until it can be written."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from tlora.engine.pulse import Pulse
+
+_LOOK_SECONDS = 2.0
+_NOTE_SECONDS = 600.0  # between two notes of one job
+
+
+class Patience:
+    """A `store.room.WaitsForRoom` for as long as the worker shall live. Safe in several threads."""
+
+    def __init__(self, pulse: Pulse, note: Callable[[str], None]) -> None:
+        """`note` is told of it now and then; `pulse` beats on: whoever waits for a writer does not hang."""
+        self._pulse, self._note = pulse, note
+        self._ending = threading.Event()
+        self._noted: dict[str, float] = {}  # by job
+
+    def __call__(self, job: str, error: OSError) -> bool:
+        now = time.monotonic()
+        if now - self._noted.get(job, float("-inf")) >= _NOTE_SECONDS and not self._ending.is_set():
+            self._noted[job] = now
+            self._note(f"{job}: {error}. What is to be written waits until there is room")
+        gone = self._ending.wait(_LOOK_SECONDS)
+        self._pulse.begin(self._pulse.phase)
+        return not gone
+
+    def end(self) -> None:
+        """The worker is to exit: nothing waits any more."""
+        self._ending.set()

@@ -1,0 +1,74 @@
+"""Whether a job can ever fit into the memory of this server's GPUs: arithmetic over a base's outline, so that it is said at submission."""
+
+from __future__ import annotations
+
+from tlora.adapters.targets import resolve, trained_parameters
+from tlora.costs.cost import ADAPTER_BYTES
+from tlora.errors import ModelError
+from tlora.service.config import ServerConfig
+from tlora.service.machine import Places
+from tlora.service.orders import OrderSpec
+from tlora.service.outlines import Outline, Precision, known_outline
+from tlora.service.problems import RefusedError
+
+_MOST_REMEMBERED = 1_000
+
+
+class Capacity:
+    """Of one server. A base of which nothing is known yet is not judged. Safe in several threads."""
+
+    def __init__(self, config: ServerConfig, places: Places) -> None:
+        self._directory = config.directory / "bases"
+        self._precision = Precision(config.dtype, config.base_precision)
+        self._place = "a GPU here" if places.device == "cuda" else "this machine"
+        self._most = places.memory_bytes
+        if config.memory_limit != "auto" and (self._most is None or config.memory_limit < self._most):
+            self._most, self._place = config.memory_limit, "a run here (memory_limit)"
+        self._outlines: dict[str, Outline] = {}
+        self._parameters: dict[str, int] = {}  # of an adapter, by base and shape
+
+    def learn(self, name: str, base_model: str) -> None:
+        """The base's outline was made."""
+        outline = known_outline(self._directory, base_model, self._precision)
+        if outline is not None:
+            self._outlines[name] = outline
+
+    def check(self, order: OrderSpec) -> None:
+        """Raises RefusedError for targets that the base has not, and for an adapter that fits beside it on no GPU."""
+        outline = self._outlines.get(order.base_model)
+        if outline is None or order.start_from is not None:  # which has the shape of an adapter that was trained here
+            return
+        try:
+            parameters = self._count(order, outline)
+        except ModelError as error:
+            raise RefusedError(400, "unknown_target", str(error), "target_modules") from None
+        reason = self.why_never(order.base_model, parameters)
+        if reason is not None:
+            raise RefusedError(400, "rank_too_large", f"r: {order.largest_rank}: {reason}", "r")
+
+    def why_never(self, base: str, parameters: int) -> str | None:
+        """Why an adapter of so many parameters can never be trained over the base, if so. A lower bound: activations are not counted."""
+        outline = self._outlines.get(base)
+        if outline is None or self._most is None or outline.bytes + ADAPTER_BYTES * parameters <= self._most:
+            return None
+        if outline.bytes >= self._most:
+            return f"base_model {base!r} alone takes {_gib(outline.bytes)}, and {self._place} has {_gib(self._most)}. Order a smaller base"
+        state = _gib(ADAPTER_BYTES * parameters)
+        return (
+            f"an adapter of {parameters:,} parameters takes {state} with its gradient and Adam's moments, beside {_gib(outline.bytes)} "
+            f"of the base, and {self._place} has {_gib(self._most)}. Order a smaller r, or fewer target_modules"
+        )
+
+    def _count(self, order: OrderSpec, outline: Outline) -> int:
+        shape = order.model_dump_json(include={"base_model", "r", "target_modules", "rank_pattern", "alpha_pattern"})
+        found = self._parameters.get(shape)
+        if found is None:
+            found = trained_parameters(resolve(outline.linears, outline.modules, outline.experts, order), order)
+            if len(self._parameters) >= _MOST_REMEMBERED:
+                self._parameters.clear()
+            self._parameters[shape] = found
+        return found
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:,.2f} GiB"

@@ -1,0 +1,50 @@
+"""From a job's row in the store to what is trained: its order with the paths of its files; and back, from paths to the tenant's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Engine, Row
+
+from tlora.errors import ConfigError
+from tlora.job import JobSpec
+from tlora.service.database import file_rows, job_rows
+from tlora.service.orders import OrderSpec, job_spec
+
+_MOST_PATHS = 10_000
+
+
+class OrderReader:
+    """Remembers where files lie: their bytes never change. The caller sees to it that `spec` is asked by one thread at a time."""
+
+    def __init__(self, engine: Engine, directory: Path) -> None:
+        self._engine, self._directory = engine, directory
+        self._paths: dict[str, Path] = {}
+
+    def spec(self, row: Row[Any], bases: Mapping[str, str]) -> JobSpec:
+        """The job of `row`. Raises ConfigError where its base is none of `bases` any more, and what `job_spec` does."""
+        order = OrderSpec.model_validate(row.order)
+        if row.base_model not in bases:
+            raise ConfigError(f"base_model {row.base_model!r}: is not served here any more. Order another")
+        if any(file not in self._paths for file in order.data.file_ids):
+            if len(self._paths) > _MOST_PATHS:
+                self._paths.clear()
+            with self._engine.connect() as connection:
+                self._paths |= file_rows.paths_of(connection, self._directory, row.tenant, order.data.file_ids)
+        paths = {file: self._paths[file] for file in order.data.file_ids}
+        start = self._directory / "jobs" / order.start_from if order.start_from else None
+        return job_spec(order, row.id, paths, start)
+
+    def in_tenants_words(self, job_id: str, message: str) -> str:
+        """Files by the names that the tenant gave them, not by where they lie."""
+        with self._engine.connect() as connection:
+            row = job_rows.row_of(connection, job_id)
+            if row is None:
+                return message
+            order = OrderSpec.model_validate(row.order)
+            paths = file_rows.paths_of(connection, self._directory, row.tenant, order.data.file_ids)
+            for file, path in paths.items():
+                message = message.replace(str(path), file_rows.name_of(connection, file))
+        return message.replace(str(self._directory), "")

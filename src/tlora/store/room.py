@@ -1,0 +1,23 @@
+"""Saves that wait for room on a full disk, where whoever runs them is there to stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from tlora import durable
+from tlora.group.wall import Failure, attempt
+
+_Result = TypeVar("_Result")
+
+WaitsForRoom = Callable[[str, OSError], bool]
+"""Takes a job and the error of its write that found no space, and returns after a while: True to try again, False to give up."""
+
+
+def with_room(job: str, step: Callable[[], _Result], wait: WaitsForRoom | None) -> _Result | Failure:
+    """`attempt(step)`, again and again while the disk is full and `wait` says so; without `wait` once."""
+    while True:
+        found = attempt(step)
+        error = found.error if isinstance(found, Failure) else None
+        if wait is None or not isinstance(error, OSError) or not durable.is_full(error) or not wait(job, error):
+            return found

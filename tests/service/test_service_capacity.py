@@ -1,0 +1,93 @@
+"""A job that can never fit is refused when it is ordered, by arithmetic over the base's outline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.service.served import Served, config_of, serving
+from tlora.adapters.targets import resolve, trained_parameters
+from tlora.costs.cost import ADAPTER_BYTES
+from tlora.job import LoraShape
+from tlora.service.capacity import Capacity
+from tlora.service.machine import Places
+from tlora.service.outlines import Outline, Precision, find_outline, known_outline
+
+BASE = str(Path(__file__).parents[2] / "demo" / "base")
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the real outline of the demo's base."""
+    directory = tmp_path_factory.mktemp("server") / "bases"
+    find_outline(directory, BASE, Precision())
+    return directory
+
+
+def adapter_bytes(outline: Outline, shape: LoraShape) -> int:
+    return ADAPTER_BYTES * trained_parameters(resolve(outline.linears, outline.modules, outline.experts, shape), shape)
+
+
+@pytest.fixture
+def tight(bases: Path) -> Iterator[tuple[Served, int]]:
+    """A server that has just enough memory for rank 128, and how much that is."""
+    outline = known_outline(bases, BASE, Precision())
+    assert outline is not None
+    limit = outline.bytes + adapter_bytes(outline, LoraShape(r=128))
+    with serving(bases.parent, base_models={"base": BASE}, memory_limit=limit) as served:
+        yield served, limit
+
+
+def test_a_rank_beyond_memory_is_refused_at_submission_and_nothing_is_kept(tight: tuple[Served, int]) -> None:
+    served, limit = tight
+    file = served.upload("alice")
+    assert served.ask("alice", "POST", "/v1/jobs", 201, json=served.order("alice", file, r=128))["order"]["r"] == 128
+    refused = served.ask("alice", "POST", "/v1/jobs", 400, json=served.order("alice", file, r=129))["error"]
+    assert (refused["code"], refused["param"]) == ("rank_too_large", "r")
+    for part in ("r: 129", "with its gradient and Adam's moments", f"(memory_limit) has {limit / 2**30:,.2f} GiB", "Order a smaller r"):
+        assert part in refused["message"], refused["message"]
+    pattern = served.order("alice", file, r=8, rank_pattern={"q_proj": 256, "k_proj": 256, "v_proj": 256, "o_proj": 256})
+    answer = served.ask("alice", "POST", "/v1/jobs", json=pattern | {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]})
+    assert "error" not in answer, "what counts is the adapter, not its largest rank"
+    sweep = {"job": served.order("alice", file), "sweep": {"r": [8, 256]}}
+    assert served.ask("alice", "POST", "/v1/sweeps", 400, json=sweep)["error"]["code"] == "rank_too_large"
+    assert len(served.ask("alice", "GET", "/v1/jobs", 200)["data"]) == 2
+
+
+def test_targets_that_the_base_has_not_are_refused_at_submission(tight: tuple[Served, int]) -> None:
+    served, _ = tight
+    refused = served.ask("alice", "POST", "/v1/jobs", 400, json=served.order("alice", target_modules=["q_prj"]))["error"]
+    assert refused["param"] == "target_modules" and "Did you mean q_proj?" in refused["message"]
+
+
+def test_a_base_beyond_memory_and_one_of_which_nothing_is_known(bases: Path) -> None:
+    outline = known_outline(bases, BASE, Precision())
+    assert outline is not None
+    small = Capacity(config_of(bases.parent), Places("cuda", (0,), outline.bytes))
+    assert small.why_never("base", 1) is None, "nothing is known of it yet"
+    small.learn("other", "models/unknown")
+    assert small.why_never("other", 1 << 40) is None
+    small.learn("base", BASE)
+    reason = small.why_never("base", 1)
+    assert reason is not None and "alone takes" in reason and "a GPU here has" in reason
+    silent = Capacity(config_of(bases.parent), Places("cuda", (0,), None))
+    silent.learn("base", BASE)
+    assert silent.why_never("base", 1 << 40) is None, "the driver does not tell how much there is"
+
+
+def test_one_that_was_accepted_before_its_base_was_known_fails_before_it_reaches_a_worker(bases: Path, tmp_path: Path) -> None:
+    with serving(tmp_path / "server", base_models={"base": BASE}, memory_limit=1000) as served:
+        job = served.submit("alice")
+        known = tmp_path / "server" / "bases"
+        assert not list(known.iterdir())
+        served.wait("alice", job["id"], "succeeded")
+        for path in bases.iterdir():
+            (known / path.name).write_bytes(path.read_bytes())
+        served.intakes[0].held = True
+        late = served.submit("alice", name="late")
+        served.intakes[0].tell({"key": "base:base", "bytes": 1 << 30})
+        served.intakes[0].let_go()
+        failed = served.wait("alice", late["id"], "failed")
+        assert "alone takes" in failed["reason"] and late["id"] not in served.cluster.submitted

@@ -1,0 +1,103 @@
+"""What the cluster reports becomes what a user sees: for what a job waits just now, and what runs where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.service.served import until
+from tlora.protocol import (
+    ChangeGroup,
+    JobCancelled,
+    JobGroup,
+    JobHeld,
+    JobProfile,
+    JobReleased,
+    JobSubmitted,
+    ParallelPlan,
+    StartGroup,
+    StepsDone,
+)
+from tlora.service.database.store import default_url, open_store
+from tlora.service.database.writer import Writer
+from tlora.service.live_state import LiveState
+from tlora.service.machine import Places
+from tlora.service.outcomes import Outcomes
+
+
+class Seen:
+    """Outcomes over an empty store."""
+
+    def __init__(self, directory: Path) -> None:
+        self._engine = open_store(default_url(directory))
+        self._writer = Writer(self._engine)
+        self.live, self.forgotten = LiveState(), list[str]()
+        self.outcomes = Outcomes(directory, self._writer, self.live, self.forgotten.append)
+        self.outcomes.begin(Places("cpu", (0,)))
+
+    def submit(self, *names: str) -> None:
+        for name in names:
+            self.outcomes.see(JobSubmitted(name, "base", 1, JobProfile(10.0, 5, 20, 100)))
+
+    def waits(self, name: str, status: str, *words: str) -> None:
+        """Sooner or later, without anything else happening, that is what it waits for."""
+        until(lambda: all(word in (self.live.waiting_for(name, status) or "") for word in words))
+
+    def close(self) -> None:
+        self._writer.close()
+        self._engine.dispose()
+
+
+@pytest.fixture
+def seen(tmp_path: Path) -> Iterator[Seen]:
+    found = Seen(tmp_path)
+    yield found
+    found.close()
+
+
+def group(*names: str) -> JobGroup:
+    return JobGroup("g", "base", (0,), ParallelPlan(1, 1024), names, (1.0,) * len(names))
+
+
+def test_the_last_change_is_shown_also_where_many_came_at_once(seen: Seen) -> None:
+    seen.submit(*[f"j{number}" for number in range(50)])
+    seen.waits("j49", "queued", "49 jobs wait before it")
+    for number in range(48):
+        seen.outcomes.see(JobCancelled(f"j{number}"))
+    seen.waits("j49", "queued", "1 job waits before it")
+    assert len(seen.forgotten) == 48
+
+
+def test_a_jobs_data_is_read_until_it_has_been_read(seen: Seen) -> None:
+    seen.outcomes.reading("a", 500, 1.0)
+    seen.waits("a", "preparing", "its data is being read: 500 rows, 100%")
+    assert "read" not in (seen.live.waiting_for("a", "queued") or ""), "whatever the picture still shows"
+    seen.outcomes.read("a")
+    until(lambda: not seen.live.picture.reading)
+    seen.outcomes.wait_for_room("a")
+    seen.waits("a", "preparing", "room on the server's disk")
+
+
+def test_a_paused_job_is_in_nobodys_way(seen: Seen) -> None:
+    seen.submit("first", "second")
+    seen.outcomes.see(JobHeld("first"))
+    seen.waits("second", "queued", "it is the next")
+    assert seen.live.waiting_for("first", "paused") == "paused by its owner"
+    seen.outcomes.see(JobReleased("first"))
+    seen.waits("first", "queued", "1 job waits before it")
+
+
+def test_a_report_that_comes_after_the_pause_does_not_make_it_run(seen: Seen) -> None:
+    """Else a job that is resumed would be taken for one that runs already, and never be said to."""
+    seen.submit("a")
+    seen.outcomes.see(StartGroup(group("a")))
+    seen.waits("a", "queued", "to load the base")
+    seen.outcomes.see(StepsDone("a", "g", 1, 0.1))
+    until(lambda: "a" not in seen.live.picture.waiting)
+    for event in (JobHeld("a"), ChangeGroup(group()), StepsDone("a", "g", 2, 0.1), JobReleased("a")):
+        seen.outcomes.see(event)
+    seen.waits("a", "queued", "it is the next")
+    seen.outcomes.see(ChangeGroup(group("a")))
+    seen.waits("a", "queued", "to load the base")
