@@ -57,6 +57,16 @@ class JobGroup:
     weights: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class BaseSpeed:
+    """How fast a base is on one GPU, with the meaning of `costs.cost.BaseConstants`."""
+
+    tokens_per_second: float
+    launch_seconds: float
+    floor_seconds: float
+    member_seconds: float
+
+
 # -- events ------------------------------------------------------------------------------------------------------------
 
 
@@ -164,12 +174,34 @@ class GroupLost:
 
 
 @dataclass(frozen=True, slots=True)
+class BaseMeasured:
+    """A worker has measured a base on this cluster's GPUs (`device` names them): what was believed of it before counts no more."""
+
+    base_model: str
+    device: str
+    speed: BaseSpeed
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed: what depends on it may be decided anew."""
 
 
 Request = JobCancelled | JobHeld | JobReleased  # what a user may ask of a job after its submission
-Event = NodeAdded | GpusLost | JobSubmitted | Request | StepsDone | JobFinished | JobFailed | GroupReady | GroupFound | GroupLost | Tick
+Event = (
+    NodeAdded
+    | GpusLost
+    | JobSubmitted
+    | Request
+    | StepsDone
+    | JobFinished
+    | JobFailed
+    | GroupReady
+    | GroupFound
+    | GroupLost
+    | BaseMeasured
+    | Tick
+)
 
 
 # -- actions -----------------------------------------------------------------------------------------------------------

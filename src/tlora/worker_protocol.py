@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from tlora.job import BasePrecision, DType, JobSpec, MemoryLimit, Recompute, TrackerName
-from tlora.protocol import JobGroup
+from tlora.protocol import BaseSpeed, JobGroup
 
 PROTOCOL = 2
 
@@ -24,7 +24,7 @@ class Load:
 
     `started_unix_seconds` is where the clock of the jobs' metrics begins, so that a job's rows go on when it moves. The other fields are
     those of a jobs file (`RunSpec`). `recompute` other than "auto" overrides a group's; a `memory_limit` lowers a group's token budget, and
-    a job that cannot fit below it fails.
+    a job that cannot fit below it fails. With `calibrate` the worker tells what the base costs here (`Measured`).
     """
 
     base_model: str
@@ -37,6 +37,7 @@ class Load:
     recompute: Recompute = "auto"
     memory_limit: MemoryLimit = "auto"
     report_to: tuple[TrackerName, ...] = ()
+    calibrate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +185,18 @@ class Ending:
     kind: Literal["ending"] = "ending"
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the base that it has loaded costs on its GPU, which is a `device`."""
+
+    device: str
+    speed: BaseSpeed
+    kind: Literal["measured"] = "measured"
+
+
 JobReport = Joined | Stepped | Finished | Failed | Left | Refused
 JobEnd = Finished | Failed | Left | Refused  # the attempt is over
-Report = Loaded | JobReport | Settled | Ending
+Report = Loaded | Measured | JobReport | Settled | Ending
 
 
 # -- worker to controller ----------------------------------------------------------------------------------------------

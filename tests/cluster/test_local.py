@@ -18,6 +18,8 @@ from tlora.engine.commands import Share
 from tlora.errors import ConfigError
 from tlora.job import JobSpec
 from tlora.protocol import (
+    BaseMeasured,
+    BaseSpeed,
     ChangeGroup,
     Event,
     GroupLost,
@@ -38,7 +40,7 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
-from tlora.worker_protocol import Ending, Failed, Finished, Left, Refused, Stepped
+from tlora.worker_protocol import Ending, Failed, Finished, Left, Measured, Refused, Stepped
 
 PROFILE = JobProfile(100.0, 10, 30, 1000)
 
@@ -74,6 +76,7 @@ def test_workers_are_told_the_options_of_the_machine(tmp_path: Path) -> None:
         "recompute": 3,
         "memory_limit": 10**9,
         "report_to": ("trackio",),
+        "calibrate": True,
     }
     with LocalBackend(machine(tmp_path, **options)) as made:
         submit_all(made, {"a": job("a")}, [(0.0, submitted("a"))])
@@ -114,6 +117,22 @@ def test_a_group_is_ready_when_its_base_is_loaded_and_all_are_in(backend: LocalB
     assert worker.commands[0] == Share(512, 0, {"a": 1.0, "b": 1.0}) and worker.asked == ["+a", "+b"]
     worker.obey()
     assert backend.poll() == [GroupReady("g0")]
+
+
+def test_a_bases_speed_is_told_once_by_each_name_that_it_has(tmp_path: Path) -> None:
+    twins = {"base": "models/base", "twin": "models/base", "other": "models/other"}
+    with LocalBackend(machine(tmp_path, base_models=twins)) as made:
+        submit_all(made, {"a": job("a"), "b": job("b")}, [(0.0, submitted("a")), (0.0, submitted("b"))])
+        made.poll(), made.poll()
+        first, second = running(made, group("g0", 0, "a"), group("g1", 1, "b"))
+        speed = BaseSpeed(1000.0, 0.01, 0.0, 0.001)
+        first.say(Measured("H200", speed))
+        assert made.poll() == [BaseMeasured("base", "H200", speed), BaseMeasured("twin", "H200", speed)]
+        second.say(Measured("H200", speed), Stepped("b", 1, 0.5))
+        assert made.poll() == [StepsDone("b", "g1", 1, 0.5)]
+        changed = replace(speed, launch_seconds=0.02)
+        second.say(Measured("H200", changed))
+        assert made.poll() == [BaseMeasured("base", "H200", changed), BaseMeasured("twin", "H200", changed)]
 
 
 def test_a_job_joins_its_next_group_when_the_last_has_let_it_go(backend: LocalBackend) -> None:

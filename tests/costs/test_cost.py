@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tlora.costs.cost import CORRECTED_FROM, BaseConstants, CostModel
 from tlora.errors import ConfigError
+from tlora.protocol import BaseSpeed
 
 GIB = 2**30
 ROUND = BaseConstants(
@@ -210,3 +211,27 @@ def test_an_unknown_base_is_named_with_those_that_are_known() -> None:
         cost.memory_bytes("none", 0, 1024)
     with pytest.raises(ConfigError, match=message):
         cost.observe("none", 1, 1, 1.0, 0.0)
+
+
+# -- what a worker has measured ------------------------------------------------------------------------------------------
+
+SPEED = BaseSpeed(2_000.0, 0.05, 0.0, 0.002)
+
+
+def test_what_was_measured_counts_in_place_of_what_was_believed() -> None:
+    cost = model()
+    assert cost.observe("base", 1, 1, 2.0, 0.0)
+    cost.measure("base", "H100", SPEED)
+    assert cost.times_corrected == 2
+    assert cost.micro_batch_seconds("base", 1000, 1, 1, 3) == pytest.approx(0.05 + 0.004 + 0.5), "nothing is left of the correction"
+    assert cost.micro_batch_seconds("base", 1000, 2, 1, 1) == pytest.approx(0.05 + 0.02 + 0.25), "the exchange is as it was"
+    assert cost.memory_bytes("base", 0, 256) == 17 * GIB, "and so is memory"
+    assert "H100" in cost.constants["base"].source["launch_seconds"]
+
+
+def test_a_base_of_which_nothing_was_known() -> None:
+    cost = model()
+    cost.measure("new", "H100", SPEED)
+    assert cost.micro_batch_seconds("new", 1000, 2, 1, 1) == pytest.approx(0.05 + 0.25)
+    assert cost.fits("new", 1e9, 16384), "where no memory is known, none is missing"
+    assert cost.observe("new", 1, 1, 2.0, 0.0)

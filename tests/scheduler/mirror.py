@@ -13,6 +13,8 @@ from tests.scheduler.invariants import check
 from tlora.costs.cost import BaseConstants, CostModel
 from tlora.protocol import (
     Action,
+    BaseMeasured,
+    BaseSpeed,
     ChangeGroup,
     Event,
     GpusLost,
@@ -161,7 +163,24 @@ Move = tuple[str, int, int, float]
 _KINDS = (
     *("submit",) * 10,
     *("finish",) * 3,
-    *("tick", "steps", "ready", "cancel", "hold", "hold", "release", "release", "fail", "again", "lose", "lose GPU", "add", "add", "end"),
+    *(
+        "tick",
+        "steps",
+        "ready",
+        "cancel",
+        "hold",
+        "hold",
+        "release",
+        "release",
+        "fail",
+        "again",
+        "lose",
+        "lose GPU",
+        "add",
+        "add",
+        "end",
+        "measure",
+    ),
 )
 _SECONDS = (0.0, 0.0, 1.0, 30.0, 60.0, 4000.0, -20.0)
 
@@ -208,6 +227,9 @@ class Story:
                 return GpusLost((one % (4 * self.nodes), 99))
             case "add":
                 return NodeAdded(f"n{one % self.nodes}", self._gpus(one % self.nodes), f"r{one % self.nodes // 2}")
+            case "measure":
+                speed = BaseSpeed((10.0, 1e3, 1e5)[one % 3], 0.5 * (two % 5), 0.1 * (one % 7), 0.05)
+                return BaseMeasured(BASES[one % 2], "CPU", speed)
             case _:
                 return Tick()
 

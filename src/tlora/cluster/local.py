@@ -55,7 +55,8 @@ class LocalMachine:
     """GPUs as CUDA_VISIBLE_DEVICES numbers them, or as many one-thread workers on a CPU. `base_models`: name -> directory or hub id.
 
     `output_dir` gets `jobs/<name>/` as `tlora train` leaves it, and the workers' logs. What stands behind it is as in a jobs file, but for
-    `tick_seconds` and `limits`. With `deterministic`, an adapter's bytes depend neither on the company that its job had nor on its moves.
+    `tick_seconds`, `limits` and `calibrate`: workers measure what a base costs at its first load, and the scheduler hears it. With
+    `deterministic`, an adapter's bytes depend neither on the company that its job had nor on its moves.
     """
 
     gpus: tuple[int, ...]
@@ -70,6 +71,7 @@ class LocalMachine:
     memory_limit: MemoryLimit = "auto"
     report_to: tuple[TrackerName, ...] = ()
     limits: Limits = field(default_factory=Limits)
+    calibrate: bool = False
 
 
 Arrival = tuple[float, JobSubmitted | Request]
@@ -360,6 +362,7 @@ class LocalBackend:
             machine.recompute,
             machine.memory_limit,
             machine.report_to,
+            machine.calibrate,
         )
 
     def _start_worker(self, gpu: int, base_model: str) -> None:

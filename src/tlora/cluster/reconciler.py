@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from tlora.cluster.remote_worker import NUMBERS_PER_EPOCH, Held, RemoteWorker
 from tlora.job import JobSpec
-from tlora.protocol import Event, GroupLost, GroupReady, JobFailed, JobFinished, JobGroup, ParallelPlan, StepsDone
-from tlora.worker_protocol import Failed, Finished, Join, Left, Refused, Report, Stepped
+from tlora.protocol import BaseMeasured, BaseSpeed, Event, GroupLost, GroupReady, JobFailed, JobFinished, JobGroup, ParallelPlan, StepsDone
+from tlora.worker_protocol import Failed, Finished, Join, Left, Measured, Refused, Report, Stepped
 
 MOST_DEATHS = 3  # of workers in a row, without progress of a job: then it fails, if it was alone in the last
 _MORE_STEPS_ALONE = 4  # to its nth power: the steps that a job must get further alone after it was among others in n workers that died
@@ -48,6 +48,7 @@ class Reconciler:
         self._last_attempt = epoch * NUMBERS_PER_EPOCH
         self._unready: set[str] = set()  # groups whose last change is not through
         self._refused: dict[str, tuple[ParallelPlan, set[str]]] = {}  # under which plan and beside whom a job could not join
+        self._speeds: dict[str, BaseSpeed] = {}  # of bases, as told last
         self._furthest: Counter[str] = Counter()  # steps of each job, as far as any worker has reported
         self._deaths: Counter[str] = Counter()  # of workers in a row, without progress of the job (`_see_steps`)
         self._suspicions: Counter[str] = Counter()  # deaths of workers that it shared with others
@@ -95,6 +96,8 @@ class Reconciler:
                 self._end(JobFailed(job_id, reason))
             case Left(job_id, _, _, attempt) if worker.holds(job_id, attempt):
                 del worker.jobs[job_id]
+            case Measured(device, speed):
+                self._see_speed(worker, device, speed)
             case Refused(job_id, _, attempt) if worker.holds(job_id, attempt):
                 del worker.jobs[job_id]
                 group = self._group_on(worker.gpu)
@@ -140,6 +143,13 @@ class Reconciler:
         if event.job_id in self.open:
             self.open.discard(event.job_id)
             self.events.append(event)
+
+    def _see_speed(self, worker: RemoteWorker, device: str, speed: BaseSpeed) -> None:
+        """Of the base that it has loaded, by all names that this has here. Workers that are alike tell the same."""
+        for name, path in self._base_models.items():
+            if worker.load is not None and worker.load.base_model == path and self._speeds.get(name) != speed:
+                self._speeds[name] = speed
+                self.events.append(BaseMeasured(name, device, speed))
 
     def _blame(self, worker: RemoteWorker, reason: str) -> None:
         """Any job that a worker computed when it died may be what killed it: each is suspected, and has its next worker to itself. One

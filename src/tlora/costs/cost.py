@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 from tlora.errors import ConfigError
+from tlora.protocol import BaseSpeed
 
 ADAPTER_BYTES = 18  # per trained parameter: fp32 master, two moments and gradient, bf16 copy
 MEMORY_SHARE = 0.92  # of a GPU that may be planned for; the rest is the allocator's
@@ -43,6 +44,9 @@ class BaseConstants:
     floor_seconds: float = 0.0
 
 
+_UNKNOWN = BaseConstants(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, math.inf, {})
+
+
 @dataclass(slots=True)
 class _Mean:
     """Of what was observed over what the constants say. `weight` is the number of observations, of which old ones count for less."""
@@ -63,7 +67,7 @@ class _Mean:
 class CostModel:
     """Seconds and bytes of a base's micro-batches, by the base's name. `fill_share` is the share of a full micro-batch that is tokens.
 
-    The one thing that changes in it are the corrections by `observe`: what it predicts has changed `times_corrected` times. Raises
+    What it predicts has changed `times_corrected` times, by `observe` and `measure`. Raises
     ConfigError for a base of which nothing is known.
     """
 
@@ -84,6 +88,16 @@ class CostModel:
         """A base that is known from now on; of one that was, corrections are forgotten."""
         self.constants[base], self._corrections[base] = constants, [1.0, 1.0, 1.0]
         self._observed[base], self._observed_of_reach[base] = _Mean(), [_Mean(), _Mean(), _Mean()]
+
+    def measure(self, base: str, device: str, speed: BaseSpeed) -> None:
+        """The base's constants are those that were measured on a `device`. What is not measured so, exchange and memory, is as it was;
+        of a base that was unknown it is 0, and fits.
+        """
+        found = asdict(speed)
+        known = self.constants.get(base, _UNKNOWN)
+        source = {**known.source, **dict.fromkeys(found, f"measured on this cluster's {device}")}
+        self.add(base, replace(known, source=source, **found))
+        self.times_corrected += 1
 
     def micro_batch_seconds(self, base: str, tokens: float, gpus: int, nodes: int, members: int) -> float:
         """Seconds of one micro-batch of `tokens` over all `gpus` together, for a group of `members` jobs.

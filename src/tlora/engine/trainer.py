@@ -21,6 +21,7 @@ import torch
 from tlora import durable
 from tlora.data.dataset import find_damage
 from tlora.data.prepare import Prepared, open_sets, prepare
+from tlora.engine.calibration import calibrate
 from tlora.engine.commands import Command, Leave, Share, Stop
 from tlora.engine.driver import Driver, Opened, Places
 from tlora.engine.pulse import Pulse
@@ -85,6 +86,10 @@ class Trainer:
         self._pulse = pulse or Pulse()
         self._directory = Path(load.output_dir)
         model, self._bound = _load_base(load)
+        if load.calibrate:
+            self._pulse.begin("compiling")
+            if (measured := calibrate(load, model, note)) is not None:
+                send(measured)
         clock: Callable[[], float] = lambda: time.time() - load.started_unix_seconds  # noqa: E731
         writer, reserve = Writer(lambda: inbox.put(_Written())), DiskReserve(self._directory, {}, note)
         self._serving = ServingFiles(load.base_model)
@@ -102,6 +107,7 @@ class Trainer:
         self._unwanted: set[str] = set()  # of those: told to leave before they were in
         self._paces: dict[str, StepTimer] = {}
         self._reported = 0.0
+        self._has_computed = False
         send(Loaded())
 
     def go_on(self) -> None:
@@ -118,6 +124,7 @@ class Trainer:
         self._flight.begin(jobs)
 
     def _look(self, _: object) -> None:
+        self._has_computed = True
         self._pulse.begin("training")
         self._tell_steps()
         self._tell_ended()
@@ -151,7 +158,7 @@ class Trainer:
                     self._share = share
                     self._apply_share()
             self._tell_ended()
-        self._pulse.begin("training")
+        self._pulse.begin("training" if self._has_computed else "compiling")  # the first micro-batch of all compiles what it needs
         return True
 
     # -- coming --------------------------------------------------------------------------------------------------------

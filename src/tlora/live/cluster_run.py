@@ -126,7 +126,9 @@ class _Run:
         """The base with measured speeds that the scheduler goes by."""
         model = outline(self._run.base_model, self._run.dtype, self._run.base_precision).model
         like = nearest_base(sum(p.numel() * p.element_size() for p in model.parameters()))
-        self._watcher.note(f"{self._policy} on {len(self._places)} x {self._places[0].partition(':')[0]}; speeds as predicted for {like}")
+        self._watcher.note(
+            f"{self._policy} on {len(self._places)} x {self._places[0].partition(':')[0]}; speeds as measured, until then those of {like}"
+        )
         return like
 
     def _made_policy(self) -> Policy:
@@ -147,6 +149,7 @@ class _Run:
             run.recompute,
             run.memory_limit,
             tuple(run.report_to),
+            calibrate=True,
         )
 
     # -- while it goes on ----------------------------------------------------------------------------------------------

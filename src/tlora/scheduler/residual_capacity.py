@@ -94,7 +94,7 @@ class _Memory:
 
 
 def _happenings(state: ClusterState) -> tuple[int, ...]:
-    """Differs whenever a job, group or GPU has come or gone, or a job is held or released."""
+    """Differs whenever a job, group or GPU has come or gone, a job is held or released, or predictions have changed."""
     return (
         state.jobs_submitted,
         len(state.jobs),
@@ -103,6 +103,7 @@ def _happenings(state: ClusterState) -> tuple[int, ...]:
         state.num_gpus,
         len(state.pending),
         len(state.held),
+        state.cost.times_corrected,
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from tlora.costs.cost import CostModel
 from tlora.protocol import (
     Action,
+    BaseMeasured,
     ChangeGroup,
     Event,
     GpusLost,
@@ -109,6 +110,9 @@ class Scheduler:
                 if event.group_id in state.groups:
                     state.make_ready(event.group_id)
                 return [], False
+            case BaseMeasured(base, device, speed):
+                state.measure(base, device, speed)
+                return [], True
             case Tick():
                 return [], True
             case GroupFound():

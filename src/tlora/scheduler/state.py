@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from tlora.costs.cost import CostModel
 from tlora.costs.sharing import Member, group_step_seconds, lone_step_seconds
-from tlora.protocol import JobGroup, JobSubmitted, StepsDone
+from tlora.protocol import BaseSpeed, JobGroup, JobSubmitted, StepsDone
 from tlora.scheduler.job import RECENT_SECONDS, Job
 
 REMEMBERED_SECONDS = 3 * RECENT_SECONDS  # for so long a job that has ended is among `ended_late`
@@ -227,8 +227,15 @@ class ClusterState:
     def _learn(self, known: Group, ratio: float) -> None:
         """A step took `ratio` times what was predicted. T0 changes with predictions: a slowdown is a ratio of times on one machine."""
         base = known.group.base_model
-        if not self.cost.observe(base, len(known.group.gpus), known.num_nodes, ratio, self.now):
-            return
+        if self.cost.observe(base, len(known.group.gpus), known.num_nodes, ratio, self.now):
+            self._predict_anew(base)
+
+    def measure(self, base: str, device: str, speed: BaseSpeed) -> None:
+        """The base's speed was measured on a GPU of this cluster: as `CostModel.measure`."""
+        self.cost.measure(base, device, speed)
+        self._predict_anew(base)
+
+    def _predict_anew(self, base: str) -> None:
         for job in self.jobs.values():
             if job.spec.base_model == base:
                 self._measure_alone(job)

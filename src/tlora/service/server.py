@@ -122,6 +122,7 @@ def _machine(config: ServerConfig, places: Places, base_models: Mapping[str, str
         config.base_precision,
         config.recompute,
         config.memory_limit,
+        calibrate=True,
     )
 
 

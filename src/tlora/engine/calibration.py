@@ -1,0 +1,190 @@
+"""How fast a base is on this device: micro-batches of jobs that are made up for it, timed. Once for each base, device and kind of run:
+what was found is kept in the user's cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import TypeAdapter
+
+from tlora import durable
+from tlora.cache_directory import cache_dir
+from tlora.data.dataset import Dataset, Sample, Writer
+from tlora.errors import TloraError
+from tlora.group.engine import Engine
+from tlora.group.job_run import JobRun
+from tlora.group.reports import Ended, Noted, Report
+from tlora.job import DataConfig, JobSpec
+from tlora.protocol import BaseSpeed
+from tlora.supermodel.load import find_directory, learned_positions, longest_safe_sequence
+from tlora.supermodel.supermodel import SuperModel
+from tlora.version import __version__
+from tlora.worker_protocol import Load, Measured
+
+PROBES = (128, 512, 2048, 8192)  # tokens of one job's micro-batch
+MEMBERS = 4  # of the group whose micro-batch has the tokens of the second probe
+MOST_SECONDS = {"cuda": 10.0, "cpu": 2.0}  # that the next probe may take, as far as can be told; it is left out else
+_SAMPLE_TOKENS = 128
+_WARM_UP = {"cuda": 3, "cpu": 1}  # micro-batches; the third of a shape is captured as CUDA graphs
+_TIMED = {"cuda": 3, "cpu": 1}
+_ENDLESS = 10**6  # optimizer steps
+
+
+class CalibrationError(RuntimeError):
+    """The base's speed could not be measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Micro-batches of `tokens` of all `members` together took `seconds` each."""
+
+    members: int
+    tokens: int
+    seconds: float
+
+
+def calibrate(load: Load, model: SuperModel, note: Callable[[str], object]) -> Measured | None:
+    """What `model`, loaded as `load` says, costs here; None where it cannot be measured, of which `note` is told. Nobody has joined it.
+
+    Measured at the first load only.
+    """
+    device = _device_name(model.device)
+    path = cache_dir() / "speeds" / f"{_key(load, device)}.json"
+    try:
+        return Measured(device, TypeAdapter(BaseSpeed).validate_json(path.read_bytes()))
+    except (OSError, ValueError):  # not there, or damaged: it can be made again
+        pass
+    try:
+        speed = fitted(list(measure(model)))
+    except (TloraError, RuntimeError) as error:
+        note(f"the base's speed was not measured, and is taken to be that of the nearest base that is known: {error}")
+        return None
+    try:
+        durable.make_directory(path.parent)
+        durable.write_file(path, json.dumps(asdict(speed)))
+    except (TloraError, OSError) as error:
+        note(f"the base's speed is measured again at the next load: {error}")
+    return Measured(device, speed)
+
+
+def measure(model: SuperModel) -> Iterator[Timed]:
+    """One job alone with more and more tokens, then a group. Raises CalibrationError where not even the first can be trained."""
+    with tempfile.TemporaryDirectory(prefix="tlora-speed-") as directory:
+        made = _MadeUp(model, Path(directory))
+        found: list[Timed] = []
+        place = model.device.type
+        for tokens in PROBES:
+            if found and tokens / found[-1].tokens * found[-1].seconds * (_WARM_UP[place] + _TIMED[place]) > MOST_SECONDS[place]:
+                break
+            try:
+                found.append(_time(model, [made.job(tokens)]))
+            except CalibrationError:
+                if not found:
+                    raise
+                break  # it takes more memory than there is
+            yield found[-1]
+        yield _time(model, [made.job(PROBES[1] // MEMBERS) for _ in range(MEMBERS)])
+
+
+def fitted(points: Sequence[Timed]) -> BaseSpeed:
+    """The constants of `costs.cost` through these points: rate and launch by the two largest of one job, the floor by the smallest, and
+    the time of a further member by the group. Raises CalibrationError.
+    """
+    alone = sorted((point for point in points if point.members == 1), key=lambda point: point.tokens)
+    if not alone or min(point.seconds for point in points) <= 0:
+        raise CalibrationError("no time was measured")
+    smallest, largest = alone[0], alone[-1]
+    rate, launch = largest.tokens / largest.seconds, 0.0
+    if len(alone) > 1 and largest.seconds > alone[-2].seconds:
+        before = alone[-2]
+        slope = (largest.seconds - before.seconds) / (largest.tokens - before.tokens)
+        if (rest := largest.seconds - slope * largest.tokens) > 0:  # else a fixed time is not to be seen
+            rate, launch = 1 / slope, rest
+    above = launch + smallest.tokens / rate
+    floor = math.sqrt(max(0.0, smallest.seconds**2 - above**2))
+    groups = [point for point in points if point.members > 1]
+    curve = [(point.members, math.sqrt(max(0.0, point.seconds**2 - floor**2)) - launch - point.tokens / rate) for point in groups]
+    member = max([0.0, *(rest / (members - 1) for members, rest in curve)])
+    return BaseSpeed(rate, launch, floor, member)
+
+
+class _MadeUp:
+    """Jobs that nobody ordered, over random tokens."""
+
+    def __init__(self, model: SuperModel, directory: Path) -> None:
+        limits = (_SAMPLE_TOKENS, learned_positions(model.model), longest_safe_sequence(model.model))
+        self._length = min(limit for limit in limits if limit)
+        self._vocab_size, self._directory, self._made = model.base.vocab_size, directory, 0
+
+    def job(self, tokens: int) -> JobRun:
+        """One whose global batch has about so many."""
+        self._made += 1
+        batch_size, name = max(1, tokens // self._length), f"speed{self._made}"
+        rng, writer = np.random.default_rng(self._made), Writer(self._directory / name)
+        for _ in range(batch_size):
+            writer.add(Sample(rng.integers(0, self._vocab_size, self._length).astype(np.int32), np.ones(self._length, np.float32)))
+        writer.finish({})
+        data = DataConfig(path="-", max_length=self._length)
+        spec = JobSpec(name=name, data=data, batch_size=batch_size, max_steps=_ENDLESS, learning_rate=1e-5)
+        return JobRun(spec, Dataset(self._directory / name), None)
+
+
+def _time(model: SuperModel, runs: Sequence[JobRun]) -> Timed:
+    """Micro-batches that are each job's global batch, with the optimizer steps that they complete. Raises CalibrationError."""
+    tokens = sum(int(run.train.lengths.sum()) for run in runs)
+    device = model.device
+    warm = _WARM_UP[device.type]
+    with _resident(model, runs, tokens) as engine:
+        seconds = [_one(engine, device) for _ in range(warm + _TIMED[device.type])][warm:]
+    return Timed(len(runs), tokens, statistics.median(seconds))
+
+
+def _one(engine: Engine, device: torch.device) -> float:
+    began = time.perf_counter()
+    engine.run_micro_batch()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+@contextmanager
+def _resident(model: SuperModel, runs: Sequence[JobRun], tokens: int) -> Iterator[Engine]:
+    def listen(report: Report) -> None:
+        """Nothing may go wrong: what is then measured is something else."""
+        if isinstance(report, Ended) and report.status != "stopped":
+            raise CalibrationError(report.reason or "it ended before its time was taken")
+        if isinstance(report, Noted):
+            raise CalibrationError(report.line)
+
+    engine = Engine(model, tokens, listen)
+    try:
+        for run in runs:
+            engine.join(run)
+        yield engine
+    finally:
+        engine.stop()
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _key(load: Load, device: str) -> str:
+    """Of what decides about the speed: the base's files, how it is held and run, the device and the software."""
+    files = sorted(path for path in find_directory(load.base_model).iterdir() if path.is_file())
+    what: list[Any] = [load.base_model, device, load.dtype, load.base_precision, load.deterministic, __version__, torch.__version__]
+    what += [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]

@@ -1,0 +1,162 @@
+"""How fast a base is: the fit through given times by hand, a tiny base really timed, and that nothing of it is left for the jobs."""
+
+from __future__ import annotations
+
+import math
+import queue
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.tiny_runs import job, run_spec, sha256, train
+from tlora.engine import calibration
+from tlora.engine.calibration import CalibrationError, Timed, calibrate, fitted, measure
+from tlora.engine.commands import Stop
+from tlora.engine.settler import Settler
+from tlora.engine.trainer import Trainer
+from tlora.planning.job_profile import ProfiledJob, profile_jobs
+from tlora.protocol import BaseSpeed
+from tlora.supermodel.supermodel import SuperModel
+from tlora.worker_protocol import Finished, Join, Load, Loaded, Measured, Report, Want
+
+SPEED = BaseSpeed(1000.0, 0.01, 0.0, 0.001)
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TLORA_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "speeds"
+
+
+def load_of(base: Path, out: Path, **changes: Any) -> Load:
+    return replace(Load(str(base), str(out), "cpu", 0.0, deterministic=True, calibrate=True), **changes)
+
+
+# -- the fit ---------------------------------------------------------------------------------------------------------------
+
+
+def seconds(
+    tokens: float, members: int = 1, rate: float = 20_000.0, launch: float = 0.02, member: float = 0.004, floor: float = 0.0
+) -> float:
+    """As `costs.cost` has it."""
+    return math.hypot(launch + member * (members - 1) + tokens / rate, floor)
+
+
+def test_times_that_follow_the_formula_give_its_constants() -> None:
+    points = [Timed(1, tokens, seconds(tokens)) for tokens in (128, 512, 2048, 8192)] + [Timed(4, 512, seconds(512, 4))]
+    found = fitted(points)
+    assert (found.tokens_per_second, found.launch_seconds, found.member_seconds) == pytest.approx((20_000.0, 0.02, 0.004))
+    assert found.floor_seconds == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_floor_is_seen_by_the_smallest() -> None:
+    points = [Timed(1, 128, seconds(128, floor=0.05)), Timed(1, 4096, seconds(4096)), Timed(1, 8192, seconds(8192))]
+    found = fitted(points)
+    assert found.floor_seconds == pytest.approx(0.05) and found.member_seconds == 0.0
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        [Timed(1, 128, 0.1)],
+        [Timed(1, 128, 0.1), Timed(1, 512, 0.4), Timed(4, 512, 0.3)],  # no fixed time, and a group that is faster than one
+        [Timed(1, 128, 0.1), Timed(1, 512, 0.05)],  # noise: more tokens took less
+        [Timed(1, 128, 0.1), Timed(1, 512, 0.9)],  # more than in proportion
+    ],
+)
+def test_whatever_was_timed_all_constants_are_sound(points: list[Timed]) -> None:
+    found = fitted(points)
+    assert found.tokens_per_second > 0 and math.isfinite(found.tokens_per_second)
+    assert min(found.launch_seconds, found.floor_seconds, found.member_seconds) >= 0
+    largest = max(points, key=lambda point: (point.members == 1, point.tokens))
+    assert seconds(largest.tokens, 1, found.tokens_per_second, found.launch_seconds, 0.0, 0.0) == pytest.approx(largest.seconds)
+
+
+@pytest.mark.parametrize("points", [[], [Timed(4, 512, 0.1)], [Timed(1, 128, 0.0)]])
+def test_no_time_is_no_speed(points: list[Timed]) -> None:
+    with pytest.raises(CalibrationError, match="no time"):
+        fitted(points)
+
+
+# -- a tiny base -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_base_is_timed_once_and_what_was_found_is_kept(
+    base: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, load = SuperModel.from_pretrained(str(base), deterministic=True), load_of(base, tmp_path)
+    notes: list[str] = []
+    first = calibrate(load, model, notes.append)
+    assert first is not None and first.device == "CPU" and first.speed.tokens_per_second > 0 and not notes
+    (kept,) = own_cache.iterdir()
+
+    def again(*_: object) -> Iterator[Timed]:
+        raise AssertionError("it is known")
+
+    with monkeypatch.context() as context:
+        context.setattr(calibration, "measure", again)
+        assert calibrate(load, model, notes.append) == first
+        with pytest.raises(AssertionError, match="it is known"):
+            calibrate(replace(load, deterministic=False), model, notes.append)  # another kind of run
+    kept.write_text("{")
+    assert calibrate(load, model, notes.append) is not None and "tokens_per_second" in kept.read_text()
+
+
+def test_the_probes_are_of_one_job_and_of_a_group(base: Path) -> None:
+    points = list(measure(SuperModel.from_pretrained(str(base), deterministic=True)))
+    alone, group = points[:-1], points[-1]
+    assert [point.tokens for point in alone] == list(calibration.PROBES[: len(alone)]) and {point.members for point in alone} == {1}
+    assert (group.members, group.tokens) == (calibration.MEMBERS, calibration.PROBES[1])
+    assert all(point.seconds > 0 for point in points)
+
+
+def test_what_cannot_be_timed_is_said_and_the_worker_goes_on(
+    base: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> Iterator[Timed]:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(calibration, "measure", fails)
+    notes: list[str] = []
+    assert calibrate(load_of(base, tmp_path), SuperModel.from_pretrained(str(base)), notes.append) is None
+    assert len(notes) == 1 and "CUDA out of memory" in notes[0] and not own_cache.exists()
+
+
+def test_a_job_has_the_same_bytes_behind_it(base: Path, data: Path, tmp_path: Path, own_cache: Path) -> None:
+    """The worker tells the speed, then that it has loaded; its jobs are none the wiser."""
+    order = job("a", str(data / "b.jsonl"), max_steps=3, lora_dropout=0.1)
+    (expected,) = train(base, tmp_path / "whole", [order], deterministic=True).values()
+    run = run_spec(base, tmp_path / "out", [order], deterministic=True)
+    made = profile_jobs(run)["a"]
+    assert isinstance(made, ProfiledJob)
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    told: list[Report] = []
+
+    def send(report: Report) -> None:
+        told.append(report)
+        if isinstance(report, Finished):
+            inbox.put(Stop())
+
+    inbox.put(Join(run.jobs[0], made.train_set, made.eval_set))
+    Trainer(load_of(base, tmp_path / "out"), inbox, send).go_on()
+    assert isinstance(told[0], Measured) and told[1] == Loaded() and isinstance(told[-1], Finished)
+    assert sha256(tmp_path / "out" / "a") == sha256(Path(expected.path))
+    assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {".claims", "a"}
+
+
+# -- who hears it ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_controller_hears_it_once() -> None:
+    settler, load = Settler(), Load("b", "o", "cpu", 0.0)
+    settler.hear_want(Want(1, 1, load))
+    settler.hear_report(Measured("H200", SPEED))
+    assert settler.reports == [Measured("H200", SPEED)]
+    settler.reports.clear()
+    settler.hear_want(Want(1, 2, load))
+    assert not [report for report in settler.reports if isinstance(report, Measured)]
+    settler.hear_want(Want(2, 1, load))
+    assert [report for report in settler.reports if isinstance(report, Measured)] == [Measured("H200", SPEED)]
