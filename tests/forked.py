@@ -1,5 +1,7 @@
 """Child processes that start in milliseconds: `python -m tlora …` forked from a server that has imported the libraries once.
 
+The ranks of a worker with several GPUs are forked too, from a server of its own, which is a fork of the worker before it runs.
+
 A child is a process of its own, and a child of the test's: pid, session, environment, directory, standard streams, signals and exit code
 are those of any process. What it cannot show is its start: what is imported when, the interpreter's own options, what a library reads from
 the environment as it is loaded (OMP_WAIT_POLICY). A test of these starts a real one.
@@ -27,13 +29,20 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 REPOSITORY, PYTHON = Path(__file__).parents[1], sys.executable  # a test may put another in place of the latter
-SERVERS = {"tlora": "training", "tlora.engine.worker": "training", "tlora.engine.ranks.rank": "training", "tlora.data.worker": "tokenizing"}
+SERVERS = {
+    "tlora": "training",
+    "tlora.engine.worker": "training",
+    "tlora.engine.ranks.rank": "training",
+    "tlora.engine.team.member": "training",
+    "tlora.data.worker": "tokenizing",
+}
 """Which server forks the process of a module: those that tokenize go without torch."""
 IMPORTS = {
     "training": (
         "tlora.engine.train",
         "tlora.engine.worker",
         "tlora.engine.ranks.rank",
+        "tlora.engine.team.member",
         "tlora.engine.check",
         "tlora.cli.commands",
         "tlora.cli.terminal",
@@ -47,13 +56,17 @@ _LARGEST_REQUEST = 1 << 20
 class Server:
     """A process that forks children for this one. It ends with it: its end of the socket is closed then, however this one ends."""
 
-    def __init__(self, kind: str, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, connection: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
         self._lock = threading.Lock()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket, self._process = connection, process
+
+    @classmethod
+    def start(cls, kind: str, environment: Mapping[str, str]) -> Server:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         given = {**environment, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
         command = [PYTHON, "-m", "tests.forked", kind, str(theirs.fileno())]
         with theirs:
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=given, cwd=REPOSITORY)
+            return cls(ours, subprocess.Popen(command, pass_fds=[theirs.fileno()], env=given, cwd=REPOSITORY))
 
     def fork(self, request: dict[str, Any], streams: Sequence[int]) -> int:
         """The pid of a child that runs `request`; the process that forked it has ended by then, and the child been handed to this one."""
@@ -68,7 +81,8 @@ class Server:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait()
+        if self._process is not None:
+            self._process.wait()
 
 
 class ForkingPopen(subprocess.Popen[Any]):
@@ -79,6 +93,7 @@ class ForkingPopen(subprocess.Popen[Any]):
 
     servers: ClassVar[dict[str, Server]] = {}
     environment: ClassVar[Mapping[str, str]] = os.environ
+    starts_servers: ClassVar[bool] = True
     _starting: ClassVar[threading.Lock] = threading.Lock()
 
     def _execute_child(self, *given: Any) -> None:
@@ -88,12 +103,14 @@ class ForkingPopen(subprocess.Popen[Any]):
         safe_path = command[1:2] == ["-P"]
         rest = command[2 if safe_path else 1 :]
         kind = SERVERS.get(rest[1]) if python and rest[:1] == ["-m"] else None
+        if kind not in self.servers and not self.starts_servers:
+            kind = None
         if kind is None or asked["preexec_fn"] or asked["shell"] or sys.platform != "linux":
             super()._execute_child(*given)  # type: ignore[misc]
             return
         with self._starting:
             if kind not in self.servers:
-                self.servers[kind] = Server(kind, self.environment)
+                self.servers[kind] = Server.start(kind, self.environment)
         streams = [asked[name] if asked[name] != -1 else place for place, name in enumerate(("p2cread", "c2pwrite", "errwrite"))]
         request = {
             "arguments": rest[1:],
@@ -157,10 +174,10 @@ def _become(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     buffered = not os.environ.get("PYTHONUNBUFFERED")
-    sys.stdin = sys.__stdin__ = io.TextIOWrapper(open(0, "rb"))  # type: ignore[misc]  # noqa: SIM115
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(open(0, "rb", closefd=False))  # type: ignore[misc]  # noqa: SIM115
     for number, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
         lines = number == 2 or os.isatty(number)
-        stream = io.TextIOWrapper(open(number, "wb"), errors=errors, line_buffering=lines, write_through=not buffered)  # noqa: PTH123, SIM115
+        stream = io.TextIOWrapper(open(number, "wb", closefd=False), errors=errors, line_buffering=lines, write_through=not buffered)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     extra = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -174,10 +191,26 @@ def _become(request: dict[str, Any]) -> None:
             importlib.import_module("sitecustomize")
 
 
+def _fork_ranks() -> dict[str, Any] | None:
+    """A server for the ranks of this worker, which goes on as it was. Returns in each rank, with its request."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if not os.fork():
+        ours.close()
+        return _serve("training", theirs)
+    theirs.close()
+    ForkingPopen.servers, ForkingPopen.starts_servers = {"training": Server(ours)}, False
+    subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    return None
+
+
 def main() -> None:
     request = _serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))
     _become(request)
     module = request["arguments"][0]
+    if module == "tlora.engine.worker" and "," in request["arguments"][-1] and (rank := _fork_ranks()) is not None:
+        request = rank
+        _become(request)
+        module = request["arguments"][0]
     if module != "tlora":
         sys.modules.pop(module)  # what others import of it is another copy, as ever
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -74,6 +74,6 @@ def test_other_commands_are_started(tmp_path: Path) -> None:
 
 def test_a_server_ends_with_its_test_run() -> None:
     """However that ends: here it is killed. The server holds its stdout, whose end is seen when it has gone."""
-    code = "import os\nfrom tests.forked import Server\nServer('tokenizing')\nos.kill(os.getpid(), 9)"
+    code = "import os\nfrom tests.forked import Server\nServer.start('tokenizing', os.environ)\nos.kill(os.getpid(), 9)"
     with subprocess.Popen([sys.executable, "-c", code], cwd=forked.REPOSITORY, stdout=subprocess.PIPE) as run:
         assert run.stdout is not None and run.stdout.read() == b"" and run.wait() == -signal.SIGKILL

@@ -255,11 +255,13 @@ def clean(parent: Path) -> None:
         raise _failure(parent, error) from error
 
 
-def write_file(path: Path, content: bytes | str, *, failpoint: Failpoint = no_failpoint) -> None:
-    """Make the file `path` hold `content` (text as UTF-8): the old or the new content at every moment, the new on return."""
+def write_file(path: Path, content: bytes | str, *, mode: int = 0o666, failpoint: Failpoint = no_failpoint) -> None:
+    """Make the file `path` hold `content` (text as UTF-8): the old or the new content at every moment, the new on return. It has the
+    permissions `mode`, without those that the umask takes away, from its first byte on.
+    """
     temporary = _beside(path)
     try:
-        _write_synced(temporary, content.encode() if isinstance(content, str) else content, failpoint)
+        _write_synced(temporary, content.encode() if isinstance(content, str) else content, failpoint, mode)
         temporary.replace(path)
         failpoint("renamed")
         sync(path.parent)
@@ -350,8 +352,8 @@ def _beside(path: Path) -> Path:
     return scratch_path(path.parent)
 
 
-def _write_synced(path: Path, content: bytes, failpoint: Failpoint) -> None:
-    with path.open("xb") as file:
+def _write_synced(path: Path, content: bytes, failpoint: Failpoint, mode: int = 0o666) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
         failpoint(f"created {path.name}")
         file.write(content)
         file.flush()

@@ -6,7 +6,7 @@ import queue
 from pathlib import Path
 from typing import Any
 
-from tlora.cluster.remote_worker import RemoteWorker
+from tlora.cluster.remote_worker import RemoteWorker, called
 from tlora.engine.commands import Command, Leave, Share, Stop
 from tlora.engine.settler import Settler
 from tlora.worker_protocol import (
@@ -28,8 +28,8 @@ from tlora.worker_protocol import (
 class FakeProcess:
     pid, is_stopped = 4711, False
 
-    def __init__(self, gpu: int) -> None:
-        self._gpu = gpu
+    def __init__(self, gpus: tuple[int, ...]) -> None:
+        self._gpus = gpus
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         return True
@@ -38,7 +38,7 @@ class FakeProcess:
         pass
 
     def how_it_ended(self) -> str:
-        return f"the worker of GPU {self._gpu} was killed by signal 9"
+        return f"the worker of {called(self._gpus)} was killed by signal 9"
 
 
 class FakeWorker:
@@ -49,7 +49,7 @@ class FakeWorker:
         self.settler = Settler()
         self.commands: list[Command] = []
         self.taken = self._seq = 0
-        remote.attach(Hello(f"incarnation of {id(self)}", (remote.gpu,), {}), self.hear)
+        remote.attach(Hello(f"incarnation of {id(self)}", remote.gpus, {}), self.hear)
         STARTED.append(self)
 
     @property
@@ -133,10 +133,10 @@ class FakeCrew:
     def find(self, records: Any) -> None:
         pass
 
-    def start(self, gpu: int, base_model: str) -> RemoteWorker:
-        self.workers[gpu] = RemoteWorker(gpu, self._loads(base_model), FakeProcess(gpu), self._epoch)
-        FakeWorker(self.workers[gpu], self.inbox)
-        return self.workers[gpu]
+    def start(self, gpus: tuple[int, ...], base_model: str) -> RemoteWorker:
+        worker = self.workers[gpus[0]] = RemoteWorker(gpus, self._loads(base_model), FakeProcess(gpus), self._epoch)
+        FakeWorker(worker, self.inbox)
+        return worker
 
     def wake(self) -> None:
         self.inbox.put(None)

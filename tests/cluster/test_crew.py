@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import socket
 import stat
+import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +21,12 @@ from typing import Any
 import pytest
 
 from tlora.cluster import crew as crew_room
-from tlora.cluster import session
+from tlora.cluster import doors, session
 from tlora.cluster.crew import Crew, Limits
 from tlora.cluster.store_files import begin_reign
-from tlora.cluster.worker_process import read_records, write_record
+from tlora.cluster.worker_process import WorkerProcess, read_records, write_record
 from tlora.errors import ConfigError
+from tlora.link import address
 from tlora.link.address import connect, listen
 from tlora.link.process_identity import identify
 from tlora.version import __version__
@@ -48,7 +54,8 @@ class Station:
     def say(self, line: bytes) -> dict[str, Any]:
         """What it answers first; nothing where it ends the connection."""
         with connect(self.crew.address) as connection:
-            connection.sendall(line)
+            with suppress(BrokenPipeError):  # it may have been refused before a word was said
+                connection.sendall(line)
             return self.answer(connection)
 
     def answer(self, connection: socket.socket) -> dict[str, Any]:
@@ -76,7 +83,8 @@ def station(tmp_path: Path) -> Iterator[Station]:
         (worker_line(replace(HELLO, protocol=3)), ("protocol 3", "controller's version")),
         (b'{"kind":"hello"}\n', ("protocol None",)),
         (worker_line(replace(HELLO, gpus=(7,))), ("GPUs [7]", "[0, 1]")),
-        (worker_line(replace(HELLO, gpus=(0, 1))), ("GPUs [0, 1]",)),
+        (worker_line(replace(HELLO, gpus=(1, 0))), ("GPUs [1, 0]", "ascending")),
+        (worker_line(replace(HELLO, gpus=())), ("GPUs []", "[0, 1]")),
         (worker_line(replace(HELLO, epoch=6)), ("later controller", "epoch 6")),
         (worker_line(Said(1, 1, Loaded())), ("must be a Hello",)),
         (b"GET / HTTP/1.1\r\n\r\n", ("none of protocol 2",)),
@@ -113,8 +121,43 @@ def test_a_late_hello_is_none(station: Station, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_another_users_connection_is_refused(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "peer_pid", lambda _: None)
-    assert "another user" in station.say(worker_line(HELLO))["reason"]
+    monkeypatch.setattr(doors, "peer_pid", lambda _: None)
+    with connect(station.crew.address) as connection:
+        assert "another user" in station.answer(connection)["reason"]
+
+
+def test_a_worker_obeys_no_other_user(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address, "peer_pid", lambda _: None)
+    with pytest.raises(ConfigError, match="another user listens there"):
+        connect(station.crew.address)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user too; the test above holds everywhere")
+def test_a_worker_obeys_no_other_user_as_the_kernel_tells(tmp_path: Path) -> None:
+    """The socket is this user's and private; the process that listens is another's."""
+    place = Path(tempfile.mkdtemp())
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(place / "controller.sock"))
+    child = os.fork()
+    if not child:
+        os.seteuid(65534)
+        listener.listen()
+        while True:
+            time.sleep(60)
+    try:
+        while True:
+            try:
+                connect(f"unix:{place}/controller.sock")
+            except ConnectionRefusedError:  # it does not listen yet
+                time.sleep(0.01)
+            except ConfigError as error:
+                assert "another user listens there" in str(error)
+                break
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        listener.close()
+        shutil.rmtree(place)
 
 
 def test_a_gpu_has_one_worker(station: Station) -> None:
@@ -124,10 +167,10 @@ def test_a_gpu_has_one_worker(station: Station) -> None:
         assert station.answer(connection)["kind"] == "taken"
         worker = station.crew.workers[0]
         assert worker.jobs["a"].attempt == 7 and worker.process.pid == os.getpid()
-        assert "has a worker already" in station.say(worker_line(replace(HELLO, incarnation="another's")))["reason"]
+        assert "there is a worker already" in station.say(worker_line(replace(HELLO, incarnation="another's")))["reason"]
         assert station.say(worker_line(HELLO))["kind"] == "taken", "it may dial again"
         worker.given_up = "was stopped"
-        assert "has a worker already" in station.say(worker_line(HELLO))["reason"]
+        assert "there is a worker already" in station.say(worker_line(HELLO))["reason"]
 
 
 def test_the_socket_is_this_users_alone(station: Station, tmp_path: Path) -> None:
@@ -172,11 +215,11 @@ def test_epochs_rise_and_a_damaged_file_is_refused(tmp_path: Path) -> None:
 def test_a_pid_that_is_another_process_by_now_is_no_worker(tmp_path: Path) -> None:
     identity = identify(os.getpid())
     assert identity is not None
-    write_record(tmp_path, 0, identity)
-    write_record(tmp_path, 1, replace(identity, start_ticks=identity.start_ticks - 1))
-    write_record(tmp_path, 2, replace(identity, boot="before"))
+    write_record(tmp_path, (0, 3), identity)
+    write_record(tmp_path, (1,), replace(identity, start_ticks=identity.start_ticks - 1))
+    write_record(tmp_path, (2,), replace(identity, boot="before"))
     (tmp_path / "gpu3.json").write_text("[]")
-    assert read_records(tmp_path) == {0: identity}
+    assert read_records(tmp_path) == {(0, 3): identity}
     replace(identity, start_ticks=1).kill()  # this process lives on
     assert replace(identity, start_ticks=1).wait(None) and not identity.wait(0.0)
 
@@ -190,7 +233,7 @@ def test_a_worker_that_does_not_dial_again_is_killed(tmp_path: Path, monkeypatch
     assert identity is not None
     monkeypatch.setattr(crew_room, "_FOUND_SECONDS", 0.1)
     made = Crew(tmp_path, 2, lambda base: Load(base, "o", "cpu", 0.0), (0,), Limits(), lambda _: None)
-    made.find({0: identity})
+    made.find({(0,): identity})
     made.abandon()
     assert os.waitpid(child, 0)[1] == 9 and not made.workers
 
@@ -201,7 +244,7 @@ def test_what_a_worker_reports_while_another_is_waited_for_is_kept(tmp_path: Pat
     own = identify(os.getpid())
     assert own is not None
     made = Crew(tmp_path, 2, lambda base: Load(base, "o", "cpu", 0.0), (0, 1), Limits(), lambda _: None)
-    finding = threading.Thread(target=made.find, args=({0: own, 1: own},))
+    finding = threading.Thread(target=made.find, args=({(0,): own, (1,): own},))
     finding.start()
     with connect(made.address) as first:
         first.sendall(worker_line(HELLO) + worker_line(Said(1, 1, Finished("a", {}, 7))))
@@ -215,3 +258,23 @@ def test_what_a_worker_reports_while_another_is_waited_for_is_kept(tmp_path: Pat
             made.acknowledge()
             assert made.listen(0.0) == [(made.workers[0], Finished("a", {}, 7))]
     made.abandon()
+
+
+def test_a_worker_may_not_have_some_of_the_gpus_of_another(station: Station) -> None:
+    with connect(station.crew.address) as wide, connect(station.crew.address) as narrow:
+        wide.sendall(worker_line(replace(HELLO, gpus=(0, 1))))
+        assert station.answer(wide)["kind"] == "taken"
+        narrow.sendall(worker_line(replace(HELLO, incarnation="another", gpus=(1,))))
+        reason = station.answer(narrow)["reason"]
+    assert "comes for GPU 1, and there is a worker already that has GPUs 0, 1" in reason and station.crew.workers[0].gpus == (0, 1)
+
+
+def test_a_worker_of_several_gpus_has_ended_when_its_ranks_have(tmp_path: Path) -> None:
+    with subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, start_new_session=True) as leader:
+        assert leader.stdout is not None
+        rank = int(leader.stdout.readline())
+        worker = WorkerProcess((0, 1), tmp_path / "log", identify(leader.pid), leader)
+        leader.kill()
+        assert not worker.wait(0.2) and leader.poll() == -signal.SIGKILL
+        os.kill(rank, signal.SIGKILL)
+        assert worker.wait(60.0)

@@ -405,7 +405,7 @@ def test_time_passes_by_ticks(tmp_path: Path) -> None:
     ("spec", "facts"),
     [
         (submitted("nobody"), ("'nobody'", "'a'", "same name")),
-        (submitted("a", gpus=2), ("'a'", "2 GPUs", "Ask for 1")),
+        (submitted("a", gpus=3), ("'a'", "3 GPUs", "Ask for at most 2")),
         (submitted("a", base="gpt"), ("'a'", "'gpt'", "base, other")),
         (submitted("A"), ("'A'", "'a'", "Rename one")),
     ],
@@ -466,11 +466,6 @@ def test_a_cancelled_job_leaves_the_worker_whose_group_goes_on(backend: LocalBac
     backend.cancel("a")
     assert backend.poll() == [JobCancelled("a")]
     assert worker.asked == ["-a"]
-
-
-def test_a_group_on_two_gpus_is_refused(backend: LocalBackend) -> None:
-    with pytest.raises(ConfigError, match="no data parallelism yet. Take a policy without growth"):
-        backend.execute(StartGroup(replace(group("g0", 0, "a"), gpus=(0, 1))))
 
 
 def test_an_output_directory_has_one_back_end(backend: LocalBackend, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,9 @@ class Disk:
 class FarWorker:
     """A worker's settler and outbox, and a trainer that counts."""
 
-    def __init__(self, world: World, gpu: int) -> None:
-        self.world, self.gpu, self.process = world, gpu, FakeProcess(gpu)
-        self.incarnation = f"{gpu}-{world.random.random()}"
+    def __init__(self, world: World, gpus: tuple[int, ...]) -> None:
+        self.world, self.gpus, self.process = world, gpus, FakeProcess(gpus)
+        self.incarnation = f"{gpus}-{world.random.random()}"
         self.settler, self.outbox = Settler(), Outbox()
         self.steps: dict[str, int] = {}
         self.joining: list[str] = []
@@ -77,7 +77,7 @@ class FarWorker:
         ends = [end for end in self.outbox.ends() if all(end.job_id != one.job_id for one in held)]
         given = (want.group, want.epoch, want.generation) if want is not None else (None, 0, 0)
         return Hello(
-            self.incarnation, (self.gpu,), {}, self.load, self.settler.loaded, given[0], (*held, *ends), *given[1:], self.outbox.last_taken
+            self.incarnation, self.gpus, {}, self.load, self.settler.loaded, given[0], (*held, *ends), *given[1:], self.outbox.last_taken
         )
 
     def hear(self, message: FromController) -> None:
@@ -146,9 +146,10 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.random, self.disk = random.Random(seed), Disk()
-        self.far: dict[int, FarWorker] = {}
+        self.far: dict[int, FarWorker] = {}  # by the first of their GPUs
         self.crew: LossyCrew | None = None
         self.log: list[Event | Action] = []
+        self.shapes: Counter[tuple[int, ...]] = Counter()  # GPUs of the workers that were started
         self.under_way: list[tuple[FarWorker, RemoteWorker, FromWorker | FromController]] = []
         self.kills = self.controllers = self.turns = 0
         chance = self.random.random
@@ -159,8 +160,8 @@ class World:
         """Its process is gone."""
         worker.alive = False
         self.disk.writer = {name: writer for name, writer in self.disk.writer.items() if writer is not worker}
-        if self.far.get(worker.gpu) is worker:
-            del self.far[worker.gpu]
+        if self.far.get(worker.gpus[0]) is worker:
+            del self.far[worker.gpus[0]]
 
     def send(self, far: FarWorker, near: RemoteWorker, message: FromWorker | FromController) -> None:
         if self.random.random() >= self.drop:
@@ -219,13 +220,16 @@ class LossyCrew:
     def find(self, records: Any) -> None:
         """Those that live have dialled again: a connection begins with a Hello, or is none."""
         for gpu, far in self.world.far.items():
-            near = self.workers[gpu] = RemoteWorker(gpu, far.load, far.process, self._epoch)
+            near = self.workers[gpu] = RemoteWorker(far.gpus, far.load, far.process, self._epoch)
             self.owner[near] = far
             near.attach(far.hello(), self.sender(far, near))
 
-    def start(self, gpu: int, base_model: str) -> None:
-        far = self.world.far[gpu] = FarWorker(self.world, gpu)
-        near = self.workers[gpu] = RemoteWorker(gpu, self._loads(base_model), far.process, self._epoch)
+    def start(self, gpus: tuple[int, ...], base_model: str) -> None:
+        there = [far for far in self.world.far.values() if not set(far.gpus).isdisjoint(gpus)]
+        assert not there, f"{gpus} are to have a worker, and {there[0].incarnation} has some of them"
+        self.world.shapes[gpus] += 1
+        far = self.world.far[gpus[0]] = FarWorker(self.world, gpus)
+        near = self.workers[gpus[0]] = RemoteWorker(gpus, self._loads(base_model), far.process, self._epoch)
         self.owner[near] = far
         near.attach(far.hello(), self.sender(far, near))
 
@@ -270,13 +274,17 @@ class LossyCrew:
 
 
 class Restless:
-    """A policy that often wants something else: it puts jobs anywhere and moves one now and then."""
+    """A policy that often wants something else: it puts jobs anywhere and moves one now and then, and lets a group have both GPUs for a
+    while.
+    """
 
     def __init__(self, chance: random.Random) -> None:
         self.random = chance
 
     def __call__(self, state: ClusterState) -> list[JobGroup]:
         names = [state.group_on.get(gpu) for gpu in (0, 1)]
+        if (wide := self._both(state, names)) is not None:
+            return wide
         members = [list(state.groups[name].group.job_ids) if name is not None else [] for name in names]
         waiting = list(state.pending)
         if not waiting and self.random.random() < 0.5:
@@ -293,6 +301,22 @@ class Restless:
                 plan = ParallelPlan(1, self.random.choice((512, 1024)))
                 wanted.append(JobGroup(group_id, BASE, (gpu,), plan, tuple(own), tuple(1.0 for _ in own)))
         return wanted
+
+    def _both(self, state: ClusterState, names: list[str | None]) -> list[JobGroup] | None:
+        """A group that has both GPUs, or shall have them, or gives one up. None where each GPU is for itself."""
+        waiting = list(state.pending)
+        alone = next((name for name, other in (names, names[::-1]) if name is not None and other in (None, name)), None)
+        if alone is None:
+            return None
+        group, has_both = state.groups[alone].group, names[0] == names[1]
+        goes_on = self.random.random() < (0.8 if has_both else 0.2)
+        if not (has_both or goes_on):
+            return None
+        gpus = (0, 1) if goes_on else (self.random.randrange(2),)
+        members = (*group.job_ids, *waiting)
+        if gpus == group.gpus and not waiting:
+            return []
+        return [replace(group, gpus=gpus, plan=ParallelPlan(len(gpus), 1024), job_ids=members, weights=tuple(1.0 for _ in members))]
 
 
 class KilledError(Exception):
@@ -353,12 +377,15 @@ REST = [pytest.param((first + SOME, ALL - SOME), marks=pytest.mark.soak) for fir
 def test_every_job_ends_exactly_once(seeds: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, count = seeds
     kills = controllers = 0
+    shapes = Counter[int]()
     for seed in range(first, first + count):
         world = obey_schedule(seed, tmp_path / str(seed), monkeypatch)
         assert world.disk.ended == Counter(NAMES), f"schedule {seed}: {world.disk.ended}"
         assert not world.disk.writer or all(writer.alive for writer in world.disk.writer.values())
         kills += world.kills
         controllers += world.controllers - 1
+        shapes.update({len(gpus): count for gpus, count in world.shapes.items()})
+    assert shapes[1] and shapes[2], "no group has changed its GPUs"
     assert controllers and kills, "nothing was killed: nothing was tested"
 
 

@@ -19,6 +19,8 @@ from tests.engine.tiny_runs import job, run_spec
 from tlora.cluster.crew import Crew, Limits
 from tlora.cluster.remote_worker import RemoteWorker
 from tlora.engine.commands import Stop
+from tlora.engine.worker import parse_gpus
+from tlora.errors import ConfigError
 from tlora.protocol import JobGroup, ParallelPlan
 from tlora.store.checkpoint import read_progress
 from tlora.worker_protocol import Ending, Join, Joined, Left, Load, Report, Settled, Stepped
@@ -64,7 +66,7 @@ def hear(crew: Crew, kind: type[Report] | None) -> Any:
 
 
 def training(crew: Crew, long: Join, base: Path) -> RemoteWorker:
-    worker = crew.start(0, str(base))
+    worker = crew.start((0,), str(base))
     worker.want(GROUP, (long,), False)
     assert hear(crew, Joined) == Joined("long", 0, 1)
     assert hear(crew, Settled).jobs == {"long": 1}
@@ -100,7 +102,7 @@ def test_a_worker_that_is_ended_has_checkpointed_all(made: Orders, long: Join, t
 
 def test_a_worker_without_a_base_says_why(tmp_path: Path, crews: list[Crew]) -> None:
     crew = crew_of(crews, tmp_path / "workers", Load(str(tmp_path / "none"), str(tmp_path), "cpu", 0.0))
-    worker = crew.start(0, "none")
+    worker = crew.start((0,), "none")
     worker.want(GROUP, (), False)
     hear(crew, None)
     ended = worker.process.how_it_ended()
@@ -116,7 +118,7 @@ def test_the_next_controller_finds_it_training(made: Orders, long: Join, tmp_pat
     first.abandon()
     first.workers.clear()
     second = crew_of(crews, tmp_path / "workers", load, epoch=2)
-    second.find({0: worker.process._identity})  # type: ignore[attr-defined]
+    second.find({(0,): worker.process._identity})  # type: ignore[attr-defined]
     found = second.workers[0]
     assert found.incarnation == worker.incarnation and found.loaded and found.found == GROUP and found.load == load
     assert found.jobs["long"].attempt == 1 and found.jobs["long"].steps >= steps
@@ -132,3 +134,10 @@ def test_a_worker_started_by_hand_says_where_nobody_listens(tmp_path: Path) -> N
     for address, fact in bad.items():
         done = subprocess.run([sys.executable, "-m", "tlora.engine.worker", "--connect", address], capture_output=True, check=False)
         assert done.returncode == 2 and fact in done.stderr.decode(), done.stderr
+
+
+def test_gpus_are_different_numbers() -> None:
+    assert parse_gpus("3") == (3,) and parse_gpus("2, 0") == (0, 2)
+    for text in ("", "1,", "0,0", "one", "-1"):
+        with pytest.raises(ConfigError, match=f"--gpus {text}: must be different numbers"):
+            parse_gpus(text)

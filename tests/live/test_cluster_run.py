@@ -81,6 +81,21 @@ def test_jobs_arrive_and_end_with_the_bytes_of_one_process(world: World, tmp_pat
     assert read_object(tmp_path / "jobs" / "run.json")["status"] == "done"
 
 
+def test_a_job_of_two_gpus_has_both(world: World, tmp_path: Path) -> None:
+    orders = [{**world.orders[0], "gpus": 2, "max_steps": 20}, world.orders[1], {**world.orders[2], "gpus": 3, "max_steps": 5}]
+    whole = train(world.base, tmp_path / "whole", orders, deterministic=True)
+    seen, said = list[RunProgress](), list[str]()
+    results = world.train(tmp_path / "out", orders, watcher=Watcher(seen.append, said.append))
+    assert results.status == whole.status == "done"
+    told = [item for _, item in read_event_log(tmp_path / "out" / "events.jsonl")]
+    asked = {item.job_id: item.gpus for item in told if isinstance(item, JobSubmitted)}
+    assert asked == {"dropout": 2, "brief": 1, "late": 2} and any("late: some of its 3 replicas run in turn" in line for line in said)
+    assert any(item.group.gpus == (0, 1) for item in told if isinstance(item, StartGroup))
+    assert any((row.name, row.gpu, row.parts_on) == ("dropout", 0, (1,)) for progress in seen for row in progress.jobs)
+    for order in orders:
+        assert sha256(tmp_path / "out" / "jobs" / order["name"]) == sha256(tmp_path / "whole" / order["name"])
+
+
 def test_a_stopped_cluster_goes_on(world: World, tmp_path: Path) -> None:
     told: list[int] = []
 
@@ -191,6 +206,8 @@ def test_bad_jobs_fail_alone_and_say_why(world: World, tmp_path: Path) -> None:
 def test_what_concerns_all_is_one_error(world: World, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--policy chess"):
         world.train(tmp_path, policy="chess")
+    with pytest.raises(ConfigError, match="do not make it faster"):
+        world.train(tmp_path, policy="residual_capacity-growth")
     assert world.train(tmp_path / "out", world.orders[1:2]).status == "done"
     other = save_base(tmp_path / "base", hidden_size=128, intermediate_size=160, num_hidden_layers=2)
     with pytest.raises((ModelError, ConfigError)):

@@ -188,3 +188,27 @@ def test_a_second_server_on_the_same_directory_is_refused(tmp_path: Path) -> Non
         memory = psutil.Process(servers[0].process.pid).memory_info().rss
         assert memory < 150 << 20, memory
         assert servers[0].client.get("/v1/jobs").json()["data"] == []
+
+
+def test_a_job_of_two_gpus_is_found_by_the_next_server(tmp_path: Path) -> None:
+    directory = tmp_path / "server"
+    data = write_rows(tmp_path / "data.jsonl", 40)
+    order: dict[str, Any] = {"gpus": 2, "max_steps": 30, "batch_size": 4, "r": 4, "save_steps": 5, "learning_rate": 1e-3}
+    directory.mkdir()
+    with running(directory) as servers:
+        servers.append(Server(directory))
+        server = servers[-1]
+        file = server.ask("POST", "/v1/files", files={"file": ("d.jsonl", data.read_bytes())}, data={"purpose": "fine-tune"})["id"]
+        wide = order | {"data": {"file": file}}
+        refused = server.client.post("/v1/jobs", json={"base_model": "base", "name": "wider"} | wide | {"gpus": 3})
+        assert refused.status_code == 400 and "more than this server's 2" in refused.text
+        job = server.submit(name="wide", **wide)
+        until(lambda: 0 < server.job(job)["steps"] < 30)
+        assert [group["gpus"] for group in server.ask("GET", "/v1/cluster")["groups"]] == [[0, 1]]
+        assert server.end(signal.SIGKILL) == -signal.SIGKILL
+        servers.append(Server(directory))
+        server = servers[-1]
+        end = server.ended(job)
+        assert (end["status"], end["steps"]) == ("succeeded", 30), end["reason"]
+        again = server.submit(name="again", **wide)
+        assert server.ended(again)["status"] == "succeeded" and server.adapter(again) == server.adapter(job)

@@ -147,9 +147,9 @@ def test_what_the_server_decides_is_noted(desk: Desk, place: Path) -> None:
 
 
 def test_jobs_that_were_accepted_before_a_refusal_are_told(desk: Desk, place: Path) -> None:
-    (place / "jobs.yaml").write_text("base_model: base\njobs: [{name: a, data: data.jsonl}, {name: b, data: data.jsonl, gpus: 2}]\n")
+    (place / "jobs.yaml").write_text("base_model: base\njobs: [{name: a, data: data.jsonl}, {name: b, data: data.jsonl, gpus: 3}]\n")
     found = desk("submit", "jobs.yaml", status=2)
-    assert "b: gpus: 2" in found.output and "1 jobs before it were accepted" in found.output
+    assert "b: gpus: 3" in found.output and "1 jobs before it were accepted" in found.output
 
 
 def test_jobs_are_found_by_id_and_name_and_ambiguous_names_are_one_error(slow_desk: Desk) -> None:

@@ -156,7 +156,7 @@ def test_no_adapter_before_its_end(served_slowly: Served) -> None:
         ({"base_model": "nowhere"}, 400, "There are: base"),
         ({"r": 300}, 422, "less than or equal to 256"),
         ({"r": 0}, 422, "greater than or equal to 1"),
-        ({"gpus": 2}, 400, "one GPU"),
+        ({"gpus": 3, "batch_size": 4}, 400, "more than this server's 2. Set at most 2"),
         ({"gpus": 99}, 400, "more than batch_size"),
         ({"lora_rank": 8}, 422, "did you mean 'r'"),
         ({"max_length": 8}, 422, "it belongs in data"),

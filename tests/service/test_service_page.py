@@ -167,6 +167,18 @@ def test_groups_the_queue_and_a_jobs_live_loss(served_slowly: Served) -> None:
     assert "train loss 1.5000" in later.text and "eval loss 1.2500" in later.text
 
 
+def test_a_group_over_several_gpus_is_one_box(served_slowly: Served) -> None:
+    served = served_slowly
+    job = served.submit("alice", name="wide", gpus=2, batch_size=4)
+    until(lambda: job["id"] in served.cluster._open)
+    served.cluster.step(job["id"], 4)
+    served.wait("alice", job["id"], "running")
+    until(lambda: served.cluster.tick() or served.ask("alice", "GET", "/v1/cluster", 200)["groups"])
+    assert served.ask("alice", "GET", "/v1/cluster", 200)["groups"][0]["gpus"] == [0, 1]
+    page = Elements(served.client.get("/", headers=log_in(served, "alice")).text)
+    assert "CPU processes 0, 1" in page.text and "free" not in page.text and "wide" in page.text
+
+
 def test_files_of_the_page_hold_no_inline_script_or_style(served: Served) -> None:
     for path, kind in (("/page/page.css", "text/css"), ("/page/page.js", "text/javascript"), ("/page/login.js", "text/javascript")):
         found = served.client.get(path)

@@ -43,6 +43,7 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
         ("- a", "is not a mapping"),
         ("a: [", "is not valid YAML"),
         ("policy: magic", "policy"),
+        ("policy: residual_capacity-growth\ndeterministic: true", "do not make it faster"),
     ],
 )
 def test_settings_that_are_none(tmp_path: Path, text: str, said: str) -> None:

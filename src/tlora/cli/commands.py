@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora.cli.serve_command import serve
+from tlora.cli.serve_command import WorkerListen, serve
 from tlora.cli.server_commands import backup, bases, drain, keys, login, restore
 from tlora.cli.service_commands import cancel, clone, download, jobs, pause, queue, resume, show, submit
 from tlora.cli.simulate_command import simulate
+from tlora.cli.worker_commands import worker, worker_token
 from tlora.garbage import no_collection
 
 if TYPE_CHECKING:
@@ -147,8 +147,9 @@ def cluster(
     device: Device = None,
     gpus: Annotated[str | None, typer.Option(metavar="all|N|0,2", help="As of train.", show_default="all, or 1 process")] = None,
     policy: Annotated[
-        str, typer.Option(metavar="NAME", help="Of residual_capacity, fifo, backfill, sjf, srtf, las.")
+        str, typer.Option(metavar="NAME", help="Of residual_capacity(-growth), fifo, backfill, sjf, srtf, las.")
     ] = "residual_capacity",
+    worker_listen: WorkerListen = None,
     settings: Settings = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the results only.")] = False,
     debug: Debug = False,
@@ -166,27 +167,14 @@ def cluster(
                 _load_libraries()
                 from tlora.live.cluster_run import train_on_cluster
 
-            results = train_on_cluster(run, gpus=gpus, device=device, policy=policy, watcher=watcher)
+            results = train_on_cluster(run, gpus=gpus, device=device, policy=policy, worker_listen=worker_listen, watcher=watcher)
         from tlora.cli.result_view import exit_code, print_end
 
         again = _again(jobs_file, output_dir, device, gpus, settings)
-        print_end(console, results, ["cluster", *again, *(["--policy", policy] if policy != "residual_capacity" else [])])
+        again += ["--policy", policy] if policy != "residual_capacity" else []
+        again += ["--worker-listen", worker_listen] if worker_listen else []
+        print_end(console, results, ["cluster", *again])
         raise typer.Exit(exit_code(results.values(), results.signal_number))
-
-
-@app.command()
-def worker(
-    connect: Annotated[
-        str,
-        typer.Option(metavar="ADDRESS", help="unix:/path/to/controller.sock, or the output directory of a cluster.", show_default=False),
-    ],
-    gpu: Annotated[int, typer.Option(min=0, metavar="N", help="The GPU, as the cluster numbers it; the worker sees no other.")] = 0,
-) -> None:
-    """Train for a running cluster on one GPU, until it needs no more. Ctrl-C saves all jobs; the cluster goes on with them elsewhere."""
-    from tlora.engine.worker import run
-
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(gpu))
-    run(connect, gpu)
 
 
 @app.command()
@@ -262,6 +250,8 @@ def tune(
         print_tuned(console, tuned)
 
 
+app.command()(worker)
+app.command("worker-token")(worker_token)
 app.command()(simulate)
 app.command()(serve)
 _PANELS = {

@@ -12,6 +12,15 @@ import typer
 if TYPE_CHECKING:
     from tlora.service.config import ServerConfig
 
+WorkerListen = Annotated[
+    str | None,
+    typer.Option(
+        metavar="tcp://HOST:PORT",
+        help="Let workers that are started by hand come over TLS too; `tlora worker-token` says how.",
+        show_default="off",
+    ),
+]
+
 
 def serve(
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="Settings in YAML (docs/service.md).", show_default=False)] = None,
@@ -26,6 +35,7 @@ def serve(
     device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="By default the GPUs, if any.", show_default=False)] = None,
     gpus: Annotated[str | None, typer.Option(metavar="0,2", help="Numbers of the GPUs to use.", show_default="all")] = None,
     policy: Annotated[str | None, typer.Option(metavar="NAME", help="As of `tlora cluster`.", show_default="residual_capacity")] = None,
+    worker_listen: WorkerListen = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Serve an HTTP API for jobs, and train them on this machine. No option is needed."""
@@ -41,6 +51,7 @@ def serve(
             "device": device,
             "gpus": _numbers(gpus) if gpus else None,
             "policy": policy,
+            "worker_listen": worker_listen,
         }
         found = read_server_config(config, {key: value for key, value in options.items() if value is not None})
         from tlora.service.server import serve as run_server

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tlora.cluster.remote_worker import LEASE_SECONDS, RemoteWorker
+from tlora.cluster.credentials import WorkerTokens
+from tlora.cluster.doors import Door, TlsDoor, UnixDoor
+from tlora.cluster.remote_worker import LEASE_SECONDS, RemoteWorker, called
 from tlora.cluster.session import Arrived, Gone, Heard, Session, Spoke
-from tlora.cluster.worker_process import WorkerProcess, launch, write_record
-from tlora.link.address import listen
+from tlora.cluster.worker_process import WorkerProcess, file_stem, launch, read_records, write_record
 from tlora.link.flight import read_flight
 from tlora.link.process_identity import ProcessIdentity, identify
 from tlora.version import __version__
@@ -25,6 +25,7 @@ from tlora.worker_protocol import Load, Report
 
 _FOUND_SECONDS = 30.0  # for workers of an earlier controller to dial again
 _WATCH_SECONDS = 1.0
+_ACCEPT_SECONDS = 0.05  # after a connection that could not be had
 _LAST_WORDS_SECONDS = 10.0  # to read what a process that has ended has said before
 
 
@@ -49,7 +50,7 @@ class _Ended:
 
 
 class Crew:
-    """`workers` by GPU. `inbox` may be given None to wake the one who listens."""
+    """`workers` by the first of their GPUs. `inbox` may be given None to wake the one who listens."""
 
     def __init__(
         self,
@@ -68,16 +69,26 @@ class Crew:
         self.workers: dict[int, RemoteWorker] = {}
         self.inbox: queue.SimpleQueue[Heard | _Ended | None] = queue.SimpleQueue()
         self._unheard: list[Heard | _Ended] = []  # what came before anybody listened
-        self._sessions: dict[Session, RemoteWorker | None] = {}
+        self._sessions: dict[Session, RemoteWorker] = {}
+        self._tokens, self._let_in_by = WorkerTokens(directory), dict[Session, str]()  # ids of the tokens of those that came over TCP
         self._heard_at: dict[RemoteWorker, float] = {}  # also when it was started, or said to be at something new
         self._moved_at: dict[RemoteWorker, tuple[tuple[str, int], float]] = {}
-        self._watched = time.monotonic()
-        self._listener, self.address = listen(directory)
-        threading.Thread(target=self._accept, name="crew", daemon=True).start()
+        self._watched = self._asked_tokens = time.monotonic()
+        self._doors: list[Door] = []
+        self._open(UnixDoor(directory))
+        self.address = self._doors[0].address
+
+    def listen_on(self, door: TlsDoor) -> None:
+        """Workers that a person starts may come by it too. It is closed with this crew."""
+        self._open(door)
+
+    def _open(self, door: Door) -> None:
+        self._doors.append(door)
+        threading.Thread(target=self._accept, args=(door,), name="crew", daemon=True).start()
 
     # -- beginning and end ---------------------------------------------------------------------------------------------
 
-    def find(self, records: Mapping[int, ProcessIdentity]) -> None:
+    def find(self, records: Mapping[tuple[int, ...], ProcessIdentity]) -> None:
         """Wait for the workers of an earlier controller to dial again; those that do not are killed. Their reports are for `listen`: who
         waits here cannot yet say what follows from them.
         """
@@ -90,23 +101,24 @@ class Crew:
                     self._hear(heard)
                 elif heard is not None:
                     self._unheard.append(heard)
-            waiting = {gpu: identity for gpu, identity in waiting.items() if gpu not in self.workers and identity.is_alive}
-        for gpu, identity in waiting.items():
-            self._note(f"the worker of GPU {gpu} (process {identity.pid}) has not dialled again within {_FOUND_SECONDS:g} s: it is killed")
+            waiting = {gpus: identity for gpus, identity in waiting.items() if gpus[0] not in self.workers and identity.is_alive}
+        for gpus, identity in waiting.items():
+            self._note(
+                f"the worker of {called(gpus)} (process {identity.pid}) has not dialled again within {_FOUND_SECONDS:g} s: it is killed"
+            )
             identity.kill()
-            identity.wait(None)
+            WorkerProcess(gpus, self._log(gpus), identity).wait()
 
-    def start(self, gpu: int, base_model: str) -> RemoteWorker:
-        """A new worker for that GPU."""
+    def start(self, gpus: tuple[int, ...], base_model: str) -> RemoteWorker:
+        """A new worker for those GPUs."""
         load = self._loads(base_model)
-        process = launch(gpu, load.device, self.address, self._log(gpu))
-        return self._take_on(gpu, load, process, identify(process.pid))
+        process = launch(gpus, load.device, self.address, self._log(gpus))
+        return self._take_on(gpus, load, process, identify(process.pid))
 
     def abandon(self) -> None:
         """Leave all workers as they are: they train on for their lease, and the next controller finds them."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._listener.close()
+        for door in self._doors:
+            door.close()
         for session in list(self._sessions):
             session.close()
 
@@ -142,6 +154,7 @@ class Crew:
                     found += self._hear(heard)
                     heard = self.inbox.get_nowait()
             self._watch()
+            self._stop_revoked()
             if left <= 0:
                 break
         return found
@@ -164,6 +177,7 @@ class Crew:
                     elif (report := worker.take(message)) is not None:
                         return [(worker, report)]
             case Gone(session, reason):
+                self._let_in_by.pop(session, None)
                 worker = self._sessions.pop(session, None)
                 if worker is not None:
                     worker.detach(session.send)
@@ -187,37 +201,42 @@ class Crew:
             self._note(f"refused: {reason}")
             session.refuse(reason)
             return
-        (gpu,) = hello.gpus
-        worker = self.workers.get(gpu)
+        gpus = hello.gpus
+        worker = self.workers.get(gpus[0])
         if worker is None:
-            identity = identify(arrived.pid) if arrived.pid else None
-            worker = self._take_on(gpu, hello.load, WorkerProcess(gpu, self._log(gpu), identity), identity)
+            identity = arrived.peer.identity
+            worker = self._take_on(gpus, hello.load, WorkerProcess(gpus, self._log(gpus), identity), identity)
         self._sessions[session] = worker
+        if arrived.peer.token is not None:
+            self._let_in_by[session] = arrived.peer.token.id
         self._heard_at[worker] = time.monotonic()
         worker.attach(hello, session.send)
 
     def _why_not(self, arrived: Arrived) -> str:
         """Why a worker that says Hello is not wanted; "" if it is."""
-        hello, pid = arrived.hello, arrived.pid
+        hello, pid, token = arrived.hello, arrived.peer.pid, arrived.peer.token
         who = f"the worker that is process {pid}"
         if hello.versions.get("tlora") != __version__:
             return f"{who} is of tlora {hello.versions.get('tlora')}, and this is {__version__}. Start it with the same version"
-        if len(hello.gpus) != 1 or hello.gpus[0] not in self._gpus:
-            return f"{who} has GPUs {list(hello.gpus)}, and a worker here has one of {list(self._gpus)}. Start it with one of these"
+        if not hello.gpus or list(hello.gpus) != sorted(set(hello.gpus)) or not set(hello.gpus) <= set(self._gpus):
+            there = list(self._gpus)
+            return f"{who} has GPUs {list(hello.gpus)}, and a worker here has some of {there}, in ascending order. Start it with such"
         if hello.epoch > self._epoch:
             return f"{who} has heard of a later controller (epoch {hello.epoch}) than this one ({self._epoch}). Stop this one"
-        worker = self.workers.get(hello.gpus[0])
-        if worker is None:
-            return ""
-        if worker.given_up or (worker.incarnation or hello.incarnation) != hello.incarnation or pid not in (0, worker.process.pid):
-            return f"{who} comes for GPU {worker.gpu}, which has a worker already (process {worker.process.pid}). End one of the two"
+        if token is not None and token.has_expired and read_records(self._directory).get(hello.gpus) != arrived.peer.identity:
+            return f"{who} comes with {token.id}, which has expired, and was not here before. `tlora worker-token` makes a new one"
+        for worker in self.workers.values():
+            known = worker.gpus == hello.gpus and not worker.given_up and pid in (0, worker.process.pid)
+            if worker.overlaps(hello.gpus) and not (known and (worker.incarnation or hello.incarnation) == hello.incarnation):
+                what = f"comes for {called(hello.gpus)}, and there is a worker already that has {worker.called}"
+                return f"{who} {what} (process {worker.process.pid}). End one of the two"
         return ""
 
-    def _take_on(self, gpu: int, load: Load | None, process: WorkerProcess, identity: ProcessIdentity | None) -> RemoteWorker:
-        worker = self.workers[gpu] = RemoteWorker(gpu, load, process, self._epoch, self._limits.lease)
-        write_record(self._directory, gpu, identity)
+    def _take_on(self, gpus: tuple[int, ...], load: Load | None, process: WorkerProcess, identity: ProcessIdentity | None) -> RemoteWorker:
+        worker = self.workers[gpus[0]] = RemoteWorker(gpus, load, process, self._epoch, self._limits.lease)
+        write_record(self._directory, gpus, identity)
         self._heard_at[worker] = time.monotonic()
-        threading.Thread(target=self._await_end, args=(worker,), name=f"worker-{gpu}", daemon=True).start()
+        threading.Thread(target=self._await_end, args=(worker,), name=f"worker-{gpus[0]}", daemon=True).start()
         return worker
 
     def _await_end(self, worker: RemoteWorker) -> None:
@@ -239,8 +258,19 @@ class Crew:
                 self._heard_at[worker] = now
             if not worker.given_up and (reason := self._why_lost(worker, now)):
                 worker.given_up = reason
-                self._note(f"the worker of GPU {worker.gpu} {reason}: it is killed")
+                self._note(f"the worker of {worker.called} {reason}: it is killed")
                 threading.Thread(target=worker.process.kill, daemon=True).start()
+
+    def _stop_revoked(self) -> None:
+        """Once a second at most: it reads a file."""
+        if not self._let_in_by or time.monotonic() - self._asked_tokens < _WATCH_SECONDS:
+            return
+        self._asked_tokens = time.monotonic()
+        for session, token_id in self._let_in_by.items():
+            worker = self._sessions[session]
+            if not worker.stopping and self._tokens.is_revoked(token_id):
+                self._note(f"the worker of {worker.called} saves its jobs and ends: {token_id} was revoked")
+                worker.stop()
 
     def _why_lost(self, worker: RemoteWorker, now: float) -> str:
         limits, pulse = self._limits, worker.pulse
@@ -259,14 +289,14 @@ class Crew:
         still = now - self._moved_at[worker][1]
         return f"has been {pulse.phase} for {still:.0f} s without getting further" if still > getattr(limits, pulse.phase) else ""
 
-    def _log(self, gpu: int) -> Path:
-        return self._directory / f"gpu{gpu}.log"
+    def _log(self, gpus: tuple[int, ...]) -> Path:
+        return self._directory / f"{file_stem(gpus)}.log"
 
-    def _accept(self) -> None:
-        while True:
+    def _accept(self, door: Door) -> None:
+        while not door.is_closed:
             try:
-                connection, _ = self._listener.accept()
-            except OSError:  # closed
-                return
-            connection.settimeout(None)
-            Session(connection, self.inbox)  # type: ignore[arg-type]
+                connection, admit = door.accept()
+            except OSError:  # closed, or too many open files for a while
+                time.sleep(_ACCEPT_SECONDS)
+                continue
+            Session(connection, admit, self.inbox)  # type: ignore[arg-type]

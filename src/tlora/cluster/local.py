@@ -1,4 +1,4 @@
-"""The cluster of one machine: a worker process per GPU, and jobs that users submit, cancel, hold and release at any time.
+"""The cluster of one machine: a worker process per group of GPUs, and jobs that users submit, cancel, hold and release at any time.
 
 It owns the clock and the store; `crew.py` has the workers. What each of them shall have is the reconciler's decision, who trains where the
 scheduler's, and how a micro-batch runs the worker's (`engine/worker.py`). Workers outlive it: the next back end on the store finds them.
@@ -20,6 +20,7 @@ from typing import Literal
 
 from tlora import durable
 from tlora.cluster.crew import Crew, Limits
+from tlora.cluster.doors import TlsDoor
 from tlora.cluster.reconciler import LocalJob, Reconciler
 from tlora.cluster.remote_worker import RemoteWorker
 from tlora.cluster.store_files import begin_reign, lock_store
@@ -52,7 +53,7 @@ STOP_SECONDS = 25.0  # for a worker to checkpoint its jobs and exit
 
 @dataclass(frozen=True, slots=True)
 class LocalMachine:
-    """GPUs as CUDA_VISIBLE_DEVICES numbers them, or as many one-thread workers on a CPU. `base_models`: name -> directory or hub id.
+    """GPUs as CUDA_VISIBLE_DEVICES numbers them, or as many one-thread ranks on a CPU. `base_models`: name -> directory or hub id.
 
     `output_dir` gets `jobs/<name>/` as `tlora train` leaves it, and the workers' logs. What stands behind it is as in a jobs file, but for
     `tick_seconds`, `limits` and `calibrate`: workers measure what a base costs at its first load, and the scheduler hears it. With
@@ -78,7 +79,7 @@ Arrival = tuple[float, JobSubmitted | Request]
 
 
 class LocalBackend:
-    """A `Backend`. A group has one GPU: the engine has no data parallelism yet, and a group or a job of several is refused.
+    """A `Backend`. A group is one worker, however many GPUs it has; where these change, its jobs go on in another from their checkpoints.
 
     `submit`, `cancel`, `hold`, `release` and `seal` may be called at any time and from any thread. A worker outlives its group: the next
     group on its GPU need not load the same base again. A job is in one worker at a time. Use it as a context manager, or `close` it.
@@ -87,8 +88,10 @@ class LocalBackend:
     those of their jobs that are submitted before the first `poll`. Then its clock goes on from theirs.
     """
 
-    def __init__(self, machine: LocalMachine, note: Callable[[str], None] = lambda _: None) -> None:
-        """`note` is told of connections that are refused and workers that are given up. Raises ConfigError, CheckpointError."""
+    def __init__(self, machine: LocalMachine, note: Callable[[str], None] = lambda _: None, door: TlsDoor | None = None) -> None:
+        """`note` is told of connections that are refused and workers that are given up. `door`, of the same store, lets workers in over TCP
+        too, and is closed with this. Raises ConfigError, CheckpointError.
+        """
         self._machine = machine
         workers = machine.output_dir / "workers"
         for directory in (machine.output_dir / "jobs", workers):
@@ -102,6 +105,8 @@ class LocalBackend:
         self._next_tick = self._began + machine.tick_seconds
         self._events: list[Event] = [NodeAdded("local", machine.gpus)]
         self._crew = Crew(workers, reign.epoch, self._load, machine.gpus, machine.limits, note)
+        if door is not None:
+            self._crew.listen_on(door)
         self._reconciler = Reconciler(machine.base_models, self._start_worker, self._crew.workers, reign.epoch)
         self._found = bool(records)
         self._asking = threading.Lock()  # of what follows, and of the jobs that are known
@@ -214,13 +219,12 @@ class LocalBackend:
         self._crew.wake()
 
     def _check(self, spec: JobSubmitted, job: LocalJob) -> None:
-        name, bases = spec.job_id, self._machine.base_models
+        name, bases, there = spec.job_id, self._machine.base_models, len(self._machine.gpus)
         if job.spec.name != name:
             raise ConfigError(f"job {name!r} is submitted with the spec of {job.spec.name!r}. Give both the same name")
-        if spec.gpus != 1:
+        if spec.gpus > there:
             raise ConfigError(
-                f"job {name!r} asks for {spec.gpus} GPUs, and the local back end runs a job on one: "
-                "the engine has no data parallelism yet. Ask for 1"
+                f"job {name!r} asks for {spec.gpus} GPUs, and there {'are' if there > 1 else 'is'} {there} here. Ask for at most {there}"
             )
         if spec.base_model not in bases:
             raise ConfigError(f"job {name!r}: unknown base model {spec.base_model!r}. Name one of {', '.join(sorted(bases))}")
@@ -250,7 +254,6 @@ class LocalBackend:
         return found
 
     def execute(self, action: Action) -> None:
-        """Raises ConfigError for a group on several GPUs."""
         match action:
             case StartGroup(group):
                 self._want(group)
@@ -265,12 +268,9 @@ class LocalBackend:
         self._settle()
 
     def _want(self, group: JobGroup) -> None:
-        if len(group.gpus) != 1:
-            raise ConfigError(
-                f"group {group.group_id} is to run on GPUs {group.gpus}, and the local back end runs a group on one: "
-                "the engine has no data parallelism yet. Take a policy without growth"
-            )
-        assert group.gpus[0] in self._machine.gpus, f"{group.group_id} is to run on {group.gpus}; there are {self._machine.gpus}"
+        assert set(group.gpus) <= set(self._machine.gpus) and group.gpus, (
+            f"{group.group_id} is to run on {group.gpus}; there are {self._machine.gpus}"
+        )
         self._reconciler.want(group)
 
     # -- what happens --------------------------------------------------------------------------------------------------
@@ -297,15 +297,22 @@ class LocalBackend:
                 if worker.load is not None:
                     worker.stop()
                 continue
+            if self._has_moved(found.group_id, worker):
+                continue
             jobs = self._arrived_early([name for name in found.job_ids if self._is_best_place(worker, name)])
             if jobs:
                 weights = dict(zip(found.job_ids, found.weights, strict=True))
                 names = tuple(job.job_id for job in jobs)
-                group = replace(found, gpus=(worker.gpu,), job_ids=names, weights=tuple(weights[name] for name in names))
+                group = replace(found, gpus=worker.gpus, job_ids=names, weights=tuple(weights[name] for name in names))
                 self._reconciler.adopt(group)
                 self._events.append(GroupFound(group, jobs))
         self._events.append(Tick())
         self._settle()
+
+    def _has_moved(self, group_id: str, worker: RemoteWorker) -> bool:
+        """A group that was moving to other GPUs is found twice: it goes on where its jobs went last."""
+        places = [other for other in self._crew.workers.values() if other.found is not None and other.found.group_id == group_id]
+        return max(places, key=lambda other: max((held.attempt for held in other.jobs.values()), default=0)) is not worker
 
     def _is_best_place(self, worker: RemoteWorker, job_id: str) -> bool:
         """A job that was being handed over may be in the groups of two workers: it goes on where its attempt is the later one."""
@@ -365,10 +372,10 @@ class LocalBackend:
             machine.calibrate,
         )
 
-    def _start_worker(self, gpu: int, base_model: str) -> None:
-        worker = self._crew.workers.get(gpu)
+    def _start_worker(self, gpus: tuple[int, ...], base_model: str) -> None:
+        worker = self._crew.workers.get(gpus[0])
         if worker is None:
-            self._crew.start(gpu, base_model)
+            self._crew.start(gpus, base_model)
         else:
             worker.give(self._load(base_model))
 

@@ -1,4 +1,4 @@
-"""From what is wanted of each GPU to what its worker shall have, and what a worker's reports mean.
+"""From what is wanted of the GPUs to what their workers shall have, and what a worker's reports mean.
 
 Starts no process, reads no clock and waits for nothing: `local.py` does. A worker gets there by itself (`engine/settler.py`); here it is
 seen to that a job is in one worker at a time. Who trains where is the scheduler's decision.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tlora.cluster.remote_worker import NUMBERS_PER_EPOCH, Held, RemoteWorker
 from tlora.job import JobSpec
@@ -29,16 +29,16 @@ class LocalJob:
 
 
 class Reconciler:
-    """`groups` are as wanted, `workers` as they are, by GPU; `open` are the jobs that were submitted and have not ended."""
+    """`groups` are as wanted, `workers` as they are, by their first GPU; `open` are the jobs that were submitted and have not ended."""
 
     def __init__(
         self,
         base_models: Mapping[str, str],
-        start: Callable[[int, str], object],
+        start: Callable[[tuple[int, ...], str], object],
         workers: dict[int, RemoteWorker],
         epoch: int,
     ) -> None:
-        """`start` puts a new worker for a GPU and a base (directory or hub id) into `workers`, or tells one that is there to load that."""
+        """`start` puts a new worker for GPUs and a base (directory or hub id) into `workers`, or tells one that is there to load that."""
         self._base_models, self._start = base_models, start
         self.workers = workers
         self.groups: dict[str, JobGroup] = {}
@@ -55,10 +55,11 @@ class Reconciler:
         self._alone_until: dict[str, int] = {}  # steps to which a suspect is alone in its worker
 
     def want(self, group: JobGroup) -> None:
-        """The group shall run as given, on its one GPU."""
-        (gpu,) = group.gpus
-        other = self._group_on(gpu)
-        assert other is None or other.group_id == group.group_id, f"GPU {gpu} is {other}'s and shall be {group.group_id}'s"
+        """The group shall run as given. Other GPUs than before are another worker, which goes on from the jobs' checkpoints."""
+        group = replace(group, gpus=tuple(sorted(group.gpus)))
+        for other in self.groups.values():
+            apart = other.group_id == group.group_id or set(other.gpus).isdisjoint(group.gpus)
+            assert apart, f"{group.group_id} shall have {group.gpus}, of which {other.group_id} has {other.gpus}"
         self.groups[group.group_id] = group
         self._unready.add(group.group_id)
 
@@ -85,7 +86,7 @@ class Reconciler:
         match report:
             case Stepped(job_id, steps, step_seconds, attempt) if worker.holds(job_id, attempt):
                 self._see_steps(job_id, steps)
-                group = self._group_on(worker.gpu)
+                group = self._group_of(worker)
                 if group is not None and job_id in group.job_ids:
                     self.events.append(StepsDone(job_id, group.group_id, steps, step_seconds))
             case Finished(job_id, _, attempt) if worker.holds(job_id, attempt):
@@ -100,7 +101,7 @@ class Reconciler:
                 self._see_speed(worker, device, speed)
             case Refused(job_id, _, attempt) if worker.holds(job_id, attempt):
                 del worker.jobs[job_id]
-                group = self._group_on(worker.gpu)
+                group = self._group_of(worker)
                 if group is not None:
                     self._refused[job_id] = group.plan, set(worker.jobs)
             case _:
@@ -113,31 +114,32 @@ class Reconciler:
             return
         if not worker.doomed:
             self._blame(worker, reason)
-        group = self._group_on(worker.gpu)
+        group = self._group_of(worker)
         if group is not None:
             self.forget(group.group_id)
             self.events.append(GroupLost(group.group_id, reason))
 
     def step(self) -> None:
         """Tell each worker what it shall have, as far as others let go of it. What must wait for a report is told when that has come."""
-        for worker in self.workers.values():
-            group = self._group_on(worker.gpu)
-            if group is not None and worker.load is not None and worker.load.base_model != self._base_models[group.base_model]:
-                worker.stop()
         for group in self.groups.values():
-            (gpu,) = group.gpus
-            if gpu not in self.workers or self.workers[gpu].load is None:
-                self._start(gpu, self._base_models[group.base_model])
+            there = [worker for worker in self.workers.values() if worker.overlaps(group.gpus)]
+            base = self._base_models[group.base_model]
+            for worker in there:
+                if worker.gpus != group.gpus or (worker.load is not None and worker.load.base_model != base):
+                    worker.stop()
+            if not there or (there[0].gpus == group.gpus and there[0].load is None):
+                self._start(group.gpus, base)
         held = {job_id for worker in self.workers.values() for job_id in worker.jobs}
         for worker in self.workers.values():
-            group = self._group_on(worker.gpu)
+            group = self._group_of(worker)
             if worker.obeys and group is not None:
                 self._let_in(group, worker, held)
             elif worker.obeys and worker.load is not None:
                 worker.want(None, (), False)
 
-    def _group_on(self, gpu: int) -> JobGroup | None:
-        return next((group for group in self.groups.values() if group.gpus == (gpu,)), None)
+    def _group_of(self, worker: RemoteWorker) -> JobGroup | None:
+        """The one that is to have just its GPUs."""
+        return next((group for group in self.groups.values() if group.gpus == worker.gpus), None)
 
     def _end(self, event: JobFinished | JobFailed) -> None:
         if event.job_id in self.open:

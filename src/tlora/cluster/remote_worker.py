@@ -38,12 +38,21 @@ class Held:
     steps: int = 0
 
 
-class RemoteWorker:
-    """`jobs` are those that it holds. `loaded`, `doomed` (it ends by itself) and `settled` (the last generation) are as it has said."""
+def called(gpus: tuple[int, ...]) -> str:
+    """For a person: GPU 0, or GPUs 0, 1."""
+    return f"GPU{'s' * (len(gpus) > 1)} {', '.join(map(str, gpus))}"
 
-    def __init__(self, gpu: int, load: Load | None, process: Process, epoch: int, lease_seconds: float = LEASE_SECONDS) -> None:
+
+class RemoteWorker:
+    """`gpus` are its own, in ascending order. `jobs` are those that it holds. `loaded`, `doomed` (it ends by itself) and `settled` (the
+    last generation) are as it has said.
+    """
+
+    def __init__(
+        self, gpus: tuple[int, ...], load: Load | None, process: Process, epoch: int, lease_seconds: float = LEASE_SECONDS
+    ) -> None:
         """`load` is None for a worker that came by itself, until it is told what to load."""
-        self.gpu, self.load, self.process = gpu, load, process
+        self.gpus, self.load, self.process = gpus, load, process
         self.incarnation: str | None = None
         self.loaded = self.stopping = self.doomed = False
         self.jobs: dict[str, Held] = {}
@@ -57,6 +66,18 @@ class RemoteWorker:
         self._want = Want(epoch, epoch * NUMBERS_PER_EPOCH, load or _NOTHING, lease_seconds=lease_seconds)
         self._intake = Intake()
         self._send: Send | None = None
+
+    @property
+    def gpu(self) -> int:
+        """The first of its GPUs, by which it is known: no two workers have one in common."""
+        return self.gpus[0]
+
+    @property
+    def called(self) -> str:
+        return called(self.gpus)
+
+    def overlaps(self, gpus: tuple[int, ...]) -> bool:
+        return not set(self.gpus).isdisjoint(gpus)
 
     @property
     def obeys(self) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import queue
-import socket
 import threading
 from dataclasses import dataclass
 from typing import cast
 
-from tlora.link.lines import Line, peer_pid
+from tlora.cluster.doors import Admit, Peer
+from tlora.link.admission import AdmissionError
+from tlora.link.lines import Connection, Line
 from tlora.worker_protocol import PROTOCOL, Alive, FromController, FromWorker, Hello, Refusal, Said, controller_line, parse_worker_line
 
 HELLO_SECONDS = 10.0  # for the first line
@@ -17,10 +18,10 @@ HELLO_SECONDS = 10.0  # for the first line
 
 @dataclass(frozen=True)
 class Arrived:
-    """A connection has said Hello. `pid` is the process at its other end, 0 where the system does not tell."""
+    """A connection has said Hello. `peer` is the process at its other end."""
 
     session: Session
-    pid: int
+    peer: Peer
     hello: Hello
 
 
@@ -42,10 +43,10 @@ Heard = Arrived | Spoke | Gone
 
 
 class Session:
-    """`inbox` gets what is heard, in its order, `Gone` last."""
+    """`inbox` gets what is heard, in its order, `Gone` last"""
 
-    def __init__(self, connection: socket.socket, inbox: queue.SimpleQueue[Heard]) -> None:
-        self._connection, self._line, self._inbox = connection, Line(connection), inbox
+    def __init__(self, connection: Connection, admit: Admit, inbox: queue.SimpleQueue[Heard]) -> None:
+        self._admit, self._line, self._inbox = admit, Line(connection), inbox
         self._outgoing: queue.SimpleQueue[FromController | None] = queue.SimpleQueue()
         self.ended = threading.Event()
         threading.Thread(target=self._read, name="session", daemon=True).start()
@@ -69,14 +70,18 @@ class Session:
         self._line.end()
 
     def _read(self) -> None:
-        reason = ""
+        reason, told = "", True
         try:
             reason = self._converse()
         except TimeoutError:
             reason = f"a connection without a Hello for {HELLO_SECONDS:g} s"
+        except AdmissionError as error:
+            reason = str(error)
+        except OSError as error:  # a stranger
+            reason, told = str(error), False
         except ValueError as error:
             reason = f"a line that is none of protocol {PROTOCOL}: {_first_line(error)}"
-        if reason:
+        if reason and told:
             self._line.send(controller_line(Refusal(reason)))
         self._inbox.put(Gone(self, reason))
         self.ended.set()
@@ -84,14 +89,12 @@ class Session:
         self._line.close()
 
     def _converse(self) -> str:
-        """Until it ends. What is wrong with it, if something is. Raises TimeoutError, ValueError."""
-        pid = peer_pid(self._connection)
-        if pid is None:
-            return "a connection of another user"
+        """Until it ends. What is wrong with it, if something is. Raises as `Admit` does, and TimeoutError, ValueError."""
+        peer = self._admit(self._line)
         first = self._line.read_line(HELLO_SECONDS)
         if first is None:
             return "a connection that ended before its Hello"
-        self._inbox.put(Arrived(self, pid, _parse_hello(first)))
+        self._inbox.put(Arrived(self, peer, _parse_hello(first)))
         for line in self._line.lines():
             message: FromWorker = parse_worker_line(line)
             if isinstance(message, Hello):

@@ -1,7 +1,8 @@
 """What a worker does with its GPU: loads a base once and trains the jobs that come and go, as it is told.
 
 Commands come through a queue (`commands.py`), reports go to a function (`worker_protocol.py`); who trains with whom is decided elsewhere,
-and how a worker is told is `worker.py`'s. A job joins and leaves between two micro-batches; its data and its state are made ready beside,
+and how a worker is told is `worker.py`'s. Of a worker with several GPUs this is one rank, and `team/parts.py` has what it shares with the
+others. A job joins and leaves between two micro-batches; its data and its state are made ready beside,
 while the others train, and files are written beside.
 """
 
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,10 +24,12 @@ from tlora import durable
 from tlora.data.dataset import find_damage
 from tlora.data.prepare import Prepared, open_sets, prepare
 from tlora.engine.calibration import calibrate
-from tlora.engine.commands import Command, Leave, Share, Stop
+from tlora.engine.commands import Leave, Share, Stop
 from tlora.engine.driver import Driver, Opened, Places
 from tlora.engine.pulse import Pulse
 from tlora.engine.step_timer import StepTimer
+from tlora.engine.team.messages import Follow, Spread
+from tlora.engine.team.parts import Parts, Planned, Seat, Together
 from tlora.errors import CheckpointError, DataError
 from tlora.group.job_run import JobRun
 from tlora.group.reports import Ended
@@ -74,15 +78,24 @@ class _Ready:
     opened: Opened | Failure | HeldError
 
 
-_Told = Command | _Prepared | _Ready | _Written
+_Told = Join | Leave | Share | Spread | Follow | Together | _Prepared | _Ready | _Written
 
 
 class Trainer:
     """What is resident, what is on its way in, and the two ends of the line."""
 
-    def __init__(self, load: Load, inbox: queue.SimpleQueue[_Told], send: Callable[[Report], None], pulse: Pulse | None = None) -> None:
-        """`pulse` gets what this is at."""
+    def __init__(
+        self,
+        load: Load,
+        inbox: queue.SimpleQueue[Any],
+        send: Callable[[Any], None],
+        pulse: Pulse | None = None,
+        seat: Seat | None = None,
+    ) -> None:
+        """`pulse` gets what this is at. `seat`: among the ranks of a worker; `send` then also gets what is for these."""
         self._load, self._inbox, self._send = load, inbox, send
+        seat = seat or Seat()
+        self._parts = Parts(seat, send)
         self._pulse = pulse or Pulse()
         self._directory = Path(load.output_dir)
         model, self._bound = _load_base(load)
@@ -95,9 +108,11 @@ class Trainer:
         self._serving = ServingFiles(load.base_model)
         self._claims: dict[str, Claim] = {}
         durable.make_directory(self._directory)
-        self._flight = FlightRecorder(self._directory)
+        self._flight = FlightRecorder(self._directory, seat.flight)
         context = RunContext(public_name(load.base_model), clock, note, reserve, writer, fence=self._check_claim)
-        self._driver = Driver(model, context, Places(self._directory, self._serving, load.report_to), STARTING_BUDGET)
+        self._driver = Driver(
+            model, context, Places(self._directory, self._serving, load.report_to), STARTING_BUDGET, exchange=self._parts.exchange
+        )
         self._share = Share(STARTING_BUDGET)
         self._driver.listener = self._listen
         self._group, self._records = self._driver.group, self._driver.records
@@ -130,36 +145,53 @@ class Trainer:
         self._tell_ended()
 
     def _obey_all(self) -> bool:
-        """What has arrived since the last micro-batch; with nobody resident, wait for something. False: stop."""
-        while not self._inbox.empty() or not self._group.runs:
-            if not self._group.runs:
+        """What has arrived since the last micro-batch; with nothing to compute, wait for something. False: stop."""
+        while not self._inbox.empty() or not self._group.runs or self._group.idle:
+            if self._inbox.empty():
                 self._pulse.begin("waiting")
-            match self._inbox.get():
-                case Stop():
-                    return False
-                case Join() as join:
-                    name = join.job.name
-                    here = {*self._preparing, *self._opening, *self._group.runs, *self._records.ending}
-                    assert name not in here, f"{name} is here already"
-                    self._preparing[name] = join
-                    threading.Thread(target=self._prepare, args=(join,), daemon=True).start()
-                case _Prepared(join, data):
-                    if self._preparing.get(join.job.name) is join:  # it has not left meanwhile
-                        del self._preparing[join.job.name]
-                        self._opening.add(join.job.name)
-                        threading.Thread(target=self._open, args=(join, data), daemon=True).start()
-                case _Ready(spec, opened):
-                    self._let_in(spec, opened)
-                case _Written():
-                    self._records.see_ended()
-                case Leave(name):
-                    self._let_go(name)
-                case Share() as share:
-                    self._share = share
-                    self._apply_share()
+                self._parts.exchange.flush(wait=True)
+            command = self._inbox.get()
+            if isinstance(command, Stop):
+                return False
+            self._obey(command)
             self._tell_ended()
         self._pulse.begin("training" if self._has_computed else "compiling")  # the first micro-batch of all compiles what it needs
         return True
+
+    def _obey(self, command: _Told) -> None:
+        match command:
+            case Join() as join:
+                self._take(join)
+            case _Prepared(join, data):
+                if self._preparing.get(join.job.name) is join:  # it has not left meanwhile
+                    del self._preparing[join.job.name]
+                    self._opening.add(join.job.name)
+                    threading.Thread(target=self._open, args=(join, data), daemon=True).start()
+            case _Ready(spec, opened):
+                self._let_in(spec, opened)
+            case _Written():
+                self._records.see_ended()
+            case Leave(name):
+                self._let_go(name)
+            case Share() as share:
+                self._share = share
+                self._apply_share()
+            case Spread(join, span):
+                self._parts.spread(join.job.name, span)
+                self._take(join)
+            case Follow() as follow:
+                self._parts.follow(follow)
+                threading.Thread(target=self._plan_part, args=(follow,), daemon=True).start()
+            case _:
+                if (opened := self._parts.obey(command, self._driver)) is not None:
+                    self._begin_with(opened)
+
+    def _take(self, join: Join) -> None:
+        name = join.job.name
+        here = {*self._preparing, *self._opening, *self._group.runs, *self._records.ending}
+        assert name not in here and not self._parts.is_here(name), f"{name} is here already"
+        self._preparing[name] = join
+        threading.Thread(target=self._prepare, args=(join,), daemon=True).start()
 
     # -- coming --------------------------------------------------------------------------------------------------------
 
@@ -167,6 +199,12 @@ class Trainer:
         """In a thread of its own: the sets that were made before, or, where there are none, a process that makes them."""
         data = attempt(self._data_of, join)
         self._inbox.put(_Prepared(join, DataError(data.reason) if isinstance(data, Failure) else data))
+
+    def _plan_part(self, follow: Follow) -> None:
+        """In a thread of its own, of a job that has its home on another rank."""
+        data = attempt(self._data_of, follow.join)
+        found = DataError(data.reason) if isinstance(data, Failure) else data
+        self._inbox.put(Planned(follow, plan_job(follow.join.job, found, self._group.model, self._directory)))
 
     def _data_of(self, join: Join) -> Prepared | DataError:
         (request,) = prepare_requests(pin_data(self._run_of(join.job)), self._group.model.base.vocab_size)
@@ -199,7 +237,7 @@ class Trainer:
     def _put_off(self, name: str, reason: str) -> None:
         """The job cannot join now. Nobody else notices."""
         self._paces.pop(name, None)
-        self._release(name)
+        self._let_end(name)
         self._send(Refused(name, reason))
 
     def _apply_share(self, newcomer: JobRun | None = None) -> None:
@@ -218,7 +256,9 @@ class Trainer:
             raise HeldError(f"{directory.name} was let go. Nothing more is written")
         claim.check()
 
-    def _release(self, name: str) -> None:
+    def _let_end(self, name: str) -> None:
+        """The job's attempt is over here: its directory and its parts are let go."""
+        self._parts.end(name)
         if (claim := self._claims.pop(name, None)) is not None:
             claim.release()
 
@@ -234,6 +274,7 @@ class Trainer:
             self._inbox.put(_Ready(spec, Failure(error)))
             return
         planned = plan_job(spec, data, self._group.model, self._directory)
+        planned.span = self._parts.span_of(spec.name)
         if self._bound is not None:
             self._bound.check(planned, self._recomputed_layers())
         for warning in planned.said():
@@ -252,21 +293,26 @@ class Trainer:
         self._opening.discard(name)
         if name in self._unwanted:
             self._unwanted.discard(name)
-            self._release(name)
+            self._let_end(name)
             self._send(Left(name, 0, None))
         elif isinstance(opened, HeldError):
+            self._let_end(name)
             self._send(Refused(name, str(opened)))
         elif isinstance(opened, Failure):
             self._driver.refuse(spec, opened.reason)
         elif not self._fits(opened.run):
             self._put_off(name, f"beside {', '.join(self._group.runs)} its memory does not suffice below memory_limit")
-        else:
-            self._paces[name] = StepTimer(opened.run.progress.step, time.monotonic())
-            if self._bound is not None:
-                self._apply_share(opened.run)
-            self._driver.let_in(opened, partial(self._put_off, name))
-            if name in self._group.runs:  # and not at its end already
-                self._send(Joined(name, opened.run.progress.step))
+        elif not self._parts.waits(opened):
+            self._begin_with(opened)
+
+    def _begin_with(self, opened: Opened) -> None:
+        name = opened.run.spec.name
+        self._paces[name] = StepTimer(opened.run.progress.step, time.monotonic())
+        if self._bound is not None:
+            self._apply_share(opened.run)
+        self._driver.let_in(opened, partial(self._put_off, name))
+        if name in self._group.runs:  # and not at its end already
+            self._send(Joined(name, opened.run.progress.step))
 
     # -- staying -------------------------------------------------------------------------------------------------------
 
@@ -277,11 +323,12 @@ class Trainer:
 
     def _tell_steps(self) -> None:
         now = time.monotonic()
-        for name, run in self._group.runs.items():
+        own = {name: run for name, run in self._group.runs.items() if run.leads}
+        for name, run in own.items():
             self._paces[name].see(run.progress.step, now)
         if now - self._reported >= REPORT_SECONDS:
             self._reported = now
-            for name in self._group.runs:
+            for name in own:
                 self._tell_pace(name)
 
     def _tell_pace(self, name: str) -> None:
@@ -295,11 +342,12 @@ class Trainer:
         """Jobs whose files are written."""
         for name in list(self._records.results):
             self._paces.pop(name, None)
-            self._release(name)
+            self._let_end(name)
             self._send(_last_report(self._records.results.pop(name)))
 
     def _let_go(self, name: str) -> None:
-        if self._preparing.pop(name, None) is not None:
+        if self._preparing.pop(name, None) is not None or self._parts.give_up(name) is not None:
+            self._let_end(name)
             self._send(Left(name, 0, None))
         elif name in self._opening:
             self._unwanted.add(name)

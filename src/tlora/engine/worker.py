@@ -17,18 +17,24 @@ import sys
 import threading
 import traceback
 import uuid
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tlora.engine.pulse import Pulse
 from tlora.engine.settler import Settler
 from tlora.errors import ConfigError
 from tlora.garbage import no_collection
-from tlora.link.address import resolve
 from tlora.link.dialer import Dialer
+from tlora.link.entrance import Entrance, find_entrance
 from tlora.sharing.multicast import turn_multicast_off
 from tlora.version import __version__
 from tlora.worker_protocol import Alive, Ending, Hello, Load, Report, Want
+
+if TYPE_CHECKING:  # model libraries are imported when there is something to load
+    from tlora.engine.team.parts import Seat
+    from tlora.engine.trainer import Trainer
 
 FIRST_LEASE_SECONDS = 600.0  # until a Want says otherwise
 _DRAIN_SECONDS = 5.0  # at the end, for the last reports to be taken
@@ -38,14 +44,14 @@ _LIBRARIES = ("torch", "transformers")
 class Worker:
     """The threads of a worker meet here: the one that trains, and the two of the line."""
 
-    def __init__(self, gpu: int, address: str) -> None:
+    def __init__(self, gpus: tuple[int, ...], entrance: Entrance) -> None:
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of the trainer
         self.pulse = Pulse()
-        self._gpu, self._incarnation = gpu, uuid.uuid4().hex
+        self._gpus, self._incarnation = gpus, uuid.uuid4().hex
         self._settler, self._lock = Settler(), threading.RLock()
         self._load: Load | None = None
         self._told = threading.Event()  # what to load, or to stop
-        self.dialer = Dialer(address, self, FIRST_LEASE_SECONDS)
+        self.dialer = Dialer(entrance, self, FIRST_LEASE_SECONDS)
 
     def wait_for_load(self) -> Load | None:
         """What to load; None for a worker that is to stop before it has loaded anything."""
@@ -65,7 +71,7 @@ class Worker:
             settler, want = self._settler, self._settler.want
             return Hello(
                 self._incarnation,
-                (self._gpu,),
+                self._gpus,
                 versions(),
                 self._load,
                 settler.loaded,
@@ -121,13 +127,13 @@ def versions() -> dict[str, str]:
     return found
 
 
-def serve(address: str, gpu: int) -> int:
-    """Do as the controller at `address` wants, until told to stop. The exit status: 143 after SIGTERM, as a shell expects.
+def serve(entrance: Entrance, gpus: tuple[int, ...]) -> int:
+    """Do as the controller there wants, until told to stop. The exit status: 143 after SIGTERM, as a shell expects.
 
-    Raises ConfigError where nobody listens at `address`.
+    Raises ConfigError where nobody listens, or who does is not to be trusted, or does not let this worker in.
     """
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # no library may wait for an answer
-    worker = Worker(gpu, address)
+    worker = Worker(gpus, entrance)
     received: list[int] = []
 
     def on_signal(number: int, _: object) -> None:
@@ -140,18 +146,27 @@ def serve(address: str, gpu: int) -> int:
         worker.dialer.start()
     except OSError as error:
         why = error.strerror or error
-        raise ConfigError(f"no cluster listens at {address} ({why}). Start `tlora cluster` or `tlora serve` first") from None
+        raise ConfigError(f"no cluster listens at {entrance.address} ({why}). Start `tlora cluster` or `tlora serve` first") from None
     load = worker.wait_for_load()
     if load is not None:
         worker.pulse.begin("loading")
-        trainer = _open_trainer(load, worker)
-        trainer.go_on()
+        lead_or_train(load, gpus, worker)
     worker.dialer.drain(_DRAIN_SECONDS)
     return 128 + received[0] if received else 0
 
 
-def _open_trainer(load: Load, worker: Worker) -> Any:
-    """The model libraries, then the base."""
+def lead_or_train(load: Load, gpus: tuple[int, ...], worker: Worker) -> None:
+    """Until told to stop. With several GPUs, a process for each of them trains."""
+    if len(gpus) > 1:
+        from tlora.engine.team.leader import Leader
+
+        Leader(load, gpus, worker.inbox, worker.report, worker.pulse).go_on()
+    else:
+        open_trainer(load, worker.inbox, worker.report, worker.pulse).go_on()
+
+
+def open_trainer(load: Load, inbox: queue.SimpleQueue[Any], send: Callable[[Any], None], pulse: Pulse, seat: Seat | None = None) -> Trainer:
+    """The model libraries, then the base. The arguments as of `Trainer`."""
     with no_collection():
         import torch
         from transformers.utils import logging
@@ -159,26 +174,36 @@ def _open_trainer(load: Load, worker: Worker) -> Any:
         from tlora.engine.trainer import Trainer
     if load.device == "cpu":
         torch.set_num_threads(1)  # bits depend on their number, and workers on one CPU are like GPUs of their own
+    elif load.device != "cuda":
+        torch.cuda.set_device(load.device)  # kernels are launched on the current device
     logging.disable_progress_bar()  # the last line of the log is what is told of a worker that has died
     logging.set_verbosity_error()
-    return Trainer(load, worker.inbox, worker.report, worker.pulse)
+    return Trainer(load, inbox, send, pulse, seat)
 
 
 def main() -> None:
     """Serve and exit."""
     parser = argparse.ArgumentParser(prog="python -m tlora.engine.worker", description=__doc__)
     parser.add_argument("--connect", required=True, help="unix:/path/to/controller.sock, or a cluster's output directory")
-    parser.add_argument("--gpu", type=int, default=0, help="the number of its GPU in the cluster")
+    parser.add_argument("--gpus", type=parse_gpus, default=(0,), help="the numbers of its GPUs in the cluster, with commas")
     arguments = parser.parse_args()
-    run(arguments.connect, arguments.gpu)
+    run(arguments.connect, arguments.gpus)
 
 
-def run(address: str, gpu: int) -> None:
-    """`serve`, and exit: without a look at threads that may wait for a controller, or open a job."""
+def parse_gpus(text: str) -> tuple[int, ...]:
+    """Numbers with commas, as the cluster counts its GPUs; in ascending order. Raises ConfigError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
+        raise ConfigError(f"--gpus {text}: must be different numbers of GPUs, such as 0 or 0,1")
+    return tuple(sorted(map(int, parts)))
+
+
+def run(address: str, gpus: tuple[int, ...], fingerprint: str | None = None, token_file: Path | None = None) -> None:
+    """`serve`, with the options of `tlora worker`, and exit: without a look at threads that may wait for a controller, or open a job."""
     status = 1
     turn_multicast_off()
     try:
-        status = serve(resolve(address), gpu)
+        status = serve(find_entrance(address, fingerprint, token_file), gpus)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
         status = 2

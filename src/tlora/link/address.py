@@ -1,4 +1,4 @@
-"""Where a controller listens: a unix socket in a directory that only its user may enter."""
+"""Where a controller listens: a unix socket in a directory that only its user may enter, and if asked for a TCP port (`tls.py`)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import socket
 import stat
 import tempfile
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from tlora import durable
 from tlora.errors import ConfigError
+from tlora.link.lines import peer_pid
 
 SOCKET, ADDRESS_FILE = "controller.sock", "address"
 _LONGEST_PATH = 100  # bytes of a unix socket's: Linux takes 107, other systems 103
-_SCHEME = "unix:"
+_SCHEME, _TCP = "unix:", "tcp://"
 _BACKLOG = 128
 
 
@@ -38,7 +40,11 @@ def listen(directory: Path) -> tuple[socket.socket, str]:
 
 
 def connect(address: str) -> socket.socket:
-    """Raises OSError where nobody listens, and ConfigError for what is no address or a socket that is not this user's alone."""
+    """To the unix socket of a controller of this user.
+
+    Raises OSError where nobody listens, and ConfigError for what is no address, a socket that is not this user's alone, and a controller
+    that is another's.
+    """
     path = _path_in(address)
     private = path.parent.stat()
     if private.st_uid != os.geteuid() or stat.S_IMODE(private.st_mode) & 0o077:
@@ -49,11 +55,33 @@ def connect(address: str) -> socket.socket:
     except OSError:
         connection.close()
         raise
+    if peer_pid(connection) is None:
+        connection.close()
+        raise ConfigError(f"{address}: another user listens there, whom this worker does not obey. Start it as the controller's user")
     return connection
+
+
+def is_tcp(address: str) -> bool:
+    return address.startswith(_TCP)
+
+
+def tcp_place(address: str) -> tuple[str, int]:
+    """Host and port of tcp://host:port. Raises ConfigError."""
+    try:
+        parts = urlsplit(address)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not is_tcp(address) or not host or not port or address.rpartition(":")[2] != str(port) or "@" in address:
+        raise ConfigError(f"address {address!r}: must be tcp://host:port with a port from 1 to 65535, as in tcp://127.0.0.1:8322")
+    return host, port
 
 
 def resolve(address: str) -> str:
     """`address`, or where the cluster in the output directory `address` listens. Raises ConfigError."""
+    if is_tcp(address):
+        tcp_place(address)
+        return address
     if address.startswith(_SCHEME):
         _path_in(address)
         return address
@@ -62,8 +90,8 @@ def resolve(address: str) -> str:
         return written.read_text(encoding="utf-8").strip()
     except OSError:
         raise ConfigError(
-            f"--connect {address}: is neither an address (unix:/path/to/{SOCKET}) nor the output directory of a cluster ({written} is not "
-            "there). Give one of the two"
+            f"--connect {address}: is neither an address (unix:/path/to/{SOCKET}, tcp://host:port) nor the output directory of a cluster "
+            f"({written} is not there). Give one of the two"
         ) from None
 
 

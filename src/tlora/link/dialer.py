@@ -5,13 +5,15 @@ It trains nothing: what is said and heard goes through the functions that it is 
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from tlora.link.address import connect
+from tlora.link.admission import AdmissionError
+from tlora.link.entrance import Entrance, dial
 from tlora.link.lines import Line
 from tlora.link.outbox import Outbox
 from tlora.worker_protocol import Alive, Hello, Refusal, Report, Taken, Want, parse_controller_line, worker_line
@@ -49,9 +51,9 @@ def _now() -> float:
 
 
 class Dialer:
-    def __init__(self, address: str, client: Client, lease_seconds: float) -> None:
+    def __init__(self, entrance: Entrance, client: Client, lease_seconds: float) -> None:
         """`lease_seconds` until a Want says otherwise."""
-        self._address, self._client = address, client
+        self._entrance, self._client = entrance, client
         self._outbox = Outbox()
         self._contact = _Contact(_now(), lease_seconds)
         self._changed = threading.Condition()  # of all that follows, and of the outbox
@@ -60,8 +62,8 @@ class Dialer:
         self._sent = _now()
 
     def start(self) -> None:
-        """Raises OSError where nobody listens, ConfigError for a bad address."""
-        first = Line(connect(self._address), _SEND_SECONDS)
+        """Raises as `dial` does."""
+        first = dial(self._entrance, _SEND_SECONDS)
         threading.Thread(target=self._dial, args=(first,), name="dialer", daemon=True).start()
         threading.Thread(target=self._send, name="sender", daemon=True).start()
 
@@ -81,12 +83,18 @@ class Dialer:
     # -- the thread that hears -----------------------------------------------------------------------------------------
 
     def _dial(self, line: Line | None) -> None:
-        pause = _REDIAL_SECONDS[0]
+        pause, said = _REDIAL_SECONDS[0], ""
         while not self._ended:
             if line is None:
                 try:
-                    line = Line(connect(self._address), _SEND_SECONDS)
-                except (OSError, ValueError):  # nobody listens, or the place is gone: until the lease ends
+                    line = dial(self._entrance, _SEND_SECONDS)
+                except AdmissionError as error:
+                    self._be_refused(str(error))
+                    return
+                except (OSError, ValueError) as error:  # nobody listens, the place is gone, or is another's: until the lease ends
+                    if isinstance(error, ValueError) and str(error) != said:
+                        said = str(error)
+                        print(f"trains on, and dials again: {said}", file=sys.stderr, flush=True)  # noqa: T201
                     time.sleep(pause)
                     pause = min(2 * pause, _REDIAL_SECONDS[1])
                     continue
@@ -108,8 +116,7 @@ class Dialer:
             for received in line.lines():
                 message = parse_controller_line(received)
                 if isinstance(message, Refusal):
-                    self._ended = True
-                    self._client.end(f"refused by the controller: {message.reason}")
+                    self._be_refused(message.reason)
                     return True
                 if isinstance(message, Want) and not self._client.hear(message):
                     return heard  # an older controller
@@ -122,6 +129,10 @@ class Dialer:
                 self._line = None
                 self._changed.notify_all()
         return heard
+
+    def _be_refused(self, reason: str) -> None:
+        self._ended = True
+        self._client.end(f"refused by the controller: {reason}")
 
     def _take(self, line: Line, message: Want | Taken) -> None:
         with self._changed:

@@ -14,9 +14,10 @@ _BYTES = 1 << 16  # of a file at most
 class FlightRecorder:
     """Written without a sync: what the kernel has survives the process. Where it cannot be written, nothing is known."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, name: str = "") -> None:
+        """`name` tells the processes of one worker apart (`flight_name`)."""
         self._last: tuple[str, ...] | None = None
-        self._handle, self._path = -1, _path(directory, os.getpid())
+        self._handle, self._path = -1, directory / f".flight-{name or os.getpid()}"
         with contextlib.suppress(OSError):
             self._handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
 
@@ -36,15 +37,27 @@ class FlightRecorder:
 
 
 def read_flight(directory: Path, pid: int) -> frozenset[str]:
-    """The jobs that the worker which was process `pid` computed last; empty where that is not known. The file is removed."""
-    path = _path(directory, pid)
+    """The jobs that the worker which was process `pid` computed last, on all its ranks; empty where that is not known. Their files are
+    removed.
+    """
+    return frozenset[str]().union(*(_read(path) for path in [directory / f".flight-{pid}", *directory.glob(f".flight-{pid}-*")]))
+
+
+def forget_flight(directory: Path, pid: int, rank: int) -> None:
+    """That rank of the worker is not what ended it."""
+    _read(directory / f".flight-{flight_name(pid, rank)}")
+
+
+def flight_name(pid: int, rank: int) -> str:
+    """Of a rank of the worker that is process `pid`."""
+    return f"{pid}-{rank}"
+
+
+def _read(path: Path) -> frozenset[str]:
     with contextlib.suppress(OSError, ValueError):
         with path.open("rb") as file:
-            found: object = json.loads(file.read(_BYTES).split(b"\n")[0])
+            line = file.read(_BYTES).split(b"\n")[0]
         path.unlink()
+        found: object = json.loads(line)
         return frozenset(cast("list[str]", found)) if isinstance(found, list) else frozenset()
     return frozenset()
-
-
-def _path(directory: Path, pid: int) -> Path:
-    return directory / f".flight-{pid}"

@@ -7,17 +7,30 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
+from typing import Protocol
 
 LONGEST_LINE = 64 << 20  # bytes; the orders of 1,000 jobs take 2 MB
 _CHUNK = 1 << 16
 _PEER = struct.Struct("3i")
 
 
+class Connection(Protocol):
+    """A socket, or `TlsStream`."""
+
+    def sendall(self, content: bytes, /) -> None: ...
+    def recv(self, size: int, /) -> bytes: ...
+    def settimeout(self, seconds: float | None, /) -> None: ...
+    def setsockopt(self, level: int, option: int, value: bytes, /) -> None: ...
+    def shutdown(self, how: int, /) -> None: ...
+    def close(self) -> None: ...
+
+
 class Line:
     """One end of a connection. `send` and `close` may be called from any thread; one thread reads."""
 
-    def __init__(self, connection: socket.socket, send_seconds: int = 0) -> None:
+    def __init__(self, connection: Connection, send_seconds: int = 0) -> None:
         """`send_seconds`: for the other end to read what is sent, before the connection ends; 0: as long as it takes."""
         self._socket, self._lock = connection, threading.Lock()
         self._read = bytearray()
@@ -41,15 +54,21 @@ class Line:
         with self._lock:
             self._socket.close()
 
-    def read_line(self, timeout_seconds: float | None = None) -> bytes | None:
+    def read_line(self, timeout_seconds: float | None = None, longest: int = LONGEST_LINE) -> bytes | None:
         """The next line with its end; None at the end of the connection, of which a torn last line is a part.
 
-        Raises TimeoutError, and ValueError for a line of more than 64 MiB.
+        Raises TimeoutError when not all of it has come by then, and ValueError for a line of more than `longest` bytes.
         """
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         self._socket.settimeout(timeout_seconds)
         while (end := self._read.find(b"\n")) < 0:
-            if len(self._read) > LONGEST_LINE:
-                raise ValueError(f"a line has more than {LONGEST_LINE >> 20} MiB")
+            if len(self._read) > longest:
+                raise ValueError(f"a line has more than {longest:,} bytes")
+            if deadline is not None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                self._socket.settimeout(left)
             try:
                 chunk = self._socket.recv(_CHUNK)
             except TimeoutError:

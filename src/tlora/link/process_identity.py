@@ -29,6 +29,13 @@ class ProcessIdentity:
         return found is not None and found[1] == self.start_ticks and found[0] not in "ZX" and self.boot == boot_id()
 
     @property
+    def is_this_users(self) -> bool:
+        try:
+            return Path(f"/proc/{self.pid}").stat().st_uid == os.geteuid() and self.is_alive
+        except OSError:
+            return False
+
+    @property
     def is_stopped(self) -> bool:
         """By SIGSTOP or a debugger."""
         found = _stat(self.pid)
@@ -69,6 +76,24 @@ def identify(pid: int) -> ProcessIdentity | None:
     """The process that has this pid now. None if there is none, or the system does not tell."""
     found = _stat(pid)
     return None if found is None else ProcessIdentity(pid, found[1], boot_id())
+
+
+def wait_for_session(session: int, deadline: float | None) -> bool:
+    """Whether all processes of a session, whose leader has ended, are gone by `deadline` (of `time.monotonic`). They end by themselves."""
+    while _has_members(session):
+        if deadline is not None and time.monotonic() >= deadline:
+            return False
+        time.sleep(_LOOK_SECONDS)
+    return True
+
+
+def _has_members(session: int) -> bool:
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError):
+            fields = path.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] not in "ZX" and path.parent.name != str(session):
+                return True
+    return False
 
 
 def boot_id() -> str:

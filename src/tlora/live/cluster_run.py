@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import torch
 
 from tlora import durable
 from tlora.cluster.controller import run as run_controller
+from tlora.cluster.doors import TlsDoor
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import Arrival, LocalBackend, LocalMachine, submit_all
 from tlora.cluster.reconciler import LocalJob
@@ -27,14 +28,13 @@ from tlora.engine.results import Results, all_results, swept
 from tlora.engine.watcher import JobProgress, RunProgress, Watcher
 from tlora.errors import ConfigError, TloraError
 from tlora.job import JobSpec, RunSpec
+from tlora.link.address import tcp_place
 from tlora.live.picture import Picture
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.protocol import Action, Event, JobFailed, JobFinished, JobSubmitted, RejectJob
 from tlora.report.run_page import write_report
-from tlora.scheduler.policies import POLICIES
-from tlora.scheduler.residual_capacity import residual_capacity
-from tlora.scheduler.scheduler import Policy, Scheduler
-from tlora.scheduler.settings import Settings
+from tlora.scheduler.policies import LIVE_POLICIES
+from tlora.scheduler.scheduler import Scheduler
 from tlora.store.fingerprint import BaseGuard
 from tlora.store.metrics import check_trackers
 from tlora.store.recorder import JobResult
@@ -42,7 +42,6 @@ from tlora.store.run_directory import earlier_base, pin_base, write_run_file
 from tlora.supermodel.load import find_directory, outline
 
 # Policies that give a group one GPU, as the local back end has it.
-CLUSTER_POLICIES = ("residual_capacity", "fifo", "backfill", "sjf", "srtf", "las")
 _BASE = "base"  # the base's name in all groups
 _SHOW_SECONDS, _TICK_SECONDS = 0.25, 10.0
 
@@ -53,18 +52,25 @@ def train_on_cluster(
     gpus: str | int | None = None,
     device: str | None = None,
     policy: str = "residual_capacity",
+    worker_listen: str | None = None,
     watcher: Watcher | None = None,
 ) -> Results:
     """Train all jobs of `run`, each from its `arrival_seconds` on. `gpus` and `device` as of `train`; by default all GPUs, or one process
-    on a CPU.
+    on a CPU. With `worker_listen`, tcp://host:port, workers that are started by hand may come over TLS.
 
     `output_dir` gets `jobs/` with a directory for each job, `events.jsonl` with all that happened and was decided, and `workers/` with
     their logs. The same call goes on after a stop or a kill. SIGINT and SIGTERM checkpoint every job and return. Raises TloraError for
     what concerns all.
     """
-    if policy not in CLUSTER_POLICIES:
-        raise ConfigError(f"--policy {policy}: is not one of {', '.join(CLUSTER_POLICIES)}. Choose one of these")
+    if policy not in LIVE_POLICIES:
+        raise ConfigError(f"--policy {policy}: is not one of {', '.join(LIVE_POLICIES)}. Choose one of these")
+    if policy == "residual_capacity-growth" and run.deterministic:
+        raise ConfigError(
+            f"--policy {policy} with deterministic: a job then has as many replicas as its gpus say, and more GPUs do not make it faster. "
+            "Choose residual_capacity"
+        )
     watcher, began = watcher or Watcher(), time.monotonic()
+    place = tcp_place(worker_listen) if worker_listen is not None else None
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     places = rank_devices(gpus if gpus is not None else "all" if kind == "cuda" else 1, device)
     check_trackers(list(run.report_to))
@@ -75,7 +81,10 @@ def train_on_cluster(
     with closing(BaseGuard(run.base_model, find_directory(jobs_here.base_model), earlier_base(jobs_here, resume=True))) as guard:
         guard.start()
         guard.wait_for_verdict()  # jobs that go on do so over the base that they began with
-        return _Run(jobs_here, out, places, policy, watcher, began).train(guard)
+        with TlsDoor(out / "workers", place) if place is not None else nullcontext() as door:
+            if door is not None:
+                watcher.note(f"workers may come to {door.address} over TLS; `tlora worker-token {out}` makes a token for them")
+            return _Run(jobs_here, out, places, policy, watcher, began).train(guard, door)
 
 
 class _Run:
@@ -87,19 +96,19 @@ class _Run:
         self._faults: set[str] = set()
         self._facts = {"device": places[0].partition(":")[0] if len(places) == 1 else f"{len(places)} of {places[0].partition(':')[0]}"}
 
-    def train(self, guard: BaseGuard) -> Results:
+    def train(self, guard: BaseGuard, door: TlsDoor | None) -> Results:
         profiled = self._profile()
         self._picture = Picture(self._run, {name: job.profile for name, job in profiled.items()})
-        scheduler = Scheduler(self._made_policy(), cost_model(bases={_BASE: self._like()}), self._see_fault)
+        scheduler = Scheduler(LIVE_POLICIES[self._policy](), cost_model(bases={_BASE: self._like()}), self._see_fault)
         self._record("running", guard)
         with (
-            LocalBackend(self._machine(), self._watcher.note) as backend,
+            LocalBackend(self._machine(), self._watcher.note, door) as backend,
             closing(EventLog(self._out / "events.jsonl", backend.began_at_seconds)) as log,
             interrupts(lambda number: self._describe(number, backend), self._watcher.note) as received,
         ):
             specs = [spec for spec in self._run.jobs if spec.name in profiled]
             jobs = {spec.name: LocalJob(spec, profiled[spec.name].train_set, profiled[spec.name].eval_set) for spec in specs}
-            submit_all(backend, jobs, [_arrival(spec, profiled[spec.name]) for spec in specs])
+            submit_all(backend, jobs, [_arrival(spec, profiled[spec.name], len(self._places)) for spec in specs])
 
             def see(seconds: float, item: Event | Action) -> None:
                 log.write(seconds, item)
@@ -118,8 +127,8 @@ class _Run:
             problem = found[spec.name]
             if not isinstance(problem, ProfiledJob):
                 self._fail(spec, str(problem))
-            elif spec.gpus > 1:
-                self._watcher.note(f"{spec.name}: its {spec.gpus} replicas run in turn: a group of `tlora cluster` has one GPU so far")
+            elif spec.gpus > len(self._places):
+                self._watcher.note(f"{spec.name}: some of its {spec.gpus} replicas run in turn: there are fewer GPUs")
         return {name: job for name, job in found.items() if isinstance(job, ProfiledJob)}
 
     def _like(self) -> str:
@@ -130,9 +139,6 @@ class _Run:
             f"{self._policy} on {len(self._places)} x {self._places[0].partition(':')[0]}; speeds as measured, until then those of {like}"
         )
         return like
-
-    def _made_policy(self) -> Policy:
-        return residual_capacity(Settings(elastic=False)) if self._policy == "residual_capacity" else POLICIES[self._policy]()
 
     def _machine(self) -> LocalMachine:
         run, kind = self._run, self._places[0].partition(":")[0]
@@ -196,7 +202,7 @@ class _Run:
         write_run_file(Path(self._run.output_dir), self._run, self._facts | guard.facts() | {"status": status})
 
 
-def _arrival(spec: JobSpec, job: ProfiledJob) -> Arrival:
+def _arrival(spec: JobSpec, job: ProfiledJob, there: int) -> Arrival:
     deadline = None if spec.deadline_seconds is None else spec.arrival_seconds + spec.deadline_seconds
-    submitted = JobSubmitted(spec.name, _BASE, 1, job.profile, priority=spec.priority, deadline=deadline, max_slowdown=spec.max_slowdown)
-    return spec.arrival_seconds, submitted
+    rest = {"priority": spec.priority, "deadline": deadline, "max_slowdown": spec.max_slowdown}
+    return spec.arrival_seconds, JobSubmitted(spec.name, _BASE, min(spec.gpus, there), job.profile, **rest)

@@ -49,7 +49,7 @@ class Picture:
             case GroupFound(group, jobs):
                 self._groups[group.group_id] = group
                 for job in jobs:
-                    self._change(job.job_id, status="training", gpu=group.gpus[0])
+                    self._change(job.job_id, status="training", gpu=group.gpus[0], parts_on=group.gpus[1:])
             case StartGroup(group) | ChangeGroup(group):
                 self._groups[group.group_id] = group
             case StopGroup(group_id) | GroupLost(group_id):
@@ -83,15 +83,16 @@ class Picture:
 
     def _place(self) -> None:
         """Where each job is; one that has left its group waits again."""
-        where = {name: group.gpus[0] for group in self._groups.values() for name in group.job_ids}
+        groups = {name: group for group in self._groups.values() for name in group.job_ids}
+        where = {name: group.gpus[0] for name, group in groups.items()}
         for name, row in self._rows.items():
             if row.status in ("done", "failed"):
                 continue
             if name in where:
                 moved = (row.gpu != where[name] and row.status != "training") or row.gpu not in (None, where[name])
-                self._change(name, gpu=where[name], status="preparing" if moved else row.status)
+                self._change(name, gpu=where[name], parts_on=groups[name].gpus[1:], status="preparing" if moved else row.status)
             elif row.gpu is not None:
-                self._change(name, gpu=None, status="queued", tokens_per_second=0.0, eta_seconds=None)
+                self._change(name, gpu=None, parts_on=(), status="queued", tokens_per_second=0.0, eta_seconds=None)
 
     def _losses(self, name: str) -> dict[str, Any]:
         """Of the newest row of the job's metrics."""

@@ -27,3 +27,13 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     "residual_capacity-no-preemption": lambda: residual_capacity(Settings(preemption=False)),
     "residual_capacity-order-only": lambda: residual_capacity(Settings(sharing=False, elastic=False)),
 }
+
+_DEFAULTS = Settings()
+LIVE_POLICIES: Mapping[str, Callable[[], Policy]] = {
+    "residual_capacity": POLICIES["residual_capacity-no-growth"],
+    "residual_capacity-growth": lambda: residual_capacity(
+        Settings(resize_seconds=_DEFAULTS.checkpoint_seconds + _DEFAULTS.start_seconds)  # a group on other GPUs is another worker
+    ),
+    **{name: POLICIES[name] for name in ("fifo", "backfill", "sjf", "srtf", "las")},
+}
+"""Of a cluster that trains. What else there is, is there to be compared with."""

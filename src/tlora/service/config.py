@@ -12,13 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from tlora.errors import ConfigError
 from tlora.job import BasePrecision, DType, MemoryLimit, Recompute
 from tlora.jobs_file import suggest
+from tlora.link.address import tcp_place
 from tlora.server_directory import default_directory
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _MOST_CONFIG_BYTES = 1 << 20
-# Policies that give a group one GPU, as the local back end has it.
-PolicyName = Literal["residual_capacity", "fifo", "backfill", "sjf", "srtf", "las"]
+# As `scheduler.policies.LIVE_POLICIES`.
+PolicyName = Literal["residual_capacity", "residual_capacity-growth", "fifo", "backfill", "sjf", "srtf", "las"]
 Bytes = Annotated[int, Field(ge=1, le=1 << 60)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
@@ -78,6 +79,7 @@ class ServerConfig(BaseModel):
     trusted_proxies: list[str] = []  # addresses whose X-Forwarded-* headers count
     tls_certificate: str | None = None
     tls_key: str | None = None
+    worker_listen: str | None = None  # tcp://host:port, where workers may come over TLS; None: over the unix socket only
     limits: Limits = Limits()
     retention: Retention = Retention()
 
@@ -87,6 +89,22 @@ class ServerConfig(BaseModel):
         if url is not None and url.partition(":")[0] not in ("sqlite", "postgresql"):
             raise ValueError(f"database_url {url.partition(':')[0]!r}: must begin with sqlite:/// or postgresql://; or leave it out")
         return url
+
+    @field_validator("worker_listen")
+    @classmethod
+    def _check_worker_listen(cls, address: str | None) -> str | None:
+        if address is not None:
+            tcp_place(address)
+        return address
+
+    @model_validator(mode="after")
+    def _check_growth(self) -> ServerConfig:
+        if self.deterministic and self.policy == "residual_capacity-growth":
+            raise ValueError(
+                f"policy {self.policy} with deterministic: a job then has as many replicas as its gpus say, and more GPUs do not make it "
+                "faster. Choose residual_capacity"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_exposure(self) -> ServerConfig:

@@ -27,10 +27,8 @@ from tlora.costs.hardware import cost_model, nearest_base
 from tlora.errors import ConfigError, TloraError
 from tlora.job import JobSpec
 from tlora.protocol import Action, Event, JobProfile, JobSubmitted
-from tlora.scheduler.policies import POLICIES
-from tlora.scheduler.residual_capacity import residual_capacity
-from tlora.scheduler.scheduler import Policy, Scheduler
-from tlora.scheduler.settings import Settings
+from tlora.scheduler.policies import LIVE_POLICIES
+from tlora.scheduler.scheduler import Scheduler
 from tlora.service.config import ServerConfig
 from tlora.service.database import file_rows, job_rows
 from tlora.service.database.writer import Operation, StoreError, Writer
@@ -301,7 +299,8 @@ class Controller:
             spec, intake = self._spec(row), row.intake
             profile = JobProfile(**intake["profile"] | {"length_histogram": tuple(intake["profile"]["length_histogram"])})
             deadline = None if spec.deadline_seconds is None else cluster.now() + row.created + spec.deadline_seconds - time.time()
-            submitted = JobSubmitted(row.id, row.base_model, 1, profile, row.tenant, spec.priority, deadline, spec.max_slowdown)
+            gpus = min(spec.gpus, self._live.gpus)  # accepted when there were more: its replicas run in turn
+            submitted = JobSubmitted(row.id, row.base_model, gpus, profile, row.tenant, spec.priority, deadline, spec.max_slowdown)
             cluster.submit(submitted, LocalJob(spec, intake["train_set"], intake["eval_set"]), self._arrival(cluster, row))
         except (TloraError, ValueError, KeyError) as error:
             self._outcomes.fail(row.id, str(error))
@@ -321,7 +320,7 @@ class Controller:
     def _run(self) -> None:
         try:
             cluster = self._hall.make(self._bases)
-            scheduler = Scheduler(_policy(self._config.policy), self._cost(), self._see_fault)
+            scheduler = Scheduler(LIVE_POLICIES[self._config.policy](), self._cost(), self._see_fault)
             try:
                 with self._lock:
                     self._cluster, self._scheduler = cluster, scheduler
@@ -373,10 +372,6 @@ class Controller:
             self._known.pop(job_id, None)
             if self._cluster is not None:
                 self._cluster.forget(job_id)
-
-
-def _policy(name: str) -> Policy:
-    return residual_capacity(Settings(elastic=False)) if name == "residual_capacity" else POLICIES[name]()
 
 
 def _intake_settings(config: ServerConfig) -> IntakeSettings:

@@ -20,9 +20,10 @@ class Picture:
 
 
 class LiveState:
-    """Safe in several threads. `fault` is why nothing can be scheduled; None while all is well."""
+    """Safe in several threads. `gpus` is how many there are. `fault` is why nothing can be scheduled; None while all is well."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpus: int) -> None:
+        self.gpus = gpus
         self._lock = threading.Lock()
         self._picture = Picture()
         self._steps: dict[str, int] = {}

@@ -11,6 +11,7 @@ from typing import Any
 
 from sqlalchemy import Connection, update
 
+from tlora.cluster.remote_worker import called
 from tlora.json_file import read_object
 from tlora.protocol import (
     Action,
@@ -210,7 +211,7 @@ class Outcomes:
         for group in groups:
             for job_id in group.job_ids:
                 if job_id not in self._running:
-                    waiting[job_id] = f"its group on GPU {group.gpus[0]} to load the base and let it in"
+                    waiting[job_id] = f"its group on {called(group.gpus)} to load the base and let it in"
         self._live.show(Picture(self._places.device, self._places.gpus, tuple(groups), waiting))
 
 

@@ -18,8 +18,10 @@ from fastapi import FastAPI
 from sqlalchemy import Connection, Engine, select
 
 from tlora import durable
+from tlora.cluster.doors import TlsDoor
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.errors import ConfigError
+from tlora.link.address import tcp_place
 from tlora.server_directory import ADDRESS, FIRST_KEY
 from tlora.service.app import make_app
 from tlora.service.config import ServerConfig
@@ -66,11 +68,12 @@ def open_server(config: ServerConfig, hall: Hall | None = None, failpoint: Failp
     engine: Engine | None = None
     try:
         engine = open_store(config.database_url or default_url(directory))
-        bell, live = Bell(), LiveState()
+        hall = hall or local_hall(config)
+        bell, live = Bell(), LiveState(len(hall.places.gpus))
         writer = Writer(engine, bell.ring, failpoint)
         first = writer.do(lambda connection: write_first_key(connection, directory / FIRST_KEY))
         known = config.base_models | _stored_bases(engine)
-        controller = Controller(config, engine, writer, live, hall or local_hall(config))
+        controller = Controller(config, engine, writer, live, hall)
         ring, secret = KeyRing(engine), open_secret(directory)
         visits = Visits(secret, ring)
         services = Services(config, engine, writer, ring, Cursors(secret), live, controller, bell, dict(known), visits)
@@ -103,9 +106,10 @@ def open_server(config: ServerConfig, hall: Hall | None = None, failpoint: Failp
 def local_hall(config: ServerConfig) -> Hall:
     """This machine's GPUs, or its CPU. Raises ConfigError."""
     places = find_places(config)
+    door = TlsDoor(config.directory / "workers", tcp_place(config.worker_listen)) if config.worker_listen else None
 
     def make(base_models: Mapping[str, str]) -> LocalBackend:
-        return LocalBackend(_machine(config, places, base_models), logging.getLogger(__name__).warning)
+        return LocalBackend(_machine(config, places, base_models), logging.getLogger(__name__).warning, door)
 
     return Hall(places, make)
 
@@ -155,6 +159,8 @@ def serve(config: ServerConfig, say: Callable[[str], None]) -> int:
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
     durable.write_file(config.directory / ADDRESS, url + "\n")
     say(f"tlora serves at {url}; everything lies in {config.directory}")
+    if config.worker_listen is not None:
+        say(f"workers may come to {config.worker_listen} over TLS; `tlora worker-token {config.directory}` makes a token for them")
     if found.first_key is not None:
         say(f"the first key is in {config.directory / FIRST_KEY}")
         if sys.stdout.isatty():

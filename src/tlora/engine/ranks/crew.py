@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tlora.engine.ranks.external import Launched, tell_ranks
 from tlora.engine.ranks.link import Meeting
-from tlora.engine.ranks.messages import Broken, Bye, Command, Found, Hello, Ready, Report, Stop
+from tlora.engine.ranks.messages import Broken, Bye, Found, Hello, Ready, Report, Stop
 from tlora.engine.ranks.process import LOOK_SECONDS, ForeignRank, RankProcess
 from tlora.errors import ConfigError, RankError
 
@@ -36,8 +36,11 @@ class Crew:
     loaded the base.
     """
 
-    def __init__(self, count: int, own: Sequence[int] | None = None) -> None:
-        """`own` are the ranks that `start` starts, by default all; the others come by themselves, started by a cluster's launcher."""
+    def __init__(self, count: int, own: Sequence[int] | None = None, member: str | None = None) -> None:
+        """`own` are the ranks that `start` starts, by default all; the others come by themselves, started by a cluster's launcher. With
+        `member`, the module of a rank of a worker, they are in this process' session.
+        """
+        self._member = member
         self.count, self._own = count, range(count) if own is None else own
         self._meeting = Meeting()
         self._processes: dict[int, RankProcess | ForeignRank] = {}
@@ -70,13 +73,14 @@ class Crew:
         for rank in self._own:
             environment = {"WORLD_SIZE": str(self.count), "LOCAL_RANK": str(rank)}
             log = self._meeting.directory / f"gpu{rank}.log"
-            self._processes[rank] = RankProcess(rank, self._meeting.address, log, environment)
+            given = rank, self._meeting.address, log, environment
+            self._processes[rank] = RankProcess(*given) if self._member is None else RankProcess(*given, self._member, apart=False)
 
     @property
     def living(self) -> list[int]:
         return [rank for rank in range(self.count) if rank not in self.lost and rank not in self._out]
 
-    def send(self, rank: int, command: Command) -> None:
+    def send(self, rank: int, command: object) -> None:
         self._meeting.send(rank, command)
 
     def hand(self, rank: int, file: int) -> None:

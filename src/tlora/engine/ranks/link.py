@@ -27,7 +27,7 @@ class Line:
     def __init__(self, connection: Connection) -> None:
         self._connection, self._lock = connection, threading.Lock()
 
-    def send(self, message: Command | Report) -> None:
+    def send(self, message: object) -> None:
         with self._lock, contextlib.suppress(OSError):
             self._connection.send(message)
 
@@ -63,7 +63,7 @@ class Meeting:
         """For `connect`: where the socket lies, and the key."""
         return f"{self.directory / 'ranks'}:{self.key}"
 
-    def send(self, rank: int, command: Command) -> None:
+    def send(self, rank: int, command: object) -> None:
         if rank in self.lines:
             self.lines[rank].send(command)
 

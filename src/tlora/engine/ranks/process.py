@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tlora.sharing.multicast import NO_MULTICAST
 
+RANK = "tlora.engine.ranks.rank"
 LOOK_SECONDS = 1.0  # between two looks whether a process is stopped
 _LOOKS_STOPPED = 5  # in a row, after which a stopped process counts as lost
 _KILL_SECONDS = 30.0  # for the kernel to end a process that has been killed
@@ -22,18 +23,20 @@ _TAIL_BYTES = 4000
 class RankProcess:
     """One rank. `log` gets what it and its libraries print."""
 
-    def __init__(self, rank: int, address: str, log: Path, environment: Mapping[str, str]) -> None:
-        """`address` is that of the run's owner."""
+    def __init__(
+        self, rank: int, address: str, log: Path, environment: Mapping[str, str], module: str = RANK, *, apart: bool = True
+    ) -> None:
+        """`address` is that of the run's owner, `module` what the process runs. `apart`: in a session of its own."""
         self.rank, self._log = rank, log
         with log.open("ab") as output:
             # -P: without it a user's queue.py in the current directory would be run; a session of its own: Ctrl-C is the owner's
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tlora.engine.ranks.rank"],
+                [sys.executable, "-P", "-m", module],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
                 env={**os.environ, **NO_MULTICAST, **environment, "RANK": str(rank)},
-                start_new_session=True,
+                start_new_session=apart,
             )
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # not in argv, which everybody may read

@@ -1,9 +1,9 @@
 """Jobs that span several ranks: gradients and weights lie in memory that the ranks read of each other, and short notes say when.
 
-Each rank has a mailbox (`sharing/peer_memory.py`) with a region for each such job: at the job's home its newest weights lie there,
-elsewhere the gradients of the replicas there. Nobody writes what somebody may still read: gradients follow only on the weights of their
-step, and the next weights only on all gradients. A rank that has no samples of a global batch sends nothing, and may fetch its weights
-half written: it computes nothing with them.
+Each rank has a mailbox (`sharing/peer_memory.py`) with a region for each such job, or one for each job: at the job's home its newest
+weights lie there, elsewhere the gradients of the replicas there. Nobody writes what somebody may still read: gradients follow only on the
+weights of their step, and the next weights only on all gradients. A rank that has no samples of a global batch sends nothing, and may
+fetch its weights half written: it computes nothing with them.
 """
 
 from __future__ import annotations
@@ -97,8 +97,11 @@ class SpanExchange:
         mailbox: Mailbox | None = None,
     ) -> None:
         """`mailbox` is needed where `spans` has a job."""
-        assert mailbox is not None or not spans
-        self._rank, self._spans, self._tell, self._mailbox = rank, dict(spans), tell, mailbox
+        self._rank, self._spans, self._tell = rank, dict(spans), tell
+        self._boxes: dict[str, Mailbox] = {}
+        if spans:
+            assert mailbox is not None, "jobs span, and there is no mailbox"
+            self._boxes = dict.fromkeys(spans, mailbox)
         self._sums = RunningSums()
         self._sent: dict[str, dict[int, Sent]] = {}  # by job, of each rank the newest
         self._published: dict[str, int] = {}
@@ -123,20 +126,20 @@ class SpanExchange:
             pending = self._pending.pop(0)
             self._tell(pending.make(pending.done.read()))
 
+    def spread(self, job_id: str, span: Span, mailbox: Mailbox) -> None:
+        """One more job spans, through a mailbox of its own."""
+        self._spans[job_id], self._boxes[job_id] = span, mailbox
+
     def dissolve(self, job_id: str) -> None:
         """The job spans no longer: all of its replicas are computed in one place from now on."""
         self._spans.pop(job_id, None)
+        self._boxes.pop(job_id, None)
         self.forget(job_id)
         for heard in (self._sent, self._published, self._news):
             heard.pop(job_id, None)
 
     def span_of(self, job_id: str) -> Span | None:
         return self._spans.get(job_id)
-
-    @property
-    def _box(self) -> Mailbox:
-        assert self._mailbox is not None, "a job spans, and there is no mailbox"
-        return self._mailbox
 
     # -- the group's side: `Exchange` ----------------------------------------------------------------------------------
 
@@ -149,7 +152,7 @@ class SpanExchange:
         if span is None or span.home == self._rank:
             self._sums.give(job_id, replica, gradient_P)
         else:
-            self._box.write(job_id, span.at(self._rank).index(replica), gradient_P)
+            self._boxes[job_id].write(job_id, span.at(self._rank).index(replica), gradient_P)
 
     def send(self, job_id: str, step: int, passed: Passed) -> None:
         width, tokens = 2 + len(passed.metrics), passed.tokens
@@ -170,7 +173,7 @@ class SpanExchange:
             return None
         for replica in away:
             rank = span.rank_of(replica)
-            self._sums.give(job_id, replica, self._box.read(job_id, rank, span.at(rank).index(replica)))
+            self._sums.give(job_id, replica, self._boxes[job_id].read(job_id, rank, span.at(rank).index(replica)))
         heard = [self._sent[job_id].pop(rank) for rank in dict.fromkeys(span.rank_of(replica) for replica in away)]
         gradient_P = self._sums.take(job_id, step, replicas).gradient_P
         return Whole(gradient_P, [part for sent in heard for part in sent.parts], sum(sent.tokens for sent in heard))
@@ -178,13 +181,13 @@ class SpanExchange:
     def publish(self, job_id: str, step: int, params_P: Tensor) -> None:
         if job_id not in self._spans:
             return
-        self._box.write(job_id, 0, params_P)
+        self._boxes[job_id].write(job_id, 0, params_P)
         self._pending.append(_Pending(ToHost(params_P.new_empty(0)), lambda _: Published(job_id, step)))
         self.flush()
 
     def fetch(self, job_id: str) -> tuple[int, Tensor] | None:
         step, span = self._published.pop(job_id, None), self._spans.get(job_id)
-        return None if step is None or span is None else (step, self._box.read(job_id, span.home, 0))
+        return None if step is None or span is None else (step, self._boxes[job_id].read(job_id, span.home, 0))
 
     @property
     def has_news(self) -> bool:

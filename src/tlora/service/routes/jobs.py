@@ -89,8 +89,9 @@ def check_order(services: Services, order: OrderSpec) -> None:
     largest = max(order.largest_rank, order.r)
     if largest > most:
         raise RefusedError(400, "rank_too_large", f"r: {largest} is more than this server's {most}. Order a smaller rank", "r")
-    if order.gpus > 1:
-        raise RefusedError(400, "one_gpu", f"gpus: {order.gpus}, and a job of a server has one GPU so far. Set gpus to 1", "gpus")
+    there = services.live.gpus
+    if order.gpus > there:
+        raise RefusedError(400, "too_many_gpus", f"gpus: {order.gpus} is more than this server's {there}. Set at most {there}", "gpus")
 
 
 @router.get("/jobs")

@@ -119,6 +119,7 @@ def show_page(request: Request) -> HTMLResponse:
         request.scope.get("root_path", ""),
         cluster=cluster,
         place="GPU" if cluster.device == "cuda" else "CPU process",
+        places="GPUs" if cluster.device == "cuda" else "CPU processes",
         boxes=boxes,
         free=[gpu for gpu in cluster.gpus if gpu not in used],
         waiting=cluster.waiting[:_MOST_WAITING],

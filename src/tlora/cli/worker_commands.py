@@ -1,0 +1,147 @@
+"""Commands about workers that a person starts: the worker itself, and what lets one in over TCP."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tlora.cluster.credentials import WorkerToken
+
+_DAY_HOURS = 24.0
+
+
+def worker(
+    connect: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help="The output directory of a cluster or a server's, unix:/path/to/controller.sock, or tcp://host:port.",
+            show_default=False,
+        ),
+    ],
+    gpus: Annotated[
+        str, typer.Option("--gpus", "--gpu", metavar="N|0,1", help="Its GPUs, as the cluster numbers them; the worker sees no other.")
+    ] = "0",
+    fingerprint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="sha256:HEX", help="For tcp://: of the controller's certificate, from `tlora worker-token`.", show_default=False
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="For tcp://: a 0600 file with the token, instead of TLORA_WORKER_TOKEN.", show_default=False),
+    ] = None,
+) -> None:
+    """Train for a running cluster on one group of GPUs, until it needs no more. Ctrl-C saves all jobs; the cluster goes on elsewhere."""
+    from tlora.cli.terminal import exit_on_error
+    from tlora.engine.worker import parse_gpus, run
+
+    with exit_on_error(debug=False):
+        chosen = parse_gpus(gpus)
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, chosen)))
+    run(connect, chosen, fingerprint, token_file)
+
+
+def worker_token(
+    directory: Annotated[
+        Path | None,
+        typer.Argument(metavar="DIR", help="The output directory of a cluster, or a server's.", show_default="the server's of this user"),
+    ] = None,
+    valid_hours: Annotated[
+        float, typer.Option(min=0.01, max=1e6, metavar="H", help="A worker must come for the first time within so many hours.")
+    ] = _DAY_HOURS,
+    list_all: Annotated[bool, typer.Option("--list", help="List the tokens, without the tokens themselves.")] = False,
+    revoke: Annotated[
+        str | None, typer.Option(metavar="ID", help="Refuse a token from now on; its workers save their jobs and end.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Make a token with which workers may come over TCP, and print it, this once, with the certificate's fingerprint."""
+    from tlora.cli.terminal import exit_on_error, open_console
+
+    with exit_on_error(debug):
+        if list_all and revoke is not None:
+            raise typer.BadParameter("--list and --revoke are two commands; give one of them")
+        store = _store(directory)
+        from tlora.cluster.credentials import WorkerTokens, open_certificate
+        from tlora.errors import ConfigError
+
+        console, tokens = open_console(), WorkerTokens(store)
+        if revoke is not None:
+            if not tokens.revoke(revoke):
+                raise ConfigError(f"token {revoke!r}: there is none of this id that is valid. `tlora worker-token --list` lists them")
+            console.print(f"{revoke}: revoked", soft_wrap=True)
+        elif list_all:
+            _print_tokens(console, tokens.all(), as_json)
+        else:
+            fingerprint = open_certificate(store)[1]
+            made, secret = tokens.create(3600 * valid_hours)
+            _print_made(console, made, secret, fingerprint, store, as_json)
+
+
+def _store(directory: Path | None) -> Path:
+    """Where the controller of that directory keeps what concerns workers. Raises ConfigError where there is no controller, or another's."""
+    from tlora.errors import ConfigError
+    from tlora.server_directory import default_directory
+
+    found = directory or default_directory()
+    store = found / "workers"
+    if not store.is_dir():
+        raise ConfigError(
+            f"{found}: no cluster and no server has its store there. Give the right directory, or start one there first: "
+            "`tlora cluster` or `tlora serve`, with --worker-listen tcp://127.0.0.1:8322"
+        )
+    if store.stat().st_uid != os.geteuid():
+        raise ConfigError(f"{found}: belongs to another user. Run this as that user")
+    return store
+
+
+def _print_made(console: Console, made: WorkerToken, secret: str, fingerprint: str, store: Path, as_json: bool) -> None:
+    """The token goes to stdout, alone, so that a script can read it; what a person needs besides to stderr."""
+    from tlora.cli.service_view import time_text
+    from tlora.cli.terminal import open_console
+    from tlora.cluster.doors import TCP_ADDRESS_FILE
+    from tlora.link.entrance import TOKEN
+
+    listens = (store / TCP_ADDRESS_FILE).is_file()
+    address = (store / TCP_ADDRESS_FILE).read_text(encoding="utf-8").strip() if listens else None
+    if as_json:
+        facts = {"id": made.id, "token": secret, "expires": made.expires, "fingerprint": fingerprint, "address": address}
+        console.print(json.dumps(facts), soft_wrap=True)
+        return
+    console.print(secret, soft_wrap=True)
+    lines = [
+        f"{made.id}: for workers only, which must come first before {time_text(made.expires)}. It is not shown again",
+        f"certificate {fingerprint}",
+        f"with the token in {TOKEN}, or in a 0600 file and --token-file FILE:",
+        f"tlora worker --connect {address or 'tcp://HOST:PORT'} --fingerprint {fingerprint} --gpu 0",
+    ]
+    if not listens:
+        lines.append("no controller of this directory has listened for TCP yet: start it with --worker-listen tcp://127.0.0.1:8322")
+    for line in lines:
+        open_console(stderr=True).print(line, style="dim", soft_wrap=True)
+
+
+def _print_tokens(console: Console, tokens: list[WorkerToken], as_json: bool) -> None:
+    from tlora.cli.service_view import time_text
+    from tlora.cli.terminal import open_table
+
+    if as_json:
+        rows = [{"id": t.id, "created": t.created, "expires": t.expires, "revoked": t.revoked} for t in tokens]
+        console.print(json.dumps(rows), soft_wrap=True)
+        return
+    table = open_table()
+    for name in ("id", "created", "expires", "revoked"):
+        table.add_column(name, overflow="fold")
+    for token in tokens:
+        table.add_row(token.id, time_text(token.created), time_text(token.expires), time_text(token.revoked) if token.revoked else "")
+    console.print(table)

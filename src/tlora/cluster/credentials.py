@@ -1,0 +1,156 @@
+"""What lets a worker in over TCP, as it lies in a store: the controller's certificate with its key, and workers' tokens as hashes.
+
+Both files are 0600. A token is 256 random bits, shown once, for workers only, and may be revoked. `tlora worker-token` writes them while a
+controller runs, which reads them anew at each use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import ssl
+import time
+from collections.abc import Generator
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from tlora import durable
+from tlora.errors import ConfigError
+from tlora.json_file import read_object
+from tlora.link.entrance import TOKEN_PREFIX, read_private
+from tlora.link.tls import fingerprint_of, server_context
+
+CERTIFICATE, TOKENS = "worker-tls.pem", "worker-tokens.json"
+PURPOSE = "worker"
+_END = "-----END CERTIFICATE-----\n"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerToken:
+    """`hash` is SHA-256: a token has 256 random bits, so no slow hash is needed. A worker must come for the first time before `expires`;
+    times are Unix seconds.
+    """
+
+    id: str
+    hash: str
+    created: float
+    expires: float
+    revoked: float | None = None
+    purpose: str = PURPOSE
+
+    @property
+    def has_expired(self) -> bool:
+        return time.time() >= self.expires
+
+
+class WorkerTokens:
+    """Of the store whose `workers/` is `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._path = directory, directory / TOKENS
+
+    def create(self, valid_seconds: float) -> tuple[WorkerToken, str]:
+        """A new one, and the secret, which is kept nowhere. Raises ConfigError, CheckpointError."""
+        secret, now = TOKEN_PREFIX + secrets.token_urlsafe(32), time.time()
+        made = WorkerToken(f"token-{secrets.token_hex(6)}", _hash(secret), now, now + valid_seconds)
+        with _locked(self._directory):
+            self._write([*self.all(), made])
+        return made, secret
+
+    def revoke(self, token_id: str) -> bool:
+        """Whether there was such a token that was not revoked."""
+        with _locked(self._directory):
+            known = self.all()
+            kept = [replace(t, revoked=time.time()) if t.id == token_id and t.revoked is None else t for t in known]
+            if kept == known:
+                return False
+            self._write(kept)
+        return True
+
+    def all(self) -> list[WorkerToken]:
+        """Raises ConfigError where the file is damaged."""
+        if not self._path.exists():
+            return []
+        read_private(self._path)  # for its permissions
+        try:
+            return [WorkerToken(**found) for found in read_object(self._path)["tokens"]]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{self._path} is damaged ({error}). Remove it, and make new tokens with `tlora worker-token`") from None
+
+    def find(self, secret: str) -> WorkerToken | None:
+        """The token of this secret, if it is for workers; it may be revoked, or have expired. Raises ConfigError."""
+        hashed = _hash(secret)
+        found = [token for token in self.all() if hmac.compare_digest(token.hash, hashed)]
+        return found[0] if found and found[0].purpose == PURPOSE else None
+
+    def is_revoked(self, token_id: str) -> bool:
+        """Of one that was valid: revoked since, or no more there. A file that cannot be read revokes nothing."""
+        try:
+            return all(token.id != token_id or token.revoked is not None for token in self.all())
+        except ConfigError:
+            return False
+
+    def _write(self, tokens: list[WorkerToken]) -> None:
+        durable.write_file(self._path, json.dumps({"tokens": [asdict(token) for token in tokens]}, indent=1) + "\n", mode=0o600)
+
+
+def open_certificate(directory: Path) -> tuple[ssl.SSLContext, str]:
+    """A controller's side of TLS, and the certificate's fingerprint; the certificate is made when it is first asked for.
+
+    Raises ConfigError where it is damaged, or others may read its key; CheckpointError where it cannot be written.
+    """
+    path = directory / CERTIFICATE
+    with _locked(directory):
+        if not path.exists():
+            durable.write_file(path, _make_certificate(), mode=0o600)
+    text = read_private(path)
+    try:
+        certificate = ssl.PEM_cert_to_DER_cert(text[: text.index(_END) + len(_END)])
+        return server_context(path), fingerprint_of(certificate)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is damaged ({error}). Remove it: a new one is made, and workers need its new fingerprint from `tlora worker-token`"
+        ) from None
+
+
+def _make_certificate() -> str:
+    """Self-signed, with its key behind it. It does not expire: workers know it by its fingerprint, and removing the file replaces it."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "tlora controller")])
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(datetime.now(UTC) - timedelta(days=1))
+        .not_valid_after(datetime(9999, 12, 31, tzinfo=UTC))
+        .sign(key, hashes.SHA256())
+    )
+    secret = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return (made.public_bytes(serialization.Encoding.PEM) + secret).decode("ascii")
+
+
+def _hash(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Generator[None]:
+    """One writer at a time, of commands and controllers."""
+    handle = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

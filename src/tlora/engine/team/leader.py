@@ -1,0 +1,200 @@
+"""A worker with several GPUs: one process towards its controller, which computes nothing, and a rank for each GPU, which it leads.
+
+It takes the commands of a worker's trainer and makes its reports (`trainer.py`), so who holds the line knows no difference. A job has its
+home on one rank; where it has parts on others, what they tell each other goes through here. With a rank, the worker is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tlora.batching.replicas import Span
+from tlora.engine.commands import Command, Leave, Share, Stop
+from tlora.engine.pulse import Pulse
+from tlora.engine.ranks.crew import Crew, Lost
+from tlora.engine.ranks.messages import Faulty, Hello, Mail, Published, Sent, Unfollow
+from tlora.engine.team.messages import Beat, Enter, Follow, Meet, Opened, Spread
+from tlora.engine.team.placing import choose_span
+from tlora.errors import RankError
+from tlora.link.flight import forget_flight
+from tlora.worker_protocol import JobEnd, Join, Joined, Left, Load, Loaded, Measured, Report, Stepped
+
+_LOOK_SECONDS = 1.0
+MEMBER = "tlora.engine.team.member"
+
+
+@dataclass
+class _Job:
+    """`opened` are the ranks that are ready for it, `numel` the elements of its adapter as its home has them; `met` when all were. With
+    `parting` it shall go on in one place.
+    """
+
+    join: Join
+    span: Span
+    opened: set[int] = field(default_factory=set[int])
+    numel: int = 0
+    met: bool = False
+    parting: bool = False
+    leaving: bool = False
+
+
+class Leader:
+    """Stands in for `Trainer`."""
+
+    def __init__(
+        self, load: Load, gpus: tuple[int, ...], inbox: queue.SimpleQueue[Command], send: Callable[[Report], None], pulse: Pulse
+    ) -> None:
+        """`pulse` gets what the rank is at that has been at it for the longest time."""
+        self._load, self._gpus, self._send, self._pulse = load, gpus, send, pulse
+        self._crew = Crew(len(gpus), member=MEMBER)
+        self._told: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._jobs: dict[str, _Job] = {}
+        self._loaded: set[int] = set()
+        self._beats: dict[int, tuple[Beat, float]] = {}  # the newest of each rank, and when it came
+        self._meetings = 0
+        self._stopping = False
+        threading.Thread(target=self._pass_on, args=(inbox,), name="commands", daemon=True).start()
+
+    def go_on(self) -> None:
+        """Until told to stop; then all jobs have been checkpointed, and the ranks are gone. Raises RankError when one is lost."""
+        crew = self._crew
+        try:
+            crew.start()
+            while crew.living:
+                for rank, report in crew.listen(_LOOK_SECONDS):
+                    self._hear(rank, report)
+                while not self._told.empty() and len(crew.hellos) == len(self._gpus):  # what is said to one that is not there is lost
+                    self._obey(self._told.get())
+        except BaseException:
+            crew.kill()
+            raise
+        finally:
+            crew.close()
+
+    def _pass_on(self, inbox: queue.SimpleQueue[Command]) -> None:
+        while True:
+            self._told.put(inbox.get())
+            self._crew.wake()
+
+    # -- commands ------------------------------------------------------------------------------------------------------
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Join():
+                self._take(command)
+            case Leave(name):
+                if (job := self._jobs.get(name)) is not None and not job.leaving:
+                    job.leaving = True
+                    if not job.parting:  # else it was told already
+                        self._crew.send(job.span.home, command)
+            case Share(budget):
+                each = replace(command, token_budget=max(1, budget // len(self._gpus)))
+                for rank in self._crew.living:
+                    self._crew.send(rank, each)
+            case Stop():
+                self._stopping = True
+                self._crew.stop()
+
+    def _take(self, join: Join) -> None:
+        name = join.job.name
+        assert name not in self._jobs, f"{name} is here already"
+        span = choose_span(join.job, len(self._gpus), [job.span for job in self._jobs.values()], self._load.deterministic)
+        self._jobs[name] = _Job(join, span)
+        self._crew.send(span.home, Spread(join, span) if span.peers else join)
+
+    # -- what ranks say ------------------------------------------------------------------------------------------------
+
+    def _hear(self, rank: int, report: Any) -> None:
+        match report:
+            case Lost(reason):
+                self._lose(rank, reason)
+            case Hello():
+                self._crew.going.add(rank)  # from now on it is told to stop, and not killed
+                device = f"{self._load.device}:{rank}" if self._load.device == "cuda" else self._load.device
+                load = replace(self._load, calibrate=self._load.calibrate and rank == 0)  # all GPUs of a group are alike
+                self._crew.send(rank, Enter(load, device, self._crew.store, os.getpid()))
+            case Loaded():
+                self._loaded.add(rank)
+                if len(self._loaded) == len(self._gpus):
+                    self._send(report)
+            case Beat():
+                self._beats[rank] = report, time.monotonic()
+                self._show()
+            case Joined() | Stepped() | Measured():
+                self._send(report)
+            case _ if isinstance(report, JobEnd):
+                self._end(report)
+            case _:
+                self._hear_of_parts(rank, report)
+
+    def _hear_of_parts(self, rank: int, report: Any) -> None:
+        """Of jobs that several ranks compute."""
+        match report:
+            case Opened(name) if name in self._jobs and not self._stopping:
+                self._open(rank, self._jobs[name], report)
+            case Published(name) | Sent(name) if (job := self._jobs.get(name)) is not None and job.met:
+                for to in job.span.peers if isinstance(report, Published) else (job.span.home,):
+                    self._crew.send(to, Mail(rank, report))
+            case Faulty(name, reason) if (job := self._jobs.get(name)) is not None and job.span.peers:
+                if not (job.parting or self._stopping):
+                    note(f"{name}: rank {rank} cannot compute its part ({reason}); the job goes on in one place")
+                    job.parting = True
+                    if not job.leaving:
+                        self._crew.send(job.span.home, Leave(name))
+            case _:
+                pass
+
+    def _open(self, rank: int, job: _Job, opened: Opened) -> None:
+        """A rank is ready for the job. When its home is, the others follow; when all are, they meet."""
+        job.opened.add(rank)
+        if rank == job.span.home:
+            job.numel = opened.numel
+            join = replace(job.join, train_set=opened.train_set, eval_set=opened.eval_set)
+            for peer in job.span.peers:
+                self._crew.send(peer, Follow(join, job.span))
+        if job.opened == set(job.span.ranks) and not (job.leaving or job.parting):
+            job.met = True
+            self._meetings += 1
+            for each in self._crew.living:
+                self._crew.send(each, Meet(job.join.job.name, job.span, job.numel, self._meetings))
+
+    def _end(self, report: JobEnd) -> None:
+        """The job has ended at its home, or gone; one that parts goes on there, all of it."""
+        name = report.job_id
+        job = self._jobs[name]
+        for peer in job.span.peers:
+            self._crew.send(peer, Unfollow(name))
+        if isinstance(report, Left) and job.parting and not (job.leaving or self._stopping):
+            self._jobs[name] = _Job(job.join, Span(job.span.replicas, (job.span.home,)))
+            self._crew.send(job.span.home, job.join)
+            return
+        del self._jobs[name]
+        self._send(report)
+
+    def _show(self) -> None:
+        """What the rank is at that has been at it for the longest time, but for those that wait for commands or for others."""
+        busy = {rank: since for rank, (beat, since) in self._beats.items() if beat.phase != "waiting"}
+        rank = min(busy, key=busy.__getitem__) if busy else min(self._beats)
+        beat, pulse = self._beats[rank][0], self._pulse
+        pulse.phase, pulse.count = beat.phase, beat.count * len(self._gpus) + rank
+        pulse.in_flight = tuple(dict.fromkeys(name for each, _ in self._beats.values() for name in each.in_flight))
+
+    def _lose(self, rank: int, reason: str) -> None:
+        """The others end too, and are not what ended it. Raises RankError."""
+        self._crew.kill()
+        for other in range(len(self._gpus)):
+            if other != rank:
+                forget_flight(Path(self._load.output_dir), os.getpid(), other)
+        raise RankError(f"rank {rank} (GPU {self._gpus[rank]}) is lost: {reason}")
+
+
+def note(line: str) -> None:
+    """To the log of this process."""
+    print(line, flush=True)  # noqa: T201

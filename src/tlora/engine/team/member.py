@@ -1,0 +1,93 @@
+"""One rank of a worker with several GPUs: `python -m tlora.engine.team.member`. A trainer whose commands come from the worker's process.
+
+The address comes on stdin, its number in RANK. It ends with the worker's process, however that ends: nobody else knows of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import replace
+from typing import Any
+
+from tlora.engine import commands
+from tlora.engine.pulse import Pulse
+from tlora.engine.ranks.link import Line, connect
+from tlora.engine.ranks.messages import Broken, Bye, Command, Stop
+from tlora.engine.ranks.rank import hello
+from tlora.engine.team.messages import Beat, Enter
+from tlora.engine.team.parts import Seat
+from tlora.engine.worker import open_trainer
+from tlora.errors import TloraError
+from tlora.link.flight import flight_name
+
+BEAT_SECONDS = 1.0
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
+
+
+def serve(address: str, number: int, count: int) -> int:
+    """Train for the worker at `address` until told to stop. Returns the exit status."""
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    pulse = Pulse("loading")
+
+    def hear(command: Command | None) -> None:
+        if command is None:  # what it would write now, its successor may be reading
+            os._exit(1)
+        inbox.put(commands.Stop() if isinstance(command, Stop) else command)
+
+    line = connect(address, hear)(hello(number))
+    try:
+        entered = inbox.get()
+        assert isinstance(entered, Enter), entered
+        threading.Thread(target=_beat, args=(line, pulse), name="pulse", daemon=True).start()
+        seat = Seat(number, count, entered.store, flight_name(entered.worker_pid, number))
+        trainer = open_trainer(replace(entered.load, device=entered.device), inbox, line.send, pulse, seat)
+        trainer.go_on()
+        line.send(Bye())
+    except BaseException as error:
+        traceback.print_exc()
+        kind = type(error).__name__
+        line.send(Broken(str(error), kind) if isinstance(error, TloraError) else Broken(f"{kind}: {error}"))
+        return 1
+    return 0
+
+
+def _beat(line: Line, pulse: Pulse) -> None:
+    told = None
+    while True:
+        beat = Beat(pulse.phase, pulse.count, pulse.in_flight)
+        if beat != told:
+            line.send(beat)
+        told = beat
+        time.sleep(BEAT_SECONDS)
+
+
+def _die_with_parent() -> None:
+    """By the kernel, also when this process is stopped. Only Linux does it; elsewhere the end of the line has to do."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
+
+
+def main() -> None:
+    """Serve and exit."""
+    _die_with_parent()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # what follows from them is the worker's decision
+    status = 1
+    try:
+        status = serve(sys.stdin.read(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

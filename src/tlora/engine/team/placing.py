@@ -1,0 +1,27 @@
+"""On which ranks of a worker a job is computed. Pure: it depends on the job, and on what is on the ranks already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tlora.batching.replicas import Span
+from tlora.job import JobSpec
+
+WHOLE_BATCH = ("kto",)  # objectives with a statistic of the whole global batch, which needs all of it in one place
+
+
+def choose_span(spec: JobSpec, count: int, others: Iterable[Span], deterministic: bool) -> Span:
+    """The job's replicas on ranks that have the least to do; of one rank, all of them there.
+
+    With `deterministic` there are as many replicas as the job orders, so that its bytes do not depend on the group. Otherwise a job fills
+    its group, as its scheduler counts on it: it has as many replicas as there are ranks, if its batches have samples for these.
+    """
+    spans = list(others)
+    loads = [sum(span.part(rank) for span in spans if rank in span.ranks) for rank in range(count)]
+    homes = [sum(span.home == rank for span in spans) for rank in range(count)]
+    replicas = spec.gpus if deterministic else max(spec.gpus, min(count, spec.batch_size))
+    if spec.objective in WHOLE_BATCH:
+        replicas = 1
+    ranks = sorted(range(count), key=lambda rank: (loads[rank], homes[rank]))[: min(replicas, count)]
+    ranks.sort(key=lambda rank: homes[rank])  # the home evaluates and makes the optimizer steps
+    return Span(replicas, tuple(ranks))

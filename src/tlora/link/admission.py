@@ -1,0 +1,157 @@
+"""How a worker that comes over TCP shows that it may: what is said before its Hello, and the worker's part of it.
+
+It says its token and which process it is (`Entry`). The controller has put a file with a random number into the store and names it
+(`Challenge`); the worker answers with that number and puts one of its own beside it (`Proof`). So both know that they see the same
+directory, and that the other may write there: the files' owner is one user. The controller's part is `cluster/doors.py`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import Field, TypeAdapter
+
+from tlora.errors import ConfigError
+from tlora.link.lines import Line
+from tlora.link.process_identity import identify
+from tlora.worker_protocol import Refusal
+
+T = TypeVar("T", "Challenge", "Admitted")
+LONGEST_LINE = 4096  # bytes of a line before a worker is admitted
+_ANSWER_SECONDS = 30.0
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NAME = re.compile(r"\.proof-[0-9a-f]{32}")
+_NUMBER = re.compile(r"[0-9a-f]{64}")
+
+
+class AdmissionError(ConfigError):
+    """A controller does not take this worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The first line. The process is named as `ProcessIdentity` does."""
+
+    token: str = field(repr=False)
+    pid: int
+    start_ticks: int
+    boot: str
+    kind: Literal["entry"] = "entry"
+
+
+@dataclass(frozen=True, slots=True)
+class Challenge:
+    """The file `path` in the store holds a random number. The answer goes into `path` with "-answer" behind its name."""
+
+    path: str
+    kind: Literal["challenge"] = "challenge"
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """`number` is what the challenge's file holds, `answer` what was written beside it; else `problem` says why not."""
+
+    number: str = ""
+    answer: str = ""
+    problem: str = ""
+    kind: Literal["proof"] = "proof"
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The Hello may follow."""
+
+    kind: Literal["admitted"] = "admitted"
+
+
+_MESSAGE: TypeAdapter[Entry | Challenge | Proof | Admitted | Refusal] = TypeAdapter(
+    Annotated[Entry | Challenge | Proof | Admitted | Refusal, Field(discriminator="kind")]
+)
+
+
+def admission_line(message: Entry | Challenge | Proof | Admitted) -> bytes:
+    return _MESSAGE.dump_json(message) + b"\n"
+
+
+def read_admission(line: Line, timeout_seconds: float) -> Entry | Challenge | Proof | Admitted | Refusal:
+    """The next message. Raises ConnectionError for the end of the connection and for what is no such message, which is not shown: it may
+    hold a token; TimeoutError.
+    """
+    try:
+        received = line.read_line(timeout_seconds, LONGEST_LINE)
+        if received is None:
+            raise ConnectionResetError("the other end has closed the connection")
+        return _MESSAGE.validate_json(received)
+    except ValueError:
+        raise ConnectionError("what came is no message of an admission") from None
+
+
+def enter(line: Line, token: str) -> None:
+    """Be admitted. Raises AdmissionError where the controller refuses, OSError where the connection ends."""
+    own = identify(os.getpid())
+    if own is None:
+        raise AdmissionError("this system does not tell when a process has started, which TCP needs. Connect over the unix socket instead")
+    line.send(admission_line(Entry(token, own.pid, own.start_ticks, own.boot)))
+    challenge = _expect(line, Challenge)
+    line.send(admission_line(prove(Path(challenge.path))))
+    _expect(line, Admitted)
+
+
+def _expect(line: Line, kind: type[T]) -> T:
+    message = read_admission(line, _ANSWER_SECONDS)
+    if isinstance(message, Refusal):
+        raise AdmissionError(message.reason)
+    if not isinstance(message, kind):
+        raise ConnectionError("the controller answers out of turn")
+    return message
+
+
+def prove(path: Path) -> Proof:
+    """Nothing is read or written for what is no challenge: its name, its owner and its content say so. Raises OSError where the disk is
+    full, which proves nothing and passes.
+    """
+    if not path.is_absolute() or not _NAME.fullmatch(path.name):
+        return Proof(problem="its name is none of a challenge")
+    try:
+        number, answer = read_number(path), secrets.token_hex(32)
+        write_number(answer_path(path), answer)
+    except OSError as error:
+        if error.errno in _FULL:
+            raise
+        return Proof(problem=error.strerror or str(error))
+    return Proof(number, answer)
+
+
+def answer_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}-answer")
+
+
+def write_number(path: Path, number: str) -> None:
+    """A new file that no other user may read. Raises OSError."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        os.write(handle, number.encode())
+    finally:
+        os.close(handle)
+
+
+def read_number(path: Path) -> str:
+    """Of this user's own file with a number in it. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            raise PermissionError("its file is not this user's alone")
+        number = os.read(handle, 100).decode("ascii", errors="replace")
+    finally:
+        os.close(handle)
+    if not _NUMBER.fullmatch(number):
+        raise PermissionError("its file holds no number")
+    return number

@@ -1,0 +1,86 @@
+"""Where a worker reaches its controller, and what it needs to be let in: over a unix socket nothing, over TCP fingerprint and token."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tlora.errors import ConfigError
+from tlora.link.address import connect, is_tcp, resolve, tcp_place
+from tlora.link.admission import enter
+from tlora.link.lines import Line
+from tlora.link.tls import connect_tls, read_fingerprint
+
+TOKEN = "TLORA_WORKER_TOKEN"
+TOKEN_PREFIX = "tlw-"
+_TOKEN = re.compile(r"tlw-[A-Za-z0-9_-]{43}")
+
+
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """`address` is unix:… or tcp://…; only the latter has a fingerprint and a token."""
+
+    address: str
+    fingerprint: str = ""
+    token: str = field(default="", repr=False)
+
+
+def find_entrance(connect_to: str, fingerprint: str | None, token_file: Path | None) -> Entrance:
+    """From the options of `tlora worker`. The token is taken out of the environment: what the worker starts need not have it.
+
+    Raises ConfigError.
+    """
+    given = os.environ.pop(TOKEN, None)
+    address = resolve(connect_to)
+    if not is_tcp(address):
+        if fingerprint is not None or token_file is not None:
+            raise ConfigError(f"--connect {connect_to}: is a unix socket, which needs no --fingerprint and no --token-file. Leave them out")
+        return Entrance(address)
+    tcp_place(address)
+    if fingerprint is None:
+        raise ConfigError(
+            f"--connect {address}: needs --fingerprint, or the token would go to whoever listens there. `tlora worker-token` prints it, on "
+            "the controller's machine"
+        )
+    where = f"--token-file {token_file}" if token_file is not None else f"${TOKEN}"
+    token = read_private(token_file).strip() if token_file is not None else given
+    if token is None:
+        raise ConfigError(f"--connect {address}: needs a token. Set {TOKEN}, or give --token-file; `tlora worker-token` makes one")
+    if not _TOKEN.fullmatch(token.strip()):
+        raise ConfigError(f"{where}: is no worker's token; one is {TOKEN_PREFIX} and 43 characters. `tlora worker-token` makes one")
+    return Entrance(address, read_fingerprint(fingerprint), token.strip())
+
+
+def dial(entrance: Entrance, send_seconds: int) -> Line:
+    """A line on which Hello may follow.
+
+    Raises OSError where nobody listens, ConfigError for an end that is not to be trusted, and AdmissionError, one of these, where the
+    controller does not want this worker.
+    """
+    if not is_tcp(entrance.address):
+        return Line(connect(entrance.address), send_seconds)
+    line = Line(connect_tls(tcp_place(entrance.address), entrance.fingerprint), send_seconds)
+    try:
+        enter(line, entrance.token)
+    except BaseException:
+        line.close()
+        raise
+    return line
+
+
+def read_private(path: Path) -> str:
+    """A file that this user alone may read. Raises ConfigError."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            found = os.fstat(file.fileno())
+            mode = stat.S_IMODE(found.st_mode)
+            if mode & 0o077:
+                raise ConfigError(f"{path}: others may read it (mode {mode:04o}), and it holds a secret. chmod 600 {path}")
+            if found.st_uid != os.geteuid():
+                raise ConfigError(f"{path}: belongs to another user, and a secret of this one's is wanted. Write it again as this user")
+            return file.read(10_000)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}. Give a file with the secret in it, mode 0600") from None

@@ -1,0 +1,165 @@
+"""TLS over a TCP connection, used as a socket is. The other end is known by its certificate's fingerprint, not by an authority.
+
+An OpenSSL connection is not to be used by two threads at once, so it works on bytes in memory (`ssl.MemoryBIO`), behind a lock that no
+thread holds while it waits for the network. Cryptography is `ssl`'s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import socket
+import ssl
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from tlora.errors import ConfigError
+
+HANDSHAKE_SECONDS = 30.0  # of a worker; a controller has less patience with strangers
+_CHUNK = 1 << 16
+_FINGERPRINT = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+class TlsStream:
+    """`recv` by one thread, `sendall` by any other meanwhile. Errors are OSErrors, as a socket's."""
+
+    def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> None:
+        self._socket = connection
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
+        self._state = threading.Lock()  # of all three
+        self._order = threading.Lock()  # records go out in the order in which they were made
+
+    def handshake(self, timeout_seconds: float) -> None:
+        """All of it within so many seconds, else TimeoutError. Raises ssl.SSLError for what is no TLS."""
+        deadline = time.monotonic() + timeout_seconds
+        while not self._shake_hands():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left)
+            self._receive()
+        self._socket.settimeout(None)
+
+    def _shake_hands(self) -> bool:
+        try:
+            with self._state:
+                self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            return False
+        finally:
+            with suppress(OSError):  # an alert says to the other end what is wrong; the error itself counts more
+                self._flush()
+        return True
+
+    @property
+    def peer_fingerprint(self) -> str:
+        """After the handshake, in which the other end has proved that it has the certificate's key."""
+        certificate = self._tls.getpeercert(binary_form=True)
+        assert certificate is not None, "a server without a certificate"
+        return fingerprint_of(certificate)
+
+    def sendall(self, content: bytes) -> None:
+        with self._order:
+            with self._state:
+                rest = memoryview(content)
+                while rest:
+                    rest = rest[self._tls.write(rest) :]
+                records = self._outgoing.read()
+            self._socket.sendall(records)
+
+    def recv(self, size: int) -> bytes:
+        while True:
+            with self._state, suppress(ssl.SSLWantReadError):
+                return self._tls.read(size)
+            self._flush()  # TLS may have something to answer
+            self._receive()
+
+    def _receive(self) -> None:
+        chunk = self._socket.recv(_CHUNK)
+        with self._state:
+            if chunk:
+                self._incoming.write(chunk)
+            else:
+                self._incoming.write_eof()
+
+    def _flush(self) -> None:
+        """Waits for nobody where there is nothing to send: who sends much has taken it out already."""
+        if self._outgoing.pending:
+            with self._order:
+                with self._state:
+                    records = self._outgoing.read()
+                self._socket.sendall(records)
+
+    # -- as the socket does --------------------------------------------------------------------------------------------
+
+    def settimeout(self, seconds: float | None) -> None:
+        self._socket.settimeout(seconds)
+
+    def setsockopt(self, level: int, option: int, value: bytes) -> None:
+        self._socket.setsockopt(level, option, value)
+
+    def shutdown(self, how: int) -> None:
+        self._socket.shutdown(how)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def server_context(certificate: Path) -> ssl.SSLContext:
+    """`certificate`: a PEM file with the key in it. Raises OSError, of which ssl.SSLError is one."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.num_tickets = 0  # nobody resumes
+    context.load_cert_chain(certificate, password="")  # one with a password is an error, not a question
+    return context
+
+
+def connect_tls(place: tuple[str, int], fingerprint: str) -> TlsStream:
+    """To a controller whose certificate has this fingerprint; nothing of ours has been sent before that is known.
+
+    Raises OSError where nobody listens, ConfigError for whoever speaks no TLS or has another certificate.
+    """
+    where = f"tcp://{f'[{place[0]}]' if ':' in place[0] else place[0]}:{place[1]}"
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the fingerprint below takes their place
+    connection = socket.create_connection(place, HANDSHAKE_SECONDS)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        stream = TlsStream(connection, context, server_side=False)
+        stream.handshake(HANDSHAKE_SECONDS)
+        found = stream.peer_fingerprint
+        if not hmac.compare_digest(found, fingerprint):
+            raise ConfigError(
+                f"{where} has the certificate {found}, and {fingerprint} was given: it is another controller, or somebody is in between. "
+                "Nothing was sent. Compare with what `tlora worker-token` prints on the controller's machine"
+            )
+        return stream
+    except (ssl.SSLError, TimeoutError) as error:
+        connection.close()
+        why = f"no handshake within {HANDSHAKE_SECONDS:g} s" if isinstance(error, TimeoutError) else error.reason or error
+        raise ConfigError(
+            f"{where}: what listens there does not speak TLS 1.3 ({why}), so it is no controller's address for workers. "
+            "Take the one that `tlora worker-token` prints"
+        ) from None
+    except BaseException:
+        connection.close()
+        raise
+
+
+def fingerprint_of(certificate: bytes) -> str:
+    """Of a certificate in DER."""
+    return f"sha256:{hashlib.sha256(certificate).hexdigest()}"
+
+
+def read_fingerprint(text: str) -> str:
+    """As `fingerprint_of` writes it; openssl's capital letters and colons are taken too. Raises ConfigError."""
+    kind, _, digits = text.strip().lower().partition(":")
+    found = f"{kind}:{digits.replace(':', '')}"
+    if not _FINGERPRINT.fullmatch(found):
+        raise ConfigError(f"--fingerprint {text[:100]!r}: must be sha256: and 64 hexadecimal digits, as `tlora worker-token` prints it")
+    return found

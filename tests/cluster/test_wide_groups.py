@@ -1,0 +1,170 @@
+"""Groups of several GPUs: each is one worker, a GPU is in one worker at a time, and other GPUs are another worker. Nothing trains here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.fake_workers import STARTED, FakeCrew, FakeWorker
+from tests.cluster.test_local import group, job, machine, submitted
+from tlora.cluster import local
+from tlora.cluster.local import LocalBackend, submit_all
+from tlora.cluster.reconciler import MOST_DEATHS
+from tlora.cluster.remote_worker import Held
+from tlora.errors import ConfigError
+from tlora.protocol import (
+    ChangeGroup,
+    Event,
+    GroupFound,
+    GroupLost,
+    GroupReady,
+    JobFailed,
+    JobGroup,
+    ParallelPlan,
+    StartGroup,
+    StepsDone,
+    StopGroup,
+)
+from tlora.worker_protocol import Left, Stepped
+
+
+def wide(name: str, gpus: tuple[int, ...], *jobs: str) -> JobGroup:
+    return replace(group(name, 0, *jobs), gpus=gpus, plan=ParallelPlan(len(gpus), 1024 * len(gpus)))
+
+
+@pytest.fixture
+def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBackend]:
+    """Of three GPUs, with a, b and c just submitted; the first asks for two GPUs."""
+    monkeypatch.setattr(local, "Crew", FakeCrew)
+    STARTED.clear()
+    with LocalBackend(machine(tmp_path, gpus=(0, 1, 2))) as made:
+        arrivals = [(0.0, submitted("a", gpus=2)), (0.0, submitted("b")), (0.0, submitted("c"))]
+        submit_all(made, {name: job(name) for name in "abc"}, arrivals)
+        made.poll(), made.poll()
+        yield made
+    STARTED.clear()
+
+
+def ready(backend: LocalBackend, group_id: str) -> None:
+    for worker in STARTED:
+        worker.obey()
+    assert GroupReady(group_id) in until(backend, GroupReady(group_id))
+
+
+def until(backend: LocalBackend, event: Event) -> list[Event]:
+    found: list[Event] = []
+    while event not in found:
+        found += backend.poll()
+    return found
+
+
+def end(backend: LocalBackend, worker: FakeWorker, checkpointed: tuple[str, ...] = ()) -> None:
+    """It has let its jobs go, and its process has ended."""
+    worker.say(*(Left(name, 1, None) for name in checkpointed), None)
+    while backend._reconciler.workers.get(worker.gpu) is worker.remote:
+        backend._listen()
+        backend._settle()
+
+
+def test_a_wide_group_is_one_worker(backend: LocalBackend) -> None:
+    backend.execute(StartGroup(wide("g", (2, 0), "a", "b")))
+    (worker,) = STARTED
+    assert worker.remote.gpus == (0, 2) and worker.asked == ["+a", "+b"]
+    ready(backend, "g")
+    worker.say(Stepped("a", 3, 0.5))
+    assert until(backend, StepsDone("a", "g", 3, 0.5))
+
+
+def test_a_gpu_is_in_one_worker_at_a_time(backend: LocalBackend) -> None:
+    backend.execute(StartGroup(group("g0", 1, "b")))
+    ready(backend, "g0")
+    narrow = STARTED[0]
+    backend.execute(StopGroup("g0"))
+    backend.execute(StartGroup(wide("g1", (1, 2), "a", "b")))
+    assert narrow.stopping and len(STARTED) == 1, "the new one is started while the old one has its GPU"
+    end(backend, narrow, ("b",))
+    assert [worker.remote.gpus for worker in STARTED] == [(1,), (1, 2)]
+    assert STARTED[1].asked == ["+a", "+b"]
+
+
+@pytest.mark.parametrize(("before", "after"), [((0,), (0, 1)), ((0, 1), (0,)), ((0, 1), (1, 2)), ((0, 1), (1,))])
+def test_a_change_of_gpus_is_another_worker(backend: LocalBackend, before: tuple[int, ...], after: tuple[int, ...]) -> None:
+    backend.execute(StartGroup(wide("g", before, "a")))
+    ready(backend, "g")
+    old = STARTED[0]
+    backend.execute(ChangeGroup(wide("g", after, "a", "b")))
+    assert old.stopping and len(STARTED) == 1
+    old.say(Stepped("a", 4, 0.5))  # its last step before it lets go
+    end(backend, old, ("a",))
+    assert STARTED[1].remote.gpus == after and STARTED[1].asked == ["+a", "+b"]
+    ready(backend, "g")
+    assert not any(isinstance(event, GroupLost) for event in backend._events)
+
+
+def test_a_job_waits_until_its_old_worker_of_other_gpus_has_let_go(backend: LocalBackend) -> None:
+    """The new GPUs are free at once; the job is not."""
+    backend.execute(StartGroup(group("g", 0, "a")))
+    ready(backend, "g")
+    old = STARTED[0]
+    backend.execute(ChangeGroup(wide("g", (1, 2), "a")))
+    new = STARTED[1]
+    assert new.remote.gpus == (1, 2) and new.asked == [] and old.asked == ["-a"]
+    old.obey()
+    while not new.asked:
+        backend._listen()
+        backend._settle()
+    assert new.asked == ["+a"]
+
+
+def test_a_lost_wide_worker_is_one_lost_group(backend: LocalBackend) -> None:
+    backend.execute(StartGroup(wide("g", (0, 1), "a")))
+    ready(backend, "g")
+    STARTED[0].say(None)
+    lost = until(backend, GroupLost("g", "the worker of GPUs 0, 1 was killed by signal 9"))
+    assert sum(isinstance(event, GroupLost) for event in lost) == 1
+
+
+def test_a_job_that_kills_wide_workers_fails(backend: LocalBackend) -> None:
+    for number in range(MOST_DEATHS):
+        backend.execute(StartGroup(wide(f"g{number}", (0, 1), "a")))
+        ready(backend, f"g{number}")
+        STARTED[-1].say(None)
+        told = until(backend, GroupLost(f"g{number}", "the worker of GPUs 0, 1 was killed by signal 9"))
+    assert any(isinstance(event, JobFailed) and event.job_id == "a" for event in told)
+
+
+def test_a_job_wider_than_the_machine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "Crew", FakeCrew)
+    with (
+        LocalBackend(machine(tmp_path)) as backend,
+        pytest.raises(ConfigError, match="'a' asks for 3 GPUs, and there are 2 here. Ask for at most 2"),
+    ):
+        backend.submit(submitted("a", gpus=3), job("a"))
+
+
+def test_two_groups_cannot_have_one_gpu(backend: LocalBackend) -> None:
+    backend.execute(StartGroup(wide("g0", (0, 1), "a")))
+    with pytest.raises(AssertionError, match="of which g0 has"):
+        backend.execute(StartGroup(wide("g1", (1, 2), "b")))
+
+
+def test_a_group_that_was_moving_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One job had arrived on the new GPUs and the other not yet, when the controller was killed."""
+    monkeypatch.setattr(local, "Crew", FakeCrew)
+    STARTED.clear()
+    with LocalBackend(machine(tmp_path, gpus=(0, 1, 2))) as backend:
+        for gpus, held in (((0,), {"a": Held(5), "b": Held(6)}), ((1, 2), {"b": Held(7)})):
+            worker = backend._crew.start(gpus, "models/base")
+            worker.found, worker.jobs, worker.loaded = wide("g", gpus, "a", "b"), held, True
+        backend._found = True
+        for name in "ab":
+            backend.submit(submitted(name), job(name), at_seconds=-1.0)
+        found = backend.poll()
+        (group_found,) = [event for event in found if isinstance(event, GroupFound)]
+        assert group_found.group.gpus == (1, 2) and group_found.group.job_ids == ("b",)
+        assert STARTED[0].asked == [] and until(backend, replace(submitted("a"), submitted_at=-1.0))
+        assert backend._reconciler.groups["g"].gpus == (1, 2)
+    STARTED.clear()

@@ -1,0 +1,256 @@
+"""Real workers of two and of three one-thread "GPUs": jobs that span them have the bytes of `tlora train`, whatever becomes of ranks,
+workers and controllers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import save_base
+from tests.engine.tiny_runs import job, run_spec, sha256, steps_taken, train, write_rows
+from tlora.cluster.controller import run
+from tlora.cluster.event_log import EventLog
+from tlora.cluster.local import LocalBackend, LocalMachine, submit_all
+from tlora.cluster.reconciler import LocalJob
+from tlora.costs.hardware import cost_model, nearest_base
+from tlora.json_file import read_object
+from tlora.planning.job_profile import ProfiledJob, profile_jobs
+from tlora.protocol import (
+    Action,
+    ChangeGroup,
+    Event,
+    GroupFound,
+    GroupLost,
+    GroupReady,
+    JobFinished,
+    JobGroup,
+    JobSubmitted,
+    ParallelPlan,
+    StartGroup,
+    StepsDone,
+)
+from tlora.scheduler.policies import LIVE_POLICIES
+from tlora.scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class World:
+    """A base, orders, and the run of `tlora.train` that they are measured by."""
+
+    base: Path
+    orders: list[dict[str, Any]]
+    whole: Path
+
+    def same_bytes(self, out: Path) -> None:
+        for order in self.orders:
+            name = order["name"]
+            assert sha256(out / "jobs" / name) == sha256(self.whole / name), name
+            assert steps_taken(out / "jobs" / name) == steps_taken(self.whole / name), name
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A job of two replicas with dropout and batches that are smaller at an epoch's end, one of two with evaluations, and one of one."""
+    directory = tmp_path_factory.mktemp("wide")
+    base = save_base(directory / "base", hidden_size=128, intermediate_size=160, num_hidden_layers=1)
+    for number, (name, count) in enumerate({"a": 26, "b": 9, "c": 24}.items()):
+        write_rows(directory / f"{name}.jsonl", count, number, high=20)
+    orders = [
+        job("two", str(directory / "a.jsonl"), gpus=2, lora_dropout=0.1, max_steps=60, batch_size=6, save_steps=5, logging_steps=3),
+        job("evaluated", str(directory / "c.jsonl"), gpus=2, max_steps=40, r=7, seed=3, eval_size=4, eval_steps=5, save_steps=10),
+        job("narrow", str(directory / "b.jsonl"), max_steps=50, save_steps=10),
+    ]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
+        train(base, directory / "whole", orders, deterministic=True)
+        yield World(base, orders, directory / "whole")
+
+
+@dataclass
+class Script:
+    """All jobs in one group, on GPUs that `act` may change: it sees each event and says on which the group shall be from then on."""
+
+    gpus: tuple[int, ...]
+    act: Callable[[Event, Script], tuple[int, ...]]
+    backend: LocalBackend | None = None
+    jobs: list[str] = field(default_factory=list[str])
+    count: int = 0
+    told: list[Event] = field(default_factory=list[Event])
+
+    def group(self) -> JobGroup:
+        names = tuple(self.jobs)
+        return JobGroup(f"g{self.count}", "tiny", self.gpus, ParallelPlan(len(self.gpus), 64 * len(self.gpus)), names, (1.0,) * len(names))
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        self.told.append(event)
+        match event:
+            case JobSubmitted(name):
+                self.jobs.append(name)
+                return [StartGroup(self.group())] if len(self.jobs) == 1 else [ChangeGroup(self.group())]
+            case JobFinished(name):
+                self.jobs.remove(name)
+            case GroupLost():
+                self.count += 1
+                return [StartGroup(self.group())]
+            case _:
+                pass
+        before, self.gpus = self.gpus, self.act(event, self)
+        return [ChangeGroup(self.group())] if self.gpus != before else []
+
+    def steps(self, name: str) -> list[int]:
+        return [int(event.steps) for event in self.told if isinstance(event, StepsDone) and event.job_id == name]
+
+
+def run_script(world: World, out: Path, script: Script, gpus: tuple[int, ...] = (0, 1), deterministic: bool = True) -> None:
+    spec = run_spec(world.base, out, world.orders)
+    made = profile_jobs(spec)
+    arrivals: list[tuple[float, JobSubmitted]] = []
+    jobs: dict[str, LocalJob] = {}
+    for order in spec.jobs:
+        profiled = made[order.name]
+        assert isinstance(profiled, ProfiledJob)
+        arrivals.append((0.0, JobSubmitted(order.name, "tiny", order.gpus, profiled.profile)))
+        jobs[order.name] = LocalJob(order, profiled.train_set, profiled.eval_set)
+    machine = LocalMachine(gpus, "cpu", {"tiny": str(world.base)}, out, deterministic=deterministic)
+    with LocalBackend(machine) as backend, closing(EventLog(out / "events.jsonl")) as log:
+        script.backend = backend
+        submit_all(backend, jobs, arrivals)
+        run(script, backend, log.write)
+    assert {event.job_id for event in script.told if isinstance(event, JobFinished)} == set(jobs)
+
+
+@pytest.mark.timeout(300)
+def test_a_wide_group_has_the_bytes_of_a_run(world: World, tmp_path: Path) -> None:
+    script = Script((0, 1), lambda event, script: script.gpus)
+    run_script(world, tmp_path, script)
+    world.same_bytes(tmp_path)
+    assert not any(isinstance(event, GroupLost) for event in script.told)
+    assert sum(isinstance(event, GroupReady) for event in script.told) >= 1
+
+
+def home(out: Path, name: str) -> int:
+    """The process that writes the job."""
+    return int((out / "jobs" / ".claims" / name).read_text().split()[1])
+
+
+def worker_pid(script: Script) -> int:
+    assert script.backend is not None
+    return script.backend._reconciler.workers[script.gpus[0]].process.pid
+
+
+@pytest.mark.timeout(600)
+def test_jobs_go_on_on_other_gpus(world: World, tmp_path: Path) -> None:
+    """From one GPU to two, to the second of them, and back to both: each time in a worker that begins from their checkpoints."""
+    stops = [(0,), (0, 1), (1,), (0, 1)]
+    seen: list[int] = []  # steps of the first job when its group moved
+
+    def act(event: Event, script: Script) -> tuple[int, ...]:
+        steps = script.steps("two")
+        is_new = isinstance(event, StepsDone) and event.job_id == "two" and len(stops) > 1
+        if is_new and steps[-1] >= (seen[-1] if seen else 0) + 6 and "two" in script.jobs:
+            seen.append(steps[-1])
+            stops.pop(0)
+            return stops[0]
+        return script.gpus
+
+    script = Script((0,), act)
+    run_script(world, tmp_path, script)
+    world.same_bytes(tmp_path)
+    assert len(seen) == 3 and not any(isinstance(event, GroupLost) for event in script.told)
+    logs = {path.name for path in (tmp_path / "workers").glob("*.log")}
+    assert logs == {"gpu0.log", "gpu0-1.log", "gpu1.log"}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rank", ["killed", pytest.param("stopped", marks=pytest.mark.soak)])
+def test_a_rank_or_the_worker_is_lost(world: World, tmp_path: Path, rank: str) -> None:
+    """With a rank all of its worker is lost, as with the worker's own process; of neither a process is left, and all goes on."""
+    ended: list[int] = []
+
+    def act(event: Event, script: Script) -> tuple[int, ...]:
+        if isinstance(event, StepsDone) and event.job_id == "two" and event.steps >= 8 + 20 * script.count and len(ended) == script.count:
+            if script.count == 0:
+                ended.append(home(tmp_path, "evaluated"))
+                os.kill(ended[-1], signal.SIGKILL if rank == "killed" else signal.SIGSTOP)
+            elif script.count == 1:
+                ended.append(worker_pid(script))
+                ranks.extend(home(tmp_path, name) for name in ("two", "evaluated"))
+                os.kill(ended[-1], signal.SIGKILL)
+        if isinstance(event, GroupLost):
+            gone.append(not any(Path(f"/proc/{pid}").exists() for pid in ranks))
+        return script.gpus
+
+    ranks: list[int] = []
+    gone: list[bool] = []
+    script = Script((0, 1), act)
+    run_script(world, tmp_path, script)
+    world.same_bytes(tmp_path)
+    lost = [event.reason for event in script.told if isinstance(event, GroupLost)]
+    assert len(lost) == 2 and "is lost: was " + rank in lost[0] and "was killed by signal 9" in lost[1], lost
+    assert all(gone), "a rank has outlived its worker"
+
+
+@pytest.mark.timeout(600)
+def test_the_next_controller_finds_a_wide_worker(world: World, tmp_path: Path) -> None:
+    """Its jobs train on while there is none: no step is taken twice."""
+
+    class KilledError(Exception):
+        pass
+
+    spec = run_spec(world.base, tmp_path, world.orders[:1])
+    profiled = profile_jobs(spec)["two"]
+    assert isinstance(profiled, ProfiledJob)
+    submitted = JobSubmitted("two", "tiny", 2, profiled.profile)
+    machine = LocalMachine((0, 1), "cpu", {"tiny": str(world.base)}, tmp_path, deterministic=True)
+    script = Script((0, 1), lambda _, script: script.gpus)
+
+    def until_killed(_: float, item: Event | Action) -> None:
+        if isinstance(item, StepsDone) and item.steps >= 5:
+            raise KilledError
+
+    first = LocalBackend(machine)
+    submit_all(first, {"two": LocalJob(spec.jobs[0], profiled.train_set, profiled.eval_set)}, [(0.0, submitted)])
+    with pytest.raises(KilledError):
+        run(script, first, until_killed)
+    script.backend = first
+    pid = worker_pid(script)
+    first.abandon()
+    found: list[Event] = []
+    with LocalBackend(machine) as second:
+        second.submit(submitted, LocalJob(spec.jobs[0], profiled.train_set, profiled.eval_set), at_seconds=-1.0)
+        second.seal()
+        while events := second.poll():
+            found += events
+        groups = [event.group.gpus for event in found if isinstance(event, GroupFound)]
+    assert groups == [(0, 1)] and not any(isinstance(event, GroupLost) for event in found)
+    assert sha256(tmp_path / "jobs" / "two") == sha256(world.whole / "two")
+    assert steps_taken(tmp_path / "jobs" / "two") == steps_taken(world.whole / "two")
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.timeout(600)
+def test_idle_gpus_are_lent(world: World, tmp_path: Path) -> None:
+    """A job that asks for one GPU, of which the scheduler hears that its steps are long, gets both."""
+    spec = run_spec(world.base, tmp_path, world.orders[2:])
+    profiled = profile_jobs(spec)["narrow"]
+    assert isinstance(profiled, ProfiledJob)
+    submitted = JobSubmitted("narrow", "tiny", 1, replace(profiled.profile, tokens_per_step=2e5))
+    policy = LIVE_POLICIES["residual_capacity-growth"]()
+    scheduler, told = Scheduler(policy, cost_model(bases={"tiny": nearest_base(1e6)}), print), list[Event | Action]()
+    with LocalBackend(LocalMachine((0, 1), "cpu", {"tiny": str(world.base)}, tmp_path)) as backend:
+        jobs = {"narrow": LocalJob(spec.jobs[0], profiled.train_set, profiled.eval_set)}
+        submit_all(backend, jobs, [(0.0, submitted)])
+        run(scheduler, backend, lambda _, item: told.append(item))
+    started = [item.group for item in told if isinstance(item, StartGroup)]
+    assert [group.gpus for group in started] == [(0, 1)] and JobFinished("narrow") in told
+    assert steps_taken(tmp_path / "jobs" / "narrow") == steps_taken(world.whole / "narrow")
+    losses = [read_object(out / "narrow" / "result.json")["train_loss"] for out in (tmp_path / "jobs", world.whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.01), "another sum of the same gradients"

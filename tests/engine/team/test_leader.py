@@ -1,0 +1,234 @@
+"""What the process of a wide worker tells its ranks, and what it makes of their answers: with ranks that do nothing by themselves."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tlora.batching.replicas import Span
+from tlora.engine.commands import Leave, Share, Stop
+from tlora.engine.pulse import Pulse
+from tlora.engine.ranks.crew import Lost
+from tlora.engine.ranks.messages import Faulty, Hello, Mail, Published, Sent, Unfollow
+from tlora.engine.team import leader as leader_room
+from tlora.engine.team.leader import Leader
+from tlora.engine.team.messages import Beat, Enter, Follow, Meet, Opened, Spread
+from tlora.errors import RankError
+from tlora.job import JobSpec
+from tlora.link.flight import FlightRecorder, flight_name, read_flight
+from tlora.protocol import BaseSpeed
+from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Load, Loaded, Measured, Refused, Report, Stepped
+
+
+class Ranks:
+    """Stands in for `Crew`: `sent` is what was told to which rank."""
+
+    store = "the store"
+
+    def __init__(self, count: int, member: str) -> None:
+        self.living = list(range(count))
+        self.hellos: dict[int, Any] = {}
+        self.going: set[int] = set()
+        self.sent: list[tuple[int, Any]] = []
+        self.is_killed = self.is_stopped = False
+
+    def send(self, rank: int, command: object) -> None:
+        self.sent.append((rank, command))
+
+    def wake(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+    def take(self) -> list[tuple[int, Any]]:
+        sent, self.sent = self.sent, []
+        return sent
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Leader, Ranks, list[Report]]]]:
+    def make(count: int = 2, deterministic: bool = True) -> tuple[Leader, Ranks, list[Report]]:
+        monkeypatch.setattr(leader_room, "Crew", Ranks)
+        told: list[Report] = []
+        load = Load("base", str(tmp_path), "cpu", 0.0, deterministic)
+        leader = Leader(load, tuple(range(4, 4 + count)), queue.SimpleQueue(), told.append, Pulse())
+        return leader, leader._crew, told  # type: ignore[return-value]
+
+    yield make
+
+
+def order(name: str, gpus: int = 2) -> Join:
+    return Join(JobSpec.model_validate({"name": name, "data": "d.jsonl", "gpus": gpus, "batch_size": 4}), "train", None, 3)
+
+
+def spread(leader: Leader, ranks: Ranks, join: Join) -> None:
+    """The job is on both ranks, and has met."""
+    name = join.job.name
+    leader._obey(join)
+    leader._hear(0, Opened(name, 100, "train"))
+    leader._hear(1, Opened(name, 100, "train"))
+    assert [type(command) for _, command in ranks.take()] == [Spread, Follow, Meet, Meet]
+
+
+def test_ranks_are_entered_and_loaded_together(made: Callable[..., Any]) -> None:
+    leader, ranks, told = made()
+    leader._load = replace(leader._load, calibrate=True)
+    for rank in (1, 0):
+        leader._hear(rank, Hello(rank, 1, "here", {}))
+    entered = [(rank, command.device, command.store, command.load.calibrate) for rank, command in ranks.take()]
+    assert entered == [(1, "cpu", "the store", False), (0, "cpu", "the store", True)]
+    assert ranks.going == {0, 1}
+    leader._hear(0, Measured("CPU", BaseSpeed(1.0, 0.1, 0.1, 0.0)))
+    leader._hear(0, Loaded())
+    assert told == [Measured("CPU", BaseSpeed(1.0, 0.1, 0.1, 0.0))]
+    leader._hear(1, Loaded())
+    assert told[1:] == [Loaded()]
+
+
+def test_ranks_on_gpus_have_one_each(made: Callable[..., Any], tmp_path: Path) -> None:
+    leader, ranks, _ = made()
+    leader._load = Load("base", str(tmp_path), "cuda", 0.0)
+    leader._hear(1, Hello(1, 1, "here", {}))
+    ((_, command),) = ranks.take()
+    assert isinstance(command, Enter) and command.device == "cuda:1"
+
+
+def test_a_job_that_spans_is_opened_at_home_then_elsewhere_and_begins_together(made: Callable[..., Any]) -> None:
+    leader, ranks, told = made()
+    join = order("a")
+    leader._obey(join)
+    assert ranks.take() == [(0, Spread(join, Span(2, (0, 1))))]
+    leader._hear(0, Opened("a", 100, "its set", "its other set"))
+    ((rank, follow),) = ranks.take()
+    assert rank == 1 and isinstance(follow, Follow) and (follow.join.train_set, follow.join.eval_set) == ("its set", "its other set")
+    leader._hear(0, Published("a", 0))  # of an earlier attempt: it has not met
+    assert not ranks.take()
+    leader._hear(1, Opened("a", 100, "its set"))
+    assert ranks.take() == [(rank, Meet("a", Span(2, (0, 1)), 100, 1)) for rank in (0, 1)]
+    leader._hear(0, Published("a", 0))
+    leader._hear(1, Sent("a", 0, ((1.0, 2.0),), 30))
+    assert ranks.take() == [(1, Mail(0, Published("a", 0))), (0, Mail(1, Sent("a", 0, ((1.0, 2.0),), 30)))]
+    leader._hear(0, Joined("a", 0))
+    leader._hear(0, Stepped("a", 1, 0.5))
+    assert told == [Joined("a", 0), Stepped("a", 1, 0.5)]
+
+
+def test_jobs_of_one_replica_are_spread_over_the_ranks(made: Callable[..., Any]) -> None:
+    leader, ranks, _ = made()
+    joins = [order(name, 1) for name in "abc"]
+    for join in joins:
+        leader._obey(join)
+    assert ranks.take() == [(0, joins[0]), (1, joins[1]), (0, joins[2])]
+
+
+@pytest.mark.parametrize("end", [Finished("a", {}), Failed("a", "why"), Left("a", 3, None), Refused("a", "no memory")])
+def test_an_end_at_home_is_one_everywhere(made: Callable[..., Any], end: Report) -> None:
+    leader, ranks, told = made()
+    spread(leader, ranks, order("a"))
+    leader._hear(0, end)
+    assert ranks.take() == [(1, Unfollow("a"))] and told == [end]
+    leader._hear(1, Sent("a", 0, (), 0))  # too late
+    leader._obey(Leave("a"))
+    assert not ranks.take()
+    spread(leader, ranks, order("a"))  # its next attempt
+
+
+def test_a_job_leaves_through_its_home(made: Callable[..., Any]) -> None:
+    leader, ranks, told = made()
+    spread(leader, ranks, order("a"))
+    leader._obey(Leave("a")), leader._obey(Leave("a"))
+    assert ranks.take() == [(0, Leave("a"))]
+    leader._hear(0, Left("a", 2, "there"))
+    assert told == [Left("a", 2, "there")]
+
+
+def test_a_part_that_cannot_be_computed_makes_the_job_go_on_in_one_place(
+    made: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    leader, ranks, told = made()
+    join = order("a")
+    spread(leader, ranks, join)
+    leader._hear(1, Faulty("a", "no memory"))
+    leader._hear(1, Faulty("a", "no memory"))
+    assert ranks.take() == [(0, Leave("a"))] and "rank 1 cannot compute its part (no memory)" in capsys.readouterr().out
+    leader._hear(0, Left("a", 2, "there"))
+    assert ranks.take() == [(1, Unfollow("a")), (0, join)] and not told, "nobody else is to notice"
+    leader._hear(0, Finished("a", {}))
+    assert told == [Finished("a", {})]
+
+
+def test_a_part_that_cannot_be_opened_is_no_part(made: Callable[..., Any]) -> None:
+    leader, ranks, _ = made()
+    join = order("a")
+    leader._obey(join)
+    leader._hear(0, Opened("a", 100, "train"))
+    ranks.take()
+    leader._hear(1, Faulty("a", "no such set"))
+    assert ranks.take() == [(0, Leave("a"))]
+    leader._hear(0, Left("a", 0, None))
+    assert ranks.take() == [(1, Unfollow("a")), (0, join)]
+
+
+@pytest.mark.parametrize("wanted_first", [True, False])
+def test_a_job_that_goes_on_in_one_place_may_leave_meanwhile(made: Callable[..., Any], wanted_first: bool) -> None:
+    leader, ranks, told = made()
+    spread(leader, ranks, order("a"))
+    steps: list[Callable[[], None]] = [lambda: leader._obey(Leave("a")), lambda: leader._hear(1, Faulty("a", "why"))]
+    for step in steps if wanted_first else steps[::-1]:
+        step()
+    assert ranks.take() == [(0, Leave("a"))]
+    leader._hear(0, Left("a", 2, None))
+    assert ranks.take() == [(1, Unfollow("a"))] and told == [Left("a", 2, None)]
+
+
+def test_a_share_is_divided(made: Callable[..., Any]) -> None:
+    leader, ranks, _ = made()
+    leader._obey(Share(1025, 2, {"a": 1.0}))
+    assert ranks.take() == [(rank, Share(512, 2, {"a": 1.0})) for rank in (0, 1)]
+
+
+def test_nothing_begins_after_a_stop(made: Callable[..., Any]) -> None:
+    leader, ranks, _ = made()
+    leader._obey(order("a"))
+    leader._hear(0, Opened("a", 100, "train"))
+    leader._obey(Stop())
+    ranks.take()
+    leader._hear(1, Opened("a", 100, "train"))
+    assert ranks.is_stopped and not ranks.take()
+
+
+def test_the_pulse_is_that_of_the_rank_that_has_not_moved(made: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    leader, _, _ = made()
+    clock = iter(range(100))
+    monkeypatch.setattr(leader_room.time, "monotonic", lambda: float(next(clock)))
+    leader._hear(0, Beat("training", 5, ("a",)))
+    leader._hear(1, Beat("training", 7, ("b",)))
+    stuck = leader._pulse.count
+    assert leader._pulse.phase == "training" and set(leader._pulse.in_flight) == {"a", "b"}
+    leader._hear(1, Beat("training", 8))
+    assert leader._pulse.count == stuck, "rank 0 has not moved"
+    leader._hear(0, Beat("waiting", 6))
+    assert leader._pulse.count != stuck and leader._pulse.phase == "training"
+    leader._hear(1, Beat("waiting", 9))
+    assert leader._pulse.phase == "waiting"
+
+
+def test_with_a_rank_all_is_lost_and_it_alone_is_suspected(
+    made: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader, ranks, _ = made()
+    monkeypatch.setattr(leader_room.os, "getpid", lambda: 77)
+    for rank, jobs in enumerate((("a",), ("b",))):
+        FlightRecorder(tmp_path, flight_name(77, rank)).begin(jobs)
+    with pytest.raises(RankError, match=r"rank 1 \(GPU 5\) is lost: was stopped"):
+        leader._hear(1, Lost("was stopped for 5 s"))
+    assert ranks.is_killed and read_flight(tmp_path, 77) == {"b"}

@@ -1,0 +1,63 @@
+"""`tlora cluster --worker-listen`: as a user types it, with a worker that comes by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.engine.conftest import save_base
+from tests.engine.tiny_runs import job, run_spec, write_rows
+from tlora.errors import ConfigError
+from tlora.json_file import read_object
+from tlora.live.cluster_run import train_on_cluster
+
+
+@pytest.mark.timeout(900)
+def test_a_worker_comes_to_a_cluster_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the GPU that the cluster does not need itself. Ctrl-C ends all, and the command to go on listens again."""
+    monkeypatch.setenv("TLORA_CACHE", str(tmp_path / "cache"))
+    base, data, out = save_base(tmp_path / "base"), write_rows(tmp_path / "rows.jsonl", 20), tmp_path / "out"
+    file = tmp_path / "jobs.yaml"
+    file.write_text(yaml.safe_dump({"base_model": str(base), "output_dir": str(out), "jobs": [job("a", str(data), max_steps=10**6)]}))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    tlora = [sys.executable, "-m", "tlora"]
+    options = [str(file), "--device", "cpu", "--gpus", "2", "--policy", "fifo", "--worker-listen", address]
+    with subprocess.Popen([*tlora, "cluster", *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as cluster:
+        while not (out / "workers" / "tcp-address").exists() or not (out / "workers" / "gpu0.json").exists():
+            assert cluster.poll() is None
+            time.sleep(0.01)
+        made = subprocess.Popen([*tlora, "worker-token", str(out), "--json"], stdout=subprocess.PIPE)
+        facts = json.loads(made.communicate()[0])
+        assert facts["address"] == address
+        with subprocess.Popen(
+            [*tlora, "worker", "--connect", address, "--fingerprint", facts["fingerprint"], "--gpu", "1"],
+            env=os.environ | {"TLORA_WORKER_TOKEN": facts["token"]},
+        ) as worker:
+            while not (out / "workers" / "gpu1.json").exists():
+                assert worker.poll() is None and cluster.poll() is None
+                time.sleep(0.01)
+            assert read_object(out / "workers" / "gpu1.json")["pid"] == worker.pid
+            cluster.send_signal(signal.SIGINT)
+            assert worker.wait() == 0
+        assert cluster.stdout is not None
+        said = re.sub(r"\s+", " ", cluster.stdout.read().decode())
+    assert f"workers may come to {address} over TLS; `tlora worker-token {out}` makes a token" in said
+    assert f"--worker-listen {address}" in said and facts["token"] not in said
+
+
+def test_an_address_that_is_none_is_refused_before_anything_is_done(tmp_path: Path) -> None:
+    run = run_spec(tmp_path / "base", tmp_path / "out", [job("a", "none.jsonl")])
+    with pytest.raises(ConfigError, match="must be tcp://host:port"):
+        train_on_cluster(run, device="cpu", worker_listen="127.0.0.1:8322")
+    assert not (tmp_path / "out").exists()
