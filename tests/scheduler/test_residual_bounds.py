@@ -97,6 +97,15 @@ def test_without_sharing_nobody_joins() -> None:
     assert scheduler.handle(made_spec("b", tokens=100.0, max_slowdown=9.0), 1.0) == []
 
 
+@pytest.mark.parametrize(("nodes", "members"), [((8,), ("all", "small")), ((4, 4), ("all",))])
+def test_a_job_joins_a_group_of_one_node_and_none_of_several(nodes: tuple[int, ...], members: tuple[str, ...]) -> None:
+    """Its members would keep whole nodes together, on which the next wide job starts before narrow ones that wait."""
+    timeline = made_timeline(*nodes, settings=Settings(preemption=False, elastic=False))
+    timeline.tell(made_spec("all", 8, tokens=8000.0, longest=64, steps=LONG, max_slowdown=4.0))
+    timeline.tell(made_spec("small", tokens=100.0, longest=64, steps=LONG, parameters=10**6, max_slowdown=9.0))
+    assert [known.group.job_ids for known in timeline.scheduler.state.groups.values()] == [members]
+
+
 # -- leaves ----------------------------------------------------------------------------------------------------------------
 
 

@@ -54,7 +54,7 @@ class GroupIndex:
 
     def _forget(self) -> None:
         self._known: dict[str, View] = {}
-        self._sorted: defaultdict[str, list[tuple[float, str]]] = defaultdict(list)  # base -> residual and group, rising
+        self._sorted: defaultdict[str, list[tuple[float, str]]] = defaultdict(list)  # base -> residual and group of one node, rising
         self._shared: dict[str, None] = {}
         self._growing: dict[str, dict[str, View]] = {}  # node -> groups on it
         self.gpus_of: dict[str, float] = {}
@@ -99,7 +99,7 @@ class GroupIndex:
         return self._growing.get(node, {})
 
     def best_fit(self, base: str, need: float, most: int) -> list[str]:
-        """Up to `most` groups of the base with a residual of at least `need`, the least residual first: O(log groups)."""
+        """Up to `most` groups of the base on one node with a residual of at least `need`, the least residual first: O(log groups)."""
         found = self._sorted[base]
         start = bisect_left(found, (need, ""))
         return [name for _, name in found[start : start + most]]
@@ -109,7 +109,8 @@ class GroupIndex:
         if not group.job_ids:
             return
         view = self._known[name] = self._view(state, found)
-        insort(self._sorted[group.base_model], (view.residual, name))
+        if view.num_nodes == 1:
+            insort(self._sorted[group.base_model], (view.residual, name))
         if len(group.job_ids) > 1:
             self._shared[name] = None
         if len(group.gpus) < view.most_useful:
@@ -139,8 +140,9 @@ class GroupIndex:
     def _drop(self, name: str, view: View) -> None:
         del self._known[name]
         self._shared.pop(name, None)
-        found = self._sorted[view.group.base_model]
-        del found[bisect_left(found, (view.residual, name))]
+        if view.num_nodes == 1:
+            found = self._sorted[view.group.base_model]
+            del found[bisect_left(found, (view.residual, name))]
         if len(view.gpus) < view.most_useful:
             for node in view.nodes:
                 del self._growing[node][name]

@@ -256,7 +256,10 @@ def _goes_first(decision: Decision, job: Job, chosen: tuple[Offer, ...]) -> bool
 
 
 def _joins(decision: Decision, job: Job) -> list[_Place]:
-    """Groups of its base by best fit in which all bounds hold with it, if it gains more than they lose."""
+    """Groups of its base by best fit in which all bounds hold with it, if it gains more than they lose.
+
+    Groups of one node only: members would hold whole nodes together for the next wide job, ahead of narrow ones that wait for a GPU each.
+    """
     found: list[_Place] = []
     for name in decision.index.best_fit(job.spec.base_model, job.need, _JOINS_TRIED):
         if name in decision.touched:
