@@ -96,6 +96,6 @@ def test_bases_may_be_added_while_one_is_told_to_be_measured(tmp_path: Path) -> 
 
     bases: dict[str, str] = {"base": Grown("models/base")}
     reconciler = Reconciler(bases, lambda _, __: None, {}, 1)
-    worker = RemoteWorker(0, Load("models/base", "o", "cpu", 0.0), FakeProcess(0), 1)
+    worker = RemoteWorker((0,), Load("models/base", "o", "cpu", 0.0), FakeProcess((0,)), 1)
     reconciler.hear(worker, Measured("CPU", BaseSpeed(1000.0, 0.01, 0.0, 0.001)))
     assert reconciler.events == [BaseMeasured("base", "CPU", BaseSpeed(1000.0, 0.01, 0.0, 0.001))]

@@ -135,7 +135,7 @@ def test_an_expired_token_lets_in_whom_it_has_let_in_before(station: TcpStation)
     line, answer = station.say_hello(secret=secret)
     assert b"has expired, and was not here before" in answer and station.is_empty()
     line.close()
-    write_record(station.directory, 0, OWN)  # by this controller or an earlier one
+    write_record(station.directory, (0,), OWN)  # by this controller or an earlier one
     line, answer = station.say_hello(secret=secret)
     assert b'"taken"' in answer
     line.close()

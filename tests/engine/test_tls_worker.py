@@ -72,7 +72,7 @@ def where(door: TlsDoor) -> list[str]:
 
 
 def test_a_job_trained_over_tls_has_the_bytes_of_any_other(
-    made: Orders, tmp_path: Path, store: Path, crews: list[Crew], start: Start
+    made: Orders, tmp_path: Path, store: Path, crews: list[Crew], start: Start, real_start: None
 ) -> None:
     load = made.load(tmp_path / "out")
     crew = crew_of(crews, store, load)
@@ -84,7 +84,7 @@ def test_a_job_trained_over_tls_has_the_bytes_of_any_other(
     file.write_text(secret)
     process = start(*where(door), "--token-file", str(file))
     worker = came(crew)
-    assert worker.process.pid == process.pid and read_records(store)[0].pid == process.pid
+    assert worker.process.pid == process.pid and read_records(store)[(0,)].pid == process.pid
     shown = Path(f"/proc/{process.pid}/cmdline").read_bytes() + Path(f"/proc/{process.pid}/environ").read_bytes()
     assert secret.encode() not in shown
     worker.give(load)

@@ -296,14 +296,9 @@ def _load_libraries() -> None:
     for name in _UNUSED:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     with no_collection():
-        from transformers.utils import import_utils, logging
+        from transformers.utils import logging
 
-        # transformers 5.23 looks through its 3,300 modules once as itself and once more as `transformers.models`, which the cache of this
-        # function takes for another path, as it ends in __init__.py: 0.3 s
-        look_through = import_utils.create_import_structure_from_path
-        import_utils.create_import_structure_from_path = lambda path: look_through(Path(str(path).removesuffix("__init__.py")))  # type: ignore[assignment]
         import_module("tlora.planning.plan")
-        import_utils.create_import_structure_from_path = look_through
     gc.freeze()  # these modules stay: later collections skip them
     from tlora.cli.terminal import close_stdin
 
