@@ -109,7 +109,7 @@ def test_a_worker_with_a_token_comes_in(station: TcpStation) -> None:
     assert b'"taken"' in answer, "it may dial again"
     line.close()
     line, answer = station.say_hello(replace(HELLO, incarnation="another's"))
-    assert b"has a worker already" in answer
+    assert b"there is a worker already" in answer
     line.close()
 
 

@@ -105,7 +105,7 @@ class DeafStore:
 def test_a_store_that_does_not_answer_does_not_stop_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers end when nothing is heard of their controller for ten minutes."""
     monkeypatch.setattr("tlora.service.outcomes._SETTLE_SECONDS", 0.01)
-    made = Outcomes(tmp_path, DeafStore(), LiveState(), lambda _: None)  # type: ignore[arg-type]
+    made = Outcomes(tmp_path, DeafStore(), LiveState(2), lambda _: None)  # type: ignore[arg-type]
     made.settle()
     made.see(JobFailed("x", "its data"))
     made.settle()
@@ -115,7 +115,7 @@ def test_a_store_that_does_not_answer_does_not_stop_the_cluster(tmp_path: Path, 
 def outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, LiveState]:
     """Without a store, and shown at once."""
     monkeypatch.setattr("tlora.service.outcomes._SHOW_SECONDS", 0.0)
-    live = LiveState()
+    live = LiveState(2)
     made: Any = Outcomes(tmp_path, NoStore(), live, lambda _: None)  # type: ignore[arg-type]
     made.begin(Places("cpu", (0, 1)))
     for name in ("x", "y"):
@@ -173,7 +173,7 @@ def test_a_server_that_is_ended_while_it_looks_for_workers_ends(tmp_path: Path) 
 def test_requests_and_the_cluster_may_tell_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups come and go in one thread while another tells the ends of jobs: neither may see the other's change as an error."""
     monkeypatch.setattr("tlora.service.outcomes._SHOW_SECONDS", 0.0)
-    made: Any = Outcomes(tmp_path, NoStore(), LiveState(), lambda _: None)  # type: ignore[arg-type]
+    made: Any = Outcomes(tmp_path, NoStore(), LiveState(2), lambda _: None)  # type: ignore[arg-type]
     made.begin(Places("cpu", (0, 1)))
     errors: list[BaseException] = []
     over = threading.Event()

@@ -33,7 +33,7 @@ class Seen:
     def __init__(self, directory: Path) -> None:
         self._engine = open_store(default_url(directory))
         self._writer = Writer(self._engine)
-        self.live, self.forgotten = LiveState(), list[str]()
+        self.live, self.forgotten = LiveState(2), list[str]()
         self.outcomes = Outcomes(directory, self._writer, self.live, self.forgotten.append)
         self.outcomes.begin(Places("cpu", (0,)))
 
