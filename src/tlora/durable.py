@@ -216,7 +216,7 @@ def remove_checkpoints(parent: Path, keep: set[str], *, failpoint: Failpoint = n
 
 
 def is_full(error: OSError) -> bool:
-    """Whether a CheckpointError of this module came from a full disk or an exhausted quota."""
+    """Whether it came from a full disk or an exhausted quota; of CheckpointErrors of this module too."""
     return error.errno in _NO_SPACE
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import save_base
-from tests.engine.tiny_runs import job, run_spec, sha256, steps_taken, train, write_rows
+from tests.engine.tiny_runs import job, run_spec, same_bytes, sha256, steps_taken, train, write_rows
 from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import LocalBackend, LocalMachine, submit_all
@@ -50,10 +50,7 @@ class World:
     whole: Path
 
     def same_bytes(self, out: Path) -> None:
-        for order in self.orders:
-            name = order["name"]
-            assert sha256(out / "jobs" / name) == sha256(self.whole / name), name
-            assert steps_taken(out / "jobs" / name) == steps_taken(self.whole / name), name
+        same_bytes(out / "jobs", self.whole, [order["name"] for order in self.orders])
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,13 @@ def sha256(directory: Path) -> str:
 
 def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def same_bytes(out: Path, whole: Path, names: Iterable[str]) -> None:
+    """The jobs' adapters under `out` are those under `whole`, and so are the steps that their metrics tell of."""
+    for name in names:
+        assert sha256(out / name) == sha256(whole / name), name
+        assert steps_taken(out / name) == steps_taken(whole / name), name
 
 
 def steps_taken(directory: Path) -> list[int]:

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from tests.engine.conftest import save_base
-from tests.engine.tiny_runs import job, run_spec, sha256, steps_taken, train, write_rows
+from tests.engine.tiny_runs import job, run_spec, same_bytes, sha256, steps_taken, train, write_rows
 from tlora.engine.results import Results
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import ConfigError, ModelError
@@ -43,10 +43,7 @@ class World:
         return train_on_cluster(run_spec(self.base, out, orders or self.orders, deterministic=True), gpus=2, device="cpu", **options)
 
     def same_bytes(self, out: Path) -> None:
-        for order in self.orders:
-            name = order["name"]
-            assert sha256(out / "jobs" / name) == sha256(self.whole / name), name
-            assert steps_taken(out / "jobs" / name) == steps_taken(self.whole / name), name
+        same_bytes(out / "jobs", self.whole, [order["name"] for order in self.orders])
 
 
 @pytest.fixture(scope="module")

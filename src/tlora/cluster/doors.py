@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 from tlora import durable
 from tlora.cluster.credentials import WorkerToken, WorkerTokens, open_certificate
 from tlora.errors import ConfigError
-from tlora.link.address import listen
+from tlora.link.address import listen, tcp_address
 from tlora.link.admission import (
     AdmissionError,
     Admitted,
@@ -111,8 +111,7 @@ class TlsDoor:
         for left_behind in directory.glob(f"{_PROOFS}*"):
             left_behind.unlink(missing_ok=True)
         self._listener = _listen(*place)
-        host, port = self._listener.getsockname()[:2]
-        self.address = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+        self.address = tcp_address(*self._listener.getsockname()[:2])
         durable.write_file(directory / TCP_ADDRESS_FILE, self.address + "\n")
 
     def accept(self) -> tuple[Connection, Admit]:

@@ -65,10 +65,12 @@ class LearnedCosts:
             learned = cost.learned(base, now)
             if any(weight for _, weight, _ in learned.means):
                 entry = {"of": of, "unix_seconds": time.time(), **asdict(learned)}
-                others = {
-                    digest: old for digest, old in self._stored.get(base, {}).items() if digest != constants_digest(cost.constants[base])
-                }
-                self._stored[base] = dict([*others.items(), (constants_digest(cost.constants[base]), entry)][-_MOST_ENTRIES:])
+                entries = self._stored.setdefault(base, {})
+                newest = constants_digest(cost.constants[base])
+                entries.pop(newest, None)  # so that it comes last
+                entries[newest] = entry
+                for oldest in list(entries)[:-_MOST_ENTRIES]:
+                    del entries[oldest]
         if not self._stored:
             return
         try:

@@ -288,11 +288,11 @@ class LocalBackend:
 
     def _adopt(self) -> None:
         """The groups of workers that were found go on with those of their jobs that are submitted by now; workers with other options than
-        this machine's end, and a second group of one name, of which two controllers before knew nothing of each other's.
+        this machine's end.
         """
         for worker in self._crew.workers.values():
             found = worker.found
-            known = found is not None and found.base_model in self._machine.base_models and found.group_id not in self._reconciler.groups
+            known = found is not None and found.base_model in self._machine.base_models
             if found is None or not known or worker.load != self._load(self._machine.base_models[found.base_model]):
                 if worker.load is not None:
                     worker.stop()
@@ -311,7 +311,7 @@ class LocalBackend:
         self._settle()
 
     def _has_moved(self, group_id: str, worker: RemoteWorker) -> bool:
-        """A group that was moving to other GPUs is found twice: it goes on where its jobs went last."""
+        """A group that was moving to other GPUs, or is that of two controllers, is found twice: it goes on where its jobs went last."""
         places = [other for other in self._crew.workers.values() if other.found is not None and other.found.group_id == group_id]
         return max(places, key=lambda other: max((held.attempt for held in other.jobs.values()), default=0)) is not worker
 

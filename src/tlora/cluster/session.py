@@ -43,7 +43,7 @@ Heard = Arrived | Spoke | Gone
 
 
 class Session:
-    """`inbox` gets what is heard, in its order, `Gone` last"""
+    """`inbox` gets what is heard, in its order, `Gone` last."""
 
     def __init__(self, connection: Connection, admit: Admit, inbox: queue.SimpleQueue[Heard]) -> None:
         self._admit, self._line, self._inbox = admit, Line(connection), inbox

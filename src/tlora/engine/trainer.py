@@ -8,9 +8,7 @@ while the others train, and files are written beside.
 
 from __future__ import annotations
 
-import contextlib
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +37,7 @@ from tlora.group.reports import Report as GroupReport
 from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec, RunSpec
 from tlora.link.flight import FlightRecorder
+from tlora.link.log import note
 from tlora.planning.job_plan import PlannedJob, plan_job, prepare_requests
 from tlora.planning.memory_bound import MemoryBound
 from tlora.planning.plan import fixed_depth
@@ -384,9 +383,3 @@ def _last_report(result: JobResult) -> Report:
         return Failed(result.name, result.reason)
     checkpoint = Path(result.path) / f"checkpoint-{result.steps}"
     return Left(result.name, result.steps, str(checkpoint) if checkpoint.is_dir() else None)
-
-
-def note(line: str) -> None:
-    """To the log of this process, if that can be written: its disk may be full, and jobs train on."""
-    with contextlib.suppress(OSError, ValueError):
-        print(line, file=sys.stderr, flush=True)  # noqa: T201

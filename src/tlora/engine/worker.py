@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import _thread
 import argparse
-import contextlib
 import os
 import platform
 import queue
 import signal
-import sys
 import threading
 import traceback
 import uuid
@@ -30,6 +28,7 @@ from tlora.errors import ConfigError
 from tlora.garbage import no_collection
 from tlora.link.dialer import Dialer
 from tlora.link.entrance import Entrance, find_entrance
+from tlora.link.log import note
 from tlora.sharing.multicast import turn_multicast_off
 from tlora.version import __version__
 from tlora.worker_protocol import Alive, Ending, Hello, Load, Report, Want
@@ -49,7 +48,7 @@ class Worker:
     def __init__(self, gpus: tuple[int, ...], entrance: Entrance) -> None:
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of the trainer
         self.pulse = Pulse()
-        self.patience = Patience(self.pulse, say)
+        self.patience = Patience(self.pulse, note)
         self._gpus, self._incarnation = gpus, uuid.uuid4().hex
         self._settler, self._lock = Settler(), threading.RLock()
         self._load: Load | None = None
@@ -103,7 +102,7 @@ class Worker:
         """All jobs are checkpointed, and the process ends."""
         with self._lock:
             if not self._settler.stopping:
-                say(f"this worker saves its jobs and ends: {reason}")
+                note(f"this worker saves its jobs and ends: {reason}")
                 self._settler.reports.append(Ending(reason))
             self._settler.stop()
             self._pass_on()
@@ -212,17 +211,11 @@ def run(address: str, gpus: tuple[int, ...], fingerprint: str | None = None, tok
     try:
         status = serve(find_entrance(address, fingerprint, token_file), gpus)
     except ConfigError as error:
-        say(f"error: {error}")
+        note(f"error: {error}")
         status = 2
     except BaseException:
-        say(traceback.format_exc())
+        note(traceback.format_exc())
     os._exit(status)
-
-
-def say(line: str) -> None:
-    """To the log, if that can be written: a full disk keeps no worker from saving its jobs and ending."""
-    with contextlib.suppress(OSError, ValueError):
-        print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -77,6 +77,11 @@ def tcp_place(address: str) -> tuple[str, int]:
     return host, port
 
 
+def tcp_address(host: str, port: int) -> str:
+    """What `tcp_place` reads."""
+    return f"{_TCP}{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def resolve(address: str) -> str:
     """`address`, or where the cluster in the output directory `address` listens. Raises ConfigError."""
     if is_tcp(address):

@@ -7,7 +7,6 @@ directory, and that the other may write there: the files' owner is one user. The
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import secrets
@@ -18,6 +17,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter
 
+from tlora import durable
 from tlora.errors import ConfigError
 from tlora.link.lines import Line
 from tlora.link.process_identity import identify
@@ -26,7 +26,6 @@ from tlora.worker_protocol import Refusal
 T = TypeVar("T", "Challenge", "Admitted")
 LONGEST_LINE = 4096  # bytes of a line before a worker is admitted
 _ANSWER_SECONDS = 30.0
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NAME = re.compile(r"\.proof-[0-9a-f]{32}")
 _NUMBER = re.compile(r"[0-9a-f]{64}")
 
@@ -123,7 +122,7 @@ def prove(path: Path) -> Proof:
         number, answer = read_number(path), secrets.token_hex(32)
         write_number(answer_path(path), answer)
     except OSError as error:
-        if error.errno in _FULL:
+        if durable.is_full(error):
             raise
         return Proof(problem=error.strerror or str(error))
     return Proof(number, answer)

@@ -5,8 +5,6 @@ It trains nothing: what is said and heard goes through the functions that it is 
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -16,6 +14,7 @@ from typing import Protocol
 from tlora.link.admission import AdmissionError
 from tlora.link.entrance import Entrance, dial
 from tlora.link.lines import Line
+from tlora.link.log import note
 from tlora.link.outbox import Outbox
 from tlora.worker_protocol import Alive, Hello, Refusal, Report, Taken, Want, parse_controller_line, worker_line
 
@@ -95,8 +94,7 @@ class Dialer:
                 except (OSError, ValueError) as error:  # nobody listens, the place is gone, or is another's: until the lease ends
                     if isinstance(error, ValueError) and str(error) != said:
                         said = str(error)
-                        with contextlib.suppress(OSError):  # of a log on a full disk
-                            print(f"trains on, and dials again: {said}", file=sys.stderr, flush=True)  # noqa: T201
+                        note(f"trains on, and dials again: {said}")
                     time.sleep(pause)
                     pause = min(2 * pause, _REDIAL_SECONDS[1])
                     continue

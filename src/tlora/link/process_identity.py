@@ -88,11 +88,10 @@ def wait_for_session(session: int, deadline: float | None) -> bool:
 
 
 def _has_members(session: int) -> bool:
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, IndexError):
-            fields = path.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-            if int(fields[3]) == session and fields[0] not in "ZX" and path.parent.name != str(session):
-                return True
+    for path in Path("/proc").glob("[0-9]*"):
+        fields = _fields(int(path.name))
+        if fields is not None and int(fields[3]) == session and fields[0] not in "ZX" and path.name != str(session):
+            return True
     return False
 
 
@@ -105,8 +104,13 @@ def boot_id() -> str:
 
 def _stat(pid: int) -> tuple[str, int] | None:
     """The kernel's letter for what it does, and when it started."""
+    fields = _fields(pid)
+    return None if fields is None else (fields[0], int(fields[19]))
+
+
+def _fields(pid: int) -> list[str] | None:
+    """Of its stat behind the name, which may have spaces and brackets; None where there is no such process."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-        return fields[0], int(fields[19])
-    except (OSError, IndexError, ValueError):
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split() or None
+    except OSError:
         return None

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tlora.errors import ConfigError
+from tlora.link.address import tcp_address
 
 HANDSHAKE_SECONDS = 30.0  # of a worker; a controller has less patience with strangers
 _CHUNK = 1 << 16
@@ -123,7 +124,7 @@ def connect_tls(place: tuple[str, int], fingerprint: str) -> TlsStream:
 
     Raises OSError where nobody listens, ConfigError for whoever speaks no TLS or has another certificate.
     """
-    where = f"tcp://{f'[{place[0]}]' if ':' in place[0] else place[0]}:{place[1]}"
+    where = tcp_address(*place)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the fingerprint below takes their place

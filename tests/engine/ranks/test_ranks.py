@@ -16,7 +16,7 @@ import pytest
 import tlora
 from tests import forked
 from tests.engine.conftest import save_base
-from tests.engine.tiny_runs import job, rows, run_spec, sha256, steps_taken, train, write_rows
+from tests.engine.tiny_runs import job, rows, run_spec, same_bytes, sha256, train, write_rows
 from tlora.engine.ranks import crew
 from tlora.engine.results import Results
 from tlora.engine.watcher import RunProgress, Watcher
@@ -44,9 +44,7 @@ class World:
         return tlora.train(spec, device="cpu", gpus=gpus, **options)
 
     def same_bytes(self, out: Path) -> None:
-        for name in self.names:
-            assert sha256(out / name) == sha256(self.whole / name), name
-            assert steps_taken(out / name) == steps_taken(self.whole / name), name
+        same_bytes(out, self.whole, self.names)
 
 
 @pytest.fixture(scope="module")

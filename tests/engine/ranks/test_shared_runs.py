@@ -15,7 +15,7 @@ import pytest
 import tlora
 from tests import forked
 from tests.engine.conftest import save_base
-from tests.engine.tiny_runs import job, run_spec, sha256, steps_taken, train, write_rows
+from tests.engine.tiny_runs import job, run_spec, same_bytes, sha256, train, write_rows
 from tlora.engine.check import check
 from tlora.engine.ranks import crew
 from tlora.engine.ranks.messages import Command, Take
@@ -44,9 +44,7 @@ class World:
         return tlora.train(spec, device="cpu", gpus=gpus, **options)
 
     def same_bytes(self, out: Path) -> None:
-        for name in NAMES:
-            assert sha256(out / name) == sha256(self.whole / name), name
-            assert steps_taken(out / name) == steps_taken(self.whole / name), name
+        same_bytes(out, self.whole, NAMES)
 
 
 @pytest.fixture(scope="module")

@@ -24,9 +24,10 @@ from tlora.engine.ranks.messages import Broken, Bye, Command, Stop
 from tlora.engine.ranks.rank import hello
 from tlora.engine.team.messages import Beat, Enter
 from tlora.engine.team.parts import Seat
-from tlora.engine.worker import open_trainer, say
+from tlora.engine.worker import open_trainer
 from tlora.errors import TloraError
 from tlora.link.flight import flight_name
+from tlora.link.log import note
 
 BEAT_SECONDS = 1.0
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
@@ -36,7 +37,7 @@ def serve(address: str, number: int, count: int) -> int:
     """Train for the worker at `address` until told to stop. Returns the exit status."""
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     pulse = Pulse("loading")
-    patience = Patience(pulse, say)
+    patience = Patience(pulse, note)
 
     def hear(command: Command | None) -> None:
         if command is None:  # what it would write now, its successor may be reading
