@@ -62,10 +62,8 @@ def machine(directory: Path, **changes: Any) -> LocalMachine:
 
 
 @pytest.fixture(autouse=True)
-def fake_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fake_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "Crew", FakeCrew)
-    yield
-    STARTED.clear()
 
 
 def test_workers_are_told_the_options_of_the_machine(tmp_path: Path) -> None:

@@ -39,13 +39,11 @@ def wide(name: str, gpus: tuple[int, ...], *jobs: str) -> JobGroup:
 def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBackend]:
     """Of three GPUs, with a, b and c just submitted; the first asks for two GPUs."""
     monkeypatch.setattr(local, "Crew", FakeCrew)
-    STARTED.clear()
     with LocalBackend(machine(tmp_path, gpus=(0, 1, 2))) as made:
         arrivals = [(0.0, submitted("a", gpus=2)), (0.0, submitted("b")), (0.0, submitted("c"))]
         submit_all(made, {name: job(name) for name in "abc"}, arrivals)
         made.poll(), made.poll()
         yield made
-    STARTED.clear()
 
 
 def ready(backend: LocalBackend, group_id: str) -> None:
@@ -154,7 +152,6 @@ def test_two_groups_cannot_have_one_gpu(backend: LocalBackend) -> None:
 def test_a_group_that_was_moving_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One job had arrived on the new GPUs and the other not yet, when the controller was killed."""
     monkeypatch.setattr(local, "Crew", FakeCrew)
-    STARTED.clear()
     with LocalBackend(machine(tmp_path, gpus=(0, 1, 2))) as backend:
         for gpus, held in (((0,), {"a": Held(5), "b": Held(6)}), ((1, 2), {"b": Held(7)})):
             worker = backend._crew.start(gpus, "models/base")
@@ -167,4 +164,3 @@ def test_a_group_that_was_moving_is_found_once(tmp_path: Path, monkeypatch: pyte
         assert group_found.group.gpus == (1, 2) and group_found.group.job_ids == ("b",)
         assert STARTED[0].asked == [] and replace(submitted("a"), submitted_at=-1.0) in found
         assert backend._reconciler.groups["g"].gpus == (1, 2)
-    STARTED.clear()
