@@ -23,7 +23,6 @@ from tests.engine.tiny_runs import write_rows
 from tests.service.served import until
 from tlora.json_file import read_object
 
-pytestmark = pytest.mark.usefixtures("forked_children")
 BASE = Path(__file__).parents[2] / "demo" / "base"
 
 
