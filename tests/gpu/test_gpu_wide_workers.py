@@ -32,4 +32,4 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     directory = tmp_path_factory.mktemp("wide-gpu")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
-        yield make_world(directory, "cuda", 40)
+        yield make_world(directory, "cuda", 10)
