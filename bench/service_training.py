@@ -1,11 +1,12 @@
 """Training under `tlora serve` against `tlora train`, and how soon a submitted job trains: on a GPU, through the commands that users run.
 
-    python -m bench.service_training --shape qwen3-1.7b [--rows first-steps,speed] [--repeats 3] [--steps 100] [--json FILE]
+    python -m bench.service_training --shape qwen3-1.7b [--rows warm-up,first-steps,speed] [--repeats 3] [--steps 100] [--json FILE]
     python -m bench.service_training --shape tiny --device cpu --steps 6 --repeats 1 --submissions 3
 
-first-steps: while a job trains, others are submitted one by one: seconds from the first byte of the upload of 1,000 samples until the
-job's first optimizer step can be read from the server. speed: the jobs of bench/real_jobs.yaml, by `tlora submit` to the server and by
-`tlora train`, in turns; tokens/s by the jobs' own logs (`launch.speeds`). `max_slowdown` is 100: what is measured is one group.
+warm-up: a short `tlora train`, whose kernels are then compiled and tuned for all that follow. first-steps: while a job trains, others
+are submitted one by one: seconds from the first byte of the upload of 1,000 samples until the job's first optimizer step can be read
+from the server. speed: the jobs of bench/real_jobs.yaml, by `tlora submit` to the server and by `tlora train`, in turns; tokens/s by
+the jobs' own logs (`launch.speeds`). `max_slowdown` is 100: what is measured is one group.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from bench.real_jobs import JOBS_FILE
 from bench.service import Server, start
 from bench.shapes import SHAPES
 
-ROWS = ("first-steps", "speed")
+ROWS = ("warm-up", "first-steps", "speed")
+_WARM_UP_STEPS = 10
 _SAMPLES, _WORDS = 1000, 40  # of a submitted job: samples, and words of each
 _LONG_SECONDS = 900.0  # after which a wait has failed
 _UNBOUNDED = 100.0
@@ -48,8 +50,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         found["device"] = base.pop("device") or found["device"]
         found |= {"shape": options.shape, "steps": options.steps, "samples": _SAMPLES}
         base_path = Path(base["base"])
-        if "speed" in options.rows:
-            train(options, base_path, place / "first")  # its kernels are compiled and tuned then, and found by all that follow
+        if "warm-up" in options.rows:
+            train(options, base_path, place / "warm-up", _WARM_UP_STEPS)
+        if options.rows == ["warm-up"]:
+            return found
         (place / "server").mkdir()
         command = ["serve", "--data-dir", str(place / "server"), "--port", "0", "--device", options.device, "--gpus", "0"]
         server = start(place / "server", "tlora", *command, "--base-model", f"base={base_path.resolve()}")
@@ -60,9 +64,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 machine.write(options.json, found)
                 print(format_first_steps(found["first_steps"]), flush=True)
             if "speed" in options.rows:
-                found["speed"] = speed(server, options, base_path, place)
-                machine.write(options.json, found)
-                print(format_speed(found["speed"]), flush=True)
+                turns: dict[str, list[dict[str, Any]]] = {"serve": [], "train": []}
+                for number in range(options.repeats):
+                    turns["serve"].append(served(server, options, place / f"served-{number}"))
+                    turns["train"].append(train(options, base_path, place / f"trained-{number}", options.steps))
+                    found["speed"] = turns | ratios(turns)
+                    machine.write(options.json, found)
+                    print(format_speed(found["speed"]), flush=True)
         finally:
             server.end()
             if options.logs is not None:
@@ -135,26 +143,23 @@ def wait_for_end(server: Server, jobs: Sequence[str]) -> None:
 # -- how fast jobs train -------------------------------------------------------------------------------------------------
 
 
-def speed(server: Server, options: argparse.Namespace, base: Path, place: Path) -> dict[str, Any]:
-    """Both in turns, and their medians' ratio."""
-    found: dict[str, Any] = {"serve": [], "train": []}
-    for number in range(options.repeats):
-        found["serve"].append(served(server, options, place / f"served-{number}"))
-        found["train"].append(train(options, base, place / f"trained-{number}"))
+def ratios(found: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    """Of the medians of both."""
+    made = dict[str, float]()
     for span in ("steady_tokens_per_second", "whole_tokens_per_second"):
         serve, alone = (statistics.median(row[span] for row in found[way]) for way in ("serve", "train"))
-        found[f"{span}_ratio"] = serve / alone
-    return found
+        made[f"{span}_ratio"] = serve / alone
+    return made
 
 
-def settings_of(options: argparse.Namespace, *more: str) -> list[str]:
-    chosen = (f"defaults.max_steps={options.steps}", "defaults.logging_steps=1", *more)
+def settings_of(steps: int, *more: str) -> list[str]:
+    chosen = (f"defaults.max_steps={steps}", "defaults.logging_steps=1", *more)
     return [part for setting in chosen for part in ("--set", setting)]
 
 
-def train(options: argparse.Namespace, base: Path, output_dir: Path) -> dict[str, Any]:
+def train(options: argparse.Namespace, base: Path, output_dir: Path, steps: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "tlora", "train", str(JOBS_FILE), "--output-dir", str(output_dir), "--device", options.device]
-    ended = launch.run_process(command + settings_of(options, f"base_model={base.resolve()}"), os.environ, output_dir, None)
+    ended = launch.run_process(command + settings_of(steps, f"base_model={base.resolve()}"), os.environ, output_dir, None)
     if ended.code != 0:
         raise SystemExit(f"tlora train ended with {ended.code}: {ended.lines[-5:]}")
     return figures(output_dir, ended.start)
@@ -164,7 +169,7 @@ def served(server: Server, options: argparse.Namespace, links: Path) -> dict[str
     """`tlora submit` of the file, until all jobs have ended. `links`: made, a directory like that of a run."""
     environment = os.environ | {"TLORA_URL": f"http://{server.host}:{server.port}", "TLORA_API_KEY": server.key}
     command = [sys.executable, "-m", "tlora", "submit", str(JOBS_FILE), "--json"]
-    command += settings_of(options, "base_model=base", f"defaults.max_slowdown={_UNBOUNDED}")
+    command += settings_of(options.steps, "base_model=base", f"defaults.max_slowdown={_UNBOUNDED}")
     before, began = jobs_of(server).keys(), time.time()
     subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
     mine = {job: name for job, name in jobs_of(server).items() if job not in before}

@@ -10,19 +10,18 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 import tlora
 from tests.engine.conftest import save_base
-from tests.engine.tiny_runs import job, run_spec, same_bytes, sha256, steps_taken, write_rows
+from tests.engine.tiny_runs import job, rows, run_spec, same_bytes, sha256, steps_taken, write_rows
 from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import LocalBackend, LocalMachine, submit_all
 from tlora.cluster.reconciler import LocalJob
 from tlora.costs.hardware import cost_model, nearest_base
-from tlora.json_file import read_object
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.protocol import (
     Action,
@@ -49,13 +48,13 @@ class World:
     base: Path
     orders: list[dict[str, Any]]
     whole: Path
-    device: str = "cpu"
+    device: Literal["cpu", "cuda"] = "cpu"
 
     def same_bytes(self, out: Path) -> None:
         same_bytes(out / "jobs", self.whole, [order["name"] for order in self.orders])
 
 
-def make_world(directory: Path, device: str, times: int) -> World:
+def make_world(directory: Path, device: Literal["cpu", "cuda"], times: int) -> World:
     """A job of two replicas with dropout and batches that are smaller at an epoch's end, one of two with evaluations, and one of one; with
     `times` as many steps as a CPU needs to be disturbed at.
     """
@@ -260,5 +259,5 @@ def test_idle_gpus_are_lent(world: World, tmp_path: Path) -> None:
     started = [item.group for item in told if isinstance(item, StartGroup)]
     assert [group.gpus for group in started] == [(0, 1)] and JobFinished("narrow") in told
     assert steps_taken(tmp_path / "jobs" / "narrow") == steps_taken(world.whole / "narrow")
-    losses = [read_object(out / "narrow" / "result.json")["train_loss"] for out in (tmp_path / "jobs", world.whole)]
+    losses = [rows(out / "narrow" / "metrics.jsonl")[0]["loss"] for out in (tmp_path / "jobs", world.whole)]
     assert losses[0] == pytest.approx(losses[1], rel=0.01), "another sum of the same gradients"
