@@ -4,8 +4,8 @@ A child is a process of its own, and a child of the test's: pid, session, enviro
 are those of any process. What it cannot show is its start: what is imported when, the interpreter's own options, what a library reads from
 the environment as it is loaded (OMP_WAIT_POLICY). A test of these starts a real one.
 
-A forked `tlora`, and a forked intake, fork their own children in the same way: a process forked beside them, before they ran, is their
-server.
+A forked `tlora`, a forked rank and a forked intake fork their own children in the same way: a process forked beside them, before they ran,
+is their server. Where that one has torch, a child that tokenizes is forked from it all the same, and torch is hidden from it.
 """
 
 from __future__ import annotations
