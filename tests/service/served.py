@@ -74,10 +74,10 @@ class Served:
         return until(look)
 
 
-def until(look: Callable[[], T | None]) -> T:
-    """What `look` finds. A test that waits in vain ends by pytest's own limit."""
+def until(look: Callable[[], T | None], pause_seconds: float = 0.005) -> T:
+    """What `look` finds, which is asked again after each pause. A test that waits in vain ends by pytest's own limit."""
     while not (found := look()):
-        time.sleep(0.005)
+        time.sleep(pause_seconds)
     return found
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from tests.engine.test_bad_input import mounted
 from tests.engine.tiny_runs import write_rows
-from tests.service.served import until
-from tests.service.test_real_server import Server, running
+from tests.service.test_real_server import Server, running, until
 
 _ORDER: dict[str, Any] = {"max_steps": 30, "batch_size": 4, "r": 4, "save_steps": 5, "learning_rate": 1e-3}
 

@@ -15,8 +15,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.engine.tiny_runs import write_rows
-from tests.service.served import until
-from tests.service.test_real_server import BASE, Server, running
+from tests.service.test_real_server import BASE, Server, running, until
 
 _ORDER = {"batch_size": 4, "learning_rate": 1e-3}
 _STEPS = {0: 300, 1: 100_000}  # of who pauses and who cancels: theirs must not be done before they do

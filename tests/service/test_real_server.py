@@ -10,20 +10,26 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import psutil
 import pytest
 
 from tests.engine.tiny_runs import write_rows
-from tests.service.served import until
+from tests.service import served
 from tlora.json_file import read_object
 
+T = TypeVar("T")
 BASE = Path(__file__).parents[2] / "demo" / "base"
+
+
+def until(look: Callable[[], T | None]) -> T:
+    """Each look is a request, which takes the cores from those that train."""
+    return served.until(look, 0.03)
 
 
 class Server:
