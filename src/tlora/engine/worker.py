@@ -28,7 +28,7 @@ from tlora.errors import ConfigError
 from tlora.garbage import no_collection
 from tlora.link.dialer import Dialer
 from tlora.link.entrance import Entrance, find_entrance
-from tlora.link.log import note
+from tlora.link.log import note, show_stacks_when_asked
 from tlora.sharing.multicast import turn_multicast_off
 from tlora.version import __version__
 from tlora.worker_protocol import Alive, Ending, Hello, Load, Report, Want
@@ -207,6 +207,7 @@ def parse_gpus(text: str) -> tuple[int, ...]:
 def run(address: str, gpus: tuple[int, ...], fingerprint: str | None = None, token_file: Path | None = None) -> None:
     """`serve`, with the options of `tlora worker`, and exit: without a look at threads that may wait for a controller, or open a job."""
     status = 1
+    show_stacks_when_asked()
     turn_multicast_off()
     try:
         status = serve(find_entrance(address, fingerprint, token_file), gpus)

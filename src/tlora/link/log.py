@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import signal
 import sys
 
 
@@ -10,3 +12,9 @@ def note(line: str) -> None:
     """If it can be written: a full disk keeps nobody from training, nor a worker from saving its jobs and ending."""
     with contextlib.suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def show_stacks_when_asked() -> None:
+    """At SIGUSR1 the log gets the stacks of all threads, also of a process that hangs in a library. Where there is such a signal."""
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1)

@@ -56,6 +56,7 @@ from tlora.engine.run_monitor import RunMonitor
 from tlora.engine.session import Assignment, Loaded, Session, launch_facts, load
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import ModelError, TloraError
+from tlora.link.log import show_stacks_when_asked
 from tlora.planning.memory import memory_limit
 from tlora.planning.plan import describe_plan
 from tlora.planning.threads import compute_with
@@ -316,6 +317,7 @@ def serve(address: str, rank: int, count: int, run_digest: str = "") -> int:
 
 def main() -> None:
     """Serve and exit."""
+    show_stacks_when_asked()
     address, rank = sys.stdin.read(), int(os.environ["RANK"])
     logging.disable_progress_bar()
     logging.set_verbosity_error()

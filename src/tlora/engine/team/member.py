@@ -27,7 +27,7 @@ from tlora.engine.team.parts import Seat
 from tlora.engine.worker import open_trainer
 from tlora.errors import TloraError
 from tlora.link.flight import flight_name
-from tlora.link.log import note
+from tlora.link.log import note, show_stacks_when_asked
 
 BEAT_SECONDS = 1.0
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
@@ -81,6 +81,7 @@ def _die_with_parent() -> None:
 
 def main() -> None:
     """Serve and exit."""
+    show_stacks_when_asked()
     _die_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # what follows from them is the worker's decision
