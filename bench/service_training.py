@@ -224,9 +224,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--submissions", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each job of the row speed")
-    parser.add_argument(
-        "--policy", default="residual_capacity", help="of the server; `memory` has all jobs in one group as `tlora train` has"
-    )
+    parser.add_argument("--policy", default="residual_capacity", help="of the server")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--base-dir", type=Path, help="where bases are kept, one directory per shape; default: a temporary one")
     parser.add_argument("--logs", type=Path, help="a file for the server's and its workers' logs")
