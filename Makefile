@@ -4,6 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# Hundreds of processes of the tests would compile the same sources again where the environment forbids to keep what was compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo test test-gpu soak check bench clean
 setup: $(READY)
 

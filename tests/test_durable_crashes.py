@@ -136,7 +136,7 @@ def kill_at_random(parent: Path, saves: int, seconds: float) -> None:
     assert holds(newest, f"{step}again") or (step > acknowledged and holds(newest, str(step)))
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [10, pytest.param(300, marks=pytest.mark.soak)])
 def test_kill_at_random_moments_loses_nothing_acknowledged(tmp_path: Path, count: int) -> None:
     rng = random.Random(count)
     for number in range(count):

@@ -63,7 +63,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield World(base, directory, orders, directory / "whole")
 
 
-@pytest.mark.parametrize("policy", ["residual_capacity", "fifo"])
+@pytest.mark.parametrize("policy", ["residual_capacity", pytest.param("fifo", marks=pytest.mark.soak)])
 def test_jobs_arrive_and_end_with_the_bytes_of_one_process(world: World, tmp_path: Path, policy: str) -> None:
     seen: list[RunProgress] = []
     results = world.train(tmp_path, policy=policy, watcher=Watcher(seen.append))

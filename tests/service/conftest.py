@@ -14,6 +14,11 @@ from tests.service.served import Served, serving
 _numbers = itertools.count()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forked(forked_children: None) -> None:
+    """Whatever a server starts, and what a test does. A test of a start itself says so (`real_start`)."""
+
+
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[str]:
     with postgres_server() as directory:

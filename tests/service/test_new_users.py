@@ -18,7 +18,7 @@ from tests.engine.tiny_runs import write_rows
 from tests.service.served import until
 from tests.service.test_real_server import BASE, Server, running
 
-_ORDER = {"batch_size": 4, "save_steps": 4, "learning_rate": 1e-3}
+_ORDER = {"batch_size": 4, "learning_rate": 1e-3}
 _STEPS = {0: 300, 1: 100_000}  # of who pauses and who cancels: theirs must not be done before they do
 
 
@@ -29,7 +29,14 @@ class User:
         self.name, self.home, self._key = f"user{number}", home, key
         home.mkdir()
         write_rows(home / "data.jsonl", 24 + 2 * number, seed=number)
-        job = {"name": f"job{number}", "data": "data.jsonl", "r": 2 + number, "max_steps": _STEPS.get(number, 24), **_ORDER}
+        job = {
+            "name": f"job{number}",
+            "data": "data.jsonl",
+            "r": 2 + number,
+            "max_steps": _STEPS.get(number, 24),
+            **_ORDER,
+            "save_steps": 50 if number in _STEPS else 4,
+        }
         (home / "jobs.yaml").write_text(json.dumps({"base_model": "base", "jobs": [job]}))
 
     def run(self, server: Server, *words: str) -> str:

@@ -23,7 +23,6 @@ from tests.engine.tiny_runs import write_rows
 from tests.service.served import until
 from tlora.json_file import read_object
 
-pytestmark = pytest.mark.usefixtures("forked_children")
 BASE = Path(__file__).parents[2] / "demo" / "base"
 
 
@@ -215,6 +214,7 @@ def test_a_second_server_on_the_same_directory_is_refused(tmp_path: Path) -> Non
         assert servers[0].client.get("/v1/jobs").json()["data"] == []
 
 
+@pytest.mark.soak  # what finds it is tested in tests/cluster/test_wide_training.py
 def test_a_job_of_two_gpus_is_found_by_the_next_server(tmp_path: Path) -> None:
     directory = tmp_path / "server"
     data = write_rows(tmp_path / "data.jsonl", 40)

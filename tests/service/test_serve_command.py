@@ -46,7 +46,6 @@ def test_whoever_owns_the_directory_reaches_the_store_of_a_running_server(served
     assert with_store(services.config, lambda connection: connection.exec_driver_sql("SELECT count(*) FROM tenants").scalar()) == 1
 
 
-@pytest.mark.usefixtures("forked_children")
 def test_an_outline_is_made_once_and_again_where_it_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = find_outline(tmp_path, BASE, Precision())
     assert first.linears and first.bytes > 0 and first.vocab_size > 0

@@ -19,8 +19,6 @@ from tlora.json_file import read_object
 from tlora.service.config import ServerConfig, read_config
 from tlora.service.server import local_hall
 
-pytestmark = pytest.mark.usefixtures("forked_children")
-
 
 @pytest.mark.timeout(900)
 def test_a_worker_comes_to_a_server_over_tls(tmp_path: Path) -> None:

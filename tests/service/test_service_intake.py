@@ -23,7 +23,6 @@ from tlora.service.intake import MOST_DEATHS, Intake
 from tlora.service.intake_requests import IntakeRequest, IntakeSettings, request_line
 from tlora.service.outlines import Precision, find_outline
 
-pytestmark = pytest.mark.usefixtures("forked_children")
 BASE = str(Path(__file__).parents[2] / "demo" / "base")
 SETTINGS = IntakeSettings("", "auto", None, 2, 1 << 30, 120, 300.0, 100_000, 2_000)
 

@@ -127,11 +127,11 @@ class Streamed:
         return replace(kept, weight_NK=self._before)
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(
+    ("fast", "depth"), [(True, 1), (False, 0), pytest.param(True, 0, marks=pytest.mark.soak)], indirect=["fast"], ids=str
+)
 def test_weights_are_looked_up_in_forward_and_again_in_backward(depth: int, fast: bool) -> None:
     """With recomputed layers too, and for a job that adapts a part of the linears; a pair's reference pass among them."""
-    if depth and not fast:
-        pytest.skip("the plain path recomputes nothing")
     pair = make_samples(2, seed=9, low=6, high=12)
     ids, weights = (torch.cat([torch.from_numpy(getattr(s, key)) for s in pair]).numpy() for key in ("input_ids", "loss_weights"))
     rows = BatchRow("b", ids, weights, 1.0, (1, 2, 3), tuple(len(s.input_ids) for s in pair))

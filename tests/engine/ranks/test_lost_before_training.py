@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Iterator[World]:
     directory = tmp_path_factory.mktemp("early")
-    base = save_base(directory / "base", hidden_size=256, intermediate_size=512, num_hidden_layers=16)
+    base = save_base(directory / "base", hidden_size=256, intermediate_size=512, num_hidden_layers=10)
     write_rows(directory / "a.jsonl", 12, high=6)
     data = str(directory / "a.jsonl")
     orders = [

@@ -65,7 +65,7 @@ def test_the_bytes_are_those_of_one_process(world: World, tmp_path: Path, gpus: 
     assert all(each["exchange_wait_seconds"] >= 0 for each in facts["gpus"].values())
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 20))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 20))])
 def test_a_lost_rank_ends_no_job_that_spans(world: World, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     number = [signal.SIGKILL, signal.SIGTERM][seed % 2]
