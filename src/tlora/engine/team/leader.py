@@ -24,6 +24,7 @@ from tlora.engine.team.messages import Beat, Enter, Follow, Meet, Opened, Spread
 from tlora.engine.team.placing import choose_span
 from tlora.errors import RankError
 from tlora.link.flight import forget_flight
+from tlora.link.log import note
 from tlora.worker_protocol import JobEnd, Join, Joined, Left, Load, Loaded, Measured, Report, Stepped
 
 _LOOK_SECONDS = 1.0
@@ -193,8 +194,3 @@ class Leader:
             if other != rank:
                 forget_flight(Path(self._load.output_dir), os.getpid(), other)
         raise RankError(f"rank {rank} (GPU {self._gpus[rank]}) is lost: {reason}")
-
-
-def note(line: str) -> None:
-    """To the log of this process."""
-    print(line, flush=True)  # noqa: T201
