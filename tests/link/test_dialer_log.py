@@ -19,7 +19,7 @@ def test_what_cannot_be_said_is_not_said(monkeypatch: pytest.MonkeyPatch) -> Non
     ended: list[str] = []
 
     class Client:
-        def end(self, reason: str) -> None:
+        def be_refused(self, reason: str) -> None:
             ended.append(reason)
 
     def dial(*_: object) -> None:

@@ -53,6 +53,7 @@ class Worker:
         self._settler, self._lock = Settler(), threading.RLock()
         self._load: Load | None = None
         self._told = threading.Event()  # what to load, or to stop
+        self._refusal = ""  # why the controller does not want this worker
         self.dialer = Dialer(entrance, self, FIRST_LEASE_SECONDS)
 
     def wait_for_load(self) -> Load | None:
@@ -102,11 +103,23 @@ class Worker:
         """All jobs are checkpointed, and the process ends."""
         with self._lock:
             if not self._settler.stopping:
-                note(f"this worker saves its jobs and ends: {reason}")
+                if self._load is not None or not self._refusal:  # else all that there is to say is said in the end
+                    note(f"this worker saves its jobs and ends: {reason}")
                 self._settler.reports.append(Ending(reason))
             self._settler.stop()
             self._pass_on()
             self._told.set()
+
+    def be_refused(self, reason: str) -> None:
+        with self._lock:
+            if not self._settler.stopping:
+                self._refusal = f"refused by the controller: {reason}"
+            self.end(self._refusal)
+
+    def check_refusal(self) -> None:
+        """Raises ConfigError where that is what has ended it."""
+        if self._refusal:
+            raise ConfigError(self._refusal)
 
     def _pass_on(self) -> None:
         settler = self._settler
@@ -134,7 +147,7 @@ def versions() -> dict[str, str]:
 def serve(entrance: Entrance, gpus: tuple[int, ...]) -> int:
     """Do as the controller there wants, until told to stop. The exit status: 143 after SIGTERM, as a shell expects.
 
-    Raises ConfigError where nobody listens, or who does is not to be trusted, or does not let this worker in.
+    Raises ConfigError where nobody listens, or who does is not to be trusted, or does not want this worker; then all is saved.
     """
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # no library may wait for an answer
     worker = Worker(gpus, entrance)
@@ -156,6 +169,7 @@ def serve(entrance: Entrance, gpus: tuple[int, ...]) -> int:
         worker.pulse.begin("loading")
         lead_or_train(load, gpus, worker)
     worker.dialer.drain(_DRAIN_SECONDS)
+    worker.check_refusal()
     return 128 + received[0] if received else 0
 
 

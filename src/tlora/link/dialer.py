@@ -34,7 +34,11 @@ class Client(Protocol):
         ...
 
     def end(self, reason: str) -> None:
-        """Save all and exit: refused, or cut off for longer than the lease."""
+        """Save all and exit: cut off for longer than the lease."""
+        ...
+
+    def be_refused(self, reason: str) -> None:
+        """Save all and exit: the controller does not want this worker."""
         ...
 
 
@@ -132,7 +136,7 @@ class Dialer:
 
     def _be_refused(self, reason: str) -> None:
         self._ended = True
-        self._client.end(f"refused by the controller: {reason}")
+        self._client.be_refused(reason)
 
     def _take(self, line: Line, message: Want | Taken) -> None:
         with self._changed:
