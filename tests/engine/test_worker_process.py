@@ -96,7 +96,8 @@ def test_a_worker_that_is_ended_has_checkpointed_all(made: Orders, long: Join, t
         hear(crew, None)
     assert worker.process.wait(PATIENCE_SECONDS)
     ended = worker.process.how_it_ended()
-    assert f"exit status {dict(sigterm=143, refused=2).get(how, 0)};" in ended
+    status = {"sigterm": 143, "refused": 2}.get(how, 0)
+    assert f"exit status {status};" in ended
     if how == "refused":
         assert "ends with 'error: refused by the controller: the worker that is process" in ended and "later controller" in ended
     told = work(load, [Join(long.job, long.train_set, attempt=2)], when(Joined, "long", 0, Stop()))
