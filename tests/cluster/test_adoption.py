@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tlora.cluster import local
 from tlora.cluster.local import LocalBackend
 from tlora.cluster.reconciler import Reconciler
 from tlora.cluster.remote_worker import RemoteWorker
-from tlora.protocol import BaseMeasured, BaseSpeed, Event, GroupFound, JobFailed, JobFinished, JobGroup, JobHeld, JobSubmitted
+from tlora.protocol import BaseMeasured, BaseSpeed, Event, GroupFound, JobFailed, JobFinished, JobGroup, JobHeld, JobSubmitted, Tick
 from tlora.worker_protocol import Failed, Finished, HeldJob, Hello, Load, Measured, Report, Said
 
 
@@ -71,6 +72,38 @@ def test_an_end_that_was_recorded_and_not_acknowledged_is_void(find: Callable[..
         events += backend.poll()
     assert [event.job_id for event in events if isinstance(event, JobFinished)] == ["b"]
     assert backend._crew.workers[0].jobs == {} and not backend._reconciler.open
+
+
+@pytest.mark.parametrize("end", [Finished("a", {}, 3), Failed("a", "its data", 3)])
+def test_an_end_that_is_told_before_its_job_is_submitted_is_not_lost(find: Callable[..., LocalBackend], end: Report) -> None:
+    """A server submits what it knows of, and some later, as their base has to be looked at: their worker forgets what was taken."""
+    told = HeldJob("a", 3, 0, resident=False)
+    backend = find((group("g0", 0, "a", "b"), (HeldJob("b", 4, 2, resident=True), told)), said=(end, Finished("b", {}, 4)))
+    backend.submit(submitted("b"), job("b"), at_seconds=-1.0)
+    events: list[Event] = []
+    while not any(isinstance(event, JobFinished) for event in events):
+        events += backend.poll()
+    backend.submit(submitted("a"), job("a"), at_seconds=-1.0)
+    events = [*backend.poll(), *backend.poll()]
+    ended = JobFinished("a") if isinstance(end, Finished) else JobFailed("a", "its data")
+    assert [event for event in events if not isinstance(event, Tick)] == [replace(submitted("a"), submitted_at=-1.0), ended]
+    assert not backend._reconciler.open
+    backend.forget("a")
+    backend.submit(submitted("a"), job("a"))  # another of that name
+    assert [event for event in backend.poll() if not isinstance(event, Tick)] == [submitted("a")] and backend._reconciler.open == {"a"}
+
+
+def test_an_earlier_end_is_not_that_of_a_new_job_of_its_name(find: Callable[..., LocalBackend]) -> None:
+    backend = find(
+        (group("g0", 0, "a", "b"), (HeldJob("b", 4, 2, resident=True), HeldJob("a", 3, 0, resident=False))),
+        said=(Finished("a", {}, 3), Finished("b", {}, 4)),
+    )
+    backend.submit(submitted("b"), job("b"), at_seconds=-1.0)
+    events: list[Event] = []
+    while not any(isinstance(event, JobFinished) for event in events):
+        events += backend.poll()
+    backend.submit(submitted("a"), job("a"))
+    assert [event for event in backend.poll() if not isinstance(event, Tick)] == [submitted("a")] and backend._reconciler.open == {"a"}
 
 
 def test_two_groups_of_one_name_are_not_both_taken_over(find: Callable[..., LocalBackend]) -> None:

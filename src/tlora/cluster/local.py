@@ -337,7 +337,7 @@ class LocalBackend:
             while self._asked and self._asked[0][0] <= now:
                 event = heapq.heappop(self._asked)[2]
                 if isinstance(event, JobSubmitted):
-                    living.add(event.job_id)
+                    self._reconciler.arrive(event.job_id, again=event.submitted_at is not None)
                 elif event.job_id not in living:  # it has ended meanwhile
                     continue
                 elif isinstance(event, JobCancelled):

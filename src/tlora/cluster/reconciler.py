@@ -54,6 +54,7 @@ class Reconciler:
         self._deaths: Counter[str] = Counter()  # of workers in a row, without a step of the job that it had not taken before
         self._suspicions: Counter[str] = Counter()  # deaths of workers that it shared with others
         self._alone_until: dict[str, int] = {}  # steps to which a suspect is alone in its worker
+        self._untold: dict[str, JobFinished | JobFailed] = {}  # ends of jobs that an earlier controller had and nobody has submitted here
 
     def want(self, group: JobGroup) -> None:
         """The group shall run as given. Other GPUs than before are another worker, which goes on from the jobs' checkpoints."""
@@ -70,6 +71,13 @@ class Reconciler:
         self._unready.discard(group.group_id)
         for name, held in self.workers[group.gpus[0]].jobs.items():
             self._furthest[name] = max(held.steps, self._furthest[name])
+
+    def arrive(self, job_id: str, *, again: bool) -> None:
+        """The job is submitted; with `again`, an earlier controller had it: then its end may have been reported already."""
+        self.open.add(job_id)
+        end = self._untold.pop(job_id, None)
+        if again and end is not None:
+            self._end(end)
 
     def forget(self, group_id: str) -> None:
         """The group shall end."""
@@ -148,6 +156,8 @@ class Reconciler:
         if event.job_id in self.open:
             self.open.discard(event.job_id)
             self.events.append(event)
+        elif event.job_id not in self.jobs:  # its worker will not say it again
+            self._untold[event.job_id] = event
 
     def _see_speed(self, worker: RemoteWorker, device: str, speed: BaseSpeed) -> None:
         """Of the base that it has loaded, by all names that this has here. Workers that are alike tell the same."""
