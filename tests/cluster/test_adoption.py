@@ -15,15 +15,28 @@ from tlora.cluster import local
 from tlora.cluster.local import LocalBackend
 from tlora.cluster.reconciler import Reconciler
 from tlora.cluster.remote_worker import RemoteWorker
-from tlora.protocol import BaseMeasured, BaseSpeed, Event, GroupFound, JobFailed, JobFinished, JobGroup, JobHeld, JobSubmitted, Tick
-from tlora.worker_protocol import Failed, Finished, HeldJob, Hello, Load, Measured, Report, Said
+from tlora.engine.settler import Settler
+from tlora.protocol import (
+    BaseMeasured,
+    BaseSpeed,
+    Event,
+    GroupFound,
+    GroupLost,
+    JobFailed,
+    JobFinished,
+    JobGroup,
+    JobHeld,
+    JobSubmitted,
+    Tick,
+)
+from tlora.worker_protocol import Failed, Finished, HeldJob, Hello, Join, Joined, Load, Loaded, Measured, Report, Said, Want
 
 
 class FoundCrew(FakeCrew):
     """Workers of an earlier controller, which say what they have."""
 
     hellos: tuple[tuple[JobGroup | None, tuple[HeldJob, ...]], ...] = ()
-    said: tuple[Report, ...] = ()
+    said: tuple[Report | None, ...] = ()  # by the first; None: it has ended
 
     def find(self, records: Any) -> None:
         for gpu, (found, jobs) in enumerate(self.hellos):
@@ -32,12 +45,12 @@ class FoundCrew(FakeCrew):
             worker.attach(Hello(f"earlier {gpu}", (gpu,), {}, load, True, found, jobs, 1, 7, 0), lambda _: None)
             if gpu == 0:
                 for number, report in enumerate(self.said):
-                    self.inbox.put((worker, Said(number + 1, 7, report)))
+                    self.inbox.put((worker, None if report is None else Said(number + 1, 7, report)))
 
 
 @pytest.fixture
 def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LocalBackend]:
-    def make(*hellos: tuple[JobGroup | None, tuple[HeldJob, ...]], said: tuple[Report, ...] = ()) -> LocalBackend:
+    def make(*hellos: tuple[JobGroup | None, tuple[HeldJob, ...]], said: tuple[Report | None, ...] = ()) -> LocalBackend:
         monkeypatch.setattr(FoundCrew, "hellos", hellos)
         monkeypatch.setattr(FoundCrew, "said", said)
         monkeypatch.setattr(local, "Crew", FoundCrew)
@@ -72,6 +85,24 @@ def test_an_end_that_was_recorded_and_not_acknowledged_is_void(find: Callable[..
         events += backend.poll()
     assert [event.job_id for event in events if isinstance(event, JobFinished)] == ["b"]
     assert backend._crew.workers[0].jobs == {} and not backend._reconciler.open
+
+
+def test_a_worker_that_was_told_to_stop_is_not_held_against_its_jobs(find: Callable[..., LocalBackend]) -> None:
+    """The controller before wanted its group on other GPUs, and was killed. One of its jobs is in, one on its way in; nobody says how far
+    they have got.
+    """
+    settler, wanted = Settler(), (Join(job("a").spec, attempt=3), Join(job("b").spec, attempt=4))
+    settler.hear_want(Want(1, 1, Load("models/base", "o", "cpu", 0.0), group("g0", 0, "a", "b"), wanted))
+    settler.hear_report(Loaded())
+    settler.hear_report(Joined("a", 2))
+    settler.reports.clear()  # these are taken
+    settler.hear_want(Want(1, 2, Load("models/base", "o", "cpu", 0.0), stop=True))
+    backend = find((group("g0", 0, "a", "b"), tuple(settler.held)), said=(*settler.reports, None))
+    for name in "ab":
+        backend.submit(submitted(name), job(name), at_seconds=-1.0)
+    events = [*backend.poll(), *backend.poll()]
+    assert any(isinstance(event, GroupFound) for event in events) and any(isinstance(event, GroupLost) for event in events)
+    assert not backend._reconciler._deaths and not backend._reconciler._alone_until
 
 
 @pytest.mark.parametrize("end", [Finished("a", {}, 3), Failed("a", "its data", 3)])

@@ -31,7 +31,7 @@ from tlora.link.entrance import Entrance, find_entrance
 from tlora.link.log import note
 from tlora.sharing.multicast import turn_multicast_off
 from tlora.version import __version__
-from tlora.worker_protocol import Alive, Ending, Hello, Load, Report, Want
+from tlora.worker_protocol import Alive, Hello, Load, Report, Want
 
 if TYPE_CHECKING:  # model libraries are imported when there is something to load
     from tlora.engine.team.parts import Seat
@@ -102,11 +102,9 @@ class Worker:
     def end(self, reason: str) -> None:
         """All jobs are checkpointed, and the process ends."""
         with self._lock:
-            if not self._settler.stopping:
-                if self._load is not None or not self._refusal:  # else all that there is to say is said in the end
-                    note(f"this worker saves its jobs and ends: {reason}")
-                self._settler.reports.append(Ending(reason))
-            self._settler.stop()
+            if not self._settler.stopping and (self._load is not None or not self._refusal):  # else all is said in the end
+                note(f"this worker saves its jobs and ends: {reason}")
+            self._settler.stop(reason)
             self._pass_on()
             self._told.set()
 

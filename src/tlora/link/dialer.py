@@ -81,8 +81,13 @@ class Dialer:
         """Wait until all reports are sent, while there is a connection: those that are not taken then, the disk tells."""
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
-            while (self._outbox.has_fresh or self._sending) and self._line is not None and (left := deadline - time.monotonic()) > 0:
+            while self._has_to_send and self._line is not None and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
+
+    @property
+    def _has_to_send(self) -> bool:
+        """Under the lock. What a controller that was killed has not taken, the next one has to hear."""
+        return self._sending or self._outbox.has_fresh or (self._again and bool(self._outbox.again()))
 
     # -- the thread that hears -----------------------------------------------------------------------------------------
 
