@@ -17,6 +17,7 @@ from tlora.scheduler.growth import grow
 from tlora.scheduler.job import Job
 from tlora.scheduler.predictions import Prediction, Predictions
 from tlora.scheduler.reclaim import Offer, Sacrifice, apply, offers
+from tlora.scheduler.replanning import replan
 from tlora.scheduler.scheduler import Policy
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.starvation import Starvation
@@ -51,8 +52,9 @@ def residual_capacity(settings: Settings = Settings()) -> Policy:  # noqa: B008 
         index.follow(state)
         memory.starvation.follow(state)
         decision = Decision(state, settings, predictions, index, memory.starvation.first(state))
-        if state.pending:
-            _place_those_who_wait(decision, memory.queue(state))
+        displaced = replan(decision, memory.measured_since(state))
+        if state.pending or displaced:
+            _place_those_who_wait(decision, memory.queue(state), displaced)
         if settings.elastic and decision.draft.num_free:
             grow(decision)
         wanted = decision.draft.wanted()
@@ -73,13 +75,19 @@ class _Memory:
         self._queue: Waiting | None = None
         self._ordered_at = -math.inf
         self._idle: tuple[int, ...] = ()
+        self._measured: dict[str, int] = {}  # base -> how often it had been, as of the decision before
         self._idle_until = -math.inf
 
     def holds(self, state: ClusterState) -> bool:
         """Whether the decision before this one found nothing to do, a short time ago, and nothing has happened since."""
         return state.now < self._idle_until and _happenings(state) == self._idle
 
+    def measured_since(self, state: ClusterState) -> list[str]:
+        """Bases that were measured after the decision before this one."""
+        return [base for base, count in state.times_measured.items() if count != self._measured.get(base)]
+
     def note(self, state: ClusterState, wanted: list[JobGroup]) -> None:
+        self._measured = dict(state.times_measured)
         self._idle = _happenings(state)
         self._idle_until = -math.inf if wanted else min(state.now + _RETHINK_SECONDS, self.starvation.next_at)
 
@@ -107,12 +115,14 @@ def _happenings(state: ClusterState) -> tuple[int, ...]:
     )
 
 
-def _place_those_who_wait(decision: Decision, waiting: Waiting) -> None:
-    """By priority; of equal priority who starves first, then in order. Those who had to give way come last, at nobody's expense."""
+def _place_those_who_wait(decision: Decision, waiting: Waiting, displaced: Sequence[Job]) -> None:
+    """By priority; of equal priority who starves first, then in order. Those who had to give way come last, at nobody's expense, among
+    them the `displaced`.
+    """
     settings = decision.settings
     tries = _GAPS_TRIED if settings.elastic or settings.sharing or settings.preemption else 1
     failures: dict[int, int] = {}
-    stopped: list[Job] = []
+    stopped = [*displaced]
     held: list[int] = []
     hopeless: set[int] = set()
     starving = [job for job in reversed(decision.starving) if job.status == "pending"]
