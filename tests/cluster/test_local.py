@@ -40,7 +40,7 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
-from tlora.worker_protocol import Ending, Failed, Finished, Left, Measured, Refused, Stepped
+from tlora.worker_protocol import Ending, Failed, Finished, Join, Left, Measured, Refused, Stepped
 
 PROFILE = JobProfile(100.0, 10, 30, 1000)
 
@@ -115,6 +115,13 @@ def test_a_group_is_ready_when_its_base_is_loaded_and_all_are_in(backend: LocalB
     assert worker.commands[0] == Share(512, 0, {"a": 1.0, "b": 1.0}) and worker.asked == ["+a", "+b"]
     worker.obey()
     assert backend.poll() == [GroupReady("g0")]
+
+
+def test_a_worker_hears_how_many_tokens_a_step_has(backend: LocalBackend) -> None:
+    """On how many of its GPUs a job is worth computing follows from that."""
+    backend.execute(StartGroup(group("g0", 0, "a")))
+    (join,) = [command for command in STARTED[0].commands if isinstance(command, Join)]
+    assert join.tokens_per_step == PROFILE.tokens_per_step
 
 
 def test_a_bases_speed_is_told_once_by_each_name_that_it_has(tmp_path: Path) -> None:

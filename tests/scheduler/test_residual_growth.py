@@ -106,6 +106,14 @@ def test_nobody_gets_more_gpus_than_it_has_samples() -> None:
         assert len(other.gpus_of("a")) == samples
 
 
+@pytest.mark.parametrize(("least", "most"), [(1, 8), (1000, 4), (5000, 1)])
+def test_nobody_gets_more_gpus_than_its_back_end_cuts_a_step_for(least: int, most: int) -> None:
+    timeline = made_timeline(8, settings=Settings(least_replica_tokens=least))
+    timeline.tell(made_spec("a", tokens=4000.0, longest=64, steps=LONG))
+    timeline.until(4 * REST)
+    assert len(timeline.gpus_of("a")) == most
+
+
 def test_growth_goes_to_whom_it_is_worth_most() -> None:
     """Of two that could grow onto the same GPUs, the one that is nearly done is worth more, and the other gets what is left."""
     timeline = made_timeline(4)

@@ -180,7 +180,8 @@ class LocalBackend:
                     "Rename one"
                 )
             self._ask(spec, at_seconds)
-            known[spec.job_id], self._arrives[spec.job_id] = job, at_seconds
+            known[spec.job_id] = replace(job, tokens_per_step=spec.profile.tokens_per_step)
+            self._arrives[spec.job_id] = at_seconds
 
     def cancel(self, job_id: str, at_seconds: float = 0.0) -> None:
         """The job ends at that time, or now; its last checkpoint stays. Raises ConfigError for an unknown job, as the next two do."""

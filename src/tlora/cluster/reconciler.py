@@ -22,11 +22,12 @@ _MORE_STEPS_ALONE = 4  # to its nth power: the steps that a job must get further
 
 @dataclass(frozen=True, slots=True)
 class LocalJob:
-    """A job and the directories of its tokenized data; without them its worker prepares the data again."""
+    """A job and the directories of its tokenized data; without them its worker prepares the data again. `tokens_per_step`: its profile's."""
 
     spec: JobSpec
     train_set: str | None = None
     eval_set: str | None = None
+    tokens_per_step: float | None = None
 
 
 class Reconciler:
@@ -209,7 +210,7 @@ class Reconciler:
                 self._last_attempt += 1
                 worker.jobs[job_id] = Held(self._last_attempt)
             job = self.jobs[job_id]
-            joins.append(Join(job.spec, job.train_set, job.eval_set, worker.jobs[job_id].attempt))
+            joins.append(Join(job.spec, job.train_set, job.eval_set, worker.jobs[job_id].attempt, job.tokens_per_step))
         worker.want(group, tuple(joins), alone=any(job_id in self._alone_until for job_id in residents))
         if group.group_id in self._unready and worker.loaded and worker.is_settled:
             living = [job_id for job_id in group.job_ids if job_id in self.open and job_id not in self._refused]

@@ -68,7 +68,7 @@ class _Memory:
     """What is kept from one decision to the next: indexes, the order of a long queue, and whether there was nothing to do."""
 
     def __init__(self, settings: Settings) -> None:
-        self.predictions = Predictions()
+        self.predictions = Predictions(settings.least_replica_tokens)
         self.index = GroupIndex(self.predictions)
         self.starvation = Starvation(settings)
         self._settings = settings

@@ -106,7 +106,7 @@ class Leader:
     def _take(self, join: Join) -> None:
         name = join.job.name
         assert name not in self._jobs, f"{name} is here already"
-        span = choose_span(join.job, len(self._gpus), [job.span for job in self._jobs.values()], self._load.deterministic)
+        span = choose_span(join, len(self._gpus), [job.span for job in self._jobs.values()], self._load.deterministic)
         self._jobs[name] = _Job(join, span)
         self._crew.send(span.home, Spread(join, span) if span.peers else join)
 
