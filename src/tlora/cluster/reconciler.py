@@ -22,7 +22,9 @@ _MORE_STEPS_ALONE = 4  # to its nth power: the steps that a job must get further
 
 @dataclass(frozen=True, slots=True)
 class LocalJob:
-    """A job and the directories of its tokenized data; without them its worker prepares the data again. `tokens_per_step`: its profile's."""
+    """A job and the directories of its tokenized data; without them its worker prepares the data again. `tokens_per_step`:
+    of its profile.
+    """
 
     spec: JobSpec
     train_set: str | None = None
