@@ -347,6 +347,55 @@ def test_each_death_in_company_makes_the_time_alone_longer(backend: LocalBackend
     assert alone == [4, 16, 64] and {"a", "b"} <= backend._reconciler.open
 
 
+def test_a_suspicion_is_forgotten_after_a_long_time_without_another(backend: LocalBackend) -> None:
+    """Ten times the steps that it costs alone. Each death is held against the job for as long as its own time alone was."""
+    known = backend._reconciler
+    (worker,) = running(backend, group("g0", 0, "a", "b"))
+    worker.say(Stepped("a", 100, 0.1), None)
+    backend.poll()
+    backend.execute(StartGroup(group("g1", 0, "a")))
+    worker = STARTED[-1]
+    worker.obey()
+
+    def step(steps: int) -> None:
+        worker.say(Stepped("a", steps, 0.1))
+        heard(backend)
+
+    step(104 + 39)
+    assert known._suspicions["a"] == 1
+    step(104 + 40)
+    assert "a" not in known._suspicions and "a" not in known._trusted_at and known._suspicions["b"] == 1
+    known._suspicions["a"] = 2  # as after two deaths more
+    known._put_off_trust("a", 200)
+    step(200 + 159)
+    assert known._suspicions["a"] == 2
+    step(200 + 160 + 39)
+    assert known._suspicions["a"] == 1
+    step(200 + 160 + 40)
+    assert "a" not in known._suspicions
+
+
+def test_one_that_is_trusted_again_is_alone_for_the_least_time_when_a_worker_dies(backend: LocalBackend) -> None:
+    known = backend._reconciler
+    (worker,) = running(backend, group("g0", 0, "a", "b"))
+    worker.say(None)
+    backend.poll()
+    assert known._alone_until["a"] == 4
+    backend.execute(StartGroup(group("g1", 0, "a", "b")))
+    worker = STARTED[-1]
+    for name in ("a", "b"):
+        worker.obey()
+        worker.say(Stepped(name, 44, 0.1))
+        heard(backend)
+        worker.obey()
+        heard(backend)
+    worker.obey()
+    worker.say(None)
+    while worker.gpu in known.workers:
+        backend._listen()
+    assert known._alone_until == {"a": 48, "b": 48}
+
+
 def test_a_worker_that_others_end_lets_its_jobs_go_first(backend: LocalBackend) -> None:
     """SIGTERM from outside: nobody joins it any more, and no job is blamed."""
     (worker,) = running(backend, group("g0", 0, "a"))

@@ -18,6 +18,7 @@ from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Measured
 
 MOST_DEATHS = 3  # of workers in a row, without progress of a job: then it fails, if it was alone in the last
 _MORE_STEPS_ALONE = 4  # to its nth power: the steps that a job must get further alone after it was among others in n workers that died
+_TRUSTED_AFTER = 10  # times as many steps after those, without such a death: then one of the deaths is forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Reconciler:
         self._deaths: Counter[str] = Counter()  # of workers in a row, without a step of the job that it had not taken before
         self._suspicions: Counter[str] = Counter()  # deaths of workers that it shared with others
         self._alone_until: dict[str, int] = {}  # steps to which a suspect is alone in its worker
+        self._trusted_at: dict[str, int] = {}  # steps at which one of its suspicions is forgotten
         self._untold: dict[str, JobFinished | JobFailed] = {}  # ends of jobs that an earlier controller had and nobody has submitted here
 
     def want(self, group: JobGroup) -> None:
@@ -90,7 +92,7 @@ class Reconciler:
     def forget_job(self, job_id: str) -> None:
         """It has ended, and is not spoken of again."""
         assert job_id not in self.open, job_id
-        for known in (self.jobs, self._furthest, self._deaths, self._suspicions, self._alone_until, self._refused):
+        for known in (self.jobs, self._furthest, self._deaths, self._suspicions, self._alone_until, self._trusted_at, self._refused):
             known.pop(job_id, None)
 
     def hear(self, worker: RemoteWorker, report: Report) -> None:
@@ -180,6 +182,7 @@ class Reconciler:
             if together:
                 self._suspicions[job_id] += 1
                 self._alone_until[job_id] = self._furthest[job_id] + _MORE_STEPS_ALONE ** self._suspicions[job_id]
+                self._put_off_trust(job_id, self._alone_until[job_id])
             elif self._deaths[job_id] >= MOST_DEATHS:
                 self._end(
                     JobFailed(job_id, f"{self._deaths[job_id]} workers in a row ended with this job and without progress of it; {reason}")
@@ -194,6 +197,17 @@ class Reconciler:
         if steps > self._furthest[job_id]:
             self._deaths.pop(job_id, None)
             self._furthest[job_id] = steps
+        while steps >= self._trusted_at.get(job_id, math.inf):
+            self._suspicions[job_id] -= 1
+            self._put_off_trust(job_id, self._trusted_at[job_id])
+
+    def _put_off_trust(self, job_id: str, steps: int) -> None:
+        """From `steps` on. A job that is suspected again and again so is alone for at most a tenth of the steps that it takes in peace."""
+        count = self._suspicions[job_id]
+        if count:
+            self._trusted_at[job_id] = steps + _TRUSTED_AFTER * _MORE_STEPS_ALONE**count
+        else:
+            del self._suspicions[job_id], self._trusted_at[job_id]
 
     def _residents(self, group: JobGroup) -> tuple[str, ...]:
         """The jobs that shall be in the group's worker now: all that have not ended, or the first of them that is suspected, alone."""
