@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import tarfile
 from pathlib import Path
+from typing import Any
 
 from tests.service.served import Served, until
-from tlora.store.card_seal import rename, seal, unsealed
 from tlora.store.model_card import CARD_FILE, model_card
+from tlora.wording.card_seal import rename, seal, unsealed
 
 REPORT = {"rows": 8, "format": "prompt and completion", "tokens": 80, "trained_tokens": 40}
-RESULT = dict.fromkeys(("steps", "num_tokens", "train_loss_first", "train_loss", "eval_loss_first", "eval_loss", "best_step"), 1)
+RESULT: dict[str, Any] = dict.fromkeys(
+    ("steps", "num_tokens", "train_loss_first", "train_loss", "eval_loss_first", "eval_loss", "best_step"), 1
+)
 
 
 def trained(served: Served, card: bool = True, **order: object) -> tuple[str, str, str]:

@@ -16,7 +16,7 @@ from typing import IO
 
 from tlora.json_file import read_object
 from tlora.manifest import MANIFEST, manifest_of
-from tlora.store.card_seal import rename
+from tlora.wording.card_seal import rename
 
 _BLOCK = 512
 _CHUNK = 1 << 18

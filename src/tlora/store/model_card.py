@@ -10,10 +10,10 @@ from typing import Any
 import yaml
 
 from tlora.job import SCHEDULED, DataSource, JobSpec
-from tlora.store.card_seal import seal, unsealed
 from tlora.store.serving import read_prompt
 from tlora.supermodel.base_name import is_hub_id
 from tlora.version import __version__
+from tlora.wording.card_seal import seal, unsealed
 
 CARD_FILE = "README.md"
 _NOT_TOLD = {"name", "data", "sweep_of", "adapter_path", "weight", "logging_steps", "save_steps", "save_total_limit", *SCHEDULED}
