@@ -52,7 +52,7 @@ def residual_capacity(settings: Settings = Settings()) -> Policy:  # noqa: B008 
         index.follow(state)
         memory.starvation.follow(state)
         decision = Decision(state, settings, predictions, index, memory.starvation.first(state))
-        displaced = replan(decision, memory.measured_since(state))
+        displaced = replan(decision, state.newly_measured)
         if state.pending or displaced:
             _place_those_who_wait(decision, memory.queue(state), displaced)
         if settings.elastic and decision.draft.num_free:
@@ -75,19 +75,13 @@ class _Memory:
         self._queue: Waiting | None = None
         self._ordered_at = -math.inf
         self._idle: tuple[int, ...] = ()
-        self._measured: dict[str, int] = {}  # base -> how often it had been, as of the decision before
         self._idle_until = -math.inf
 
     def holds(self, state: ClusterState) -> bool:
         """Whether the decision before this one found nothing to do, a short time ago, and nothing has happened since."""
         return state.now < self._idle_until and _happenings(state) == self._idle
 
-    def measured_since(self, state: ClusterState) -> list[str]:
-        """Bases that were measured after the decision before this one."""
-        return [base for base, count in state.times_measured.items() if count != self._measured.get(base)]
-
     def note(self, state: ClusterState, wanted: list[JobGroup]) -> None:
-        self._measured = dict(state.times_measured)
         self._idle = _happenings(state)
         self._idle_until = -math.inf if wanted else min(state.now + _RETHINK_SECONDS, self.starvation.next_at)
 
