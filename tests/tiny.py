@@ -52,7 +52,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
 def make_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
     """A random causal LM of `family`; `changes` override its config."""
     config = type(FAMILIES[family])(**{**FAMILIES[family].to_dict(), **changes})
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         with torch.no_grad():  # random norms and biases: a path that forgets one must not pass

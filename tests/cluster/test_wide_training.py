@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
+import tlora
 from tests.engine.conftest import save_base
-from tests.engine.tiny_runs import job, run_spec, same_bytes, sha256, steps_taken, train, write_rows
+from tests.engine.tiny_runs import job, rows, run_spec, same_bytes, sha256, steps_taken, write_rows
 from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import LocalBackend, LocalMachine, submit_all
 from tlora.cluster.reconciler import LocalJob
 from tlora.costs.hardware import cost_model, nearest_base
-from tlora.json_file import read_object
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.protocol import (
     Action,
@@ -48,27 +48,37 @@ class World:
     base: Path
     orders: list[dict[str, Any]]
     whole: Path
+    device: Literal["cpu", "cuda"] = "cpu"
 
     def same_bytes(self, out: Path) -> None:
         same_bytes(out / "jobs", self.whole, [order["name"] for order in self.orders])
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """A job of two replicas with dropout and batches that are smaller at an epoch's end, one of two with evaluations, and one of one."""
-    directory = tmp_path_factory.mktemp("wide")
-    base = save_base(directory / "base", hidden_size=128, intermediate_size=160, num_hidden_layers=1)
+def make_world(directory: Path, device: Literal["cpu", "cuda"], times: int) -> World:
+    """A job of two replicas with dropout and batches that are smaller at an epoch's end, one of two with evaluations, and one of one; with
+    `times` as many steps as a CPU needs to be disturbed at.
+    """
+    sizes = {"hidden_size": 128, "intermediate_size": 160} if device == "cpu" else {"hidden_size": 256, "intermediate_size": 512}
+    base = save_base(directory / "base", num_hidden_layers=1, **sizes)
     for number, (name, count) in enumerate({"a": 26, "b": 9, "c": 24}.items()):
         write_rows(directory / f"{name}.jsonl", count, number, high=20)
+    saves = {"two": 5, "evaluated": 10, "narrow": 10}
     orders = [
-        job("two", str(directory / "a.jsonl"), gpus=2, lora_dropout=0.1, max_steps=60, batch_size=6, save_steps=5, logging_steps=3),
-        job("evaluated", str(directory / "c.jsonl"), gpus=2, max_steps=40, r=7, seed=3, eval_size=4, eval_steps=5, save_steps=10),
-        job("narrow", str(directory / "b.jsonl"), max_steps=50, save_steps=10),
+        job("two", str(directory / "a.jsonl"), gpus=2, lora_dropout=0.1, max_steps=60 * times, batch_size=6, logging_steps=3 * times),
+        job("evaluated", str(directory / "c.jsonl"), gpus=2, max_steps=40 * times, r=7, seed=3, eval_size=4, eval_steps=5 * times),
+        job("narrow", str(directory / "b.jsonl"), max_steps=50 * times),
     ]
+    orders = [order | {"save_steps": saves[order["name"]] * times} for order in orders]
+    tlora.train(run_spec(base, directory / "whole", orders, deterministic=True), device=device)
+    return World(base, orders, directory / "whole", device)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    directory = tmp_path_factory.mktemp("wide")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
-        train(base, directory / "whole", orders, deterministic=True)
-        yield World(base, orders, directory / "whole")
+        yield make_world(directory, "cpu", 1)
 
 
 @dataclass
@@ -116,7 +126,7 @@ def run_script(world: World, out: Path, script: Script, gpus: tuple[int, ...] = 
         assert isinstance(profiled, ProfiledJob)
         arrivals.append((0.0, JobSubmitted(order.name, "tiny", order.gpus, profiled.profile)))
         jobs[order.name] = LocalJob(order, profiled.train_set, profiled.eval_set)
-    machine = LocalMachine(gpus, "cpu", {"tiny": str(world.base)}, out, deterministic=deterministic)
+    machine = LocalMachine(gpus, world.device, {"tiny": str(world.base)}, out, deterministic=deterministic)
     with LocalBackend(machine) as backend, closing(EventLog(out / "events.jsonl")) as log:
         script.backend = backend
         submit_all(backend, jobs, arrivals)
@@ -206,7 +216,7 @@ def test_the_next_controller_finds_a_wide_worker(world: World, tmp_path: Path) -
     profiled = profile_jobs(spec)["two"]
     assert isinstance(profiled, ProfiledJob)
     submitted = JobSubmitted("two", "tiny", 2, profiled.profile)
-    machine = LocalMachine((0, 1), "cpu", {"tiny": str(world.base)}, tmp_path, deterministic=True)
+    machine = LocalMachine((0, 1), world.device, {"tiny": str(world.base)}, tmp_path, deterministic=True)
     script = Script((0, 1), lambda _, script: script.gpus)
 
     def until_killed(_: float, item: Event | Action) -> None:
@@ -242,12 +252,12 @@ def test_idle_gpus_are_lent(world: World, tmp_path: Path) -> None:
     submitted = JobSubmitted("narrow", "tiny", 1, replace(profiled.profile, tokens_per_step=2e5))
     policy = LIVE_POLICIES["residual_capacity-growth"]()
     scheduler, told = Scheduler(policy, cost_model(bases={"tiny": nearest_base(1e6)}), print), list[Event | Action]()
-    with LocalBackend(LocalMachine((0, 1), "cpu", {"tiny": str(world.base)}, tmp_path)) as backend:
+    with LocalBackend(LocalMachine((0, 1), world.device, {"tiny": str(world.base)}, tmp_path)) as backend:
         jobs = {"narrow": LocalJob(spec.jobs[0], profiled.train_set, profiled.eval_set)}
         submit_all(backend, jobs, [(0.0, submitted)])
         run(scheduler, backend, lambda _, item: told.append(item))
     started = [item.group for item in told if isinstance(item, StartGroup)]
     assert [group.gpus for group in started] == [(0, 1)] and JobFinished("narrow") in told
     assert steps_taken(tmp_path / "jobs" / "narrow") == steps_taken(world.whole / "narrow")
-    losses = [read_object(out / "narrow" / "result.json")["train_loss"] for out in (tmp_path / "jobs", world.whole)]
+    losses = [rows(out / "narrow" / "metrics.jsonl")[0]["loss"] for out in (tmp_path / "jobs", world.whole)]
     assert losses[0] == pytest.approx(losses[1], rel=0.01), "another sum of the same gradients"

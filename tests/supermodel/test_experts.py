@@ -37,7 +37,7 @@ DEVICES = [
 
 
 def make_shared(family: str, dtype: torch.dtype, device: str, deterministic: bool) -> SuperModel:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = transformers.AutoModelForCausalLM.from_config(FAMILIES[family], dtype=dtype)
     return SuperModel(make_base(model.to(device), family), deterministic)
