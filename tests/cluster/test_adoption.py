@@ -124,6 +124,16 @@ def test_an_end_that_is_told_before_its_job_is_submitted_is_not_lost(find: Calla
     assert [event for event in backend.poll() if not isinstance(event, Tick)] == [submitted("a")] and backend._reconciler.open == {"a"}
 
 
+def test_an_end_that_is_told_while_its_job_is_being_submitted_is_not_lost(find: Callable[..., LocalBackend]) -> None:
+    """Another thread submits it just before it is heard."""
+    backend = find((None, (HeldJob("a", 3, 0, resident=False),)), said=(Finished("a", {}, 3),))
+    backend.poll()
+    backend.submit(submitted("a"), job("a"), at_seconds=-1.0)
+    backend._listen()
+    events = [*backend.poll(), *backend.poll()]
+    assert [event for event in events if not isinstance(event, Tick)] == [replace(submitted("a"), submitted_at=-1.0), JobFinished("a")]
+
+
 def test_an_earlier_end_is_not_that_of_a_new_job_of_its_name(find: Callable[..., LocalBackend]) -> None:
     backend = find(
         (group("g0", 0, "a", "b"), (HeldJob("b", 4, 2, resident=True), HeldJob("a", 3, 0, resident=False))),

@@ -328,7 +328,8 @@ class LocalBackend:
             taken = [asked for asked in self._asked if isinstance(asked[2], JobSubmitted) and asked[2].job_id in wanted]
             self._asked = [asked for asked in self._asked if asked not in taken]
             heapq.heapify(self._asked)
-            self._reconciler.open.update(asked[2].job_id for asked in taken)
+            for asked in taken:
+                self._reconciler.arrive(asked[2].job_id, again=True)
         return tuple(asked[2] for asked in sorted(taken, key=lambda asked: asked[:2]) if isinstance(asked[2], JobSubmitted))
 
     def _pass_time(self) -> None:

@@ -23,8 +23,8 @@ _TRUSTED_AFTER = 10  # times as many steps after those, without such a death: th
 
 @dataclass(frozen=True, slots=True)
 class LocalJob:
-    """A job and the directories of its tokenized data; without them its worker prepares the data again. `tokens_per_step`:
-    of its profile.
+    """A job and the directories of its tokenized data; without them its worker prepares the data again. Its profile's `tokens_per_step`
+    is filled in by the back end.
     """
 
     spec: JobSpec
@@ -59,7 +59,8 @@ class Reconciler:
         self._suspicions: Counter[str] = Counter()  # deaths of workers that it shared with others
         self._alone_until: dict[str, int] = {}  # steps to which a suspect is alone in its worker
         self._trusted_at: dict[str, int] = {}  # steps at which one of its suspicions is forgotten
-        self._untold: dict[str, JobFinished | JobFailed] = {}  # ends of jobs that an earlier controller had and nobody has submitted here
+        self._arrived: set[str] = set()  # jobs that were submitted, also those that have ended
+        self._untold: dict[str, JobFinished | JobFailed] = {}  # ends of jobs that an earlier controller had and that have not arrived here
 
     def want(self, group: JobGroup) -> None:
         """The group shall run as given. Other GPUs than before are another worker, which goes on from the jobs' checkpoints."""
@@ -80,6 +81,7 @@ class Reconciler:
     def arrive(self, job_id: str, *, again: bool) -> None:
         """The job is submitted; with `again`, an earlier controller had it: then its end may have been reported already."""
         self.open.add(job_id)
+        self._arrived.add(job_id)
         end = self._untold.pop(job_id, None)
         if again and end is not None:
             self._end(end)
@@ -92,6 +94,7 @@ class Reconciler:
     def forget_job(self, job_id: str) -> None:
         """It has ended, and is not spoken of again."""
         assert job_id not in self.open, job_id
+        self._arrived.discard(job_id)
         for known in (self.jobs, self._furthest, self._deaths, self._suspicions, self._alone_until, self._trusted_at, self._refused):
             known.pop(job_id, None)
 
@@ -161,7 +164,7 @@ class Reconciler:
         if event.job_id in self.open:
             self.open.discard(event.job_id)
             self.events.append(event)
-        elif event.job_id not in self.jobs:  # its worker will not say it again
+        elif event.job_id not in self._arrived:  # its worker will not say it again
             self._untold[event.job_id] = event
 
     def _see_speed(self, worker: RemoteWorker, device: str, speed: BaseSpeed) -> None:

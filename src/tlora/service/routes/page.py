@@ -115,6 +115,7 @@ def show_page(request: Request) -> HTMLResponse:
         for group in sorted(cluster.groups, key=lambda group: group.gpus)
     ]
     waiting = [one for one in cluster.waiting if one.reason != PAUSED and one.job not in found]  # those in a box say there what for
+    paused = [one for one in cluster.waiting if one.reason == PAUSED]
     used = {gpu for group in cluster.groups for gpu in group.gpus}
     return _page(
         "cluster.html",
@@ -126,7 +127,8 @@ def show_page(request: Request) -> HTMLResponse:
         free=[gpu for gpu in cluster.gpus if gpu not in used],
         waiting=waiting[:_MOST_WAITING],
         more_waiting=max(0, len(waiting) - _MOST_WAITING),
-        paused=[one for one in cluster.waiting if one.reason == PAUSED][:_MOST_WAITING],
+        paused=paused[:_MOST_WAITING],
+        more_paused=max(0, len(paused) - _MOST_WAITING),
         ended=ended,
         fault=services.live.fault,
     )
