@@ -6,7 +6,7 @@
 warm-up: a short `tlora train`, whose kernels are then compiled and tuned for all that follow. first-steps: while a job trains, others
 are submitted one by one: seconds from the first byte of the upload of 1,000 samples until the job's first optimizer step can be read
 from the server. speed: the jobs of bench/real_jobs.yaml, by `tlora submit` to the server and by `tlora train`, in turns; tokens/s by
-the jobs' own logs (`launch.speeds`). `max_slowdown` is 100: what is measured is one group.
+the jobs' own logs (`launch.speeds`). `max_slowdown` is 100: no bound keeps the policy from putting all into one group.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             base = pool.submit(make_base, options.shape, options.base_dir or place / "bases", options.device).result()
         found: dict[str, Any] = {"benchmark": "service_training", **machine.facts(torch.device("cpu"), options.commit)}
         found["device"] = base.pop("device") or found["device"]
-        found |= {"shape": options.shape, "steps": options.steps, "samples": _SAMPLES}
+        found |= {"shape": options.shape, "steps": options.steps, "samples": _SAMPLES, "policy": options.policy}
         base_path = Path(base["base"])
         if "warm-up" in options.rows:
             train(options, base_path, place / "warm-up", _WARM_UP_STEPS)
@@ -56,6 +56,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             return found
         (place / "server").mkdir()
         command = ["serve", "--data-dir", str(place / "server"), "--port", "0", "--device", options.device, "--gpus", "0"]
+        command += ["--policy", options.policy]
         server = start(place / "server", "tlora", *command, "--base-model", f"base={base_path.resolve()}")
         try:
             server.wait()
@@ -223,6 +224,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--submissions", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each job of the row speed")
+    parser.add_argument("--policy", default="residual_capacity", help="of the server")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--base-dir", type=Path, help="where bases are kept, one directory per shape; default: a temporary one")
     parser.add_argument("--logs", type=Path, help="a file for the server's and its workers' logs")

@@ -47,12 +47,14 @@ class Join:
     its tokenized data, as the job's profile named them; without them, or when they are gone, the data is prepared again.
 
     `attempt` grows with each hand-over of the job, over all workers and controllers. One that has left a worker never joins it again.
+    `tokens_per_step`, where it is known, says on how many GPUs of a worker the job is worth computing.
     """
 
     job: JobSpec
     train_set: str | None = None
     eval_set: str | None = None
     attempt: int = 0
+    tokens_per_step: float | None = None
 
 
 # -- controller to worker ----------------------------------------------------------------------------------------------

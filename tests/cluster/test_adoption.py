@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,28 @@ from tlora.cluster import local
 from tlora.cluster.local import LocalBackend
 from tlora.cluster.reconciler import Reconciler
 from tlora.cluster.remote_worker import RemoteWorker
-from tlora.protocol import BaseMeasured, BaseSpeed, Event, GroupFound, JobFailed, JobFinished, JobGroup, JobHeld, JobSubmitted
-from tlora.worker_protocol import Failed, Finished, HeldJob, Hello, Load, Measured, Report, Said
+from tlora.engine.settler import Settler
+from tlora.protocol import (
+    BaseMeasured,
+    BaseSpeed,
+    Event,
+    GroupFound,
+    GroupLost,
+    JobFailed,
+    JobFinished,
+    JobGroup,
+    JobHeld,
+    JobSubmitted,
+    Tick,
+)
+from tlora.worker_protocol import Failed, Finished, HeldJob, Hello, Join, Joined, Load, Loaded, Measured, Report, Said, Want
 
 
 class FoundCrew(FakeCrew):
     """Workers of an earlier controller, which say what they have."""
 
     hellos: tuple[tuple[JobGroup | None, tuple[HeldJob, ...]], ...] = ()
-    said: tuple[Report, ...] = ()
+    said: tuple[Report | None, ...] = ()  # by the first; None: it has ended
 
     def find(self, records: Any) -> None:
         for gpu, (found, jobs) in enumerate(self.hellos):
@@ -31,12 +45,12 @@ class FoundCrew(FakeCrew):
             worker.attach(Hello(f"earlier {gpu}", (gpu,), {}, load, True, found, jobs, 1, 7, 0), lambda _: None)
             if gpu == 0:
                 for number, report in enumerate(self.said):
-                    self.inbox.put((worker, Said(number + 1, 7, report)))
+                    self.inbox.put((worker, None if report is None else Said(number + 1, 7, report)))
 
 
 @pytest.fixture
 def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LocalBackend]:
-    def make(*hellos: tuple[JobGroup | None, tuple[HeldJob, ...]], said: tuple[Report, ...] = ()) -> LocalBackend:
+    def make(*hellos: tuple[JobGroup | None, tuple[HeldJob, ...]], said: tuple[Report | None, ...] = ()) -> LocalBackend:
         monkeypatch.setattr(FoundCrew, "hellos", hellos)
         monkeypatch.setattr(FoundCrew, "said", said)
         monkeypatch.setattr(local, "Crew", FoundCrew)
@@ -71,6 +85,66 @@ def test_an_end_that_was_recorded_and_not_acknowledged_is_void(find: Callable[..
         events += backend.poll()
     assert [event.job_id for event in events if isinstance(event, JobFinished)] == ["b"]
     assert backend._crew.workers[0].jobs == {} and not backend._reconciler.open
+
+
+def test_a_worker_that_was_told_to_stop_is_not_held_against_its_jobs(find: Callable[..., LocalBackend]) -> None:
+    """The controller before wanted its group on other GPUs, and was killed. One of its jobs is in, one on its way in; nobody says how far
+    they have got.
+    """
+    settler, wanted = Settler(), (Join(job("a").spec, attempt=3), Join(job("b").spec, attempt=4))
+    settler.hear_want(Want(1, 1, Load("models/base", "o", "cpu", 0.0), group("g0", 0, "a", "b"), wanted))
+    settler.hear_report(Loaded())
+    settler.hear_report(Joined("a", 2))
+    settler.reports.clear()  # these are taken
+    settler.hear_want(Want(1, 2, Load("models/base", "o", "cpu", 0.0), stop=True))
+    backend = find((group("g0", 0, "a", "b"), tuple(settler.held)), said=(*settler.reports, None))
+    for name in "ab":
+        backend.submit(submitted(name), job(name), at_seconds=-1.0)
+    events = [*backend.poll(), *backend.poll()]
+    assert any(isinstance(event, GroupFound) for event in events) and any(isinstance(event, GroupLost) for event in events)
+    assert not backend._reconciler._deaths and not backend._reconciler._alone_until
+
+
+@pytest.mark.parametrize("end", [Finished("a", {}, 3), Failed("a", "its data", 3)])
+def test_an_end_that_is_told_before_its_job_is_submitted_is_not_lost(find: Callable[..., LocalBackend], end: Report) -> None:
+    """A server submits what it knows of, and some later, as their base has to be looked at: their worker forgets what was taken."""
+    told = HeldJob("a", 3, 0, resident=False)
+    backend = find((group("g0", 0, "a", "b"), (HeldJob("b", 4, 2, resident=True), told)), said=(end, Finished("b", {}, 4)))
+    backend.submit(submitted("b"), job("b"), at_seconds=-1.0)
+    events: list[Event] = []
+    while not any(isinstance(event, JobFinished) for event in events):
+        events += backend.poll()
+    backend.submit(submitted("a"), job("a"), at_seconds=-1.0)
+    events = [*backend.poll(), *backend.poll()]
+    ended = JobFinished("a") if isinstance(end, Finished) else JobFailed("a", "its data")
+    assert [event for event in events if not isinstance(event, Tick)] == [replace(submitted("a"), submitted_at=-1.0), ended]
+    assert not backend._reconciler.open
+    backend.forget("a")
+    backend.submit(submitted("a"), job("a"))  # another of that name
+    assert [event for event in backend.poll() if not isinstance(event, Tick)] == [submitted("a")] and backend._reconciler.open == {"a"}
+
+
+def test_an_end_that_is_told_while_its_job_is_being_submitted_is_not_lost(find: Callable[..., LocalBackend]) -> None:
+    """Another thread submits it just before it is heard."""
+    backend = find((None, (HeldJob("a", 3, 0, resident=False),)), said=(Finished("a", {}, 3),))
+    backend.poll()
+    backend.submit(submitted("a"), job("a"), at_seconds=-1.0)
+    backend._listen()
+    events = [*backend.poll(), *backend.poll()]
+    assert [event for event in events if not isinstance(event, Tick)] == [replace(submitted("a"), submitted_at=-1.0), JobFinished("a")]
+
+
+def test_an_earlier_end_is_not_that_of_a_new_job_of_its_name(find: Callable[..., LocalBackend]) -> None:
+    backend = find(
+        (group("g0", 0, "a", "b"), (HeldJob("b", 4, 2, resident=True), HeldJob("a", 3, 0, resident=False))),
+        said=(Finished("a", {}, 3), Finished("b", {}, 4)),
+    )
+    backend.submit(submitted("b"), job("b"), at_seconds=-1.0)
+    events: list[Event] = []
+    while not any(isinstance(event, JobFinished) for event in events):
+        events += backend.poll()
+    backend.submit(submitted("a"), job("a"))
+    assert [event for event in backend.poll() if not isinstance(event, Tick)] == [submitted("a")] and backend._reconciler.open == {"a"}
 
 
 def test_two_groups_of_one_name_are_not_both_taken_over(find: Callable[..., LocalBackend]) -> None:

@@ -40,7 +40,7 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
-from tlora.worker_protocol import Ending, Failed, Finished, Left, Measured, Refused, Stepped
+from tlora.worker_protocol import Ending, Failed, Finished, Join, Left, Measured, Refused, Stepped
 
 PROFILE = JobProfile(100.0, 10, 30, 1000)
 
@@ -115,6 +115,13 @@ def test_a_group_is_ready_when_its_base_is_loaded_and_all_are_in(backend: LocalB
     assert worker.commands[0] == Share(512, 0, {"a": 1.0, "b": 1.0}) and worker.asked == ["+a", "+b"]
     worker.obey()
     assert backend.poll() == [GroupReady("g0")]
+
+
+def test_a_worker_hears_how_many_tokens_a_step_has(backend: LocalBackend) -> None:
+    """On how many of its GPUs a job is worth computing follows from that."""
+    backend.execute(StartGroup(group("g0", 0, "a")))
+    (join,) = [command for command in STARTED[0].commands if isinstance(command, Join)]
+    assert join.tokens_per_step == PROFILE.tokens_per_step
 
 
 def test_a_bases_speed_is_told_once_by_each_name_that_it_has(tmp_path: Path) -> None:
@@ -338,6 +345,55 @@ def test_each_death_in_company_makes_the_time_alone_longer(backend: LocalBackend
             backend._listen()
         alone.append(backend._reconciler._alone_until["a"] - backend._reconciler._furthest["a"])
     assert alone == [4, 16, 64] and {"a", "b"} <= backend._reconciler.open
+
+
+def test_a_suspicion_is_forgotten_after_a_long_time_without_another(backend: LocalBackend) -> None:
+    """Ten times the steps that it costs alone. Each death is held against the job for as long as its own time alone was."""
+    known = backend._reconciler
+    (worker,) = running(backend, group("g0", 0, "a", "b"))
+    worker.say(Stepped("a", 100, 0.1), None)
+    backend.poll()
+    backend.execute(StartGroup(group("g1", 0, "a")))
+    worker = STARTED[-1]
+    worker.obey()
+
+    def step(steps: int) -> None:
+        worker.say(Stepped("a", steps, 0.1))
+        heard(backend)
+
+    step(104 + 39)
+    assert known._suspicions["a"] == 1
+    step(104 + 40)
+    assert "a" not in known._suspicions and "a" not in known._trusted_at and known._suspicions["b"] == 1
+    known._suspicions["a"] = 2  # as after two deaths more
+    known._put_off_trust("a", 200)
+    step(200 + 159)
+    assert known._suspicions["a"] == 2
+    step(200 + 160 + 39)
+    assert known._suspicions["a"] == 1
+    step(200 + 160 + 40)
+    assert "a" not in known._suspicions
+
+
+def test_one_that_is_trusted_again_is_alone_for_the_least_time_when_a_worker_dies(backend: LocalBackend) -> None:
+    known = backend._reconciler
+    (worker,) = running(backend, group("g0", 0, "a", "b"))
+    worker.say(None)
+    backend.poll()
+    assert known._alone_until["a"] == 4
+    backend.execute(StartGroup(group("g1", 0, "a", "b")))
+    worker = STARTED[-1]
+    for name in ("a", "b"):
+        worker.obey()
+        worker.say(Stepped(name, 44, 0.1))
+        heard(backend)
+        worker.obey()
+        heard(backend)
+    worker.obey()
+    worker.say(None)
+    while worker.gpu in known.workers:
+        backend._listen()
+    assert known._alone_until == {"a": 48, "b": 48}
 
 
 def test_a_worker_that_others_end_lets_its_jobs_go_first(backend: LocalBackend) -> None:

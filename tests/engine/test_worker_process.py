@@ -74,11 +74,11 @@ def training(crew: Crew, long: Join, base: Path) -> RemoteWorker:
     return worker
 
 
-@pytest.mark.parametrize("how", ["sigterm", "stop", "lease"])
+@pytest.mark.parametrize("how", ["sigterm", "stop", "lease", "refused"])
 def test_a_worker_that_is_ended_has_checkpointed_all(made: Orders, long: Join, tmp_path: Path, crews: list[Crew], how: str) -> None:
     """A job that runs long is cut short, and goes on in another worker."""
     load = made.load(tmp_path / "out")
-    crew = crew_of(crews, tmp_path / "workers", load, lease=1.0 if how == "lease" else 600.0)
+    crew = crew_of(crews, tmp_path / "workers", load, epoch=2, lease=1.0 if how == "lease" else 600.0)
     worker = training(crew, long, made.base)
     if how == "sigterm":
         os.kill(worker.process.pid, signal.SIGTERM)
@@ -87,14 +87,22 @@ def test_a_worker_that_is_ended_has_checkpointed_all(made: Orders, long: Join, t
         worker.stop()
     else:
         crew.abandon()
-    if how != "lease":
+    if how == "refused":  # by a controller that must not be
+        earlier, deadline = crew_of(crews, tmp_path / "workers", load, epoch=1), time.monotonic() + PATIENCE_SECONDS
+        while not worker.process.wait(0) and time.monotonic() < deadline:
+            earlier.listen(0.1)
+    if how in ("sigterm", "stop"):
         left = hear(crew, Left)
         hear(crew, None)
     assert worker.process.wait(PATIENCE_SECONDS)
-    assert ("exit status 143" if how == "sigterm" else "exit status 0") in worker.process.how_it_ended()
+    ended = worker.process.how_it_ended()
+    status = {"sigterm": 143, "refused": 2}.get(how, 0)
+    assert f"exit status {status};" in ended
+    if how == "refused":
+        assert "ends with 'error: refused by the controller: the worker that is process" in ended and "later controller" in ended
     told = work(load, [Join(long.job, long.train_set, attempt=2)], when(Joined, "long", 0, Stop()))
     (joined,) = of(told, Joined, "long")
-    saved = Path(left.checkpoint) if how != "lease" else tmp_path / "out" / "long" / f"checkpoint-{joined.steps}"
+    saved = Path(left.checkpoint) if how in ("sigterm", "stop") else tmp_path / "out" / "long" / f"checkpoint-{joined.steps}"
     assert joined.steps > 0 and read_progress(saved).step == joined.steps
     if how == "lease":
         assert "the lease is 1 s" in (tmp_path / "workers" / "gpu0.log").read_text()
@@ -134,6 +142,18 @@ def test_a_worker_started_by_hand_says_where_nobody_listens(tmp_path: Path) -> N
     for address, fact in bad.items():
         done = subprocess.run([sys.executable, "-m", "tlora.engine.worker", "--connect", address], capture_output=True, check=False)
         assert done.returncode == 2 and fact in done.stderr.decode(), done.stderr
+
+
+def test_a_worker_that_is_refused_at_its_hello_says_why_in_a_line(tmp_path: Path, crews: list[Crew]) -> None:
+    crew = crew_of(crews, tmp_path / "workers", Load("none", str(tmp_path), "cpu", 0.0))
+    command = [sys.executable, "-m", "tlora.engine.worker", "--connect", crew.address, "--gpus", "5"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:
+            crew.listen(0.1)
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert process.returncode == 2 and len(said.splitlines()) == 1, said
+    assert said.startswith("error: refused by the controller: the worker that is process ") and "has GPUs [5]" in said, said
 
 
 def test_gpus_are_different_numbers() -> None:

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 from typing import Any
 
 import pytest
 
+from tests.full_stream import FullStream
 from tlora.errors import ConfigError
 from tlora.link import dialer
 from tlora.link.admission import AdmissionError
 from tlora.link.dialer import Dialer
-
-
-class Full:
-    """A stream whose disk has no room."""
-
-    def write(self, _: str) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    def flush(self) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_what_cannot_be_said_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +19,7 @@ def test_what_cannot_be_said_is_not_said(monkeypatch: pytest.MonkeyPatch) -> Non
     ended: list[str] = []
 
     class Client:
-        def end(self, reason: str) -> None:
+        def be_refused(self, reason: str) -> None:
             ended.append(reason)
 
     def dial(*_: object) -> None:
@@ -38,6 +28,6 @@ def test_what_cannot_be_said_is_not_said(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(dialer, "dial", dial)
     client: Any = Client()
     made = Dialer(None, client, 600.0)  # type: ignore[arg-type]
-    monkeypatch.setattr(sys, "stderr", Full())
+    monkeypatch.setattr(sys, "stderr", FullStream())
     made._dial(None)
     assert not answers and len(ended) == 1 and "no more" in ended[0]

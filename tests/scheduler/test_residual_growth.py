@@ -9,7 +9,7 @@ from hypothesis import given
 
 from tests.scheduler.mirror import MOVES, Move, made_spec, steps_through
 from tests.scheduler.timeline import MOST_RETHINK_SECONDS, TICK_SECONDS, made_timeline, wanted
-from tlora.protocol import ChangeGroup, GpusLost, JobGroup, JobSubmitted, NodeAdded, StartGroup, StopGroup
+from tlora.protocol import BaseMeasured, ChangeGroup, GpusLost, JobGroup, JobSubmitted, NodeAdded, StartGroup, StopGroup
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.starvation import starves_after
@@ -104,6 +104,14 @@ def test_nobody_gets_more_gpus_than_it_has_samples() -> None:
         assert samples == 1 or 1 < len(other.gpus_of("a")) <= samples
         other.until(SOME_TIME + 4 * REST)
         assert len(other.gpus_of("a")) == samples
+
+
+@pytest.mark.parametrize(("least", "most"), [(1, 8), (1000, 4), (5000, 1)])
+def test_nobody_gets_more_gpus_than_its_back_end_cuts_a_step_for(least: int, most: int) -> None:
+    timeline = made_timeline(8, settings=Settings(least_replica_tokens=least))
+    timeline.tell(made_spec("a", tokens=4000.0, longest=64, steps=LONG))
+    timeline.until(4 * REST)
+    assert len(timeline.gpus_of("a")) == most
 
 
 def test_growth_goes_to_whom_it_is_worth_most() -> None:
@@ -222,7 +230,7 @@ def test_a_group_that_has_just_changed_is_left_alone_until_it_has_rested() -> No
 
 @given(moves=MOVES)
 def test_a_group_that_has_just_changed_neither_grows_nor_moves_nor_parts_nor_stops(moves: list[Move]) -> None:
-    """Unless its GPUs are lost, or for somebody who starves. It may take in who waits, and give up GPUs."""
+    """Unless its GPUs are lost, its base is measured, or for somebody who starves. It may take in who waits, and give up GPUs."""
     before: dict[str, JobGroup] = {}
     changed_at: dict[str, float] = {}
     for event, state, actions in steps_through(residual_capacity(), moves):
@@ -238,7 +246,7 @@ def test_a_group_that_has_just_changed_neither_grows_nor_moves_nor_parts_nor_sto
                     name, members, gpus = group.group_id, group.job_ids, len(group.gpus)
                 case _:
                     continue
-            if name in before and state.now - changed_at[name] < REST and not rescued and not isinstance(event, GpusLost):
+            if name in before and state.now - changed_at[name] < REST and not rescued and not isinstance(event, GpusLost | BaseMeasured):
                 assert _alive(state, before[name]) <= set(members), f"{name} loses somebody at {event}"
                 assert gpus <= len(before[name].gpus), f"{name} grows at {event}"
         changed_at |= {group.group_id: state.now for group in wanted(actions)}

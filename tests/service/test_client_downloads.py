@@ -28,7 +28,7 @@ def adapter(directory: Path) -> bytes:
     directory.mkdir()
     (directory / "adapter_config.json").write_text("{}")
     (directory / "adapter_model.safetensors").write_bytes(b"w" * 5000)
-    entries = entries_of(directory, "sql", "base")
+    entries = entries_of(directory, "sql", "base", {})
     content = b"".join(stream_tar(entries))
     assert len(content) == tar_bytes(entries)
     return content

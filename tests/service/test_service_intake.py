@@ -16,8 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.engine.test_bad_input import mounted
 from tests.engine.tiny_runs import write_rows
 from tests.service.served import until
+from tests.service.test_full_disk import fill
 from tlora.job import JobSpec
 from tlora.service.intake import MOST_DEATHS, Intake
 from tlora.service.intake_requests import IntakeRequest, IntakeSettings, request_line
@@ -123,6 +125,21 @@ def test_bases_and_targets_that_there_are_not(asked: Asked, tmp_path: Path) -> N
     assert asked.answer("nowhere")["base_problem"] and "nothing" in asked.answer("nowhere")["problem"]
     assert "Did you mean q_proj" in asked.answer("targets")["problem"]
     assert "start_from" in asked.answer("start")["problem"]
+
+
+def test_a_full_disk_for_a_bases_outline_fails_no_job(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "data.jsonl", 5)
+    with mounted(tmp_path / "bases", "size=64k") as disk:
+        ballast = fill(disk)
+        asked = Asked(tmp_path)
+        try:
+            asked.ask("waits", data)
+            assert asked.answer("waits")["disk_full"] and "No space left" in asked.answer("waits")["problem"]
+            ballast.unlink()
+            asked.ask("goes", data)
+            assert "profile" in asked.answer("goes")
+        finally:
+            asked.intake.close()
 
 
 def test_a_killed_intake_is_started_again_and_asked_again(asked: Asked, tmp_path: Path) -> None:

@@ -93,6 +93,20 @@ def test_data_without_room_on_the_disk_is_read_later(tmp_path: Path, monkeypatch
         assert intake.asked.count(jobs[0]) == 4, "one that was cancelled is not asked for again"
 
 
+def test_a_base_without_room_on_the_disk_for_its_outline_is_looked_at_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No job fails for that, nor do those that are ordered meanwhile."""
+    monkeypatch.setattr("tlora.service.controller._ROOM_SECONDS", 0.05)
+    directory = tmp_path / "server"
+    with serving(directory, eager=True) as served:
+        name = next(iter(served.opened.services.bases))
+        intake, key = served.intakes[0], f"base:{name}"
+        for _ in range(3):
+            asked = intake.asked.count(key)
+            intake.tell({"key": key, "problem": "no room", "base_problem": True, "disk_full": True})
+            until(lambda asked=asked: intake.asked.count(key) == asked + 1)
+        assert served.wait("alice", served.submit("alice")["id"], "succeeded")["steps"] == 10
+
+
 def test_a_worker_that_fails_a_job_tells_why_without_a_path_of_the_server(served_slowly: Served) -> None:
     job = served_slowly.submit("alice")["id"]
     until(lambda: job in served_slowly.cluster._open)

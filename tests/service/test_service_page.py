@@ -179,6 +179,24 @@ def test_a_group_over_several_gpus_is_one_box(served_slowly: Served) -> None:
     assert "CPU processes 0, 1" in page.text and "free" not in page.text and "wide" in page.text
 
 
+def test_each_job_stands_in_one_place_with_what_it_waits_for(served_slowly: Served) -> None:
+    """One that is in a group and not in its worker yet in its box, one that is paused under that, and neither in the queue."""
+    served = served_slowly
+    first = served.submit("alice", name="trains", gpus=2, batch_size=4)
+    until(lambda: first["id"] in served.cluster._open)
+    served.cluster.step(first["id"], 4)
+    served.wait("alice", first["id"], "running")
+    joins, paused = served.submit("alice", name="joins"), served.submit("alice", name="rests")
+    served.ask("alice", "POST", f"/v1/jobs/{paused['id']}/pause", 200)
+    until(lambda: joins["id"] in served.cluster._open)
+    alice, box = log_in(served, "alice"), "waits for its group on CPU processes 0, 1 to load the base and let it in"
+    until(lambda: served.cluster.tick() or box in Elements(served.client.get("/", headers=alice).text).text)
+    text = Elements(served.client.get("/", headers=alice).text).text
+    assert all(text.count(name) == 1 for name in ("trains", "joins", "rests")), text
+    queue, rest = text.partition("Waiting")[2].split("Paused")
+    assert "No job of yours waits." in queue and "rests" in rest and f"tlora resume {paused['id']}" in rest
+
+
 def test_files_of_the_page_hold_no_inline_script_or_style(served: Served) -> None:
     for path, kind in (("/page/page.css", "text/css"), ("/page/page.js", "text/javascript"), ("/page/login.js", "text/javascript")):
         found = served.client.get(path)

@@ -6,6 +6,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+LEAST_REPLICA_TOKENS = 2048  # of a replica in a step: with fewer a GPU's micro-batches are too small to be fast
+
 
 @dataclass(frozen=True)
 class Span:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tlora.cluster.credentials import WorkerTokens
 from tlora.cluster.doors import Door, TlsDoor, UnixDoor
+from tlora.cluster.refusals import Refusals
 from tlora.cluster.remote_worker import LEASE_SECONDS, RemoteWorker, called
 from tlora.cluster.session import Arrived, Gone, Heard, Session, Spoke
 from tlora.cluster.worker_process import WorkerProcess, file_stem, launch, read_records, write_record
@@ -66,6 +67,7 @@ class Crew:
         """
         self._directory, self._epoch, self._loads = directory, epoch, loads
         self._gpus, self._limits, self._note = gpus, limits, note
+        self._of_strangers, self._of_workers = Refusals(note), Refusals(note)  # apart: no flood of strangers hides a worker's refusal
         self.workers: dict[int, RemoteWorker] = {}
         self.inbox: queue.SimpleQueue[Heard | _Ended | None] = queue.SimpleQueue()
         self._unheard: list[Heard | _Ended] = []  # what came before anybody listened
@@ -125,6 +127,8 @@ class Crew:
             door.close()
         for session in list(self._sessions):
             session.close()
+        for refusals in (self._of_strangers, self._of_workers):
+            refusals.tell_rest()
 
     def close(self, stop_seconds: float) -> None:
         """Let all workers checkpoint their jobs and exit; after so many seconds they are killed."""
@@ -186,7 +190,7 @@ class Crew:
                 if worker is not None:
                     worker.detach(session.send)
                 if reason:
-                    self._note(f"refused: {reason}")
+                    (self._of_strangers if worker is None else self._of_workers).see(reason)
             case _Ended(worker):
                 if self.workers.get(worker.gpu) is worker:
                     self._heard_at.pop(worker, None)
@@ -202,7 +206,7 @@ class Crew:
         session, hello = arrived.session, arrived.hello
         reason = self._why_not(arrived)
         if reason:
-            self._note(f"refused: {reason}")
+            self._of_workers.see(reason)
             session.refuse(reason)
             return
         gpus = hello.gpus
@@ -257,6 +261,8 @@ class Crew:
         """Those that are silent for too long, or at one thing, are killed; that they have ended is heard then."""
         now = time.monotonic()
         late, self._watched = now - self._watched > 5 * _WATCH_SECONDS, now
+        for refusals in (self._of_strangers, self._of_workers):
+            refusals.look()
         for worker in self.workers.values():
             if late:  # this process was stopped itself: it has not looked
                 self._heard_at[worker] = now

@@ -180,7 +180,8 @@ class LocalBackend:
                     "Rename one"
                 )
             self._ask(spec, at_seconds)
-            known[spec.job_id], self._arrives[spec.job_id] = job, at_seconds
+            known[spec.job_id] = replace(job, tokens_per_step=spec.profile.tokens_per_step)
+            self._arrives[spec.job_id] = at_seconds
 
     def cancel(self, job_id: str, at_seconds: float = 0.0) -> None:
         """The job ends at that time, or now; its last checkpoint stays. Raises ConfigError for an unknown job, as the next two do."""
@@ -327,7 +328,8 @@ class LocalBackend:
             taken = [asked for asked in self._asked if isinstance(asked[2], JobSubmitted) and asked[2].job_id in wanted]
             self._asked = [asked for asked in self._asked if asked not in taken]
             heapq.heapify(self._asked)
-            self._reconciler.open.update(asked[2].job_id for asked in taken)
+            for asked in taken:
+                self._reconciler.arrive(asked[2].job_id, again=True)
         return tuple(asked[2] for asked in sorted(taken, key=lambda asked: asked[:2]) if isinstance(asked[2], JobSubmitted))
 
     def _pass_time(self) -> None:
@@ -337,7 +339,7 @@ class LocalBackend:
             while self._asked and self._asked[0][0] <= now:
                 event = heapq.heappop(self._asked)[2]
                 if isinstance(event, JobSubmitted):
-                    living.add(event.job_id)
+                    self._reconciler.arrive(event.job_id, again=event.submitted_at is not None)
                 elif event.job_id not in living:  # it has ended meanwhile
                     continue
                 elif isinstance(event, JobCancelled):

@@ -18,15 +18,19 @@ from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Measured
 
 MOST_DEATHS = 3  # of workers in a row, without progress of a job: then it fails, if it was alone in the last
 _MORE_STEPS_ALONE = 4  # to its nth power: the steps that a job must get further alone after it was among others in n workers that died
+_TRUSTED_AFTER = 10  # times as many steps after those, without such a death: then one of the deaths is forgotten
 
 
 @dataclass(frozen=True, slots=True)
 class LocalJob:
-    """A job and the directories of its tokenized data; without them its worker prepares the data again."""
+    """A job and the directories of its tokenized data; without them its worker prepares the data again. Its profile's `tokens_per_step`
+    is filled in by the back end.
+    """
 
     spec: JobSpec
     train_set: str | None = None
     eval_set: str | None = None
+    tokens_per_step: float | None = None
 
 
 class Reconciler:
@@ -54,6 +58,9 @@ class Reconciler:
         self._deaths: Counter[str] = Counter()  # of workers in a row, without a step of the job that it had not taken before
         self._suspicions: Counter[str] = Counter()  # deaths of workers that it shared with others
         self._alone_until: dict[str, int] = {}  # steps to which a suspect is alone in its worker
+        self._trusted_at: dict[str, int] = {}  # steps at which one of its suspicions is forgotten
+        self._arrived: set[str] = set()  # jobs that were submitted, also those that have ended
+        self._untold: dict[str, JobFinished | JobFailed] = {}  # ends of jobs that an earlier controller had and that have not arrived here
 
     def want(self, group: JobGroup) -> None:
         """The group shall run as given. Other GPUs than before are another worker, which goes on from the jobs' checkpoints."""
@@ -71,6 +78,14 @@ class Reconciler:
         for name, held in self.workers[group.gpus[0]].jobs.items():
             self._furthest[name] = max(held.steps, self._furthest[name])
 
+    def arrive(self, job_id: str, *, again: bool) -> None:
+        """The job is submitted; with `again`, an earlier controller had it: then its end may have been reported already."""
+        self.open.add(job_id)
+        self._arrived.add(job_id)
+        end = self._untold.pop(job_id, None)
+        if again and end is not None:
+            self._end(end)
+
     def forget(self, group_id: str) -> None:
         """The group shall end."""
         self.groups.pop(group_id, None)
@@ -79,7 +94,8 @@ class Reconciler:
     def forget_job(self, job_id: str) -> None:
         """It has ended, and is not spoken of again."""
         assert job_id not in self.open, job_id
-        for known in (self.jobs, self._furthest, self._deaths, self._suspicions, self._alone_until, self._refused):
+        self._arrived.discard(job_id)
+        for known in (self.jobs, self._furthest, self._deaths, self._suspicions, self._alone_until, self._trusted_at, self._refused):
             known.pop(job_id, None)
 
     def hear(self, worker: RemoteWorker, report: Report) -> None:
@@ -148,6 +164,8 @@ class Reconciler:
         if event.job_id in self.open:
             self.open.discard(event.job_id)
             self.events.append(event)
+        elif event.job_id not in self._arrived:  # its worker will not say it again
+            self._untold[event.job_id] = event
 
     def _see_speed(self, worker: RemoteWorker, device: str, speed: BaseSpeed) -> None:
         """Of the base that it has loaded, by all names that this has here. Workers that are alike tell the same."""
@@ -167,6 +185,7 @@ class Reconciler:
             if together:
                 self._suspicions[job_id] += 1
                 self._alone_until[job_id] = self._furthest[job_id] + _MORE_STEPS_ALONE ** self._suspicions[job_id]
+                self._put_off_trust(job_id, self._alone_until[job_id])
             elif self._deaths[job_id] >= MOST_DEATHS:
                 self._end(
                     JobFailed(job_id, f"{self._deaths[job_id]} workers in a row ended with this job and without progress of it; {reason}")
@@ -181,6 +200,17 @@ class Reconciler:
         if steps > self._furthest[job_id]:
             self._deaths.pop(job_id, None)
             self._furthest[job_id] = steps
+        while steps >= self._trusted_at.get(job_id, math.inf):
+            self._suspicions[job_id] -= 1
+            self._put_off_trust(job_id, self._trusted_at[job_id])
+
+    def _put_off_trust(self, job_id: str, steps: int) -> None:
+        """From `steps` on. A job that is suspected again and again so is alone for at most a tenth of the steps that it takes in peace."""
+        count = self._suspicions[job_id]
+        if count:
+            self._trusted_at[job_id] = steps + _TRUSTED_AFTER * _MORE_STEPS_ALONE**count
+        else:
+            del self._suspicions[job_id], self._trusted_at[job_id]
 
     def _residents(self, group: JobGroup) -> tuple[str, ...]:
         """The jobs that shall be in the group's worker now: all that have not ended, or the first of them that is suspected, alone."""
@@ -199,7 +229,7 @@ class Reconciler:
                 self._last_attempt += 1
                 worker.jobs[job_id] = Held(self._last_attempt)
             job = self.jobs[job_id]
-            joins.append(Join(job.spec, job.train_set, job.eval_set, worker.jobs[job_id].attempt))
+            joins.append(Join(job.spec, job.train_set, job.eval_set, worker.jobs[job_id].attempt, job.tokens_per_step))
         worker.want(group, tuple(joins), alone=any(job_id in self._alone_until for job_id in residents))
         if group.group_id in self._unready and worker.loaded and worker.is_settled:
             living = [job_id for job_id in group.job_ids if job_id in self.open and job_id not in self._refused]

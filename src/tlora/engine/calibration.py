@@ -1,5 +1,8 @@
 """How fast a base is on this device: micro-batches of jobs that are made up for it, timed. Once for each base, device and kind of run:
 what was found is kept in the user's cache.
+
+Samples have different lengths, as those of real jobs have: no two micro-batches are of one shape, and none is a CUDA graph of an earlier
+one. With equal lengths a job by itself looks twice as fast as it will be, and jobs are then not put together that should be.
 """
 
 from __future__ import annotations
@@ -34,12 +37,12 @@ from tlora.supermodel.supermodel import SuperModel
 from tlora.version import __version__
 from tlora.worker_protocol import Load, Measured
 
-PROBES = (128, 512, 2048, 8192)  # tokens of one job's micro-batch
+PROBES = (128, 512, 2048, 8192)  # tokens of one job's micro-batch, on average
 MEMBERS = 4  # of the group whose micro-batch has the tokens of the second probe
 MOST_SECONDS = {"cuda": 10.0, "cpu": 2.0}  # that the next probe may take, as far as can be told; it is left out else
-_SAMPLE_TOKENS = 128
-_WARM_UP = {"cuda": 3, "cpu": 1}  # micro-batches; the third of a shape is captured as CUDA graphs
-_TIMED = {"cuda": 3, "cpu": 1}
+_LONGEST_TOKENS = 192  # of a sample; the shortest has a third of it, the mean two thirds
+_WARM_UP = {"cuda": 3, "cpu": 1}  # micro-batches
+_TIMED = {"cuda": 5, "cpu": 2}
 _ENDLESS = 10**6  # optimizer steps
 
 
@@ -125,39 +128,44 @@ class _MadeUp:
     """Jobs that nobody ordered, over random tokens."""
 
     def __init__(self, model: SuperModel, directory: Path) -> None:
-        limits = (_SAMPLE_TOKENS, learned_positions(model.model), longest_safe_sequence(model.model))
-        self._length = min(limit for limit in limits if limit)
+        limits = (_LONGEST_TOKENS, learned_positions(model.model), longest_safe_sequence(model.model))
+        self._longest = min(limit for limit in limits if limit)
         self._vocab_size, self._directory, self._made = model.base.vocab_size, directory, 0
+        self._batches = _WARM_UP[model.device.type] + _TIMED[model.device.type]
 
     def job(self, tokens: int) -> JobRun:
-        """One whose global batch has about so many."""
+        """One whose global batches have about so many, and no two of them the same lengths."""
         self._made += 1
-        batch_size, name = max(1, tokens // self._length), f"speed{self._made}"
+        shortest = -(-self._longest // 3)
+        batch_size, name = max(1, round(tokens / ((shortest + self._longest) / 2))), f"speed{self._made}"
         rng, writer = np.random.default_rng(self._made), Writer(self._directory / name)
-        for _ in range(batch_size):
-            writer.add(Sample(rng.integers(0, self._vocab_size, self._length).astype(np.int32), np.ones(self._length, np.float32)))
+        lengths = np.linspace(shortest, self._longest, batch_size * self._batches).round().astype(int)
+        for length in rng.permutation(lengths).tolist():
+            writer.add(Sample(rng.integers(0, self._vocab_size, length).astype(np.int32), np.ones(length, np.float32)))
         writer.finish({})
-        data = DataConfig(path="-", max_length=self._length)
+        data = DataConfig(path="-", max_length=self._longest)
         spec = JobSpec(name=name, data=data, batch_size=batch_size, max_steps=_ENDLESS, learning_rate=1e-5)
         return JobRun(spec, Dataset(self._directory / name), None)
 
 
 def _time(model: SuperModel, runs: Sequence[JobRun]) -> Timed:
-    """Micro-batches that are each job's global batch, with the optimizer steps that they complete. Raises CalibrationError."""
-    tokens = sum(int(run.train.lengths.sum()) for run in runs)
-    device = model.device
-    warm = _WARM_UP[device.type]
-    with _resident(model, runs, tokens) as engine:
-        seconds = [_one(engine, device) for _ in range(warm + _TIMED[device.type])][warm:]
-    return Timed(len(runs), tokens, statistics.median(seconds))
+    """Micro-batches that are each job's global batch, with the optimizer steps that they complete: means. Raises CalibrationError."""
+    place = model.device.type
+    most = sum(run.spec.batch_size * int(run.train.lengths.max()) for run in runs)
+    with _resident(model, runs, most) as engine:
+        timed = [_one(engine, model.device) for _ in range(_WARM_UP[place] + _TIMED[place])][_WARM_UP[place] :]
+    tokens, seconds = zip(*timed, strict=True)
+    return Timed(len(runs), round(statistics.mean(tokens)), statistics.mean(seconds))
 
 
-def _one(engine: Engine, device: torch.device) -> float:
+def _one(engine: Engine, device: torch.device) -> tuple[int, float]:
+    """Tokens of a micro-batch, and its seconds."""
     began = time.perf_counter()
-    engine.run_micro_batch()
+    packed = engine.run_micro_batch()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - began
+    assert packed is not None, "the jobs have no end"
+    return packed.tokens, time.perf_counter() - began
 
 
 @contextmanager
@@ -185,6 +193,16 @@ def _device_name(device: torch.device) -> str:
 def _key(load: Load, device: str) -> str:
     """Of what decides about the speed: the base's files, how it is held and run, the device and the software."""
     files = sorted(path for path in find_directory(load.base_model).iterdir() if path.is_file())
-    what: list[Any] = [load.base_model, device, load.dtype, load.base_precision, load.deterministic, __version__, torch.__version__]
+    what: list[Any] = [
+        PROBES,
+        _LONGEST_TOKENS,
+        load.base_model,
+        device,
+        load.dtype,
+        load.base_precision,
+        load.deterministic,
+        __version__,
+        torch.__version__,
+    ]
     what += [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]

@@ -10,7 +10,7 @@ from typing import Literal
 
 from tlora.engine.commands import Command, Leave, Share, Stop
 from tlora.link.outbox import with_attempt
-from tlora.worker_protocol import HeldJob, JobEnd, JobReport, Joined, Loaded, Measured, Report, Settled, Stepped, Want
+from tlora.worker_protocol import Ending, HeldJob, JobEnd, JobReport, Joined, Loaded, Measured, Report, Settled, Stepped, Want
 
 Membership = Literal["joining", "resident", "leaving"]
 
@@ -63,10 +63,11 @@ class Settler:
         self.reports.append(report)
         self._step()
 
-    def stop(self) -> None:
-        """Nothing is settled any more: all jobs leave."""
+    def stop(self, reason: str) -> None:
+        """Nothing is settled any more: all jobs leave. A controller that finds the worker so hears that no job is what ends it."""
         if not self.stopping:
             self.stopping = True
+            self.reports.append(Ending(reason))
             self.commands.append(Stop())
 
     @property
@@ -91,7 +92,7 @@ class Settler:
         if want is None or self.stopping:
             return
         if want.stop:
-            self.stop()
+            self.stop("its controller wants no more of it")
             return
         if want.group is not None:
             plan, group = want.group.plan, want.group

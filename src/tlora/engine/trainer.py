@@ -28,7 +28,7 @@ from tlora.engine.driver import Driver, Opened, Places
 from tlora.engine.patience import Patience
 from tlora.engine.pulse import Pulse
 from tlora.engine.step_timer import StepTimer
-from tlora.engine.team.messages import Follow, Spread
+from tlora.engine.team.messages import Follow, Meet, Spread
 from tlora.engine.team.parts import Parts, Planned, Seat, Together
 from tlora.errors import DataError
 from tlora.group.job_run import JobRun
@@ -191,6 +191,8 @@ class Trainer:
                 self._parts.follow(follow)
                 threading.Thread(target=self._plan_part, args=(follow,), daemon=True).start()
             case _:
+                if isinstance(command, Meet):
+                    self._pulse.begin("waiting")  # for the other ranks: what they are at has limits of its own
                 if (opened := self._parts.obey(command, self._driver)) is not None:
                     self._begin_with(opened)
 

@@ -28,10 +28,10 @@ from tlora.errors import ConfigError
 from tlora.garbage import no_collection
 from tlora.link.dialer import Dialer
 from tlora.link.entrance import Entrance, find_entrance
-from tlora.link.log import note
+from tlora.link.log import note, show_stacks_when_asked
 from tlora.sharing.multicast import turn_multicast_off
 from tlora.version import __version__
-from tlora.worker_protocol import Alive, Ending, Hello, Load, Report, Want
+from tlora.worker_protocol import Alive, Hello, Load, Report, Want
 
 if TYPE_CHECKING:  # model libraries are imported when there is something to load
     from tlora.engine.team.parts import Seat
@@ -53,6 +53,7 @@ class Worker:
         self._settler, self._lock = Settler(), threading.RLock()
         self._load: Load | None = None
         self._told = threading.Event()  # what to load, or to stop
+        self._refusal = ""  # why the controller does not want this worker
         self.dialer = Dialer(entrance, self, FIRST_LEASE_SECONDS)
 
     def wait_for_load(self) -> Load | None:
@@ -101,12 +102,22 @@ class Worker:
     def end(self, reason: str) -> None:
         """All jobs are checkpointed, and the process ends."""
         with self._lock:
-            if not self._settler.stopping:
+            if not self._settler.stopping and (self._load is not None or not self._refusal):  # else all is said in the end
                 note(f"this worker saves its jobs and ends: {reason}")
-                self._settler.reports.append(Ending(reason))
-            self._settler.stop()
+            self._settler.stop(reason)
             self._pass_on()
             self._told.set()
+
+    def be_refused(self, reason: str) -> None:
+        with self._lock:
+            if not self._settler.stopping:
+                self._refusal = f"refused by the controller: {reason}"
+            self.end(self._refusal)
+
+    def check_refusal(self) -> None:
+        """Raises ConfigError where that is what has ended it."""
+        if self._refusal:
+            raise ConfigError(self._refusal)
 
     def _pass_on(self) -> None:
         settler = self._settler
@@ -134,7 +145,7 @@ def versions() -> dict[str, str]:
 def serve(entrance: Entrance, gpus: tuple[int, ...]) -> int:
     """Do as the controller there wants, until told to stop. The exit status: 143 after SIGTERM, as a shell expects.
 
-    Raises ConfigError where nobody listens, or who does is not to be trusted, or does not let this worker in.
+    Raises ConfigError where nobody listens, or who does is not to be trusted, or does not want this worker; then all is saved.
     """
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # no library may wait for an answer
     worker = Worker(gpus, entrance)
@@ -156,6 +167,7 @@ def serve(entrance: Entrance, gpus: tuple[int, ...]) -> int:
         worker.pulse.begin("loading")
         lead_or_train(load, gpus, worker)
     worker.dialer.drain(_DRAIN_SECONDS)
+    worker.check_refusal()
     return 128 + received[0] if received else 0
 
 
@@ -207,6 +219,7 @@ def parse_gpus(text: str) -> tuple[int, ...]:
 def run(address: str, gpus: tuple[int, ...], fingerprint: str | None = None, token_file: Path | None = None) -> None:
     """`serve`, with the options of `tlora worker`, and exit: without a look at threads that may wait for a controller, or open a job."""
     status = 1
+    show_stacks_when_asked()
     turn_multicast_off()
     try:
         status = serve(find_entrance(address, fingerprint, token_file), gpus)

@@ -34,7 +34,11 @@ class Client(Protocol):
         ...
 
     def end(self, reason: str) -> None:
-        """Save all and exit: refused, or cut off for longer than the lease."""
+        """Save all and exit: cut off for longer than the lease."""
+        ...
+
+    def be_refused(self, reason: str) -> None:
+        """Save all and exit: the controller does not want this worker."""
         ...
 
 
@@ -77,8 +81,13 @@ class Dialer:
         """Wait until all reports are sent, while there is a connection: those that are not taken then, the disk tells."""
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
-            while (self._outbox.has_fresh or self._sending) and self._line is not None and (left := deadline - time.monotonic()) > 0:
+            while self._has_to_send and self._line is not None and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
+
+    @property
+    def _has_to_send(self) -> bool:
+        """Under the lock. What a controller that was killed has not taken, the next one has to hear."""
+        return self._sending or self._outbox.has_fresh or (self._again and bool(self._outbox.again()))
 
     # -- the thread that hears -----------------------------------------------------------------------------------------
 
@@ -132,7 +141,7 @@ class Dialer:
 
     def _be_refused(self, reason: str) -> None:
         self._ended = True
-        self._client.end(f"refused by the controller: {reason}")
+        self._client.be_refused(reason)
 
     def _take(self, line: Line, message: Want | Taken) -> None:
         with self._changed:

@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import os
+import signal
 import sys
+from typing import NoReturn
 
 
 def note(line: str) -> None:
     """If it can be written: a full disk keeps nobody from training, nor a worker from saving its jobs and ending."""
     with contextlib.suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def show_stacks_when_asked() -> None:
+    """At SIGUSR1 the log gets the stacks of all threads, also of a process that hangs in a library. Where there is such a signal."""
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process without a look at its threads, which may wait for others; what it has printed is written if it can be."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)

@@ -17,6 +17,8 @@ from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import learned_positions, longest_safe_sequence, outline
 from tlora.supermodel.supermodel import SuperModel
 
+DISK_FULL = 28  # an exit status
+
 
 def describe_base(base_model: str, dtype: str = "auto", base_precision: BasePrecision | None = None) -> dict[str, Any]:
     """Sizes of its linears, names of its modules, its bytes, its vocabulary and how long a sample may be. Raises ModelError."""
@@ -35,14 +37,16 @@ def describe_base(base_model: str, dtype: str = "auto", base_precision: BasePrec
 
 
 def main() -> int:
-    """Write the outline of the base in argv. The exit status: 2 for a base that cannot be had, with the reason on stderr."""
+    """Write the outline of the base in argv. The exit status, with the reason on stderr: 2 for a base that cannot be had, `DISK_FULL` where
+    there is no room for its outline now.
+    """
     base_model, out, dtype, precision = sys.argv[1:]
     try:
         found = describe_base(base_model, dtype, cast("BasePrecision | None", precision or None))
         durable.write_file(Path(out), json.dumps(found))
     except TloraError as error:
         print(error, file=sys.stderr)  # noqa: T201
-        return 2
+        return DISK_FULL if isinstance(error, OSError) and durable.is_full(error) else 2
     return 0
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from tlora.batching.replicas import LEAST_REPLICA_TOKENS
 from tlora.data.order import epoch_size
 from tlora.data.profile import tokens_of_steps
 from tlora.objectives import objective_of
@@ -19,7 +20,6 @@ from tlora.supermodel.supermodel import SuperModel
 # 2,048 (docs/performance.md). Other GPUs are placed by the same figure: where all are of one kind, only the ratios of jobs matter.
 _RATES = {"cuda": 17_016 * 2 * 8.0e9, "cpu": 2.0e10}
 _MOST_ALONE = 1.1  # times an equal share of all seconds: a longer job spans several GPUs
-_LEAST_TOKENS = 2048  # of a replica in a step: with fewer a GPU's micro-batches are too small to be fast
 _REFERENCE_PASSES = {"dpo": 1, "kto": 2}  # forwards beside those that train: the reference, and the KL of kto
 
 
@@ -49,7 +49,7 @@ def choose_replicas(jobs: Sequence[PlannedJob], seconds: Mapping[str, float], gp
         count = spec.gpus
         if count == 1 and not deterministic and needed > _MOST_ALONE * fair:
             tokens = trained_tokens(job) / spec.total_steps(epoch_size(job.data.train.epoch))
-            count = min(gpus, spec.batch_size, int(tokens // _LEAST_TOKENS), math.ceil(needed / fair))
+            count = min(gpus, spec.batch_size, int(tokens // LEAST_REPLICA_TOKENS), math.ceil(needed / fair))
         if count > 1:
             found[spec.name] = count
     return found

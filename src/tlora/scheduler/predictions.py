@@ -69,8 +69,10 @@ class Choice:
 class Predictions:
     """Remembers. What it knows is forgotten where the cost model is corrected, or the cluster is another; `version` then is another."""
 
-    def __init__(self) -> None:
+    def __init__(self, least_replica_tokens: int = 1) -> None:
+        """A GPU has samples to work on where its part of a step has so many tokens."""
         self.version = 0
+        self._least_replica_tokens = least_replica_tokens
         self._state: ClusterState | None = None
         self._cost: tuple[CostModel, int] | None = None  # and how often it had been corrected
         self._shape = (0, 0)
@@ -128,16 +130,18 @@ class Predictions:
     def _most_useful(self, job: Job) -> int:
         found = self._most.get(job.number)
         if found is None:
-            found = self._most[job.number] = most_useful_gpus(job.spec)
+            found = self._most[job.number] = most_useful_gpus(job.spec, self._least_replica_tokens)
         return found
 
 
-def most_useful_gpus(spec: JobSubmitted) -> int:
-    """GPUs that have samples to work on in each micro-batch: an optimizer step has so many, and a sample is not divided.
+def most_useful_gpus(spec: JobSubmitted, least_replica_tokens: int = 1) -> int:
+    """GPUs that have samples to work on in each micro-batch: an optimizer step has so many, and a sample is not divided. With
+    `least_replica_tokens` only those for which a step has so many tokens each.
 
     Not fewer than it asks for. Samples per step are tokens per step over the mean length, which is read off the histogram.
     """
-    return max(spec.gpus, int(spec.profile.tokens_per_step / _mean_sample_tokens(spec.profile)))
+    tokens = spec.profile.tokens_per_step
+    return max(spec.gpus, min(int(tokens / _mean_sample_tokens(spec.profile)), int(tokens // least_replica_tokens)))
 
 
 def usual_sizes(node_size: int, num_gpus: int) -> list[int]:

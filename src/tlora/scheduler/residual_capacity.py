@@ -17,6 +17,7 @@ from tlora.scheduler.growth import grow
 from tlora.scheduler.job import Job
 from tlora.scheduler.predictions import Prediction, Predictions
 from tlora.scheduler.reclaim import Offer, Sacrifice, apply, offers
+from tlora.scheduler.replanning import replan
 from tlora.scheduler.scheduler import Policy
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.starvation import Starvation
@@ -51,8 +52,9 @@ def residual_capacity(settings: Settings = Settings()) -> Policy:  # noqa: B008 
         index.follow(state)
         memory.starvation.follow(state)
         decision = Decision(state, settings, predictions, index, memory.starvation.first(state))
-        if state.pending:
-            _place_those_who_wait(decision, memory.queue(state))
+        displaced = replan(decision, state.newly_measured)
+        if state.pending or displaced:
+            _place_those_who_wait(decision, memory.queue(state), displaced)
         if settings.elastic and decision.draft.num_free:
             grow(decision)
         wanted = decision.draft.wanted()
@@ -66,7 +68,7 @@ class _Memory:
     """What is kept from one decision to the next: indexes, the order of a long queue, and whether there was nothing to do."""
 
     def __init__(self, settings: Settings) -> None:
-        self.predictions = Predictions()
+        self.predictions = Predictions(settings.least_replica_tokens)
         self.index = GroupIndex(self.predictions)
         self.starvation = Starvation(settings)
         self._settings = settings
@@ -107,12 +109,14 @@ def _happenings(state: ClusterState) -> tuple[int, ...]:
     )
 
 
-def _place_those_who_wait(decision: Decision, waiting: Waiting) -> None:
-    """By priority; of equal priority who starves first, then in order. Those who had to give way come last, at nobody's expense."""
+def _place_those_who_wait(decision: Decision, waiting: Waiting, displaced: Sequence[Job]) -> None:
+    """By priority; of equal priority who starves first, then in order. Those who had to give way come last, at nobody's expense, among
+    them the `displaced`.
+    """
     settings = decision.settings
     tries = _GAPS_TRIED if settings.elastic or settings.sharing or settings.preemption else 1
     failures: dict[int, int] = {}
-    stopped: list[Job] = []
+    stopped = [*displaced]
     held: list[int] = []
     hopeless: set[int] = set()
     starving = [job for job in reversed(decision.starving) if job.status == "pending"]

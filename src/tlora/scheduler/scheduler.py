@@ -82,6 +82,7 @@ class Scheduler:
                 raise
             self._on_fault(f"{type(error).__name__}: {error}")
             return []
+        state.newly_measured.clear()
         return reconcile(state, wanted) if wanted else []
 
     def _fold(self, event: Event) -> tuple[list[Action], bool]:

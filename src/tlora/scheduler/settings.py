@@ -25,6 +25,8 @@ class Settings:
     A job starves that has waited for `starvation_factor` times its time alone, at least for `starvation_least_seconds` and at most for
     `starvation_most_seconds`; with an infinite factor none does. Those that starve go first, on `starvation_share` of the GPUs, or on what
     the first of them asks for, as long as those like it had no more than the share of about the last day's GPU time.
+
+    A back end that cuts no step into parts of fewer tokens than `least_replica_tokens` has no use for GPUs beyond that.
     """
 
     sharing: bool = True
@@ -45,3 +47,4 @@ class Settings:
     join_seconds: float = 2.0
     checkpoint_seconds: float = 1.0
     resize_seconds: float = 5.0
+    least_replica_tokens: int = 1

@@ -68,6 +68,7 @@ class ClusterState:
     num_free: int = 0
     groups_opened: int = 0  # the next group's number: names are g0, g1, ...
     jobs_submitted: int = 0
+    newly_measured: dict[str, None] = field(default_factory=dict[str, None])  # bases that were measured since the last decision
     emptied: list[str] = field(default_factory=list[str])  # groups that may have lost their last member
     ended_late: deque[Job] = field(default_factory=deque[Job])  # in the last three days, after waiting for an hour or more in all
 
@@ -233,6 +234,7 @@ class ClusterState:
     def measure(self, base: str, device: str, speed: BaseSpeed) -> None:
         """The base's speed was measured on a GPU of this cluster: as `CostModel.measure`."""
         self.cost.measure(base, device, speed)
+        self.newly_measured[base] = None
         self._predict_anew(base)
 
     def _predict_anew(self, base: str) -> None:

@@ -9,13 +9,14 @@ import hashlib
 import io
 import json
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from tlora.json_file import read_object
 from tlora.manifest import MANIFEST, manifest_of
+from tlora.wording.card_seal import rename
 
 _BLOCK = 512
 _CHUNK = 1 << 18
@@ -36,23 +37,32 @@ class Entry:
         return self.path.open("rb") if self.content is None else io.BytesIO(self.content)
 
 
-def entries_of(directory: Path, folder: str, base: str) -> list[Entry]:
+def entries_of(directory: Path, folder: str, base: str, names: Mapping[str, str]) -> list[Entry]:
     """The plain files of an adapter's directory; checkpoints, logs and what names places of this machine are left out.
 
-    `base` is what the adapter's base is called where its own name is a path of this machine, which is of use to nobody else.
+    `base` is what the adapter's base is called where its own name is a path of this machine, which is of use to nobody else; the model
+    card has `names` in place of those by which this server knows job and files.
     """
     found: list[Entry] = []
     for path in sorted(directory.iterdir()):
         if path.is_symlink() or not path.is_file() or path.name.startswith(("tmp-", "bad-")) or path.name in _OWN:
             continue
         status = path.stat()
-        content = _without_path(path, base) if path.name == _CONFIG else None
+        content = _without_path(path, base) if path.name == _CONFIG else _card(path, names) if path.name == _CARD else None
         size = status.st_size if content is None else len(content)
         found.append(Entry(path, f"{folder}/{path.name}", size, int(status.st_mtime), content))
     return found
 
 
+_CARD = "README.md"
 _CONFIG, _BASE = "adapter_config.json", "base_model_name_or_path"
+
+
+def _card(path: Path, names: Mapping[str, str]) -> bytes | None:
+    try:
+        return rename(path.read_text(encoding="utf-8"), names).encode()
+    except (OSError, UnicodeDecodeError):  # it is somebody else's then
+        return None
 
 
 def _without_path(path: Path, base: str) -> bytes | None:

@@ -134,7 +134,10 @@ class Controller:
     def base_added(self, name: str, path: str) -> None:
         with self._lock:
             self._bases[name] = path
-        self._intake.put(_BASE_KEY + name, request_line(IntakeRequest(_BASE_KEY + name, path)))
+        self._look_at_base(name)
+
+    def _look_at_base(self, name: str) -> None:
+        self._intake.put(_BASE_KEY + name, request_line(IntakeRequest(_BASE_KEY + name, self._bases[name])))
 
     def base_status(self, name: str) -> tuple[str, str | None, int | None]:
         if name in self._problems:
@@ -176,7 +179,9 @@ class Controller:
 
     def _take_answer(self, answer: Answer) -> None:
         key = answer["key"]
-        if key.startswith(_BASE_KEY):
+        if key.startswith(_BASE_KEY) and answer.get("disk_full"):  # nothing is known of it yet: its jobs wait
+            _later(self._look_at_base, key.removeprefix(_BASE_KEY))
+        elif key.startswith(_BASE_KEY):
             self._see_base(key.removeprefix(_BASE_KEY), answer)
         elif "rows" in answer:
             self._outcomes.reading(key, answer["rows"], answer["share"])
@@ -193,9 +198,7 @@ class Controller:
             row = job_rows.row_of(connection, job_id)
         if row is not None and row.ended is None:
             self._outcomes.wait_for_room(job_id)
-            again = threading.Timer(_ROOM_SECONDS, self._inbox.put, ([row],))
-            again.daemon = True
-            again.start()
+            _later(self._inbox.put, [row])
 
     def _see_base(self, name: str, answer: Answer) -> None:
         with self._lock:
@@ -331,6 +334,13 @@ class Controller:
             self._known.pop(job_id, None)
             if self._cluster is not None:
                 self._cluster.forget(job_id)
+
+
+def _later(what: Callable[[T], object], argument: T) -> None:
+    """As soon as there may be room on the disk."""
+    again = threading.Timer(_ROOM_SECONDS, what, (argument,))
+    again.daemon = True
+    again.start()
 
 
 def _log(message: str) -> None:

@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tlora import durable
 from tlora.adapters.targets import resolve, trained_parameters
 from tlora.data.limits import DataLimits
 from tlora.data.prepare import Prepared, PrepareRequest, prepare, start_worker
@@ -92,8 +93,9 @@ class Intake:
             with self._bases:  # two slots would work out the same one
                 outline = find_outline(self._outlines, batch[0].base_model, self._precision)
         except TloraError as error:
+            full = isinstance(error, OSError) and durable.is_full(error)
             for request in batch:
-                self._answer({"key": request.key, "problem": str(error), "base_problem": True})
+                self._answer({"key": request.key, "problem": str(error), "base_problem": True, "disk_full": full})
             return
         asked = {request.key: (request, request.spec) for request in batch if request.spec is not None}
         for request in batch:

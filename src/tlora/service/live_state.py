@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from tlora.protocol import JobGroup
 
+PAUSED = "paused by its owner"
+
 
 @dataclass(frozen=True, slots=True)
 class Picture:
@@ -66,5 +68,5 @@ class LiveState:
         if status == "preparing":
             return self._picture.reading.get(job_id, "its data is being read")
         if status == "paused":
-            return "paused by its owner"
+            return PAUSED
         return self._picture.waiting.get(job_id, "a GPU") if status == "queued" else None

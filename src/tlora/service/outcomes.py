@@ -291,8 +291,12 @@ class Outcomes:
         for group in groups:
             for job_id in group.job_ids:
                 if job_id not in running:
-                    waiting[job_id] = f"its group on {called(group.gpus)} to load the base and let it in"
+                    waiting[job_id] = f"its group on {_called(places.device, group.gpus)} to load the base and let it in"
         return Picture(places.device, places.gpus, tuple(groups), waiting, dict(self._reading))
+
+
+def _called(device: str, gpus: tuple[int, ...]) -> str:
+    return called(gpus) if device == "cuda" else f"CPU process{'es' * (len(gpus) > 1)} {', '.join(map(str, gpus))}"
 
 
 def _of_living(group: JobGroup, ended: set[str]) -> JobGroup:

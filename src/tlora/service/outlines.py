@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import subprocess
@@ -10,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tlora import durable
-from tlora.errors import ModelError
+from tlora.errors import CheckpointError, ModelError
 from tlora.json_file import read_object
 from tlora.version import __version__
 
+_DISK_FULL = 28  # `base_outline.DISK_FULL`; importing it would take torch
 _SECONDS = 600.0  # for a hub's config to come and torch to be imported on a busy machine
 
 
@@ -40,7 +42,9 @@ class Precision:
 
 
 def find_outline(directory: Path, base_model: str, precision: Precision) -> Outline:
-    """From `directory` if it is there and its config.json is as it was, else made there. Raises ModelError."""
+    """From `directory` if it is there and its config.json is as it was, else made there. Raises ModelError, and CheckpointError for what
+    the file system refuses, where `durable.is_full` tells a disk that is full now.
+    """
     durable.make_directory(directory)
     path = directory / f"{_key(base_model, precision)}.json"
     if not path.is_file():
@@ -80,6 +84,10 @@ def _make(base_model: str, path: Path, precision: Precision) -> None:
         ) from None
     if ended.returncode or not path.is_file():
         lines = ended.stderr.strip().splitlines()
+        if ended.returncode == _DISK_FULL:
+            full = CheckpointError(lines[-1] if lines else f"no room for {path}")
+            full.errno = errno.ENOSPC
+            raise full
         raise ModelError(lines[-1] if lines else f"base_model {base_model}: the process that reads its shape ended with {ended.returncode}")
 
 

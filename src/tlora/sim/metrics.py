@@ -131,7 +131,7 @@ def _queueing_share(result: SimulationResult, done: Sequence[JobRecord]) -> floa
         for job_id in span.job_ids:
             running[job_id] += span.end_seconds - span.start_seconds
     total = sum(_jct(job) for job in done)
-    return _ratio(total - sum(running[job.job_id] for job in done), total)
+    return _ratio(max(0.0, total - sum(running[job.job_id] for job in done)), total)  # sums in another order may differ by their rounding
 
 
 def _steady_tokens_per_second(samples: Sequence[Sample]) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -15,9 +13,9 @@ from tlora.job import SCHEDULED, DataSource, JobSpec
 from tlora.store.serving import read_prompt
 from tlora.supermodel.base_name import is_hub_id
 from tlora.version import __version__
+from tlora.wording.card_seal import seal, unsealed
 
 CARD_FILE = "README.md"
-_SEAL = re.compile(r"<!-- written by tlora, sha256 of the text above: ([0-9a-f]{64}) -->\n")
 _NOT_TOLD = {"name", "data", "sweep_of", "adapter_path", "weight", "logging_steps", "save_steps", "save_total_limit", *SCHEDULED}
 _DATA_TOLD = ("max_length", "train_on")
 
@@ -41,8 +39,7 @@ def model_card(spec: JobSpec, base_model: str, report: dict[str, Any], result: d
         f"## Result\n\n{_table(_result(result))}\n",
         f"Trained with tlora {__version__}, {' and '.join(f'{name} {of}' for name, of in library_versions().items())}.\n",
     ]
-    text = "\n".join(lines) + "\n"
-    return text + f"<!-- written by tlora, sha256 of the text above: {hashlib.sha256(text.encode()).hexdigest()} -->\n"
+    return seal("\n".join(lines) + "\n")
 
 
 @cache
@@ -54,11 +51,9 @@ def library_versions() -> dict[str, str]:
 def is_unedited(path: Path) -> bool:
     """Whether a card is as `model_card` made it. One of an earlier version does not tell, and counts as edited."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return unsealed(path.read_text(encoding="utf-8")) is not None
     except (OSError, UnicodeDecodeError):
         return False
-    sealed = next(iter(_SEAL.finditer(text)), None)
-    return sealed is not None and sealed.end() == len(text) and hashlib.sha256(text[: sealed.start()].encode()).hexdigest() == sealed[1]
 
 
 def _data(spec: JobSpec, report: dict[str, Any]) -> str:

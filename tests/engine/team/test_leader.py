@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.full_stream import FullStream
 from tlora.batching.replicas import Span
 from tlora.engine.commands import Leave, Share, Stop
 from tlora.engine.pulse import Pulse
@@ -159,11 +161,20 @@ def test_a_part_that_cannot_be_computed_makes_the_job_go_on_in_one_place(
     spread(leader, ranks, join)
     leader._hear(1, Faulty("a", "no memory"))
     leader._hear(1, Faulty("a", "no memory"))
-    assert ranks.take() == [(0, Leave("a"))] and "rank 1 cannot compute its part (no memory)" in capsys.readouterr().out
+    assert ranks.take() == [(0, Leave("a"))] and "rank 1 cannot compute its part (no memory)" in capsys.readouterr().err
     leader._hear(0, Left("a", 2, "there"))
     assert ranks.take() == [(1, Unfollow("a")), (0, join)] and not told, "nobody else is to notice"
     leader._hear(0, Finished("a", {}))
     assert told == [Finished("a", {})]
+
+
+def test_a_part_is_given_up_where_the_log_takes_nothing(made: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    leader, ranks, _ = made()
+    spread(leader, ranks, order("a"))
+    monkeypatch.setattr(sys, "stdout", FullStream())
+    monkeypatch.setattr(sys, "stderr", FullStream())
+    leader._hear(1, Faulty("a", "no memory"))
+    assert ranks.take() == [(0, Leave("a"))]
 
 
 def test_a_part_that_cannot_be_opened_is_no_part(made: Callable[..., Any]) -> None:

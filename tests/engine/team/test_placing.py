@@ -6,10 +6,11 @@ from typing import Any, get_args
 
 import pytest
 
-from tlora.batching.replicas import Span
+from tlora.batching.replicas import LEAST_REPLICA_TOKENS, Span
 from tlora.engine.team.placing import WHOLE_BATCH, choose_span
 from tlora.job import JobSpec, ObjectiveName
 from tlora.objectives import objective_of
+from tlora.worker_protocol import Join
 
 
 def spec(**fields: Any) -> JobSpec:
@@ -29,19 +30,34 @@ def spec(**fields: Any) -> JobSpec:
     ],
 )
 def test_a_job_on_empty_ranks(gpus: int, count: int, deterministic: bool, span: Span) -> None:
-    assert choose_span(spec(gpus=gpus, batch_size=8), count, [], deterministic) == span
+    assert choose_span(Join(spec(gpus=gpus, batch_size=8)), count, [], deterministic) == span
 
 
 def test_small_batches_fill_fewer_ranks() -> None:
-    assert choose_span(spec(batch_size=3), 4, [], deterministic=False) == Span(3, (0, 1, 2))
+    assert choose_span(Join(spec(batch_size=3)), 4, [], deterministic=False) == Span(3, (0, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "gpus", "deterministic", "replicas"),
+    [
+        (4 * LEAST_REPLICA_TOKENS, 1, False, 4),
+        (4 * LEAST_REPLICA_TOKENS - 1, 1, False, 3),
+        (LEAST_REPLICA_TOKENS - 1, 1, False, 1),
+        (100.0, 2, False, 2),  # what is ordered is done
+        (8 * LEAST_REPLICA_TOKENS, 1, True, 1),
+    ],
+)
+def test_each_replica_has_tokens_enough(tokens: float, gpus: int, deterministic: bool, replicas: int) -> None:
+    join = Join(spec(batch_size=8, gpus=gpus), tokens_per_step=tokens)
+    assert choose_span(join, 4, [], deterministic).replicas == replicas
 
 
 def test_jobs_go_where_least_is_to_do_and_homes_alternate() -> None:
     spans = [Span(1, (0,))]
     for _ in range(3):
-        spans.append(choose_span(spec(), 3, spans, deterministic=True))
+        spans.append(choose_span(Join(spec()), 3, spans, deterministic=True))
     assert [span.ranks for span in spans] == [(0,), (1,), (2,), (0,)]
-    two = spec(gpus=2, batch_size=4)
+    two = Join(spec(gpus=2, batch_size=4))
     first = choose_span(two, 2, [], deterministic=True)
     second = choose_span(two, 2, [first], deterministic=True)
     assert {first.home, second.home} == {0, 1}
@@ -53,4 +69,4 @@ def test_an_objective_with_a_statistic_of_its_batch_stays_in_one_place() -> None
         objective = objective_of(spec(objective=name, batch_size=4, **data[name]))
         needs_all = objective is not None and objective.statistic is not None
         assert (name in WHOLE_BATCH) == needs_all, name
-    assert choose_span(spec(objective="kto", batch_size=4, gpus=2), 2, [], deterministic=True).ranks == (0,)
+    assert choose_span(Join(spec(objective="kto", batch_size=4, gpus=2)), 2, [], deterministic=True).ranks == (0,)

@@ -56,6 +56,7 @@ from tlora.engine.run_monitor import RunMonitor
 from tlora.engine.session import Assignment, Loaded, Session, launch_facts, load
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import ModelError, TloraError
+from tlora.link.log import leave, note, show_stacks_when_asked
 from tlora.planning.memory import memory_limit
 from tlora.planning.plan import describe_plan
 from tlora.planning.threads import compute_with
@@ -305,7 +306,7 @@ def serve(address: str, rank: int, count: int, run_digest: str = "") -> int:
     except SystemExit:
         return 0
     except BaseException as error:
-        traceback.print_exc()
+        note(traceback.format_exc())
         if isinstance(error, TloraError):
             line.send(Broken(str(error), type(error).__name__))
         else:
@@ -316,6 +317,7 @@ def serve(address: str, rank: int, count: int, run_digest: str = "") -> int:
 
 def main() -> None:
     """Serve and exit."""
+    show_stacks_when_asked()
     address, rank = sys.stdin.read(), int(os.environ["RANK"])
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -323,10 +325,8 @@ def main() -> None:
     try:
         status = serve(address, rank, int(os.environ["WORLD_SIZE"]))
     except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # libraries' threads must not keep a rank alive whose owner waits for it
+        note(traceback.format_exc())
+    leave(status)  # libraries' threads must not keep a rank alive whose owner waits for it
 
 
 if __name__ == "__main__":

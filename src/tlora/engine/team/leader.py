@@ -24,6 +24,7 @@ from tlora.engine.team.messages import Beat, Enter, Follow, Meet, Opened, Spread
 from tlora.engine.team.placing import choose_span
 from tlora.errors import RankError
 from tlora.link.flight import forget_flight
+from tlora.link.log import note
 from tlora.worker_protocol import JobEnd, Join, Joined, Left, Load, Loaded, Measured, Report, Stepped
 
 _LOOK_SECONDS = 1.0
@@ -105,7 +106,7 @@ class Leader:
     def _take(self, join: Join) -> None:
         name = join.job.name
         assert name not in self._jobs, f"{name} is here already"
-        span = choose_span(join.job, len(self._gpus), [job.span for job in self._jobs.values()], self._load.deterministic)
+        span = choose_span(join, len(self._gpus), [job.span for job in self._jobs.values()], self._load.deterministic)
         self._jobs[name] = _Job(join, span)
         self._crew.send(span.home, Spread(join, span) if span.peers else join)
 
@@ -193,8 +194,3 @@ class Leader:
             if other != rank:
                 forget_flight(Path(self._load.output_dir), os.getpid(), other)
         raise RankError(f"rank {rank} (GPU {self._gpus[rank]}) is lost: {reason}")
-
-
-def note(line: str) -> None:
-    """To the log of this process."""
-    print(line, flush=True)  # noqa: T201

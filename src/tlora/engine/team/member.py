@@ -27,7 +27,7 @@ from tlora.engine.team.parts import Seat
 from tlora.engine.worker import open_trainer
 from tlora.errors import TloraError
 from tlora.link.flight import flight_name
-from tlora.link.log import note
+from tlora.link.log import leave, note, show_stacks_when_asked
 
 BEAT_SECONDS = 1.0
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
@@ -56,7 +56,7 @@ def serve(address: str, number: int, count: int) -> int:
         trainer.go_on()
         line.send(Bye())
     except BaseException as error:
-        traceback.print_exc()
+        note(traceback.format_exc())
         kind = type(error).__name__
         line.send(Broken(str(error), kind) if isinstance(error, TloraError) else Broken(f"{kind}: {error}"))
         return 1
@@ -81,6 +81,7 @@ def _die_with_parent() -> None:
 
 def main() -> None:
     """Serve and exit."""
+    show_stacks_when_asked()
     _die_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # what follows from them is the worker's decision
@@ -88,10 +89,8 @@ def main() -> None:
     try:
         status = serve(sys.stdin.read(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+        note(traceback.format_exc())
+    leave(status)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from tlora.engine.team.messages import Follow, Meet, Opened
 from tlora.planning.plan import PlannedJob
 from tlora.sharing.peers import Peers, Sharing
 
-_MEETING_SECONDS = 3600.0  # a rank may be compiling kernels when the others have come
+_MEETING_SECONDS = 7200.0  # beyond all limits of the controller (`Limits`): a late rank may be compiling, for an hour at most
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from sqlalchemy import Connection, Row, select
 from tlora.service.access import caller_of
 from tlora.service.database import event_rows, job_rows
 from tlora.service.database.tables import jobs
+from tlora.service.live_state import PAUSED
 from tlora.service.losses import read_losses
 from tlora.service.problems import RefusedError, answer
 from tlora.service.routes.cluster import show_cluster
@@ -113,6 +114,8 @@ def show_page(request: Request) -> HTMLResponse:
         | {"others": group.other_jobs}
         for group in sorted(cluster.groups, key=lambda group: group.gpus)
     ]
+    waiting = [one for one in cluster.waiting if one.reason != PAUSED and one.job not in found]  # those in a box say there what for
+    paused = [one for one in cluster.waiting if one.reason == PAUSED]
     used = {gpu for group in cluster.groups for gpu in group.gpus}
     return _page(
         "cluster.html",
@@ -122,8 +125,10 @@ def show_page(request: Request) -> HTMLResponse:
         places="GPUs" if cluster.device == "cuda" else "CPU processes",
         boxes=boxes,
         free=[gpu for gpu in cluster.gpus if gpu not in used],
-        waiting=cluster.waiting[:_MOST_WAITING],
-        more_waiting=max(0, len(cluster.waiting) - _MOST_WAITING),
+        waiting=waiting[:_MOST_WAITING],
+        more_waiting=max(0, len(waiting) - _MOST_WAITING),
+        paused=paused[:_MOST_WAITING],
+        more_paused=max(0, len(paused) - _MOST_WAITING),
         ended=ended,
         fault=services.live.fault,
     )

@@ -16,8 +16,9 @@ from starlette.concurrency import run_in_threadpool
 
 from tlora.service.access import caller_of
 from tlora.service.archives import entries_of, stream_tar, tar_bytes
-from tlora.service.database import event_rows, job_rows
+from tlora.service.database import event_rows, file_rows, job_rows
 from tlora.service.keys import Caller
+from tlora.service.orders import OrderSpec
 from tlora.service.problems import RefusedError
 from tlora.service.routes.jobs import REFUSALS, Cursor, JobId
 from tlora.service.services import Services, services_of
@@ -146,9 +147,21 @@ def download_adapter(job_id: JobId, request: Request) -> StreamingResponse:
         state = "was removed" if row.removed is not None else f"is {row.status}"
         remedy = "Wait until it has succeeded" if row.status not in ENDED else "Clone it to train it again"
         raise RefusedError(409, "no_adapter", f"job {job_id!r} {state} and has no adapter. {remedy}")
-    entries = entries_of(_directory(services, row.id), row.name, row.base_model)
+    names = services.read(partial(_tenants_names, services, row))
+    entries = entries_of(_directory(services, row.id), row.name, row.base_model, names)
     headers = {"Content-Length": str(tar_bytes(entries)), "Content-Disposition": f'attachment; filename="{row.name}.tar"'}
     return StreamingResponse(_while_valid(services, caller, stream_tar(entries)), media_type="application/x-tar", headers=headers)
+
+
+def _tenants_names(services: Services, row: Row[Any], connection: Connection) -> dict[str, str]:
+    """What the tenant calls the job and what it was made of, by the names that these have on this machine."""
+    order = OrderSpec.model_validate(row.order)
+    paths = file_rows.paths_of(connection, services.config.directory, row.tenant, order.data.file_ids)
+    names = {path.name: file_rows.name_of(connection, file) for file, path in paths.items()}
+    start = job_rows.row_of(connection, order.start_from) if order.start_from else None
+    if start is not None:
+        names[start.id] = start.name
+    return names | {Path(services.bases.get(row.base_model, "")).name: row.base_model, row.id: row.name}
 
 
 async def _while_valid(services: Services, caller: Caller, chunks: Iterator[bytes]) -> AsyncIterator[bytes]:

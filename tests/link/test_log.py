@@ -1,0 +1,33 @@
+"""What a process says when it is asked where it stands."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+CODE = """
+import threading
+from tlora.link.log import show_stacks_when_asked
+
+def hangs():
+    threading.Event().wait()
+
+show_stacks_when_asked()
+threading.Thread(target=hangs, daemon=True).start()
+print("ready", flush=True)
+hangs()
+"""
+
+
+def test_the_stacks_of_all_threads_come_at_a_signal_and_the_process_goes_on() -> None:
+    with subprocess.Popen([sys.executable, "-c", CODE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGUSR1)
+        lines = [process.stderr.readline()]
+        while "<module>" not in lines[-1]:
+            lines.append(process.stderr.readline())
+        assert process.poll() is None
+        process.kill()
+    assert sum("in hangs" in line for line in lines) == 2 and any("Current thread" in line for line in lines)
