@@ -26,7 +26,7 @@ from tlora.worker_protocol import (
 
 
 class FakeProcess:
-    pid, is_stopped = 4711, False
+    pid, is_stopped, was_refused = 4711, False, False
 
     def __init__(self, gpus: tuple[int, ...]) -> None:
         self._gpus = gpus

@@ -25,6 +25,7 @@ from tlora.version import __version__
 from tlora.worker_protocol import Load, Report
 
 _FOUND_SECONDS = 30.0  # for workers of an earlier controller to dial again
+AGAIN_SECONDS = 60.0  # after which a worker is started again where the last one was refused
 _WATCH_SECONDS = 1.0
 _ACCEPT_SECONDS = 0.05  # after a connection that could not be had
 _LAST_WORDS_SECONDS = 10.0  # to read what a process that has ended has said before
@@ -67,6 +68,7 @@ class Crew:
         """
         self._directory, self._epoch, self._loads = directory, epoch, loads
         self._gpus, self._limits, self._note = gpus, limits, note
+        self._not_before: dict[tuple[int, ...], float] = {}  # when a worker is started again on GPUs whose last one was refused
         self._of_strangers, self._of_workers = Refusals(note), Refusals(note)  # apart: no flood of strangers hides a worker's refusal
         self.workers: dict[int, RemoteWorker] = {}
         self.inbox: queue.SimpleQueue[Heard | _Ended | None] = queue.SimpleQueue()
@@ -112,7 +114,11 @@ class Crew:
             WorkerProcess(gpus, self._log(gpus), identity).wait()
 
     def start(self, gpus: tuple[int, ...], base_model: str) -> RemoteWorker | None:
-        """A new worker for those GPUs; None where the system gives no process or no file now: who wants it comes again."""
+        """A new worker for those GPUs; None where the system gives no process or no file now, and for a while after one that was started
+        here was refused: who wants it comes again.
+        """
+        if time.monotonic() < self._not_before.get(gpus, 0.0):
+            return None
         load = self._loads(base_model)
         try:
             process = launch(gpus, load.device, self.address, self._log(gpus))
@@ -195,6 +201,8 @@ class Crew:
                 if self.workers.get(worker.gpu) is worker:
                     self._heard_at.pop(worker, None)
                     self._moved_at.pop(worker, None)
+                    if worker.incarnation is None and worker.process.was_refused:  # none of its jobs is to blame
+                        worker.doomed, self._not_before[worker.gpus] = True, time.monotonic() + AGAIN_SECONDS
                     if worker.load is not None:
                         worker.in_flight = read_flight(Path(worker.load.output_dir), worker.process.pid)
                     return [(worker, None)]
@@ -224,8 +232,10 @@ class Crew:
         """Why a worker that says Hello is not wanted; "" if it is."""
         hello, pid, token = arrived.hello, arrived.peer.pid, arrived.peer.token
         who = f"the worker that is process {pid}"
-        if hello.versions.get("tlora") != __version__:
-            return f"{who} is of tlora {hello.versions.get('tlora')}, and this is {__version__}. Start it with the same version"
+        if (version := hello.versions.get("tlora")) != __version__:
+            updated = "The program was updated while this process ran: stop it and start it again. Jobs wait"
+            remedy = "Start it with the same version" if self._started_here(pid) is None else updated
+            return f"{who} is of tlora {version}, and this is {__version__}. {remedy}"
         if not hello.gpus or list(hello.gpus) != sorted(set(hello.gpus)) or not set(hello.gpus) <= set(self._gpus):
             there = list(self._gpus)
             return f"{who} has GPUs {list(hello.gpus)}, and a worker here has some of {there}, in ascending order. Start it with such"
@@ -239,6 +249,10 @@ class Crew:
                 what = f"comes for {called(hello.gpus)}, and there is a worker already that has {worker.called}"
                 return f"{who} {what} (process {worker.process.pid}). End one of the two"
         return ""
+
+    def _started_here(self, pid: int) -> RemoteWorker | None:
+        """The worker with that process, where it has not been let in yet."""
+        return next((worker for worker in self.workers.values() if worker.process.pid == pid and worker.incarnation is None), None)
 
     def _take_on(self, gpus: tuple[int, ...], load: Load | None, process: WorkerProcess, identity: ProcessIdentity | None) -> RemoteWorker:
         worker = self.workers[gpus[0]] = RemoteWorker(gpus, load, process, self._epoch, self._limits.lease)

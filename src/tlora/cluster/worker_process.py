@@ -21,6 +21,8 @@ from tlora.sharing.multicast import NO_MULTICAST
 _TAIL_BYTES = 2000
 _GONE_SECONDS = 60.0  # for the kernel to end a process that was killed
 
+REFUSED = 2  # the exit status of a worker that its controller has refused
+
 
 class WorkerProcess:
     """`child` is this process' own; one that an earlier controller or a person has started is known by its identity alone."""
@@ -59,6 +61,11 @@ class WorkerProcess:
         elif self._identity is not None:
             self._identity.kill()
         self.wait(_GONE_SECONDS)
+
+    @property
+    def was_refused(self) -> bool:
+        """It has ended because its controller did not want it (`engine.worker.run`). Of a child of this process alone is that known."""
+        return self._child is not None and self._child.returncode == REFUSED
 
     def how_it_ended(self) -> str:
         """For a person: signal or exit status, where they are known, and the last line of its log."""

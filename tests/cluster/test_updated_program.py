@@ -1,0 +1,62 @@
+"""The program is updated under a running controller: workers that it starts from then on are of another version, and it refuses them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.test_wide_training import Script, World
+from tests.engine.conftest import save_base
+from tests.engine.tiny_runs import job, run_spec, same_bytes, train, write_rows
+from tlora.cluster import crew
+from tlora.cluster.controller import run
+from tlora.cluster.local import LocalBackend, LocalMachine, submit_all
+from tlora.cluster.reconciler import MOST_DEATHS, LocalJob
+from tlora.planning.job_profile import ProfiledJob, profile_jobs
+from tlora.protocol import Event, GroupLost, JobFinished, JobSubmitted
+from tlora.version import __version__
+
+
+@pytest.mark.timeout(300)
+def test_no_job_is_blamed_for_a_refused_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = save_base(tmp_path / "base")
+    write_rows(tmp_path / "a.jsonl", 12, 0, high=20)
+    world = World(base, [job("a", str(tmp_path / "a.jsonl"))], tmp_path / "whole")
+    train(base, world.whole, world.orders, deterministic=True)
+    monkeypatch.setattr(crew, "AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(crew, "__version__", "0.0.0")
+
+    def act(event: Event, script: Script) -> tuple[int, ...]:
+        if script.count > MOST_DEATHS:
+            monkeypatch.setattr(crew, "__version__", __version__)
+        return script.gpus
+
+    script, notes = Script((0,), act), list[str]()
+    spec = run_spec(base, tmp_path / "out", world.orders)
+    profiled = profile_jobs(spec)["a"]
+    assert isinstance(profiled, ProfiledJob)
+    machine = LocalMachine((0,), "cpu", {"tiny": str(base)}, tmp_path / "out", deterministic=True, tick_seconds=0.5)
+    with LocalBackend(machine, notes.append) as backend:
+        local = LocalJob(spec.jobs[0], profiled.train_set, profiled.eval_set)
+        submit_all(backend, {"a": local}, [(0.0, JobSubmitted("a", "tiny", 1, profiled.profile))])
+        run(script, backend, lambda *_: None)
+    lost = [event.reason for event in script.told if isinstance(event, GroupLost)]
+    assert len(lost) > MOST_DEATHS and all("ended with exit status 2" in reason for reason in lost), lost
+    assert any("this is 0.0.0. The program was updated" in note for note in notes), notes
+    assert isinstance(script.told[-1], JobFinished)
+    same_bytes(tmp_path / "out" / "jobs", world.whole, ["a"])
+
+
+def test_a_worker_that_was_refused_is_not_started_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "AGAIN_SECONDS", 1e9)
+    monkeypatch.setattr(crew, "__version__", "0.0.0")
+    machine = LocalMachine((0,), "cpu", {"tiny": "models/none"}, tmp_path / "out")
+    with LocalBackend(machine) as backend:
+        worker = backend._crew.start((0,), "models/none")
+        assert worker is not None
+        ended = list[object]()
+        while (worker, None) not in ended:
+            ended += backend._crew.listen(1.0)
+        del backend._crew.workers[0]
+        assert worker.doomed and backend._crew.start((0,), "models/none") is None and not backend._crew.workers
