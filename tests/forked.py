@@ -67,6 +67,7 @@ class Server:
 
     def __init__(self, requests: socket.socket, process: subprocess.Popen[Any] | None = None) -> None:
         self._lock, self._socket, self._process = threading.Lock(), requests, process
+        self._owner = os.getpid()
 
     @classmethod
     def start(cls, kind: str, environment: Mapping[str, str] = os.environ) -> Server:
@@ -75,6 +76,11 @@ class Server:
         command = [PYTHON, "-m", "tests.forked", kind, str(theirs.fileno())]
         with theirs:
             return cls(ours, subprocess.Popen(command, pass_fds=[theirs.fileno()], env=given, cwd=REPOSITORY))
+
+    @property
+    def is_ours(self) -> bool:
+        """Not so in a process that a test has forked by itself: whom the server forks is no child of that one."""
+        return self._owner == os.getpid()
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -117,6 +123,9 @@ class ForkingPopen(subprocess.Popen[Any]):
         if kind not in self.servers and self.environment is None:
             kind = "training" if kind == "tokenizing" and "training" in self.servers else None
         if kind is None or asked["preexec_fn"] or asked["shell"] or sys.platform != "linux":
+            super()._execute_child(*given)  # type: ignore[misc]
+            return
+        if kind in self.servers and not self.servers[kind].is_ours:
             super()._execute_child(*given)  # type: ignore[misc]
             return
         with self._starting:

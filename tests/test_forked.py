@@ -94,3 +94,17 @@ def test_a_server_ends_with_its_test_run() -> None:
     code = "import os\nfrom tests.forked import Server\nServer.start('tokenizing')\nos.kill(os.getpid(), 9)"
     with subprocess.Popen([sys.executable, "-c", code], cwd=forked.REPOSITORY, stdout=subprocess.PIPE) as run:
         assert run.stdout is not None and run.stdout.read() == b"" and run.wait() == -signal.SIGKILL
+
+
+def test_a_process_that_a_test_forks_has_children_of_its_own() -> None:
+    """The server of the test run is not beneath it: what that forks would look ended at once."""
+    command = [sys.executable, "-m", "tlora", "no-such-command"]
+    assert subprocess.call(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) == 2  # the server is up
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            code = subprocess.call(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
