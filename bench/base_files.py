@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,13 @@ _PIECE_BYTES = 16 << 20
 def make_base(shape: str, parent: Path, device: str) -> dict[str, Any]:
     """Write the base to `parent`/`shape` unless it is whole there, and read it once: then it is in the page cache. Returns its facts.
 
-    Meant for a process of its own: the weights, and what CUDA keeps, are gone with it.
+    In a process of its own: the weights, and the CUDA context that would stay beside the runs, are gone with it.
     """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_make_base, shape, parent, device).result()
+
+
+def _make_base(shape: str, parent: Path, device: str) -> dict[str, Any]:
     directory, start = parent / shape, time.perf_counter()
     place = torch.device(device)
     if not (directory / "config.json").is_file():

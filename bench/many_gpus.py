@@ -19,14 +19,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import multiprocessing
 import os
 import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +162,7 @@ def main() -> int:
     if options.out is not None and options.out.is_file():
         found["rows"] = json.loads(options.out.read_text(encoding="utf-8"))["rows"]
     with tempfile.TemporaryDirectory(prefix="many-gpus-") as name:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # so that no CUDA context stays beside the runs
-            base = pool.submit(make_base, options.shape, options.base_dir or Path(name) / "bases", options.device).result()
+        base = make_base(options.shape, options.base_dir or Path(name) / "bases", options.device)
         found["device"] = base.pop("device") or found["device"]
         bench = Bench(options, Path(base["base"]), Path(name))
         for row in options.rows:

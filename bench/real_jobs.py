@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -97,8 +95,7 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
         directory = options.work_dir or Path(name)
         directory.mkdir(parents=True, exist_ok=True)
         base_dir, caches = options.base_dir or Path(name) / "bases", options.caches or Path(name) / "caches"
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # so that no CUDA context stays beside the runs
-            base = pool.submit(make_base, options.shape, base_dir, options.device).result()
+        base = make_base(options.shape, base_dir, options.device)
         facts["device"] = base.pop("device") or facts["device"]
         setup = {"shape": options.shape, "steps": options.steps, "settings": options.settings, "jobs_file": JOBS_FILE.name} | base
         found: dict[str, Any] = {"benchmark": "real_jobs", **facts, "setup": setup, "launches": []}

@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +41,7 @@ _UNBOUNDED = 100.0
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="service-training-") as name:
         place = Path(name)
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # so that no CUDA context stays beside the runs
-            base = pool.submit(make_base, options.shape, options.base_dir or place / "bases", options.device).result()
+        base = make_base(options.shape, options.base_dir or place / "bases", options.device)
         found: dict[str, Any] = {"benchmark": "service_training", **machine.facts(torch.device("cpu"), options.commit)}
         found["device"] = base.pop("device") or found["device"]
         found |= {"shape": options.shape, "steps": options.steps, "samples": _SAMPLES, "policy": options.policy}
@@ -212,9 +208,6 @@ def keep_logs(place: Path, target: Path) -> None:
     """What the server and its workers said, in one file."""
     logs = [place / "server.log", *sorted((place / "server").rglob("*.log"))]
     target.write_text("\n".join(f"== {log.name}\n{log.read_text(errors='replace')}" for log in logs if log.is_file()))
-    events = place / "server" / "events.jsonl"
-    if events.is_file():
-        shutil.copyfile(events, target.with_suffix(".events.jsonl"))
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -122,10 +122,9 @@ class ForkingPopen(subprocess.Popen[Any]):
         kind = SERVERS.get(rest[1]) if python and rest[:1] == ["-m"] else None
         if kind not in self.servers and self.environment is None:
             kind = "training" if kind == "tokenizing" and "training" in self.servers else None
-        if kind is None or asked["preexec_fn"] or asked["shell"] or sys.platform != "linux":
-            super()._execute_child(*given)  # type: ignore[misc]
-            return
         if kind in self.servers and not self.servers[kind].is_ours:
+            kind = None
+        if kind is None or asked["preexec_fn"] or asked["shell"] or sys.platform != "linux":
             super()._execute_child(*given)  # type: ignore[misc]
             return
         with self._starting:

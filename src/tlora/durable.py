@@ -15,7 +15,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import TypeGuard, cast
 
 from tlora.errors import CheckpointError
 from tlora.manifest import MANIFEST, Files, find_damage, manifest_of, sha256, verify
@@ -215,9 +215,9 @@ def remove_checkpoints(parent: Path, keep: set[str], *, failpoint: Failpoint = n
     return True
 
 
-def is_full(error: OSError) -> bool:
+def is_full(error: BaseException | None) -> TypeGuard[OSError]:
     """Whether it came from a full disk or an exhausted quota; of CheckpointErrors of this module too."""
-    return error.errno in _NO_SPACE
+    return isinstance(error, OSError) and error.errno in _NO_SPACE
 
 
 def scratch_path(directory: Path) -> Path:

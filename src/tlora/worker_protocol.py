@@ -17,6 +17,7 @@ from tlora.job import BasePrecision, DType, JobSpec, MemoryLimit, Recompute, Tra
 from tlora.protocol import BaseSpeed, JobGroup
 
 PROTOCOL = 2
+REFUSED = 2  # exit status of a worker that its controller has refused, or that found none
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.test_wide_training import Script, World
+from tests.cluster.test_wide_training import Script, World, run_script
 from tests.engine.conftest import save_base
-from tests.engine.tiny_runs import job, run_spec, same_bytes, train, write_rows
+from tests.engine.tiny_runs import job, train, write_rows
 from tlora.cluster import crew
-from tlora.cluster.controller import run
-from tlora.cluster.local import LocalBackend, LocalMachine, submit_all
-from tlora.cluster.reconciler import MOST_DEATHS, LocalJob
-from tlora.planning.job_profile import ProfiledJob, profile_jobs
-from tlora.protocol import Event, GroupLost, JobFinished, JobSubmitted
+from tlora.cluster.local import LocalBackend, LocalMachine
+from tlora.cluster.reconciler import MOST_DEATHS
+from tlora.protocol import Event, GroupLost, JobFinished
 from tlora.version import __version__
 
 
@@ -33,19 +31,12 @@ def test_no_job_is_blamed_for_a_refused_worker(tmp_path: Path, monkeypatch: pyte
         return script.gpus
 
     script, notes = Script((0,), act), list[str]()
-    spec = run_spec(base, tmp_path / "out", world.orders)
-    profiled = profile_jobs(spec)["a"]
-    assert isinstance(profiled, ProfiledJob)
-    machine = LocalMachine((0,), "cpu", {"tiny": str(base)}, tmp_path / "out", deterministic=True, tick_seconds=0.5)
-    with LocalBackend(machine, notes.append) as backend:
-        local = LocalJob(spec.jobs[0], profiled.train_set, profiled.eval_set)
-        submit_all(backend, {"a": local}, [(0.0, JobSubmitted("a", "tiny", 1, profiled.profile))])
-        run(script, backend, lambda *_: None)
+    run_script(world, tmp_path / "out", script, gpus=(0,), note=notes.append, tick_seconds=0.5)
     lost = [event.reason for event in script.told if isinstance(event, GroupLost)]
     assert len(lost) > MOST_DEATHS and all("ended with exit status 2" in reason for reason in lost), lost
     assert any("this is 0.0.0. The program was updated" in note for note in notes), notes
     assert isinstance(script.told[-1], JobFinished)
-    same_bytes(tmp_path / "out" / "jobs", world.whole, ["a"])
+    world.same_bytes(tmp_path / "out")
 
 
 def test_a_worker_that_was_refused_is_not_started_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

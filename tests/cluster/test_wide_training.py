@@ -22,6 +22,7 @@ from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import LocalBackend, LocalMachine, submit_all
 from tlora.cluster.reconciler import LocalJob
 from tlora.costs.hardware import cost_model, nearest_base
+from tlora.json_file import read_object
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.protocol import (
     Action,
@@ -116,7 +117,10 @@ class Script:
         return [int(event.steps) for event in self.told if isinstance(event, StepsDone) and event.job_id == name]
 
 
-def run_script(world: World, out: Path, script: Script, gpus: tuple[int, ...] = (0, 1), deterministic: bool = True) -> None:
+def run_script(
+    world: World, out: Path, script: Script, gpus: tuple[int, ...] = (0, 1), note: Callable[[str], None] = print, **machine: Any
+) -> None:
+    """`machine`: fields of `LocalMachine`."""
     spec = run_spec(world.base, out, world.orders)
     made = profile_jobs(spec)
     arrivals: list[tuple[float, JobSubmitted]] = []
@@ -126,8 +130,8 @@ def run_script(world: World, out: Path, script: Script, gpus: tuple[int, ...] = 
         assert isinstance(profiled, ProfiledJob)
         arrivals.append((0.0, JobSubmitted(order.name, "tiny", order.gpus, profiled.profile)))
         jobs[order.name] = LocalJob(order, profiled.train_set, profiled.eval_set)
-    machine = LocalMachine(gpus, world.device, {"tiny": str(world.base)}, out, deterministic=deterministic)
-    with LocalBackend(machine) as backend, closing(EventLog(out / "events.jsonl")) as log:
+    place = LocalMachine(gpus, world.device, {"tiny": str(world.base)}, out, deterministic=True, **machine)
+    with LocalBackend(place, note) as backend, closing(EventLog(out / "events.jsonl")) as log:
         script.backend = backend
         submit_all(backend, jobs, arrivals)
         run(script, backend, log.write)
@@ -259,5 +263,8 @@ def test_idle_gpus_are_lent(world: World, tmp_path: Path) -> None:
     started = [item.group for item in told if isinstance(item, StartGroup)]
     assert [group.gpus for group in started] == [(0, 1)] and JobFinished("narrow") in told
     assert steps_taken(tmp_path / "jobs" / "narrow") == steps_taken(world.whole / "narrow")
-    losses = [rows(out / "narrow" / "metrics.jsonl")[0]["loss"] for out in (tmp_path / "jobs", world.whole)]
-    assert losses[0] == pytest.approx(losses[1], rel=0.01), "another sum of the same gradients"
+    outs = [out / "narrow" for out in (tmp_path / "jobs", world.whole)]
+    losses = [[rows(out / "metrics.jsonl")[0]["loss"], read_object(out / "result.json")["train_loss"]] for out in outs]
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=0.01), "another sum of the same gradients"
+    if world.device == "cpu":  # on a GPU ten times as many steps bring the loss to where roundings decide about it
+        assert losses[0][1] == pytest.approx(losses[1][1], rel=0.01)

@@ -14,7 +14,7 @@ from tests.engine.tiny_runs import job, rows, sha256, steps_taken, train
 from tlora.engine import train as front_door
 from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError
-from tlora.store.model_card import CARD_FILE
+from tlora.wording.card_seal import CARD_FILE
 
 
 def order(data: Path, name: str = "a", **fields: Any) -> dict[str, Any]:

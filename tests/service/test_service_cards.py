@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.service.served import Served, until
-from tlora.store.model_card import CARD_FILE, model_card
-from tlora.wording.card_seal import rename, seal, unsealed
+from tlora.store.model_card import model_card
+from tlora.wording.card_seal import CARD_FILE, rename, seal, unsealed
 
 REPORT = {"rows": 8, "format": "prompt and completion", "tokens": 80, "trained_tokens": 40}
 RESULT: dict[str, Any] = dict.fromkeys(

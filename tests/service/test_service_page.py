@@ -167,12 +167,17 @@ def test_groups_the_queue_and_a_jobs_live_loss(served_slowly: Served) -> None:
     assert "train loss 1.5000" in later.text and "eval loss 1.2500" in later.text
 
 
-def test_a_group_over_several_gpus_is_one_box(served_slowly: Served) -> None:
-    served = served_slowly
-    job = served.submit("alice", name="wide", gpus=2, batch_size=4)
+def train_wide(served: Served, name: str) -> None:
+    """A job of alice's on both GPUs."""
+    job = served.submit("alice", name=name, gpus=2, batch_size=4)
     until(lambda: job["id"] in served.cluster._open)
     served.cluster.step(job["id"], 4)
     served.wait("alice", job["id"], "running")
+
+
+def test_a_group_over_several_gpus_is_one_box(served_slowly: Served) -> None:
+    served = served_slowly
+    train_wide(served, "wide")
     until(lambda: served.cluster.tick() or served.ask("alice", "GET", "/v1/cluster", 200)["groups"])
     assert served.ask("alice", "GET", "/v1/cluster", 200)["groups"][0]["gpus"] == [0, 1]
     page = Elements(served.client.get("/", headers=log_in(served, "alice")).text)
@@ -182,10 +187,7 @@ def test_a_group_over_several_gpus_is_one_box(served_slowly: Served) -> None:
 def test_each_job_stands_in_one_place_with_what_it_waits_for(served_slowly: Served) -> None:
     """One that is in a group and not in its worker yet in its box, one that is paused under that, and neither in the queue."""
     served = served_slowly
-    first = served.submit("alice", name="trains", gpus=2, batch_size=4)
-    until(lambda: first["id"] in served.cluster._open)
-    served.cluster.step(first["id"], 4)
-    served.wait("alice", first["id"], "running")
+    train_wide(served, "trains")
     joins, paused = served.submit("alice", name="joins"), served.submit("alice", name="rests")
     served.ask("alice", "POST", f"/v1/jobs/{paused['id']}/pause", 200)
     until(lambda: joins["id"] in served.cluster._open)

@@ -11,7 +11,7 @@ import pytest
 from tests.engine.tiny_runs import job, train
 from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError
-from tlora.store.model_card import CARD_FILE
+from tlora.wording.card_seal import CARD_FILE
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,9 @@ from tlora.engine.check import check
 from tlora.engine.generate import Sampling, _prompt_ids, answer, open_adapter
 from tlora.engine.watcher import Watcher
 from tlora.errors import ModelError
-from tlora.store.model_card import CARD_FILE
 from tlora.store.serving import PROMPT_FILE, ServingFiles
 from tlora.supermodel.base_name import public_name
+from tlora.wording.card_seal import CARD_FILE
 
 OWN = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 

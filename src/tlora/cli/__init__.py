@@ -1,9 +1,8 @@
 """The command line: parses arguments, calls one function, prints what it returns. Decides nothing about training."""
 
 import os
-import sys
-from contextlib import suppress
 
+from tlora.link.log import leave
 from tlora.sharing.multicast import turn_multicast_off
 
 _SPINS = "3000"  # about 10 us; the reason is in docs/design.md, "Threads by the work of a product"
@@ -19,16 +18,8 @@ def main() -> None:
 
         app()
     except KeyboardInterrupt:  # while the commands are imported
-        _quit(130)
+        leave(130)
     except SystemExit as end:
-        if end.code == 130:  # by Ctrl-C
-            _quit(130)
+        if end.code == 130:  # by Ctrl-C: threads may still be writing files, and the next run removes what they leave
+            leave(130)
         raise
-
-
-def _quit(status: int) -> None:
-    """Exit at once, without waiting for threads that still write files; the next run removes what they leave behind."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):
-            stream.flush()
-    os._exit(status)

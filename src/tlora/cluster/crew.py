@@ -234,7 +234,7 @@ class Crew:
         who = f"the worker that is process {pid}"
         if (version := hello.versions.get("tlora")) != __version__:
             updated = "The program was updated while this process ran: stop it and start it again. Jobs wait"
-            remedy = "Start it with the same version" if self._started_here(pid) is None else updated
+            remedy = updated if self._started_here(pid) else "Start it with the same version"
             return f"{who} is of tlora {version}, and this is {__version__}. {remedy}"
         if not hello.gpus or list(hello.gpus) != sorted(set(hello.gpus)) or not set(hello.gpus) <= set(self._gpus):
             there = list(self._gpus)
@@ -250,9 +250,9 @@ class Crew:
                 return f"{who} {what} (process {worker.process.pid}). End one of the two"
         return ""
 
-    def _started_here(self, pid: int) -> RemoteWorker | None:
-        """The worker with that process, where it has not been let in yet."""
-        return next((worker for worker in self.workers.values() if worker.process.pid == pid and worker.incarnation is None), None)
+    def _started_here(self, pid: int) -> bool:
+        """Whether that process is a worker that has not been let in yet."""
+        return any(worker.process.pid == pid and worker.incarnation is None for worker in self.workers.values())
 
     def _take_on(self, gpus: tuple[int, ...], load: Load | None, process: WorkerProcess, identity: ProcessIdentity | None) -> RemoteWorker:
         worker = self.workers[gpus[0]] = RemoteWorker(gpus, load, process, self._epoch, self._limits.lease)

@@ -40,9 +40,9 @@ class Held:
     steps: int = 0
 
 
-def called(gpus: tuple[int, ...]) -> str:
+def called(gpus: tuple[int, ...], one: str = "GPU", several: str = "GPUs") -> str:
     """For a person: GPU 0, or GPUs 0, 1."""
-    return f"GPU{'s' * (len(gpus) > 1)} {', '.join(map(str, gpus))}"
+    return f"{several if len(gpus) > 1 else one} {', '.join(map(str, gpus))}"
 
 
 class RemoteWorker:

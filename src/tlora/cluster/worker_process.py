@@ -17,11 +17,10 @@ from tlora.errors import CheckpointError
 from tlora.json_file import read_object
 from tlora.link.process_identity import ProcessIdentity, identify, wait_for_session
 from tlora.sharing.multicast import NO_MULTICAST
+from tlora.worker_protocol import REFUSED
 
 _TAIL_BYTES = 2000
 _GONE_SECONDS = 60.0  # for the kernel to end a process that was killed
-
-REFUSED = 2  # the exit status of a worker that its controller has refused
 
 
 class WorkerProcess:

@@ -28,10 +28,10 @@ from tlora.errors import ConfigError
 from tlora.garbage import no_collection
 from tlora.link.dialer import Dialer
 from tlora.link.entrance import Entrance, find_entrance
-from tlora.link.log import note, show_stacks_when_asked
+from tlora.link.log import leave, note, show_stacks_when_asked
 from tlora.sharing.multicast import turn_multicast_off
 from tlora.version import __version__
-from tlora.worker_protocol import Alive, Hello, Load, Report, Want
+from tlora.worker_protocol import REFUSED, Alive, Hello, Load, Report, Want
 
 if TYPE_CHECKING:  # model libraries are imported when there is something to load
     from tlora.engine.team.parts import Seat
@@ -225,10 +225,10 @@ def run(address: str, gpus: tuple[int, ...], fingerprint: str | None = None, tok
         status = serve(find_entrance(address, fingerprint, token_file), gpus)
     except ConfigError as error:
         note(f"error: {error}")
-        status = 2
+        status = REFUSED
     except BaseException:
         note(traceback.format_exc())
-    os._exit(status)
+    leave(status)
 
 
 if __name__ == "__main__":

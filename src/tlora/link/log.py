@@ -25,6 +25,6 @@ def show_stacks_when_asked() -> None:
 def leave(status: int) -> NoReturn:
     """End this process without a look at its threads, which may wait for others; what it has printed is written if it can be."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
     os._exit(status)

@@ -5,6 +5,7 @@ With it a job's profile is arithmetic (`data/profile.py`, `adapters/targets.py`)
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -16,8 +17,6 @@ from tlora.job import BasePrecision
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import learned_positions, longest_safe_sequence, outline
 from tlora.supermodel.supermodel import SuperModel
-
-DISK_FULL = 28  # an exit status
 
 
 def describe_base(base_model: str, dtype: str = "auto", base_precision: BasePrecision | None = None) -> dict[str, Any]:
@@ -37,7 +36,7 @@ def describe_base(base_model: str, dtype: str = "auto", base_precision: BasePrec
 
 
 def main() -> int:
-    """Write the outline of the base in argv. The exit status, with the reason on stderr: 2 for a base that cannot be had, `DISK_FULL` where
+    """Write the outline of the base in argv. The exit status, with the reason on stderr: 2 for a base that cannot be had, ENOSPC where
     there is no room for its outline now.
     """
     base_model, out, dtype, precision = sys.argv[1:]
@@ -46,7 +45,7 @@ def main() -> int:
         durable.write_file(Path(out), json.dumps(found))
     except TloraError as error:
         print(error, file=sys.stderr)  # noqa: T201
-        return DISK_FULL if isinstance(error, OSError) and durable.is_full(error) else 2
+        return errno.ENOSPC if durable.is_full(error) else 2
     return 0
 
 

@@ -16,7 +16,7 @@ from typing import IO
 
 from tlora.json_file import read_object
 from tlora.manifest import MANIFEST, manifest_of
-from tlora.wording.card_seal import rename
+from tlora.wording.card_seal import CARD_FILE, rename
 
 _BLOCK = 512
 _CHUNK = 1 << 18
@@ -48,13 +48,12 @@ def entries_of(directory: Path, folder: str, base: str, names: Mapping[str, str]
         if path.is_symlink() or not path.is_file() or path.name.startswith(("tmp-", "bad-")) or path.name in _OWN:
             continue
         status = path.stat()
-        content = _without_path(path, base) if path.name == _CONFIG else _card(path, names) if path.name == _CARD else None
+        content = _without_path(path, base) if path.name == _CONFIG else _card(path, names) if path.name == CARD_FILE else None
         size = status.st_size if content is None else len(content)
         found.append(Entry(path, f"{folder}/{path.name}", size, int(status.st_mtime), content))
     return found
 
 
-_CARD = "README.md"
 _CONFIG, _BASE = "adapter_config.json", "base_model_name_or_path"
 
 

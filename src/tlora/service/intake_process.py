@@ -93,7 +93,7 @@ class Intake:
             with self._bases:  # two slots would work out the same one
                 outline = find_outline(self._outlines, batch[0].base_model, self._precision)
         except TloraError as error:
-            full = isinstance(error, OSError) and durable.is_full(error)
+            full = durable.is_full(error)
             for request in batch:
                 self._answer({"key": request.key, "problem": str(error), "base_problem": True, "disk_full": full})
             return

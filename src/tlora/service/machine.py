@@ -11,6 +11,7 @@ from typing import Literal
 from tlora.errors import ConfigError
 from tlora.service.config import ServerConfig
 
+NAMES = {"cuda": ("GPU", "GPUs"), "cpu": ("CPU process", "CPU processes")}  # one place of a device, and several
 _SECONDS = 30.0
 
 

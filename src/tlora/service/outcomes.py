@@ -40,7 +40,7 @@ from tlora.service.database import job_rows
 from tlora.service.database.tables import jobs
 from tlora.service.database.writer import Operation, StoreError, Writer
 from tlora.service.live_state import LiveState, Picture
-from tlora.service.machine import Places
+from tlora.service.machine import NAMES, Places
 
 _OPEN = ("preparing", "queued", "running", "paused")
 _SHOW_SECONDS = 0.5  # between two pictures: with thousands of jobs one takes milliseconds
@@ -291,12 +291,8 @@ class Outcomes:
         for group in groups:
             for job_id in group.job_ids:
                 if job_id not in running:
-                    waiting[job_id] = f"its group on {_called(places.device, group.gpus)} to load the base and let it in"
+                    waiting[job_id] = f"its group on {called(group.gpus, *NAMES[places.device])} to load the base and let it in"
         return Picture(places.device, places.gpus, tuple(groups), waiting, dict(self._reading))
-
-
-def _called(device: str, gpus: tuple[int, ...]) -> str:
-    return called(gpus) if device == "cuda" else f"CPU process{'es' * (len(gpus) > 1)} {', '.join(map(str, gpus))}"
 
 
 def _of_living(group: JobGroup, ended: set[str]) -> JobGroup:

@@ -15,7 +15,6 @@ from tlora.errors import CheckpointError, ModelError
 from tlora.json_file import read_object
 from tlora.version import __version__
 
-_DISK_FULL = 28  # `base_outline.DISK_FULL`; importing it would take torch
 _SECONDS = 600.0  # for a hub's config to come and torch to be imported on a busy machine
 
 
@@ -84,7 +83,7 @@ def _make(base_model: str, path: Path, precision: Precision) -> None:
         ) from None
     if ended.returncode or not path.is_file():
         lines = ended.stderr.strip().splitlines()
-        if ended.returncode == _DISK_FULL:
+        if ended.returncode == errno.ENOSPC:
             full = CheckpointError(lines[-1] if lines else f"no room for {path}")
             full.errno = errno.ENOSPC
             raise full

@@ -15,7 +15,6 @@ from tlora.supermodel.base_name import is_hub_id
 from tlora.version import __version__
 from tlora.wording.card_seal import seal, unsealed
 
-CARD_FILE = "README.md"
 _NOT_TOLD = {"name", "data", "sweep_of", "adapter_path", "weight", "logging_steps", "save_steps", "save_total_limit", *SCHEDULED}
 _DATA_TOLD = ("max_length", "train_on")
 

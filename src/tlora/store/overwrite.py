@@ -12,8 +12,9 @@ from tlora.errors import ConfigError
 from tlora.manifest import MANIFEST
 from tlora.store.checkpoint import OPTIMIZER_FILE, STATE_FILE
 from tlora.store.fingerprint import BASE_FILE
-from tlora.store.model_card import CARD_FILE, is_unedited
+from tlora.store.model_card import is_unedited
 from tlora.store.serving import PROMPT_FILE
+from tlora.wording.card_seal import CARD_FILE
 
 RUN_FILES = ("run.json", "run.jsonl", "report.html")
 _ADAPTER = (CONFIG_FILE, WEIGHTS_FILE)

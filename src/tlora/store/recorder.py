@@ -22,10 +22,11 @@ from tlora.group.wall import Failure, attempt
 from tlora.store import checkpoint
 from tlora.store.disk_reserve import DiskReserve
 from tlora.store.metrics import RowWriter, Tracker, finite, means
-from tlora.store.model_card import CARD_FILE, is_unedited, model_card
+from tlora.store.model_card import is_unedited, model_card
 from tlora.store.moment import Moment, on_host
 from tlora.store.room import WaitsForRoom, with_room
 from tlora.store.writer import Writer, Written
+from tlora.wording.card_seal import CARD_FILE
 
 Outcome = tuple[Status, str]  # how a job ended, and why
 
@@ -193,7 +194,7 @@ class Recorder:
         saved = self._try_to_save(moment, last=last)
         if not isinstance(saved, Failure):
             return
-        if isinstance(saved.error, OSError) and durable.is_full(saved.error):
+        if durable.is_full(saved.error):
             self._context.reserve.full(saved.error)
         else:
             failed = f"checkpoint at step {step} failed, the job goes on without it: {saved.reason}"

@@ -19,5 +19,5 @@ def with_room(job: str, step: Callable[[], _Result], wait: WaitsForRoom | None) 
     while True:
         found = attempt(step)
         error = found.error if isinstance(found, Failure) else None
-        if wait is None or not isinstance(error, OSError) or not durable.is_full(error) or not wait(job, error):
+        if wait is None or not durable.is_full(error) or not wait(job, error):
             return found

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 
+CARD_FILE = "README.md"  # a card's name in its adapter's directory
 _SEAL = re.compile(r"<!-- written by tlora, sha256 of the text above: ([0-9a-f]{64}) -->\n")
 _NAMES = re.compile(r"^# (?P<heading>.+)$|`(?P<quoted>[^`\n]+)`|^\| started from \| (?P<start>.+) \|$", re.MULTILINE)
 

@@ -22,6 +22,7 @@ from tlora.service.database import event_rows, job_rows
 from tlora.service.database.tables import jobs
 from tlora.service.live_state import PAUSED
 from tlora.service.losses import read_losses
+from tlora.service.machine import NAMES
 from tlora.service.problems import RefusedError, answer
 from tlora.service.routes.cluster import show_cluster
 from tlora.service.routes.jobs import REFUSALS, JobId
@@ -116,13 +117,14 @@ def show_page(request: Request) -> HTMLResponse:
     ]
     waiting = [one for one in cluster.waiting if one.reason != PAUSED and one.job not in found]  # those in a box say there what for
     paused = [one for one in cluster.waiting if one.reason == PAUSED]
+    place, places = NAMES[cluster.device]
     used = {gpu for group in cluster.groups for gpu in group.gpus}
     return _page(
         "cluster.html",
         request.scope.get("root_path", ""),
         cluster=cluster,
-        place="GPU" if cluster.device == "cuda" else "CPU process",
-        places="GPUs" if cluster.device == "cuda" else "CPU processes",
+        place=place,
+        places=places,
         boxes=boxes,
         free=[gpu for gpu in cluster.gpus if gpu not in used],
         waiting=waiting[:_MOST_WAITING],
