@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,7 @@ def wait_for_step(server: Server, job: str) -> None:
         time.sleep(0.01)
 
 
-def wait_for_end(server: Server, jobs: Sequence[str]) -> None:
+def wait_for_end(server: Server, jobs: Sequence[str], look: Callable[[], None] = lambda: None) -> None:
     until = time.monotonic() + _LONG_SECONDS
     open_jobs = set(jobs)
     while open_jobs:
@@ -134,6 +134,7 @@ def wait_for_end(server: Server, jobs: Sequence[str]) -> None:
         open_jobs = {job for job, view in found.items() if view["status"] not in ("succeeded", "cancelled")}
         if time.monotonic() > until:
             raise SystemExit(f"{sorted(open_jobs)} have not ended in {_LONG_SECONDS:.0f} s")
+        look()
         time.sleep(0.05)
 
 
@@ -170,11 +171,19 @@ def served(server: Server, options: argparse.Namespace, links: Path) -> dict[str
     before, began = jobs_of(server).keys(), time.time()
     subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
     mine = {job: name for job, name in jobs_of(server).items() if job not in before}
-    wait_for_end(server, list(mine))
+    groups: list[tuple[float, list[list[str]]]] = []
+    wait_for_end(server, list(mine), lambda: see_groups(server, began, mine, groups))
     links.mkdir()
     for job, name in mine.items():
         (links / name).symlink_to(server.directory / "jobs" / job)
-    return figures(links, began)
+    return {**figures(links, began), "groups": groups}
+
+
+def see_groups(server: Server, began: float, names: dict[str, str], seen: list[tuple[float, list[list[str]]]]) -> None:
+    """Adds who is together, where that has changed, and since when [s]."""
+    groups = [sorted(names.get(job, "?") for job in group["jobs"]) for group in server.json("GET", "/v1/cluster")["groups"]]
+    if not seen or groups != seen[-1][1]:
+        seen.append((round(time.time() - began, 2), groups))
 
 
 def jobs_of(server: Server) -> dict[str, str]:

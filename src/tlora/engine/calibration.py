@@ -70,11 +70,17 @@ def calibrate(load: Load, model: SuperModel, note: Callable[[str], object]) -> M
         return Measured(device, TypeAdapter(BaseSpeed).validate_json(path.read_bytes()))
     except (OSError, ValueError):  # not there, or damaged: it can be made again
         pass
+    began = time.monotonic()
     try:
         speed = fitted(list(measure(model)))
     except (TloraError, RuntimeError, OSError, MemoryError) as error:  # a full disk among them: the worker loads all the same
         note(f"the base's speed was not measured, and is taken to be that of the nearest base that is known: {error}")
         return None
+    launch, floor, member = (1e3 * seconds for seconds in (speed.launch_seconds, speed.floor_seconds, speed.member_seconds))
+    note(
+        f"the base's speed was measured in {time.monotonic() - began:.1f} s: {speed.tokens_per_second:,.0f} tokens/s, {launch:.1f} ms a "
+        f"micro-batch, {floor:.1f} ms at least, {member:.1f} ms a further job"
+    )
     try:
         durable.make_directory(path.parent)
         durable.write_file(path, json.dumps(asdict(speed)))

@@ -105,7 +105,9 @@ class Trainer:
         self._pulse = pulse or Pulse()
         self._patience = patience or Patience(self._pulse, note)
         self._directory = Path(load.output_dir)
+        began = time.monotonic()
         model, self._bound = _load_base(load)
+        note(f"{load.base_model} is loaded after {time.monotonic() - began:.1f} s")
         if load.calibrate:
             self._pulse.begin("compiling")
             if (measured := calibrate(load, model, note)) is not None:
