@@ -2,8 +2,8 @@
 
 Such a number is a link whose title is the key of its value: [17,181](bench/results/FILE.json "rows[system=together].tokens_per_second").
 A key is names and selectors: `rows[2]` is the third, `rows[system=peft][best=true]` those for which it holds, `rows[]` all. It must
-find one value, or begin with `mean`, `max` or `min`. `KEY / KEY`, `KEY / OTHER.json KEY` and `KEY / 1024` divide. 12% shows a share
-of 0.12, +5% and -5% a ratio of 1.05 and 0.95. A text in "quotes" must occur in what the key finds.
+find one value, or begin with `mean`, `median`, `max` or `min`. `KEY / KEY`, `KEY / OTHER.json KEY` and `KEY / 1024` divide. 12% shows a
+share of 0.12, +5% and -5% a ratio of 1.05 and 0.95. A text in "quotes" must occur in what the key finds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ANY_LINK = re.compile(r"\[([^\[\]]*)\]\([^)]*\)")
 NUMBER = re.compile(r"(?<![\w.,/-])[+-]?\d+(?:,\d{3})*(?:\.\d+)?(?![\w/]|-\w|[.,]\d)%?")
 SENTENCE_END = re.compile(r'(?<=[.!?])\s+(?=[A-Z`"*\[])')
 STEP = re.compile(r"([^.\[\]]+)|\[([^\]]*)\]")
-AGGREGATES: dict[str, Callable[[list[float]], float]] = {"mean": statistics.fmean, "max": max, "min": min}
+AGGREGATES: dict[str, Callable[[list[float]], float]] = {"mean": statistics.fmean, "median": statistics.median, "max": max, "min": min}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import os
 
+from tlora.cluster.gpus import count_as_the_driver_does
 from tlora.link.log import leave
 from tlora.sharing.multicast import turn_multicast_off
 
@@ -11,6 +12,7 @@ _SPINS = "3000"  # about 10 us; the reason is in docs/design.md, "Threads by the
 def main() -> None:
     """The program `tlora`. Each command imports what it needs when it is called, so that `tlora --help` imports no model library."""
     turn_multicast_off()
+    count_as_the_driver_does()
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)  # read by torch's threads when torch is imported
     try:

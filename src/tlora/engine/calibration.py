@@ -42,7 +42,7 @@ MEMBERS = 4  # of the group whose micro-batch has the tokens of the second probe
 MOST_SECONDS = {"cuda": 10.0, "cpu": 2.0}  # that the next probe may take, as far as can be told; it is left out else
 _LONGEST_TOKENS = 192  # of a sample; the shortest has a third of it, the mean two thirds
 _WARM_UP = {"cuda": 3, "cpu": 1}  # micro-batches
-_TIMED = {"cuda": 5, "cpu": 2}
+_TIMED = {"cuda": 5, "cpu": 3}
 _ENDLESS = 10**6  # optimizer steps
 
 
@@ -155,13 +155,15 @@ class _MadeUp:
 
 
 def _time(model: SuperModel, runs: Sequence[JobRun]) -> Timed:
-    """Micro-batches that are each job's global batch, with the optimizer steps that they complete: means. Raises CalibrationError."""
+    """Micro-batches that are each job's global batch, with the optimizer steps that they complete: the median of their seconds, as one of
+    them may have compiled a kernel. Raises CalibrationError.
+    """
     place = model.device.type
     most = sum(run.spec.batch_size * int(run.train.lengths.max()) for run in runs)
     with _resident(model, runs, most) as engine:
         timed = [_one(engine, model.device) for _ in range(_WARM_UP[place] + _TIMED[place])][_WARM_UP[place] :]
     tokens, seconds = zip(*timed, strict=True)
-    return Timed(len(runs), round(statistics.mean(tokens)), statistics.mean(seconds))
+    return Timed(len(runs), round(statistics.mean(tokens)), statistics.median(seconds))
 
 
 def _one(engine: Engine, device: torch.device) -> tuple[int, float]:

@@ -18,6 +18,7 @@ from tlora import durable
 from tlora.cluster.controller import run as run_controller
 from tlora.cluster.doors import TlsDoor
 from tlora.cluster.event_log import EventLog
+from tlora.cluster.gpus import numbers_of
 from tlora.cluster.learned_costs import LearnedCosts
 from tlora.cluster.local import Arrival, LocalBackend, LocalMachine, submit_all
 from tlora.cluster.reconciler import LocalJob
@@ -158,7 +159,9 @@ class _Run:
 
     def _machine(self) -> LocalMachine:
         run, kind = self._run, self._places[0].partition(":")[0]
-        numbers = tuple(int(place.partition(":")[2]) for place in self._places) if kind == "cuda" else tuple(range(len(self._places)))
+        numbers = tuple(range(len(self._places)))
+        if kind == "cuda":
+            numbers = numbers_of([int(place.partition(":")[2]) for place in self._places])
         return LocalMachine(
             numbers,
             "cuda" if kind == "cuda" else "cpu",

@@ -1,0 +1,79 @@
+"""Which GPUs this process may use, by the numbers that nvidia-smi gives them: workers see their own by these (CUDA_VISIBLE_DEVICES), and
+people find them there. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tlora.errors import ConfigError
+
+_SECONDS = 30.0  # for the driver to answer
+
+
+def count_as_the_driver_does() -> None:
+    """In this process and those that it starts from now on, unless the environment says otherwise. CUDA's own order is by speed: on a host
+    with different GPUs another one than nvidia-smi's. CUDA reads it when it is first used.
+    """
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """`memory_bytes` 0: the driver does not tell."""
+
+    memory_bytes: int
+    uuid: str
+
+
+def list_gpus() -> dict[int, Gpu]:
+    """All GPUs by their numbers; none without a driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {}
+    command = [program, "--query-gpu=index,memory.total,uuid", "--format=csv,noheader,nounits"]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    found: dict[int, Gpu] = {}
+    for line in ended.stdout.splitlines():
+        number, mebibytes, uuid = (part.strip() for part in (*line.split(",", 2), "", "")[:3])
+        if number.isdecimal():
+            found[int(number)] = Gpu(int(mebibytes) << 20 if mebibytes.isdecimal() else 0, uuid)
+    return found
+
+
+def visible(gpus: Mapping[int, Gpu]) -> tuple[int, ...]:
+    """Those of `list_gpus` that CUDA_VISIBLE_DEVICES leaves, in its order: numbers, or beginnings of UUIDs. Like CUDA, none from the first
+    on that there is not. Raises ConfigError for parts of GPUs (MIG).
+    """
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None or not gpus:
+        return tuple(gpus)
+    found: list[int] = []
+    for name in (part.strip() for part in wanted.split(",") if part.strip()):
+        if name.startswith("MIG-"):
+            raise ConfigError(f"CUDA_VISIBLE_DEVICES: {name} is a part of a GPU, and whole GPUs are used. Name GPUs by number or UUID")
+        number = int(name) if name.isdecimal() else None
+        alike = [gpu for gpu, facts in gpus.items() if gpu == number or (name.startswith("GPU-") and facts.uuid.startswith(name))]
+        if len(alike) != 1:
+            break
+        found += alike
+    return tuple(found)
+
+
+def numbers_of(indices: Sequence[int]) -> tuple[int, ...]:
+    """Of GPUs that torch calls cuda:`index` in this process. Raises ConfigError where CUDA_VISIBLE_DEVICES says neither number nor UUID."""
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        return tuple(indices)
+    names = [part.strip() for part in wanted.split(",")]
+    there = tuple(int(name) for name in names) if all(name.isdecimal() for name in names) else visible(list_gpus())
+    if max(indices) >= len(there):
+        raise ConfigError(f"CUDA_VISIBLE_DEVICES={wanted}: which GPUs these are cannot be told. Name them by the numbers of nvidia-smi")
+    return tuple(there[index] for index in indices)
