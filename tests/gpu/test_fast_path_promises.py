@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 SIZE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
 RANKS = {"a": 4, "b": 16, "c": 64, "d": 100}
 DROPOUT = {"b": 0.1}
+STEPS = 3
 DETERMINISTIC = [(family, True) for family in FAMILIES]
 EITHER_MODE = [*DETERMINISTIC, *((family, False) for family in FAMILIES)]
 FEW = ["llama-tied", "gemma2", "phi3"]
@@ -73,7 +74,7 @@ def batch_of(job_ids: str, step: int, poisoned: str = "", pad_to: int = 1024, hi
     return collate(rows, "cuda", pad_to)
 
 
-def train(shared: SuperModel, job_ids: str, poisoned: str = "", pad_to: int = 1024, steps: int = 3) -> dict[str, Tensor]:
+def train(shared: SuperModel, job_ids: str, poisoned: str = "", pad_to: int = 1024, steps: int = STEPS) -> dict[str, Tensor]:
     for job_id in job_ids:
         join(shared, job_id)
     for step in range(steps):
