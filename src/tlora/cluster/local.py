@@ -53,8 +53,7 @@ STOP_SECONDS = 25.0  # for a worker to checkpoint its jobs and exit
 
 @dataclass(frozen=True, slots=True)
 class LocalMachine:
-    """GPUs by the numbers that nvidia-smi gives them (`gpus.py`), or as many one-thread ranks on a CPU. `base_models`: name -> directory
-    or hub id.
+    """GPUs by the numbers of nvidia-smi, or as many one-thread ranks on a CPU. `base_models`: name -> directory or hub id.
 
     `output_dir` gets `jobs/<name>/` as `tlora train` leaves it, and the workers' logs. What stands behind it is as in a jobs file, but for
     `tick_seconds`, `limits` and `calibrate`: workers measure what a base costs at its first load, and the scheduler hears it. With
