@@ -10,13 +10,15 @@ CODE = """
 import threading
 from tlora.link.log import show_stacks_when_asked
 
-def hangs():
+def hangs(say_so):
+    say_so()
     threading.Event().wait()
 
 show_stacks_when_asked()
-threading.Thread(target=hangs, daemon=True).start()
-print("ready", flush=True)
-hangs()
+other = threading.Event()
+threading.Thread(target=hangs, args=(other.set,), daemon=True).start()
+other.wait()
+hangs(lambda: print("ready", flush=True))
 """
 
 
