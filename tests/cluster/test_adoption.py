@@ -60,6 +60,13 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Local
     return make
 
 
+def poll_until(backend: LocalBackend, kind: type[Event]) -> list[Event]:
+    events: list[Event] = []
+    while not any(isinstance(event, kind) for event in events):
+        events += backend.poll()
+    return events
+
+
 def test_a_job_that_failed_as_it_was_paused_has_failed(find: Callable[..., LocalBackend]) -> None:
     """Its worker was told to let it go, and its end was not taken when the controller was killed."""
     end = HeldJob("a", 3, 0, resident=False)
@@ -67,9 +74,7 @@ def test_a_job_that_failed_as_it_was_paused_has_failed(find: Callable[..., Local
     for name in "ab":
         backend.submit(submitted(name), job(name), at_seconds=-1.0)
     backend.hold("a")
-    events: list[Event] = []
-    while not any(isinstance(event, JobFailed) for event in events):
-        events += backend.poll()
+    events = poll_until(backend, JobFailed)
     told = [event for event in events if isinstance(event, GroupFound | JobSubmitted | JobHeld | JobFailed)]
     assert [type(event) for event in told] == [GroupFound, JobSubmitted, JobHeld, JobFailed] and told[-1] == JobFailed("a", "its data")
     assert backend._reconciler.open == {"b"}
@@ -80,9 +85,7 @@ def test_an_end_that_was_recorded_and_not_acknowledged_is_void(find: Callable[..
     end = HeldJob("a", 3, 0, resident=False)
     backend = find((group("g0", 0, "a", "b"), (HeldJob("b", 4, 2, resident=True), end)), said=(Finished("a", {}, 3), Finished("b", {}, 4)))
     backend.submit(submitted("b"), job("b"), at_seconds=-1.0)
-    events: list[Event] = []
-    while not any(isinstance(event, JobFinished) for event in events):
-        events += backend.poll()
+    events = poll_until(backend, JobFinished)
     assert [event.job_id for event in events if isinstance(event, JobFinished)] == ["b"]
     assert backend._crew.workers[0].jobs == {} and not backend._reconciler.open
 
@@ -111,12 +114,10 @@ def test_an_end_that_is_told_before_its_job_is_submitted_is_not_lost(find: Calla
     told = HeldJob("a", 3, 0, resident=False)
     backend = find((group("g0", 0, "a", "b"), (HeldJob("b", 4, 2, resident=True), told)), said=(end, Finished("b", {}, 4)))
     backend.submit(submitted("b"), job("b"), at_seconds=-1.0)
-    events: list[Event] = []
-    while not any(isinstance(event, JobFinished) for event in events):
-        events += backend.poll()
+    events = poll_until(backend, JobFinished)
     backend.submit(submitted("a"), job("a"), at_seconds=-1.0)
-    events = [*backend.poll(), *backend.poll()]
     ended = JobFinished("a") if isinstance(end, Finished) else JobFailed("a", "its data")
+    events = poll_until(backend, type(ended))
     assert [event for event in events if not isinstance(event, Tick)] == [replace(submitted("a"), submitted_at=-1.0), ended]
     assert not backend._reconciler.open
     backend.forget("a")
@@ -130,7 +131,7 @@ def test_an_end_that_is_told_while_its_job_is_being_submitted_is_not_lost(find: 
     backend.poll()
     backend.submit(submitted("a"), job("a"), at_seconds=-1.0)
     backend._listen()
-    events = [*backend.poll(), *backend.poll()]
+    events = poll_until(backend, JobFinished)
     assert [event for event in events if not isinstance(event, Tick)] == [replace(submitted("a"), submitted_at=-1.0), JobFinished("a")]
 
 
@@ -140,9 +141,7 @@ def test_an_earlier_end_is_not_that_of_a_new_job_of_its_name(find: Callable[...,
         said=(Finished("a", {}, 3), Finished("b", {}, 4)),
     )
     backend.submit(submitted("b"), job("b"), at_seconds=-1.0)
-    events: list[Event] = []
-    while not any(isinstance(event, JobFinished) for event in events):
-        events += backend.poll()
+    poll_until(backend, JobFinished)
     backend.submit(submitted("a"), job("a"))
     assert [event for event in backend.poll() if not isinstance(event, Tick)] == [submitted("a")] and backend._reconciler.open == {"a"}
 
