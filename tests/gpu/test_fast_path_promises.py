@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch._inductor.utils import fresh_cache
 
 from tests.tiny import FAMILIES, make_model, make_samples
 from tlora.job import LoraConfig, TrainConfig
@@ -144,6 +148,22 @@ def check_together_is_alone(shared: SuperModel) -> None:
 def test_together_is_alone_bitwise(shared: SuperModel) -> None:
     """Last of those that share a super-model: from its largest rank on, S is as wide for all."""
     check_together_is_alone(shared)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("family", ["gemma3", "llama-tied"])
+def test_bits_do_not_depend_on_what_inductor_times(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It times several forms of each elementwise kernel: the first, the last and any of them give the same bits, wherever a job lies."""
+    dice, numbers = random.Random(0), itertools.count(1)
+    found: list[dict[str, Tensor]] = []
+    for draw in (lambda: next(numbers), lambda: -next(numbers), dice.random, dice.random):
+        monkeypatch.setattr(CachingAutotuner, "bench", lambda *_, draw=draw, **__: float(draw()))
+        torch._dynamo.reset()
+        with fresh_cache():
+            shared = make_shared(family, torch.bfloat16)
+            found.append(train(shared, "abcd"))
+            check_together_is_alone(shared)
+    assert all(torch.equal(params, again[job_id]) for again in found[1:] for job_id, params in found[0].items())
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -85,10 +85,13 @@ class FastPath:
     def _compiled(self, forward: Callable[..., Any], number: int, device: torch.device) -> Callable[..., Any]:
         """A layer's `forward`, compiled for passes, with the number of tokens left open: one compilation serves all of them.
 
-        A deterministic one lets no timing choose between forms of a kernel: they round differently.
+        In a deterministic one no timing chooses between forms of a reduction, which round differently. Inductor still times forms of
+        elementwise kernels, so that these round each operation as eager PyTorch does: where a product and a sum may become one FMA, a row's
+        bits depend on the form, and in some forms on where in the batch the row lies.
         """
         if device.type == "cuda":
-            fast: Any = torch.compile(forward, backend="inductor", options={"deterministic": self._deterministic})
+            options: Any = {"deterministic": True, "emulate_precision_casts": True} if self._deterministic else {}
+            fast: Any = torch.compile(forward, backend="inductor", options=options)
         else:
             fast = torch.compile(forward, backend="aot_eager")
 

@@ -38,11 +38,13 @@ class Books:
             if job.name not in self.results and job.status not in ("done", "failed", "stopped"):  # ends are told by results
                 self._rows[job.name] = replace(job, gpu=rank)
 
-    def end(self, result: JobResult) -> None:
+    def end(self, rank: int, result: JobResult) -> None:
+        """A rank may end a job that it took over before it has shown it."""
         self.results[result.name] = result
         row = self._rows[result.name]
         self._rows[result.name] = replace(
             row,
+            gpu=rank,
             status=result.status,
             reason=result.reason,
             step=result.steps,

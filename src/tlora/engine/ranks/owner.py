@@ -340,7 +340,7 @@ class Owner:
             case Ended(result) if result.status == "stopped" and not self._stopping:
                 pass  # with its rank, which says Bye next: the job goes on elsewhere
             case Ended(result) if dispatcher is not None:
-                books.end(result)
+                books.end(rank, result)
                 if result.status != "stopped":  # saved, and unfinished
                     dispatcher.end(rank, result.name)
             case _:
