@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import launch, real_jobs
-from bench.base_files import make_base
+from bench import base_files, launch, real_jobs
 from bench.launch import Step
 from tlora.jobs_file import read_jobs_file
 
@@ -120,11 +120,17 @@ def test_a_launch_that_is_told_to_end(tmp_path: Path):
     assert row["exit_seconds"] == pytest.approx(row["wall_seconds"] - row["signal_seconds"], abs=0.01)
 
 
-def test_a_base_that_is_whole_is_not_made_anew(tmp_path: Path):
-    base = Path(make_base("tiny", tmp_path, "cpu")["base"])
+def test_a_base_that_is_whole_is_not_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    shutil.copy(base_files.DATA / "identity.json", texts)
+    monkeypatch.setattr(base_files, "DATA", texts)
+    made = [base_files.write_base("tiny", tmp_path, "cpu")]
+    base = Path(made[0]["base"])
     before = (base / "config.json").stat().st_mtime_ns
-    make_base("tiny", tmp_path, "cpu")
+    base_files.write_base("tiny", tmp_path, "cpu")
     assert (base / "config.json").stat().st_mtime_ns == before
     (base / "config.json").unlink()
-    made = make_base("tiny", tmp_path, "cpu")
-    assert (base / "config.json").is_file() and made["base_bytes"] == sum(file.stat().st_size for file in base.glob("*.safetensors"))
+    made.append(base_files.write_base("tiny", tmp_path, "cpu"))
+    size = sum(file.stat().st_size for file in base.glob("*.safetensors"))
+    assert (base / "config.json").is_file() and [each["base_bytes"] for each in made] == [size, size]

@@ -179,7 +179,7 @@ def test_a_worker_whose_controller_is_another_now_trains_on_and_says_so(
 ) -> None:
     """Whoever listens on the port next has another certificate: it hears nothing. The lease ends the worker, with its jobs saved."""
     load = made.load(tmp_path / "out")
-    crew = crew_of(crews, store, load, lease=5.0)
+    crew = crew_of(crews, store, load, lease=2.0)
     door = TlsDoor(store, ("127.0.0.1", 0))
     crew.listen_on(door)
     process = start(*where(door), token=WorkerTokens(store).create(600)[1])
@@ -194,7 +194,7 @@ def test_a_worker_whose_controller_is_another_now_trains_on_and_says_so(
     stranger.listen_on(TlsDoor(tmp_path / "other", tcp_place(door.address)))
     said = process.communicate(timeout=PATIENCE_SECONDS)[1].decode()
     assert process.returncode == 0 and said.count("trains on, and dials again") == 1 and "Nothing was sent" in said, said
-    assert "the lease is 5 s" in said and not stranger.workers
+    assert "the lease is 2 s" in said and not stranger.workers
     assert list((tmp_path / "out" / "long").glob("checkpoint-*"))
 
 
