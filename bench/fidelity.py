@@ -41,9 +41,10 @@ from bench.fidelity_work import (
 )
 from bench.machine import facts, write
 from bench.shapes import DEMO_BASE, SHAPES, write_base
+from tlora.cluster.arrivals import submit_all
 from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
-from tlora.cluster.local import LocalBackend, LocalMachine, submit_all
+from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.protocol import JobFinished, JobSubmitted
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.residual_capacity import residual_capacity

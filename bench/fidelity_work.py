@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from tlora.cluster.local import LocalBackend, LocalMachine, submit_all
+from tlora.cluster.arrivals import submit_all
+from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
 from tlora.costs.cost import BaseConstants, CostModel
 from tlora.job import JobSpec, RunSpec

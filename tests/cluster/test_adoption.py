@@ -105,7 +105,7 @@ def test_a_worker_that_was_told_to_stop_is_not_held_against_its_jobs(find: Calla
         backend.submit(submitted(name), job(name), at_seconds=-1.0)
     events = [*backend.poll(), *backend.poll()]
     assert any(isinstance(event, GroupFound) for event in events) and any(isinstance(event, GroupLost) for event in events)
-    assert not backend._reconciler._deaths and not backend._reconciler._alone_until
+    assert all(suspect.is_clean for suspect in backend._reconciler.blame.of.values())
 
 
 @pytest.mark.parametrize("end", [Finished("a", {}, 3), Failed("a", "its data", 3)])

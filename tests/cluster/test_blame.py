@@ -9,8 +9,10 @@ import pytest
 from tests.cluster.fake_workers import STARTED, FakeCrew
 from tests.cluster.test_local import group, job, machine, submitted
 from tlora.cluster import local
-from tlora.cluster.local import LocalBackend, submit_all
-from tlora.cluster.reconciler import MOST_DEATHS
+from tlora.cluster.arrivals import submit_all
+from tlora.cluster.blame import FILE, MOST_DEATHS, Blame
+from tlora.cluster.local import LocalBackend
+from tlora.errors import CheckpointError
 from tlora.protocol import Event, GroupLost, JobFailed, StartGroup
 from tlora.worker_protocol import Joined, Report, Stepped
 
@@ -68,3 +70,41 @@ def test_three_deaths_without_a_new_step_are_enough(backend: LocalBackend) -> No
     for number in range(3, 2 + MOST_DEATHS):  # the last of those before is the first
         failed += [event for event in lose_worker(backend, number, Stepped("a", 3, 0.1)) if isinstance(event, JobFailed)]
     assert [event.job_id for event in failed] == ["a"] and "3 workers in a row" in failed[0].reason
+
+
+def test_what_is_held_against_jobs_outlives_the_controller(backend: LocalBackend, tmp_path: Path) -> None:
+    """Deaths before and after its restart count together, and a suspect is alone until it has got as far as it must."""
+    lose_worker(backend, 0, Stepped("a", 9, 0.1), Stepped("b", 2, 0.1))
+    lose_worker(backend, 1)
+    backend.abandon()
+    said: list[str] = []
+    again = LocalBackend(machine(tmp_path), said.append)
+    known = again._reconciler.blame
+    assert said == [] and known.of["a"].deaths == 2 and known.is_alone("a") and known.is_alone("b")
+    submit_all(again, {name: job(name) for name in "ab"}, [(0.0, submitted(name)) for name in "ab"])
+    while not again._reconciler.open >= {"a", "b"}:
+        again.poll()
+    events = lose_worker(again, 2)
+    assert JobFailed in {type(event) for event in events}, "the third death in a row"
+    again.abandon()
+
+
+def test_a_damaged_file_of_it_is_told_and_a_full_disk_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blame, said = Blame(), list[str]()
+    blame.die(["a"], together=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("tlora.durable.write_file", full)
+        blame.keep(tmp_path)
+    assert blame.changed and not (tmp_path / FILE).exists()
+    blame.keep(tmp_path)
+    again = Blame()
+    again.recall(tmp_path, said.append)
+    assert again.of == blame.of and said == [] and not blame.changed
+    (tmp_path / FILE).write_text('{"a": {"deaths": "many"}}')
+    again = Blame()
+    again.recall(tmp_path, said.append)
+    assert again.of == {} and len(said) == 1 and FILE in said[0]
+
+
+def full(*_: object) -> None:
+    raise CheckpointError("no space")

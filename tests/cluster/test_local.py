@@ -12,8 +12,10 @@ import pytest
 
 from tests.cluster.fake_workers import STARTED, FakeCrew, FakeWorker
 from tlora.cluster import local
-from tlora.cluster.local import LocalBackend, LocalMachine, submit_all
-from tlora.cluster.reconciler import MOST_DEATHS, LocalJob
+from tlora.cluster.arrivals import submit_all
+from tlora.cluster.blame import MOST_DEATHS
+from tlora.cluster.local import LocalBackend, LocalMachine
+from tlora.cluster.reconciler import LocalJob
 from tlora.engine.commands import Share
 from tlora.errors import ConfigError
 from tlora.job import JobSpec
@@ -267,7 +269,7 @@ def test_only_jobs_that_were_computed_are_suspected(backend: LocalBackend) -> No
     worker.say(Stepped("a", 7, 0.1), None)
     while not isinstance(backend.poll()[-1], GroupLost):
         pass
-    assert set(backend._reconciler._alone_until) == {"a", "c"}
+    assert [name for name in "abc" if backend._reconciler.blame.is_alone(name)] == ["a", "c"]
 
 
 def test_a_job_that_is_refused_waits_until_somebody_has_gone(backend: LocalBackend) -> None:
@@ -335,7 +337,7 @@ def test_each_death_in_company_makes_the_time_alone_longer(backend: LocalBackend
         for name in ("a", "b") if number else ():
             assert worker.asked == [f"+{name}"]
             worker.obey()
-            worker.say(Stepped(name, backend._reconciler._alone_until[name], 0.1))
+            worker.say(Stepped(name, backend._reconciler.blame.of[name].alone_until, 0.1))
             heard(backend)
             worker.obey()
             heard(backend)
@@ -343,13 +345,15 @@ def test_each_death_in_company_makes_the_time_alone_longer(backend: LocalBackend
         worker.say(None)
         while worker.gpu in backend._reconciler.workers:
             backend._listen()
-        alone.append(backend._reconciler._alone_until["a"] - backend._reconciler._furthest["a"])
+        known = backend._reconciler.blame.of["a"]
+        assert known.alone_until is not None
+        alone.append(known.alone_until - known.furthest)
     assert alone == [4, 16, 64] and {"a", "b"} <= backend._reconciler.open
 
 
 def test_a_suspicion_is_forgotten_after_a_long_time_without_another(backend: LocalBackend) -> None:
     """Ten times the steps that it costs alone. Each death is held against the job for as long as its own time alone was."""
-    known = backend._reconciler
+    known = backend._reconciler.blame
     (worker,) = running(backend, group("g0", 0, "a", "b"))
     worker.say(Stepped("a", 100, 0.1), None)
     backend.poll()
@@ -362,17 +366,17 @@ def test_a_suspicion_is_forgotten_after_a_long_time_without_another(backend: Loc
         heard(backend)
 
     step(104 + 39)
-    assert known._suspicions["a"] == 1
+    assert known.of["a"].suspicions == 1
     step(104 + 40)
-    assert "a" not in known._suspicions and "a" not in known._trusted_at and known._suspicions["b"] == 1
-    known._suspicions["a"] = 2  # as after two deaths more
-    known._put_off_trust("a", 200)
+    assert known.of["a"].is_clean and known.of["a"].trusted_at is None and known.of["b"].suspicions == 1
+    known.of["a"].suspicions = 2  # as after two deaths more
+    known._put_off_trust(known.of["a"], 200)
     step(200 + 159)
-    assert known._suspicions["a"] == 2
+    assert known.of["a"].suspicions == 2
     step(200 + 160 + 39)
-    assert known._suspicions["a"] == 1
+    assert known.of["a"].suspicions == 1
     step(200 + 160 + 40)
-    assert "a" not in known._suspicions
+    assert known.of["a"].is_clean
 
 
 def test_one_that_is_trusted_again_is_alone_for_the_least_time_when_a_worker_dies(backend: LocalBackend) -> None:
@@ -380,7 +384,7 @@ def test_one_that_is_trusted_again_is_alone_for_the_least_time_when_a_worker_die
     (worker,) = running(backend, group("g0", 0, "a", "b"))
     worker.say(None)
     backend.poll()
-    assert known._alone_until["a"] == 4
+    assert known.blame.of["a"].alone_until == 4
     backend.execute(StartGroup(group("g1", 0, "a", "b")))
     worker = STARTED[-1]
     for name in ("a", "b"):
@@ -393,14 +397,15 @@ def test_one_that_is_trusted_again_is_alone_for_the_least_time_when_a_worker_die
     worker.say(None)
     while worker.gpu in known.workers:
         backend._listen()
-    assert known._alone_until == {"a": 48, "b": 48}
+    assert [known.blame.of[name].alone_until for name in "ab"] == [48, 48]
 
 
 def test_a_worker_that_others_end_lets_its_jobs_go_first(backend: LocalBackend) -> None:
     """SIGTERM from outside: nobody joins it any more, and no job is blamed."""
     (worker,) = running(backend, group("g0", 0, "a"))
     worker.say(Ending("signal 15"), Left("a", 5, "checkpoint-5"), None)
-    assert isinstance(backend.poll()[0], GroupLost) and worker.asked == [] and not backend._reconciler._deaths
+    assert isinstance(backend.poll()[0], GroupLost) and worker.asked == []
+    assert all(suspect.is_clean for suspect in backend._reconciler.blame.of.values())
 
 
 def test_a_job_that_kills_its_workers_fails(backend: LocalBackend) -> None:

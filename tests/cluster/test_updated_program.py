@@ -10,8 +10,8 @@ from tests.cluster.test_wide_training import Script, World, run_script
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, train, write_rows
 from tlora.cluster import crew
+from tlora.cluster.blame import MOST_DEATHS
 from tlora.cluster.local import LocalBackend, LocalMachine
-from tlora.cluster.reconciler import MOST_DEATHS
 from tlora.protocol import Event, GroupLost, JobFinished
 from tlora.version import __version__
 

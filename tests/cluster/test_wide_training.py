@@ -17,9 +17,10 @@ import pytest
 import tlora
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, rows, run_spec, same_bytes, sha256, steps_taken, write_rows
+from tlora.cluster.arrivals import submit_all
 from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
-from tlora.cluster.local import LocalBackend, LocalMachine, submit_all
+from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
 from tlora.costs.hardware import cost_model, nearest_base
 from tlora.json_file import read_object

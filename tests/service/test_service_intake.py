@@ -143,8 +143,7 @@ def test_a_full_disk_for_a_bases_outline_fails_no_job(tmp_path: Path) -> None:
 
 
 def test_a_killed_intake_is_started_again_and_asked_again(asked: Asked, tmp_path: Path) -> None:
-    before = asked.intake.pid
-    assert before is not None
+    before: int = until(lambda: asked.intake.pid)
     asked.ask("killed", write_rows(tmp_path / "data.jsonl", 5, seed=1))
     os.kill(before, signal.SIGKILL)
     assert "profile" in asked.answer("killed")

@@ -242,9 +242,7 @@ def test_a_draining_server_refuses_orders_and_trains_on(served: Served) -> None:
 
 def test_the_cluster_shows_own_jobs_and_counts_others(served_slowly: Served) -> None:
     mine, other = served_slowly.submit("alice")["id"], served_slowly.submit("bob")["id"]
-    for job in (mine, other):
-        until(lambda job=job: job in served_slowly.cluster._open)
-        served_slowly.cluster.step(job, 1)
+    until(lambda: {mine, other} <= served_slowly.cluster._open.keys())
 
     def look() -> dict[str, object] | None:
         served_slowly.cluster.tick()
@@ -253,6 +251,10 @@ def test_the_cluster_shows_own_jobs_and_counts_others(served_slowly: Served) -> 
         others = sum(group["other_jobs"] for group in found["groups"])
         return found if shown == [mine] and others == 1 else None
 
+    found = until(look)
+    assert other not in str(found) and found["others_waiting"] == 0, "who waits for its group's base is in that group"
+    for job in (mine, other):
+        served_slowly.cluster.step(job, 1)
     assert other not in str(until(look))
 
 

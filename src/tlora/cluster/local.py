@@ -75,9 +75,6 @@ class LocalMachine:
     calibrate: bool = False
 
 
-Arrival = tuple[float, JobSubmitted | Request]
-
-
 class LocalBackend:
     """A `Backend`. A group is one worker, however many GPUs it has; where these change, its jobs go on in another from their checkpoints.
 
@@ -108,6 +105,7 @@ class LocalBackend:
         if door is not None:
             self._crew.listen_on(door)
         self._reconciler = Reconciler(machine.base_models, self._start_worker, self._crew.workers, reign.epoch)
+        self._reconciler.blame.recall(workers, note)
         self._found = bool(records)
         self._asking = threading.Lock()  # of what follows, and of the jobs that are known
         self._arrives: dict[str, float] = {}  # job -> when it is submitted
@@ -252,6 +250,7 @@ class LocalBackend:
             self._pass_time()
             self._settle()
         found, self._events = self._events, []
+        self._reconciler.blame.keep(self._machine.output_dir / "workers")
         return found
 
     def execute(self, action: Action) -> None:
@@ -381,20 +380,3 @@ class LocalBackend:
             self._crew.start(gpus, base_model)
         else:
             worker.give(self._load(base_model))
-
-
-def submit_all(backend: LocalBackend, jobs: Mapping[str, LocalJob], arrivals: Iterable[Arrival]) -> None:
-    """Ask for all `arrivals`, each with its time on the back end's clock, and seal the back end. Raises ConfigError for one of them."""
-    for seconds, event in sorted(arrivals, key=lambda arrival: arrival[0]):
-        match event:
-            case JobSubmitted(name):
-                if name not in jobs:
-                    raise ConfigError(f"unknown job {name!r}. Give its spec too")
-                backend.submit(event, jobs[name], seconds)
-            case JobCancelled(name):
-                backend.cancel(name, seconds)
-            case JobHeld(name):
-                backend.hold(name, seconds)
-            case JobReleased(name):
-                backend.release(name, seconds)
-    backend.seal()

@@ -6,19 +6,14 @@ seen to that a job is in one worker at a time. Who trains where is the scheduler
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from tlora.cluster.blame import Blame
 from tlora.cluster.remote_worker import NUMBERS_PER_EPOCH, Held, RemoteWorker
 from tlora.job import JobSpec
 from tlora.protocol import BaseMeasured, BaseSpeed, Event, GroupLost, GroupReady, JobFailed, JobFinished, JobGroup, ParallelPlan, StepsDone
 from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Measured, Refused, Report, Stepped
-
-MOST_DEATHS = 3  # of workers in a row, without progress of a job: then it fails, if it was alone in the last
-_MORE_STEPS_ALONE = 4  # to its nth power: the steps that a job must get further alone after it was among others in n workers that died
-_TRUSTED_AFTER = 10  # times as many steps after those, without such a death: then one of the deaths is forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +49,7 @@ class Reconciler:
         self._unready: set[str] = set()  # groups whose last change is not through
         self._refused: dict[str, tuple[ParallelPlan, set[str]]] = {}  # under which plan and beside whom a job could not join
         self._speeds: dict[str, BaseSpeed] = {}  # of bases, as told last
-        self._furthest: Counter[str] = Counter()  # steps of each job, as far as any worker has reported
-        self._deaths: Counter[str] = Counter()  # of workers in a row, without a step of the job that it had not taken before
-        self._suspicions: Counter[str] = Counter()  # deaths of workers that it shared with others
-        self._alone_until: dict[str, int] = {}  # steps to which a suspect is alone in its worker
-        self._trusted_at: dict[str, int] = {}  # steps at which one of its suspicions is forgotten
+        self.blame = Blame()
         self._arrived: set[str] = set()  # jobs that were submitted, also those that have ended
         self._untold: dict[str, JobFinished | JobFailed] = {}  # ends of jobs that an earlier controller had and that have not arrived here
 
@@ -76,7 +67,7 @@ class Reconciler:
         self.want(group)
         self._unready.discard(group.group_id)
         for name, held in self.workers[group.gpus[0]].jobs.items():
-            self._furthest[name] = max(held.steps, self._furthest[name])
+            self.blame.see_steps(name, held.steps)
 
     def arrive(self, job_id: str, *, again: bool) -> None:
         """The job is submitted; with `again`, an earlier controller had it: then its end may have been reported already."""
@@ -95,16 +86,17 @@ class Reconciler:
         """It has ended, and is not spoken of again."""
         assert job_id not in self.open, job_id
         self._arrived.discard(job_id)
-        for known in (self.jobs, self._furthest, self._deaths, self._suspicions, self._alone_until, self._trusted_at, self._refused):
-            known.pop(job_id, None)
+        self.blame.forget(job_id)
+        self.jobs.pop(job_id, None)
+        self._refused.pop(job_id, None)
 
     def hear(self, worker: RemoteWorker, report: Report) -> None:
         """Take in what a worker reports; what speaks of an attempt that is not its own is void."""
         match report:
             case Joined(job_id, steps, attempt) if worker.holds(job_id, attempt):
-                self._see_steps(job_id, steps)  # its checkpoint may be ahead of what was reported before its worker died
+                self.blame.see_steps(job_id, steps)  # its checkpoint may be ahead of what was reported before its worker died
             case Stepped(job_id, steps, step_seconds, attempt) if worker.holds(job_id, attempt):
-                self._see_steps(job_id, steps)
+                self.blame.see_steps(job_id, steps)
                 group = self._group_of(worker)
                 if group is not None and job_id in group.job_ids:
                     self.events.append(StepsDone(job_id, group.group_id, steps, step_seconds))
@@ -163,6 +155,7 @@ class Reconciler:
     def _end(self, event: JobFinished | JobFailed) -> None:
         if event.job_id in self.open:
             self.open.discard(event.job_id)
+            self.blame.forget(event.job_id)
             self.events.append(event)
         elif event.job_id not in self._arrived:  # its worker will not say it again
             self._untold[event.job_id] = event
@@ -175,47 +168,15 @@ class Reconciler:
                 self.events.append(BaseMeasured(name, device, speed))
 
     def _blame(self, worker: RemoteWorker, reason: str) -> None:
-        """Any job that a worker computed when it died may be what killed it: each is suspected, and has its next worker to itself. One
-        whose workers die even so fails. A worker that dies before its base is loaded has not begun with its jobs: being alone would tell
-        nothing.
-        """
-        together = worker.loaded and len(worker.jobs) > 1
-        for job_id in worker.suspects:
-            self._deaths[job_id] += 1
-            if together:
-                self._suspicions[job_id] += 1
-                self._alone_until[job_id] = self._furthest[job_id] + _MORE_STEPS_ALONE ** self._suspicions[job_id]
-                self._put_off_trust(job_id, self._alone_until[job_id])
-            elif self._deaths[job_id] >= MOST_DEATHS:
-                self._end(
-                    JobFailed(job_id, f"{self._deaths[job_id]} workers in a row ended with this job and without progress of it; {reason}")
-                )
-
-    def _see_steps(self, job_id: str, steps: int) -> None:
-        """A suspect that gets as far as it must alone joins the others again; one that gets further than it ever was does not fail for the
-        deaths before: a worker that others kill again and again costs its jobs time alone.
-        """
-        if steps >= self._alone_until.get(job_id, math.inf):
-            del self._alone_until[job_id]
-        if steps > self._furthest[job_id]:
-            self._deaths.pop(job_id, None)
-            self._furthest[job_id] = steps
-        while steps >= self._trusted_at.get(job_id, math.inf):
-            self._suspicions[job_id] -= 1
-            self._put_off_trust(job_id, self._trusted_at[job_id])
-
-    def _put_off_trust(self, job_id: str, steps: int) -> None:
-        """From `steps` on. A job that is suspected again and again so is alone for at most a tenth of the steps that it takes in peace."""
-        count = self._suspicions[job_id]
-        if count:
-            self._trusted_at[job_id] = steps + _TRUSTED_AFTER * _MORE_STEPS_ALONE**count
-        else:
-            del self._suspicions[job_id], self._trusted_at[job_id]
+        """A worker that dies before its base is loaded has not begun with its jobs: being alone would tell nothing."""
+        for job_id in self.blame.die(worker.suspects, together=worker.loaded and len(worker.jobs) > 1):
+            deaths = self.blame.of[job_id].deaths
+            self._end(JobFailed(job_id, f"{deaths} workers in a row ended with this job and without progress of it; {reason}"))
 
     def _residents(self, group: JobGroup) -> tuple[str, ...]:
         """The jobs that shall be in the group's worker now: all that have not ended, or the first of them that is suspected, alone."""
         living = tuple([job_id for job_id in group.job_ids if job_id in self.open])
-        suspect = next((job_id for job_id in living if job_id in self._alone_until), None)
+        suspect = next((job_id for job_id in living if self.blame.is_alone(job_id)), None)
         return living if suspect is None else (suspect,)
 
     def _let_in(self, group: JobGroup, worker: RemoteWorker, held: set[str]) -> None:
@@ -230,7 +191,7 @@ class Reconciler:
                 worker.jobs[job_id] = Held(self._last_attempt)
             job = self.jobs[job_id]
             joins.append(Join(job.spec, job.train_set, job.eval_set, worker.jobs[job_id].attempt, job.tokens_per_step))
-        worker.want(group, tuple(joins), alone=any(job_id in self._alone_until for job_id in residents))
+        worker.want(group, tuple(joins), alone=any(map(self.blame.is_alone, residents)))
         if group.group_id in self._unready and worker.loaded and worker.is_settled:
             living = [job_id for job_id in group.job_ids if job_id in self.open and job_id not in self._refused]
             if all(job_id in worker.residents for job_id in living):

@@ -15,12 +15,13 @@ from pathlib import Path
 import torch
 
 from tlora import durable
+from tlora.cluster.arrivals import Arrival, submit_all
 from tlora.cluster.controller import run as run_controller
 from tlora.cluster.doors import TlsDoor
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.gpus import numbers_of
 from tlora.cluster.learned_costs import LearnedCosts
-from tlora.cluster.local import Arrival, LocalBackend, LocalMachine, submit_all
+from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
 from tlora.costs.hardware import cost_model, nearest_base
 from tlora.engine.interrupts import describe_interrupt, interrupts

@@ -39,6 +39,7 @@ def show_cluster(request: Request) -> ClusterView:
     query = select(jobs.c.id, jobs.c.name, jobs.c.status).where(jobs.c.tenant == tenant, jobs.c.ended.is_(None)).order_by(jobs.c.serial)
     rows = services.read(lambda connection: connection.execute(query).all())
     own = {row.id for row in rows}
+    in_groups = {job for group in picture.groups for job in group.job_ids}
     groups = [
         GroupView(
             id=group.group_id,
@@ -56,7 +57,7 @@ def show_cluster(request: Request) -> ClusterView:
         gpus=list(picture.gpus),
         groups=groups,
         waiting=[WaitingView(job=row.id, name=row.name, reason=reason) for row, reason in reasons if reason is not None],
-        others_waiting=sum(job not in own for job in (*picture.waiting, *picture.reading)),
+        others_waiting=len({*picture.waiting, *picture.reading} - own - in_groups),
         draining=services.live.draining,
     )
 
