@@ -167,6 +167,20 @@ def test_bits_do_not_depend_on_what_inductor_times(family: str, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("family", ["gemma3", "llama-tied"])
+def test_bits_do_not_depend_on_how_long_the_first_batch_is(family: str) -> None:
+    """For which a layer is compiled: a job that trains alone begins with a shorter one than among others, or after a probe of memory."""
+    found: list[dict[str, Tensor]] = []
+    for pad_to in (256, 8192):
+        torch._dynamo.reset()
+        with fresh_cache():
+            shared = make_shared(family, torch.bfloat16)
+            train(shared, "a", pad_to=pad_to, steps=1)
+            found.append(train(shared, "abcd"))
+    assert all(torch.equal(params, found[1][job_id]) for job_id, params in found[0].items())
+
+
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("family", FEW)
 def test_together_is_alone_bitwise_in_fp32(family: str) -> None:
     check_together_is_alone(make_shared(family, torch.float32))

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tlora.kernels.fused_linear import LinearGroup  # these bring triton, which not every CPU install has
     from tlora.kernels.pass_operations import PassState
 
+_HINT = 8192  # tokens: as many as a GPU's micro-batch has at most
 _BEHIND = 2**31 - 1  # where empty runs lie, of which a batch has one at least: behind all tokens
 
 
@@ -85,9 +86,10 @@ class FastPath:
     def _compiled(self, forward: Callable[..., Any], number: int, device: torch.device) -> Callable[..., Any]:
         """A layer's `forward`, compiled for passes, with the number of tokens left open: one compilation serves all of them.
 
-        In a deterministic one no timing chooses between forms of a reduction, which round differently. Inductor still times forms of
-        elementwise kernels, so that these round each operation as eager PyTorch does: where a product and a sum may become one FMA, a row's
-        bits depend on the form, and in some forms on where in the batch the row lies.
+        In a deterministic one neither a timing nor the length of the first batch chooses between forms of a reduction, which round
+        differently: all are compiled as for `_HINT` tokens. Inductor still times forms of elementwise kernels, so that these round each
+        operation as eager PyTorch does: where a product and a sum may become one FMA, a row's bits depend on the form, and in some forms on
+        where in the batch the row lies.
         """
         if device.type == "cuda":
             options: Any = {"deterministic": True, "emulate_precision_casts": True} if self._deterministic else {}
@@ -98,7 +100,7 @@ class FastPath:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._context.pass_number is None:
                 return forward(*args, **kwargs)
-            _leave_token_count_open(*args, *kwargs.values())
+            _leave_token_count_open(_HINT if self._deterministic else None, *args, *kwargs.values())
             # A SwiGLU's product is cheap to make again from what is saved anyway, though backward then writes it out: 11 GiB less at 8B.
             with functorch_config.patch(ban_recompute_materialized_backward=False):
                 if number < self.recomputed_layers and torch.is_grad_enabled():
@@ -226,9 +228,12 @@ def _digest_of(groups: Sequence[LinearGroup], linears: Sequence[LoraLinear], dty
     return digest(groups[0].tiles, keys)
 
 
-def _leave_token_count_open(*values: Any) -> None:
-    """Tell torch.compile that dim 1 of tensors [1, T, ...] varies."""
-    for value in values:
-        for tensor in value if isinstance(value, tuple) else (value,):
-            if isinstance(tensor, Tensor) and tensor.ndim > 1 and tensor.shape[1] > 1:
-                torch._dynamo.maybe_mark_dynamic(tensor, 1)
+def _leave_token_count_open(hint: int | None, *values: Any) -> None:
+    """Tell torch.compile that dim 1 of tensors [1, T, ...] varies, of which the first is a layer's x, and to choose as for T = `hint`."""
+    tensors = [tensor for value in values for tensor in (value if isinstance(value, tuple) else (value,)) if isinstance(tensor, Tensor)]
+    long = [tensor for tensor in tensors if tensor.ndim > 1 and tensor.shape[1] > 1]
+    for tensor in long:
+        if hint is not None and tensor.shape[1] == long[0].shape[1]:
+            torch._dynamo.mark_dynamic(tensor, 1, hint_override=hint)
+        else:
+            torch._dynamo.maybe_mark_dynamic(tensor, 1)
