@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +20,8 @@ from tests.engine.test_worker import report_each_step as report_each_step
 from tests.engine.tiny_runs import sha256, train
 from tests.store.test_metrics import Client
 from tlora.engine.commands import Share
+from tlora.engine.trainer import load_base
+from tlora.engine.worker import Worker
 from tlora.errors import CapacityError, ConfigError
 from tlora.group.engine import Engine
 from tlora.job import JobSpec
@@ -48,6 +50,41 @@ def test_the_dtype_is_that_of_training(made: Orders, data: Path, tmp_path: Path)
     whole = train(made.base, tmp_path / "whole", [fields], deterministic=True, dtype="bfloat16")["stays"]
     told = work(replace(made.load(tmp_path / "worker"), dtype="bfloat16"), [made.join("stays")])
     assert of(told, Finished, "stays") and sha256(tmp_path / "worker" / "stays") == sha256(Path(whole.path)) != made.shas["stays"]
+
+
+def test_what_the_first_jobs_launch_on_a_gpu_is_compiled_while_the_base_is_loaded(
+    made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without any, as in a rank of several, it is compiled when it is met."""
+    said: list[Any] = []
+
+    class Compiling:
+        def wait(self) -> None:
+            said.append("waited")
+
+    def from_pretrained(*_: Any) -> SuperModel:
+        said.append("loaded")
+        return loaded
+
+    loaded = SuperModel.from_pretrained(str(made.base))
+    monkeypatch.setattr(SuperModel, "compile_ahead", lambda _, device, loras: said.append((device.type, loras)) or Compiling())
+    monkeypatch.setattr(SuperModel, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(SuperModel, "expect", lambda _, loras: said.append(("expects", loras)))
+    jobs = (made.join("stays").job,)
+    load = replace(made.load(tmp_path), device="cuda")
+    assert load_base(load, jobs) == (loaded, None)
+    assert said == [("cuda", jobs), "loaded", ("expects", jobs), "waited"]
+    said.clear()
+    load_base(load, ())
+    load_base(made.load(tmp_path), jobs)
+    assert said == ["loaded", ("expects", ()), "loaded", ("expects", jobs)]
+
+
+def test_the_worker_tells_its_trainer_of_the_jobs_that_it_shall_have(made: Orders, tmp_path: Path) -> None:
+    worker = Worker((0,), cast("Any", None))
+    assert worker.expected == ()
+    worker.hear(Want(1, 1, made.load(tmp_path), None, (made.join("stays"),)))
+    assert [spec.name for spec in worker.expected] == ["stays"]
 
 
 def test_numbers_go_to_the_clients_of_report_to(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

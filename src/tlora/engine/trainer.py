@@ -95,9 +95,10 @@ class Trainer:
         pulse: Pulse | None = None,
         patience: Patience | None = None,
         seat: Seat | None = None,
+        expected: Sequence[JobSpec] = (),
     ) -> None:
         """`pulse` gets what this is at; `patience` is to be ended with the worker. `seat`: among the ranks of a worker; `send` then also
-        gets what is for these.
+        gets what is for these. For `expected`, the jobs that will join first, kernels are compiled while the base is loaded.
         """
         self._load, self._inbox, self._send = load, inbox, send
         seat = seat or Seat()
@@ -106,7 +107,7 @@ class Trainer:
         self._patience = patience or Patience(self._pulse, note)
         self._directory = Path(load.output_dir)
         began = time.monotonic()
-        model, self._bound = _load_base(load)
+        model, self._bound = load_base(load, expected)
         note(f"{load.base_model} is loaded after {time.monotonic() - began:.1f} s")
         if load.calibrate:
             self._pulse.begin("compiling")
@@ -367,17 +368,26 @@ class Trainer:
             self._group.leave(name)
 
 
-def _load_base(load: Load) -> tuple[SuperModel, MemoryBound | None]:
-    """The base on its device, and what a `memory_limit` leaves its jobs. Raises TloraError for options that cannot be had here."""
+def load_base(load: Load, expected: Sequence[JobSpec]) -> tuple[SuperModel, MemoryBound | None]:
+    """The base on its device, and what a `memory_limit` leaves its jobs. Raises TloraError for options that cannot be had here.
+
+    What the `expected` jobs will launch is compiled meanwhile, as `tlora train` does it.
+    """
     check_trackers(list(load.report_to))
-    place, bound = torch.device(load.device), None
-    if load.base_precision == "fp8" or load.memory_limit != "auto":
+    place, bound, compiling = torch.device(load.device), None, None
+    ahead = place.type == "cuda" and len(expected) > 0
+    if ahead or load.base_precision == "fp8" or load.memory_limit != "auto":
         outlined = SuperModel(outline(load.base_model, load.dtype, load.base_precision))
+        compiling = outlined.compile_ahead(place, expected) if ahead else None
         if load.base_precision == "fp8":
             check_fp8(place, outlined.base.head.weight_VH.dtype)
         if load.memory_limit != "auto":
             bound = MemoryBound(outlined, place, load.memory_limit)
-    return SuperModel.from_pretrained(load.base_model, load.dtype, load.device, load.deterministic, load.base_precision), bound
+    model = SuperModel.from_pretrained(load.base_model, load.dtype, load.device, load.deterministic, load.base_precision)
+    model.expect(expected)
+    if compiling is not None:
+        compiling.wait()
+    return model, bound
 
 
 def _last_report(result: JobResult) -> Report:

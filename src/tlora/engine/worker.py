@@ -16,7 +16,7 @@ import signal
 import threading
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from tlora.worker_protocol import REFUSED, Alive, Hello, Load, Report, Want
 if TYPE_CHECKING:  # model libraries are imported when there is something to load
     from tlora.engine.team.parts import Seat
     from tlora.engine.trainer import Trainer
+    from tlora.job import JobSpec
 
 FIRST_LEASE_SECONDS = 600.0  # until a Want says otherwise
 _DRAIN_SECONDS = 5.0  # at the end, for the last reports to be taken
@@ -60,6 +61,12 @@ class Worker:
         """What to load; None for a worker that is to stop before it has loaded anything."""
         self._told.wait()
         return self._load
+
+    @property
+    def expected(self) -> tuple[JobSpec, ...]:
+        """The jobs that it shall have by now."""
+        want = self._settler.want
+        return tuple([join.job for join in want.jobs]) if want is not None else ()
 
     def report(self, report: Report) -> None:
         """Of the trainer."""
@@ -178,11 +185,17 @@ def lead_or_train(load: Load, gpus: tuple[int, ...], worker: Worker) -> None:
 
         Leader(load, gpus, worker.inbox, worker.report, worker.pulse).go_on()
     else:
-        open_trainer(load, worker.inbox, worker.report, worker.pulse, worker.patience).go_on()
+        open_trainer(load, worker.inbox, worker.report, worker.pulse, worker.patience, expected=worker.expected).go_on()
 
 
 def open_trainer(
-    load: Load, inbox: queue.SimpleQueue[Any], send: Callable[[Any], None], pulse: Pulse, patience: Patience, seat: Seat | None = None
+    load: Load,
+    inbox: queue.SimpleQueue[Any],
+    send: Callable[[Any], None],
+    pulse: Pulse,
+    patience: Patience,
+    seat: Seat | None = None,
+    expected: Sequence[JobSpec] = (),
 ) -> Trainer:
     """The model libraries, then the base. The arguments as of `Trainer`."""
     with no_collection():
@@ -196,7 +209,7 @@ def open_trainer(
         torch.cuda.set_device(load.device)  # kernels are launched on the current device
     logging.disable_progress_bar()  # the last line of the log is what is told of a worker that has died
     logging.set_verbosity_error()
-    return Trainer(load, inbox, send, pulse, patience, seat)
+    return Trainer(load, inbox, send, pulse, patience, seat, expected)
 
 
 def main() -> None:
