@@ -310,6 +310,25 @@ def test_jobs_join_and_leave_without_another_compilation_and_train_as_by_the_ref
         assert error <= TRAINED[torch.float32], f"weight change of {job_id}: {error:.1e}"
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_deterministic_layers_are_compiled_as_for_one_length(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the compiler is told of T: Inductor chooses forms of reductions by it, and their bits would follow from the first batch."""
+    compiled, told = torch.compile, set[int]()
+
+    def look(module: torch.fx.GraphModule, inputs: list[Any]) -> torch.fx.GraphModule:
+        told.update(size.node.hint for size in inputs if isinstance(size, torch.SymInt))
+        return module
+
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: compiled(forward, backend=look))
+    with monkeypatch.context() as patch:
+        interpret(patch)
+        shared = SuperModel(make_base(make_model("llama", **ONE_LAYER).to(DEVICE), "llama"), deterministic)
+    join(shared, "llama", "a")
+    for pad_to in (48, 64):
+        shared.forward_backward(batch_of("a", pad_to=pad_to))
+    assert num_graphs() == 1 and told == ({8192} if deterministic else {48}), "T is its only open size"
+
+
 @pytest.mark.usefixtures("eager")
 def test_a_returning_name_is_another_adapter() -> None:
     """What the path remembers of "a" must not outlive it, nor the tensors that grow as a larger job joins."""
