@@ -30,10 +30,10 @@ def make_base(shape: str, parent: Path, device: str) -> dict[str, Any]:
     In a process of its own: the weights, and the CUDA context that would stay beside the runs, are gone with it.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(write_base, shape, parent, device).result()
+        return pool.submit(make_base_here, shape, parent, device).result()
 
 
-def write_base(shape: str, parent: Path, device: str) -> dict[str, Any]:
+def make_base_here(shape: str, parent: Path, device: str) -> dict[str, Any]:
     """`make_base` in this process."""
     directory, start = parent / shape, time.perf_counter()
     place = torch.device(device)

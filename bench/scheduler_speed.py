@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from bench import machine
+from bench import machine, scheduler_traces
 from bench.synthetic_traces import synthetic_trace
 from tlora.cluster.controller import run
 from tlora.errors import ConfigError
@@ -34,7 +34,7 @@ from tlora.scheduler.scheduler import Scheduler
 from tlora.sim.backend import SimulatedCluster
 from tlora.sim.conditions import Conditions
 from tlora.sim.machines import ClusterShape
-from tlora.sim.mapping import MappedJob, mapped_jobs
+from tlora.sim.mapping import MappedJob
 from tlora.sim.scenario import Scenario, Scene, cost_of, scene_of
 from tlora.sim.simulate import simulate, simulated_cluster
 
@@ -104,8 +104,8 @@ def event_milliseconds(policy: str, jobs: Sequence[MappedJob], repeats: int) -> 
         raise SystemExit(f"{policy}: there never are {GROUPS[0]} to {GROUPS[1]} groups")
     return {
         "waiting_median": statistics.median(runs[0].waiting),
-        "decision": _spread([min(each) for each in zip(*[timed.decisions for timed in runs], strict=True)]),
-        "report": _spread([min(each) for each in zip(*[timed.reports for timed in runs], strict=True)]),
+        "decision": _least_spread([timed.decisions for timed in runs]),
+        "report": _least_spread([timed.reports for timed in runs]),
     }
 
 
@@ -113,15 +113,13 @@ def wide_decision_milliseconds(policy: str, seeds: Sequence[int], repeats: int, 
     """Of the decisions on each synthetic trace, by its seed."""
     found: dict[int, dict[str, float]] = {}
     for seed in seeds:
-        made, scenario = synthetic_trace(seed, jobs), Scenario()
-        mapped = mapped_jobs(made.trace, cost_of(scenario, "peft"), made.seed, made.gpus_per_node)
-        cost, shape = cost_of(scenario, "tlora"), ClusterShape(made.nodes, made.gpus_per_node)
+        mapped, shape, cost = scheduler_traces.setting_of(synthetic_trace(seed, jobs))
         runs: list[list[float]] = []
         for _ in range(repeats):
             timed = Timed(Scheduler(POLICIES[policy](), cost), (0, math.inf))
             _run(timed, simulated_cluster(mapped, shape, cost, Conditions()))
             runs.append(timed.decisions)
-        found[seed] = _spread([min(each) for each in zip(*runs, strict=True)])
+        found[seed] = _least_spread(runs)
     return found
 
 
@@ -141,8 +139,9 @@ def _run(timed: Timed, cluster: SimulatedCluster) -> None:
         gc.enable()
 
 
-def _spread(seconds: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(1e3 * own for own in seconds)
+def _least_spread(runs: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Milliseconds of events that came in the same order in each of `runs`, each with its least time in them."""
+    ordered = sorted(1e3 * min(each) for each in zip(*runs, strict=True))
     last = len(ordered) - 1
     return {
         "count": len(ordered),

@@ -22,12 +22,13 @@ import torch
 
 from bench import machine
 from bench.synthetic_traces import REPORTED, SyntheticTrace, synthetic_trace
+from tlora.costs.cost import CostModel
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Policy
 from tlora.scheduler.settings import Settings
 from tlora.sim.machines import ClusterShape
-from tlora.sim.mapping import mapped_jobs
+from tlora.sim.mapping import MappedJob, mapped_jobs
 from tlora.sim.records import SimulationResult
 from tlora.sim.scenario import Scenario, cost_of
 from tlora.sim.simulate import simulate
@@ -42,11 +43,17 @@ MEANS = {
 }
 
 
-def run(made: SyntheticTrace, policy: Policy) -> SimulationResult:
-    """The trace under a policy, with our kernels. All of its jobs end."""
+def setting_of(made: SyntheticTrace) -> tuple[list[MappedJob], ClusterShape, CostModel]:
+    """Its jobs, which were as long as they are with PEFT, its cluster, and what our kernels cost."""
     scenario = Scenario()
     jobs = mapped_jobs(made.trace, cost_of(scenario, "peft"), made.seed, made.gpus_per_node)
-    result = simulate(jobs, ClusterShape(made.nodes, made.gpus_per_node), policy, cost_of(scenario, "tlora"))
+    return jobs, ClusterShape(made.nodes, made.gpus_per_node), cost_of(scenario, "tlora")
+
+
+def run(made: SyntheticTrace, policy: Policy) -> SimulationResult:
+    """The trace under a policy, with our kernels. All of its jobs end."""
+    jobs, shape, cost = setting_of(made)
+    result = simulate(jobs, shape, policy, cost)
     unfinished = [job.job_id for job in result.jobs if job.state != "done"]
     assert not unfinished, f"seed {made.seed}: {unfinished[0]} has not ended"
     return result

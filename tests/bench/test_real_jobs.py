@@ -125,12 +125,12 @@ def test_a_base_that_is_whole_is_not_made_anew(tmp_path: Path, monkeypatch: pyte
     texts.mkdir()
     shutil.copy(base_files.DATA / "identity.json", texts)
     monkeypatch.setattr(base_files, "DATA", texts)
-    made = [base_files.write_base("tiny", tmp_path, "cpu")]
+    made = [base_files.make_base_here("tiny", tmp_path, "cpu")]
     base = Path(made[0]["base"])
     before = (base / "config.json").stat().st_mtime_ns
-    base_files.write_base("tiny", tmp_path, "cpu")
+    base_files.make_base_here("tiny", tmp_path, "cpu")
     assert (base / "config.json").stat().st_mtime_ns == before
     (base / "config.json").unlink()
-    made.append(base_files.write_base("tiny", tmp_path, "cpu"))
+    made.append(base_files.make_base_here("tiny", tmp_path, "cpu"))
     size = sum(file.stat().st_size for file in base.glob("*.safetensors"))
     assert (base / "config.json").is_file() and [each["base_bytes"] for each in made] == [size, size]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.fake_workers import FakeCrew, FakeProcess
-from tests.cluster.test_local import group, job, machine, submitted
+from tests.cluster.test_local import group, job, machine, poll_until, submitted
 from tlora.cluster import local
 from tlora.cluster.local import LocalBackend
 from tlora.cluster.reconciler import Reconciler
@@ -19,7 +19,6 @@ from tlora.engine.settler import Settler
 from tlora.protocol import (
     BaseMeasured,
     BaseSpeed,
-    Event,
     GroupFound,
     GroupLost,
     JobFailed,
@@ -58,13 +57,6 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Local
         return LocalBackend(machine(tmp_path))
 
     return make
-
-
-def poll_until(backend: LocalBackend, kind: type[Event]) -> list[Event]:
-    events: list[Event] = []
-    while not any(isinstance(event, kind) for event in events):
-        events += backend.poll()
-    return events
 
 
 def test_a_job_that_failed_as_it_was_paused_has_failed(find: Callable[..., LocalBackend]) -> None:

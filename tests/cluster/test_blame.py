@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.fake_workers import STARTED, FakeCrew
-from tests.cluster.test_local import group, job, machine, submitted
+from tests.cluster.test_local import group, job, machine, poll_until, submitted
 from tlora.cluster import local
 from tlora.cluster.arrivals import submit_all
 from tlora.cluster.blame import FILE, MOST_DEATHS, Blame
@@ -32,10 +32,7 @@ def lose_worker(backend: LocalBackend, number: int, *said: Report) -> list[Event
     worker = STARTED[-1]
     worker.obey()
     worker.say(*said, None)
-    events: list[Event] = []
-    while not any(isinstance(event, GroupLost) for event in events):
-        events += backend.poll()
-    return events
+    return poll_until(backend, GroupLost)
 
 
 def test_a_job_that_gets_further_between_deaths_does_not_fail_for_them(backend: LocalBackend) -> None:
@@ -56,9 +53,7 @@ def test_a_checkpoint_that_is_ahead_of_the_last_report_is_progress(backend: Loca
         for name in told:
             worker.say(Joined(name, 10 * number))
         worker.say(None)
-        events: list[Event] = []
-        while not any(isinstance(event, GroupLost) for event in events):
-            events += backend.poll()
+        events = poll_until(backend, GroupLost)
         assert not any(isinstance(event, JobFailed) for event in events), number
 
 

@@ -217,6 +217,13 @@ def test_ended_jobs_are_told_once_and_never_join_again(backend: LocalBackend) ->
     assert backend.poll() == [] and worker.stopping
 
 
+def poll_until(backend: LocalBackend, kind: type[Event]) -> list[Event]:
+    events: list[Event] = []
+    while not any(isinstance(event, kind) for event in events):
+        events += backend.poll()
+    return events
+
+
 def heard(backend: LocalBackend) -> None:
     """What the workers have said is taken in, and what follows from it is told them."""
     backend._listen()

@@ -90,7 +90,7 @@ class LocalBackend:
         too, and is closed with this. Raises ConfigError, CheckpointError.
         """
         self._machine = machine
-        workers = machine.output_dir / "workers"
+        self._workers = workers = machine.output_dir / "workers"
         for directory in (machine.output_dir / "jobs", workers):
             durable.make_directory(directory)
         self._lock_file: int | None = lock_store(machine.output_dir)
@@ -250,7 +250,7 @@ class LocalBackend:
             self._pass_time()
             self._settle()
         found, self._events = self._events, []
-        self._reconciler.blame.keep(self._machine.output_dir / "workers")
+        self._reconciler.blame.keep(self._workers)
         return found
 
     def execute(self, action: Action) -> None:

@@ -17,7 +17,7 @@ class Patience:
 
     def __init__(self, pulse: Pulse, note: Callable[[str], None]) -> None:
         """`note` is told of it now and then; `pulse` beats on: whoever waits for a writer does not hang."""
-        self._pulse, self._note = pulse, note
+        self.pulse, self._note = pulse, note
         self._ending = threading.Event()
         self._noted: dict[str, float] = {}  # by job
 
@@ -27,7 +27,7 @@ class Patience:
             self._noted[job] = now
             self._note(f"{job}: {error}. What is to be written waits until there is room")
         gone = self._ending.wait(_LOOK_SECONDS)
-        self._pulse.begin(self._pulse.phase)
+        self.pulse.begin(self.pulse.phase)
         return not gone
 
     def end(self) -> None:

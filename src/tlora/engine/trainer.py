@@ -92,19 +92,18 @@ class Trainer:
         load: Load,
         inbox: queue.SimpleQueue[Any],
         send: Callable[[Any], None],
-        pulse: Pulse | None = None,
         patience: Patience | None = None,
         seat: Seat | None = None,
         expected: Sequence[JobSpec] = (),
     ) -> None:
-        """`pulse` gets what this is at; `patience` is to be ended with the worker. `seat`: among the ranks of a worker; `send` then also
+        """`patience` is to be ended with the worker; its pulse gets what this is at. `seat`: among the ranks of a worker; `send` then also
         gets what is for these. For `expected`, the jobs that will join first, kernels are compiled while the base is loaded.
         """
         self._load, self._inbox, self._send = load, inbox, send
         seat = seat or Seat()
         self._parts = Parts(seat, send)
-        self._pulse = pulse or Pulse()
-        self._patience = patience or Patience(self._pulse, note)
+        self._patience = patience or Patience(Pulse(), note)
+        self._pulse = self._patience.pulse
         self._directory = Path(load.output_dir)
         began = time.monotonic()
         model, self._bound = load_base(load, expected)

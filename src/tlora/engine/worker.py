@@ -185,14 +185,13 @@ def lead_or_train(load: Load, gpus: tuple[int, ...], worker: Worker) -> None:
 
         Leader(load, gpus, worker.inbox, worker.report, worker.pulse).go_on()
     else:
-        open_trainer(load, worker.inbox, worker.report, worker.pulse, worker.patience, expected=worker.expected).go_on()
+        open_trainer(load, worker.inbox, worker.report, worker.patience, expected=worker.expected).go_on()
 
 
 def open_trainer(
     load: Load,
     inbox: queue.SimpleQueue[Any],
     send: Callable[[Any], None],
-    pulse: Pulse,
     patience: Patience,
     seat: Seat | None = None,
     expected: Sequence[JobSpec] = (),
@@ -209,7 +208,7 @@ def open_trainer(
         torch.cuda.set_device(load.device)  # kernels are launched on the current device
     logging.disable_progress_bar()  # the last line of the log is what is told of a worker that has died
     logging.set_verbosity_error()
-    return Trainer(load, inbox, send, pulse, patience, seat, expected)
+    return Trainer(load, inbox, send, patience, seat, expected)
 
 
 def main() -> None:
