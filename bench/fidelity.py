@@ -2,7 +2,8 @@
 
     python -m bench.fidelity [--jobs 24] [--repeats 3] [--policies fifo,sjf,residual_capacity] [--device cuda --shape NAME] [--json FILE]
 
-Real: two workers (one-thread processes on a CPU, or one GPU each), a base, jobs that are trained to their adapters. Simulated: constants
+Real: workers (one-thread processes on a CPU, or one GPU each; a group that has grown has one for all its GPUs), a base, jobs that are
+trained to their adapters. Simulated: constants
 from a calibration with other jobs, before. Policies take turns within each repeat, so that a change of the machine's speed meets all.
 Jobs arrive three times as fast as they could be served one by one: then a queue stands from the first moments to the last, and what a
 job waits is a sum of others' times. At a load near 1 it is a small difference between large ones: 3 % in a machine's speed made 11 % of
@@ -18,7 +19,7 @@ import argparse
 import os
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
@@ -27,25 +28,15 @@ from typing import Any
 
 import torch
 
-from bench.fidelity_work import (
-    BASE,
-    SIZES,
-    Calibration,
-    Work,
-    calibrate,
-    draw_arrivals,
-    draw_openers,
-    draw_orders,
-    is_opener,
-    make_work,
-)
+from bench.fidelity_calibration import Calibration, calibrate
+from bench.fidelity_work import BASE, SIZES, Work, draw_arrivals, draw_openers, draw_orders, is_opener, make_work
 from bench.machine import facts, write
 from bench.shapes import DEMO_BASE, SHAPES, write_base
 from tlora.cluster.arrivals import submit_all
 from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import LocalBackend, LocalMachine
-from tlora.protocol import JobFinished, JobSubmitted
+from tlora.protocol import ChangeGroup, JobFinished, JobGroup, JobSubmitted, StartGroup
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Policy, Scheduler
@@ -55,9 +46,11 @@ from tlora.sim.event_log import read_event_log
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import MappedJob
 from tlora.sim.metrics import metrics
+from tlora.sim.records import GroupSpan
 from tlora.sim.simulate import simulate
 
 LEAST_STARTS = 4.0  # a job lasts at least so many times a start
+RESIDENCE_STARTS = 2.0  # for so many of them a group is left as it is
 MOST_ERROR, MOST_SPREAD = 0.05, 0.03  # what is asked for, and beyond which repeats decide nothing
 FEWEST_REPEATS = 3
 Arrivals = Sequence[tuple[float, JobSubmitted]]
@@ -70,6 +63,7 @@ class Times:
     mean_jct_seconds: float
     makespan_seconds: float
     late_start_seconds: float = 0.0  # by which the workers were up after the first job had come
+    times_grown: int = 0  # that a group came to have several GPUs
 
 
 @dataclass(frozen=True)
@@ -92,26 +86,29 @@ class Compared:
         return self.simulated / self.mean - 1
 
 
-def policy_of(name: str, calibration: Calibration) -> Policy:
-    """The policy by its name; ours without growth, as a group has one GPU here, and with what moves were measured to cost."""
-    if name != "residual_capacity":
-        return POLICIES[name]()
-    return residual_capacity(settings_of(calibration))
+def policy_of(name: str, calibration: Calibration, gpus: int) -> Policy:
+    """The policy by its name; ours with what moves were measured to cost."""
+    return residual_capacity(settings_of(calibration, gpus)) if name == "residual_capacity" else POLICIES[name]()
 
 
-def settings_of(calibration: Calibration) -> Settings:
-    """Of our policy."""
-    beside = calibration.job_seconds
+def settings_of(calibration: Calibration, gpus: int) -> Settings:
+    """Of our policy. Jobs are a few starts long here, and a group may change again after two of them."""
     start = calibration.start_seconds
-    return Settings(elastic=False, start_seconds=start, join_seconds=beside, checkpoint_seconds=0.0, resize_seconds=0.0)
+    return Settings(
+        elastic=gpus > 1,
+        start_seconds=start,
+        join_seconds=calibration.job_seconds,
+        checkpoint_seconds=0.0,
+        min_residence_seconds=RESIDENCE_STARTS * start,
+    )
 
 
-def features_of(policies: Sequence[str], calibration: Calibration) -> str:
+def features_of(policies: Sequence[str], calibration: Calibration, gpus: int) -> str:
     """Which features of our policy were on in this comparison, and which were not."""
     if "residual_capacity" not in policies:
         return "residual_capacity was not compared"
-    found = settings_of(calibration)
-    features = {"sharing": found.sharing, "growth": found.elastic, "preemption": found.preemption, "groups of several GPUs": False}
+    found = settings_of(calibration, gpus)
+    features = {"sharing": found.sharing, "growth": found.elastic, "preemption": found.preemption, "groups of several GPUs": gpus > 1}
     return "residual_capacity with " + ", ".join(f"{name} {'on' if is_on else 'off'}" for name, is_on in features.items())
 
 
@@ -126,9 +123,10 @@ def run_really(machine: LocalMachine, work: Work, arrivals: Arrivals, policy: st
     path = machine.output_dir / "events.jsonl"
     with LocalBackend(machine) as backend, closing(EventLog(path)) as log:
         submit_all(backend, work.jobs, arrivals)
-        run(Scheduler(policy_of(policy, calibration), calibration.cost), backend, log.write)
+        run(Scheduler(policy_of(policy, calibration, len(machine.gpus)), calibration.cost), backend, log.write)
     submitted = {event.job_id: at for at, event in arrivals}
-    ended = {item.job_id: seconds for seconds, item in read_event_log(path) if isinstance(item, JobFinished)}
+    rows = read_event_log(path)
+    ended = {item.job_id: seconds for seconds, item in rows if isinstance(item, JobFinished)}
     if ended.keys() != submitted.keys():
         raise SystemExit(f"{policy}: {sorted(submitted.keys() - ended.keys())} did not finish; see {path}")
     counted = {name: at for name, at in submitted.items() if not is_opener(name)}
@@ -136,24 +134,39 @@ def run_really(machine: LocalMachine, work: Work, arrivals: Arrivals, policy: st
     if opened > first:
         print(f"{policy}: workers were up {opened - first:.1f} s after the first job had come, which lengthens what is measured")
     late = max(0.0, opened - first)
-    return Times(statistics.mean(ended[name] - at for name, at in counted.items()), max(ended.values()) - first, late)
+    mean = statistics.mean(ended[name] - at for name, at in counted.items())
+    grown = times_grown([item.group for _, item in rows if isinstance(item, StartGroup | ChangeGroup)])
+    return Times(mean, max(ended.values()) - first, late, grown)
+
+
+def times_grown(groups: Iterable[JobGroup | GroupSpan]) -> int:
+    """How often one of the groups, told in the order of their changes, came to have several GPUs."""
+    wide, count = set[str](), 0
+    for group in groups:
+        if len(group.gpus) > 1:
+            count += group.group_id not in wide
+            wide.add(group.group_id)
+        else:
+            wide.discard(group.group_id)
+    return count
 
 
 def run_simulated(machine: LocalMachine, arrivals: Arrivals, policy: str, calibration: Calibration) -> Times:
-    """The same in the simulator. Each GPU is a node of its own, as each has a worker of its own to start; what a job takes beside its
-    steps (a join, a checkpoint) counts whenever it joins.
-    """
+    """The same in the simulator. What a job takes beside its steps (a join, a checkpoint) counts whenever it joins."""
     cost = calibration.cost
     mapped: list[MappedJob] = []
     for at, event in arrivals:
         step_seconds = cost.alone_step_seconds(BASE, event.profile.tokens_per_step, 1)
         mapped.append(MappedJob(at, step_seconds * event.profile.steps, step_seconds, event))
     beside = calibration.job_seconds
-    moves = MoveCosts(calibration.start_seconds + beside, beside, beside, 0.0, 0.0, 0.0)
-    shape = ClusterShape(len(machine.gpus), 1, tick_seconds=machine.tick_seconds)
-    result = simulate(mapped, shape, policy_of(policy, calibration), cost, Conditions(moves=moves))
+    start = calibration.start_seconds + beside
+    moves = MoveCosts(start, start, beside, 0.0, 0.0)
+    gpus = len(machine.gpus)
+    shape = ClusterShape(1, gpus, tick_seconds=machine.tick_seconds)
+    result = simulate(mapped, shape, policy_of(policy, calibration, gpus), cost, Conditions(moves=moves))
     found = metrics(replace(result, jobs=[job for job in result.jobs if not is_opener(job.job_id)]))
-    return Times(found["mean_jct_seconds"], found["makespan_seconds"])
+    grown = times_grown(sorted(result.spans, key=lambda span: span.start_seconds))
+    return Times(found["mean_jct_seconds"], found["makespan_seconds"], times_grown=grown)
 
 
 def compare(real: dict[str, list[Times]], simulated: dict[str, Times]) -> dict[str, dict[str, Compared]]:
@@ -205,28 +218,30 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     constants = calibration.constants
     print(
         f"calibrated: {constants.tokens_per_second:,.0f} tokens/s, {constants.launch_seconds * 1e3:.1f} ms a micro-batch, "
-        f"{constants.member_seconds * 1e3:.1f} ms a further member, fill {calibration.fill_share:.1%}, "
+        f"{constants.member_seconds * 1e3:.1f} ms a further member, {constants.exchange_seconds * 1e3:.1f} ms an exchange, "
+        f"fill {calibration.fill_share:.1%}, "
         f"start {calibration.start_seconds:.1f} s, {calibration.job_seconds * 1e3:.0f} ms a job beside its steps "
         f"({statistics.median(calibration.beside_known) * 1e3:.0f} if its worker knows its shape); "
         f"worst residual {calibration.worst_residual:.1%}",
         flush=True,
     )
     policies: list[str] = args.policies.split(",")
-    mean_seconds, features = job_seconds(args.mean_seconds, calibration), features_of(policies, calibration)
+    mean_seconds, features = job_seconds(args.mean_seconds, calibration), features_of(policies, calibration, args.gpus)
     print(f"jobs of {mean_seconds:.1f} s on average, {mean_seconds / calibration.start_seconds:.1f} times a start; {features}", flush=True)
     orders = draw_orders(args.jobs, mean_seconds, sizes, calibration.cost, args.seed)
     work = make_work([*orders, *draw_openers(args.gpus, sizes)], sizes, base, directory / "data", args.seed)
-    arrivals = draw_arrivals(work, args.load, args.gpus, calibration, args.seed + 1)
+    arrivals = draw_arrivals(work, args.load, args.gpus, calibration.cost, calibration.start_seconds, args.seed + 1)
     simulated = {policy: run_simulated(machine, arrivals, policy, calibration) for policy in policies}
     for policy, times in simulated.items():
-        print(f"simulated, {policy}: mean JCT {times.mean_jct_seconds:.2f} s, makespan {times.makespan_seconds:.2f} s", flush=True)
+        grown = f"grown {times.times_grown} times"
+        print(f"simulated, {policy}: mean JCT {times.mean_jct_seconds:.2f} s, makespan {times.makespan_seconds:.2f} s, {grown}", flush=True)
     real: dict[str, list[Times]] = {policy: [] for policy in policies}
     for repeat in range(args.repeats):
         for policy in policies:
             own = replace(machine, output_dir=directory / f"{policy}-{repeat}")
             times = run_really(own, work, arrivals, policy, calibration)
             real[policy].append(times)
-            line = f"mean JCT {times.mean_jct_seconds:.2f} s, makespan {times.makespan_seconds:.2f} s"
+            line = f"mean JCT {times.mean_jct_seconds:.2f} s, makespan {times.makespan_seconds:.2f} s, grown {times.times_grown} times"
             print(f"repeat {repeat}, {policy}: {line}", flush=True)
     compared = compare(real, simulated)
     for policy, own in compared.items():

@@ -1,50 +1,31 @@
-"""The work of `bench.fidelity`: real small jobs with arrivals, and what its machine costs, measured with other jobs than those.
-
-All that is measured goes through the back end that is to be simulated: the same processes, one per GPU, all of them busy.
-"""
+"""The work of `bench.fidelity`: real small jobs with arrivals."""
 
 from __future__ import annotations
 
 import json
 import math
-import statistics
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import cycle, product
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import psutil
 
-from tlora.cluster.arrivals import submit_all
-from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
-from tlora.costs.cost import BaseConstants, CostModel
+from tlora.costs.cost import CostModel
 from tlora.job import JobSpec, RunSpec
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.protocol import (
-    GroupReady,
-    JobFailed,
-    JobFinished,
-    JobGroup,
     JobSubmitted,
-    ParallelPlan,
-    StartGroup,
-    StepsDone,
-    StopGroup,
 )
 
 BASE = "base"  # the base's name in all groups
 ENDLESS = 10**6  # optimizer steps: calibration ends, not its jobs
 SAMPLES = 64  # of a job's data; its epochs go over them again and again
 RANKS = (4, 8, 16, 32)
-BUDGET = 4096  # tokens of a micro-batch: more than those jobs have in a step
 COLD_SAMPLES = 4  # of a step of the calibration's jobs that end
-SHORT_STEPS, LONGER_STEPS = 20, 60  # of jobs by whose times is seen what a job takes beside its steps
-REPORTS = 6  # of each job and measurement, about a second each; the first is left out, as it may hold the end of the one before
+SHORT_STEPS = 20  # of the smallest jobs
 SWEEP = 6  # jobs that arrive at once
+WIDE_EVERY = 4  # jobs, of which one is wide
 OPENING_SECONDS, OPENING_STARTS = 5.0, 1.5  # after which workers are up: these, and so many times what a start took in the calibration
 
 
@@ -53,7 +34,8 @@ class Sizes:
     """How large jobs are: those that are replayed have samples of about one of `sample_tokens` (lognormal with `sigma`) and one of
     `batch_sizes`; those of the calibration `alone` tokens a step, in `groups` of (members, tokens of a step of each) that fit into one
     micro-batch, and `saturated` (members, tokens, micro-batch, which holds two of them). `beside` are the samples' tokens of the jobs by
-    which is seen what a job takes beside its steps.
+    which is seen what a job takes beside its steps. One job in four is a `wide` one (tokens of a sample, samples), of which each step is
+    worth several GPUs (`batching.replicas.LEAST_LENT_TOKENS`).
     """
 
     sample_tokens: tuple[int, ...]
@@ -65,6 +47,7 @@ class Sizes:
     saturated: tuple[int, int, int]
     beside: tuple[int, ...]
     calibration_sample_tokens: int
+    wide: tuple[int, int]
 
 
 SIZES = {
@@ -78,6 +61,7 @@ SIZES = {
         saturated=(6, 1024, 2048),
         beside=(40, 64, 88),
         calibration_sample_tokens=64,
+        wide=(96, 48),
     ),
     "cuda": Sizes(  # samples of one length, as packed ones are: the first micro-batches of each shape are not replayed yet, and slower
         sample_tokens=(128, 256, 512, 1024),
@@ -89,6 +73,7 @@ SIZES = {
         saturated=(6, 4096, 8192),
         beside=(320, 448, 704),
         calibration_sample_tokens=256,
+        wide=(1024, 8),
     ),
 }
 
@@ -99,27 +84,6 @@ class Work:
 
     jobs: Mapping[str, LocalJob]
     submitted: Mapping[str, JobSubmitted]
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """What this machine costs. `start_seconds` is what a job takes longer on a GPU without a worker; `job_seconds` all that it takes
-    beside its steps: data, checkpoint, adapter, messages, and what first micro-batches of a shape take longer than those that follow. It
-    is the median of `beside_new`, one for each of `Sizes.beside`; `beside_known` is the same where the worker knows the shape.
-    """
-
-    constants: BaseConstants
-    fill_share: float
-    start_seconds: float
-    job_seconds: float
-    worst_residual: float  # relative, of the fitted points
-    points: tuple[Point, ...] = ()
-    beside_new: tuple[float, ...] = ()
-    beside_known: tuple[float, ...] = ()
-
-    @property
-    def cost(self) -> CostModel:
-        return CostModel({BASE: self.constants}, self.fill_share)
 
 
 # -- orders --------------------------------------------------------------------------------------------------------------
@@ -176,6 +140,8 @@ def draw_orders(count: int, mean_seconds: float, sizes: Sizes, cost: CostModel, 
     orders: list[Order] = []
     for number in range(count):
         mean_tokens, batch = int(rng.choice(sizes.sample_tokens)), int(rng.choice(sizes.batch_sizes))
+        if number % WIDE_EVERY == 0:
+            mean_tokens, batch = sizes.wide
         seconds = rng.lognormal(math.log(mean_seconds) - 0.7**2 / 2, 0.7)
         step_seconds = cost.alone_step_seconds(BASE, mean_tokens * batch, 1)
         steps = max(10, round(seconds / step_seconds))
@@ -193,7 +159,7 @@ def is_opener(job_id: str) -> bool:
     return job_id.startswith("opener")
 
 
-def draw_arrivals(work: Work, load: float, gpus: int, calibration: Calibration, seed: int) -> list[tuple[float, JobSubmitted]]:
+def draw_arrivals(work: Work, load: float, gpus: int, cost: CostModel, start_seconds: float, seed: int) -> list[tuple[float, JobSubmitted]]:
     """Openers at once and, when those should be through, sweeps of jobs that arrive together, at random times (Poisson), so that in their
     span the jobs by themselves would take `load` of the GPUs' time. One by one, who is the shortest when a GPU falls free would hang on
     fractions of a second, and repeats differ by it.
@@ -201,179 +167,10 @@ def draw_arrivals(work: Work, load: float, gpus: int, calibration: Calibration, 
     rng = np.random.default_rng(seed)
     jobs = [event for name, event in work.submitted.items() if not is_opener(name)]
     openers = [event for name, event in work.submitted.items() if is_opener(name)]
-    alone = [calibration.cost.alone_step_seconds(BASE, job.profile.tokens_per_step, 1) * job.profile.steps for job in jobs]
+    alone = [cost.alone_step_seconds(BASE, job.profile.tokens_per_step, 1) * job.profile.steps for job in jobs]
     gaps = rng.exponential(1.0, -(-len(alone) // SWEEP))
     times = np.cumsum(gaps) - gaps[0]
     times *= sum(alone) / (load * gpus) / max(times[-1], 1e-9)  # of a single sweep: 0
     if openers:
-        times += OPENING_SECONDS + OPENING_STARTS * calibration.start_seconds
+        times += OPENING_SECONDS + OPENING_STARTS * start_seconds
     return [(0.0, event) for event in openers] + [(float(times[number // SWEEP]), event) for number, event in enumerate(jobs)]
-
-
-# -- calibration ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Point:
-    """A measured group: members, tokens of a step of each, the budget, and the seconds between their steps (mean)."""
-
-    members: int
-    tokens: float
-    budget: int
-    step_seconds: float
-
-
-def calibrate(machine: LocalMachine, sizes: Sizes, base: Path, directory: Path) -> Calibration:
-    """Measure with other jobs than are replayed, of the same kind, on all GPUs at once; each group twice, there and back, so that a drift
-    of the machine's speed does not look like a difference between groups.
-
-    A first round of workers, which counts for nothing, trains jobs of the shapes that are replayed: it leaves on disk and in the caches
-    what later ones find there.
-    """
-    groups = [(1, tokens) for tokens in sizes.alone] + [*sizes.groups, sizes.saturated[:2]]
-    work = make_work(_calibration_orders(machine.gpus, groups, sizes), sizes, base, directory / "calibration-data", seed=10**6)
-    with _calibrating(replace(machine, output_dir=directory / "warm-up"), work) as bench:
-        for number in range(len(_shapes(sizes))):
-            bench.seconds_to_end(f"warm{number}")
-    with _calibrating(replace(machine, output_dir=directory / "calibration"), work) as bench:
-        cold_seconds = bench.seconds_to_end("cold")
-        found: dict[tuple[int, int], list[Point]] = {group: [] for group in groups}
-        for group in (*groups, *reversed(groups)):
-            found[group].append(bench.measure(*group, _budget_of(group, sizes)))
-        beside_new, beside_known = list[float](), list[float]()
-        for number in range(len(sizes.beside)):
-            new, short, longer = (bench.seconds_to_end(f"{name}{number}") for name in ("new", "short", "longer"))
-            steps = SHORT_STEPS * (longer - short) / (LONGER_STEPS - SHORT_STEPS)
-            beside_new.append(new - steps)
-            beside_known.append(short - steps)
-    points = [replace(once, step_seconds=(once.step_seconds + again.step_seconds) / 2) for once, again in found.values()]
-    cold_point = points[groups.index((1, COLD_SAMPLES * sizes.calibration_sample_tokens))]
-    cold_seconds -= SHORT_STEPS * cold_point.step_seconds
-    return _fitted(points, base, cold_seconds, beside_new, beside_known)
-
-
-def _shapes(sizes: Sizes) -> list[tuple[int, int, int]]:
-    """Tokens of a sample, samples of a step and rank of jobs that together have all of those which are replayed."""
-    pairs = product(sizes.sample_tokens, dict.fromkeys(sizes.batch_sizes))
-    return [(tokens, batch, rank) for (tokens, batch), rank in zip(pairs, cycle(RANKS), strict=False)]
-
-
-def _calibration_orders(gpus: Sequence[int], groups: Sequence[tuple[int, int]], sizes: Sizes) -> list[Order]:
-    """For each GPU: the endless jobs of the groups, those that warm up, the first of a new worker, and for each of `sizes.beside` one whose
-    shape is new to its worker, another of the same shape, and one that is longer.
-    """
-    sample, steps = sizes.calibration_sample_tokens, {"new": SHORT_STEPS, "short": SHORT_STEPS, "longer": LONGER_STEPS}
-    orders: list[Order] = []
-    for gpu in gpus:
-        for tokens in sorted({tokens for _, tokens in groups}):
-            most = max(members for members, own in groups if own == tokens)
-            batch = max(1, tokens // sample)
-            orders += [Order(f"c{tokens}-{member}-{gpu}", min(tokens, sample), batch, 16, ENDLESS) for member in range(most)]
-        orders += [Order(f"warm{number}-{gpu}", *shape, SHORT_STEPS) for number, shape in enumerate(_shapes(sizes))]
-        orders.append(Order(f"cold-{gpu}", sample, COLD_SAMPLES, 16, SHORT_STEPS))
-        for number, tokens in enumerate(sizes.beside):
-            orders += [Order(f"{name}{number}-{gpu}", tokens, COLD_SAMPLES, 16, count) for name, count in steps.items()]
-    return orders
-
-
-def _budget_of(group: tuple[int, int], sizes: Sizes) -> int:
-    """Of the micro-batches: a group's steps fit into one, whatever samples they have, but for the saturated one's."""
-    members, tokens = group
-    if group == sizes.saturated[:2]:
-        return sizes.saturated[2]
-    return next(budget for budget in CostModel.budgets if budget >= 1.5 * members * tokens)
-
-
-@contextmanager
-def _calibrating(machine: LocalMachine, work: Work) -> Iterator[_Bench]:
-    arrivals = [(0.0, event) for event in work.submitted.values()]
-    with LocalBackend(machine) as backend:
-        submit_all(backend, work.jobs, arrivals)
-        yield _Bench(backend, machine.gpus, work)
-
-
-class _Bench:
-    """Runs groups by hand, the same on all GPUs at once."""
-
-    def __init__(self, backend: LocalBackend, gpus: Sequence[int], work: Work) -> None:
-        self._backend, self._gpus, self._work, self._groups = backend, gpus, work, 0
-        arrived = 0
-        while arrived < 2:  # the node, then all jobs at once
-            arrived += bool(backend.poll())
-
-    def _start(self, names_of: Mapping[int, Sequence[str]], budget: int) -> list[str]:
-        made: list[str] = []
-        for gpu, names in names_of.items():
-            made.append(f"g{self._groups}")
-            self._groups += 1
-            plan = ParallelPlan(1, budget)
-            self._backend.execute(StartGroup(JobGroup(made[-1], BASE, (gpu,), plan, tuple(names), tuple(1.0 for _ in names))))
-        return made
-
-    def _until_ready(self, groups: Sequence[str]) -> None:
-        waiting = set(groups)
-        while waiting:
-            for event in self._backend.poll():
-                assert not isinstance(event, JobFailed), event
-                if isinstance(event, GroupReady):
-                    waiting.discard(event.group_id)
-
-    def _stop(self, groups: Sequence[str]) -> None:
-        for group in groups:
-            self._backend.execute(StopGroup(group))
-
-    def measure(self, members: int, tokens: int, budget: int) -> Point:
-        """Seconds between the optimizer steps of so many like jobs: the mean of what they report, over all GPUs."""
-        names = {gpu: [f"c{tokens}-{member}-{gpu}" for member in range(members)] for gpu in self._gpus}
-        groups = self._start(names, budget)
-        self._until_ready(groups)
-        reports: dict[str, list[float]] = {name: [] for own in names.values() for name in own}
-        while min(len(found) for found in reports.values()) < REPORTS:
-            for event in self._backend.poll():
-                if isinstance(event, StepsDone) and event.group_id in groups:
-                    reports[event.job_id].append(event.step_seconds)
-        self._stop(groups)
-        profiles = [self._work.submitted[name].profile for name in reports]
-        mean_tokens = statistics.mean(profile.tokens_per_step for profile in profiles)
-        return Point(members, mean_tokens, budget, statistics.fmean(s for found in reports.values() for s in found[1:]))
-
-    def seconds_to_end(self, name: str) -> float:
-        """Seconds from the start of a group of one job on each GPU to the job's end, the mean over the GPUs."""
-        began, taken = self._backend.now(), list[float]()
-        groups = self._start({gpu: [f"{name}-{gpu}"] for gpu in self._gpus}, BUDGET)
-        while len(taken) < len(groups):
-            for event in self._backend.poll():
-                assert not isinstance(event, JobFailed), event
-                if isinstance(event, JobFinished):
-                    taken.append(self._backend.now() - began)
-        self._stop(groups)
-        return statistics.mean(taken)
-
-
-def _fitted(
-    points: Sequence[Point], base: Path, cold_seconds: float, beside_new: Sequence[float], beside_known: Sequence[float]
-) -> Calibration:
-    """Least squares of t = launch + member * (members - 1) + tokens / P, each point by its own size; the saturated one gives the fill.
-
-    `cold_seconds` is what the first job of a new worker took beside its steps.
-    """
-    *plain, saturated = points
-    rows = np.array([[1.0, point.members - 1, point.members * point.tokens] for point in plain])
-    seconds = np.array([point.step_seconds for point in plain])
-    solution, *_ = np.linalg.lstsq(rows / seconds[:, None], np.ones(len(plain)), rcond=None)
-    launch, member, per_token = (max(float(value), 0.0) for value in solution)
-    residual = float(np.max(np.abs(rows @ solution / seconds - 1)))
-    # n t(E) / x with x = E / members, t(E) = fixed + E / P: step = members n (fixed / E + 1 / P)
-    fixed = launch + member * (saturated.members - 1)
-    filled = fixed / max(saturated.step_seconds / (saturated.members * saturated.tokens) - per_token, 1e-12)
-    where = f"bench.fidelity's calibration, {time.strftime('%Y-%m-%d')}, {len(points)} groups on all GPUs at once"
-    weights = sum(file.stat().st_size for file in base.glob("*.safetensors"))
-    source = dict.fromkeys(("tokens_per_second", "launch_seconds", "member_seconds"), where)
-    source |= dict.fromkeys(("exchange_seconds", "exchange_between_nodes_seconds"), "extrapolated: no group has more than one GPU")
-    source |= {"base_bytes": "size of its files", "gpu_bytes": "this machine's memory"}
-    source |= {"activation_bytes_per_token": "extrapolated: taken as none, small beside the memory"}
-    constants = BaseConstants(1 / per_token, launch, member, 0.0, 0.0, float(weights), 0.0, float(psutil.virtual_memory().total), source)
-    fill_share = min(1.0, max(0.5, filled / saturated.budget))
-    job_seconds = max(0.0, statistics.median(beside_new))
-    found = (tuple(points), tuple(beside_new), tuple(beside_known))
-    return Calibration(constants, fill_share, cold_seconds - job_seconds, job_seconds, residual, *found)

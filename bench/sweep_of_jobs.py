@@ -3,8 +3,9 @@
     python -m bench.sweep_of_jobs [--steps 10000] [--gpu h200-from-128] [--commit NAME] [--json FILE]
 
 One after another, a GPU each, with PEFT's speed; the same with our kernels; and together under `residual_capacity`, with a bound of
-1.5, 2, 4 and without one, and under mLoRA's rule (`memory`). All are submitted at once. Starts, joins and changes of GPUs take what
-`tlora simulate` charges. TRL's packing has no constants here. The same arguments give the same numbers.
+1.5, 2, 4 and without one, and under mLoRA's rule (`memory`). All are submitted at once. Starts and joins take what `tlora simulate`
+charges: each job of PEFT is a process of its own, and our workers stand on from job to job. TRL's packing has no constants here. The same
+arguments give the same numbers.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tlora.costs.hardware import cost_model
 from tlora.errors import ConfigError
 from tlora.protocol import JobProfile, JobSubmitted
 from tlora.scheduler.policies import POLICIES
+from tlora.sim.conditions import Conditions, MoveCosts
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import MappedJob, adapter_parameters
 from tlora.sim.metrics import metrics
@@ -64,7 +66,9 @@ def compared(gpu: str, base: str, mean_tokens: int, steps: int) -> dict[str, Any
     row: dict[str, Any] = {"base": base, "mean_tokens": mean_tokens, "ways": {}}
     for name, policy, kernels, bound in WAYS:
         jobs = made_jobs(base, mean_tokens, steps, bound, cost_model(gpu, kernels))
-        found = metrics(simulate(jobs, ClusterShape(1, GPUS), POLICIES[policy](), cost_model(gpu, kernels)))
+        moves = MoveCosts() if kernels == "tlora" else MoveCosts().of_processes_of_one_job
+        shape = ClusterShape(1, GPUS)
+        found = metrics(simulate(jobs, shape, POLICIES[policy](), cost_model(gpu, kernels), Conditions(moves=moves)))
         assert found["jobs_done"] == JOBS, f"{name}: {found['jobs_done']:g} jobs have ended"
         row["ways"][name] = {
             "makespan_seconds": found["makespan_seconds"],

@@ -7,25 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.fidelity import Compared, Times, compare, features_of, job_seconds, policy_of, run_simulated, verdict
-from bench.fidelity_work import (
-    BASE,
-    OPENING_SECONDS,
-    OPENING_STARTS,
-    SIZES,
-    Calibration,
-    Point,
-    Work,
-    _fitted,
-    draw_arrivals,
-    draw_orders,
-)
-from tlora.cluster.controller import run
+from bench.fidelity import Compared, Times, compare, features_of, job_seconds, run_simulated, verdict
+from bench.fidelity_calibration import Calibration, Point, _fitted
+from bench.fidelity_work import BASE, OPENING_SECONDS, OPENING_STARTS, SIZES, Work, draw_arrivals, draw_orders
 from tlora.cluster.local import LocalMachine
 from tlora.costs.cost import BaseConstants, CostModel
 from tlora.costs.sharing import Member, group_step_seconds
-from tlora.protocol import Action, Event, JobProfile, JobSubmitted, NodeAdded, StartGroup, Tick
-from tlora.scheduler.scheduler import Scheduler
+from tlora.protocol import JobProfile, JobSubmitted
 
 CONSTANTS = BaseConstants(5000.0, 0.02, 0.003, 0.0, 0.0, 1e6, 0.0, 1e9, {})
 CALIBRATION = Calibration(CONSTANTS, 0.95, 3.0, 0.5, 0.0)
@@ -39,9 +27,11 @@ def points(cost: CostModel) -> list[Point]:
 
 
 def test_calibration_finds_the_constants_again(tmp_path: Path) -> None:
-    found = _fitted(points(CostModel({BASE: CONSTANTS}, 0.9)), tmp_path, 4.0, [0.1, 0.9, 0.2], [0.05])
-    for name in ("tokens_per_second", "launch_seconds", "member_seconds"):
-        assert getattr(found.constants, name) == pytest.approx(getattr(CONSTANTS, name), rel=1e-6)
+    constants = replace(CONSTANTS, exchange_seconds=0.004)
+    wide = Point(1, 4000.0, 8192, 0.02 + 0.004 + 4000 / 5000 / 2, 2)
+    found = _fitted(points(CostModel({BASE: constants}, 0.9)), tmp_path, 4.0, [0.1, 0.9, 0.2], [0.05], wide)
+    for name in ("tokens_per_second", "launch_seconds", "member_seconds", "exchange_seconds"):
+        assert getattr(found.constants, name) == pytest.approx(getattr(constants, name), rel=1e-6)
         assert "calibration" in found.constants.source[name]
     assert found.fill_share == pytest.approx(0.9, rel=1e-6) and found.worst_residual < 1e-9
     assert (found.start_seconds, found.job_seconds) == (3.8, 0.2)  # what the first job of a worker took, less what later ones take
@@ -64,14 +54,14 @@ def test_arrivals_make_the_load() -> None:
     cost = CALIBRATION.cost
     orders = draw_orders(12, 4.0, SIZES["cpu"], cost, 0)
     submitted = {o.name: JobSubmitted(o.name, BASE, 1, JobProfile(float(o.mean_tokens * o.batch_size), o.steps, 99, 9)) for o in orders}
-    drawn = draw_arrivals(Work({}, submitted), 0.8, 2, CALIBRATION, 1)
+    drawn = draw_arrivals(Work({}, submitted), 0.8, 2, cost, CALIBRATION.start_seconds, 1)
     alone = sum(cost.alone_step_seconds(BASE, s.profile.tokens_per_step, 1) * s.profile.steps for s in submitted.values())
     assert (
         drawn[0][0] == 0.0 and drawn[-1][0] == pytest.approx(alone / (0.8 * 2)) and [at for at, _ in drawn] == sorted(at for at, _ in drawn)
     )
     assert draw_orders(12, 4.0, SIZES["cpu"], cost, 0) == orders != draw_orders(12, 4.0, SIZES["cpu"], cost, 1)
     openers = {f"opener{k}": JobSubmitted(f"opener{k}", BASE, 1, JobProfile(256.0, 20, 99, 9), max_slowdown=1.0) for k in range(2)}
-    opened = draw_arrivals(Work({}, submitted | openers), 0.8, 2, CALIBRATION, 1)
+    opened = draw_arrivals(Work({}, submitted | openers), 0.8, 2, cost, CALIBRATION.start_seconds, 1)
     lead = OPENING_SECONDS + OPENING_STARTS * CALIBRATION.start_seconds
     assert opened == [(0.0, event) for event in openers.values()] + [(lead + at, event) for at, event in drawn]
 
@@ -113,9 +103,11 @@ def test_the_verdict_says_what_the_numbers_say() -> None:
 def test_jobs_are_long_beside_a_start_and_the_features_are_said() -> None:
     assert job_seconds(5.0, replace(CALIBRATION, start_seconds=1.0)) == 5.0
     assert job_seconds(5.0, replace(CALIBRATION, start_seconds=15.0)) == 60.0
-    told = features_of(["fifo", "residual_capacity"], CALIBRATION)
-    assert told == "residual_capacity with sharing on, growth off, preemption on, groups of several GPUs off"
-    assert features_of(["fifo"], CALIBRATION) == "residual_capacity was not compared"
+    told = features_of(["fifo", "residual_capacity"], CALIBRATION, 2)
+    assert told == "residual_capacity with sharing on, growth on, preemption on, groups of several GPUs on"
+    alone = features_of(["residual_capacity"], CALIBRATION, 1)
+    assert alone == "residual_capacity with sharing on, growth off, preemption on, groups of several GPUs off"
+    assert features_of(["fifo"], CALIBRATION, 2) == "residual_capacity was not compared"
 
 
 def test_spread_and_error_are_shares() -> None:
@@ -124,27 +116,13 @@ def test_spread_and_error_are_shares() -> None:
     assert replace(found, simulated=9.5).error == pytest.approx(-0.05)
 
 
-class Recording:
-    """A back end of two GPUs on which nothing goes on: it tells that they are there, and who arrives."""
-
-    def __init__(self, events: list[tuple[float, JobSubmitted]]) -> None:
-        self.events: list[Event] = [NodeAdded("local", (0, 1)), *(event for _, event in events), Tick()]
-        self.executed: list[Action] = []
-
-    def now(self) -> float:
-        return 0.0
-
-    def poll(self) -> list[Event]:
-        found, self.events = self.events, []
-        return found
-
-    def execute(self, action: Action) -> None:
-        self.executed.append(action)
-
-
-def test_our_policy_keeps_its_groups_on_one_gpu() -> None:
-    """The local back end refuses others; with a GPU free it would grow."""
-    backend = Recording(arrivals(1))
-    run(Scheduler(policy_of("residual_capacity", CALIBRATION), CALIBRATION.cost), backend)
-    started = [action.group for action in backend.executed if isinstance(action, StartGroup)]
-    assert [len(group.gpus) for group in started] == [1]
+@pytest.mark.parametrize(("tokens", "grown"), [(500.0, 0), (5000.0, 1)])
+def test_a_job_of_large_steps_grows_on_the_simulated_side_too(tmp_path: Path, tokens: float, grown: int) -> None:
+    """When it has rested: half of what is left for a start and a half."""
+    machine = LocalMachine((0, 1), "cpu", {BASE: "b"}, tmp_path)
+    (_, job), *_ = arrivals(1)
+    job = replace(job, profile=JobProfile(tokens, 100, 500, 1000, (0,) * 8 + (100,)))
+    times = run_simulated(machine, [(0.0, job)], "residual_capacity", CALIBRATION)
+    alone = 100 * (0.02 + tokens / 5000) + 3.5
+    assert times.times_grown == grown
+    assert times.makespan_seconds == pytest.approx(alone) if not grown else 0.5 * alone < times.makespan_seconds < 0.75 * alone

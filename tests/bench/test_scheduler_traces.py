@@ -20,7 +20,7 @@ from tlora.sim.workload import natural_load
 SEEDS = range(60)
 # Two tuning seeds of each kind of widths, on at most 128 GPUs. Together they have all lengths, all arrivals and loads from 0.7 to 2.9.
 SMALL_SHAPES = (1, 11, 0, 25, 28, 55, 35, 36, 15, 2, 26, 27)
-SMALL_JOBS = 300
+SMALL_JOBS = 400
 
 
 def test_a_seed_gives_the_trace_that_it_always_gave() -> None:

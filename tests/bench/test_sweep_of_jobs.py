@@ -26,6 +26,9 @@ def test_one_after_another_takes_as_long_as_the_jobs_of_a_gpu_and_together_is_fa
         alone, together = (row["ways"][name] for name in ("one after another, PEFT", "together, no bound"))
         starts = alone["makespan_seconds"] - sweep_of_jobs.JOBS / sweep_of_jobs.GPUS * steps
         assert 8 * 9.0 <= starts <= 8 * 36.0, "eight jobs on each GPU, each with a start"
+        ours = 2000 * cost_model("h200-from-128", "tlora").alone_step_seconds(row["base"], 4.0 * row["mean_tokens"], 1)
+        found = row["ways"]["one after another, ours"]["makespan_seconds"]
+        assert found == pytest.approx(8 * ours + 35.4 + 7 * 2.0), "one start for all, and seven joins"
         assert alone["times_as_fast"] == 1.0 and together["times_as_fast"] > 1.0 and together["shared_gpu_share"] > 0.5
         assert row["ways"]["one after another, ours"]["shared_gpu_share"] == 0.0
 

@@ -37,6 +37,7 @@ from tlora.protocol import (
 )
 from tlora.scheduler.job import Job
 from tlora.scheduler.scheduler import Policy, Scheduler
+from tlora.scheduler.settings import Settings
 from tlora.scheduler.state import ClusterState
 
 BASES = ("north", "south")
@@ -49,6 +50,11 @@ def made_cost(launch_seconds: float = 0.5) -> CostModel:
     """
     constants = BaseConstants(1000.0, launch_seconds, 0.01, 0.05, 0.2, 52e9, 1e6, 1e11, {})
     return CostModel(dict.fromkeys(BASES, constants))
+
+
+def made_settings(**others: Any) -> Settings:
+    """For the small jobs here, whose steps would be cut for no second GPU otherwise."""
+    return Settings(least_replica_tokens=1, **others)
 
 
 def made_spec(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from tests.scheduler.invariants import check
-from tests.scheduler.mirror import BASES, made_scheduler, made_spec
+from tests.scheduler.mirror import BASES, made_scheduler, made_settings, made_spec
 from tlora.protocol import BaseMeasured, BaseSpeed, ChangeGroup, GroupReady, NodeAdded, StartGroup, StopGroup, Tick
 from tlora.scheduler.plans import shared_plan
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Scheduler
-from tlora.scheduler.settings import Settings
 
 NORTH, SOUTH = BASES
 SLOW = BaseSpeed(tokens_per_second=10.0, launch_seconds=1.0, floor_seconds=0.0, member_seconds=0.5)
@@ -41,7 +40,7 @@ def test_a_base_that_nobody_asks_for() -> None:
 
 def shared() -> Scheduler:
     """Two jobs that share a GPU, of which the second came last, and one of the other base on a second GPU."""
-    scheduler = made_scheduler(residual_capacity(Settings(preemption=False)), 1)
+    scheduler = made_scheduler(residual_capacity(made_settings(preemption=False)), 1)
     for name in ("first", "last"):
         scheduler.handle(made_spec(name, tokens=300.0, steps=100_000, max_slowdown=1.6), 0.0)
     assert [known.group.job_ids for known in scheduler.state.groups.values()] == [("first", "last")]
@@ -76,7 +75,7 @@ def test_whose_bound_cannot_hold_as_measured_waits_until_there_is_room() -> None
 
 
 def test_who_has_to_leave_goes_where_there_is_room_at_once() -> None:
-    scheduler = made_scheduler(residual_capacity(Settings(preemption=False, elastic=False)), 1)
+    scheduler = made_scheduler(residual_capacity(made_settings(preemption=False, elastic=False)), 1)
     for name in ("first", "last"):
         scheduler.handle(made_spec(name, tokens=300.0, steps=100_000, max_slowdown=1.6), 0.0)
     scheduler.handle(NodeAdded("n1", (7,)), 1.0)
@@ -87,7 +86,7 @@ def test_who_has_to_leave_goes_where_there_is_room_at_once() -> None:
 
 def test_a_job_alone_on_fewer_gpus_than_its_bound_needs_as_measured_starts_anew_on_more() -> None:
     """It was given one of two, as launches took so much of its time that the second would not have helped."""
-    scheduler = made_scheduler(residual_capacity(), 2)
+    scheduler = made_scheduler(residual_capacity(made_settings()), 2)
     launching = BaseSpeed(tokens_per_second=1000.0, launch_seconds=100.0, floor_seconds=0.0, member_seconds=0.0)
     scheduler.handle(BaseMeasured(NORTH, "CPU", launching), 0.0)
     (start,) = scheduler.handle(made_spec("a", 2, tokens=2000.0, longest=64, steps=100_000, max_slowdown=1.5), 1.0)

@@ -8,12 +8,11 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 
-from tests.scheduler.mirror import MOVES, Move, made_cost, made_scheduler, made_spec, steps_through
+from tests.scheduler.mirror import MOVES, Move, made_cost, made_scheduler, made_settings, made_spec, steps_through
 from tests.scheduler.timeline import made_timeline, slowdowns
 from tlora.costs.sharing import Member, group_step_seconds
 from tlora.protocol import ChangeGroup, Event, JobCancelled, JobFailed, JobFinished, JobSubmitted, StartGroup
 from tlora.scheduler.residual_capacity import residual_capacity
-from tlora.scheduler.settings import Settings
 from tlora.scheduler.state import ClusterState
 
 ROUNDING = 1e-6
@@ -48,7 +47,7 @@ def together(budget: int, *tokens: float) -> list[float]:
 @given(moves=MOVES)
 def test_no_event_leaves_anybody_beyond_its_bound(moves: list[Move]) -> None:
     """As predicted. Groups of a base that is measured are planned anew, as they were made by other predictions."""
-    for event, state, _ in steps_through(residual_capacity(), moves):
+    for event, state, _ in steps_through(residual_capacity(made_settings()), moves):
         assert not beyond(state), f"after {event}"
 
 
@@ -58,7 +57,7 @@ def test_a_join_needs_the_bounds_of_those_who_are_there_and_of_the_one_who_comes
     (slowed, _) = together(1024, 300.0, 300.0)
     assert 1.3 < slowed < 1.5
     bound = {"there": 9.0, "new": 9.0} | {tight: slowed * margin}
-    scheduler = made_scheduler(residual_capacity(Settings(preemption=False)), 1)
+    scheduler = made_scheduler(residual_capacity(made_settings(preemption=False)), 1)
     scheduler.handle(made_spec("there", tokens=300.0, steps=LONG, max_slowdown=bound["there"]), 0.0)
     actions = scheduler.handle(made_spec("new", tokens=300.0, steps=LONG, max_slowdown=bound["new"]), 1.0)
     if margin > 1:
@@ -71,7 +70,7 @@ def test_a_join_needs_the_bounds_of_those_who_are_there_and_of_the_one_who_comes
 
 def test_all_members_bounds_are_looked_at_and_not_their_mean_alone() -> None:
     """Each member that joins slows down those before: the group is full when one more would break the tightest bound."""
-    timeline = made_timeline(1, settings=Settings(preemption=False))
+    timeline = made_timeline(1, settings=made_settings(preemption=False))
     for index in range(12):
         bound = 2.0 if index == 3 else 20.0
         timeline.tell(made_spec(f"j{index}", tokens=100.0, steps=LONG, parameters=10**6, longest=64, max_slowdown=bound))
@@ -84,7 +83,7 @@ def test_all_members_bounds_are_looked_at_and_not_their_mean_alone() -> None:
 
 @pytest.mark.parametrize("sharing", [True, False])
 def test_a_bound_of_one_is_never_shared_nor_given_fewer_gpus(sharing: bool) -> None:
-    timeline = made_timeline(4, settings=Settings(sharing=sharing))
+    timeline = made_timeline(4, settings=made_settings(sharing=sharing))
     for index in range(6):
         timeline.tell(made_spec(f"j{index}", 2, tokens=200.0, longest=64, steps=LONG, max_slowdown=1.0))
         timeline.now += 1000.0
@@ -93,7 +92,7 @@ def test_a_bound_of_one_is_never_shared_nor_given_fewer_gpus(sharing: bool) -> N
 
 
 def test_without_sharing_nobody_joins() -> None:
-    scheduler = made_scheduler(residual_capacity(Settings(sharing=False)), 1)
+    scheduler = made_scheduler(residual_capacity(made_settings(sharing=False)), 1)
     scheduler.handle(made_spec("a", tokens=100.0, max_slowdown=9.0), 0.0)
     assert scheduler.handle(made_spec("b", tokens=100.0, max_slowdown=9.0), 1.0) == []
 
@@ -101,7 +100,7 @@ def test_without_sharing_nobody_joins() -> None:
 @pytest.mark.parametrize(("nodes", "members"), [((8,), ("all", "small")), ((4, 4), ("all",))])
 def test_a_job_joins_a_group_of_one_node_and_none_of_several(nodes: tuple[int, ...], members: tuple[str, ...]) -> None:
     """Its members would keep whole nodes together, on which the next wide job starts before narrow ones that wait."""
-    timeline = made_timeline(*nodes, settings=Settings(preemption=False, elastic=False))
+    timeline = made_timeline(*nodes, settings=made_settings(preemption=False, elastic=False))
     timeline.tell(made_spec("all", 8, tokens=8000.0, longest=64, steps=LONG, max_slowdown=4.0))
     timeline.tell(made_spec("small", tokens=100.0, longest=64, steps=LONG, parameters=10**6, max_slowdown=9.0))
     assert [known.group.job_ids for known in timeline.scheduler.state.groups.values()] == [members]
@@ -120,7 +119,7 @@ LEAVINGS: dict[str, Leaving] = {
 
 @pytest.mark.parametrize("how", LEAVINGS)
 def test_who_stays_is_faster_when_another_leaves(how: str) -> None:
-    scheduler = made_scheduler(residual_capacity(), 1)
+    scheduler = made_scheduler(residual_capacity(made_settings()), 1)
     for index in range(4):
         scheduler.handle(made_spec(f"j{index}", tokens=150.0 + 50 * index, steps=LONG, parameters=10**6, max_slowdown=4.0), 0.0)
     before = slowdowns(scheduler)
@@ -136,7 +135,7 @@ def test_who_stays_is_faster_when_another_leaves(how: str) -> None:
 @pytest.mark.parametrize("how", LEAVINGS)
 def test_who_is_left_alone_is_within_its_bound_when_another_leaves(how: str) -> None:
     """Together they would do best by two micro-batches to a step of the first, which without company take 2 launches instead of one."""
-    scheduler = made_scheduler(residual_capacity(), 2)
+    scheduler = made_scheduler(residual_capacity(made_settings()), 2)
     scheduler.handle(made_spec("tight", 2, tokens=2166.0, steps=LONG, longest=64, parameters=10**7, max_slowdown=1.2), 0.0)
     scheduler.handle(made_spec("loose", 1, tokens=990.0, steps=LONG, longest=64, parameters=10**7, max_slowdown=6.0), 1.0)
     scheduler.handle(LEAVINGS[how]("loose"), 50.0)
@@ -181,7 +180,7 @@ def test_fewer_gpus_than_asked_for_are_as_many_as_the_bound_needs() -> None:
 @given(moves=MOVES)
 def test_every_plan_is_a_prepared_one_that_holds_the_longest_sample(moves: list[Move]) -> None:
     """That memory holds it and all adapters is looked at after each event too, by the state's own check."""
-    for _, state, _ in steps_through(residual_capacity(), moves):
+    for _, state, _ in steps_through(residual_capacity(made_settings()), moves):
         for known in state.groups.values():
             group, profiles = known.group, [state.jobs[name].spec.profile for name in known.group.job_ids]
             tokens = group.plan.token_budget // len(group.gpus)
@@ -191,7 +190,7 @@ def test_every_plan_is_a_prepared_one_that_holds_the_longest_sample(moves: list[
 
 def joined(*specs: JobSubmitted) -> list[str]:
     """Who of them is in the group on the only GPU, in the end."""
-    timeline = made_timeline(1, settings=Settings(preemption=False))
+    timeline = made_timeline(1, settings=made_settings(preemption=False))
     timeline.tell(*specs)
     return list(timeline.mirror.groups["g0"].job_ids)
 
@@ -217,7 +216,7 @@ def test_a_member_of_long_samples_needs_room_for_them_beside_all_adapters() -> N
 
 
 def test_a_bound_of_infinity_stands_still_for_nobody() -> None:
-    scheduler = made_scheduler(residual_capacity(), 1)
+    scheduler = made_scheduler(residual_capacity(made_settings()), 1)
     scheduler.handle(made_spec("any", tokens=400.0, steps=LONG, longest=64, parameters=10**7, max_slowdown=math.inf), 0.0)
     (change,) = scheduler.handle(made_spec("one", tokens=400.0, steps=LONG, longest=64, parameters=10**7, max_slowdown=2.0), 1.0)
     assert isinstance(change, ChangeGroup) and not isinstance(change, StartGroup)

@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import given
 
-from tests.scheduler.mirror import MOVES, Move, made_spec, steps_through
+from tests.scheduler.mirror import MOVES, Move, made_settings, made_spec, steps_through
 from tests.scheduler.timeline import MOST_RETHINK_SECONDS, TICK_SECONDS, made_timeline, wanted
 from tlora.protocol import BaseMeasured, ChangeGroup, GpusLost, JobGroup, JobSubmitted, NodeAdded, StartGroup, StopGroup
 from tlora.scheduler.residual_capacity import residual_capacity
@@ -15,7 +15,7 @@ from tlora.scheduler.settings import Settings
 from tlora.scheduler.starvation import starves_after
 from tlora.scheduler.state import ClusterState
 
-USUAL = Settings()
+USUAL = made_settings()
 REST = USUAL.min_residence_seconds
 AT_MOST = MOST_RETHINK_SECONDS + TICK_SECONDS  # until time alone makes a difference
 LONG = 100_000
@@ -85,7 +85,7 @@ def test_everybody_gets_the_gpu_that_it_asks_for_though_some_might_share_more() 
 
 @pytest.mark.parametrize("elastic", [True, False])
 def test_only_who_may_grows(elastic: bool) -> None:
-    timeline = made_timeline(8, settings=Settings(elastic=elastic))
+    timeline = made_timeline(8, settings=made_settings(elastic=elastic))
     timeline.tell(made_job("a", 2))
     timeline.until(4 * REST)
     assert (len(timeline.gpus_of("a")) == 8) == elastic and (elastic or len(timeline.gpus_of("a")) == 2)
@@ -147,14 +147,14 @@ def grown(gpus: int, left: float, *node: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize(("margin", "grows"), [(0.9, False), (1.1, True)])
 def test_growth_must_save_more_than_its_pause(margin: float, grows: bool) -> None:
-    """What is left, times the share saved, against (1 + hysteresis) * resize."""
-    least = (1 + USUAL.hysteresis) * USUAL.resize_seconds / (1 - alone_on(2) / alone_on(1))
+    """What is left, times the share saved, against (1 + hysteresis) * (checkpoint + start)."""
+    least = (1 + USUAL.hysteresis) * USUAL.move_seconds / (1 - alone_on(2) / alone_on(1))
     assert grown(2, margin * least) == ((0, 1) if grows else (0,))
 
 
 @pytest.mark.parametrize(("margin", "moves"), [(0.9, False), (1.1, True)])
 def test_a_move_to_another_node_must_save_more_than_a_start(margin: float, moves: bool) -> None:
-    least = (1 + USUAL.hysteresis) * (USUAL.start_seconds + USUAL.checkpoint_seconds) / (1 - alone_on(4) / alone_on(1))
+    least = (1 + USUAL.hysteresis) * USUAL.move_seconds / (1 - alone_on(4) / alone_on(1))
     assert grown(4, margin * least, 1, 2, 3, 4) == ((1, 2, 3, 4) if moves else (0,))
 
 
@@ -162,7 +162,7 @@ def test_a_move_to_another_node_must_save_more_than_a_start(margin: float, moves
 def test_who_shares_parts_for_a_free_gpu_where_that_saves_more_than_a_start(margin: float, parts: bool) -> None:
     """What is left of both alone, times what sharing adds to it, against (1 + hysteresis) * members * (start + checkpoint)."""
     together = 0.5 + 0.01 + 0.6  # a step of both
-    least = (1 + USUAL.hysteresis) * (USUAL.start_seconds + USUAL.checkpoint_seconds) / (together / alone_on(1, 300.0) - 1)
+    least = (1 + USUAL.hysteresis) * USUAL.move_seconds / (together / alone_on(1, 300.0) - 1)
     steps = round(SOME_TIME / together + margin * least / alone_on(1, 300.0))
     timeline = made_timeline(1)
     for name in "ab":
@@ -199,7 +199,7 @@ def waits_for(long_left: float, short: float, settings: Settings = USUAL) -> flo
 
 def test_who_is_far_less_urgent_gives_way_at_once_if_it_has_rested() -> None:
     assert waits_for(9000.0, 900.0) == 0.0
-    assert waits_for(9000.0, 900.0, Settings(preemption=False)) == pytest.approx(9000.0, abs=2.0)
+    assert waits_for(9000.0, 900.0, made_settings(preemption=False)) == pytest.approx(9000.0, abs=2.0)
 
 
 @pytest.mark.parametrize(("ratio", "waits"), [(1.9, True), (2.1, False)])
@@ -211,9 +211,9 @@ def test_nobody_is_stopped_for_a_small_difference_in_urgency(ratio: float, waits
 @pytest.mark.parametrize(("margin", "waits"), [(0.8, True), (1.3, False)])
 def test_nobody_is_stopped_for_less_than_the_stop_costs(margin: float, waits: bool) -> None:
     """(1 / short - 1 / long) * short > (1 + h) * (start + checkpoint) / long, where urgency is about patience / time left."""
-    least = (1 + USUAL.hysteresis) * (USUAL.start_seconds + USUAL.checkpoint_seconds)
+    least = (1 + USUAL.hysteresis) * USUAL.move_seconds
     long = 200.0
-    assert (waits_for(long, long - margin * least, Settings(preemption_ratio=1.01)) > 0) == waits
+    assert (waits_for(long, long - margin * least, made_settings(preemption_ratio=1.01)) > 0) == waits
 
 
 def test_a_group_that_has_just_changed_is_left_alone_until_it_has_rested() -> None:
@@ -233,7 +233,7 @@ def test_a_group_that_has_just_changed_neither_grows_nor_moves_nor_parts_nor_sto
     """Unless its GPUs are lost, its base is measured, or for somebody who starves. It may take in who waits, and give up GPUs."""
     before: dict[str, JobGroup] = {}
     changed_at: dict[str, float] = {}
-    for event, state, actions in steps_through(residual_capacity(), moves):
+    for event, state, actions in steps_through(residual_capacity(made_settings()), moves):
         starts = [action.group for action in actions if isinstance(action, StartGroup)]
         rescued = any(
             state.jobs[name].waited_seconds >= starves_after(state.jobs[name], USUAL) for group in starts for name in group.job_ids

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from tests.scheduler.mirror import MOVES, Mirror, Move, Story, made_cost, made_scheduler, made_spec, started, tell
+from tests.scheduler.mirror import MOVES, Mirror, Move, Story, made_cost, made_scheduler, made_settings, made_spec, started, tell
 from tests.scheduler.timeline import made_timeline
 from tlora.protocol import (
     Action,
@@ -30,7 +30,7 @@ LONG = 100_000
 
 def whole_story(moves: list[Move], repeated: type[Event] | tuple[type[Event], ...], late: int = 1) -> list[list[Action]]:
     """What is done at each move. Events of the types `repeated` come again after `late` more moves, and must then do nothing."""
-    scheduler, mirror, story, now = Scheduler(residual_capacity(), made_cost()), Mirror(), Story(), 0.0
+    scheduler, mirror, story, now = Scheduler(residual_capacity(made_settings()), made_cost()), Mirror(), Story(), 0.0
     for node in range(story.nodes):
         tell(scheduler, mirror, NodeAdded(f"n{node}", tuple(range(4 * node, 4 * node + 4)), f"r{node // 2}"), now)
     told: list[Event] = []
@@ -100,7 +100,7 @@ def test_news_of_a_group_that_has_ended_ends_no_other() -> None:
 
 
 def test_gpus_that_are_lost_before_they_were_there_come_later_all_the_same() -> None:
-    scheduler = made_scheduler(residual_capacity(), 1)
+    scheduler = made_scheduler(residual_capacity(made_settings()), 1)
     assert scheduler.handle(GpusLost((1, 2)), 0.0) == []
     scheduler.handle(NodeAdded("n1", (1, 2), "r0"), 1.0)
     assert started(scheduler.handle(made_spec("a", 2), 2.0)) == ["a"]

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.scheduler.mirror import made_spec
+from tests.scheduler.mirror import made_settings, made_spec
 from tests.scheduler.timeline import MOST_RETHINK_SECONDS, TICK_SECONDS, Timeline, made_timeline
 from tlora.protocol import JobSubmitted, StopGroup
 from tlora.scheduler.settings import Settings
 
-USUAL = Settings()
+USUAL = made_settings()
 STEP = 1.5  # seconds of a step of 1,000 tokens on one GPU
 SOME_TIME = 1800.0  # more than a rest
 AT_MOST = MOST_RETHINK_SECONDS + TICK_SECONDS  # until time alone makes a difference
@@ -180,14 +180,14 @@ def crowded(seconds: float, settings: Settings, *nodes: int, wide: dict[str, Any
 @pytest.mark.parametrize("preemption", [True, False])
 def test_who_is_late_by_the_factor_starts_next(preemption: bool) -> None:
     """By stopping others, or else when those have ended who run by then: GPUs are kept free for it."""
-    timeline = crowded(LATE_AT + 2000.0, Settings(preemption=preemption), 4)
+    timeline = crowded(LATE_AT + 2000.0, made_settings(preemption=preemption), 4)
     latest = TICK_SECONDS if preemption else TICK_SECONDS + 300.0
     assert LATE_AT <= timeline.started_at["wide"] <= LATE_AT + latest
-    assert "wide" not in crowded(LATE_AT + 2000.0, Settings(preemption=preemption, starvation_factor=math.inf), 4).started_at
+    assert "wide" not in crowded(LATE_AT + 2000.0, made_settings(preemption=preemption, starvation_factor=math.inf), 4).started_at
 
 
 def test_gpus_are_kept_free_for_who_starves_on_no_more_nodes_than_it_needs() -> None:
-    timeline = crowded(LATE_AT, Settings(preemption=False), 4, 4)
+    timeline = crowded(LATE_AT, made_settings(preemption=False), 4, 4)
     kept = 0
     while "wide" not in timeline.started_at:
         timeline.until(timeline.now + 10.0)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.scheduler.mirror import MOVES, Mirror, Move, made_scheduler, made_spec, started, steps_through, tell
+from tests.scheduler.mirror import MOVES, Mirror, Move, made_scheduler, made_settings, made_spec, started, steps_through, tell
 from tests.scheduler.timeline import Timeline, made_timeline, rejected, slowdowns
 from tlora.protocol import ChangeGroup, GpusLost, GroupLost, JobFinished, JobSubmitted, NodeAdded, StartGroup, StopGroup, Tick
 from tlora.scheduler.draft import has_room
@@ -44,14 +44,14 @@ def test_of_nodes_with_room_the_fullest() -> None:
 
 
 def test_a_job_within_a_nodes_size_is_not_spread_over_two() -> None:
-    timeline = made_timeline(4, 4, settings=Settings(preemption=False))
+    timeline = made_timeline(4, 4, settings=made_settings(preemption=False))
     timeline.tell(made_job("a", 3), made_job("b", 3))
     assert timeline.tell(made_job("c", 2)) == [] and timeline.scheduler.state.num_free == 2
     timeline.tell(JobFinished("a"))
     assert len(nodes_of(timeline, "c")) == 1
 
 
-@pytest.mark.parametrize("settings", [Settings(), Settings(elastic=False, preemption=False)], ids=["usual", "rigid"])
+@pytest.mark.parametrize("settings", [made_settings(), made_settings(elastic=False, preemption=False)], ids=["usual", "rigid"])
 @pytest.mark.parametrize(
     ("free", "chosen"),
     [
@@ -80,7 +80,7 @@ def test_a_job_of_a_node_and_a_half_starts_where_these_are_free() -> None:
 
 @given(moves=MOVES)
 def test_every_group_is_on_as_few_nodes_as_hold_it(moves: list[Move]) -> None:
-    for _, state, _ in steps_through(residual_capacity(), moves):
+    for _, state, _ in steps_through(residual_capacity(made_settings()), moves):
         for known in state.groups.values():
             gpus = known.group.gpus
             assert known.num_nodes == state.num_nodes(gpus) == -(-len(gpus) // state.node_size)
@@ -88,7 +88,7 @@ def test_every_group_is_on_as_few_nodes_as_hold_it(moves: list[Move]) -> None:
 
 @given(moves=MOVES)
 def test_nobody_waits_for_whom_as_many_gpus_as_it_asks_for_are_free(moves: list[Move]) -> None:
-    for _, state, _ in steps_through(residual_capacity(Settings(starvation_factor=math.inf)), moves):
+    for _, state, _ in steps_through(residual_capacity(made_settings(starvation_factor=math.inf)), moves):
         free = [len(node.free) for node in state.nodes.values()]
         for name in state.pending:
             gpus = state.jobs[name].spec.gpus
@@ -97,7 +97,7 @@ def test_nobody_waits_for_whom_as_many_gpus_as_it_asks_for_are_free(moves: list[
 
 def test_company_is_sought_in_groups_of_its_own_base_alone() -> None:
     """Of two nodes of one GPU each, one is the other base's, though all of it is idle capacity but a hundredth."""
-    timeline = made_timeline(1, 1, settings=Settings(preemption=False))
+    timeline = made_timeline(1, 1, settings=made_settings(preemption=False))
     timeline.tell(made_spec("south", tokens=10.0, longest=10, steps=LONG, base_model="south", max_slowdown=100.0))
     timeline.tell(made_spec("north", tokens=500.0, longest=10, steps=LONG, max_slowdown=4.0))
     for index in range(4):
@@ -143,7 +143,7 @@ def test_who_can_never_run_is_refused_at_once_and_once_with_the_reason(wrong: di
 def test_who_is_not_refused_runs_at_once_where_nobody_else_is(
     gpus: int, tokens: float, longest: int, parameters: int, bound: float
 ) -> None:
-    scheduler = made_scheduler(residual_capacity(), 4, 4)
+    scheduler = made_scheduler(residual_capacity(made_settings()), 4, 4)
     spec = made_spec("a", gpus, tokens * gpus, 100, parameters, longest, max_slowdown=bound)
     actions = scheduler.handle(spec, 0.0)
     assert len(actions) == 1 and (started(actions) == ["a"]) != bool(rejected(actions))
@@ -243,7 +243,7 @@ def test_a_second_node_relieves_those_who_share() -> None:
 
 
 def test_mirror_and_scheduler_agree_when_a_node_comes_twice_and_grows() -> None:
-    scheduler, mirror = made_scheduler(residual_capacity()), Mirror()
+    scheduler, mirror = made_scheduler(residual_capacity(made_settings())), Mirror()
     tell(scheduler, mirror, NodeAdded("n0", (0, 1)), 0.0)
     tell(scheduler, mirror, made_job("a", 2), 0.0)
     assert tell(scheduler, mirror, NodeAdded("n0", (0, 1)), 1.0) == []

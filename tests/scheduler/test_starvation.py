@@ -6,15 +6,14 @@ import math
 
 import pytest
 
-from tests.scheduler.mirror import BASES, made_spec, made_state, waiting_job
+from tests.scheduler.mirror import BASES, made_settings, made_spec, made_state, waiting_job
 from tests.scheduler.timeline import TICK_SECONDS, Timeline, made_timeline
 from tlora.protocol import JobGroup, JobSubmitted, ParallelPlan, Tick
-from tlora.scheduler.settings import Settings
 from tlora.scheduler.starvation import Starvation, starves_after
 from tlora.scheduler.state import ClusterState
 from tlora.scheduler.urgency import remaining_seconds, urgency
 
-USUAL = Settings()
+USUAL = made_settings()
 HOUR = 3600.0
 LONG = 1_000_000
 
@@ -30,11 +29,11 @@ def test_a_job_starves_after_ten_times_its_length_but_not_before_four_hours_nor_
     state = made_state(4)
     job = waiting_job(state, made_job("a", steps=round(hours * HOUR / 1.5)))
     assert starves_after(job, USUAL) == pytest.approx(after * HOUR)
-    assert starves_after(job, Settings(starvation_factor=math.inf)) == math.inf
+    assert starves_after(job, made_settings(starvation_factor=math.inf)) == math.inf
 
 
 def test_waits_count_together_and_time_in_a_group_does_not() -> None:
-    timeline = made_timeline(1, settings=Settings(starvation_factor=math.inf))
+    timeline = made_timeline(1, settings=made_settings(starvation_factor=math.inf))
     timeline.tell(made_job("a"))
     timeline.until(HOUR)
     timeline.tell(made_job("b", steps=1000))
@@ -48,13 +47,13 @@ def late(*gpus: int, nodes: tuple[int, ...] = (4, 4), **settings: float) -> list
     state = made_state(*nodes)
     for index, count in enumerate(gpus):
         state.submit(made_job(f"j{index}", count))
-    starvation = Starvation(Settings(**settings))  # type: ignore[arg-type]
+    starvation = Starvation(made_settings(**settings))  # type: ignore[arg-type]
     starvation.follow(state)
     assert starvation.first(state) == [] and starvation.next_at == pytest.approx(24 * HOUR)
     state.now = 24 * HOUR
     state.submit(made_job("new"))
     starvation.follow(state)
-    anew = Starvation(Settings(**settings))  # type: ignore[arg-type]
+    anew = Starvation(made_settings(**settings))  # type: ignore[arg-type]
     anew.follow(state)
     assert anew.first(state) == starvation.first(state)
     return [job.spec.job_id for job in starvation.first(state)]
@@ -71,7 +70,7 @@ def test_as_they_came_up_to_a_share_of_the_gpus_or_the_first() -> None:
 
 def first_names(state: ClusterState, starvation: Starvation) -> list[str]:
     """Who goes first, which one that has seen nothing before tells too."""
-    anew = Starvation(Settings(starvation_share=0.5))
+    anew = Starvation(made_settings(starvation_share=0.5))
     for each in (starvation, anew):
         each.follow(state)
     found = [job.spec.job_id for job in starvation.first(state)]
@@ -84,7 +83,7 @@ DAY = 24 * HOUR
 
 def with_wide(*names: str) -> tuple[ClusterState, Starvation]:
     """Jobs of all 8 GPUs and a narrow one, which have all waited for a day; the share is half of the GPUs."""
-    state, starvation = made_state(4, 4), Starvation(Settings(starvation_share=0.5))
+    state, starvation = made_state(4, 4), Starvation(made_settings(starvation_share=0.5))
     for name in names:
         state.submit(made_job(name, 8))
     state.submit(made_job("narrow", 1))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.scheduler.mirror import made_spec
+from tests.scheduler.mirror import made_settings, made_spec
 from tests.scheduler.timeline import Timeline, made_timeline, wanted
 from tlora.protocol import JobSubmitted, StopGroup
 from tlora.scheduler.decision import Decision
-from tlora.scheduler.settings import Settings
 
 RESTED = 1800.0  # more than a rest
 LONG = 1_000_000
@@ -102,7 +101,7 @@ def test_a_decision_looks_at_a_bounded_number_of_nodes(waiting: int, monkeypatch
         looks.append([])
         made(self, *arguments)  # type: ignore[arg-type]
 
-    timeline = made_timeline(*[2] * 200, settings=Settings(sharing=False))
+    timeline = made_timeline(*[2] * 200, settings=made_settings(sharing=False))
     timeline.tell(*[made_job(f"j{index}", 2, LONG) for index in range(200)])
     timeline.until(RESTED)
     monkeypatch.setattr(Decision, "__init__", noted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from tests.scheduler.mirror import Mirror, made_cost, made_scheduler, tell
+from tests.scheduler.mirror import Mirror, made_cost, made_scheduler, made_settings, tell
 from tlora.costs.cost import CostModel
 from tlora.protocol import Action, ChangeGroup, Event, JobFinished, JobGroup, RejectJob, StartGroup, Tick
 from tlora.scheduler.job import Job
@@ -81,7 +81,7 @@ class Timeline:
 
 def made_timeline(*nodes: int, settings: Settings | None = None, cost: CostModel | None = None) -> Timeline:
     """Under `residual_capacity`, over nodes of so many GPUs, two to a rack."""
-    scheduler = made_scheduler(residual_capacity(settings or Settings()), *nodes, cost=cost or made_cost())
+    scheduler = made_scheduler(residual_capacity(settings or made_settings()), *nodes, cost=cost or made_cost())
     return Timeline(scheduler, Mirror(dict.fromkeys(range(sum(nodes)))))
 
 

@@ -25,8 +25,9 @@ from tlora.protocol import (
     Tick,
     to_json,
 )
-from tlora.scheduler.policies import POLICIES
+from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Scheduler
+from tlora.scheduler.settings import Settings
 from tlora.sim.event_log import is_event_log, read_event_log
 from tlora.sim.mapping import BASES
 
@@ -83,8 +84,8 @@ def test_a_broken_line_is_named(tmp_path: Path, second: str, says: str) -> None:
 
 
 def test_a_log_of_an_older_version_is_read_and_gives_the_same_decisions() -> None:
-    """Written at commit 509d442: 12 jobs of ee9e8c on two nodes, with a group that changes, under our policy."""
+    """Written at commit 509d442: 12 jobs of ee9e8c on two nodes, with a group that changes, under our policy, which then cut any step."""
     rows = read_event_log(Path(__file__).with_name("event_log_509d442.jsonl"))
     assert len(rows) == 150
-    scheduler = Scheduler(POLICIES["residual_capacity"](), cost_model("h200", "tlora", BASES))
+    scheduler = Scheduler(residual_capacity(Settings(least_replica_tokens=1)), cost_model("h200", "tlora", BASES))
     assert answered(scheduler, rows) == rows

@@ -83,10 +83,10 @@ def test_every_combination_is_a_scenario() -> None:
         scenarios_of(read_grid("gpus=10"), plain, [0], ["fifo"])
 
 
-def test_what_a_change_of_gpus_takes_is_an_axis() -> None:
+def test_what_a_start_takes_is_an_axis() -> None:
     plain = Scenario()
-    found = scenarios_of(read_grid("resize_seconds=0:5:30"), plain, [0], ["fifo"])
-    assert [scenario.conditions.moves.resize_seconds for scenario in found] == [0, 5, 30]
+    found = scenarios_of(read_grid("warm_start_seconds=0:10:30"), plain, [0], ["fifo"])
+    assert [scenario.conditions.moves.warm_start_seconds for scenario in found] == [0, 10, 30]
     assert found[1].conditions.moves == plain.conditions.moves
     with pytest.raises(ConfigError, match="must be from 0 to 3,600"):
-        read_grid("resize_seconds=3601")
+        read_grid("warm_start_seconds=3601")

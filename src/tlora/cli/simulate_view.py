@@ -193,14 +193,10 @@ def print_origin(console: Console, constants: Mapping[str, Mapping[str, BaseCons
         for name in dict.fromkeys(name for found in bases.values() for name in extrapolated_fields(found)):
             kernels_of[name].append(kernels)
     if kernels_of:
-        told = ", ".join(f"{name} ({', '.join(kernels)})" for name, kernels in kernels_of.items()) + ", resize_seconds (a change of GPUs)"
+        told = ", ".join(f"{name} ({', '.join(kernels)})" for name, kernels in kernels_of.items())
         console.print(f"extrapolated, not measured: {told}", style="yellow", soft_wrap=True)
         first = next(iter(kernels_of))
-        console.print(
-            f"how much depends on one: --sweep scale.{first}=0.7:1:1.3 (or resize_seconds=1:5:30) --out FILE.csv",
-            style="dim",
-            soft_wrap=True,
-        )
+        console.print(f"how much depends on one: --sweep scale.{first}=0.7:1:1.3 --out FILE.csv", style="dim", soft_wrap=True)
 
 
 def title(scenario: Scenario, count: int, load: float, seeds: Sequence[int]) -> str:

@@ -28,12 +28,12 @@ def grow(decision: Decision) -> None:
             return
 
 
-def is_worth_it(decision: Decision, view: View, after: Sequence[float], pause_seconds: float) -> bool:
-    """Whether steps get shorter by the least share on average, and the time saved exceeds (1 + h) * members * pause."""
+def is_worth_it(decision: Decision, view: View, after: Sequence[float]) -> bool:
+    """Whether steps get shorter by the least share on average, and the time saved exceeds (1 + h) * members * the time of a move."""
     settings = decision.settings
     if sum(after) > (1 - settings.growth_gain) * sum(view.slowdowns):
         return False
-    return decision.seconds_saved(view.jobs, view.slowdowns, after) > (1 + settings.hysteresis) * len(view.jobs) * pause_seconds
+    return decision.seconds_saved(view.jobs, view.slowdowns, after) > (1 + settings.hysteresis) * len(view.jobs) * settings.move_seconds
 
 
 def _wider(decision: Decision, view: View) -> tuple[tuple[int, Prediction], ...]:
@@ -82,7 +82,7 @@ def _grow_to(decision: Decision, node: str, grower: _Grower) -> bool:
     """Let it have its GPUs, if that is worth what it costs."""
     view = grower.view
     prediction = decision.predict(view.jobs, grower.gpus, 1)
-    if prediction is None or not is_worth_it(decision, view, prediction.slowdowns, decision.settings.resize_seconds):
+    if prediction is None or not is_worth_it(decision, view, prediction.slowdowns):
         return False
     more = decision.draft.free_of(node)[: grower.gpus - len(view.gpus)]
     decision.change(view.group_id, view.jobs, tuple(sorted((*view.gpus, *more))), prediction)
@@ -155,7 +155,7 @@ def _spread(decision: Decision) -> bool:
 
 def _options(decision: Decision, view: View, free: dict[str, int]) -> list[_Wider]:
     """Ways to have more GPUs than now that are worth it."""
-    size, settings, count, own = decision.node_size, decision.settings, len(view.gpus), view.nodes
+    size, count, own = decision.node_size, len(view.gpus), view.nodes
     whole = [name for name, spare in free.items() if spare == size and name not in own]
     fills_nodes = count == view.num_nodes * size
     tried: list[tuple[int, Prediction, tuple[str, ...], bool]] = []
@@ -171,8 +171,7 @@ def _options(decision: Decision, view: View, free: dict[str, int]) -> list[_Wide
             tried.append((gpus, prediction, tuple(whole[: decision.nodes_for(gpus)]), True))
     options: list[_Wider] = []
     for gpus, prediction, nodes, moves in tried:
-        pause = settings.start_seconds + settings.checkpoint_seconds if moves else settings.resize_seconds
-        if not is_worth_it(decision, view, prediction.slowdowns, pause):
+        if not is_worth_it(decision, view, prediction.slowdowns):
             continue
         worth = (decision.value(view.jobs, prediction.slowdowns) - decision.worth(view)) / (gpus - count)
         if worth > 0:
@@ -219,7 +218,7 @@ def _way_out(decision: Decision, view: View, index: int, room: int) -> _WayOut |
     if rest is None or alone is None:
         return None
     after = [*rest.slowdowns[:index], *alone.slowdowns, *rest.slowdowns[index:]]
-    if not is_worth_it(decision, view, after, decision.settings.start_seconds + decision.settings.checkpoint_seconds):
+    if not is_worth_it(decision, view, after):
         return None
     won = decision.value(view.jobs, after) - decision.worth(view)
     return _WayOut(won, index, gpus, rest) if won > 0 else None

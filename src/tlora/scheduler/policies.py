@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from tlora.batching.replicas import LEAST_REPLICA_TOKENS
 from tlora.scheduler.exclusive_baselines import backfill, fifo, las, sjf, srtf
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Policy
@@ -29,15 +28,9 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     "residual_capacity-order-only": lambda: residual_capacity(Settings(sharing=False, elastic=False)),
 }
 
-_DEFAULTS = Settings()
 LIVE_POLICIES: Mapping[str, Callable[[], Policy]] = {
     "residual_capacity": POLICIES["residual_capacity-no-growth"],
-    "residual_capacity-growth": lambda: residual_capacity(
-        Settings(
-            resize_seconds=_DEFAULTS.checkpoint_seconds + _DEFAULTS.start_seconds,  # a group on other GPUs is another worker
-            least_replica_tokens=LEAST_REPLICA_TOKENS,
-        )
-    ),
+    "residual_capacity-growth": residual_capacity,
     **{name: POLICIES[name] for name in ("fifo", "backfill", "sjf", "srtf", "las")},
 }
 """Of a cluster that trains. What else there is, is there to be compared with."""

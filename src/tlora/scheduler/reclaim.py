@@ -107,7 +107,7 @@ def apply(decision: Decision, sacrifices: tuple[Sacrifice, ...]) -> list[Job]:
 
 def stop_of(decision: Decision, view: View, gpus: int) -> Sacrifice:
     """That the group stops, of which so many GPUs are of use."""
-    pause = decision.urgency_of(view) * len(view.jobs) * (decision.settings.checkpoint_seconds + decision.settings.start_seconds)
+    pause = decision.urgency_of(view) * len(view.jobs) * decision.settings.move_seconds
     return Sacrifice(view.group_id, (), None, gpus, decision.worth(view), pause)
 
 
@@ -128,7 +128,7 @@ def _sacrifice(decision: Decision, view: View, node: str, wanted: int, depth: _D
         if prediction is not None:
             loss = decision.worth(view) - decision.value(view.jobs, prediction.slowdowns)
             return Sacrifice(
-                view.group_id, keep, prediction, count, loss, decision.urgency_of(view) * len(view.jobs) * settings.resize_seconds
+                view.group_id, keep, prediction, count, loss, decision.urgency_of(view) * len(view.jobs) * settings.move_seconds
             )
     return None
 

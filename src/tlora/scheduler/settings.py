@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tlora.batching.replicas import LEAST_LENT_TOKENS
+
 Order = Literal["urgency", "arrival"]
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Tuned on trace ee9e8c, 128 GPUs, seeds 10-12, with the constants of one H200; the four costs are those of `sim/conditions.py`.
+    """Tuned on trace ee9e8c, 128 GPUs, seeds 10-12, with the constants of one H200; the three costs are those of `sim/conditions.py`.
 
     `sharing`: jobs may share a group. `elastic`: a job may get more GPUs than it asks for, or fewer within its bound, and these may
     change while it runs. `preemption`: a job may have to wait again for one that is far more urgent. Without the three, in the order
@@ -26,7 +28,7 @@ class Settings:
     `starvation_most_seconds`; with an infinite factor none does. Those that starve go first, on `starvation_share` of the GPUs, or on what
     the first of them asks for, as long as those like it had no more than the share of about the last day's GPU time.
 
-    A back end that cuts no step into parts of fewer tokens than `least_replica_tokens` has no use for GPUs beyond that.
+    No step is cut into parts of fewer tokens than `least_replica_tokens`: engines do not, and a group has no use for GPUs beyond that.
     """
 
     sharing: bool = True
@@ -46,5 +48,9 @@ class Settings:
     start_seconds: float = 35.4
     join_seconds: float = 2.0
     checkpoint_seconds: float = 1.0
-    resize_seconds: float = 5.0
-    least_replica_tokens: int = 1
+    least_replica_tokens: int = LEAST_LENT_TOKENS
+
+    @property
+    def move_seconds(self) -> float:
+        """What a group loses when it goes to other GPUs, or to more or fewer: another worker goes on from checkpoints."""
+        return self.checkpoint_seconds + self.start_seconds

@@ -89,7 +89,7 @@ class WholeNodes:
         node_of = decision.state.node_of
         keep = tuple([gpu for gpu in view.gpus if node_of[gpu] not in giver.given])
         prediction = decision.predict(view.jobs, len(keep), len(view.nodes) - len(giver.given))
-        pause = decision.urgency_of(view) * len(view.jobs) * decision.settings.resize_seconds
+        pause = decision.urgency_of(view) * len(view.jobs) * decision.settings.move_seconds
         return Sacrifice(view.group_id, keep, prediction, len(view.gpus) - len(keep), giver.loss, pause)
 
     def _part_of_a_node(self, rest: int) -> Offer | None:

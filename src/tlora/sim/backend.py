@@ -32,7 +32,7 @@ from tlora.protocol import (
     Tick,
 )
 from tlora.sim.conditions import Conditions
-from tlora.sim.flow import GroupFlow, enter, leave, plan_ahead, settle, switch
+from tlora.sim.flow import GroupFlow, begin, enter, halt, leave, plan_ahead, settle
 from tlora.sim.machines import ClusterShape, Machines
 from tlora.sim.mapping import MappedJob
 from tlora.sim.records import FinalState, GroupSpan, Sample
@@ -41,7 +41,6 @@ from tlora.sim.simulated_job import SimulatedJob
 SETTLED_SECONDS = 900.0  # so long after the last change ticks go on where nobody waits
 MOST_TICKS = 16  # the most that the time between ticks grows to while they change nothing, in times of its own
 CHECK_SECONDS = 1800.0  # between a group's reports of its own accord, where its speed is not as believed
-_WHOLE = 1e-6  # steps; so near to a whole number they are one
 
 
 class SimulatedCluster:
@@ -211,10 +210,8 @@ class SimulatedCluster:
         settle(flow, self._now)
         if flow.finishing is not None:
             self._finish(flow.finishing)
-        elif self._now >= flow.switch_at:
-            pause = self._conditions.moves.resize_seconds if flow.gpus else 0.0
-            flow.switch_at = math.inf
-            switch(flow, flow.wanted.gpus, self._machines.num_nodes(flow.wanted.gpus), self._now + pause)
+        elif self._now >= flow.loaded_at:
+            begin(flow, self._machines.num_nodes(flow.wanted.gpus))
         elif not self._exact:
             flow.stale = True
             self._report(flow.members.values())
@@ -293,11 +290,18 @@ class SimulatedCluster:
         if not self._machines.take(name, group.gpus):
             return
         assert name not in self._groups, f"{name} is started twice"
-        loaded_at = self._now + self._machines.start_seconds(group.base_model, group.gpus, name)
-        flow = self._groups[name] = GroupFlow(group, loaded_at, self._now, self._now, {}, [])
+        flow = self._groups[name] = GroupFlow(group, self._loaded_at(group), self._now, self._now, {}, [])
+        if flow.loaded_at == self._now:
+            begin(flow, self._machines.num_nodes(group.gpus))
+            self._touched[name] = flow
         self._enter_new(flow, group)
-        self._plan(flow, loaded_at)
+        self._plan(flow, flow.loaded_at)
         self._unsampled = True
+
+    def _loaded_at(self, group: JobGroup, wait_seconds: float = 0.0) -> float:
+        """When the base will be on its GPUs, of which others let go in so many seconds."""
+        start_seconds = self._machines.start_seconds(group.base_model, group.gpus, f"{group.group_id}|{self._now}")
+        return self._now + (wait_seconds + start_seconds if start_seconds else 0.0)
 
     def _change(self, flow: GroupFlow, group: JobGroup) -> None:
         settle(flow, self._now)
@@ -311,30 +315,23 @@ class SimulatedCluster:
             job.weight = weights[name]
         flow.wanted, flow.stale, flow.announce = group, True, True
         self._touched[group.group_id] = flow
-        if set(group.gpus) != set(before.gpus) and not self._regroup_gpus(flow, before.gpus):
+        if set(group.gpus) != set(before.gpus) and not self._restart(flow, before.gpus):
             return
         if self._enter_new(flow, group):
             flow.pauses = self._conditions.moves.join_micro_batches
 
-    def _regroup_gpus(self, flow: GroupFlow, before: tuple[int, ...]) -> bool:
-        """Give up GPUs at once, and load the base on those that come while the others go on. False if that loses the group."""
-        name, wanted, machines = flow.wanted.group_id, flow.wanted.gpus, self._machines
-        kept = tuple(gpu for gpu in flow.gpus if gpu in wanted)
-        machines.release(gpu for gpu in before if gpu not in wanted)
-        new = [gpu for gpu in wanted if gpu not in before]
+    def _restart(self, flow: GroupFlow, before: tuple[int, ...]) -> bool:
+        """On other GPUs its members go on from checkpoints that they write now. False if that loses the group."""
+        name, wanted, machines = flow.wanted.group_id, flow.wanted, self._machines
+        machines.release(gpu for gpu in before if gpu not in wanted.gpus)
         self._unsampled = True
-        if not machines.take(name, new):
+        if not machines.take(name, [gpu for gpu in wanted.gpus if gpu not in before]):
             self._end(flow, lost=True)
             return False
         for job in flow.members.values():
             job.regroupings += job.runs
-        if new:
-            loaded_at = self._now + machines.start_seconds(flow.wanted.base_model, new, f"{name}|{self._now}")
-            flow.switch_at = loaded_at if flow.switch_at == math.inf else max(loaded_at, flow.switch_at)
-        elif len(kept) == len(wanted):
-            flow.switch_at = math.inf
-        if len(kept) < len(flow.gpus):
-            switch(flow, kept, machines.num_nodes(kept), self._now + self._conditions.moves.resize_seconds)
+            job.check_point(self._now)
+        halt(flow, self._loaded_at(wanted, self._conditions.moves.checkpoint_seconds))
         return True
 
     def _enter_new(self, flow: GroupFlow, group: JobGroup) -> bool:
@@ -345,7 +342,7 @@ class SimulatedCluster:
             if name in flow.members or job.state != "unfinished":
                 continue
             moved = job.left_at == self._now and not math.isnan(job.started_seconds)
-            seconds = 0.0 if not flow.gpus else moves.join_seconds * self._conditions.delay_of(f"{name}|{self._now}")
+            seconds = 0.0 if not flow.loaded else moves.join_seconds * self._conditions.delay_of(f"{name}|{self._now}")
             enter(flow, job, weight, self._now, seconds + moved * moves.checkpoint_seconds)
             self._waiting -= 1
             any_new = True
@@ -354,7 +351,7 @@ class SimulatedCluster:
     def _let_go(self, flow: GroupFlow, job: SimulatedJob) -> None:
         """It checkpoints and leaves; of an optimizer step that is under way nothing is kept."""
         job.regroupings += not math.isnan(job.started_seconds)
-        leave(flow, job, self._now, math.floor(job.steps + _WHOLE))
+        leave(flow, job, self._now, job.whole_steps)
         self._waiting += 1
 
     def _end(self, flow: GroupFlow, lost: bool) -> None:

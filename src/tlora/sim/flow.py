@@ -17,16 +17,16 @@ from tlora.sim.simulated_job import SimulatedJob
 
 @dataclass(slots=True)
 class GroupFlow:
-    """`wanted` is what the scheduler asked for last, `gpus` those of it that run: none while it starts, the old ones while others load."""
+    """`wanted` is what the scheduler asked for last."""
 
     wanted: JobGroup
-    switch_at: float  # when `gpus` become those that are wanted; inf if they are
+    loaded_at: float  # when its base will be on its GPUs; inf if it is
     settled_at: float
     changed_at: float  # since when it has had these members and GPUs
     members: dict[str, SimulatedJob]
     came: list[SimulatedJob]  # since the last announcement
-    gpus: tuple[int, ...] = ()
-    num_nodes: int = 0
+    loaded: bool = False  # nobody in it runs before
+    num_nodes: int = 0  # on which its GPUs lie, once it is loaded
     version: int = 0  # of what was last planned with it
     stale: bool = True  # speeds are to be worked out anew
     pauses: float = 0.0  # micro-batches for which those that run stand still, as others join
@@ -57,15 +57,15 @@ def settle(flow: GroupFlow, now: float) -> None:
 def plan_ahead(flow: GroupFlow, now: float, cost: CostModel, conditions: Conditions) -> float:
     """When something happens in the group by itself: a member ends or goes on, GPUs are ready; inf if never. It is settled at `now`."""
     if not flow.members and not flow.pauses:
-        flow.tokens_per_second, flow.finishing, flow.stands = 0.0, None, flow.switch_at < math.inf
-        return flow.switch_at
-    if flow.stale and flow.members and flow.gpus:
+        flow.tokens_per_second, flow.finishing, flow.stands = 0.0, None, not flow.loaded
+        return flow.loaded_at
+    if flow.stale and flow.members and flow.loaded:
         _share(flow, now, cost, conditions)
     if flow.pauses:
         _pause(flow, now)
-    upcoming, finishing, tokens = flow.switch_at, None, 0.0
-    stands = upcoming < math.inf
-    for job in flow.members.values() if flow.gpus else ():
+    upcoming, finishing, tokens = flow.loaded_at, None, 0.0
+    stands = not flow.loaded
+    for job in flow.members.values() if flow.loaded else ():
         if job.resume_at <= now:
             if not job.runs:
                 job.go_on(now)
@@ -82,12 +82,17 @@ def plan_ahead(flow: GroupFlow, now: float, cost: CostModel, conditions: Conditi
     return upcoming
 
 
-def switch(flow: GroupFlow, gpus: tuple[int, ...], num_nodes: int, pause_until: float) -> None:
-    """From now on it runs on `gpus`, on none until they are loaded; nobody in it goes on before `pause_until`."""
-    flow.gpus, flow.num_nodes, flow.stale, flow.announce = gpus, num_nodes, True, True
+def begin(flow: GroupFlow, num_nodes: int) -> None:
+    """Its base is loaded, on GPUs of so many nodes."""
+    flow.loaded, flow.loaded_at, flow.num_nodes = True, math.inf, num_nodes
+    flow.stale = flow.announce = True
+
+
+def halt(flow: GroupFlow, loaded_at: float) -> None:
+    """Nobody in it runs until its base is loaded on other GPUs."""
+    flow.loaded, flow.loaded_at = False, loaded_at
     for job in flow.members.values():
-        job.runs = job.runs and bool(gpus)
-        job.resume_at = max(job.resume_at, pause_until)
+        job.runs = False
 
 
 def enter(flow: GroupFlow, job: SimulatedJob, weight: float, now: float, join_seconds: float) -> None:
@@ -112,10 +117,8 @@ def leave(flow: GroupFlow, job: SimulatedJob, now: float, back_to_steps: float) 
 
 def _share(flow: GroupFlow, now: float, cost: CostModel, conditions: Conditions) -> None:
     """Work out everybody's speed."""
-    wanted, count, jobs = flow.wanted, len(flow.gpus), list(flow.members.values())
+    wanted, count, jobs = flow.wanted, len(flow.wanted.gpus), list(flow.members.values())
     base, budget = wanted.base_model, wanted.plan.token_budget
-    if count != len(wanted.gpus):
-        budget = budget * count // len(wanted.gpus)
     if len(jobs) == 1:
         tokens = jobs[0].tokens_per_step
         seconds = [lone_step_seconds(cost, base, budget, count, flow.num_nodes, tokens)]

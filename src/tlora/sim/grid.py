@@ -17,7 +17,7 @@ Value = float | int | str
 Axes = Mapping[str, tuple[Value, ...]]
 
 SCALE = "scale."
-KEYS = ("load", "delta", "gpus", "seed", "policy", "kappa", "resize_seconds", *(SCALE + name for name in CONSTANTS))
+KEYS = ("load", "delta", "gpus", "seed", "policy", "kappa", "warm_start_seconds", *(SCALE + name for name in CONSTANTS))
 RANGE_POINTS = 5  # of `a..b` without a number
 MOST_POINTS = 100_000  # of a sweep: all of them are held at once
 _FACTORS = (0.001, 1000.0)
@@ -26,7 +26,7 @@ _BOUNDS = {
     "delta": (1, math.inf),
     "gpus": (1, MOST_GPUS),
     "seed": (0, 10**15 - 1),
-    "resize_seconds": (0, 3600),
+    "warm_start_seconds": (0, 3600),
 }  # the others are factors
 _RANGE = re.compile(r"(?P<first>.+?)\.\.(?P<last>[^/]+)(?:/(?P<count>\d+))?")
 _WHOLE = ("gpus", "seed")
@@ -73,8 +73,8 @@ def _scenario(plain: Scenario, point: Mapping[str, Value]) -> Scenario:
             found = replace(found, policy=name, kernels=kernels)
         elif key == "gpus":
             found = replace(found, nodes=num_nodes(int(value), plain.gpus_per_node))
-        elif key == "resize_seconds":
-            moves = replace(found.conditions.moves, resize_seconds=float(value))
+        elif key == "warm_start_seconds":
+            moves = replace(found.conditions.moves, warm_start_seconds=float(value))
             found = replace(found, conditions=replace(found.conditions, moves=moves))
         elif key.startswith(SCALE):
             others = tuple(pair for pair in found.scale if pair[0] != key.removeprefix(SCALE))

@@ -1,4 +1,4 @@
-"""The nodes of a simulated cluster: which GPUs are whose, which are lost, which nodes have run a base before, and when they fail."""
+"""The nodes of a simulated cluster: whose their GPUs are, which are lost, where workers stand, which bases they ran, when they fail."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class Machines:
         self._shape, self._conditions = shape, conditions
         self._lost: set[int] = set()
         self._warm: set[tuple[int, str]] = set()  # node and base that it has run
+        self._workers: dict[int, tuple[tuple[int, ...], str]] = {}  # by each of its GPUs: all of them, and the base that it has loaded
         self._failures: list[tuple[float, int, int, tuple[int, ...]]] = []  # a heap: seconds, node, its failures, GPUs that come back
         if conditions.mtbf_hours is not None:
             self._failures = sorted((conditions.failure(str(node), 0)[0], node, 0, ()) for node in range(shape.nodes))
@@ -73,12 +74,23 @@ class Machines:
         return 1 if len(gpus) == 1 else len({gpu // self._shape.gpus_per_node for gpu in gpus})
 
     def start_seconds(self, base: str, gpus: Sequence[int], what: str) -> float:
-        """Until the base is loaded on these; longer where one of their nodes has never run it, as it compiles. `what` names the start."""
+        """Until a worker on just these has the base loaded, as one that stands has. A new one takes the place of those that have some of
+        these; it takes longer where one of the nodes has never run the base, as it compiles. `what` names the start.
+        """
+        worker, moves = (tuple(sorted(gpus)), base), self._conditions.moves
+        if all(self._workers.get(gpu) == worker for gpu in gpus):
+            return moves.standing_start_seconds * self._conditions.delay_of(what)
+        self._end_workers(gpus)
+        self._workers |= dict.fromkeys(gpus, worker)
         runs = {(gpu // self._shape.gpus_per_node, base) for gpu in gpus}
-        moves = self._conditions.moves
         seconds = moves.warm_start_seconds if runs <= self._warm else moves.cold_start_seconds
         self._warm |= runs
         return seconds * self._conditions.delay_of(what)
+
+    def _end_workers(self, gpus: Iterable[int]) -> None:
+        for gpu in gpus:
+            for other in self._workers.get(gpu, ((), ""))[0]:
+                del self._workers[other]
 
     def fail_or_repair(self) -> NodeAdded | GpusLost:
         """What is due. Whose the lost GPUs are is left as it is."""
@@ -91,6 +103,7 @@ class Machines:
             what = conditions.failure(str(node), count)[1]
             lost = (gpus[int(2 * what * len(gpus))],) if what < 0.5 else gpus
             self._lost.update(lost)
+            self._end_workers(lost)
             upcoming = (seconds + 3600 * conditions.repair_hours, node, count + 1, lost)
             event = GpusLost(lost, "GPU lost" if len(lost) < len(gpus) else "node lost")
         self.num_gpus = self._shape.num_gpus - len(self._lost)

@@ -40,7 +40,8 @@ def run_scenario(scenario: Scenario) -> Outcome:
     """Read the trace and simulate it. Useful work is counted in our kernels' saturated tokens/s, whichever kernels the policy has."""
     scene, cost = scene_of(scenario), cost_of(scenario, scenario.kernels)
     saturated = {base: found.tokens_per_second for base, found in cost_of(scenario, "tlora").constants.items()}
-    conditions = replace(scenario.conditions, seed=scenario.seed, saturated=saturated)
+    moves = scenario.conditions.moves if scenario.kernels == "tlora" else scenario.conditions.moves.of_processes_of_one_job
+    conditions = replace(scenario.conditions, seed=scenario.seed, saturated=saturated, moves=moves)
     labels = Labels(scenario.policy, scenario.kernels, scene.trace, scenario.seed, scene.load)
     shape = ClusterShape(scenario.nodes, scenario.gpus_per_node)
     result = simulate(scene.jobs, shape, POLICIES[scenario.policy](), cost, conditions, labels)

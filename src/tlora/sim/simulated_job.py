@@ -111,6 +111,15 @@ class SimulatedJob:
         self.window_steps = max(0.0, self.window_steps - (self.steps - to_steps))
         self.steps = to_steps
 
+    def check_point(self, now: float) -> None:
+        """It goes on from a checkpoint of now; of a step that is under way nothing is kept."""
+        self.undo(self.whole_steps)
+        self.joined_at, self.joined_steps = now, self.steps
+
+    @property
+    def whole_steps(self) -> float:
+        return float(math.floor(self.steps + _WHOLE))
+
     def checkpointed_steps(self, now: float, interval_seconds: float) -> float:
         """As of its last checkpoint: one is written every `interval_seconds` from its joining on, at its present speed."""
         since = (now - self.joined_at) % interval_seconds

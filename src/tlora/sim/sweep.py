@@ -81,7 +81,7 @@ def setting_cells(scenario: Scenario, inputs: str) -> SweepRow:
         "drift": conditions.drift,
         "delay": conditions.delay,
         "mtbf_hours": conditions.mtbf_hours,
-        "resize_seconds": conditions.moves.resize_seconds,
+        "warm_start_seconds": conditions.moves.warm_start_seconds,
         "seed": scenario.seed,
         "policy": scenario.policy,
         "kernels": scenario.kernels,
