@@ -32,21 +32,22 @@ def load_base(
     """
     check_trackers(list(load.report_to))
     place, bound, compiling = torch.device(load.device), None, None
-    ahead, bounded = place.type == "cuda" and len(expected) > 0, load.memory_limit != "auto"
-    if ahead or bounded or load.base_precision == "fp8" or sharing is not None:
+    ahead = place.type == "cuda" and len(expected) > 0
+    if ahead or load.memory_limit != "auto" or load.base_precision == "fp8" or sharing is not None:
         outlined = SuperModel(outline(load.base_model, load.dtype, load.base_precision))
         compiling = outlined.compile_ahead(place, expected) if ahead else None
         if load.base_precision == "fp8":
             check_fp8(place, outlined.base.head.weight_VH.dtype)
         base_bytes = sum(p.numel() * p.element_size() for p in outlined.model.parameters())
-        limit = memory_limit(place) if load.memory_limit == "auto" else load.memory_limit
-        if sharing is not None and not _is_shared(sharing, base_bytes, limit):
+        if sharing is not None and not _is_shared(
+            sharing, base_bytes, load.memory_limit if load.memory_limit != "auto" else memory_limit(place)
+        ):
             sharing = None
         if sharing is not None:
             whole, base_bytes = base_bytes, bytes_when_shared(outlined, base_bytes, sharing.world_size, sharing.slots)
             note(f"{gib(base_bytes)} of the base's {gib(whole)} on each of {sharing.world_size} GPUs")
-        if bounded:
-            bound = MemoryBound(outlined, base_bytes, place, limit)
+        if load.memory_limit != "auto":
+            bound = MemoryBound(outlined, base_bytes, place, load.memory_limit)
     model = SuperModel.from_pretrained(load.base_model, load.dtype, load.device, load.deterministic, load.base_precision, sharing)
     model.expect(expected)
     if compiling is not None:
