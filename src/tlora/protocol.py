@@ -93,7 +93,7 @@ class JobSubmitted:
 
     `max_slowdown` bounds the time between its optimizer steps, as a multiple of that alone. `priority` orders those that wait, the
     highest first; `deadline` is a time on the back end's clock by which it wishes to be done. `submitted_at`: when it was submitted, if
-    that was to an earlier controller.
+    that was to an earlier controller. `least_gpus`: with fewer its base does not fit.
     """
 
     job_id: str
@@ -105,6 +105,7 @@ class JobSubmitted:
     deadline: float | None = None
     max_slowdown: float = DEFAULT_MAX_SLOWDOWN
     submitted_at: float | None = None
+    least_gpus: int = 1
 
 
 @dataclass(frozen=True, slots=True)

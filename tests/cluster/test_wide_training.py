@@ -148,6 +148,25 @@ def test_a_wide_group_has_the_bytes_of_a_run(world: World, tmp_path: Path) -> No
     assert sum(isinstance(event, GroupReady) for event in script.told) >= 1
 
 
+@pytest.mark.timeout(300)
+def test_a_base_that_does_not_fit_on_a_gpu_lies_in_parts_on_those_of_a_group(tmp_path: Path) -> None:
+    """Each of its two ranks has half of every layer, and trains a job to the bytes of a run over a whole base, beside which the limit
+    leaves no room for either.
+    """
+    base = save_base(tmp_path / "base", hidden_size=512, intermediate_size=1024, num_hidden_layers=16)
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"input_ids": {[5 + row, 6, 7, 8, 9 + row]}}}\n' for row in range(24)))
+    data, base_bytes = str(tmp_path / "a.jsonl"), sum(file.stat().st_size for file in base.glob("*.safetensors"))
+    orders = [
+        job("left", data, lora_dropout=0.1, max_steps=6, batch_size=2, target_modules=["q_proj"]),
+        job("right", data, gpus=2, max_steps=6, batch_size=2, seed=3, target_modules=["v_proj"]),
+    ]
+    tlora.train(run_spec(base, tmp_path / "whole", orders, deterministic=True), device="cpu")
+    script, out = Script((0, 1), lambda event, script: script.gpus), tmp_path / "out"
+    run_script(World(base, orders, tmp_path / "whole"), out, script, memory_limit=int(1.17 * base_bytes))
+    same_bytes(out / "jobs", tmp_path / "whole", ["left", "right"])
+    assert not any(isinstance(event, GroupLost) for event in script.told)
+
+
 def home(out: Path, name: str) -> int:
     """The process that writes the job."""
     return int((out / "jobs" / ".claims" / name).read_text().split()[1])

@@ -72,11 +72,11 @@ def test_what_the_first_jobs_launch_on_a_gpu_is_compiled_while_the_base_is_loade
     monkeypatch.setattr(SuperModel, "expect", lambda _, loras: said.append(("expects", loras)))
     jobs = (made.join("stays").job,)
     load = replace(made.load(tmp_path), device="cuda")
-    assert load_base(load, jobs) == (loaded, None)
+    assert load_base(load, jobs, None, print) == (loaded, None)
     assert said == [("cuda", jobs), "loaded", ("expects", jobs), "waited"]
     said.clear()
-    load_base(load, ())
-    load_base(made.load(tmp_path), jobs)
+    load_base(load, (), None, print)
+    load_base(made.load(tmp_path), jobs, None, print)
     assert said == ["loaded", ("expects", ()), "loaded", ("expects", jobs)]
 
 
@@ -114,7 +114,8 @@ def test_fp8_needs_a_device_that_has_it(made: Orders, tmp_path: Path) -> None:
 
 
 def bound_of(base: Path, limit_bytes: int) -> MemoryBound:
-    return MemoryBound(SuperModel(outline(str(base))), torch.device("cpu"), limit_bytes)
+    model = SuperModel(outline(str(base)))
+    return MemoryBound(model, sum(p.numel() * p.element_size() for p in model.model.parameters()), torch.device("cpu"), limit_bytes)
 
 
 def needed(base: Path, specs: list[JobSpec], budget: int) -> int:

@@ -286,3 +286,14 @@ def test_moves_are_few_in_a_long_random_story() -> None:
     assert 0.2 < sum(timeline.moves.values()) / 200 < 2
     for name, moves in timeline.moves.items():
         assert moves <= 4 + 2 * (timeline.ended_at[name] - timeline.started_at[name]) / REST, name
+
+
+@pytest.mark.parametrize("least", [1, 3])
+def test_no_group_has_fewer_gpus_than_its_base_needs(least: int) -> None:
+    """Of ten jobs on four GPUs, each on one by the policy's own choice."""
+    timeline = made_timeline(4)
+    for number in range(10):
+        timeline.tell(made_spec(f"j{number}", gpus=least, tokens=4000.0, longest=64, steps=400, least_gpus=least))
+    timeline.until(3600.0)
+    sizes = [len(action.group.gpus) for _, action in timeline.actions if isinstance(action, StartGroup | ChangeGroup)]
+    assert sizes and min(sizes) == least

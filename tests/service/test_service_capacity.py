@@ -72,9 +72,25 @@ def test_a_base_beyond_memory_and_one_of_which_nothing_is_known(bases: Path) -> 
     small.learn("base", BASE)
     reason = small.why_never("base", 1)
     assert reason is not None and "alone takes" in reason and "a GPU here has" in reason
+    assert small.least_gpus("base") == small.least_gpus("other") == 1, "it fits on none, or nothing is known"
     silent = Capacity(config_of(bases.parent), Places("cuda", (0,), None))
     silent.learn("base", BASE)
     assert silent.why_never("base", 1 << 40) is None, "the driver does not tell how much there is"
+
+
+def test_a_base_beyond_a_gpu_needs_several(bases: Path) -> None:
+    outline = known_outline(bases, BASE, Precision())
+    assert outline is not None and outline.bytes == outline.bytes_by_gpus[0] > outline.bytes_by_gpus[3]
+    most = int(outline.bytes_by_gpus[3] / 0.84)
+    for gpus, least, fits in ((1, 1, outline.bytes < most), (3, 1, None), (4, 4, True), (8, 4, True)):
+        several = Capacity(config_of(bases.parent), Places("cuda", tuple(range(gpus)), most))
+        several.learn("base", BASE)
+        assert several.least_gpus("base") == least, gpus
+        assert fits is None or (several.why_never("base", 1) is None) == fits
+    beyond = Capacity(config_of(bases.parent), Places("cuda", (0, 1, 2, 3), outline.bytes_by_gpus[3] - 1))
+    beyond.learn("base", BASE)
+    reason = beyond.why_never("base", 1)
+    assert reason is not None and "on each of 4 GPUs" in reason
 
 
 def test_one_that_was_accepted_before_its_base_was_known_fails_before_it_reaches_a_worker(bases: Path, tmp_path: Path) -> None:

@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tlora import durable
 from tlora.data.dataset import find_damage
 from tlora.data.prepare import Prepared, open_sets, prepare
@@ -30,6 +28,7 @@ from tlora.engine.pulse import Pulse
 from tlora.engine.step_timer import StepTimer
 from tlora.engine.team.messages import Follow, Meet, Spread
 from tlora.engine.team.parts import Parts, Planned, Seat, Together
+from tlora.engine.worker_base import load_base
 from tlora.errors import DataError
 from tlora.group.job_run import JobRun
 from tlora.group.reports import Ended
@@ -39,24 +38,20 @@ from tlora.job import JobSpec, RunSpec
 from tlora.link.flight import FlightRecorder
 from tlora.link.log import note
 from tlora.planning.job_plan import PlannedJob, plan_job, prepare_requests
-from tlora.planning.memory_bound import MemoryBound
 from tlora.planning.plan import fixed_depth
 from tlora.store.claim import Claim, HeldError, take_claim
 from tlora.store.disk_reserve import DiskReserve
-from tlora.store.metrics import check_trackers
 from tlora.store.recorder import JobResult, RunContext
 from tlora.store.room import with_room
 from tlora.store.run_directory import pin_data
 from tlora.store.serving import ServingFiles
 from tlora.store.writer import Writer
 from tlora.supermodel.base_name import public_name
-from tlora.supermodel.fp8_linear import check_fp8
-from tlora.supermodel.load import outline
-from tlora.supermodel.supermodel import SuperModel
 from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Load, Loaded, Refused, Report, Stepped
 
 REPORT_SECONDS = 1.0  # between two reports of a job's steps
 CLAIM_SECONDS = 30.0  # for whoever had a job before to let go of its directory
+_BASE = "base"  # about which the ranks of a worker meet
 STARTING_BUDGET = 1024  # tokens, until a Share says otherwise
 
 
@@ -106,7 +101,7 @@ class Trainer:
         self._pulse = self._patience.pulse
         self._directory = Path(load.output_dir)
         began = time.monotonic()
-        model, self._bound = load_base(load, expected)
+        model, self._bound = load_base(load, expected, self._parts.sharing(_BASE) if seat.count > 1 else None, note)
         note(f"{load.base_model} is loaded after {time.monotonic() - began:.1f} s")
         if load.calibrate:
             self._pulse.begin("compiling")
@@ -365,28 +360,6 @@ class Trainer:
             self._unwanted.add(name)
         elif name in self._group.runs:
             self._group.leave(name)
-
-
-def load_base(load: Load, expected: Sequence[JobSpec]) -> tuple[SuperModel, MemoryBound | None]:
-    """The base on its device, and what a `memory_limit` leaves its jobs. Raises TloraError for options that cannot be had here.
-
-    What the `expected` jobs will launch is compiled meanwhile, as `tlora train` does it.
-    """
-    check_trackers(list(load.report_to))
-    place, bound, compiling = torch.device(load.device), None, None
-    ahead = place.type == "cuda" and len(expected) > 0
-    if ahead or load.base_precision == "fp8" or load.memory_limit != "auto":
-        outlined = SuperModel(outline(load.base_model, load.dtype, load.base_precision))
-        compiling = outlined.compile_ahead(place, expected) if ahead else None
-        if load.base_precision == "fp8":
-            check_fp8(place, outlined.base.head.weight_VH.dtype)
-        if load.memory_limit != "auto":
-            bound = MemoryBound(outlined, place, load.memory_limit)
-    model = SuperModel.from_pretrained(load.base_model, load.dtype, load.device, load.deterministic, load.base_precision)
-    model.expect(expected)
-    if compiling is not None:
-        compiling.wait()
-    return model, bound
 
 
 def _last_report(result: JobResult) -> Report:

@@ -23,6 +23,7 @@ from tlora.cluster.gpus import numbers_of
 from tlora.cluster.learned_costs import LearnedCosts
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
+from tlora.costs.base_in_parts import least_gpus
 from tlora.costs.hardware import cost_model, nearest_base
 from tlora.engine.interrupts import describe_interrupt, interrupts
 from tlora.engine.job_opening import refuse
@@ -35,6 +36,8 @@ from tlora.link.address import tcp_place
 from tlora.live.earlier_ends import earlier_ends, not_told
 from tlora.live.picture import Picture
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
+from tlora.planning.memory import bytes_by_gpus, memory_limit
+from tlora.planning.plan import gib
 from tlora.protocol import Action, Event, JobFailed, JobFinished, JobSubmitted, RejectJob, Tick
 from tlora.report.run_page import write_report
 from tlora.scheduler.policies import LIVE_POLICIES
@@ -44,6 +47,7 @@ from tlora.store.metrics import check_trackers
 from tlora.store.recorder import JobResult
 from tlora.store.run_directory import earlier_base, pin_base, write_run_file
 from tlora.supermodel.load import find_directory, outline
+from tlora.supermodel.supermodel import SuperModel
 
 # Policies that give a group one GPU, as the local back end has it.
 _BASE = "base"  # the base's name in all groups
@@ -117,7 +121,8 @@ class _Run:
             jobs = {spec.name: LocalJob(spec, profiled[spec.name].train_set, profiled[spec.name].eval_set) for spec in specs}
             learned = LearnedCosts(self._out / "workers", self._watcher.note)
             learned.teach(scheduler.state.cost, _BASE, f"{self._run.base_model} {self._places[0].partition(':')[0]}", backend.now())
-            submit_all(backend, jobs, [_arrival(spec, profiled[spec.name], len(self._places)) for spec in specs])
+            least = self._least_gpus()
+            submit_all(backend, jobs, [_arrival(spec, profiled[spec.name], len(self._places), least) for spec in specs])
             for name in untold:
                 log.write(backend.now(), JobFinished(name))
 
@@ -130,6 +135,19 @@ class _Run:
             run_controller(scheduler, backend, see)
             learned.see(scheduler.state.cost, backend.now(), at_once=True)
         return self._finish(received, guard)
+
+    def _least_gpus(self) -> int:
+        """On which the base fits, in parts if it has to; of one that fits on none a worker says so."""
+        run, device = self._run, torch.device(self._places[0])
+        if len(self._places) == 1:
+            return 1
+        model = SuperModel(outline(run.base_model, run.dtype, run.base_precision))
+        base_bytes = sum(p.numel() * p.element_size() for p in model.model.parameters())
+        limit = memory_limit(device) if run.memory_limit == "auto" else run.memory_limit
+        found = least_gpus(bytes_by_gpus(model, base_bytes)[: len(self._places)], limit)
+        if found is not None and found > 1:
+            self._watcher.note(f"the base does not fit on one GPU ({gib(limit)}): each job gets {found} or more, which hold it in parts")
+        return found or 1
 
     def _profile(self) -> dict[str, ProfiledJob]:
         """Of the jobs that are to be trained; the others are done, or have failed."""
@@ -222,7 +240,8 @@ class _Run:
         write_run_file(Path(self._run.output_dir), self._run, self._facts | guard.facts() | {"status": status})
 
 
-def _arrival(spec: JobSpec, job: ProfiledJob, there: int) -> Arrival:
+def _arrival(spec: JobSpec, job: ProfiledJob, there: int, least: int) -> Arrival:
     deadline = None if spec.deadline_seconds is None else spec.arrival_seconds + spec.deadline_seconds
     rest = {"priority": spec.priority, "deadline": deadline, "max_slowdown": spec.max_slowdown}
-    return spec.arrival_seconds, JobSubmitted(spec.name, _BASE, min(spec.gpus, there), job.profile, **rest)
+    gpus = max(least, min(spec.gpus, there))
+    return spec.arrival_seconds, JobSubmitted(spec.name, _BASE, gpus, job.profile, **rest, least_gpus=least)

@@ -14,13 +14,16 @@ from typing import Any, cast
 from tlora import durable
 from tlora.errors import TloraError
 from tlora.job import BasePrecision
+from tlora.planning.memory import bytes_by_gpus
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import learned_positions, longest_safe_sequence, outline
 from tlora.supermodel.supermodel import SuperModel
 
 
 def describe_base(base_model: str, dtype: str = "auto", base_precision: BasePrecision | None = None) -> dict[str, Any]:
-    """Sizes of its linears, names of its modules, its bytes, its vocabulary and how long a sample may be. Raises ModelError."""
+    """Sizes of its linears, names of its modules, its bytes (whole, and in parts on several GPUs), its vocabulary and how long a sample may
+    be. Raises ModelError.
+    """
     base = outline(base_model, dtype, base_precision)
     config = base.model.config.get_text_config()
     found: dict[str, Any] = {
@@ -32,7 +35,8 @@ def describe_base(base_model: str, dtype: str = "auto", base_precision: BasePrec
         "max_position_embeddings": getattr(config, "max_position_embeddings", None),
     }
     model = SuperModel(base)
-    return found | {"vocab_size": model.base.vocab_size, "linears": model.targets()}
+    by_gpus = bytes_by_gpus(model, found["bytes"])
+    return found | {"vocab_size": model.base.vocab_size, "linears": model.targets(), "bytes_by_gpus": by_gpus}
 
 
 def main() -> int:

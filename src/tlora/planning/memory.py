@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tlora.adapters.bank import ROW_ALIGNMENT
 from tlora.adapters.state import AdapterLayout
+from tlora.costs.base_in_parts import MOST_GPUS
 from tlora.errors import ModelError
 from tlora.job import LoraConfig, TrainConfig
 from tlora.kernels.linear_cross_entropy import chunk_bytes
@@ -184,6 +185,11 @@ def bytes_when_shared(model: SuperModel, base_bytes: int, world_size: int, slots
     layout = lay_out(layers, dtype, fp8, world_size)
     streamed = sum(piece.stop - piece.start for _, piece in layout.places.values())
     return base_bytes - streamed + layout.rank_bytes + min(slots, len(layers)) * layout.slot_bytes
+
+
+def bytes_by_gpus(model: SuperModel, base_bytes: int) -> list[int]:
+    """What the base takes on each of 1, 2, ... GPUs: whole on one, in parts on several. `model` is on the meta device."""
+    return [base_bytes, *(bytes_when_shared(model, base_bytes, count) for count in range(2, MOST_GPUS + 1))]
 
 
 def _probe_lora(model: SuperModel) -> LoraConfig:

@@ -16,9 +16,10 @@ _RANK = 64  # up to which a GPU's activations are counted
 
 
 class MemoryBound:
-    def __init__(self, outlined: SuperModel, device: torch.device, limit_bytes: int) -> None:
-        """`outlined` lies on the meta device. Raises CapacityError for a base that does not fit below the limit."""
-        base_bytes = sum(p.numel() * p.element_size() for p in outlined.model.parameters())
+    def __init__(self, outlined: SuperModel, base_bytes: int, device: torch.device, limit_bytes: int) -> None:
+        """`outlined` lies on the meta device; `base_bytes` are what the base takes on `device`. Raises CapacityError for one that does not
+        fit below the limit.
+        """
         self._plan = RunPlan((), 1, 0, measure(outlined, base_bytes, device, _RANK), limit_bytes, 1, None)
         check_base_fits(self._plan)
 

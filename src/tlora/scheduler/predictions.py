@@ -115,6 +115,8 @@ class Predictions:
 
     def of(self, jobs: Sequence[Job], gpus: int, nodes: int) -> Prediction | None:
         """Of `jobs` in one group on `gpus` GPUs of `nodes` nodes; None if a member's bound, or memory, does not allow it."""
+        if gpus < jobs[0].spec.least_gpus:  # they have one base
+            return None
         key = (jobs[0].number if len(jobs) == 1 else tuple([job.number for job in jobs]), gpus, nodes)
         try:
             return self._known[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tlora.adapters.targets import resolve, trained_parameters
+from tlora.costs.base_in_parts import least_gpus
 from tlora.costs.cost import ADAPTER_BYTES
 from tlora.errors import ModelError
 from tlora.service.config import ServerConfig
@@ -21,7 +22,7 @@ class Capacity:
         self._directory = config.directory / "bases"
         self._precision = Precision(config.dtype, config.base_precision)
         self._place = "a GPU here" if places.device == "cuda" else "this machine"
-        self._most = places.memory_bytes
+        self._most, self._gpus = places.memory_bytes, len(places.gpus)
         if config.memory_limit != "auto" and (self._most is None or config.memory_limit < self._most):
             self._most, self._place = config.memory_limit, "a run here (memory_limit)"
         self._outlines: dict[str, Outline] = {}
@@ -49,15 +50,27 @@ class Capacity:
     def why_never(self, base: str, parameters: int) -> str | None:
         """Why an adapter of so many parameters can never be trained over the base, if so. A lower bound: activations are not counted."""
         outline = self._outlines.get(base)
-        if outline is None or self._most is None or outline.bytes + ADAPTER_BYTES * parameters <= self._most:
+        if outline is None or self._most is None:
             return None
-        if outline.bytes >= self._most:
-            return f"base_model {base!r} alone takes {_gib(outline.bytes)}, and {self._place} has {_gib(self._most)}. Order a smaller base"
+        beside = min(outline.bytes_by_gpus[: self._gpus])
+        if beside + ADAPTER_BYTES * parameters <= self._most:
+            return None
+        if beside >= self._most:
+            parts = f", or {_gib(beside)} on each of {self._gpus} GPUs" if beside < outline.bytes else ""
+            takes = f"base_model {base!r} alone takes {_gib(outline.bytes)}{parts}"
+            return f"{takes}, and {self._place} has {_gib(self._most)}. Order a smaller base"
         state = _gib(ADAPTER_BYTES * parameters)
         return (
-            f"an adapter of {parameters:,} parameters takes {state} with its gradient and Adam's moments, beside {_gib(outline.bytes)} "
+            f"an adapter of {parameters:,} parameters takes {state} with its gradient and Adam's moments, beside {_gib(beside)} "
             f"of the base, and {self._place} has {_gib(self._most)}. Order a smaller r, or fewer target_modules"
         )
+
+    def least_gpus(self, base: str) -> int:
+        """On fewer the base leaves no room for jobs; 1 where that is not known."""
+        outline = self._outlines.get(base)
+        if outline is None or self._most is None:
+            return 1
+        return least_gpus(outline.bytes_by_gpus[: self._gpus], self._most) or 1
 
     def _count(self, order: OrderSpec, outline: Outline) -> int:
         shape = order.model_dump_json(include={"base_model", "r", "target_modules", "rank_pattern", "alpha_pattern"})

@@ -257,8 +257,10 @@ class Controller:
             spec, intake = self._reader.spec(row, self._bases), row.intake
             profile = JobProfile(**intake["profile"] | {"length_histogram": tuple(intake["profile"]["length_histogram"])})
             deadline = None if spec.deadline_seconds is None else cluster.now() + row.created + spec.deadline_seconds - time.time()
-            gpus = min(spec.gpus, self._live.gpus)  # accepted when there were more: its replicas run in turn
-            submitted = JobSubmitted(row.id, row.base_model, gpus, profile, row.tenant, spec.priority, deadline, spec.max_slowdown)
+            least = self._capacity.least_gpus(row.base_model)
+            gpus = max(least, min(spec.gpus, self._live.gpus))  # accepted when there were more: its replicas run in turn
+            rest = (row.tenant, spec.priority, deadline, spec.max_slowdown)
+            submitted = JobSubmitted(row.id, row.base_model, gpus, profile, *rest, least_gpus=least)
             cluster.submit(submitted, LocalJob(spec, intake["train_set"], intake["eval_set"]), self._arrival(cluster, row))
         except (TloraError, ValueError, KeyError) as error:
             self._outcomes.fail(row.id, str(error))

@@ -26,6 +26,7 @@ class Outline:
     modules: tuple[str, ...]
     experts: tuple[str, ...]
     bytes: int
+    bytes_by_gpus: tuple[int, ...]
     vocab_size: int
     learned_positions: int | None
     longest_safe_sequence: int | None
@@ -97,6 +98,7 @@ def _read(path: Path) -> Outline:
         tuple(found["modules"]),
         tuple(found["experts"]),
         int(found["bytes"]),
+        tuple(map(int, found["bytes_by_gpus"])),
         int(found["vocab_size"]),
         found["learned_positions"],
         found["longest_safe_sequence"],

@@ -56,6 +56,12 @@ class Parts:
         self._planned: dict[str, PlannedJob] = {}  # of the jobs that follow, those that wait for the others
         self._store: Store | None = None
 
+    def sharing(self, about: str) -> Sharing:
+        """With the other ranks, once for each thing that it is about."""
+        seat = self._seat
+        self._store = self._store or FileStore(seat.store, seat.count)
+        return Sharing(PrefixStore(about, self._store), seat.number, seat.count, timeout_seconds=_MEETING_SECONDS)
+
     def obey(self, command: Together, group: driver.Driver) -> driver.Opened | None:
         """Returns a job that has its home here, and can begin. Raises RankError."""
         match command:
@@ -134,10 +140,8 @@ class Parts:
         """With all ranks: they wait for each other, as long as the longest micro-batch takes. A job that follows begins. Returns one that
         has its home here, and can begin. Raises RankError.
         """
-        seat, name, model = self._seat, meet.job_id, group.group.model
-        self._store = self._store or FileStore(seat.store, seat.count)
-        sharing = Sharing(PrefixStore(f"meeting {meet.number}", self._store), seat.number, seat.count, timeout_seconds=_MEETING_SECONDS)
-        place = torch.device(model.device)
+        name, model = meet.job_id, group.group.model
+        sharing, place = self.sharing(f"meeting {meet.number}"), torch.device(model.device)
         mailbox = open_mailbox({name: meet.span}, {name: meet.numel}, model.bank.sum_dtype, Peers(sharing), place)
         opened, planned = self._waiting.pop(name, None), self._planned.pop(name, None)
         if opened is not None or planned is not None:

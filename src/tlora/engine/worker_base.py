@@ -1,0 +1,63 @@
+"""The base of a worker, or of one rank of it. Where it does not fit on each of a worker's GPUs, these hold it in parts (`sharing/`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+
+from tlora.costs.base_in_parts import must_share
+from tlora.job import JobSpec
+from tlora.planning.memory import bytes_when_shared, memory_limit
+from tlora.planning.memory_bound import MemoryBound
+from tlora.planning.plan import gib
+from tlora.sharing.peers import Sharing
+from tlora.store.metrics import check_trackers
+from tlora.supermodel.fp8_linear import check_fp8
+from tlora.supermodel.load import outline
+from tlora.supermodel.supermodel import SuperModel
+from tlora.worker_protocol import Load
+
+_FORM = "the base is shared"
+
+
+def load_base(
+    load: Load, expected: Sequence[JobSpec], sharing: Sharing | None, note: Callable[[str], object]
+) -> tuple[SuperModel, MemoryBound | None]:
+    """The base on its device, and what a `memory_limit` leaves its jobs. `sharing`: with the other ranks, of a worker with several GPUs.
+
+    What the `expected` jobs will launch is compiled meanwhile, as `tlora train` does it. Raises TloraError for options that cannot be had
+    here.
+    """
+    check_trackers(list(load.report_to))
+    place, bound, compiling = torch.device(load.device), None, None
+    ahead = place.type == "cuda" and len(expected) > 0
+    if ahead or load.memory_limit != "auto" or load.base_precision == "fp8" or sharing is not None:
+        outlined = SuperModel(outline(load.base_model, load.dtype, load.base_precision))
+        compiling = outlined.compile_ahead(place, expected) if ahead else None
+        if load.base_precision == "fp8":
+            check_fp8(place, outlined.base.head.weight_VH.dtype)
+        base_bytes = sum(p.numel() * p.element_size() for p in outlined.model.parameters())
+        if sharing is not None and not _is_shared(
+            sharing, base_bytes, load.memory_limit if load.memory_limit != "auto" else memory_limit(place)
+        ):
+            sharing = None
+        if sharing is not None:
+            whole, base_bytes = base_bytes, bytes_when_shared(outlined, base_bytes, sharing.world_size, sharing.slots)
+            note(f"{gib(base_bytes)} of the base's {gib(whole)} on each of {sharing.world_size} GPUs")
+        if load.memory_limit != "auto":
+            bound = MemoryBound(outlined, base_bytes, place, load.memory_limit)
+    model = SuperModel.from_pretrained(load.base_model, load.dtype, load.device, load.deterministic, load.base_precision, sharing)
+    model.expect(expected)
+    if compiling is not None:
+        compiling.wait()
+    return model, bound
+
+
+def _is_shared(sharing: Sharing, base_bytes: int, limit_bytes: int) -> bool:
+    """As the first rank finds it, for all: each may have a little more or less memory free."""
+    if sharing.rank == 0:
+        sharing.store.set(_FORM, "yes" if must_share(base_bytes, limit_bytes) else "no")
+    sharing.store.wait([_FORM], timedelta(seconds=sharing.timeout_seconds))
+    return sharing.store.get(_FORM) == b"yes"
