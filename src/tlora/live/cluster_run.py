@@ -49,7 +49,6 @@ from tlora.store.run_directory import earlier_base, pin_base, write_run_file
 from tlora.supermodel.load import find_directory, outline
 from tlora.supermodel.supermodel import SuperModel
 
-# Policies that give a group one GPU, as the local back end has it.
 _BASE = "base"  # the base's name in all groups
 _SHOW_SECONDS, _TICK_SECONDS = 0.25, 10.0
 

@@ -301,7 +301,7 @@ class SimulatedCluster:
     def _loaded_at(self, group: JobGroup, wait_seconds: float = 0.0) -> float:
         """When the base will be on its GPUs, of which others let go in so many seconds."""
         start_seconds = self._machines.start_seconds(group.base_model, group.gpus, f"{group.group_id}|{self._now}")
-        return self._now + (wait_seconds + start_seconds if start_seconds else 0.0)
+        return self._now + (wait_seconds + start_seconds)
 
     def _change(self, flow: GroupFlow, group: JobGroup) -> None:
         settle(flow, self._now)

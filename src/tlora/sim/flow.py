@@ -25,7 +25,6 @@ class GroupFlow:
     changed_at: float  # since when it has had these members and GPUs
     members: dict[str, SimulatedJob]
     came: list[SimulatedJob]  # since the last announcement
-    loaded: bool = False  # nobody in it runs before
     num_nodes: int = 0  # on which its GPUs lie, once it is loaded
     version: int = 0  # of what was last planned with it
     stale: bool = True  # speeds are to be worked out anew
@@ -35,6 +34,11 @@ class GroupFlow:
     micro_batch_seconds: float = 0.0
     tokens_per_second: float = 0.0
     finishing: SimulatedJob | None = None  # who ends first, if that is the next thing that happens
+
+    @property
+    def loaded(self) -> bool:
+        """Nobody in it runs before."""
+        return self.loaded_at == math.inf
 
 
 def settle(flow: GroupFlow, now: float) -> None:
@@ -84,13 +88,13 @@ def plan_ahead(flow: GroupFlow, now: float, cost: CostModel, conditions: Conditi
 
 def begin(flow: GroupFlow, num_nodes: int) -> None:
     """Its base is loaded, on GPUs of so many nodes."""
-    flow.loaded, flow.loaded_at, flow.num_nodes = True, math.inf, num_nodes
+    flow.loaded_at, flow.num_nodes = math.inf, num_nodes
     flow.stale = flow.announce = True
 
 
 def halt(flow: GroupFlow, loaded_at: float) -> None:
     """Nobody in it runs until its base is loaded on other GPUs."""
-    flow.loaded, flow.loaded_at = False, loaded_at
+    flow.loaded_at = loaded_at
     for job in flow.members.values():
         job.runs = False
 
