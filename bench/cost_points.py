@@ -1,19 +1,21 @@
-"""The points that the cost model's constants are fitted to: micro-batches of given jobs, ours and PEFT's, one base a process.
+"""The points that the cost model's constants are fitted to: micro-batches of given jobs, ours, PEFT's and TRL's, one base a process.
 
-    python -m bench.cost_points --shape llama-3-8b --data DIRECTORY --out FILE [--systems ours,peft] [--points NAME,...]
+    python -m bench.cost_points --shape llama-3-8b --data DIRECTORY --out FILE [--systems ours,peft,trl] [--points NAME,...]
     python -m bench.cost_points --shape llama-3-70b --base-precision fp8 --recompute 23 --points 2048,4096 --data DIR --out FILE
     python -m bench.cost_points --shape tiny --device cpu --seconds 0.2 --data DIRECTORY --out FILE
 
 The list is fixed: single jobs of 128 to 2,048 tokens a step, equal and real lengths, ranks 8 and 64, with and without dropout, and groups.
 Points that are held out (`held_out`) are not for fitting: `python -m bench.cost_fit` says how far off the fit is there. Random weights.
 Ours: the engine's loop, warmed up until the shapes that the point has were seen; the median of chunks of whole micro-batches. PEFT: one
-job alone in the setting that was fastest for such lengths so far (docs/performance.md). TRL is measured by `bench.trl_baseline`.
+job alone in the setting that was fastest for such lengths so far (docs/performance.md). TRL: PEFT as people run it, the samples of a
+step packed into one row (of real texts, rows of 2,048 tokens), with what makes `bench.trl_baseline`'s packed settings fast.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import tempfile
 import time
@@ -24,17 +26,20 @@ from typing import Any
 
 import torch
 
-from bench import machine, peft_baseline
+from bench import machine, peft_baseline, trl_baseline
+from bench.base_files import write_tokenizer
 from bench.shapes import SHAPES, make_model
 from bench.together import open_engine
-from bench.workload import Job, Order, make_jobs
+from bench.workload import ENDLESS, Job, Order, make_jobs
 from tlora.batching.pack import auto_token_budget
 from tlora.supermodel.fp8_linear import hold_in_fp8
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
 
+SYSTEMS = ("ours", "peft", "trl")
 LARGEST_BUDGET = 8192
+LONGEST = 2048  # tokens of a real sample, and of TRL's rows of them
 CHUNKS = 3  # of which the median counts
 EQUAL_WARM_UP, REAL_WARM_UP = 8, 40  # micro-batches; real lengths bring new shapes for longer
 PEFT_STEPS = 16
@@ -80,7 +85,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--data", type=Path, required=True, help="directory of the texts for real lengths")
-    parser.add_argument("--systems", type=lambda text: text.split(","), default=["ours", "peft"], help="of ours,peft")
+    parser.add_argument("--systems", type=lambda text: text.split(","), default=["ours", "peft"], help="of ours,peft,trl")
     parser.add_argument("--points", type=lambda text: tuple(text.split(",")), default=USUAL, help="default: all of a base")
     parser.add_argument("--seconds", type=float, default=1.5, help="measured of each point of ours")
     parser.add_argument("--time-limit", type=float, default=600.0, help="seconds after which no further point is begun")
@@ -92,8 +97,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     known = [point.name for point in POINTS]
     if unknown := [name for name in options.points if name not in known]:
         parser.error(f"--points: there is no {unknown[0]!r}; there are {', '.join(known)}")
-    if unknown := [name for name in options.systems if name not in ("ours", "peft")]:
-        parser.error(f"--systems: there is no {unknown[0]!r}; there are ours, peft")
+    if unknown := [name for name in options.systems if name not in SYSTEMS]:
+        parser.error(f"--systems: there is no {unknown[0]!r}; there are {', '.join(SYSTEMS)}")
     return options
 
 
@@ -119,6 +124,8 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
             mix = {job.spec.name: int(job.data.lengths.sum()) for job in of_point}
             (row,) = peft_baseline.measure(of_point, target, mix, [_peft_setting(of_point, device)])
             _keep(options, found, point, {"tokens_per_step": of_point[0].batch_tokens, **row})
+        if "trl" in options.systems:
+            _measure_trl(points, jobs, options, found, Path(directory))
     found["seconds"] = time.perf_counter() - started
     machine.write(options.out, found)
     return found
@@ -142,16 +149,16 @@ class _Jobs:
 
     def of(self, point: Point) -> list[Job]:
         """Each job weighs its tokens a step, so that all of a group step in each round."""
-        ranks, most = (point.rank,), 2048
+        ranks = (point.rank,)
         if point.length == "real":
             if not self._real:
                 self._real = make_jobs(
-                    Order(8, ranks, point.batch_size, "real", most), self._vocab_size, self._data, self._directory / "real"
+                    Order(8, ranks, point.batch_size, "real", LONGEST), self._vocab_size, self._data, self._directory / "real"
                 )
             jobs = self._real[: point.jobs]
         else:
             self._made += 1
-            order = Order(point.jobs, ranks, point.batch_size, point.length, most)
+            order = Order(point.jobs, ranks, point.batch_size, point.length, LONGEST)
             jobs = make_jobs(order, self._vocab_size, None, self._directory / str(self._made))
         return [Job(job.spec.model_copy(update={"lora_dropout": point.dropout}), job.data) for job in jobs]
 
@@ -167,6 +174,26 @@ def _measure_ours(points: Sequence[Point], jobs: _Jobs, options: argparse.Namesp
         if time.perf_counter() - started > options.time_limit:
             return
         _keep(options, found, point, {"system": "ours", **measured(model, jobs.of(point), point, options.seconds)})
+
+
+def _measure_trl(points: Sequence[Point], jobs: _Jobs, options: argparse.Namespace, found: dict[str, Any], directory: Path) -> None:
+    """Of the points of one plain job."""
+    started = time.perf_counter()
+    os.environ["HF_DATASETS_CACHE"] = str(directory / "datasets")
+    write_tokenizer(options.shape, directory / "tokenizer")
+    (setting,) = [each for each in trl_baseline.SETTINGS if each.name == "packed-by-1"]
+    target = trl_baseline.Target(
+        options.shape, torch.device(options.device), directory / "tokenizer", ENDLESS, options.seconds, directory / "trl"
+    )
+    for point in points:
+        if point.jobs > 1 or point.dropout or point.rank != 16:
+            continue
+        if time.perf_counter() - started > options.time_limit:
+            return
+        (job,) = jobs.of(point)
+        row = LONGEST if isinstance(point.length, str) else point.length * point.batch_size
+        spec = job.spec.model_copy(update={"batch_size": 1, "data": job.spec.data.model_copy(update={"max_length": row})})
+        _keep(options, found, point, {"system": "trl", **trl_baseline.measure(setting, trl_baseline.Task(spec, job.data, 0), target)})
 
 
 def measured(model: SuperModel, jobs: Sequence[Job], point: Point, seconds: float) -> dict[str, Any]:
