@@ -149,7 +149,7 @@ def test_a_wide_group_has_the_bytes_of_a_run(world: World, tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(300)
-def test_a_base_that_does_not_fit_on_a_gpu_lies_in_parts_on_those_of_a_group(tmp_path: Path) -> None:
+def test_a_base_that_does_not_fit_on_a_gpu_lies_in_parts_on_those_of_a_group(world: World, tmp_path: Path) -> None:
     """Each of its two ranks has half of every layer, and trains a job to the bytes of a run over a whole base, beside which the limit
     leaves no room for either.
     """
@@ -160,9 +160,9 @@ def test_a_base_that_does_not_fit_on_a_gpu_lies_in_parts_on_those_of_a_group(tmp
         job("left", data, lora_dropout=0.1, max_steps=6, batch_size=2, target_modules=["q_proj"]),
         job("right", data, gpus=2, max_steps=6, batch_size=2, seed=3, target_modules=["v_proj"]),
     ]
-    tlora.train(run_spec(base, tmp_path / "whole", orders, deterministic=True), device="cpu")
+    tlora.train(run_spec(base, tmp_path / "whole", orders, deterministic=True), device=world.device)
     script, out = Script((0, 1), lambda event, script: script.gpus), tmp_path / "out"
-    run_script(World(base, orders, tmp_path / "whole"), out, script, memory_limit=int(1.17 * base_bytes))
+    run_script(World(base, orders, tmp_path / "whole", world.device), out, script, memory_limit=int(1.17 * base_bytes))
     same_bytes(out / "jobs", tmp_path / "whole", ["left", "right"])
     assert not any(isinstance(event, GroupLost) for event in script.told)
 

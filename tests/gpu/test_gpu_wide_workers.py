@@ -10,6 +10,7 @@ import torch
 from tests.cluster.test_wide_training import (
     World,
     make_world,
+    test_a_base_that_does_not_fit_on_a_gpu_lies_in_parts_on_those_of_a_group,
     test_a_rank_or_the_worker_is_lost,
     test_a_wide_group_has_the_bytes_of_a_run,
     test_idle_gpus_are_lent,
@@ -19,6 +20,7 @@ from tests.cluster.test_wide_training import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 __all__ = [
+    "test_a_base_that_does_not_fit_on_a_gpu_lies_in_parts_on_those_of_a_group",
     "test_a_rank_or_the_worker_is_lost",
     "test_a_wide_group_has_the_bytes_of_a_run",
     "test_idle_gpus_are_lent",
