@@ -6,7 +6,8 @@
 warm-up: a short `tlora train`, whose kernels are then compiled and tuned for all that follow. first-steps: while a job trains, others
 are submitted one by one: seconds from the first byte of the upload of 1,000 samples until the job's first optimizer step can be read
 from the server. speed: the jobs of bench/real_jobs.yaml, by `tlora submit` to the server and by `tlora train`, in turns; tokens/s by
-the jobs' own logs (`launch.speeds`). `max_slowdown` is 100: no bound keeps the policy from putting all into one group.
+the jobs' own logs (`launch.speeds`). Without first-steps the jobs are submitted once more before the turns, to a server without a worker:
+that is its cold start, and counts for itself. `max_slowdown` is 100: no bound keeps the policy from putting all into one group.
 """
 
 from __future__ import annotations
@@ -61,6 +62,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 machine.write(options.json, found)
                 print(format_first_steps(found["first_steps"]), flush=True)
             if "speed" in options.rows:
+                if "first-steps" not in options.rows:
+                    found["cold_serve"] = served(server, options, place / "served-cold")
+                    print(f"cold: first step {found['cold_serve']['first_step_seconds']:.1f} s after the submission", flush=True)
                 turns: dict[str, list[dict[str, Any]]] = {"serve": [], "train": []}
                 for number in range(options.repeats):
                     turns["serve"].append(served(server, options, place / f"served-{number}"))

@@ -1,6 +1,6 @@
 """One eighth of `bench.sweep_of_jobs`, really run: a sweep of eight jobs on one GPU, through `tlora cluster`, under several policies.
 
-    python -m bench.sweep_really --shape qwen3-1.7b [--base-dir DIR] [--gpu 0] [--steps 300] [--json FILE]
+    python -m bench.sweep_really --shape qwen3-1.7b [--base-dir DIR] [--steps 300] [--json FILE]
     python -m bench.sweep_really --shape tiny --device cpu --steps 6
 
 Eight learning rates over real texts, batches of 4. `fifo` trains one job after another, in a worker that stands on; `residual_capacity`
@@ -47,7 +47,7 @@ def run_way(options: argparse.Namespace, base: Path, place: Path, policy: str, m
     file, out = place / "jobs.yaml", place / "out"
     file.write_text(jobs_file(base, steps, max_slowdown))
     command = [sys.executable, "-m", "tlora", "cluster", str(file), "--output-dir", str(out), "--policy", policy]
-    command += ["--device", options.device, "--quiet"] + (["--gpus", options.gpu] if options.device == "cuda" else [])
+    command += ["--device", options.device, "--quiet"]
     ended = launch.run_process(command, os.environ, out, None)
     if ended.code != 0:
         raise SystemExit(f"{' '.join(command)} ended with {ended.code}: {ended.lines[-5:]}")
@@ -103,7 +103,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-1.7b")
     parser.add_argument("--base-dir", type=Path, help="keeps the base there, or takes it from there")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--gpu", default="0", help="its number")
     parser.add_argument("--steps", type=int, default=300, help="of each job")
     parser.add_argument("--commit", help="what to call this code where there is no git")
     parser.add_argument("--json", type=Path)

@@ -150,6 +150,18 @@ def test_one_that_compiled_does_not_count(base: Path, monkeypatch: pytest.Monkey
     assert len(points) == len(calibration.PROBES) + 1 and {point.seconds for point in points} == {0.5}
 
 
+def test_it_goes_on_as_long_as_it_gets_faster(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a load, kernels are tuned for longer than a few micro-batches take."""
+    turns = [[8.0, 8.0, 8.0], [2.0, 9.0, 2.0], [0.5, 0.5, 0.5], [0.49, 0.49, 0.49]]
+    monkeypatch.setattr(calibration, "_WARM_UP", {"cpu": 0})
+    monkeypatch.setattr(calibration, "_MOST_TURNS", {"cpu": 5})
+    monkeypatch.setattr(calibration, "MOST_SECONDS", {"cpu": 1e9})
+    took = itertools.cycle(itertools.chain(*turns))
+    monkeypatch.setattr(calibration, "_one", lambda *_: (128, next(took)))
+    points = list(measure(SuperModel.from_pretrained(str(base), deterministic=True)))
+    assert {point.seconds for point in points} == {0.49}
+
+
 def test_what_cannot_be_timed_is_said_and_the_worker_goes_on(
     base: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

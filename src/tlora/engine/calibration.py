@@ -39,10 +39,12 @@ from tlora.worker_protocol import Load, Measured
 
 PROBES = (128, 512, 2048, 8192)  # tokens of one job's micro-batch, on average
 MEMBERS = 4  # of the group whose micro-batch has the tokens of the second probe
-MOST_SECONDS = {"cuda": 10.0, "cpu": 2.0}  # that the next probe may take, as far as can be told; it is left out else
+MOST_SECONDS = {"cuda": 10.0, "cpu": 2.0}  # that the next probe may take, as far as can be told; it is left out else. No turn begins later
 _LONGEST_TOKENS = 192  # of a sample; the shortest has a third of it, the mean two thirds
 _WARM_UP = {"cuda": 3, "cpu": 1}  # micro-batches
 _TIMED = {"cuda": 5, "cpu": 3}
+_MOST_TURNS = {"cuda": 6, "cpu": 1}  # of as many timed ones, as long as each turn is faster than the one before
+_FASTER = 0.95  # of its seconds per token: less is noise
 _ENDLESS = 10**6  # optimizer steps
 
 
@@ -137,7 +139,8 @@ class _MadeUp:
         limits = (_LONGEST_TOKENS, learned_positions(model.model), longest_safe_sequence(model.model))
         self._longest = min(limit for limit in limits if limit)
         self._vocab_size, self._directory, self._made = model.base.vocab_size, directory, 0
-        self._batches = _WARM_UP[model.device.type] + _TIMED[model.device.type]
+        place = model.device.type
+        self._batches = _WARM_UP[place] + _TIMED[place] * _MOST_TURNS[place]
 
     def job(self, tokens: int) -> JobRun:
         """One whose global batches have about so many, and no two of them the same lengths."""
@@ -156,14 +159,26 @@ class _MadeUp:
 
 def _time(model: SuperModel, runs: Sequence[JobRun]) -> Timed:
     """Micro-batches that are each job's global batch, with the optimizer steps that they complete: the median of their seconds, as one of
-    them may have compiled a kernel. Raises CalibrationError.
+    them may have compiled a kernel. They are timed in turns until they get no faster: behind a load, kernels are compiled and tuned for
+    longer than a few micro-batches take. Raises CalibrationError.
     """
-    place = model.device.type
+    place, found, began = model.device.type, list[Timed](), time.perf_counter()
     most = sum(run.spec.batch_size * int(run.train.lengths.max()) for run in runs)
     with _resident(model, runs, most) as engine:
-        timed = [_one(engine, model.device) for _ in range(_WARM_UP[place] + _TIMED[place])][_WARM_UP[place] :]
-    tokens, seconds = zip(*timed, strict=True)
-    return Timed(len(runs), round(statistics.mean(tokens)), statistics.median(seconds))
+        for _ in range(_WARM_UP[place]):
+            _one(engine, model.device)
+        while len(found) < _MOST_TURNS[place]:
+            tokens, seconds = zip(*(_one(engine, model.device) for _ in range(_TIMED[place])), strict=True)
+            found.append(Timed(len(runs), round(statistics.mean(tokens)), statistics.median(seconds)))
+            is_steady = len(found) > 1 and _cost(found[-1]) > _FASTER * _cost(found[-2])
+            if is_steady or time.perf_counter() - began > MOST_SECONDS[place]:
+                break
+    return min(found, key=_cost)
+
+
+def _cost(timed: Timed) -> float:
+    """Seconds per token."""
+    return timed.seconds / timed.tokens
 
 
 def _one(engine: Engine, device: torch.device) -> tuple[int, float]:
@@ -202,8 +217,7 @@ def _key(load: Load, device: str) -> str:
     """Of what decides about the speed: the base's files, how it is held and run, the device and the software."""
     files = sorted(path for path in find_directory(load.base_model).iterdir() if path.is_file())
     what: list[Any] = [
-        PROBES,
-        _LONGEST_TOKENS,
+        [PROBES, _LONGEST_TOKENS, _MOST_TURNS],
         load.base_model,
         device,
         load.dtype,
