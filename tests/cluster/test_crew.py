@@ -199,8 +199,9 @@ def test_the_socket_is_this_users_alone(station: Station, tmp_path: Path) -> Non
     path.parent.chmod(0o700)
 
 
-def test_a_store_with_a_long_path_has_its_socket_elsewhere(tmp_path: Path) -> None:
+def test_a_store_with_a_long_path_has_its_socket_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the next controller listens at the same place."""
+    monkeypatch.setattr(tempfile, "tempdir", tempfile.mkdtemp(prefix="tlora-test-"))
     directory = tmp_path / ("long" * 30)
     directory.mkdir()
     listener, address = listen(directory)
@@ -213,6 +214,21 @@ def test_a_store_with_a_long_path_has_its_socket_elsewhere(tmp_path: Path) -> No
     third, other = listen(directory)
     third.close()
     assert other != address
+    shutil.rmtree(tempfile.gettempdir())
+
+
+def test_a_socket_stays_for_the_next_controller_and_goes_with_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = Path(tempfile.mkdtemp(prefix="tlora-test-"))
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+    store = tmp_path / ("long" * 30)
+    station = Station(store)
+    station.close()
+    (place,) = elsewhere.iterdir()
+    station = Station(store)
+    station.close()
+    assert list(elsewhere.iterdir()) == [place]
+    station.crew.close(0.0)
+    elsewhere.rmdir()
 
 
 def test_no_place_for_a_socket_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from tlora.cluster.refusals import Refusals
 from tlora.cluster.remote_worker import LEASE_SECONDS, RemoteWorker, called
 from tlora.cluster.session import Arrived, Gone, Heard, Session, Spoke
 from tlora.cluster.worker_process import WorkerProcess, file_stem, launch, read_records, write_record
+from tlora.link.address import forget
 from tlora.link.flight import read_flight
 from tlora.link.process_identity import ProcessIdentity, identify
 from tlora.version import __version__
@@ -146,6 +147,7 @@ class Crew:
                 worker.process.kill()
         self.workers.clear()
         self.abandon()
+        forget(self.address)
 
     # -- what is heard -------------------------------------------------------------------------------------------------
 

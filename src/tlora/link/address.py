@@ -39,6 +39,14 @@ def listen(directory: Path) -> tuple[socket.socket, str]:
     return listener, address
 
 
+def forget(address: str) -> None:
+    """Nobody listens there or dials it any more: the socket is removed, and its directory where that holds nothing else."""
+    place = _path_in(address).parent
+    with contextlib.suppress(OSError):
+        (place / SOCKET).unlink(missing_ok=True)
+        place.rmdir()
+
+
 def connect(address: str) -> socket.socket:
     """To the unix socket of a controller of this user.
 
