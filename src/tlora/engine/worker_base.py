@@ -38,10 +38,8 @@ def load_base(
         compiling = outlined.compile_ahead(place, expected) if ahead else None
         if load.base_precision == "fp8":
             check_fp8(place, outlined.base.head.weight_VH.dtype)
-        base_bytes = sum(p.numel() * p.element_size() for p in outlined.model.parameters())
-        if sharing is not None and not _is_shared(
-            sharing, base_bytes, load.memory_limit if load.memory_limit != "auto" else memory_limit(place)
-        ):
+        base_bytes = outlined.base.num_bytes
+        if sharing is not None and not _is_shared(sharing, base_bytes, memory_limit(place, load.memory_limit)):
             sharing = None
         if sharing is not None:
             whole, base_bytes = base_bytes, bytes_when_shared(outlined, base_bytes, sharing.world_size, sharing.slots)

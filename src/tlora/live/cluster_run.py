@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -46,7 +47,7 @@ from tlora.store.fingerprint import BaseGuard
 from tlora.store.metrics import check_trackers
 from tlora.store.recorder import JobResult
 from tlora.store.run_directory import earlier_base, pin_base, write_run_file
-from tlora.supermodel.load import find_directory, outline
+from tlora.supermodel.load import Base, find_directory, outline
 from tlora.supermodel.supermodel import SuperModel
 
 _BASE = "base"  # the base's name in all groups
@@ -135,15 +136,17 @@ class _Run:
             learned.see(scheduler.state.cost, backend.now(), at_once=True)
         return self._finish(received, guard)
 
+    @cached_property
+    def _base(self) -> Base:
+        """Its outline."""
+        return outline(self._run.base_model, self._run.dtype, self._run.base_precision)
+
     def _least_gpus(self) -> int:
         """On which the base fits, in parts if it has to; of one that fits on none a worker says so."""
-        run, device = self._run, torch.device(self._places[0])
         if len(self._places) == 1:
             return 1
-        model = SuperModel(outline(run.base_model, run.dtype, run.base_precision))
-        base_bytes = sum(p.numel() * p.element_size() for p in model.model.parameters())
-        limit = memory_limit(device) if run.memory_limit == "auto" else run.memory_limit
-        found = least_gpus(bytes_by_gpus(model, base_bytes)[: len(self._places)], limit)
+        limit = memory_limit(torch.device(self._places[0]), self._run.memory_limit)
+        found = least_gpus(bytes_by_gpus(SuperModel(self._base), self._base.num_bytes)[: len(self._places)], limit)
         if found is not None and found > 1:
             self._watcher.note(f"the base does not fit on one GPU ({gib(limit)}): each job gets {found} or more, which hold it in parts")
         return found or 1
@@ -168,8 +171,7 @@ class _Run:
 
     def _like(self) -> str:
         """The base with measured speeds that the scheduler goes by."""
-        model = outline(self._run.base_model, self._run.dtype, self._run.base_precision).model
-        like = nearest_base(sum(p.numel() * p.element_size() for p in model.parameters()))
+        like = nearest_base(self._base.num_bytes)
         self._watcher.note(
             f"{self._policy} on {len(self._places)} x {self._places[0].partition(':')[0]}; speeds as measured, until then those of {like}"
         )

@@ -29,7 +29,7 @@ def describe_base(base_model: str, dtype: str = "auto", base_precision: BasePrec
     found: dict[str, Any] = {
         "modules": [name for name, _ in base.model.named_modules()],
         "experts": expert_modules(base.model),
-        "bytes": sum(p.numel() * p.element_size() for p in base.model.parameters()),
+        "bytes": base.num_bytes,
         "learned_positions": learned_positions(base.model),
         "longest_safe_sequence": longest_safe_sequence(base.model),
         "max_position_embeddings": getattr(config, "max_position_embeddings", None),

@@ -7,6 +7,7 @@ estimate (`_estimate`), which the run replaces by what it measures.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import psutil
@@ -215,8 +216,10 @@ def _saved_bytes(model: SuperModel, name: str, num_tokens: int) -> int:
     return sum(t.untyped_storage().nbytes() for t in seen.values())
 
 
-def memory_limit(device: torch.device) -> int:
-    """Bytes that a run may take on `device` before the base is loaded."""
+def memory_limit(device: torch.device, ordered: int | Literal["auto"] = "auto") -> int:
+    """Bytes that a run may take on `device` before the base is loaded: as ordered, or what is free now."""
+    if ordered != "auto":
+        return ordered
     if device.type == "cuda":
         return int(_GPU_SHARE * torch.cuda.mem_get_info(device)[0])
     return int(_CPU_SHARE * psutil.virtual_memory().available)

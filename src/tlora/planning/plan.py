@@ -112,7 +112,7 @@ def plan_run(
     jobs = plan_jobs(run, model, preparation, Path(run.output_dir) if resume else None)
     for job in jobs:
         job.span = (spans or {}).get(job.spec.name)
-    limit = memory_limit(device) if run.memory_limit == "auto" else run.memory_limit
+    limit = memory_limit(device, run.memory_limit)
     return plan_memory(run, jobs, model, base_bytes, device, limit, here)
 
 

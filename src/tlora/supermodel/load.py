@@ -47,6 +47,11 @@ class Base:
     def vocab_size(self) -> int:
         return self.head.weight_VH.shape[0]
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all weights, also of those that are on no device yet."""
+        return sum(p.numel() * p.element_size() for p in self.model.parameters())
+
 
 def check_path(base_model: str) -> None:
     """Raise ModelError early for a local path that holds no model; anything that looks like a hub id is left to transformers."""

@@ -156,7 +156,7 @@ class Owner:
             self._raise_all_lost()
         check_kinds(self._crew.found)
         limit = min(found.limit_bytes for found in self._crew.found.values())
-        base_bytes = sum(p.numel() * p.element_size() for p in model.model.parameters())
+        base_bytes = model.base.num_bytes
         form = choose_form(self.run, planned, model, base_bytes, torch.device(self._devices[0]), limit, self._crew.count)
         if self._order.again and form.refused:
             raise CapacityError(f"{form.refused[0]} does not fit on {self._crew.count} GPU{'s' * (self._crew.count > 1)}")

@@ -128,7 +128,7 @@ class Rank:
         """From the first command to the last. Raises what concerns all jobs."""
         opened = self._next(Open)
         run, place = opened.run, torch.device(opened.device)
-        self._line.send(Found(name_of(place), memory_limit(place) if run.memory_limit == "auto" else run.memory_limit))
+        self._line.send(Found(name_of(place), memory_limit(place, run.memory_limit)))
         watcher = Watcher(self._show, lambda line: self._line.send(Said(line)))
         monitor = RunMonitor(
             Path(run.output_dir),
