@@ -82,6 +82,20 @@ def test_progress_is_predicted_between_reports() -> None:
     assert job.steps_done == 100.0
 
 
+def test_a_job_has_made_no_steps_while_its_group_was_loaded() -> None:
+    """A job of 100 steps is not nearly done because its GPU took as long to start."""
+    state = made_state(1)
+    place(state, "g0", (0,), "a")
+    job, state.now = state.jobs["a"], 140.0
+    state.make_ready("g0")
+    assert job.steps_at(140.0) == 0.0 and job.steps_at(155.0) == 10.0 and job.service_at(155.0) == 155.0
+    state.now = 155.0
+    state.see_steps(StepsDone("a", "g0", 12.0, 2.5))
+    state.now = 170.0
+    state.make_ready("g0")
+    assert job.steps_at(170.0) == 22.0, "a job that was reported goes on while another joins"
+
+
 @pytest.mark.parametrize("steps", [math.inf, math.nan, -math.inf, -1.0])
 def test_a_report_of_steps_that_cannot_be_hides_none_that_follows(steps: float) -> None:
     state = made_state(1)

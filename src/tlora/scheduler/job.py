@@ -26,6 +26,7 @@ class Job:
     group_id: str | None = None
     steps_done: float = 0.0
     steps_reported: float = 0.0  # by its group; in another it may go on from a checkpoint with fewer
+    steps_before: float = 0.0  # when it was placed there
     steady: bool = False  # it was reported since its group is as it is, so that the next report is of this alone
     seen_at: float = 0.0
     step_seconds: float = 0.0  # in its group, as predicted; 0 while it waits
@@ -70,6 +71,14 @@ class Job:
         kept = math.exp((self.seen_at - now) / RECENT_SECONDS)
         now_on = min(self.gpu_share, self.spec.gpus) if self.step_seconds else 0.0
         return self.recent_gpu_seconds * kept + now_on * RECENT_SECONDS * (1 - kept)
+
+    def begin(self, now: float) -> bool:
+        """Its group is ready: it has made no steps while that was loaded, and while it joined. Whether some were predicted."""
+        self.settle(now)
+        if self.steps_reported or self.steps_done == self.steps_before:
+            return False
+        self.steps_done = self.steps_before
+        return True
 
     def settle(self, now: float) -> None:
         """Count what was done until `now`."""

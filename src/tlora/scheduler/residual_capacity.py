@@ -96,9 +96,10 @@ class _Memory:
 
 
 def _happenings(state: ClusterState) -> tuple[int, ...]:
-    """Differs whenever a job, group or GPU has come or gone, a job is held or released, or predictions have changed."""
+    """Differs whenever a job, group or GPU has come or gone, a job is held, released or begins, or predictions have changed."""
     return (
         state.jobs_submitted,
+        state.jobs_begun,
         len(state.jobs),
         state.groups_opened,
         len(state.groups),

@@ -68,6 +68,7 @@ class ClusterState:
     num_free: int = 0
     groups_opened: int = 0  # the next group's number: names are g0, g1, ...
     jobs_submitted: int = 0
+    jobs_begun: int = 0  # in a group that was ready, behind which what was predicted of them meanwhile does not count
     newly_measured: dict[str, None] = field(default_factory=dict[str, None])  # bases that were measured since the last decision
     emptied: list[str] = field(default_factory=list[str])  # groups that may have lost their last member
     ended_late: deque[Job] = field(default_factory=deque[Job])  # in the last three days, after waiting for an hour or more in all
@@ -273,8 +274,11 @@ class ClusterState:
 
     def make_ready(self, group_id: str) -> None:
         """It runs as was asked for last."""
-        self.groups[group_id].ready = True
-        self._begin_stretch(self.groups[group_id])
+        known = self.groups[group_id]
+        known.ready = True
+        for name in known.group.job_ids:
+            self.jobs_begun += self.jobs[name].begin(self.now)
+        self._begin_stretch(known)
 
     def _begin_stretch(self, known: Group) -> None:
         for name in known.group.job_ids:
@@ -300,7 +304,7 @@ class ClusterState:
         job = self.jobs[job_id]
         assert job.group_id is None, f"{job_id} is in {job.group_id} and cannot join {group_id}"
         self._unqueue(job)
-        job.status, job.group_id, job.steps_reported = "placed", group_id, 0.0
+        job.status, job.group_id, job.steps_reported, job.steps_before = "placed", group_id, 0.0, job.steps_done
 
     def _unqueue(self, job: Job) -> None:
         del self.pending[job.spec.job_id]
