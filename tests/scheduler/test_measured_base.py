@@ -97,15 +97,18 @@ def test_a_job_alone_on_fewer_gpus_than_its_bound_needs_as_measured_starts_anew_
     check(scheduler.state)
 
 
-def test_short_jobs_that_waited_for_a_worker_to_load_are_joined_by_others_once_it_is_ready() -> None:
+def test_short_jobs_that_waited_for_a_worker_to_load_are_joined_by_all_others_once_it_is_ready() -> None:
     """Loading takes longer than all their steps do; they are not taken for nearly done, ahead of all who could share with them."""
     scheduler = made_scheduler(residual_capacity(made_settings(preemption=False)), 1)
-    for name in ("first", "second"):
-        scheduler.handle(made_spec(name, steps=10, max_slowdown=1.3), 0.0)
+    names = ("first", "second", "third")
+    for name in names:
+        scheduler.handle(made_spec(name, steps=10, max_slowdown=1.4), 0.0)
     scheduler.handle(Tick(), 200.0)
-    assert list(scheduler.state.pending) == ["second"], "as its constants were"
+    assert list(scheduler.state.pending) == ["second", "third"], "as its constants were"
     launching = BaseSpeed(tokens_per_second=1000.0, launch_seconds=5.0, floor_seconds=0.0, member_seconds=0.001)
     scheduler.handle(BaseMeasured(NORTH, "CPU", launching), 201.0)
     scheduler.handle(GroupReady("g0"), 202.0)
-    scheduler.handle(Tick(), 212.0)
-    assert [known.group.job_ids for known in scheduler.state.groups.values()] == [("first", "second")]
+    changes = scheduler.handle(Tick(), 212.0)
+    assert [change.group.job_ids for change in changes if isinstance(change, ChangeGroup)] == [names[:2], names]
+    assert not scheduler.state.pending
+    check(scheduler.state)

@@ -40,6 +40,7 @@ from tlora.scheduler.state import ClusterState, without_job
 from tlora.scheduler.wanted import why_impossible
 
 MOST_COUNTED = 2**53  # above it a float does not tell a whole number from the next
+_MOST_DECISIONS = 16  # at one event
 
 Policy = Callable[[ClusterState], list[JobGroup]]
 """Where we want to be: the groups that change, those without jobs being ones that end. Changes nothing itself."""
@@ -68,7 +69,20 @@ class Scheduler:
         if decide:
             if state.emptied:
                 actions += self._end_empty_groups()
-            actions += self._decide()
+            actions += self._decide_for_all_who_wait() if isinstance(event, Tick | BaseMeasured) else self._decide()
+        return actions
+
+    def _decide_for_all_who_wait(self) -> list[Action]:
+        """As long as somebody who waited gets a place in a group that others may want to join too: no group changes twice in one decision,
+        and until the next event all of them would wait. Where jobs come or end there is one decision for each.
+        """
+        actions: list[Action] = []
+        for _ in range(_MOST_DECISIONS):
+            waiting = len(self.state.pending)
+            found = self._decide()
+            actions += found
+            if not 0 < len(self.state.pending) < waiting or not any(isinstance(action, ChangeGroup) for action in found):
+                break
         return actions
 
     def _decide(self) -> list[Action]:
