@@ -22,7 +22,7 @@ demo: $(READY)
 	$(BIN)/python demo/run.py
 
 test: $(READY)
-	$(BIN)/python -m pytest -m 'not gpu and not soak' -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m 'not gpu and not soak' -n 3 --dist worksteal
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m 'not gpu' -n 2 --dist worksteal
