@@ -1,6 +1,7 @@
 """The simulator against the real thing: the same small jobs, with the same arrivals, through the same scheduler and controller.
 
     python -m bench.fidelity [--jobs 24] [--repeats 3] [--policies fifo,sjf,residual_capacity] [--device cuda --shape NAME] [--json FILE]
+    python -m bench.fidelity --directory DIR --repeats 1 ...   # again there: the same base, kernels and calibration, one more repeat
 
 Real: workers (one-thread processes on a CPU, or one GPU each; a group that has grown has one for all its GPUs), a base, jobs that are
 trained to their adapters. Simulated: constants
@@ -20,13 +21,14 @@ import os
 import statistics
 import tempfile
 from collections.abc import Iterable, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from bench.fidelity_calibration import Calibration, calibrate
 from bench.fidelity_work import BASE, SIZES, Work, draw_arrivals, draw_openers, draw_orders, is_opener, make_work
@@ -53,6 +55,8 @@ LEAST_STARTS = 4.0  # a job lasts at least so many times a start
 RESIDENCE_STARTS = 2.0  # for so many of them a group is left as it is
 MOST_ERROR, MOST_SPREAD = 0.05, 0.03  # what is asked for, and beyond which repeats decide nothing
 FEWEST_REPEATS = 3
+KEPT = "kept.json"
+SAME = ("jobs", "mean_seconds", "load", "policies", "gpus", "device", "shape", "seed")  # settings of all runs in one directory
 Arrivals = Sequence[tuple[float, JobSubmitted]]
 
 
@@ -209,12 +213,37 @@ def verdict(compared: dict[str, dict[str, Compared]], late_start_seconds: float 
     return [told, ranking, "the simulator does NOT hold" if wrong or error > MOST_ERROR else "the simulator holds"]
 
 
+@dataclass
+class Kept:
+    """What an earlier run in a directory leaves for the next: what its machine costs, and its repeats."""
+
+    settings: dict[str, str]
+    calibration: Calibration
+    real: dict[str, list[Times]]
+
+
+def kept_in(directory: Path, settings: dict[str, str]) -> Kept | None:
+    """Of a run with the same settings; None where there was none. Raises SystemExit for one with others."""
+    path = directory / KEPT
+    if not path.is_file():
+        return None
+    found = TypeAdapter(Kept).validate_json(path.read_bytes())
+    if found.settings != settings:
+        raise SystemExit(f"--directory {directory}: an earlier run there had other settings, {found.settings}. Give another directory")
+    return found
+
+
 def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """The whole of it; prints as it goes."""
-    base = write_base(args.shape, directory / "base", torch.device(args.device)) if args.shape else DEMO_BASE
+    """The whole of it; prints as it goes, and keeps what it has after each repeat."""
+    base = directory / "base" if args.shape else DEMO_BASE
+    if args.shape and not (base / "config.json").is_file():
+        base = write_base(args.shape, base, torch.device(args.device))
     machine = LocalMachine(tuple(range(args.gpus)), args.device, {BASE: str(base)}, directory / "real")
-    sizes = SIZES[args.device]
-    calibration = calibrate(machine, sizes, base, directory)
+    sizes, settings = SIZES[args.device], {key: str(getattr(args, key)) for key in SAME}
+    kept = kept_in(directory, settings)
+    if kept is None:
+        kept = Kept(settings, calibrate(machine, sizes, base, directory), {policy: [] for policy in args.policies.split(",")})
+    calibration = kept.calibration
     constants = calibration.constants
     print(
         f"calibrated: {constants.tokens_per_second:,.0f} tokens/s, {constants.launch_seconds * 1e3:.1f} ms a micro-batch, "
@@ -235,14 +264,16 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     for policy, times in simulated.items():
         grown = f"grown {times.times_grown} times"
         print(f"simulated, {policy}: mean JCT {times.mean_jct_seconds:.2f} s, makespan {times.makespan_seconds:.2f} s, {grown}", flush=True)
-    real: dict[str, list[Times]] = {policy: [] for policy in policies}
-    for repeat in range(args.repeats):
+    real = kept.real
+    before = len(real[policies[-1]])
+    for repeat in range(before, before + args.repeats):
         for policy in policies:
             own = replace(machine, output_dir=directory / f"{policy}-{repeat}")
             times = run_really(own, work, arrivals, policy, calibration)
             real[policy].append(times)
             line = f"mean JCT {times.mean_jct_seconds:.2f} s, makespan {times.makespan_seconds:.2f} s, grown {times.times_grown} times"
             print(f"repeat {repeat}, {policy}: {line}", flush=True)
+        write(directory / KEPT, asdict(kept))
     compared = compare(real, simulated)
     for policy, own in compared.items():
         for figure, found in own.items():
@@ -271,10 +302,12 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="of the base, with random weights; the demo's base without it")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--directory", help="is kept; of a run that was there before, what it measured counts too")
     parser.add_argument("--commit")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
+    with nullcontext(args.directory) if args.directory else tempfile.TemporaryDirectory() as name:
+        Path(name).mkdir(parents=True, exist_ok=True)
         os.environ["TLORA_CACHE"] = str(Path(name) / "cache")
         found = measure(args, Path(name))
     settings = {key: str(value) for key, value in vars(args).items()}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from bench.fidelity import Compared, Times, compare, features_of, job_seconds, run_simulated, verdict
+from bench.fidelity import KEPT, Compared, Kept, Times, compare, features_of, job_seconds, kept_in, run_simulated, verdict
 from bench.fidelity_calibration import Calibration, Point, _fitted
 from bench.fidelity_work import BASE, OPENING_SECONDS, OPENING_STARTS, SIZES, Work, draw_arrivals, draw_orders
+from bench.machine import write
 from tlora.cluster.local import LocalMachine
 from tlora.costs.cost import BaseConstants, CostModel
 from tlora.costs.sharing import Member, group_step_seconds
@@ -108,6 +109,15 @@ def test_jobs_are_long_beside_a_start_and_the_features_are_said() -> None:
     alone = features_of(["residual_capacity"], CALIBRATION, 1)
     assert alone == "residual_capacity with sharing on, growth off, preemption on, groups of several GPUs off"
     assert features_of(["fifo"], CALIBRATION, 2) == "residual_capacity was not compared"
+
+
+def test_a_directory_keeps_calibration_and_repeats_for_runs_with_the_same_settings(tmp_path: Path) -> None:
+    assert kept_in(tmp_path, {"jobs": "3"}) is None
+    kept = Kept({"jobs": "3"}, replace(CALIBRATION, points=(Point(1, 64.0, 1024, 0.1),)), {"fifo": [Times(1.5, 2.5, times_grown=1)]})
+    write(tmp_path / KEPT, asdict(kept))
+    assert kept_in(tmp_path, {"jobs": "3"}) == kept
+    with pytest.raises(SystemExit, match="other settings, {'jobs': '3'}"):
+        kept_in(tmp_path, {"jobs": "4"})
 
 
 def test_spread_and_error_are_shares() -> None:
