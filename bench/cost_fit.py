@@ -29,6 +29,7 @@ from tlora.costs.hardware import EXTRAPOLATED, cost_model
 
 FITTED = ("tokens_per_second", "launch_seconds", "floor_seconds", "member_seconds")
 KEPT = ("exchange_seconds", "exchange_between_nodes_seconds", "base_bytes", "activation_bytes_per_token", "gpu_bytes")
+KERNELS = {"ours": "tlora", "peft": "peft"}  # by system
 RATIO_OF = "llama-3-8b"
 _STARTS = ((3e4, 0.003, 0.01, 1e-4), (1e5, 0.01, 0.03, 1e-3), (1.5e4, 0.01, 0.03, 1e-4))
 _LEAST = 1e-6  # seconds: what fits below it is nothing
@@ -86,18 +87,23 @@ def fit(points: Sequence[Measured], speed: float | None = None, member: float | 
 
 
 def read_points(files: Sequence[Path]) -> dict[str, dict[str, list[Measured]]]:
-    """By set of kernels and base."""
+    """By set of kernels and base. TRL's points are left out: it has no set of kernels yet."""
     found: dict[str, dict[str, list[Measured]]] = defaultdict(lambda: defaultdict(list))
     for file in files:
         content = json.loads(file.read_text())
         for row in content["rows"]:
             point = row["point"]
-            if point["length"] == "real" or point["dropout"] or point["rank"] != 16 or "tokens_per_second" not in row:
+            if (
+                row["system"] not in KERNELS
+                or point["length"] == "real"
+                or point["dropout"]
+                or point["rank"] != 16
+                or "tokens_per_second" not in row
+            ):
                 continue
             tokens = row.get("tokens_per_micro_batch", row["tokens_per_step"])
             seconds = tokens / row["tokens_per_second"]
-            kernels = "tlora" if row["system"] == "ours" else "peft"
-            found[kernels][content["setup"]["shape"]].append(
+            found[KERNELS[row["system"]]][content["setup"]["shape"]].append(
                 Measured(point["name"], tokens, point["jobs"], seconds, point["held_out"], f"bench/results/{file.name}")
             )
     return found

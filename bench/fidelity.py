@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -234,7 +235,7 @@ def kept_in(directory: Path, settings: dict[str, str]) -> Kept | None:
 
 
 def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """The whole of it; prints as it goes, and keeps what it has after each repeat."""
+    """The whole of it; prints as it goes, and keeps what it has after the calibration and after each repeat."""
     base = directory / "base" if args.shape else DEMO_BASE
     if args.shape and not (base / "config.json").is_file():
         base = write_base(args.shape, base, torch.device(args.device))
@@ -243,6 +244,7 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     kept = kept_in(directory, settings)
     if kept is None:
         kept = Kept(settings, calibrate(machine, sizes, base, directory), {policy: [] for policy in args.policies.split(",")})
+        write(directory / KEPT, asdict(kept))
     calibration = kept.calibration
     constants = calibration.constants
     print(
@@ -269,6 +271,7 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     for repeat in range(before, before + args.repeats):
         for policy in policies:
             own = replace(machine, output_dir=directory / f"{policy}-{repeat}")
+            shutil.rmtree(own.output_dir, ignore_errors=True)  # of a run that was cut off in it
             times = run_really(own, work, arrivals, policy, calibration)
             real[policy].append(times)
             line = f"mean JCT {times.mean_jct_seconds:.2f} s, makespan {times.makespan_seconds:.2f} s, grown {times.times_grown} times"

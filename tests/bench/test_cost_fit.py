@@ -32,6 +32,16 @@ def test_a_point_that_is_held_out_changes_nothing_but_its_own_error():
     assert worse.held_out[held.name] == pytest.approx(1 / 3 - 1, abs=0.01)
 
 
+def test_points_of_trl_are_not_those_of_peft(tmp_path: Path):
+    content = json.loads(next(file for file in RESULTS if file.name.endswith("8b_peft.json")).read_text())
+    content["rows"] += [row | {"system": "trl"} for row in content["rows"]]
+    mixed = tmp_path / "mixed.json"
+    mixed.write_text(json.dumps(content))
+    assert {kernels: len(of[content["setup"]["shape"]]) for kernels, of in read_points([mixed]).items()} == {
+        "peft": len(content["rows"]) // 2
+    }
+
+
 def test_given_speed_and_members_are_kept():
     assert fit(points(), 10_000.0, 0.25).values[0::3] == (10_000.0, 0.25)
 

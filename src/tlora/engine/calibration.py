@@ -39,7 +39,7 @@ from tlora.worker_protocol import Load, Measured
 
 PROBES = (128, 512, 2048, 8192)  # tokens of one job's micro-batch, on average
 MEMBERS = 4  # of the group whose micro-batch has the tokens of the second probe
-MOST_SECONDS = {"cuda": 10.0, "cpu": 2.0}  # that the next probe may take, as far as can be told; it is left out else. No turn begins later
+MOST_SECONDS = {"cuda": 10.0, "cpu": 2.0}  # that the next probe may take, as far as can be told; it is left out else
 _LONGEST_TOKENS = 192  # of a sample; the shortest has a third of it, the mean two thirds
 _WARM_UP = {"cuda": 3, "cpu": 1}  # micro-batches
 _TIMED = {"cuda": 5, "cpu": 3}
@@ -159,8 +159,8 @@ class _MadeUp:
 
 def _time(model: SuperModel, runs: Sequence[JobRun]) -> Timed:
     """Micro-batches that are each job's global batch, with the optimizer steps that they complete: the median of their seconds, as one of
-    them may have compiled a kernel. They are timed in turns until they get no faster: behind a load, kernels are compiled and tuned for
-    longer than a few micro-batches take. Raises CalibrationError.
+    them may have compiled a kernel. They are timed in turns until they get no faster, or for `MOST_SECONDS`: behind a load, kernels are
+    compiled and tuned for longer than a few micro-batches take. Raises CalibrationError.
     """
     place, found, began = model.device.type, list[Timed](), time.perf_counter()
     most = sum(run.spec.batch_size * int(run.train.lengths.max()) for run in runs)

@@ -146,7 +146,7 @@ class _Run:
         if len(self._places) == 1:
             return 1
         limit = memory_limit(torch.device(self._places[0]), self._run.memory_limit)
-        found = least_gpus(bytes_by_gpus(SuperModel(self._base), self._base.num_bytes)[: len(self._places)], limit)
+        found = least_gpus(bytes_by_gpus(SuperModel(self._base))[: len(self._places)], limit)
         if found is not None and found > 1:
             self._watcher.note(f"the base does not fit on one GPU ({gib(limit)}): each job gets {found} or more, which hold it in parts")
         return found or 1

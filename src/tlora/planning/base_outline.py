@@ -35,8 +35,7 @@ def describe_base(base_model: str, dtype: str = "auto", base_precision: BasePrec
         "max_position_embeddings": getattr(config, "max_position_embeddings", None),
     }
     model = SuperModel(base)
-    by_gpus = bytes_by_gpus(model, found["bytes"])
-    return found | {"vocab_size": model.base.vocab_size, "linears": model.targets(), "bytes_by_gpus": by_gpus}
+    return found | {"vocab_size": base.vocab_size, "linears": model.targets(), "bytes_by_gpus": bytes_by_gpus(model)}
 
 
 def main() -> int:

@@ -188,8 +188,9 @@ def bytes_when_shared(model: SuperModel, base_bytes: int, world_size: int, slots
     return base_bytes - streamed + layout.rank_bytes + min(slots, len(layers)) * layout.slot_bytes
 
 
-def bytes_by_gpus(model: SuperModel, base_bytes: int) -> list[int]:
+def bytes_by_gpus(model: SuperModel) -> list[int]:
     """What the base takes on each of 1, 2, ... GPUs: whole on one, in parts on several. `model` is on the meta device."""
+    base_bytes = model.base.num_bytes
     return [base_bytes, *(bytes_when_shared(model, base_bytes, count) for count in range(2, MOST_GPUS + 1))]
 
 

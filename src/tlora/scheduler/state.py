@@ -68,7 +68,7 @@ class ClusterState:
     num_free: int = 0
     groups_opened: int = 0  # the next group's number: names are g0, g1, ...
     jobs_submitted: int = 0
-    jobs_begun: int = 0  # in a group that was ready, behind which what was predicted of them meanwhile does not count
+    jobs_begun: int = 0  # as their group was ready: the steps that were predicted of them before are dropped
     newly_measured: dict[str, None] = field(default_factory=dict[str, None])  # bases that were measured since the last decision
     emptied: list[str] = field(default_factory=list[str])  # groups that may have lost their last member
     ended_late: deque[Job] = field(default_factory=deque[Job])  # in the last three days, after waiting for an hour or more in all
