@@ -1,11 +1,12 @@
 """Fits the cost model's constants to what `bench.cost_points` measured, and says how far off they are, also where they were not fitted.
 
-    python -m bench.cost_fit bench/results/h200_65d29cf_points_*.json --gpu h200-from-128 --like h200 --out src/tlora/costs/constants/FILE
+    python -m bench.cost_fit bench/results/h200_*_points_*.json --gpu h200-from-128 --like h200 --out src/tlora/costs/constants/FILE
 
 Least squares of relative errors over points of equal lengths, rank 16 and no dropout, for each base and each set of kernels:
 t = sqrt((launch + member * (m - 1) + n / P)^2 + floor^2). Points that are held out are not fitted to. What was not measured is taken from
 the constants called `--like`, and between two of its bases where it has no such one. PEFT trains one job at a time; where its points end at
-2,048 tokens, its P is not fitted, but taken to be ours by the ratio that the two have with llama-3-8b in `--like`.
+2,048 tokens, its P is not fitted, but taken to be ours by the ratio that the two have with llama-3-8b in `--like`. TRL takes what the host
+takes, up to 4,096 tokens of a small base: its P is fitted with llama-3-8b, and with other bases has the same ratio to PEFT's.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tlora.costs.hardware import EXTRAPOLATED, cost_model
 
 FITTED = ("tokens_per_second", "launch_seconds", "floor_seconds", "member_seconds")
 KEPT = ("exchange_seconds", "exchange_between_nodes_seconds", "base_bytes", "activation_bytes_per_token", "gpu_bytes")
-KERNELS = {"ours": "tlora", "peft": "peft"}  # by system
+KERNELS = {"ours": "tlora", "peft": "peft", "trl": "trl"}  # by system
 RATIO_OF = "llama-3-8b"
 _STARTS = ((3e4, 0.003, 0.01, 1e-4), (1e5, 0.01, 0.03, 1e-3), (1.5e4, 0.01, 0.03, 1e-4))
 _LEAST = 1e-6  # seconds: what fits below it is nothing
@@ -87,19 +88,13 @@ def fit(points: Sequence[Measured], speed: float | None = None, member: float | 
 
 
 def read_points(files: Sequence[Path]) -> dict[str, dict[str, list[Measured]]]:
-    """By set of kernels and base. TRL's points are left out: it has no set of kernels yet."""
+    """By set of kernels and base."""
     found: dict[str, dict[str, list[Measured]]] = defaultdict(lambda: defaultdict(list))
     for file in files:
         content = json.loads(file.read_text())
         for row in content["rows"]:
             point = row["point"]
-            if (
-                row["system"] not in KERNELS
-                or point["length"] == "real"
-                or point["dropout"]
-                or point["rank"] != 16
-                or "tokens_per_second" not in row
-            ):
+            if point["length"] == "real" or point["dropout"] or point["rank"] != 16 or "tokens_per_second" not in row:
                 continue
             tokens = row.get("tokens_per_micro_batch", row["tokens_per_step"])
             seconds = tokens / row["tokens_per_second"]
@@ -111,23 +106,34 @@ def read_points(files: Sequence[Path]) -> dict[str, dict[str, list[Measured]]]:
 
 def constants(points: dict[str, dict[str, list[Measured]]], like: str) -> dict[str, Any]:
     """What a file of constants holds for one type of GPU, and beside the fields the points and how far off they are."""
-    ours = {base: fit(of_base) for base, of_base in points["tlora"].items()}
     old = {kernels: cost_model(like, kernels).constants for kernels in ("tlora", "peft")}
     ratio = old["peft"][RATIO_OF].tokens_per_second / old["tlora"][RATIO_OF].tokens_per_second
     found: dict[str, Any] = {"tlora": {}, "peft": {}}
-    for kernels, of_kernels in points.items():
-        for base, of_base in of_kernels.items():
-            if kernels == "tlora":
-                fitted, notes = ours[base], {}
-            else:
-                between = _between(old["peft"], base)
-                fitted = fit(of_base, ours[base].values[0] * ratio, between("member_seconds"))
-                notes = {
-                    "tokens_per_second": f"{EXTRAPOLATED}ours, by the ratio that the two have with {RATIO_OF} in the constants of {like}",
-                    "member_seconds": f"{EXTRAPOLATED}from {like}; PEFT trains one adapter at a time",
-                }
-            found[kernels][base] = _entry(base, of_base, fitted, notes, old[kernels], like)
+    speeds: dict[str, float] = {}
+    for base, of_base in points["tlora"].items():
+        fitted = fit(of_base)
+        speeds[base] = fitted.values[0] * ratio
+        found["tlora"][base] = _entry(base, of_base, fitted, {}, old["tlora"], like)
+    by_ratio = f"{EXTRAPOLATED}ours, by the ratio that the two have with {RATIO_OF} in the constants of {like}"
+    for base, of_base in points["peft"].items():
+        found["peft"][base] = _of_one_job(base, of_base, speeds[base], by_ratio, old["peft"], like)
+    if RATIO_OF in points.get("trl", {}):
+        own = fit(points["trl"][RATIO_OF], None, 0.0).values[0] / speeds[RATIO_OF]
+        by_ratio = f"{EXTRAPOLATED}PEFT's, by the ratio that the two have with {RATIO_OF}; steps of other bases take what the host takes"
+        found["trl"] = {}
+        for base, of_base in points["trl"].items():
+            speed = None if base == RATIO_OF else speeds[base] * own
+            found["trl"][base] = _of_one_job(base, of_base, speed, by_ratio, old["peft"], like)
     return found
+
+
+def _of_one_job(
+    base: str, points: Sequence[Measured], speed: float | None, why: str, old: dict[str, Any], like: str
+) -> dict[str, Any]:
+    """The constants of kernels that train one adapter at a time, with `speed` as given for the reason `why`, or else fitted."""
+    notes = {"member_seconds": f"{EXTRAPOLATED}PEFT's from {like}; it trains one adapter at a time"}
+    notes |= {"tokens_per_second": why} if speed is not None else {}
+    return _entry(base, points, fit(points, speed, _between(old, base)("member_seconds")), notes, old, like)
 
 
 def _between(old: dict[str, Any], base: str) -> Any:

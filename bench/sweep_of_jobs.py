@@ -2,10 +2,10 @@
 
     python -m bench.sweep_of_jobs [--steps 10000] [--gpu h200-from-128] [--commit NAME] [--json FILE]
 
-One after another, a GPU each, with PEFT's speed; the same with our kernels; and together under `residual_capacity`, with a bound of
-1.5, 2, 4 and without one, and under mLoRA's rule (`memory`). All are submitted at once. Starts and joins take what `tlora simulate`
-charges: each job of PEFT is a process of its own, and our workers stand on from job to job. TRL's packing has no constants here. The same
-arguments give the same numbers.
+One after another, a GPU each, with PEFT's speed at its best and as TRL runs it, packed; the same with our kernels; and together under
+`residual_capacity`, with a bound of 1.5, 2, 4 and without one, and under mLoRA's rule (`memory`). All are submitted at once. Starts and
+joins take what `tlora simulate` charges: each job of PEFT or TRL is a process of its own, and our workers stand on from job to job. The
+same arguments give the same numbers.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ JOBS, GPUS, SAMPLES, RANK = 64, 8, 4, 16
 MEAN_TOKENS = (64, 128, 256, 512)
 WAYS = (
     ("one after another, PEFT", "fifo", "peft", NO_BOUND),
+    ("one after another, TRL", "fifo", "trl", NO_BOUND),
     ("one after another, ours", "fifo", "tlora", NO_BOUND),
     ("together, bound 1.5", "residual_capacity", "tlora", 1.5),
     ("together, bound 2", "residual_capacity", "tlora", 2.0),

@@ -10,7 +10,7 @@ import pytest
 from bench.cost_fit import FITTED, Measured, constants, fit, predict, read_points
 from tlora.costs.hardware import EXTRAPOLATED, cost_model
 
-RESULTS = sorted(Path("bench/results").glob("h200_65d29cf_points_*.json"))
+RESULTS = sorted(Path("bench/results").glob("h200_*_points_*.json"))
 TRUTH = (20_000.0, 0.004, 0.03, 0.0005)
 
 
@@ -37,9 +37,16 @@ def test_points_of_trl_are_not_those_of_peft(tmp_path: Path):
     content["rows"] += [row | {"system": "trl"} for row in content["rows"]]
     mixed = tmp_path / "mixed.json"
     mixed.write_text(json.dumps(content))
-    assert {kernels: len(of[content["setup"]["shape"]]) for kernels, of in read_points([mixed]).items()} == {
-        "peft": len(content["rows"]) // 2
-    }
+    half = len(content["rows"]) // 2
+    assert {kernels: len(of["llama-3-8b"]) for kernels, of in read_points([mixed]).items()} == {"peft": half, "trl": half}
+
+
+def test_the_speed_of_trl_is_fitted_with_one_base_and_has_its_ratio_to_pefts_with_others():
+    found = constants(read_points(RESULTS), "h200")
+    speeds = {kernels: {base: entry["fields"]["tokens_per_second"] for base, entry in found[kernels].items()} for kernels in ("peft", "trl")}
+    ratios = {base: speeds["trl"][base]["value"] / speeds["peft"][base]["value"] for base in speeds["trl"]}
+    assert list(ratios.values()) == pytest.approx([ratios["llama-3-8b"]] * 3, rel=1e-3)
+    assert [base for base in ratios if not speeds["trl"][base]["source"].startswith(EXTRAPOLATED)] == ["llama-3-8b"]
 
 
 def test_given_speed_and_members_are_kept():
@@ -49,7 +56,7 @@ def test_given_speed_and_members_are_kept():
 def test_what_is_shipped_is_what_the_points_give():
     shipped = json.loads(Path("src/tlora/costs/constants/h200_from_128.json").read_text())
     again = constants(read_points(RESULTS), "h200")
-    for kernels in ("tlora", "peft"):
+    for kernels in ("tlora", "peft", "trl"):
         for base, entry in shipped["h200-from-128"][kernels].items():
             for name in FITTED:
                 assert again[kernels][base]["fields"][name]["value"] == pytest.approx(entry["fields"][name]["value"], rel=0.02, abs=2e-4)

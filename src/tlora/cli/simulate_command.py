@@ -21,8 +21,8 @@ _CLUSTER, _TRUTH, _RESULTS = "Cluster", "What the scheduler cannot predict (by d
 _TRACES = "A CSV file, an event log, or ee9e8c, 6c71a0+b436b2, window_15k, synth_sft."
 _POLICIES = (
     "Of fifo, backfill, sjf, srtf, las, memory, tlora, residual_capacity, residual_capacity-no-sharing, residual_capacity-no-growth, "
-    "residual_capacity-no-preemption, residual_capacity-order-only; NAME/peft without our kernels' gain; decomposition: all that tell "
-    "where the gain comes from. Gains are over fifo/peft, or else over the first."
+    "residual_capacity-no-preemption, residual_capacity-order-only; NAME/peft without our kernels' gain, NAME/trl "
+    "as TRL packs; decomposition: all that tell where the gain comes from. Gains are over fifo/peft, or else over the first."
 )
 _SWEEP = (
     "Simulate every combination, such as load=0.5..1.1/7,delta=1.2:2:inf; also gpus, seed, policy, kappa, scale.CONSTANT "
@@ -47,7 +47,7 @@ def simulate(  # one parameter for each option, as typer has it
     ] = None,
     gpu: Annotated[str, typer.Option(metavar="TYPE", help="A GPU type with measured constants.", rich_help_panel=_CLUSTER)] = "h200",
     kernels: Annotated[
-        str, typer.Option(metavar="tlora|peft", help="Kernels of policies without a slash.", rich_help_panel=_CLUSTER)
+        str, typer.Option(metavar="tlora|peft|trl", help="Kernels of policies without a slash.", rich_help_panel=_CLUSTER)
     ] = "tlora",
     truth_error: Annotated[float, typer.Option(help="Each job's speed is off by up to this share.", rich_help_panel=_TRUTH)] = 0.0,
     length_error: Annotated[

@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 def load_constants(path: Path | None = None) -> dict[str, dict[str, dict[str, BaseConstants]]]:
-    """The constants by type of GPU, kernels ("tlora" or "peft") and base: those in the file `path`, or else all that are shipped.
+    """The constants by type of GPU, kernels ("tlora", "peft" or "trl") and base: those in the file `path`, or else all that are shipped.
 
     A file is {GPU: {kernels: {base: {"fields": {field: {"value": number, "source": text}}}}}}; beside "fields" a base may keep the
     "points" that they were fitted to. Raises ConfigError for a file that cannot be read, and for a field that is missing or wrong.

@@ -21,7 +21,7 @@ from tlora.sim.mapping import BASES, RULES, MappedJob, end_of, logged_jobs, mapp
 from tlora.sim.trace import SHIPPED, find_trace, read_trace
 from tlora.sim.workload import at_load, compressed, first, natural_load, only, span_seconds
 
-KERNELS = ("tlora", "peft")  # ours, and without the kernels' gain
+KERNELS = ("tlora", "peft", "trl")  # ours, and without the kernels' gain: PEFT at its best, and as TRL runs it, packed
 NO_BOUND = 1e6  # a slowdown that no job ever has, for delta = inf: needs are divided by it, and infinity would make them 0
 CONSTANTS = tuple(f.name for f in fields(BaseConstants) if f.name != "source")
 MOST_GPUS = 1_000_000
@@ -120,7 +120,7 @@ def cost_of(scenario: Scenario, kernels: str) -> CostModel:
     measured = load_constants().get(scenario.gpu, {}).get(kernels, {})
     bases = {name: name for name in measured} | BASES
     found = cost_model(scenario.gpu, kernels, bases, dict(scenario.scale))
-    if scenario.kappa is None or kernels == "peft":
+    if scenario.kappa is None or kernels != "tlora":
         return found
     plain = cost_of(scenario, "peft").constants
     return CostModel(
