@@ -127,9 +127,7 @@ def constants(points: dict[str, dict[str, list[Measured]]], like: str) -> dict[s
     return found
 
 
-def _of_one_job(
-    base: str, points: Sequence[Measured], speed: float | None, why: str, old: dict[str, Any], like: str
-) -> dict[str, Any]:
+def _of_one_job(base: str, points: Sequence[Measured], speed: float | None, why: str, old: dict[str, Any], like: str) -> dict[str, Any]:
     """The constants of kernels that train one adapter at a time, with `speed` as given for the reason `why`, or else fitted."""
     notes = {"member_seconds": f"{EXTRAPOLATED}PEFT's from {like}; it trains one adapter at a time"}
     notes |= {"tokens_per_second": why} if speed is not None else {}

@@ -43,10 +43,10 @@ def test_points_of_trl_are_not_those_of_peft(tmp_path: Path):
 
 def test_the_speed_of_trl_is_fitted_with_one_base_and_has_its_ratio_to_pefts_with_others():
     found = constants(read_points(RESULTS), "h200")
-    speeds = {kernels: {base: entry["fields"]["tokens_per_second"] for base, entry in found[kernels].items()} for kernels in ("peft", "trl")}
-    ratios = {base: speeds["trl"][base]["value"] / speeds["peft"][base]["value"] for base in speeds["trl"]}
+    speeds = {base: entry["fields"]["tokens_per_second"] for base, entry in found["trl"].items()}
+    ratios = {base: speed["value"] / found["peft"][base]["fields"]["tokens_per_second"]["value"] for base, speed in speeds.items()}
     assert list(ratios.values()) == pytest.approx([ratios["llama-3-8b"]] * 3, rel=1e-3)
-    assert [base for base in ratios if not speeds["trl"][base]["source"].startswith(EXTRAPOLATED)] == ["llama-3-8b"]
+    assert [base for base, speed in speeds.items() if not speed["source"].startswith(EXTRAPOLATED)] == ["llama-3-8b"]
 
 
 def test_given_speed_and_members_are_kept():

@@ -1,6 +1,6 @@
 """What becomes of GPUs that nobody who waits can use now: groups grow onto them, move to them, or part with a member.
 
-All of it is revocable: what a group has beyond its share is the first that `reclaim.py` takes back. Nothing is done for less than a
+Growth is revocable: what a group has beyond its share is the first that `reclaim.py` takes back. Nothing is done for less than a
 share of the step, nor for less than it costs.
 """
 
@@ -17,8 +17,7 @@ _MOST_SPREAD = 4  # groups that go to other nodes in one decision
 
 
 def grow(decision: Decision) -> None:
-    """Members who gain by leaving a group go first, then groups fill their own nodes, then they spread to others."""
-    _part(decision)
+    """Groups fill their own nodes, then they spread to others."""
     for node in decision.nodes_with_free():
         growing = decision.index.growing_on(node)
         if growing:
@@ -182,12 +181,14 @@ def _options(decision: Decision, view: View, free: dict[str, int]) -> list[_Wide
 # -- out of a group ------------------------------------------------------------------------------------------------------
 
 
-def _part(decision: Decision) -> None:
-    """Where somebody who shares would be faster alone on GPUs that are free, by more than the move costs, it goes."""
+def part(decision: Decision) -> None:
+    """Where somebody who shares would be faster alone on GPUs that are free, by more than the move costs, it goes: one member of each group
+    in a decision. Its group need not have rested: the others miss no step, and it may have joined while no other GPU was free.
+    """
     room: int | None = None
     for name in list(decision.index.shared()):
         view = decision.view(name)
-        if name in decision.touched or not decision.rested(view):
+        if name in decision.touched:
             continue
         if room is None:
             room = max([len(decision.draft.free_of(node)) for node in decision.nodes_with_free()], default=0)
@@ -211,8 +212,9 @@ class _WayOut:
 
 def _way_out(decision: Decision, view: View, index: int, room: int) -> _WayOut | None:
     job, others = view.jobs[index], view.jobs[:index] + view.jobs[index + 1 :]
-    share = decision.target([job])
-    gpus = max((gpus for gpus in decision.sizes([job]) if share is not None and gpus <= min(share, room)), default=0)
+    share = decision.target([job]) if decision.settings.elastic else job.spec.gpus
+    sizes = decision.sizes([job]) if decision.settings.elastic else [job.spec.gpus]
+    gpus = max((gpus for gpus in sizes if share is not None and gpus <= min(share, room)), default=0)
     alone = decision.predict([job], gpus) if gpus else None
     rest = decision.predict(others, len(view.gpus), view.num_nodes)
     if rest is None or alone is None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tlora.protocol import JobGroup
 from tlora.scheduler.decision import Decision
 from tlora.scheduler.group_index import GroupIndex
-from tlora.scheduler.growth import grow
+from tlora.scheduler.growth import grow, part
 from tlora.scheduler.job import Job
 from tlora.scheduler.predictions import Prediction, Predictions
 from tlora.scheduler.reclaim import Offer, Sacrifice, apply, offers
@@ -40,7 +40,8 @@ def residual_capacity(settings: Settings = Settings()) -> Policy:  # noqa: B008 
     """The policy with these settings. Each job that waits, the most urgent first, has the best of these in value, or waits on:
 
     GPUs that are free, as many as its share; a group of its base whose residual capacity R = u * C(B, G) - sum of needs holds what it
-    needs, by best fit; GPUs that others give up. What is then still free goes to groups for which it is worth most, revocably.
+    needs, by best fit; GPUs that others give up. What is then still free goes to members who gain by leaving their groups, and then to
+    groups for which it is worth most, revocably.
     """
     memory = _Memory(settings)
 
@@ -55,8 +56,10 @@ def residual_capacity(settings: Settings = Settings()) -> Policy:  # noqa: B008 
         displaced = replan(decision, state.newly_measured)
         if state.pending or displaced:
             _place_those_who_wait(decision, memory.queue(state), displaced)
-        if settings.elastic and decision.draft.num_free:
-            grow(decision)
+        if decision.draft.num_free:
+            part(decision)
+            if settings.elastic:
+                grow(decision)
         wanted = decision.draft.wanted()
         memory.note(state, wanted)
         return wanted
