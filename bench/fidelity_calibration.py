@@ -5,6 +5,7 @@ All that is measured goes through the back end that is to be simulated: the same
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from tlora.protocol import GroupReady, JobFailed, JobFinished, JobGroup, Paralle
 BUDGET = 4096  # tokens of a micro-batch: more than those jobs have in a step
 WIDE = "wide"  # the job for several GPUs
 LONGER_STEPS = 60  # against `SHORT_STEPS`, of jobs by whose times is seen what a job takes beside its steps
+MOST_TURNS, FASTER = 6, 0.95  # a wide job is measured until it gets no faster than this: its ranks are new, and compile what they meet
 REPORTS = 6  # of each job and measurement, about a second each; the first is left out, as it may hold the end of the one before
 
 
@@ -176,19 +178,22 @@ class _Bench:
         return Point(members, mean_tokens, budget, statistics.fmean(s for found in reports.values() for s in found[1:]))
 
     def measure_wide(self, sizes: Sizes) -> Point:
-        """The same of one job on all GPUs together, in micro-batches that hold its whole step."""
+        """The same of one job on all GPUs together, in micro-batches that hold its whole step, once it gets no faster."""
         tokens, samples = sizes.wide
         plan = ParallelPlan(len(self._gpus), next(budget for budget in CostModel.budgets if budget >= 1.5 * tokens * samples))
         group = JobGroup("wide", BASE, tuple(self._gpus), plan, (WIDE,), (1.0,))
         self._backend.execute(StartGroup(group))
         self._until_ready([group.group_id])
-        seconds: list[float] = []
-        while len(seconds) < REPORTS:
-            seconds += [event.step_seconds for event in self._backend.poll() if isinstance(event, StepsDone) and event.job_id == WIDE]
+        found, before = math.inf, math.inf
+        for _ in range(MOST_TURNS):
+            seconds: list[float] = []
+            while len(seconds) < REPORTS:
+                seconds += [event.step_seconds for event in self._backend.poll() if isinstance(event, StepsDone) and event.job_id == WIDE]
+            before, found = found, statistics.fmean(seconds[1:])
+            if found > FASTER * before:
+                break
         self._stop([group.group_id])
-        return Point(
-            1, self._work.submitted[WIDE].profile.tokens_per_step, plan.token_budget, statistics.fmean(seconds[1:]), len(self._gpus)
-        )
+        return Point(1, self._work.submitted[WIDE].profile.tokens_per_step, plan.token_budget, found, len(self._gpus))
 
     def seconds_to_end(self, name: str) -> float:
         """Seconds from the start of a group of one job on each GPU to the job's end, the mean over the GPUs."""
