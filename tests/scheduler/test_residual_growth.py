@@ -185,6 +185,20 @@ def test_who_shares_parts_at_once_when_a_gpu_comes_free(elastic: bool) -> None:
     assert {timeline.gpus_of("a"), timeline.gpus_of("b")} == {(0,), (1,)}
 
 
+def test_while_somebody_waits_who_shares_parts_only_when_the_group_has_rested() -> None:
+    """The free GPU is one of two that a wide job waits for."""
+    timeline = made_timeline(2, settings=made_settings(elastic=False, preemption=False))
+    timeline.tell(made_job("brief", steps=100))
+    for name in "ab":
+        timeline.tell(made_spec(name, tokens=300.0, longest=300, steps=LONG, max_slowdown=2.0))
+    timeline.tell(made_job("wide", gpus=2))
+    timeline.until(200.0)
+    assert "brief" in timeline.ended_at and timeline.gpus_of("wide") == ()
+    assert timeline.gpus_of("a") == timeline.gpus_of("b")
+    timeline.until(REST + AT_MOST)
+    assert {timeline.gpus_of("a"), timeline.gpus_of("b")} == {(0,), (1,)}
+
+
 # -- at the expense of others ------------------------------------------------------------------------------------------------
 
 

@@ -135,6 +135,11 @@ class Draft:
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
+    def leaves_somebody_waiting(self) -> bool:
+        """Whether a job that waits gets no group."""
+        placed = {name for group in self.changed.values() for name in group.job_ids}
+        return any(name not in placed for name in self.state.pending)
+
     def group(self, group_id: str) -> JobGroup:
         """As it shall be."""
         return self.changed.get(group_id) or self.state.groups[group_id].group

@@ -183,13 +183,20 @@ def _options(decision: Decision, view: View, free: dict[str, int]) -> list[_Wide
 
 def part(decision: Decision) -> None:
     """Where somebody who shares would be faster alone on GPUs that are free, by more than the move costs, it goes: one member of each group
-    in a decision. Its group need not have rested: the others miss no step, and it may have joined while no other GPU was free.
+    in a decision. While nobody waits, its group need not have rested: the others miss no step, and it may have joined while no other GPU
+    was free.
     """
     room: int | None = None
+    at_once: bool | None = None
     for name in list(decision.index.shared()):
         view = decision.view(name)
         if name in decision.touched:
             continue
+        if not decision.rested(view):
+            if at_once is None:
+                at_once = not decision.draft.leaves_somebody_waiting()
+            if not at_once:
+                continue
         if room is None:
             room = max([len(decision.draft.free_of(node)) for node in decision.nodes_with_free()], default=0)
         if not room:
