@@ -183,7 +183,7 @@ def lead_or_train(load: Load, gpus: tuple[int, ...], worker: Worker) -> None:
     if len(gpus) > 1:
         from tlora.engine.team.leader import Leader
 
-        Leader(load, gpus, worker.inbox, worker.report, worker.pulse).go_on()
+        Leader(load, gpus, worker.inbox, worker.report, worker.pulse, worker.expected).go_on()
     else:
         open_trainer(load, worker.inbox, worker.report, worker.patience, expected=worker.expected).go_on()
 

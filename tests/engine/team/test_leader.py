@@ -62,7 +62,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         monkeypatch.setattr(leader_room, "Crew", Ranks)
         told: list[Report] = []
         load = Load("base", str(tmp_path), "cpu", 0.0, deterministic)
-        leader = Leader(load, tuple(range(4, 4 + count)), queue.SimpleQueue(), told.append, Pulse())
+        leader = Leader(load, tuple(range(4, 4 + count)), queue.SimpleQueue(), told.append, Pulse(), (order("first").job,))
         return leader, leader._crew, told  # type: ignore[return-value]
 
     yield make
@@ -86,8 +86,9 @@ def test_ranks_are_entered_and_loaded_together(made: Callable[..., Any]) -> None
     leader._load = replace(leader._load, calibrate=True)
     for rank in (1, 0):
         leader._hear(rank, Hello(rank, 1, "here", {}))
-    entered = [(rank, command.device, command.store, command.load.calibrate) for rank, command in ranks.take()]
-    assert entered == [(1, "cpu", "the store", False), (0, "cpu", "the store", True)]
+    entered = [(rank, command.device, command.store, command.load.calibrate, command.expected) for rank, command in ranks.take()]
+    expected = (order("first").job,)
+    assert entered == [(1, "cpu", "the store", False, expected), (0, "cpu", "the store", True, expected)]
     assert ranks.going == {0, 1}
     leader._hear(0, Measured("CPU", BaseSpeed(1.0, 0.1, 0.1, 0.0)))
     leader._hear(0, Loaded())

@@ -23,6 +23,7 @@ from tlora.engine.ranks.messages import Faulty, Hello, Mail, Published, Sent, Un
 from tlora.engine.team.messages import Beat, Enter, Follow, Meet, Opened, Spread
 from tlora.engine.team.placing import choose_span
 from tlora.errors import RankError
+from tlora.job import JobSpec
 from tlora.link.flight import forget_flight
 from tlora.link.log import note
 from tlora.worker_protocol import JobEnd, Join, Joined, Left, Load, Loaded, Measured, Report, Stepped
@@ -50,10 +51,16 @@ class Leader:
     """Stands in for `Trainer`."""
 
     def __init__(
-        self, load: Load, gpus: tuple[int, ...], inbox: queue.SimpleQueue[Command], send: Callable[[Report], None], pulse: Pulse
+        self,
+        load: Load,
+        gpus: tuple[int, ...],
+        inbox: queue.SimpleQueue[Command],
+        send: Callable[[Report], None],
+        pulse: Pulse,
+        expected: tuple[JobSpec, ...],
     ) -> None:
-        """`pulse` gets what the rank is at that has been at it for the longest time."""
-        self._load, self._gpus, self._send, self._pulse = load, gpus, send, pulse
+        """`pulse` gets what the rank is at that has been at it for the longest time. `expected` as of `Trainer`."""
+        self._load, self._gpus, self._send, self._pulse, self._expected = load, gpus, send, pulse, expected
         self._crew = Crew(len(gpus), member=MEMBER)
         self._told: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._jobs: dict[str, _Job] = {}
@@ -120,7 +127,7 @@ class Leader:
                 self._crew.going.add(rank)  # from now on it is told to stop, and not killed
                 device = f"{self._load.device}:{rank}" if self._load.device == "cuda" else self._load.device
                 load = replace(self._load, calibrate=self._load.calibrate and rank == 0)  # all GPUs of a group are alike
-                self._crew.send(rank, Enter(load, device, self._crew.store, os.getpid()))
+                self._crew.send(rank, Enter(load, device, self._crew.store, os.getpid(), self._expected))
             case Loaded():
                 self._loaded.add(rank)
                 if len(self._loaded) == len(self._gpus):

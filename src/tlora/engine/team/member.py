@@ -52,7 +52,8 @@ def serve(address: str, number: int, count: int) -> int:
         assert isinstance(entered, Enter), entered
         threading.Thread(target=_beat, args=(line, pulse), name="pulse", daemon=True).start()
         seat = Seat(number, count, entered.store, flight_name(entered.worker_pid, number))
-        trainer = open_trainer(replace(entered.load, device=entered.device), inbox, line.send, patience, seat)
+        load = replace(entered.load, device=entered.device)
+        trainer = open_trainer(load, inbox, line.send, patience, seat, entered.expected)
         trainer.go_on()
         line.send(Bye())
     except BaseException as error:

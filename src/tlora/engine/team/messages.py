@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tlora.batching.replicas import Span
+from tlora.job import JobSpec
 from tlora.worker_protocol import Join, Load, Phase
 
 # -- to a rank ---------------------------------------------------------------------------------------------------------
@@ -16,12 +17,15 @@ from tlora.worker_protocol import Join, Load, Phase
 
 @dataclass(frozen=True)
 class Enter:
-    """The first message: load the base on `device`. `store`: a file by which the ranks find each other."""
+    """The first message: load the base on `device`. `store`: a file by which the ranks find each other. `expected`: the jobs that will
+    join first.
+    """
 
     load: Load
     device: str
     store: str
     worker_pid: int
+    expected: tuple[JobSpec, ...]
 
 
 @dataclass(frozen=True)
