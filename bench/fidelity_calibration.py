@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from itertools import cycle, product
 from pathlib import Path
 
-import numpy as np
 import psutil
 
+from bench.cost_fit import FITTED, Measured, fit
 from bench.fidelity_work import BASE, COLD_SAMPLES, ENDLESS, RANKS, SHORT_STEPS, Order, Sizes, Work, make_work
 from tlora.cluster.arrivals import submit_all
 from tlora.cluster.local import LocalBackend, LocalMachine
@@ -216,32 +216,42 @@ def _fitted(
     beside_known: Sequence[float],
     wide: Point | None = None,
 ) -> Calibration:
-    """Least squares of t = launch + member * (members - 1) + tokens / P, each point by its own size; the saturated one gives the fill, and
-    the wide one, of a step in one micro-batch on several GPUs, the exchange.
+    """The fit of `bench.cost_fit`; the saturated point gives the fill, and the wide one, of a step in one micro-batch on several GPUs, the
+    exchange.
 
     `cold_seconds` is what the first job of a new worker took beside its steps.
     """
     *plain, saturated = points
-    rows = np.array([[1.0, point.members - 1, point.members * point.tokens] for point in plain])
-    seconds = np.array([point.step_seconds for point in plain])
-    solution, *_ = np.linalg.lstsq(rows / seconds[:, None], np.ones(len(plain)), rcond=None)
-    launch, member, per_token = (max(float(value), 0.0) for value in solution)
-    residual = float(np.max(np.abs(rows @ solution / seconds - 1)))
-    # n t(E) / x with x = E / members, t(E) = fixed + E / P: step = members n (fixed / E + 1 / P)
-    fixed = launch + member * (saturated.members - 1)
-    filled = fixed / max(saturated.step_seconds / (saturated.members * saturated.tokens) - per_token, 1e-12)
+    measured = [Measured(str(number), p.members * p.tokens, p.members, p.step_seconds, False, "") for number, p in enumerate(plain)]
+    found = fit(measured)
+    speed, launch, floor, member = found.values
+    residual = max(abs(error) for error in found.errors.values())
+    tokens = _tokens_of_a_micro_batch(saturated, speed, launch + member * (saturated.members - 1), floor)
     where = f"bench.fidelity's calibration, {time.strftime('%Y-%m-%d')}, {len(points)} groups on all GPUs at once"
     weights = sum(file.stat().st_size for file in base.glob("*.safetensors"))
-    source = dict.fromkeys(("tokens_per_second", "launch_seconds", "member_seconds"), where)
-    exchange = max(0.0, wide.step_seconds - launch - wide.tokens * per_token / wide.gpus) if wide is not None else 0.0
+    source = dict.fromkeys(FITTED, where)
+    exchange = 0.0
+    if wide is not None:
+        above = math.sqrt(max(0.0, wide.step_seconds**2 - floor**2))
+        exchange = max(0.0, above - launch - wide.tokens / (speed * wide.gpus))
     source["exchange_seconds"] = where if wide is not None else "extrapolated: no group has more than one GPU"
     source["exchange_between_nodes_seconds"] = "extrapolated: there is one node"
     source |= {"base_bytes": "size of its files", "gpu_bytes": "this machine's memory"}
     source |= {"activation_bytes_per_token": "extrapolated: taken as none, small beside the memory"}
     constants = BaseConstants(
-        1 / per_token, launch, member, exchange, exchange, float(weights), 0.0, float(psutil.virtual_memory().total), source
+        speed, launch, member, exchange, exchange, float(weights), 0.0, float(psutil.virtual_memory().total), source, floor
     )
-    fill_share = min(1.0, max(0.5, filled / saturated.budget))
+    fill_share = min(1.0, max(0.5, tokens / saturated.budget))
     job_seconds = max(0.0, statistics.median(beside_new))
-    found = ((*points, *([wide] if wide is not None else [])), tuple(beside_new), tuple(beside_known))
-    return Calibration(constants, fill_share, cold_seconds - job_seconds, job_seconds, residual, *found)
+    kept = ((*points, *([wide] if wide is not None else [])), tuple(beside_new), tuple(beside_known))
+    return Calibration(constants, fill_share, cold_seconds - job_seconds, job_seconds, residual, *kept)
+
+
+def _tokens_of_a_micro_batch(saturated: Point, speed: float, fixed: float, floor: float) -> float:
+    """E of which t(E) / E is what a token takes in the saturated group, with t(E) = sqrt((fixed + E / speed)^2 + floor^2)."""
+    each = saturated.step_seconds / (saturated.members * saturated.tokens)
+    square = each**2 - 1 / speed**2
+    if square <= 0:
+        return math.inf
+    half = fixed / speed
+    return (half + math.sqrt(half**2 + square * (fixed**2 + floor**2))) / square

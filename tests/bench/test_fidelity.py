@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -28,13 +29,13 @@ def points(cost: CostModel) -> list[Point]:
 
 
 def test_calibration_finds_the_constants_again(tmp_path: Path) -> None:
-    constants = replace(CONSTANTS, exchange_seconds=0.004)
-    wide = Point(1, 4000.0, 8192, 0.02 + 0.004 + 4000 / 5000 / 2, 2)
+    constants = replace(CONSTANTS, exchange_seconds=0.004, floor_seconds=0.015)
+    wide = Point(1, 4000.0, 8192, math.hypot(0.02 + 0.004 + 4000 / 5000 / 2, 0.015), 2)
     found = _fitted(points(CostModel({BASE: constants}, 0.9)), tmp_path, 4.0, [0.1, 0.9, 0.2], [0.05], wide)
-    for name in ("tokens_per_second", "launch_seconds", "member_seconds", "exchange_seconds"):
-        assert getattr(found.constants, name) == pytest.approx(getattr(constants, name), rel=1e-6)
+    for name in ("tokens_per_second", "launch_seconds", "floor_seconds", "member_seconds", "exchange_seconds"):
+        assert getattr(found.constants, name) == pytest.approx(getattr(constants, name), rel=0.02)
         assert "calibration" in found.constants.source[name]
-    assert found.fill_share == pytest.approx(0.9, rel=1e-6) and found.worst_residual < 1e-9
+    assert found.fill_share == pytest.approx(0.9, rel=0.01) and found.worst_residual < 1e-3
     assert (found.start_seconds, found.job_seconds) == (3.8, 0.2)  # what the first job of a worker took, less what later ones take
 
 
