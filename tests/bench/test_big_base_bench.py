@@ -11,7 +11,7 @@ from tests.bench.test_shared_base_bench import run
 pytestmark = pytest.mark.usefixtures("forked_children")
 
 
-@pytest.mark.parametrize("options", [(), ("--lengths", "10-60")], ids=["alike", "mixed"])
+@pytest.mark.parametrize("options", [pytest.param((), marks=pytest.mark.soak), ("--lengths", "10-60")], ids=["alike", "mixed"])
 def test_big_bases_train_shared_and_whole(options: tuple[str, ...], tmp_path: Path) -> None:
     found = run(tmp_path, "--gpus", "2", "--parts", "big,fp8", *options)
     for rank in [*found["big"], *found["fp8"]]:

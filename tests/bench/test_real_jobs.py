@@ -95,6 +95,7 @@ def tiny(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return real_jobs.run_benchmark(real_jobs.read_options([*common, *arguments]))
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("forked_children")
 def test_a_launch_of_the_command_on_a_tiny_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "caches" / "tlora").mkdir(parents=True)

@@ -55,7 +55,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     orders = [
         job("mover", str(directory / "a.jsonl"), lora_dropout=0.1, max_steps=75, batch_size=6, logging_steps=10, save_steps=20),
         job("brief", str(directory / "b.jsonl"), max_steps=10),
-        job("stays", str(directory / "c.jsonl"), max_steps=200, r=7, save_steps=5),
+        job("stays", str(directory / "c.jsonl"), max_steps=120, r=7, save_steps=5),
         job("late", str(directory / "c.jsonl"), max_steps=25, seed=3),
     ]
     with pytest.MonkeyPatch.context() as monkeypatch:
