@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +15,7 @@ from tlora.cli.service_commands import cancel, clone, download, jobs, pause, que
 from tlora.cli.simulate_command import simulate
 from tlora.cli.worker_commands import worker, worker_token
 from tlora.garbage import no_collection
+from tlora.libraries import leave_unused_out
 
 if TYPE_CHECKING:
     from tlora.engine.ranks.external import Launched
@@ -50,12 +50,6 @@ Gpus = Annotated[
         show_default=False,
     ),
 ]
-_UNUSED = (
-    "sklearn",
-    "scipy",
-    "torchvision",
-    "torchaudio",
-)  # transformers imports them where they are installed, which takes 3 s, and we use none
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
@@ -293,8 +287,7 @@ def _load_libraries() -> None:
 
     Turns off transformers' progress bars, which would garble the live table, and closes stdin, so that no library waits for an answer.
     """
-    for name in _UNUSED:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    leave_unused_out()
     with no_collection():
         from transformers.utils import logging
 

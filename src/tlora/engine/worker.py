@@ -26,6 +26,7 @@ from tlora.engine.pulse import Pulse
 from tlora.engine.settler import Settler
 from tlora.errors import ConfigError
 from tlora.garbage import no_collection
+from tlora.libraries import leave_unused_out
 from tlora.link.dialer import Dialer
 from tlora.link.entrance import Entrance, find_entrance
 from tlora.link.log import leave, note, show_stacks_when_asked
@@ -232,6 +233,7 @@ def run(address: str, gpus: tuple[int, ...], fingerprint: str | None = None, tok
     """`serve`, with the options of `tlora worker`, and exit: without a look at threads that may wait for a controller, or open a job."""
     status = 1
     show_stacks_when_asked()
+    leave_unused_out()
     turn_multicast_off()
     try:
         status = serve(find_entrance(address, fingerprint, token_file), gpus)
