@@ -107,8 +107,8 @@ class Killer:
         worker = reconciler.workers.get(0)
         if self.dying or not self.kinds or worker is None or not worker.jobs or self.left > 0:
             return
-        if any(suspect.deaths >= MOST_DEATHS - 1 for name, suspect in reconciler.blame.of.items() if name in worker.jobs):
-            return
+        if any(suspect.deaths >= MOST_DEATHS - 1 for name, suspect in reconciler.blame.of.items() if name in self.living):
+            return  # nor one that may join before the process is dead
         self.early += not worker.residents
         kind, self.dying = self.kinds.pop(), True
         self.killed[kind] += 1
