@@ -118,12 +118,13 @@ def constants(points: dict[str, dict[str, list[Measured]]], like: str) -> dict[s
     for base, of_base in points["peft"].items():
         found["peft"][base] = _of_one_job(base, of_base, speeds[base], by_ratio, old["peft"], like)
     if RATIO_OF in points.get("trl", {}):
-        own = fit(points["trl"][RATIO_OF], None, 0.0).values[0] / speeds[RATIO_OF]
+        fitted_one = _of_one_job(RATIO_OF, points["trl"][RATIO_OF], None, "", old["peft"], like)
+        own = fitted_one["fields"]["tokens_per_second"]["value"] / speeds[RATIO_OF]
         by_ratio = f"{EXTRAPOLATED}PEFT's, by the ratio that the two have with {RATIO_OF}; steps of other bases take what the host takes"
-        found["trl"] = {}
-        for base, of_base in points["trl"].items():
-            speed = None if base == RATIO_OF else speeds[base] * own
-            found["trl"][base] = _of_one_job(base, of_base, speed, by_ratio, old["peft"], like)
+        found["trl"] = {
+            base: fitted_one if base == RATIO_OF else _of_one_job(base, of_base, speeds[base] * own, by_ratio, old["peft"], like)
+            for base, of_base in points["trl"].items()
+        }
     return found
 
 

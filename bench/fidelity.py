@@ -241,9 +241,10 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         base = write_base(args.shape, base, torch.device(args.device))
     machine = LocalMachine(tuple(range(args.gpus)), args.device, {BASE: str(base)}, directory / "real")
     sizes, settings = SIZES[args.device], {key: str(getattr(args, key)) for key in SAME}
+    policies: list[str] = args.policies.split(",")
     kept = kept_in(directory, settings)
     if kept is None:
-        kept = Kept(settings, calibrate(machine, sizes, base, directory), {policy: [] for policy in args.policies.split(",")})
+        kept = Kept(settings, calibrate(machine, sizes, base, directory), {policy: [] for policy in policies})
         write(directory / KEPT, asdict(kept))
     calibration = kept.calibration
     constants = calibration.constants
@@ -256,7 +257,6 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         f"worst residual {calibration.worst_residual:.1%}",
         flush=True,
     )
-    policies: list[str] = args.policies.split(",")
     mean_seconds, features = job_seconds(args.mean_seconds, calibration), features_of(policies, calibration, args.gpus)
     print(f"jobs of {mean_seconds:.1f} s on average, {mean_seconds / calibration.start_seconds:.1f} times a start; {features}", flush=True)
     orders = draw_orders(args.jobs, mean_seconds, sizes, calibration.cost, args.seed)

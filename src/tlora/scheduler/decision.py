@@ -108,6 +108,13 @@ class Decision:
             return jobs[0].spec.gpus if len(jobs) == 1 else None
         return best
 
+    def sizes_alone(self, job: Job) -> Sequence[int]:
+        """Numbers of GPUs on which it may begin by itself, rising: up to its share or, without growth, as many as it asks for."""
+        if not self.settings.elastic:
+            return [job.spec.gpus]
+        target = self.target([job])
+        return [gpus for gpus in self.sizes([job]) if target is not None and gpus <= target]
+
     # -- groups --------------------------------------------------------------------------------------------------------
 
     def groups_on(self, node: str) -> list[View]:

@@ -219,9 +219,7 @@ class _WayOut:
 
 def _way_out(decision: Decision, view: View, index: int, room: int) -> _WayOut | None:
     job, others = view.jobs[index], view.jobs[:index] + view.jobs[index + 1 :]
-    share = decision.target([job]) if decision.settings.elastic else job.spec.gpus
-    sizes = decision.sizes([job]) if decision.settings.elastic else [job.spec.gpus]
-    gpus = max((gpus for gpus in sizes if share is not None and gpus <= min(share, room)), default=0)
+    gpus = max((gpus for gpus in decision.sizes_alone(job) if gpus <= room), default=0)
     alone = decision.predict([job], gpus) if gpus else None
     rest = decision.predict(others, len(view.gpus), view.num_nodes)
     if rest is None or alone is None:

@@ -168,10 +168,7 @@ class _Place(NamedTuple):
 def _place(decision: Decision, job: Job, gently: bool) -> list[Job] | None:
     """Give it a place. Returns those who lost theirs by that, or None if there is no place for it."""
     settings, draft = decision.settings, decision.draft
-    sizes = [job.spec.gpus]
-    if settings.elastic:
-        target = decision.target([job])
-        sizes = [gpus for gpus in decision.sizes([job]) if target is not None and gpus <= target]
+    sizes = decision.sizes_alone(job)
     if sizes:
         gpus = draft.allocate(sizes[-1])
         if gpus is not None:
