@@ -6,7 +6,6 @@ its jobs from the owner instead of from the file, and what it has to say told to
 
 from __future__ import annotations
 
-import gc
 import os
 import platform
 import queue
@@ -21,11 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tlora.libraries import leave_unused_out
+from tlora.libraries import begin_imports, end_imports
 
 if __name__ == "__main__":
-    leave_unused_out()
-    gc.disable()  # until all is imported, which takes a third of the time less
+    begin_imports()
 
 import torch
 from torch.distributed import FileStore, PrefixStore, Store
@@ -324,8 +322,7 @@ def serve(address: str, rank: int, count: int, run_digest: str = "") -> int:
 
 def main() -> None:
     """Serve and exit."""
-    gc.freeze()  # these modules stay
-    gc.enable()
+    end_imports()
     show_stacks_when_asked()
     address, rank = sys.stdin.read(), int(os.environ["RANK"])
     logging.disable_progress_bar()

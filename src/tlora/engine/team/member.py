@@ -6,7 +6,6 @@ The address comes on stdin, its number in RANK. It ends with the worker's proces
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import queue
 import signal
@@ -17,11 +16,10 @@ import traceback
 from dataclasses import replace
 from typing import Any
 
-from tlora.libraries import leave_unused_out
+from tlora.libraries import begin_imports, end_imports
 
 if __name__ == "__main__":
-    leave_unused_out()
-    gc.disable()  # until all is imported, which takes a third of the time less
+    begin_imports()
 
 from tlora.engine import commands
 from tlora.engine.patience import Patience
@@ -89,8 +87,7 @@ def _die_with_parent() -> None:
 
 def main() -> None:
     """Serve and exit."""
-    gc.freeze()  # these modules stay
-    gc.enable()
+    end_imports()
     show_stacks_when_asked()
     _die_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT):
