@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.costs.test_cost import ROUND
 from tlora.costs.cost import CostModel
-from tlora.costs.sharing import Member, group_step_seconds, share_tokens
+from tlora.costs.sharing import Member, fill, group_step_seconds, share_tokens
 
 COST = CostModel({"base": ROUND})
 TOKENS = st.floats(1, 50_000)
@@ -53,7 +53,8 @@ def test_a_member_by_itself_with_more_than_a_micro_batch_takes_several(tokens: f
 @given(members=MEMBERS, budget=BUDGETS)
 def test_no_member_steps_twice_in_a_micro_batch_and_no_token_is_lost(members: list[Member], budget: int) -> None:
     steps = group_step_seconds(COST, "base", budget, 1, 1, members)
-    filled = min(0.95 * budget, sum(min(member.tokens_per_step, budget) for member in members))
+    filled, _ = fill(COST.fill_share, budget, 1, members)
+    assert filled <= min(0.95 * budget, sum(min(member.tokens_per_step, budget) for member in members)) * (1 + 1e-9)
     seconds = COST.micro_batch_seconds("base", filled, 1, 1, len(members))
     assert min(steps) >= seconds * (1 - 1e-9)
     rate = sum(member.tokens_per_step / step for member, step in zip(members, steps, strict=True))
@@ -62,6 +63,9 @@ def test_no_member_steps_twice_in_a_micro_batch_and_no_token_is_lost(members: li
 
 @given(members=MEMBERS.filter(lambda members: len(members) > 2), budget=BUDGETS)
 def test_a_further_member_makes_nobody_of_several_faster(members: list[Member], budget: int) -> None:
+    """Unless one alone was short of its cap, whose end of a batch the newcomer fills."""
+    _, shares = fill(COST.fill_share, budget, 1, members[:-1])
+    assume(sum(share < min(member.tokens_per_step, budget) for share, member in zip(shares, members[:-1], strict=True)) != 1)
     before = group_step_seconds(COST, "base", budget, 1, 1, members[:-1])
     after = group_step_seconds(COST, "base", budget, 1, 1, members)
     assert all(late >= early * (1 - 1e-9) for early, late in zip(before, after[:-1], strict=True))

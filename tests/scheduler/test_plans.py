@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.scheduler.mirror import made_cost, made_spec, made_state, waiting_job
+from tlora.costs.cost import BaseConstants, CostModel
 from tlora.costs.sharing import Member, group_step_seconds
 from tlora.protocol import ParallelPlan
 from tlora.scheduler.job import Job
@@ -104,3 +105,18 @@ def test_the_plan_costs_nothing_to_ask_for_when_needs_are_too_many() -> None:
     jobs = [job(state, 4000.0, max_slowdown=1.2) for _ in range(2)]
     cost.fits = None  # type: ignore[assignment,method-assign]
     assert shared_plan(cost, BASE, 1, 1, jobs) is None
+
+
+def test_samples_of_one_length_get_micro_batches_in_which_they_have_room_beside_others() -> None:
+    """A step of one sample of 128 tokens beside four of 1,024, with the constants of two H100s that trained them so."""
+    cost = CostModel({BASE: BaseConstants(55480.0, 0.0, 0.0, 0.0, 0.0, 3.4e9, 0.0, 8e10, {}, floor_seconds=0.0244)}, fill_share=1.0)
+    state = made_state(1, cost=cost)
+    found: list[int] = []
+    for even in (False, True):
+        jobs = [job(state, 128.0, longest=128, max_slowdown=1.5), job(state, 4096.0, longest=1024, max_slowdown=2.0)]
+        for one in jobs:
+            one.sample_tokens = one.spec.profile.longest_sample_tokens if even else 0
+        plan = shared_plan(cost, BASE, 1, 1, jobs)
+        assert plan is not None
+        found.append(plan.token_budget)
+    assert found == [1024, 2048]

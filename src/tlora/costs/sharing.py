@@ -7,34 +7,77 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tlora.costs.cost import CostModel
+from tlora.protocol import JobProfile
+
+ROUNDING = 1e-9  # relative: what is met exactly is met
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A job as a group's arithmetic sees it: tokens of its optimizer step, and its weight in the shares."""
+    """A job as a group's arithmetic sees it: tokens of its optimizer step, its weight in the shares, and the tokens of each of its samples
+    if all are of one length; 0 if they are not, and fill nearly any space between them.
+    """
 
     tokens_per_step: float
     weight: float
+    sample_tokens: int = 0
+
+
+def even_sample_tokens(profile: JobProfile) -> int:
+    """`Member.sample_tokens`: the longest, if the shortest is within a factor of 2 of it as far as the histogram tells."""
+    return profile.longest_sample_tokens if sum(map(bool, profile.length_histogram)) == 1 else 0
 
 
 def group_step_seconds(cost: CostModel, base: str, token_budget: int, gpus: int, nodes: int, members: Sequence[Member]) -> list[float]:
     """Seconds between optimizer steps of each member, in their order, when all share by weight. `token_budget` is over all GPUs.
 
-    Of a micro-batch of B tokens a member takes at most c_j = min(n_j, B), as it steps at most once in each. Those offers fill it up to
-    E = min(fill_share * B, sum of c_j). Shares x_j are the weighted max-min of E under the caps c_j; a step takes n_j * t(E) / x_j.
-    A member by itself has no neighbours to be packed with: k * t(n / k), k = ceil(n / B), which is `alone_step_seconds` where n <= B.
+    With the shares x_j of a micro-batch of E tokens (`fill`) a step takes n_j * t(E) / x_j. A member by itself has no neighbours to be
+    packed with: k * t(n / k), k = ceil(n / B), which is `alone_step_seconds` where n <= B.
     """
     if len(members) == 1:
         return [lone_step_seconds(cost, base, token_budget, gpus, nodes, members[0].tokens_per_step)]
-    offers = [member.tokens_per_step for member in members]
-    caps = [tokens if tokens < token_budget else token_budget for tokens in offers]
-    offered = sum(caps)
-    filled = min(cost.fill_share * token_budget, offered)
+    filled, shares = fill(cost.fill_share, token_budget, gpus, members)
     seconds = cost.micro_batch_seconds(base, filled, gpus, nodes, len(members))
-    if filled == offered:  # a micro-batch has room for a whole batch of each
-        return [seconds] * len(members)
-    shares = share_tokens(filled, caps, [member.weight for member in members])
-    return [tokens * seconds / share for tokens, share in zip(offers, shares, strict=True)]
+    return [seconds * (member.tokens_per_step / share) for member, share in zip(members, shares, strict=True)]
+
+
+def fill(fill_share: float, token_budget: int, gpus: int, members: Sequence[Member]) -> tuple[float, list[float]]:
+    """Tokens E of a micro-batch of B = `token_budget`, over all `gpus`, and each member's part x_j of them, on average.
+
+    A member takes at most c_j = min(n_j, B), as it steps at most once in each. E = min(fill_share * B, sum of c_j), and the shares are
+    the weighted max-min of E under the caps c_j. Two cases fill less (tests/costs/test_fill.py packs samples of such groups):
+
+    - All but one reach their caps, and nobody fills what the end of that one's batch leaves free. Its step takes whole micro-batches, in
+      which it has the room r = B - sum of the others' c_j: n / r + 1/2 on average of batches whose lengths vary. Where all its samples have
+      one length, r is what whole ones of them take, and it is ceil(n / r).
+    - None of one member's samples, all of one length, has room beside what all others offer, which is less than such a sample: they run in
+      turns.
+    """
+    caps = [member.tokens_per_step if member.tokens_per_step < token_budget else token_budget for member in members]
+    offered, filled = sum(caps), fill_share * token_budget
+    if offered <= filled:  # a micro-batch has room for a whole batch of each
+        return offered, caps
+    weights = [member.weight for member in members]
+    longest = max(range(len(members)), key=lambda number: members[number].sample_tokens)
+    sample, beside = members[longest].sample_tokens * gpus, offered - caps[longest]
+    if beside < sample and beside + sample > token_budget:
+        filled = min(filled, (beside + min(caps[longest], _whole(token_budget, sample))) / 2)
+        return filled, share_tokens(filled, caps, weights)
+    shares = share_tokens(filled, caps, weights)
+    short = [number for number, (share, cap) in enumerate(zip(shares, caps, strict=True)) if share < cap]
+    if len(short) == 1:
+        number, tokens = short[0], members[short[0]].tokens_per_step
+        room = token_budget - offered + caps[number]
+        even = _whole(room, members[number].sample_tokens * gpus)
+        count = math.ceil(tokens / even * (1 - ROUNDING)) if even else max(tokens / shares[number], tokens / room + 0.5)
+        shares[number] = tokens / count
+        filled = sum(shares)
+    return filled, shares
+
+
+def _whole(tokens: float, sample: int) -> float:
+    """As many of them as whole samples take; 0 where samples are of several lengths, or none fits."""
+    return tokens // sample * sample if sample else 0.0
 
 
 def lone_step_seconds(cost: CostModel, base: str, token_budget: int, gpus: int, nodes: int, tokens: float) -> float:

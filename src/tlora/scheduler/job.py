@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from tlora.costs.sharing import Member, even_sample_tokens
 from tlora.protocol import JobSubmitted
 
 RECENT_SECONDS = 86400.0  # what was `recent_at` counts for 1 / e after so long
@@ -37,11 +38,18 @@ class Job:
     waited_seconds: float = 0.0  # before it last began to wait, all stays in the queue together
     times_unqueued: int = 0  # that it stopped waiting, as it was placed or held
     number: int = 0  # of its submission: whoever came first has the lowest
+    sample_tokens: int = field(init=False)  # as a group's member
+
+    def __post_init__(self) -> None:
+        self.sample_tokens = even_sample_tokens(self.spec.profile)
 
     @property
     def weight(self) -> float:
         """Its share of a group: what it needs; without a bound, which needs nothing, a thousandth of its speed alone."""
         return self.need or self.spec.profile.tokens_per_step / (1000 * self.alone_step_seconds)
+
+    def as_member(self, weight: float) -> Member:
+        return Member(self.spec.profile.tokens_per_step, weight, self.sample_tokens)
 
     def steps_at(self, now: float) -> float:
         """Optimizer steps through by `now`, as predicted since they were last reported."""

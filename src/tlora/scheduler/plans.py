@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tlora.costs.cost import CostModel
-from tlora.costs.sharing import Member, group_step_seconds, lone_step_seconds
+from tlora.costs.sharing import ROUNDING, group_step_seconds, lone_step_seconds
 from tlora.protocol import ParallelPlan
 from tlora.scheduler.job import Job
-
-ROUNDING = 1e-9  # relative: a bound that is met exactly is met
 
 
 def exclusive_plan(cost: CostModel, job: Job, gpus: int) -> ParallelPlan:
@@ -45,7 +43,7 @@ def shared_plan(cost: CostModel, base: str, gpus: int, nodes: int, jobs: Sequenc
             return None  # of all micro-batches that they can fill the largest serves most; most attempts end here
     parameters = sum(job.spec.profile.adapter_parameters for job in jobs)
     longest = max(job.spec.profile.longest_sample_tokens for job in jobs)
-    members = [Member(job.spec.profile.tokens_per_step, job.weight) for job in jobs]
+    members = [job.as_member(job.weight) for job in jobs]
     best, best_mean, tried = 0, 0.0, False
     for tokens in reversed(cost.budgets):
         budget = tokens * gpus

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tlora.costs.cost import CostModel
-from tlora.costs.sharing import Member, group_step_seconds, lone_step_seconds
+from tlora.costs.sharing import group_step_seconds, lone_step_seconds
 from tlora.protocol import JobProfile, JobSubmitted, ParallelPlan
 from tlora.scheduler.job import Job
 from tlora.scheduler.plans import ROUNDING, exclusive_plan, shared_plan
@@ -173,7 +173,7 @@ def _predict(cost: CostModel, jobs: Sequence[Job], gpus: int, nodes: int) -> Pre
     plan = shared_plan(cost, base, gpus, nodes, jobs)
     if plan is None:
         return None
-    members = [Member(job.spec.profile.tokens_per_step, job.weight) for job in jobs]
+    members = [job.as_member(job.weight) for job in jobs]
     seconds = group_step_seconds(cost, base, plan.token_budget, gpus, nodes, members)
     return Prediction(plan, tuple([own / job.alone_step_seconds for own, job in zip(seconds, jobs, strict=True)]))
 

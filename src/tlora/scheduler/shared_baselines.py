@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tlora.costs.cost import CostModel
-from tlora.costs.sharing import Member, group_step_seconds
+from tlora.costs.sharing import group_step_seconds
 from tlora.protocol import JobGroup, ParallelPlan
 from tlora.scheduler.draft import Draft
 from tlora.scheduler.exclusive_baselines import start_alone
@@ -216,7 +216,7 @@ def _queue_key(state: ClusterState, job: Job) -> Key:
 
 
 def _tokens_per_second(cost: CostModel, base: str, plan: ParallelPlan, nodes: int, jobs: Sequence[Job]) -> float:
-    members = [Member(job.spec.profile.tokens_per_step, job.weight) for job in jobs]
+    members = [job.as_member(job.weight) for job in jobs]
     seconds = group_step_seconds(cost, base, plan.token_budget, plan.data_parallel, nodes, members)
     return sum(member.tokens_per_step / own for member, own in zip(members, seconds, strict=True))
 

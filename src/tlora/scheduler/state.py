@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tlora.costs.cost import CostModel
-from tlora.costs.sharing import Member, group_step_seconds, lone_step_seconds
+from tlora.costs.sharing import group_step_seconds, lone_step_seconds
 from tlora.protocol import BaseSpeed, JobGroup, JobSubmitted, StepsDone
 from tlora.scheduler.job import RECENT_SECONDS, Job
 
@@ -353,7 +353,7 @@ class ClusterState:
             return []
         if len(jobs) == 1:
             return [lone_step_seconds(cost, base, budget, gpus, num_nodes, jobs[0].spec.profile.tokens_per_step)]
-        members = [Member(job.spec.profile.tokens_per_step, weight) for job, weight in zip(jobs, group.weights, strict=True)]
+        members = [job.as_member(weight) for job, weight in zip(jobs, group.weights, strict=True)]
         return group_step_seconds(cost, base, budget, gpus, num_nodes, members)
 
 

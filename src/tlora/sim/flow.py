@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from tlora.costs.cost import CostModel
-from tlora.costs.sharing import Member, group_step_seconds, lone_step_seconds
+from tlora.costs.sharing import Member, even_sample_tokens, fill, group_step_seconds, lone_step_seconds
 from tlora.protocol import JobGroup
 from tlora.sim.conditions import Conditions
 from tlora.sim.simulated_job import SimulatedJob
@@ -128,9 +128,9 @@ def _share(flow: GroupFlow, now: float, cost: CostModel, conditions: Conditions)
         seconds = [lone_step_seconds(cost, base, budget, count, flow.num_nodes, tokens)]
         flow.micro_batch_seconds = seconds[0] / math.ceil(tokens / budget)
     else:
-        seconds = group_step_seconds(cost, base, budget, count, flow.num_nodes, [Member(job.tokens_per_step, job.weight) for job in jobs])
-        offered = sum(min(job.tokens_per_step, budget) for job in jobs)
-        filled = min(cost.fill_share * budget, offered)
+        members = [Member(job.tokens_per_step, job.weight, even_sample_tokens(job.spec.profile)) for job in jobs]
+        seconds = group_step_seconds(cost, base, budget, count, flow.num_nodes, members)
+        filled, _ = fill(cost.fill_share, budget, count, members)
         flow.micro_batch_seconds = cost.micro_batch_seconds(base, filled, count, flow.num_nodes, len(jobs))
     seconds = [max(own, job.fastest_step_seconds) for job, own in zip(jobs, seconds, strict=True)]
     if not conditions.exact:
