@@ -11,6 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
+from tlora.libraries import begin_imports
+
+if __name__ == "__main__":
+    begin_imports()
+
 from tlora import durable
 from tlora.errors import TloraError
 from tlora.job import BasePrecision
