@@ -21,6 +21,8 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python demo/run.py
 
+test soak: export PYTHONDONTWRITEBYTECODE = # what one process compiles, the hundreds after it need not
+
 test: $(READY)
 	$(BIN)/python -m pytest -m 'not gpu and not soak' -n 3 --dist worksteal
 
