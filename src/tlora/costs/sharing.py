@@ -58,11 +58,13 @@ def fill(fill_share: float, token_budget: int, gpus: int, members: Sequence[Memb
     if offered <= filled:  # a micro-batch has room for a whole batch of each
         return offered, caps
     weights = [member.weight for member in members]
-    longest = max(range(len(members)), key=lambda number: members[number].sample_tokens)
-    sample, beside = members[longest].sample_tokens * gpus, offered - caps[longest]
-    if beside < sample and beside + sample > token_budget:
-        filled = min(filled, (beside + min(caps[longest], _whole(token_budget, sample))) / 2)
-        return filled, share_tokens(filled, caps, weights)
+    samples = [member.sample_tokens for member in members]
+    if longest := max(samples):
+        sample, own = longest * gpus, caps[samples.index(longest)]
+        beside = offered - own
+        if beside < sample and beside + sample > token_budget:
+            filled = min(filled, (beside + min(own, _whole(token_budget, sample))) / 2)
+            return filled, share_tokens(filled, caps, weights)
     shares = share_tokens(filled, caps, weights)
     short = [number for number, (share, cap) in enumerate(zip(shares, caps, strict=True)) if share < cap]
     if len(short) == 1:
