@@ -16,6 +16,11 @@ MEMBERS = st.lists(st.builds(Member, TOKENS, st.floats(0.001, 10_000)), min_size
 BUDGETS = st.sampled_from(CostModel.budgets)
 
 
+def count_short(members: list[Member], shares: list[float], budget: int) -> int:
+    """Of those that do not have as much of a micro-batch as they offer."""
+    return sum(share < min(member.tokens_per_step, budget) for share, member in zip(shares, members, strict=True))
+
+
 @given(members=st.lists(st.tuples(TOKENS, st.floats(1e-6, 1e6)), min_size=1, max_size=30), part=st.floats(0.001, 0.999))
 def test_shares_are_weighted_max_min(members: list[tuple[float, float]], part: float) -> None:
     caps, weights = [cap for cap, _ in members], [weight for _, weight in members]
@@ -53,8 +58,10 @@ def test_a_member_by_itself_with_more_than_a_micro_batch_takes_several(tokens: f
 @given(members=MEMBERS, budget=BUDGETS)
 def test_no_member_steps_twice_in_a_micro_batch_and_no_token_is_lost(members: list[Member], budget: int) -> None:
     steps = group_step_seconds(COST, "base", budget, 1, 1, members)
-    filled, _ = fill(COST.fill_share, budget, 1, members)
-    assert filled <= min(0.95 * budget, sum(min(member.tokens_per_step, budget) for member in members)) * (1 + 1e-9)
+    filled, shares = fill(COST.fill_share, budget, 1, members)
+    most = min(0.95 * budget, sum(min(member.tokens_per_step, budget) for member in members))
+    assert filled <= most * (1 + 1e-9)
+    assert filled == pytest.approx(most) or count_short(members, shares, budget) == 1
     seconds = COST.micro_batch_seconds("base", filled, 1, 1, len(members))
     assert min(steps) >= seconds * (1 - 1e-9)
     rate = sum(member.tokens_per_step / step for member, step in zip(members, steps, strict=True))
@@ -65,7 +72,7 @@ def test_no_member_steps_twice_in_a_micro_batch_and_no_token_is_lost(members: li
 def test_a_further_member_makes_nobody_of_several_faster(members: list[Member], budget: int) -> None:
     """Unless one alone was short of its cap, whose end of a batch the newcomer fills."""
     _, shares = fill(COST.fill_share, budget, 1, members[:-1])
-    assume(sum(share < min(member.tokens_per_step, budget) for share, member in zip(shares, members[:-1], strict=True)) != 1)
+    assume(count_short(members[:-1], shares, budget) != 1)
     before = group_step_seconds(COST, "base", budget, 1, 1, members[:-1])
     after = group_step_seconds(COST, "base", budget, 1, 1, members)
     assert all(late >= early * (1 - 1e-9) for early, late in zip(before, after[:-1], strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,8 +13,7 @@ from tlora.cli.server_commands import backup, bases, drain, keys, login, restore
 from tlora.cli.service_commands import cancel, clone, download, jobs, pause, queue, resume, show, submit
 from tlora.cli.simulate_command import simulate
 from tlora.cli.worker_commands import worker, worker_token
-from tlora.garbage import no_collection
-from tlora.libraries import leave_unused_out
+from tlora.libraries import begin_imports, end_imports
 
 if TYPE_CHECKING:
     from tlora.engine.ranks.external import Launched
@@ -287,12 +285,11 @@ def _load_libraries() -> None:
 
     Turns off transformers' progress bars, which would garble the live table, and closes stdin, so that no library waits for an answer.
     """
-    leave_unused_out()
-    with no_collection():
-        from transformers.utils import logging
+    begin_imports()
+    from transformers.utils import logging
 
-        import_module("tlora.planning.plan")
-    gc.freeze()  # these modules stay: later collections skip them
+    import_module("tlora.planning.plan")
+    end_imports()
     from tlora.cli.terminal import close_stdin
 
     close_stdin()

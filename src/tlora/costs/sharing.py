@@ -31,14 +31,20 @@ def even_sample_tokens(profile: JobProfile) -> int:
 def group_step_seconds(cost: CostModel, base: str, token_budget: int, gpus: int, nodes: int, members: Sequence[Member]) -> list[float]:
     """Seconds between optimizer steps of each member, in their order, when all share by weight. `token_budget` is over all GPUs.
 
-    With the shares x_j of a micro-batch of E tokens (`fill`) a step takes n_j * t(E) / x_j. A member by itself has no neighbours to be
-    packed with: k * t(n / k), k = ceil(n / B), which is `alone_step_seconds` where n <= B.
+    A member by itself has no neighbours to be packed with: k * t(n / k), k = ceil(n / B), which is `alone_step_seconds` where n <= B.
     """
     if len(members) == 1:
         return [lone_step_seconds(cost, base, token_budget, gpus, nodes, members[0].tokens_per_step)]
+    return shared_seconds(cost, base, token_budget, gpus, nodes, members)[1]
+
+
+def shared_seconds(
+    cost: CostModel, base: str, token_budget: int, gpus: int, nodes: int, members: Sequence[Member]
+) -> tuple[float, list[float]]:
+    """Of several members: seconds of a micro-batch, t(E), and between optimizer steps of each, n_j * t(E) / x_j (`fill`)."""
     filled, shares = fill(cost.fill_share, token_budget, gpus, members)
     seconds = cost.micro_batch_seconds(base, filled, gpus, nodes, len(members))
-    return [seconds * (member.tokens_per_step / share) for member, share in zip(members, shares, strict=True)]
+    return seconds, [seconds * (member.tokens_per_step / share) for member, share in zip(members, shares, strict=True)]
 
 
 def fill(fill_share: float, token_budget: int, gpus: int, members: Sequence[Member]) -> tuple[float, list[float]]:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tlora.costs.cost import CostModel
-from tlora.costs.sharing import group_step_seconds, lone_step_seconds
+from tlora.costs.sharing import ROUNDING, group_step_seconds, lone_step_seconds
 from tlora.protocol import JobProfile, JobSubmitted, ParallelPlan
 from tlora.scheduler.job import Job
-from tlora.scheduler.plans import ROUNDING, exclusive_plan, shared_plan
+from tlora.scheduler.plans import exclusive_plan, shared_plan
 from tlora.scheduler.state import ClusterState
 
 _MOST_KNOWN = 100_000  # entries; a lone job on 8 sizes has 8 of them, each some 300 bytes

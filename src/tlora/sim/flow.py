@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from tlora.costs.cost import CostModel
-from tlora.costs.sharing import Member, even_sample_tokens, fill, group_step_seconds, lone_step_seconds
+from tlora.costs.sharing import Member, even_sample_tokens, lone_step_seconds, shared_seconds
 from tlora.protocol import JobGroup
 from tlora.sim.conditions import Conditions
 from tlora.sim.simulated_job import SimulatedJob
@@ -129,9 +129,7 @@ def _share(flow: GroupFlow, now: float, cost: CostModel, conditions: Conditions)
         flow.micro_batch_seconds = seconds[0] / math.ceil(tokens / budget)
     else:
         members = [Member(job.tokens_per_step, job.weight, even_sample_tokens(job.spec.profile)) for job in jobs]
-        seconds = group_step_seconds(cost, base, budget, count, flow.num_nodes, members)
-        filled, _ = fill(cost.fill_share, budget, count, members)
-        flow.micro_batch_seconds = cost.micro_batch_seconds(base, filled, count, flow.num_nodes, len(jobs))
+        flow.micro_batch_seconds, seconds = shared_seconds(cost, base, budget, count, flow.num_nodes, members)
     seconds = [max(own, job.fastest_step_seconds) for job, own in zip(jobs, seconds, strict=True)]
     if not conditions.exact:
         rates = [job.tokens_per_step / own for job, own in zip(jobs, seconds, strict=True)]

@@ -16,9 +16,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from tlora.costs.cost import CostModel
+from tlora.costs.sharing import ROUNDING
 from tlora.sim.records import JobRecord
-
-_ROUNDING = 1e-9  # relative: a bound that is met exactly is met
 
 
 class ThroughputBound(NamedTuple):
@@ -52,7 +51,7 @@ def least_gpu_seconds(job: JobRecord, cost: CostModel, num_gpus: int, gpus_per_n
     capacity is below what the job needs, none of the reach has it.
     """
     base, tokens = job.base_model, job.tokens_per_step
-    longest = job.max_slowdown * (1 + _ROUNDING) * cost.alone_step_seconds(base, tokens, job.gpus, -(-job.gpus // gpus_per_node))
+    longest = job.max_slowdown * (1 + ROUNDING) * cost.alone_step_seconds(base, tokens, job.gpus, -(-job.gpus // gpus_per_node))
     found = [math.inf]
     for gpus in range(1, min(job.most_gpus, num_gpus) + 1):
         seconds = cost.alone_step_seconds(base, tokens, gpus, -(-gpus // gpus_per_node))
@@ -63,7 +62,7 @@ def least_gpu_seconds(job: JobRecord, cost: CostModel, num_gpus: int, gpus_per_n
         most = min(cost.fill_share * cost.budgets[-1] * gpus, cost.largest_micro_batch(base, longest, gpus, nodes, 2))
         if most > 0:
             seconds = cost.micro_batch_seconds(base, most, gpus, nodes, 2)
-            if most / seconds * (1 + _ROUNDING) >= tokens / longest:
+            if most / seconds * (1 + ROUNDING) >= tokens / longest:
                 found.append(gpus * seconds / most)
     return min(found)
 
