@@ -93,6 +93,12 @@ def test_the_batches_of_one_that_has_most_tokens_end_in_micro_batches_that_nobod
     assert statistics.mean(shared_errors) > 0.1  # if all shared as a fluid does
 
 
+def test_whole_samples_fill_no_more_than_others_do() -> None:
+    """What a micro-batch holds at most bounds what a cluster can train (`sim/throughput_bound.py`)."""
+    filled, _ = fill(FILL_SHARE, 2048, 1, [Member(24, 1.0), Member(8096, 8.0, 1012)])
+    assert filled <= FILL_SHARE * 2048
+
+
 def test_several_gpus_have_whole_samples_each() -> None:
     one, shares = fill(1.0, 2048, 1, [Member(128, 1.0, 128), Member(4096, 8.0, 1024)])
     four, shares_on_four = fill(1.0, 4 * 2048, 4, [Member(4 * 128, 1.0, 128), Member(4 * 4096, 8.0, 1024)])

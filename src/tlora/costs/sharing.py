@@ -77,8 +77,8 @@ def fill(fill_share: float, token_budget: int, gpus: int, members: Sequence[Memb
         number, tokens = short[0], members[short[0]].tokens_per_step
         room = token_budget - offered + caps[number]
         even = _whole(room, members[number].sample_tokens * gpus)
-        count = math.ceil(tokens / even * (1 - ROUNDING)) if even else max(tokens / shares[number], tokens / room + 0.5)
-        shares[number] = tokens / count
+        count = math.ceil(tokens / even * (1 - ROUNDING)) if even else tokens / room + 0.5
+        shares[number] = min(shares[number], tokens / count)
         filled = sum(shares)
     return filled, shares
 
