@@ -168,6 +168,7 @@ def _measure_ours(points: Sequence[Point], jobs: _Jobs, options: argparse.Namesp
     weights = make_model(options.shape, device, _dtype(device))
     if options.base_precision == "fp8":
         hold_in_fp8(weights, list(find_linears(weights)), device)
+        torch.cuda.empty_cache()  # what the 16-bit weights took: a capture cannot give it back, and would run out of memory
     model = SuperModel(make_base(weights, options.shape))
     model.recomputed_layers = options.recompute
     for point in points:

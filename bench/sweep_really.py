@@ -6,7 +6,8 @@
 Eight learning rates over real texts, batches of 4. `fifo` trains one job after another, in a worker that stands on; `residual_capacity`
 trains them together, with the bound on each job's slowdown that stands beside it. A short run before all of them compiles what they
 need. Times are from the first submission to the last end, and from the first step on: the first is what a user waits, the second has no
-start of a worker in it.
+start of a worker in it. A job's slowdown is its time from its first step to its last over that of the same job under `fifo`, where it
+trained alone: what its bound is about.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -55,9 +57,9 @@ def run_way(options: argparse.Namespace, base: Path, place: Path, policy: str, m
     begin = min(at for at, item in rows if isinstance(item, JobSubmitted))
     ends = {item.job_id: at - begin for at, item in rows if isinstance(item, JobFinished)}
     assert len(ends) == JOBS, sorted(ends)
-    spans = [seen(out / "jobs" / name / "metrics.jsonl", ended.start) for name in ends]
-    first, tokens = min(begun for begun, _, _ in spans), sum(count for _, _, count in spans)
-    trained = max(last for _, last, _ in spans) - first
+    spans = {name: seen(out / "jobs" / name / "metrics.jsonl", ended.start) for name in ends}
+    first, tokens = min(begun for begun, _, _ in spans.values()), sum(count for _, _, count in spans.values())
+    trained = max(last for _, last, _ in spans.values()) - first
     return {
         "policy": policy,
         "max_slowdown": max_slowdown,
@@ -67,6 +69,7 @@ def run_way(options: argparse.Namespace, base: Path, place: Path, policy: str, m
         "from_first_step_seconds": trained,
         "tokens": tokens,
         "tokens_per_second": tokens / trained,
+        "seconds_of_jobs": {name: last - begun for name, (begun, last, _) in spans.items()},
     }
 
 
@@ -89,9 +92,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for number, (policy, bound) in enumerate(WAYS):
             row = run_way(options, path, place / str(number), policy, bound, options.steps)
             found["rows"].append(row)
+            alone = found["rows"][0]["seconds_of_jobs"]
+            slowdowns = sorted(seconds / alone[name] for name, seconds in row["seconds_of_jobs"].items())
+            row["median_slowdown"], row["largest_slowdown"] = statistics.median(slowdowns), slowdowns[-1]
             print(
                 f"{policy}, bound {bound:g}: makespan {row['makespan_seconds']:.1f} s, mean JCT {row['mean_jct_seconds']:.1f} s, from the "
-                f"first step {row['from_first_step_seconds']:.1f} s, {row['tokens_per_second']:,.0f} tok/s",
+                f"first step {row['from_first_step_seconds']:.1f} s, {row['tokens_per_second']:,.0f} tok/s; slowdown of a job "
+                f"{row['median_slowdown']:.2f}, {row['largest_slowdown']:.2f} at most",
                 flush=True,
             )
             machine.write(options.json, found)
