@@ -11,14 +11,14 @@ import pytest
 
 from tlora.cluster.learned_costs import FILE, LearnedCosts
 from tlora.costs.cost import CostModel
-from tlora.costs.hardware import cost_model, nearest_base
+from tlora.costs.hardware import live_cost_model
 from tlora.protocol import BaseSpeed
 
 OF = "models/base cuda"
 
 
 def model() -> CostModel:
-    return cost_model(bases={"base": nearest_base(16e9), "other": nearest_base(2e9)})
+    return live_cost_model({"base": 16e9, "other": 2e9})
 
 
 def observed(times: int = 50, ratio: float = 1.4) -> CostModel:

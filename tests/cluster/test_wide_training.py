@@ -22,7 +22,7 @@ from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
-from tlora.costs.hardware import cost_model, nearest_base
+from tlora.costs.hardware import live_cost_model
 from tlora.json_file import read_object
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.protocol import (
@@ -275,7 +275,7 @@ def test_idle_gpus_are_lent(world: World, tmp_path: Path) -> None:
     assert isinstance(profiled, ProfiledJob)
     submitted = JobSubmitted("narrow", "tiny", 1, replace(profiled.profile, tokens_per_step=2e5))
     policy = LIVE_POLICIES["residual_capacity-growth"]()
-    scheduler, told = Scheduler(policy, cost_model(bases={"tiny": nearest_base(1e6)}), print), list[Event | Action]()
+    scheduler, told = Scheduler(policy, live_cost_model({"tiny": 1e6}), print), list[Event | Action]()
     with LocalBackend(LocalMachine((0, 1), world.device, {"tiny": str(world.base)}, tmp_path)) as backend:
         jobs = {"narrow": LocalJob(spec.jobs[0], profiled.train_set, profiled.eval_set)}
         submit_all(backend, jobs, [(0.0, submitted)])

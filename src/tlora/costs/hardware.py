@@ -15,6 +15,8 @@ from tlora.costs.cost import BaseConstants, CostModel
 from tlora.errors import ConfigError
 
 EXTRAPOLATED = "extrapolated: "
+LIVE_GPU = "h200-from-128"
+"""Whose constants a live scheduler goes by until workers have measured its bases: fitted to small steps too, and to more bases."""
 _NUMBERS = tuple(f.name for f in fields(BaseConstants) if f.name != "source")
 _ABOVE_ZERO = ("tokens_per_second", "base_bytes", "gpu_bytes")
 _T = TypeVar("_T")
@@ -49,7 +51,12 @@ def cost_model(
     return CostModel({name: _scaled(constants, scale or {}) for name, constants in chosen.items()})
 
 
-def nearest_base(base_bytes: float, gpu: str = "h200", kernels: str = "tlora") -> str:
+def live_cost_model(sizes: Mapping[str, float]) -> CostModel:
+    """Of bases by name, of so many bytes each: what a live scheduler begins with."""
+    return cost_model(LIVE_GPU, bases={name: nearest_base(num_bytes) for name, num_bytes in sizes.items()})
+
+
+def nearest_base(base_bytes: float, gpu: str = LIVE_GPU, kernels: str = "tlora") -> str:
     """Of the bases with measured constants the one that is nearest in size, by the ratio. Raises ConfigError as `cost_model`."""
     assert base_bytes > 0, base_bytes
     measured = cost_model(gpu, kernels).constants

@@ -25,7 +25,7 @@ from tlora.cluster.learned_costs import LearnedCosts
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
 from tlora.costs.base_in_parts import least_gpus
-from tlora.costs.hardware import cost_model, nearest_base
+from tlora.costs.hardware import live_cost_model, nearest_base
 from tlora.engine.interrupts import describe_interrupt, interrupts
 from tlora.engine.job_opening import refuse
 from tlora.engine.ranks.devices import rank_devices
@@ -109,7 +109,8 @@ class _Run:
         self._ended |= earlier
         profiled = self._profile()
         self._picture = Picture(self._run, {name: job.profile for name, job in profiled.items()}, earlier)
-        scheduler = Scheduler(LIVE_POLICIES[self._policy](), cost_model(bases={_BASE: self._like()}), self._see_fault)
+        self._note_speeds()
+        scheduler = Scheduler(LIVE_POLICIES[self._policy](), live_cost_model({_BASE: self._base.num_bytes}), self._see_fault)
         self._record("running", guard)
         untold = not_told(earlier, self._out / "events.jsonl")
         with (
@@ -169,13 +170,9 @@ class _Run:
                 self._watcher.note(f"{spec.name}: some of its {spec.gpus} replicas run in turn: there are fewer GPUs")
         return {name: job for name, job in found.items() if isinstance(job, ProfiledJob)}
 
-    def _like(self) -> str:
-        """The base with measured speeds that the scheduler goes by."""
-        like = nearest_base(self._base.num_bytes)
-        self._watcher.note(
-            f"{self._policy} on {len(self._places)} x {self._places[0].partition(':')[0]}; speeds as measured, until then those of {like}"
-        )
-        return like
+    def _note_speeds(self) -> None:
+        kind, like = self._places[0].partition(":")[0], nearest_base(self._base.num_bytes)
+        self._watcher.note(f"{self._policy} on {len(self._places)} x {kind}; speeds as measured, until then those of {like}")
 
     def _machine(self) -> LocalMachine:
         run, kind = self._run, self._places[0].partition(":")[0]

@@ -21,7 +21,7 @@ from tlora.cluster.controller import run as run_controller
 from tlora.cluster.learned_costs import LearnedCosts
 from tlora.cluster.reconciler import LocalJob
 from tlora.costs.cost import CostModel
-from tlora.costs.hardware import cost_model, nearest_base
+from tlora.costs.hardware import live_cost_model
 from tlora.errors import TloraError
 from tlora.protocol import Action, Event, JobProfile, JobSubmitted, Tick
 from tlora.scheduler.policies import LIVE_POLICIES
@@ -280,7 +280,7 @@ class Controller:
     def _run(self) -> None:
         try:
             cluster = self._hall.make(self._bases)
-            scheduler = Scheduler(LIVE_POLICIES[self._config.policy](), cost_model(bases={}), self._see_fault)
+            scheduler = Scheduler(LIVE_POLICIES[self._config.policy](), live_cost_model({}), self._see_fault)
             try:
                 with self._lock:
                     self._cluster, self._scheduler = cluster, scheduler
@@ -317,8 +317,7 @@ class Controller:
     def _learn(self, cost: CostModel, name: str, now: float) -> None:
         """The base gets the speeds of the measured one that is nearest in size, and what was observed of itself."""
         if name not in cost.constants:
-            like = nearest_base(self._sizes[name])
-            cost.add(name, cost_model(bases={name: like}).constants[name])
+            cost.add(name, live_cost_model({name: self._sizes[name]}).constants[name])
             self._learned.teach(cost, name, f"{self._bases[name]} {self._hall.places.device}", now)
 
     def _see(self, now: float, item: Event | Action) -> None:
