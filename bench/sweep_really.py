@@ -32,7 +32,7 @@ from tlora.sim.event_log import read_event_log
 
 JOBS, SAMPLES, RANK = 8, 4, 16
 TEXTS = DATA / "alpaca_en_demo.json"
-WAYS = (("fifo", 100.0), ("residual_capacity", 1.5), ("residual_capacity", 4.0), ("residual_capacity", 100.0))
+BOUNDS = [1.5, 4.0, 100.0]  # on each job's slowdown
 _WARM_UP_STEPS = 10
 
 
@@ -89,7 +89,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         found |= {"shape": options.shape, "jobs": JOBS, "samples_per_step": SAMPLES, "rank": RANK, "steps": options.steps, "rows": []}
         path = Path(base["base"]).resolve()
         run_way(options, path, place / "warm-up", "residual_capacity", 100.0, _WARM_UP_STEPS)
-        for number, (policy, bound) in enumerate(WAYS):
+        for number, (policy, bound) in enumerate([("fifo", 100.0), *(("residual_capacity", bound) for bound in options.bounds)]):
             row = run_way(options, path, place / str(number), policy, bound, options.steps)
             found["rows"].append(row)
             alone = found["rows"][0]["seconds_of_jobs"]
@@ -105,12 +105,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def bounds(text: str) -> list[float]:
+    return [float(bound) for bound in text.split(",")]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-1.7b")
     parser.add_argument("--base-dir", type=Path, help="keeps the base there, or takes it from there")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--steps", type=int, default=300, help="of each job")
+    parser.add_argument("--bounds", type=bounds, default=BOUNDS, help="on each job's slowdown, as 1.5,4,100")
     parser.add_argument("--commit", help="what to call this code where there is no git")
     parser.add_argument("--json", type=Path)
     measure(parser.parse_args(arguments))
