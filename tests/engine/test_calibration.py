@@ -135,7 +135,7 @@ def test_all_micro_batches_of_a_probe_are_of_one_shape(base: Path, monkeypatch: 
 
     monkeypatch.setattr(Engine, "run_micro_batch", run_micro_batch)
     list(measure(SuperModel.from_pretrained(str(base), deterministic=True)))
-    assert len(shapes) > 3 and all(len(found) == 1 for found in shapes.values()), shapes
+    assert len(shapes) > 1 and all(len(found) == 1 for found in shapes.values()), shapes
     assert sum(len(members) > 1 for members in shapes) == 1, "all of the group in each"
     assert all(tokens % 64 for found in shapes.values() for lengths in found for tokens in lengths)
 
