@@ -56,10 +56,10 @@ def live_cost_model(sizes: Mapping[str, float]) -> CostModel:
     return cost_model(LIVE_GPU, bases={name: nearest_base(num_bytes) for name, num_bytes in sizes.items()})
 
 
-def nearest_base(base_bytes: float, gpu: str = LIVE_GPU, kernels: str = "tlora") -> str:
-    """Of the bases with measured constants the one that is nearest in size, by the ratio. Raises ConfigError as `cost_model`."""
+def nearest_base(base_bytes: float) -> str:
+    """Of the bases with constants of `LIVE_GPU` the one that is nearest in size, by the ratio."""
     assert base_bytes > 0, base_bytes
-    measured = cost_model(gpu, kernels).constants
+    measured = cost_model(LIVE_GPU).constants
     return min(sorted(measured), key=lambda name: abs(math.log(measured[name].base_bytes / base_bytes)))
 
 

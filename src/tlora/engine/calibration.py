@@ -38,7 +38,7 @@ from tlora.supermodel.supermodel import SuperModel
 from tlora.version import __version__
 from tlora.worker_protocol import Load, Measured
 
-PROBES = (128, 512, 2048, 8192)  # tokens of one job's micro-batch, on average
+PROBES = (128, 512, 2048, 8192)  # tokens of one job's micro-batch, about
 MEMBERS = 4  # of the group whose micro-batch has the tokens of the second probe
 MOST_SECONDS = {"cuda": 10.0, "cpu": 2.0}  # that the next probe may take, as far as can be told; it is left out else
 _SAMPLE_TOKENS = 127  # no multiple of 64: its attention is that of mixed lengths
@@ -140,15 +140,13 @@ class _MadeUp:
         limits = (_SAMPLE_TOKENS, learned_positions(model.model), longest_safe_sequence(model.model))
         self._length = min(limit for limit in limits if limit)
         self._vocab_size, self._directory, self._made = model.base.vocab_size, directory, 0
-        place = model.device.type
-        self._batches = _WARM_UP[place] + _TIMED[place] * _MOST_TURNS[place]
 
     def job(self, tokens: int) -> JobRun:
         """One whose global batches have about so many."""
         self._made += 1
         batch_size, name = max(1, round(tokens / self._length)), f"speed{self._made}"
         rng, writer = np.random.default_rng(self._made), Writer(self._directory / name)
-        for _ in range(batch_size * self._batches):
+        for _ in range(batch_size):
             writer.add(Sample(rng.integers(0, self._vocab_size, self._length).astype(np.int32), np.ones(self._length, np.float32)))
         writer.finish({})
         data = DataConfig(path="-", max_length=self._length)
@@ -169,7 +167,7 @@ def _time(model: SuperModel, runs: Sequence[JobRun]) -> Timed:
             _one(engine, model.device)
         while len(found) < _MOST_TURNS[place]:
             tokens, seconds = zip(*(_one(engine, model.device) for _ in range(_TIMED[place])), strict=True)
-            found.append(Timed(len(runs), round(statistics.mean(tokens)), statistics.median(seconds)))
+            found.append(Timed(len(runs), tokens[0], statistics.median(seconds)))
             is_steady = len(found) > 1 and _cost(found[-1]) > _FASTER * _cost(found[-2])
             if is_steady or time.perf_counter() - began > MOST_SECONDS[place]:
                 break
