@@ -277,10 +277,10 @@ def test_an_error_that_is_nobodys_ends_the_run_and_resume_goes_on(
     """A forward that fails with all jobs and with none alone is a fault of the program: no job is blamed, and nothing is lost."""
     compute = Engine._compute
 
-    def raising(engine: Engine, kind: str, packed_rows: Any, tokens: int) -> Any:
+    def raising(engine: Engine, kind: str, packed_rows: Any, *sizes: int) -> Any:
         if kind == "train" and len({row.job_id for row in packed_rows}) > 1:
             raise RuntimeError("together only")
-        return compute(engine, kind, packed_rows, tokens)
+        return compute(engine, kind, packed_rows, *sizes)
 
     monkeypatch.setattr(Engine, "_compute", raising)
     with pytest.raises(RuntimeError, match="together only"):

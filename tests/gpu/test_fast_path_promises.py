@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -203,6 +204,25 @@ def test_a_pass_from_a_graph_has_the_bits_of_one_that_was_not(family: str, depth
             hook.remove()
         found.append({job_id: shared.leave(job_id).params.cpu() for job_id in "abc"})
     assert shared._fast is not None and shared._fast._graphs is not None and shared._fast._graphs.num_captured > 0
+    assert all(torch.equal(found[0][job_id], found[1][job_id]) for job_id in "abc")
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_that_is_padded_for_a_graph_has_the_bits_of_one_that_was_not(family: str) -> None:
+    """Batches of ever other sizes: soon most of them come from graphs of larger ones."""
+    shared, found, computed = make_shared(family, torch.bfloat16), list[dict[str, Tensor]](), list[int]()
+    for most_tokens in (0, 2048):
+        for job_id in "abc":
+            join(shared, job_id)
+        before = shared.computed_tokens
+        for step in range(10):
+            shared.forward_backward(replace(batch_of("abc", step, pad_to=0), most_tokens=most_tokens))
+            assert all(stats.applied for stats in shared.optim_step("abc").values())
+        computed.append(shared.computed_tokens - before)
+        found.append({job_id: shared.leave(job_id).params.cpu() for job_id in "abc"})
+    assert shared._fast is not None and shared._fast._graphs is not None and shared._fast._graphs.num_captured > 0
+    assert computed[0] < computed[1] < 1.4 * computed[0]
     assert all(torch.equal(found[0][job_id], found[1][job_id]) for job_id in "abc")
 
 

@@ -15,6 +15,7 @@ from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
 from tlora.group.reports import CheckpointDue, Computed, Ended, Evaluated, Noted, Report, Stepped
 from tlora.job import JobSpec
+from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
 
@@ -147,3 +148,23 @@ def test_an_error_of_no_job_is_noted_and_the_batch_starts_over(
     until_idle(engine)
     (note,) = [report for report in heard if isinstance(report, Noted)]
     assert note.line.startswith("RuntimeError: a passing fault; ") and of(heard, Ended, "a")[0].status == "done"
+
+
+def test_a_micro_batch_may_be_padded_up_to_the_budget_but_not_where_a_job_is_tried_alone(
+    engine: Engine, heard: list[Report], sets: tuple[Dataset, Dataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    train = engine.model.forward_backward
+
+    def asking(batch: PackedBatch, *rest: Any) -> Any:
+        asked.append(batch.most_tokens)
+        if len(asked) == 2:
+            raise RuntimeError("a passing fault")
+        return train(batch, *rest)
+
+    monkeypatch.setattr(engine.model, "forward_backward", asking)
+    engine.join(JobRun(spec("a"), sets[0], None))
+    until_idle(engine)
+    assert asked[:4] == [64, 64, 0, 64] and set(asked[4:]) == {64}
+    reports = [report for report in heard if isinstance(report, Computed)]
+    assert reports and all(report.computed_tokens == report.packed.tokens for report in reports), "nothing is padded on a CPU"

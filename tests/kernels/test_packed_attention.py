@@ -14,7 +14,7 @@ from tests.tolerances import KERNEL, assert_close
 
 with interpreted():
     from tlora.kernels import packed_attention, varlen_attention
-    from tlora.kernels.packed_attention import AttentionPlan, attend, attend_backward, padded, plan_attention
+    from tlora.kernels.packed_attention import AttentionPlan, attend, attend_backward, attention_shape, padded, plan_attention
 
 pytestmark = MARKS
 ON_GPU = DEVICE.type == "cuda"
@@ -93,8 +93,11 @@ def made(kind: str) -> AttentionPlan:
 
 def test_a_plan_knows_its_samples() -> None:
     plan = plan_attention(LENGTHS, DEVICE, False)
-    assert (plan.count, plan.longest, plan.starts_S.tolist()) == (4, 64, [0, 5, 6, 39, 59])
-    assert plan.shape == plan_attention((40, 1, 1, 1), DEVICE, False).shape != plan_attention((70, 1, 1, 1), DEVICE, False).shape
+    assert (plan.count, plan.longest, plan.starts_S.tolist()) == (4, 512, [0, 5, 6, 39, 59])
+    assert plan_attention((600, 5), DEVICE, False).longest == 1024
+    for lengths in (LENGTHS, ALIKE, (600, 5)):
+        assert plan_attention(lengths, DEVICE, False).shape == attention_shape(lengths, DEVICE, False)
+    assert plan.shape == plan_attention((512, 1, 1, 1), DEVICE, False).shape != plan_attention((513, 1, 1, 1), DEVICE, False).shape
 
 
 def test_samples_are_filled_up_with_empty_ones_where_they_differ() -> None:
@@ -118,8 +121,8 @@ def test_empty_samples_change_no_bit() -> None:
     ("change", "others_take_it"),
     [
         ({}, True),
-        ({"window": 64}, True),  # as long as the longest sample, rounded up: no window at all
-        ({"window": 63}, False),
+        ({"window": 512}, True),  # as long as the longest sample, rounded up: no window at all
+        ({"window": 511}, False),
         ({"softcap": 30.0}, False),
         ({"dtype": torch.float32}, False),
         ({"dtype": torch.float16}, True),

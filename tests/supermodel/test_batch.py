@@ -25,13 +25,25 @@ def row(
 def test_what_lies_where() -> None:
     batch = collate([row("a", [5, 6, 7], [0, 0, 1], 4.0), row("a", [8, 9]), row("b", [3, 4], normalizer=2.0)], pad_to=9)
     assert batch.input_ids_T.tolist() == [5, 6, 7, 8, 9, 3, 4, 0, 0]
-    assert batch.position_ids_T.tolist() == [0, 1, 2, 0, 1, 0, 1, 0, 1]
+    assert batch.position_ids_T.tolist() == [0, 1, 2, 0, 1, 0, 1, 0, 0]
     assert batch.labels_T.tolist() == [6, 7, 0, 9, 0, 4, 0, 0, 0]
     assert batch.loss_weights_T.tolist() == [0, 1, 0, 1, 0, 1, 0, 0, 0]
     assert batch.grad_weights_T.tolist() == [0, 0.25, 0, 1, 0, 0.5, 0, 0, 0]
     assert batch.labelled.tolist() == [1, 3, 5]
     assert batch.lengths == (3, 2, 2, 2) and batch.spans == (Span("a", 0, (3, 2), n0=0, n1=2), Span("b", 5, (2,), n0=2, n1=3))
     assert batch.num_tokens == 7 and batch.keys_T is None
+
+
+@pytest.mark.parametrize("with_keys", [False, True])
+@pytest.mark.parametrize(("before", "total", "pieces"), [(0, 7, ()), (0, 9, (2,)), (9, 20, (13,)), (100, 7 + 2 * 512 + 1, (512, 512, 1))])
+def test_padding_later_is_padding_at_once_in_pieces(before: int, total: int, pieces: tuple[int, ...], with_keys: bool) -> None:
+    key = (1, 2, 3) if with_keys else None
+    rows = [row("a", [5, 6, 7], key=key), row("a", [8, 9], key=key), row("b", [3, 4])]
+    batch = collate(rows, pad_to=before)
+    padded = batch.padded(total)
+    assert same(padded, collate(rows, pad_to=total)) and padded.lengths == batch.padded_lengths(total) == (3, 2, 2, *pieces)
+    assert all(len(values_T) == total for values_T in (padded.input_ids_T, padded.position_ids_T, padded.labels_T, padded.loss_weights_T))
+    assert not padded.position_ids_T[7:].any() and not padded.loss_weights_T[7:].any()
 
 
 def test_dropout_keys_are_each_samples_own() -> None:
@@ -74,7 +86,7 @@ PAIR = BatchRow("p", np.array([5, 6, 7, 8, 9]), np.array([1, 1, 1, 0, 1], np.flo
 def test_the_sequences_of_a_unit_are_told_apart() -> None:
     batch = collate([row("a", [3, 4]), PAIR, PAIR], pad_to=15)
     assert batch.lengths == (2, 3, 2, 3, 2, 3) and batch.spans[1] == Span("p", 2, (3, 2, 3, 2), sequences=2, n0=1, n1=7)
-    assert batch.position_ids_T.tolist() == [0, 1, 0, 1, 2, 0, 1, 0, 1, 2, 0, 1, 0, 1, 2]
+    assert batch.position_ids_T.tolist() == [0, 1, 0, 1, 2, 0, 1, 0, 1, 2, 0, 1, 0, 0, 0]
     assert batch.labels_T.tolist() == [4, 0, 6, 7, 0, 9, 0, 6, 7, 0, 9, 0, 0, 0, 0]
     assert batch.loss_weights_T.tolist() == [1, 0, 1, 1, 0, 1, 0, 1, 1, 0, 1, 0, 0, 0, 0]
     assert batch.grad_weights_T.tolist() == [1, 0, 0.5, 0.5, 0, 0.5, 0, 0.5, 0.5, 0, 0.5, 0, 0, 0, 0]

@@ -5,7 +5,7 @@ The path is switched on by `fast` for the super-models that a test makes, and by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,11 +24,13 @@ from tlora.objectives import Dpo
 from tlora.supermodel import losses as loss_module
 from tlora.supermodel import supermodel
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
+from tlora.supermodel.cuda_graphs import HIDES_LAUNCHES, Backward, Shape
 from tlora.supermodel.load import hidden_states, make_base
 from tlora.supermodel.supermodel import JobLoss, SuperModel
 
 with interpreted():  # the path imports them late, when the variable may not be set any more
     from tlora.kernels import pass_operations
+    from tlora.kernels.pass_operations import PassState
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")]  # dynamo looks
 CLOSE = 1e-4
@@ -131,7 +133,8 @@ class Found:
 def gradients(shared: SuperModel, family: str, job_ids: str, pad_to: int = 0) -> Found:
     for job_id in job_ids:
         join(shared, family, job_id)
-    losses = shared.forward_backward(batch_of(job_ids, pad_to=pad_to))
+    batch = batch_of(job_ids)
+    losses = shared.forward_backward(batch.padded(max(pad_to, len(batch.input_ids_T))))
     found = Found({job_id: loss.mean for job_id, loss in losses.items()}, {job_id: shared.bank.take_grad(job_id) for job_id in job_ids})
     for job_id in job_ids:
         shared.leave(job_id)
@@ -157,6 +160,52 @@ def check_family(family: str, job_ids: str, **changes: Any) -> None:
 @pytest.mark.parametrize("family", QUICK)
 def test_a_family_equals_the_reference_path_and_itself_alone(family: str) -> None:
     check_family(family, "ab", **QUICK[family])
+
+
+class Padding:
+    """In place of CUDA graphs: each pass with as many tokens, as it is."""
+
+    busy = False
+
+    def __init__(self, shared: SuperModel, tokens: int) -> None:
+        assert shared._fast is not None
+        self.fast, self.bank, self.tokens = shared._fast, shared.bank, tokens
+        self.asked: list[tuple[Shape, int, int]] = []
+
+    def size_for(self, own: Shape, most: int, launch: int, shape_of: Callable[[int], Shape], bank_version: int) -> int:
+        assert shape_of(own.tokens) == own and bank_version == self.bank.version
+        self.asked.append((own, most, launch))
+        self.expected = shape_of(self.tokens)
+        return self.tokens
+
+    def run(self, batch: PackedBatch, state: PassState, bank_version: int, recomputed_layers: int) -> tuple[Tensor, Backward]:
+        assert Shape(len(batch.input_ids_T), recomputed_layers, state.shape) == self.expected, "not the shape that it was chosen by"
+        return self.fast.run(batch, state)
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("job_ids", ["ab", "d", "bda"])
+def test_a_pass_that_is_padded_for_a_graph_has_the_shape_that_was_predicted_and_its_bits(job_ids: str) -> None:
+    shared = make_shared("llama", **ONE_LAYER)
+    found: list[dict[str, Tensor]] = []
+    for tokens in (0, 600):
+        for job_id in job_ids:
+            join(shared, "llama", job_id)
+        batch = replace(batch_of(job_ids), most_tokens=2048)
+        if tokens:
+            padding = Padding(shared, tokens)
+            shared._fast._graphs = padding  # type: ignore[union-attr, assignment]
+        before = shared.computed_tokens
+        shared.forward_backward(batch)
+        assert shared.computed_tokens - before == (tokens or len(batch.input_ids_T))
+        found.append({job_id: shared.bank.take_grad(job_id) for job_id in job_ids})
+        for job_id in job_ids:
+            shared.leave(job_id)
+    [(own, most, launch)] = padding.asked
+    assert own.tokens == len(batch.input_ids_T) and most == 2048
+    weights = sum(k * n for k, n in shared.targets().values())
+    assert launch == int(HIDES_LAUNCHES / weights), "one layer"
+    assert all(torch.equal(found[0][job_id], found[1][job_id]) for job_id in job_ids)
 
 
 @pytest.mark.soak

@@ -2,8 +2,8 @@
 what was found is kept in the user's cache.
 
 The micro-batches of a probe are of one shape, which is a CUDA graph from the third on: that is how a job trains for most of its time.
-Real lengths bring some fifty shapes, and after 200 micro-batches 98 % of them are graphs; before that a small step takes up to four times
-as long (docs/design.md). Who takes that for a job's time alone puts so many together that each takes several times its bound.
+Without one a small step takes up to four times as long (docs/design.md). Who takes that for a job's time alone puts so many together that
+each takes several times its bound.
 """
 
 from __future__ import annotations

@@ -145,12 +145,14 @@ class Engine:
             self._settle()
             self._step(self._completed_elsewhere())
             return None
-        losses = self.decisions.result(attempt(self._compute, packed.kind, packed.rows, packed.tokens))
+        before = self.model.computed_tokens
+        losses = self.decisions.result(attempt(self._compute, packed.kind, packed.rows, packed.tokens, self.token_budget))
+        computed = self.model.computed_tokens - before
         self._settle()
         if isinstance(losses, Failure):
             self._find_culprit(packed, losses.error)
             return packed
-        self._listen(self._counted(packed))
+        self._listen(Computed(packed, computed, left_tokens=sum(run.flow.pending_tokens for run in self.runs.values())))
         for name, loss in losses.items():
             if name in self.runs:
                 self.runs[name].absorb(loss, sum(row.tokens for row in packed.rows if row.job_id == name))
@@ -274,18 +276,14 @@ class Engine:
     def _numel(self, run: JobRun) -> int:
         return self.model.state(run.spec.name).layout.numel
 
-    def _compute(self, kind: str, rows: tuple[Row, ...], tokens: int) -> dict[str, JobLoss]:
+    def _compute(self, kind: str, rows: tuple[Row, ...], tokens: int, most_tokens: int) -> dict[str, JobLoss]:
+        """`most_tokens`: to which the micro-batch may be padded for speed; 0: no further than to a prepared size."""
         self.begin(tuple(name for name, _ in groupby(row.job_id for row in rows)))
         pad_to = prepared_budget(tokens, self.token_budget) if self.model.device.type == "cuda" else 0
-        batch: PackedBatch = collate([self.runs[row.job_id].batch_row(row) for row in rows], self.model.device, pad_to)
+        batch: PackedBatch = collate([self.runs[row.job_id].batch_row(row) for row in rows], self.model.device, pad_to, most_tokens)
         present = {row.job_id: self.runs[row.job_id].objective for row in rows}
         objectives = {name: objective for name, objective in present.items() if objective is not None}
         return (self.model.evaluate if kind == "eval" else self.model.forward_backward)(batch, objectives)
-
-    def _counted(self, packed: MicroBatch) -> Computed:
-        padded = self.model.device.type == "cuda" and (not self.model.deterministic or self.model.num_layers > 0)
-        computed = prepared_budget(packed.tokens, packed.budget) if padded else packed.tokens
-        return Computed(packed, computed, left_tokens=sum(run.flow.pending_tokens for run in self.runs.values()))
 
     def _advance(self, run: JobRun, *, offered: bool = False) -> None:
         """What follows when a job has joined, or a batch or evaluation of its own is through. With `offered` its next batch is known."""
@@ -360,4 +358,4 @@ class Engine:
 
     def _try_alone(self, name: str, packed: MicroBatch) -> dict[str, JobLoss] | Failure:
         rows = tuple(row for row in packed.rows if row.job_id == name)
-        return attempt(self._compute, packed.kind, rows, sum(row.tokens for row in rows))
+        return attempt(self._compute, packed.kind, rows, sum(row.tokens for row in rows), 0)

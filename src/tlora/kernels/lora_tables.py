@@ -19,6 +19,7 @@ TILE = 64  # tokens; the kernels' row tiles are multiples of it
 WIDEST_PIECE = 64  # ranks that a kernel takes at a time
 A, B, DA, DB, RANK = range(5)  # of a row of `rows_LS5`: addresses of the first rows of A, B, dA and dB, and the rank
 ADDRESS_FIELDS = 5
+LONGEST_PADDING = 512  # tokens of a piece of padding, so that no padding is the longest sequence of a shape (`packed_attention.py`)
 RUNS_STEP = 4  # runs are filled up to a multiple of it with empty ones: fewer shapes, and rows of tables at multiples of 16 bytes
 
 
@@ -72,7 +73,11 @@ class LoraTables:
     @property
     def shape(self) -> tuple[int | bool, ...]:
         """All that launches depend on, beside the number of tokens and where the banks lie."""
-        return self.num_runs, len(self.samples_P2), self.width, self.many, self.has_dropout, self.all_dropout, self.keys_T is None
+        return self.shape_with(len(self.samples_P2))
+
+    def shape_with(self, num_samples: int) -> tuple[int | bool, ...]:
+        """The same of a micro-batch that has so many samples, and is this one otherwise."""
+        return self.num_runs, num_samples, self.width, self.many, self.has_dropout, self.all_dropout, self.keys_T is None
 
 
 def rank_width(rank: int) -> int:

@@ -17,8 +17,11 @@ from torch import Tensor
 
 from tlora.kernels import varlen_attention
 from tlora.kernels.device import to_device
+from tlora.kernels.lora_tables import LONGEST_PADDING
 
 _SAMPLES = 16
+
+Kind = Literal["cudnn", "flash", "own"]
 
 
 @dataclass(frozen=True)
@@ -28,14 +31,14 @@ class AttentionPlan:
     Micro-batches with the same `shape` launch the same kernels with the same arguments, but for what the tensors hold.
     """
 
-    kind: Literal["cudnn", "flash", "own"]  # for plain causal attention in 16 bits; everything else is our own kernel's
+    kind: Kind  # for plain causal attention in 16 bits; everything else is our own kernel's
     count: int
-    longest: int  # tokens; where they differ, rounded up to a power of two
+    longest: int  # tokens; where they differ, rounded up to a power of two that is no less than a piece of padding
     starts_S: Tensor  # int32 [S + 1]
     own: varlen_attention.TileLists
 
     @property
-    def shape(self) -> tuple[str, int, int]:
+    def shape(self) -> tuple[Kind, int, int]:
         return self.kind, self.count, self.longest
 
 
@@ -50,10 +53,16 @@ def padded(lengths: Sequence[int]) -> tuple[int, ...]:
 
 def plan_attention(lengths: Sequence[int], device: torch.device, deterministic: bool) -> AttentionPlan:
     """For samples of `lengths` one after another."""
-    kind = "own" if deterministic or device.type != "cuda" else "cudnn" if _alike(lengths) else "flash"
-    longest = max(lengths) if kind == "cudnn" else 1 << (max(lengths) - 1).bit_length()
+    kind, count, longest = attention_shape(lengths, device, deterministic)
     starts = to_device(np.cumsum([0, *lengths], dtype=np.int32), device)
-    return AttentionPlan(kind, len(lengths), longest, starts, varlen_attention.list_tiles(lengths, device))
+    return AttentionPlan(kind, count, longest, starts, varlen_attention.list_tiles(lengths, device))
+
+
+def attention_shape(lengths: Sequence[int], device: torch.device, deterministic: bool) -> tuple[Kind, int, int]:
+    """The shape of the plan for samples of `lengths`."""
+    kind: Kind = "own" if deterministic or device.type != "cuda" else "cudnn" if _alike(lengths) else "flash"
+    longest = max(lengths) if kind == "cudnn" else 1 << (max(*lengths, LONGEST_PADDING) - 1).bit_length()
+    return kind, len(lengths), longest
 
 
 def attend(

@@ -19,6 +19,7 @@ from tlora.errors import CapacityError, ModelError
 from tlora.job import JobSpec, Recompute, RunSpec
 from tlora.planning.job_plan import PlannedJob, plan_jobs
 from tlora.planning.memory import MemoryModel, bytes_in_fp8, measure, memory_limit
+from tlora.supermodel.cuda_graphs import HIDES_LAUNCHES
 from tlora.supermodel.fp8_linear import has_fp8
 from tlora.supermodel.supermodel import SuperModel
 
@@ -26,9 +27,6 @@ CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is 
 # Llama-3-8B on one H200 (bench/results/h200_memory.json): recomputing all layers takes 43 % longer; a micro-batch costs each layer as much
 # again as 216 tokens (2,048 tokens against 8,192), which in a smaller layer are more.
 _RECOMPUTE_SHARE, _FIXED_WORK = 0.43, 216 * 218e6  # the latter in tokens times weights of a layer
-# A pass whose shape is new is launched kernel by kernel, 4.2 ms a layer of a CPU's time. From so much work in a micro-batch on, in tokens
-# times weights of a layer, the GPU takes longer than that (1.7B: 5.9 ms a layer for 8,192 tokens), and shapes may vary.
-_HIDES_LAUNCHES = 4.2 / 5.9 * 8192 * 50e6
 _MOST_SLOWED = 1.5  # rather than that, jobs take turns
 
 
@@ -191,7 +189,7 @@ def _budgets(run: RunSpec, jobs: list[PlannedJob], longest: int, memory: MemoryM
     batches = ((j.data.train.lengths, j) for j in jobs if j.data)
     offered = [float(lengths.mean()) * min(j.spec.batch_size, len(lengths)) / j.replicas for lengths, j in batches]  # a replica at a time
     cap = _GPU_BUDGET_CAP if device.type == "cuda" else CPU_BUDGET_CAP
-    budgets = [auto_token_budget(longest, offered, cap, filled=min(sum(offered), cap) * memory.layer_weights < _HIDES_LAUNCHES)]
+    budgets = [auto_token_budget(longest, offered, cap, filled=min(sum(offered), cap) * memory.layer_weights < HIDES_LAUNCHES)]
     while budgets[-1] // 2 >= longest:
         budgets.append(budgets[-1] // 2)
     return budgets

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tlora.kernels.device import to_device
 from tlora.kernels.dropout import token_keys
+from tlora.kernels.lora_tables import LONGEST_PADDING
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,9 @@ class Span:
 class PackedBatch:
     """T tokens of several samples. `labels_T` is the next token of the same sample; the position's weight is 0 where there is none.
 
-    `grad_weights_T` are the weights divided by each job's normalizer. Tokens past the last span are padding.
+    `grad_weights_T` are the weights divided by each job's normalizer. Tokens past the last span are padding: `lengths` has it in pieces of
+    at most `LONGEST_PADDING`, all of it at position 0, which no base's embedding of positions lacks. The batch may be padded further, up
+    to `most_tokens`, where that makes it faster; not where they are fewer than its own.
     """
 
     input_ids_T: Tensor
@@ -67,10 +71,34 @@ class PackedBatch:
     lengths: tuple[int, ...]
     spans: tuple[Span, ...]
     keys_T: Tensor | None
+    most_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
         return self.spans[-1].t1 if self.spans else 0
+
+    def padded_lengths(self, total: int) -> tuple[int, ...]:
+        """`lengths` of this batch with padding up to `total` tokens."""
+        own = tuple(length for span in self.spans for length in span.lengths)
+        return *own, *_pieces(total - self.num_tokens)
+
+    def padded(self, total: int) -> PackedBatch:
+        """This batch with padding up to `total` tokens, at least as many as it has. Does not wait for the device."""
+        more = total - len(self.input_ids_T)
+        ids_T, positions_T, labels_T, weights_T, grad_weights_T = (
+            functional.pad(values_T, (0, more))
+            for values_T in (self.input_ids_T, self.position_ids_T, self.labels_T, self.loss_weights_T, self.grad_weights_T)
+        )
+        return replace(
+            self,
+            input_ids_T=ids_T,
+            position_ids_T=positions_T,
+            labels_T=labels_T,
+            loss_weights_T=weights_T,
+            grad_weights_T=grad_weights_T,
+            lengths=self.padded_lengths(total),
+            keys_T=None if self.keys_T is None else functional.pad(self.keys_T, (0, more)),
+        )
 
     def units(self) -> Iterator[PackedBatch]:
         """Each unit as a batch of its own, in order. Waits for the device."""
@@ -115,8 +143,16 @@ def _join(values_T: Tensor, cuts: list[slice]) -> Tensor:
     return torch.cat([values_T[cut] for cut in cuts])
 
 
-def collate(rows: Sequence[BatchRow], device: torch.device | str = "cpu", pad_to: int = 0) -> PackedBatch:
-    """Pack `rows` (a job's rows adjacent) into one batch of max(their tokens, `pad_to`) tokens on `device`."""
+def _pieces(padding: int) -> list[int]:
+    """Lengths of the sequences that make up so many tokens of padding."""
+    whole, rest = divmod(padding, LONGEST_PADDING)
+    return [LONGEST_PADDING] * whole + [rest] * (rest > 0)
+
+
+def collate(rows: Sequence[BatchRow], device: torch.device | str = "cpu", pad_to: int = 0, most_tokens: int = 0) -> PackedBatch:
+    """Pack `rows` (a job's rows adjacent) into one batch of max(their tokens, `pad_to`) tokens on `device`. `most_tokens`: see
+    `PackedBatch`.
+    """
     lengths: list[int] = []
     used = sum(len(row.input_ids) for row in rows)
     total = max(used, pad_to)
@@ -151,9 +187,7 @@ def collate(rows: Sequence[BatchRow], device: torch.device | str = "cpu", pad_to
         start = end
     labelled = weights.nonzero()[0]
     spans = [replace(s, n0=int(np.searchsorted(labelled, s.t0)), n1=int(np.searchsorted(labelled, s.t1))) for s in spans]
-    if total > used:
-        lengths.append(total - used)
-        positions[used:] = np.arange(total - used)
+    lengths += _pieces(total - used)
     return PackedBatch(
         input_ids_T=to_device(ids, place),
         position_ids_T=to_device(positions, place),
@@ -164,4 +198,5 @@ def collate(rows: Sequence[BatchRow], device: torch.device | str = "cpu", pad_to
         lengths=tuple(lengths),
         spans=tuple(spans),
         keys_T=None if keys is None else to_device(keys, place),
+        most_tokens=most_tokens,
     )

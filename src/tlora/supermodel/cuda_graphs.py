@@ -2,8 +2,13 @@
 
 A shape is all that the host decides by: tokens, runs, samples, the width of S, whether anybody drops out, which attention. What the
 device reads, which tokens, whose they are and where the rows of their adapters lie, is copied over what the graph was captured with.
-The first micro-batches of a shape run as they are and compile what is missing; the third is captured, which takes about as long as
-one of them does.
+The first micro-batch of a shape runs as it is and compiles what is missing; the second is captured, which takes about twice as long.
+
+Real lengths bring ever other numbers of tokens, and small micro-batches, which a GPU computes faster than Python launches them, would
+wait for most of theirs to come again. `size_for` says to how many tokens such a micro-batch is padded instead: those of a graph
+that there is or, where there is none, of a rough size, which soon has one. What a finer size, or the micro-batch's own, would have saved
+of padding is counted. When that is as much as it takes to capture that size, it is run at until it is captured: who rents until the rent
+has cost the price, and then buys, pays twice the least at most.
 
 One way to execute passes that do not overlap. Whoever wants a second pass before the first one's backward runs it without graphs
 (`fast_path.py`).
@@ -17,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,12 +34,26 @@ if TYPE_CHECKING:
     from tlora.kernels.pass_operations import PassState  # brings triton, which not every CPU install has
 
 _MOST_CAPTURED, _MOST_COUNTED = 64, 4096  # shapes at a time
-_UNCAPTURED = 2  # micro-batches of a shape that run as they are
+_UNCAPTURED = 1  # micro-batches of a shape that run as they are
+_PRICE = 3  # of a shape's graph, in launches from Python: that one, and two for the capture (130 and 260 ms over a 1.7B base)
+HIDES_LAUNCHES = 4.2 / 5.9 * 8192 * 50e6
+"""Work of a micro-batch, in tokens times weights of a layer, from which on the GPU takes longer than Python does to launch it: 4.2 ms a
+layer, as 1.7B takes 5.9 ms a layer for 8,192 tokens (one H200 and its host)."""
+
+_SMALLEST, _FINEST = 128, 16  # tokens: of the rough sizes, and between two fine ones
 
 Backward = Callable[[Tensor], object]
 """Takes the gradient of the hidden states [T, H] back through the decoder, once."""
 Decode = Callable[[PackedBatch, "PassState"], tuple[Tensor, Backward]]
 """Hidden states [T, H] of a batch, and the way back."""
+
+
+class Shape(NamedTuple):
+    """Of a micro-batch: passes of one shape launch the same kernels. `launches` is `PassState.shape`."""
+
+    tokens: int
+    recomputed_layers: int
+    launches: Hashable
 
 
 @dataclass(frozen=True)
@@ -89,8 +108,9 @@ class CudaGraphs:
         self._keeper = torch.cuda.CUDAGraph()
         with self._into(self._keeper):
             torch.zeros(1, device=like.device)  # a graph of nothing would be warned of
-        self._captured: OrderedDict[Hashable, _Captured | None] = OrderedDict()  # None: it could not be
-        self._counts: OrderedDict[Hashable, int] = OrderedDict()  # how many times others were seen
+        self._captured: OrderedDict[Shape, _Captured | None] = OrderedDict()  # None: it could not be
+        self._counts: OrderedDict[Shape, int] = OrderedDict()  # how many times others were seen
+        self._padding: OrderedDict[Shape, int] = OrderedDict()  # tokens that graphs of larger ones computed too much for them
         self._ends = _Ends(like[:0], like[:0])
         self._bank_version = -1
         self._turn: weakref.ref[_Turn] | None = None
@@ -109,15 +129,13 @@ class CudaGraphs:
         """Hidden states of `batch`, which hold until the next pass, and the way back. Graphs hold addresses of the bank's rows: those of
         an earlier `bank_version` are dropped.
         """
-        if bank_version != self._bank_version:
-            self._captured.clear()
-            self._counts.clear()
-            self._bank_version = bank_version
-        shape = (len(batch.input_ids_T), recomputed_layers, state.shape)
+        self._keep_only(bank_version)
+        shape = Shape(len(batch.input_ids_T), recomputed_layers, state.shape)
         if shape in self._captured:
             self._captured.move_to_end(shape)
-        elif self._count(shape) > _UNCAPTURED:
+        elif _add(self._counts, shape, 1) > _UNCAPTURED:
             del self._counts[shape]
+            self._padding.pop(shape, None)
             self._captured[shape] = self._try_to_capture(batch, state)
             if len(self._captured) > _MOST_CAPTURED:
                 self._captured.popitem(last=False)
@@ -138,12 +156,42 @@ class CudaGraphs:
 
         return hidden_TH, once
 
-    def _count(self, shape: Hashable) -> int:
-        """How many times it was seen, this one included."""
-        count = self._counts[shape] = self._counts.pop(shape, 0) + 1
-        if len(self._counts) > _MOST_COUNTED:
-            self._counts.popitem(last=False)
-        return count
+    def _keep_only(self, bank_version: int) -> None:
+        if bank_version != self._bank_version:
+            for of_shapes in (self._captured, self._counts, self._padding):
+                of_shapes.clear()
+            self._bank_version = bank_version
+
+    def size_for(self, own: Shape, most: int, launch: int, shape_of: Callable[[int], Shape], bank_version: int) -> int:
+        """Tokens up to which a micro-batch of shape `own` should be padded, `most` at most, or its own where it should not.
+
+        `launch`: tokens that the device computes while one is launched from Python. `shape_of`: the shape with so many tokens.
+        """
+        self._keep_only(bank_version)
+        most = min(most, launch // _SMALLEST * _SMALLEST)
+        if own.tokens >= most or self._is_captured(own) or not self._varies(own):
+            return own.tokens
+        better = dict.fromkeys(s for s in (own, shape_of(min(fine_size(own.tokens), most))) if s not in self._captured)
+        for shape in better:
+            if self._padding.get(shape, 0) >= _PRICE * (launch - shape.tokens):
+                return shape.tokens
+        rough = min(rough_size(own.tokens), most)
+        for size in sorted({shape.tokens for shape in self._captured if own.tokens < shape.tokens <= most} | {rough}):
+            shape = shape_of(size)
+            if self._is_captured(shape):
+                for other in better:
+                    _add(self._padding, other, max(0, size - other.tokens))
+                return size
+            if size == rough and shape not in self._captured:
+                return rough
+        return own.tokens
+
+    def _is_captured(self, shape: Shape) -> bool:
+        return self._captured.get(shape) is not None
+
+    def _varies(self, own: Shape) -> bool:
+        """Whether there was another shape than `own`."""
+        return any(shape != own for of_shapes in (self._captured, self._counts) for shape in of_shapes)
 
     def run_uncaptured(self, batch: PackedBatch, state: PassState) -> tuple[Tensor, Backward]:
         """The same, never captured nor from a graph: hooks in the decoder are called."""
@@ -206,6 +254,26 @@ class CudaGraphs:
                 yield
             finally:
                 graph.capture_end()
+
+
+def rough_size(tokens: int) -> int:
+    """The next power of two or three quarters of one, at least `_SMALLEST`."""
+    power = max(_SMALLEST, 1 << (tokens - 1).bit_length())
+    return power * 3 // 4 if tokens <= power * 3 // 4 and power > _SMALLEST else power
+
+
+def fine_size(tokens: int) -> int:
+    """The next of eight between two powers of two."""
+    step = max(_FINEST, (1 << (tokens - 1).bit_length()) // 16)
+    return -(-tokens // step) * step
+
+
+def _add(counts: OrderedDict[Shape, int], shape: Shape, number: int) -> int:
+    """What is counted for `shape` then. The counts that were added to longest ago are given up for it."""
+    count = counts[shape] = counts.pop(shape, 0) + number
+    if len(counts) > _MOST_COUNTED:
+        counts.popitem(last=False)
+    return count
 
 
 def _inputs(batch: PackedBatch, state: PassState) -> list[Tensor]:

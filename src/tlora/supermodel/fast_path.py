@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from tlora.kernels.device import runs_kernels
 from tlora.kernels.frozen import BaseWeights
 from tlora.kernels.lora_tables import ADDRESS_FIELDS, RUNS_STEP, Run, Slots, build_tables, rank_width
 from tlora.supermodel.batch import PackedBatch
-from tlora.supermodel.cuda_graphs import Backward, CudaGraphs
+from tlora.supermodel.cuda_graphs import HIDES_LAUNCHES, Backward, CudaGraphs, Shape
+from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import Base, hidden_states, layers_of
 from tlora.supermodel.lora_linear import BaseLinear, Context, LinearsOfOneInput, LoraLinear
 
@@ -76,6 +78,8 @@ class FastPath:
         self.num_layers = len(layers)
         for number, layer in enumerate(layers):
             layer.forward = self._compiled(layer.forward, number, device)
+        work = 0 if expert_modules(base.model) else sum(linear.in_features * linear.out_features for linear in linears.values())
+        self._launch_tokens = int(HIDES_LAUNCHES * self.num_layers / work) if work else 0  # 0: what experts compute is not known
         # A graph has the addresses of weights; those of a shared base change with the slots. It is large enough to do without.
         self._graphs = CudaGraphs(self.run, base.head.weight_VH) if device.type == "cuda" and base.layers is None else None
 
@@ -123,13 +127,30 @@ class FastPath:
         tables = replace(tables, width=rank_width(self.largest_rank))
         return PassState(self.groups, self._names, weights, tables, plan_attention(lengths, device, self._deterministic))
 
-    def train(self, batch: PackedBatch, state: PassState, bank: AdapterBank) -> tuple[Tensor, Backward]:
-        """Hidden states [T, H] of `batch`, and what takes their gradient back. A pass that overlaps another one runs without a graph."""
+    def train(self, batch: PackedBatch, weights: BaseWeights, bank: AdapterBank, dropout: Mapping[str, float]) -> tuple[Tensor, Backward]:
+        """Hidden states [T, H] of `batch`, or of it with more padding, and what takes their gradient back. A pass that overlaps another one
+        runs without a graph.
+        """
+        state = self.begin(batch, weights, bank, dropout)
         if self._graphs is None or self._graphs.busy:
             return self.run(batch, state)
         if self._base.decoder._forward_hooks:  # somebody measures: a graph calls no hooks
             return self._graphs.run_uncaptured(batch, state)
+        tokens = len(batch.input_ids_T)
+        own = Shape(tokens, self.recomputed_layers, state.shape)
+        size = self._graphs.size_for(own, batch.most_tokens, self._launch_tokens, partial(self._shape_with, batch, state), bank.version)
+        if size > tokens:
+            batch = batch.padded(size)
+            state = self.begin(batch, weights, bank, dropout)
         return self._graphs.run(batch, state, bank.version, self.recomputed_layers)
+
+    def _shape_with(self, batch: PackedBatch, state: PassState, tokens: int) -> Shape:
+        """Of `batch`, whose pass is `state`, with padding up to `tokens`."""
+        from tlora.kernels.packed_attention import attention_shape, padded
+
+        lengths = padded(batch.padded_lengths(tokens))
+        attention = attention_shape(lengths, batch.input_ids_T.device, self._deterministic)
+        return Shape(tokens, self.recomputed_layers, (*state.tables.shape_with(len(lengths)), *attention))
 
     def run(self, batch: PackedBatch, state: PassState) -> tuple[Tensor, Backward]:
         """The same, launched from Python at once, here and now."""

@@ -70,6 +70,8 @@ class SuperModel(nn.Module):
         self.weights = base_weights(self._linears)
         self._residents: dict[str, _Resident] = {}
         self._versions = count()
+        self.computed_tokens = 0
+        """Of all passes so far, padding included."""
         self._anchor = torch.zeros((), device=weight.device, requires_grad=True)
         self._optimizer: Optimizer = HostOptimizer(self.bank)
         if weight.device.type == "cuda":
@@ -320,18 +322,20 @@ class SuperModel(nn.Module):
         dropout = {s.job_id: self._residents[s.job_id].lora.lora_dropout for s in part.spans if train and s.has_keys}
         reference, sum_dtype = self._reference_logprobs(part, objectives), self.bank.sum_dtype if train else None
         hidden_TH, backward = self._decode(part, self.bank, dropout, train)
+        self.computed_tokens += len(hidden_TH)
         losses, dhidden_TH = Losses(part, self.base.head, objectives, reference, sum_dtype).of(hidden_TH)
         return losses, None if backward is None or dhidden_TH is None else partial(backward, dhidden_TH)
 
     def _decode(
         self, part: PackedBatch, bank: AdapterBank | None, dropout: Mapping[str, float], train: bool
     ) -> tuple[Tensor, Backward | None]:
-        """Hidden states [T, H] with the adapters of `bank` (None: the base alone), and what takes their gradient back."""
+        """Hidden states [T, H] with the adapters of `bank` (None: the base alone), with more padding perhaps, and what takes their gradient
+        back.
+        """
         if self._fast is not None:
-            state = self._fast.begin(part, self.weights, bank, dropout)
             if train and bank is not None:
-                return self._fast.train(part, state, bank)
-            return self._fast.evaluate(part, state), None
+                return self._fast.train(part, self.weights, bank, dropout)
+            return self._fast.evaluate(part, self._fast.begin(part, self.weights, bank, dropout)), None
         active = ActiveBatch(part, self.weights, bank, dropout, self._anchor)
         with self.context.enter(active), self._repeatable_attention(), torch.set_grad_enabled(train):
             hidden_TH = hidden_states(self.base, part.input_ids_T, part.position_ids_T, part.lengths)
