@@ -1,7 +1,7 @@
 """How fast a base is on this device: micro-batches of jobs that are made up for it, timed. Once for each base, device and kind of run:
 what was found is kept in the user's cache.
 
-The micro-batches of a probe are of one shape, which is a CUDA graph from the third on: that is how a job trains for most of its time.
+The micro-batches of a probe are of one shape, which is a CUDA graph from the second on: that is how a job trains for most of its time.
 Without one a small step takes up to four times as long (docs/design.md). Who takes that for a job's time alone puts so many together that
 each takes several times its bound.
 """
