@@ -142,8 +142,8 @@ def test_a_memory_limit_counts_the_replicas_of_a_job(base: Path) -> None:
 def test_a_memory_limit_lowers_the_budget(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for two jobs at a quarter of what the Share says; no result changes."""
     used: list[int] = []
-    counted = Engine._counted
-    monkeypatch.setattr(Engine, "_counted", lambda self, packed: (used.append(packed.budget), counted(self, packed))[1])
+    compute = Engine._compute
+    monkeypatch.setattr(Engine, "_compute", lambda self, *what: (used.append(what[-1]), compute(self, *what))[1])
     specs = [spec for spec in made.run.jobs if spec.name in ("stays", "short")]
     limit = needed(made.base, specs, 256)
     told = work(replace(made.load(tmp_path), memory_limit=limit), [Share(1024), *(made.join(spec.name) for spec in specs)])

@@ -156,10 +156,10 @@ def test_a_part_that_fails_is_told_and_its_neighbours_go_on(sets: Sets, monkeypa
     engine = world.engines[0]  # has a part of "spanning", and "alone"
     compute = engine._compute
 
-    def raising(kind: object, rows: tuple[object, ...], tokens: int) -> object:
+    def raising(kind: object, rows: tuple[object, ...], *sizes: int) -> object:
         if any(row.job_id == "spanning" for row in rows):  # pyright: ignore[reportAttributeAccessIssue]
             raise ValueError("a bad sample")
-        return compute(kind, rows, tokens)  # pyright: ignore[reportArgumentType]
+        return compute(kind, rows, *sizes)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(engine, "_compute", raising)
     world.run(random.Random(1))

@@ -40,10 +40,9 @@ MUTANTS = (
         engine,
         [
             (
-                "        self._listen(self._counted(packed))\n        for name",
-                "        self._listen(self._counted(packed))\n"
+                "        for name, loss in losses.items():\n",
                 "        [self.model.zero_grad_of(n) for n in losses if n in self.runs and not self.runs[n].flow.complete]\n"
-                "        for name",
+                "        for name, loss in losses.items():\n",
             )
         ],
         p.a_run_alone_is_one_together,
