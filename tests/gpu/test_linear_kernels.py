@@ -9,12 +9,23 @@ import pytest
 import torch
 
 from tests.kernels.linear_cases import Base, Job, bits_of, check_case
+from tlora.kernels.tile_trials import DTYPES as DTYPES_16
+from tlora.kernels.tile_trials import HARD, Jobs, make_problem, results
+from tlora.kernels.tiles import MOST_SIZES, Kernel, Key, Tile, sizes_of, tile_by_rule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 DTYPES = [torch.bfloat16, torch.float32]
 QKV = (4096, 1024, 1024)
 SHAPES = [(4096, QKV), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,)), (2048, (2048, 512, 512)), (4096, (16,)), (48, (80, 112))]
 """Llama-3-8B's four groups, the smallest of a 1B model, and widths that no tile fits."""
+SIZED = [
+    ("forward", 4096, (4096,)),
+    ("forward", 14336, (4096,)),
+    ("input_gradient", 4096, QKV),
+    ("input_gradient", 4096, (14336, 14336)),
+    ("input_gradient", 14336, (4096,)),
+]
+"""GEMMs that start from the adapters' product and that end with it, forward and back, of one linear to three."""
 
 
 @functools.lru_cache(maxsize=1)  # drawing 14336 x 4096 twice takes seconds
@@ -97,3 +108,18 @@ def test_bits_are_the_same_whoever_is_beside(rank: int, dropout: float, widths: 
         mine = Job(**{**vars(job), "gap": gap})
         found = bits_of(base, [*before, mine, *behind], len(before), tail=300)
         assert not found.differences(alone), f"{name}: {found.differences(alone)} elements differ"
+
+
+@pytest.mark.parametrize("jobs", [Jobs(((1000,),), 16), *HARD], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES_16, ids=str)
+@pytest.mark.parametrize(("kernel", "columns", "widths"), SIZED, ids=str)
+def test_smaller_tiles_have_the_bits_of_the_largest(
+    kernel: Kernel, columns: int, widths: tuple[int, ...], dtype: torch.dtype, jobs: Jobs
+) -> None:
+    """What a GEMM of few tokens takes (`tiles.for_tokens`)."""
+    key = Key(kernel, dtype, columns, sum(widths), len(widths))
+    problem, tile = make_problem(key, widths, jobs, torch.device("cuda")), tile_by_rule(key)
+    assert isinstance(tile, Tile) and len(sizes_of(tile, dtype)) == MOST_SIZES
+    wanted = results(problem, tile)
+    for size in sizes_of(tile, dtype)[1:]:
+        assert all(map(torch.equal, results(problem, size), wanted)), size

@@ -29,8 +29,8 @@ order = Order("no GPU of this name", 90, 132, "float32", 16, dropout=False, grou
 wide = Order("no GPU of this name", 90, 132, "float32", 64, dropout=False, groups=(GroupOrder(1024, (1024,), bias=False, fp8=False),))
 compile_ahead._without_a_gpu(order.capability)
 for name in ("shrink x", "forward", "input gradient", "sum x"):
-    compile_ahead._compile(order, TileTable(), compile_ahead._Kernel(name, group, many=False, dropout=False))
-compile_ahead._compile(wide, TileTable(), compile_ahead._Kernel("input gradient", wide.groups[0], many=False, dropout=False))
+    compile_ahead._compile(order, compile_ahead._Kernel(name, group, False, False, TileTable()))
+compile_ahead._compile(wide, compile_ahead._Kernel("input gradient", wide.groups[0], False, False, TileTable()))
 """
 ATTENTION = """
 import torch

@@ -12,7 +12,19 @@ import torch
 
 from tlora.errors import ConfigError
 from tlora.kernels import tile_files
-from tlora.kernels.tiles import Key, SkinnyTile, Tile, TileTable, describe, digest, keys_of, tile_by_rule
+from tlora.kernels.tiles import (
+    MOST_SIZES,
+    Key,
+    SkinnyTile,
+    Tile,
+    TileTable,
+    describe,
+    digest,
+    for_tokens,
+    keys_of,
+    sizes_of,
+    tile_by_rule,
+)
 
 BF16 = torch.bfloat16
 FORWARD = Key("forward", BF16, 4096, 1024, 1)
@@ -27,7 +39,7 @@ def write(path: Path, *rows: Any) -> Path:
 
 def test_an_exact_entry_goes_before_the_rule_and_no_other_does() -> None:
     table = TileTable({FORWARD: TILE, SHRINK: SkinnyTile(64, 32, 2, 4)})
-    assert table.gemm(True, BF16, 4096, 1024, 1) == TILE
+    assert table.gemm(FORWARD, 8192, 132) == TILE
     assert table.shrink(BF16, 1024, 2) == SkinnyTile(64, 32, 2, 4)
     for other in (
         FORWARD._replace(columns=4112),
@@ -51,6 +63,36 @@ def test_rules_as_they_were_measured() -> None:
     assert tile_by_rule(Key("forward", torch.float8_e4m3fn, 4096, 64, 1)) == replace(wide, inner=128)
     assert tile_by_rule(SHRINK) == SkinnyTile(64, 64, 4, 8)
     assert tile_by_rule(Key("sum", BF16, 1024, 0, 3)) == SkinnyTile(64, 128, 3, 8)
+
+
+WIDE = tile_by_rule(FORWARD)
+
+
+def test_few_tokens_get_the_smaller_tiles_that_were_fastest_for_them() -> None:
+    """As measured on an H200 (bench/results/h200_small_tiles.json)."""
+    assert isinstance(WIDE, Tile)
+
+    def size(tokens: int, columns: int, tile: Tile = WIDE, dtype: torch.dtype = BF16, processors: int = 132) -> tuple[int, int]:
+        found = for_tokens(tile, dtype, tokens, columns, processors)
+        assert found == tile or found in sizes_of(tile, dtype)
+        return found.rows, found.columns
+
+    assert [size(tokens, 4096) for tokens in (128, 256, 512, 1024, 8192)] == [(64, 64), (64, 128), (128, 128), (128, 256), (128, 256)]
+    assert [size(tokens, 14336) for tokens in (128, 256, 512, 8192)] == [(128, 128), (128, 256), (128, 256), (128, 256)]
+    assert [size(tokens, 1024) for tokens in (128, 512, 1024, 2048)] == [(64, 64), (64, 64), (64, 128), (128, 128)]
+    assert size(128, 4096, replace(WIDE, inner=128)) == (128, 256), "not measured: fp8's, and fp32's"
+    assert size(128, 4096, tile_by_rule(FORWARD._replace(dtype=torch.float32)), torch.float32) == (128, 128)
+    assert size(128, 4096, TILE) == (64, 128), "its inner is another"
+    assert size(128, 4096, replace(WIDE, rows=64)) == (64, 256)
+
+
+def test_smaller_tiles_keep_what_bits_follow_from() -> None:
+    assert isinstance(WIDE, Tile)
+    for tile in (WIDE, replace(WIDE, first=True), replace(WIDE, rows=64, columns=128)):
+        sizes = sizes_of(tile, BF16)
+        assert sizes[0] == tile and len({(size.rows, size.columns) for size in sizes}) == len(sizes) <= MOST_SIZES
+        assert {(size.inner, size.first, size.promote) for size in sizes} == {(tile.inner, tile.first, tile.promote)}
+    assert TileTable(fixed=True).gemm(FORWARD, 128, 132) == WIDE != TileTable().gemm(FORWARD, 128, 132)
 
 
 def test_the_users_table_lies_in_the_cache_and_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

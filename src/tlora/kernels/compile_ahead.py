@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from typing import Literal, get_args
 
 import numpy as np
@@ -25,7 +26,7 @@ from tlora.kernels.fp8 import DTYPE
 from tlora.kernels.fused_linear import LinearGroup
 from tlora.kernels.lora_tables import ADDRESS_FIELDS, DA, DB, RANK, RUNS_STEP, A, B, LoraTables, Run, Slots, build_tables
 from tlora.kernels.tile_files import table_of_gpu
-from tlora.kernels.tiles import TileTable, keys_of
+from tlora.kernels.tiles import MOST_SIZES, Tile, TileTable, keys_of, sizes_of
 
 META = torch.device("meta")
 Name = Literal["shrink x", "forward", "shrink dy", "input gradient", "sum dy", "sum x"]
@@ -60,12 +61,13 @@ class Order:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """One kernel of one group over one kind of micro-batch."""
+    """One kernel of one group over one kind of micro-batch; with the tiles of `table`."""
 
     name: Name
     group: GroupOrder
     many: bool
     dropout: bool
+    table: TileTable
 
 
 def order_for(device: torch.device, dtype: torch.dtype, width: int, dropout: bool, groups: Sequence[GroupOrder]) -> Order:
@@ -96,17 +98,36 @@ def read_order(text: str) -> Order:
 def compile_all(order: Order, workers: int) -> None:
     """Compile everything in `order` with as many processes. Raises what the compiler raises."""
     _without_a_gpu(order.capability)
-    table, dtype = table_of_gpu(order.gpu), getattr(torch, order.dtype)
-    kernels: list[_Kernel] = []
-    for group in _unlike(order.groups, table, dtype):
-        for name in get_args(Name):
-            kernels += [_Kernel(name, group, many, dropout) for many in (False, True) for dropout in {False, order.dropout}]
+    kernels = _kernels(order, table_of_gpu(order.gpu))
     if workers == 1:
         for kernel in kernels:
-            _compile(order, table, kernel)
+            _compile(order, kernel)
         return
     with multiprocessing.get_context("fork").Pool(workers) as pool:
-        list(pool.imap_unordered(partial(_compile, order, table), kernels, chunksize=1))
+        list(pool.imap_unordered(partial(_compile, order), kernels, chunksize=1))
+
+
+def _kernels(order: Order, table: TileTable) -> list[_Kernel]:
+    """Those with the tiles of many tokens first, then GEMMs with smaller ones, each once."""
+    dtype = getattr(torch, order.dtype)
+    groups = _unlike(order.groups, table, dtype)
+    found: list[_Kernel] = []
+    for number, name in product(range(MOST_SIZES), get_args(Name)):
+        for group in groups:
+            sized = _with_sizes(table, group, dtype, number) if name in ("forward", "input gradient") else (table if number == 0 else None)
+            if sized is not None:
+                found += [_Kernel(name, group, many, drops, sized) for many in (False, True) for drops in sorted({False, order.dropout})]
+    return found
+
+
+def _with_sizes(table: TileTable, group: GroupOrder, dtype: torch.dtype, number: int) -> TileTable | None:
+    """`table` with the `number`th size of each tile of the group's GEMMs; None where none has so many."""
+    weight_dtype = DTYPE if group.fp8 else dtype
+    sizes = {key: sizes_of(tile, weight_dtype) for key in keys_of(group.in_features, group.widths, dtype, weight_dtype)
+             if isinstance(tile := table.find(key), Tile)}  # fmt: skip
+    if number >= max(map(len, sizes.values())):
+        return None
+    return TileTable({**table.entries, **{key: of_key[min(number, len(of_key) - 1)] for key, of_key in sizes.items()}}, fixed=True)
 
 
 def _unlike(groups: Sequence[GroupOrder], table: TileTable, dtype: torch.dtype) -> list[GroupOrder]:
@@ -139,12 +160,12 @@ def _without_a_gpu(capability: int) -> None:
     JITFunction.__getitem__ = lambda self, grid: partial(self.run, grid=grid, warmup=True)  # type: ignore[method-assign]
 
 
-def _compile(order: Order, table: TileTable, kernel: _Kernel) -> None:
+def _compile(order: Order, kernel: _Kernel) -> None:
     """Launch it; Triton skips what its cache already holds."""
     group, dtype = kernel.group, getattr(torch, order.dtype)
     empty = partial(torch.empty, dtype=dtype, device=META)
     scale_N = torch.empty(sum(group.widths), dtype=torch.float32, device=META) if group.fp8 else None
-    linears = LinearGroup(0, group.widths, group.in_features, order.programs, scale_N, table)
+    linears = LinearGroup(0, group.widths, group.in_features, order.programs, scale_N, kernel.table)
     tables = _tables(order, kernel)
     weights = [torch.empty(width, group.in_features, dtype=DTYPE if group.fp8 else dtype, device=META) for width in group.widths]
     biases = [empty(width) for width in group.widths] if group.bias else []

@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tlora.kernels.fp8 import quantize_rows, transpose
 from tlora.kernels.lora_tables import DA, DB, TILE, WIDEST_PIECE, A, B, LoraTables
 from tlora.kernels.tile_files import table_of
-from tlora.kernels.tiles import SkinnyTile, TileTable
+from tlora.kernels.tiles import Kernel, Key, SkinnyTile, TileTable
 from tlora.kernels.triton_gemm import gemm_kernel
 from tlora.kernels.triton_lora import add_dropped_kernel, shrink_kernel, sum_kernel
 
@@ -190,7 +190,8 @@ def _gemm(product: _Product, s: Tensor, group: LinearGroup, slot: int, tables: L
     """The base's product with the expand of the group's linears `slot`, `slot + 1`, … inside, as many as there are pairs."""
     x, y, m, linear = product.xs[0], product.y, len(product.xs), group.first + slot
     num_tokens, num_columns = y.shape
-    tile = group.tiles.gemm(product.which == B, x.dtype, num_columns, sum(x.shape[1] for x in product.xs), m)
+    kernel: Kernel = "forward" if product.which == B else "input_gradient"
+    tile = group.tiles.gemm(Key(kernel, x.dtype, num_columns, sum(x.shape[1] for x in product.xs), m), num_tokens, group.programs)
     programs = min(group.programs, triton.cdiv(num_tokens, tile.rows) * triton.cdiv(num_columns, tile.columns))
     weight_block = [tile.columns, tile.inner] if product.transposed else [tile.inner, tile.columns]
     operands = [

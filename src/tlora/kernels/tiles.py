@@ -1,7 +1,8 @@
 """Tile shapes of the GPU kernels: an exact entry of a measured table (`tile_files.py`), else a rule.
 
-Chosen by the shape of the base and its dtype alone, never by the number of tokens, the neighbours or what runs beside it: a tile shape is
-part of a job's bits.
+Chosen by the shape of the base and its dtype alone, never by the neighbours or what runs beside it: a tile shape is part of a job's bits.
+One thing is not: how many rows and columns a GEMM's tile has. Each element of y is a sum over `inner` by itself, in one order, so a GEMM of
+few tokens takes smaller tiles, of which more processors have one.
 """
 
 from __future__ import annotations
@@ -46,6 +47,12 @@ class SkinnyTile:
 
 AnyTile = Tile | SkinnyTile
 
+_SMALLER = (Tile(128, 128, 64, 4, 4), Tile(64, 128, 64, 5, 4), Tile(64, 64, 64, 6, 4))
+MOST_SIZES = 1 + len(_SMALLER)
+_SECONDS = {(128, 256): 1.0, (128, 128): 0.6, (64, 128): 0.45, (64, 64): 0.38}
+"""That processors take for one tile each of these rows and columns, in units of the largest's: 16 bits, one H200, weights that come from
+memory (bench/results/h200_small_tiles.json)."""
+
 
 class Key(NamedTuple):
     """What a tile is chosen by. `dtype` is that of the larger operands, such as "bfloat16"; `together` the linears in one launch.
@@ -63,17 +70,19 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class TileTable:
-    """Measured tiles of one GPU; empty, all go by the rules."""
+    """Measured tiles of one GPU; empty, all go by the rules. `fixed`: a GEMM takes them as they are, however few its tokens."""
 
     entries: Mapping[Key, AnyTile] = field(default_factory=dict)
+    fixed: bool = False
 
     def find(self, key: Key) -> AnyTile:
         return self.entries.get(key) or tile_by_rule(key)
 
-    def gemm(self, is_forward: bool, dtype: torch.dtype, columns: int, inner: int, together: int) -> Tile:
-        tile = self.find(Key("forward" if is_forward else "input_gradient", dtype, columns, inner, together))
+    def gemm(self, key: Key, tokens: int, processors: int) -> Tile:
+        """Of a GEMM that gives y [tokens, columns] on so many processors."""
+        tile = self.find(key)
         assert isinstance(tile, Tile), f"{tile} is no tile of a GEMM"
-        return tile
+        return tile if self.fixed else for_tokens(tile, key.dtype, tokens, key.columns, processors)
 
     def shrink(self, dtype: torch.dtype, inner: int, together: int) -> SkinnyTile:
         tile = self.find(Key("shrink", dtype, 0, inner, together))
@@ -84,6 +93,27 @@ class TileTable:
         tile = self.find(Key("sum", dtype, columns, 0, together))
         assert isinstance(tile, SkinnyTile), f"{tile} is no tile of a sum"
         return tile
+
+
+def sizes_of(tile: Tile, dtype: torch.dtype) -> tuple[Tile, ...]:
+    """`tile` and the smaller ones that give the same bits, the largest first. Only for those that were measured: 16 bits, `inner` 64."""
+    size = tile.rows * tile.columns
+    if dtype.itemsize != 2 or tile.inner != 64 or (tile.rows, tile.columns) not in _SECONDS:
+        return (tile,)
+    smaller = [small for small in _SMALLER if small.rows * small.columns < size]
+    return (tile, *(replace(small, promote=tile.promote, band=tile.band, first=tile.first) for small in smaller))
+
+
+@functools.cache  # asked at every launch
+def for_tokens(tile: Tile, dtype: torch.dtype, tokens: int, columns: int, processors: int) -> Tile:
+    """The fastest of `sizes_of` the `tile` for y [tokens, columns] on so many processors, which take one tile after another."""
+
+    def seconds(size: Tile) -> float:
+        tiles = -(-tokens // size.rows) * -(-columns // size.columns)
+        return -(-tiles // processors) * _SECONDS[size.rows, size.columns]
+
+    sizes = sizes_of(tile, dtype)
+    return min(sizes, key=seconds) if len(sizes) > 1 else tile
 
 
 def keys_of(in_features: int, widths: Sequence[int], dtype: torch.dtype, weight_dtype: torch.dtype) -> list[Key]:

@@ -1,8 +1,9 @@
 """The base product with the adapters' expand inside: y = x W^T + S B for each row's own adapter. One persistent Triton GEMM.
 
-After its own K loop each tile adds one small product per run of tokens in it. Tile shape and the order of K are fixed by the shape
-of the base alone, so a row's bits depend neither on the number of rows, nor on its place, nor on its neighbours. A neighbour's S never
-enters a row; where rows of its B do, they meet exact zeros, which is safe because a bank holds finite numbers only (`adapters/bank.py`).
+After its own K loop each tile adds one small product per run of tokens in it. The order of K is fixed by the shape of the base alone, so
+a row's bits depend neither on the number of rows, by which a tile's size goes, nor on its place, nor on its neighbours. A neighbour's S
+never enters a row; where rows of its B do, they meet exact zeros, which is safe because a bank holds finite numbers only
+(`adapters/bank.py`).
 """
 
 # pyright: reportGeneralTypeIssues=false
