@@ -69,7 +69,7 @@ WIDE = tile_by_rule(FORWARD)
 
 
 def test_few_tokens_get_the_smaller_tiles_that_were_fastest_for_them() -> None:
-    """As measured on an H200 (bench/results/h200_small_tiles.json)."""
+    """As measured on an H200 (bench/results/h200_a316ad7_small_tiles.json)."""
     assert isinstance(WIDE, Tile)
 
     def size(tokens: int, columns: int, tile: Tile = WIDE, dtype: torch.dtype = BF16, processors: int = 132) -> tuple[int, int]:

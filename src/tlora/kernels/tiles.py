@@ -51,7 +51,7 @@ _SMALLER = (Tile(128, 128, 64, 4, 4), Tile(64, 128, 64, 5, 4), Tile(64, 64, 64, 
 MOST_SIZES = 1 + len(_SMALLER)
 _SECONDS = {(128, 256): 1.0, (128, 128): 0.6, (64, 128): 0.45, (64, 64): 0.38}
 """That processors take for one tile each of these rows and columns, in units of the largest's: 16 bits, one H200, weights that come from
-memory (bench/results/h200_small_tiles.json)."""
+memory (bench/results/h200_a316ad7_small_tiles.json)."""
 
 
 class Key(NamedTuple):
