@@ -150,6 +150,7 @@ def test_tune_writes_where_training_reads(base: str, tmp_path: Path, monkeypatch
     monkeypatch.setenv("TLORA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tuning, "pick_device", lambda device: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     asked: dict[Key, tuple[int, ...]] = {}
 
     def choose(key: Key, widths: tuple[int, ...], device: torch.device) -> Choice:

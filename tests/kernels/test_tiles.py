@@ -92,7 +92,15 @@ def test_smaller_tiles_keep_what_bits_follow_from() -> None:
         sizes = sizes_of(tile, BF16)
         assert sizes[0] == tile and len({(size.rows, size.columns) for size in sizes}) == len(sizes) <= MOST_SIZES
         assert {(size.inner, size.first, size.promote) for size in sizes} == {(tile.inner, tile.first, tile.promote)}
-    assert TileTable(fixed=True).gemm(FORWARD, 128, 132) == WIDE != TileTable().gemm(FORWARD, 128, 132)
+    assert TileTable().gemm(FORWARD, 128, 132) == WIDE != TileTable(sized=True).gemm(FORWARD, 128, 132)
+
+
+@pytest.mark.parametrize(("capability", "sized"), [(80, False), (89, False), (90, True), (100, False)])
+def test_only_where_all_sizes_were_seen_to_give_the_same_bits(capability: int, sized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tile_files.table_of_gpu("no GPU of this name", capability).sized == sized
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "no GPU of this name")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: divmod(capability, 10))
+    assert tile_files.table_of.__wrapped__(torch.device("cuda")).sized == sized
 
 
 def test_the_users_table_lies_in_the_cache_and_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +112,7 @@ def test_the_users_table_lies_in_the_cache_and_wins(tmp_path: Path, monkeypatch:
     (tmp_path / "tiles").mkdir()
     write(tmp_path / shipped.name, describe(FORWARD, Tile(128, 128, 64, 4, 4)), describe(SHRINK, SkinnyTile(64, 128, 3, 4)))
     write(tmp_path / "tiles" / shipped.name, describe(FORWARD, TILE))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     table = tile_files.table_of.__wrapped__(torch.device("cuda"))
     assert table.entries == {FORWARD: TILE, SHRINK: SkinnyTile(64, 128, 3, 4)}
 

@@ -98,7 +98,7 @@ def read_order(text: str) -> Order:
 def compile_all(order: Order, workers: int) -> None:
     """Compile everything in `order` with as many processes. Raises what the compiler raises."""
     _without_a_gpu(order.capability)
-    kernels = _kernels(order, table_of_gpu(order.gpu))
+    kernels = _kernels(order, table_of_gpu(order.gpu, order.capability))
     if workers == 1:
         for kernel in kernels:
             _compile(order, kernel)
@@ -112,7 +112,7 @@ def _kernels(order: Order, table: TileTable) -> list[_Kernel]:
     dtype = getattr(torch, order.dtype)
     groups = _unlike(order.groups, table, dtype)
     found: list[_Kernel] = []
-    for number, name in product(range(MOST_SIZES), get_args(Name)):
+    for number, name in product(range(MOST_SIZES if table.sized else 1), get_args(Name)):
         for group in groups:
             sized = _with_sizes(table, group, dtype, number) if name in ("forward", "input gradient") else (table if number == 0 else None)
             if sized is not None:
@@ -127,7 +127,7 @@ def _with_sizes(table: TileTable, group: GroupOrder, dtype: torch.dtype, number:
              if isinstance(tile := table.find(key), Tile)}  # fmt: skip
     if number >= max(map(len, sizes.values())):
         return None
-    return TileTable({**table.entries, **{key: of_key[min(number, len(of_key) - 1)] for key, of_key in sizes.items()}}, fixed=True)
+    return TileTable({**table.entries, **{key: of_key[min(number, len(of_key) - 1)] for key, of_key in sizes.items()}})
 
 
 def _unlike(groups: Sequence[GroupOrder], table: TileTable, dtype: torch.dtype) -> list[GroupOrder]:

@@ -8,7 +8,7 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from tlora.cache_directory import cache_dir
 from tlora.errors import ConfigError
 from tlora.kernels.lora_tables import TILE
-from tlora.kernels.tiles import KERNELS, AnyTile, Key, SkinnyTile, Tile, TileTable
+from tlora.kernels.tiles import KERNELS, SIZED_BELOW, SIZED_FROM, AnyTile, Key, SkinnyTile, Tile, TileTable
 
 SHIPPED = Path(__file__).with_name("tile_tables")
 _DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float8_e4m3fn")}
@@ -36,12 +36,16 @@ def table_path(directory: Path, gpu: str) -> Path:
 @functools.cache
 def table_of(device: torch.device) -> TileTable:
     """The tiles of `device`, read once per process: a run keeps its tiles whatever becomes of the files. Raises ConfigError."""
-    return table_of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else TileTable()
+    if device.type != "cuda":
+        return TileTable()
+    major, minor = torch.cuda.get_device_capability(device)
+    return table_of_gpu(torch.cuda.get_device_name(device), 10 * major + minor)
 
 
-def table_of_gpu(gpu: str) -> TileTable:
-    """The tiles of a GPU of that name, as the files have them now. Raises ConfigError."""
-    return merged([table_path(SHIPPED, gpu), table_path(user_directory(), gpu)])
+def table_of_gpu(gpu: str, capability: int) -> TileTable:
+    """The tiles of a GPU of that name, as the files have them now. `capability`: 90 for 9.0. Raises ConfigError."""
+    table = merged([table_path(SHIPPED, gpu), table_path(user_directory(), gpu)])
+    return replace(table, sized=SIZED_FROM <= capability < SIZED_BELOW)
 
 
 def merged(paths: Iterable[Path]) -> TileTable:

@@ -89,8 +89,7 @@ def make_problem(key: Key, widths: tuple[int, ...], jobs: Jobs, device: torch.de
     runs = [Run(end - sum(own), end, own, jobs.dropout) for own, end in zip(jobs.lengths, ends, strict=True)]
     keys_T = torch.arange(num_tokens, dtype=torch.int32, device=device) if jobs.dropout else None
     tables = build_tables(runs, slots, num_tokens, keys_T, device)
-    by_rule = TileTable(fixed=True)  # whatever tables there are
-    group = LinearGroup(0, widths, inner, fused_linear.programs_of(device), tiles=by_rule)
+    group = LinearGroup(0, widths, inner, fused_linear.programs_of(device))  # by rule, whatever tables there are
     x, dys = normal(num_tokens, inner), [normal(num_tokens, width) for width in widths]
     weights = [normal(width, inner, size=inner**-0.5) for width in widths]
     return Problem(key, group, tables, x, dys, weights, da, db)
@@ -134,7 +133,7 @@ def prepare(problem: Problem, tile: AnyTile) -> Launch:
     p = problem
     reads_x = p.key.kernel in ("forward", "shrink")
     shrunk = fused_linear.shrink([p.x_TK] if reads_x else p.dys, p.group, p.tables, A if reads_x else B)
-    return Launch(p, replace(p.group, tiles=TileTable({p.key: tile}, fixed=True)), shrunk)
+    return Launch(p, replace(p.group, tiles=TileTable({p.key: tile})), shrunk)
 
 
 def results(problem: Problem, tile: AnyTile) -> list[Tensor]:

@@ -49,6 +49,8 @@ AnyTile = Tile | SkinnyTile
 
 _SMALLER = (Tile(128, 128, 64, 4, 4), Tile(64, 128, 64, 5, 4), Tile(64, 64, 64, 6, 4))
 MOST_SIZES = 1 + len(_SMALLER)
+SIZED_FROM, SIZED_BELOW = 90, 100
+"""Compute capability (90 for 9.0) of the GPUs whose tiles of all sizes were seen to give the same bits: only there tables are `sized`."""
 _SECONDS = {(128, 256): 1.0, (128, 128): 0.6, (64, 128): 0.45, (64, 64): 0.38}
 """That processors take for one tile each of these rows and columns, in units of the largest's: 16 bits, one H200, weights that come from
 memory (bench/results/h200_a316ad7_small_tiles.json)."""
@@ -70,10 +72,10 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class TileTable:
-    """Measured tiles of one GPU; empty, all go by the rules. `fixed`: a GEMM takes them as they are, however few its tokens."""
+    """Measured tiles of one GPU; empty, all go by the rules. `sized`: a GEMM of few tokens takes a smaller tile."""
 
     entries: Mapping[Key, AnyTile] = field(default_factory=dict)
-    fixed: bool = False
+    sized: bool = False
 
     def find(self, key: Key) -> AnyTile:
         return self.entries.get(key) or tile_by_rule(key)
@@ -82,7 +84,7 @@ class TileTable:
         """Of a GEMM that gives y [tokens, columns] on so many processors."""
         tile = self.find(key)
         assert isinstance(tile, Tile), f"{tile} is no tile of a GEMM"
-        return tile if self.fixed else for_tokens(tile, key.dtype, tokens, key.columns, processors)
+        return for_tokens(tile, key.dtype, tokens, key.columns, processors) if self.sized else tile
 
     def shrink(self, dtype: torch.dtype, inner: int, together: int) -> SkinnyTile:
         tile = self.find(Key("shrink", dtype, 0, inner, together))
