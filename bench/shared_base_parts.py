@@ -62,7 +62,7 @@ def _differences(rank: Rank, expected: SuperModel, found: SuperModel, tokens: in
     runs: list[dict[str, Tensor]] = []
     for model in (expected, found):
         run: dict[str, Tensor] = {}
-        for seed in range(4):  # the resident one has a graph from the third on
+        for seed in range(4):  # the resident one has a graph from the second on
             for name, loss in model.forward_backward(rank.batch(tokens, vocab, seed)).items():
                 run[f"loss of {name}, batch {seed}"] = loss.loss_sum.clone()
         passes = [model.begin(pair, {"a": Dpo(0.1)}), model.begin(rank.batch(tokens, vocab, 7))]

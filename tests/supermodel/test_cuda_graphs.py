@@ -99,6 +99,14 @@ def test_another_bank_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     assert graphs.run(version=1) == ["run"] and graphs.graphs.num_captured == 0
 
 
+def test_a_shape_whose_way_back_never_ran_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was trained in it, or it raised: nothing of its backward is compiled."""
+    graphs = Graphs(monkeypatch)
+    for _ in range(3):
+        graphs.begin()
+    assert [graphs.run() for _ in range(2)] == [["run"], ["capture", "graph"]]
+
+
 def test_only_so_many_shapes_stay_captured_the_latest_used_first(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = Graphs(monkeypatch)
     for _ in range(2):

@@ -76,7 +76,7 @@ def gradients(shared: SuperModel, jobs: str = "ab") -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("order", [pytest.param((0, 1), marks=pytest.mark.soak), (1, 0)])
 def test_open_passes_give_the_bits_of_one_after_another(order: tuple[int, int], fast: bool) -> None:
-    """On a GPU the passes' shape has a graph from the third round on, which serves the first pass of two."""
+    """On a GPU the passes' shape has a graph from the second round on, which serves the first pass of two."""
     batches = [batch_of("ab", 1), batch_of("ba", 2)]
     expected, found = make_shared(fast), make_shared(fast)
     for _ in range(4 if DEVICE.type == "cuda" else 1):

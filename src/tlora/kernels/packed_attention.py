@@ -59,7 +59,7 @@ def plan_attention(lengths: Sequence[int], device: torch.device, deterministic: 
 
 
 def attention_shape(lengths: Sequence[int], device: torch.device, deterministic: bool) -> tuple[Kind, int, int]:
-    """The shape of the plan for samples of `lengths`."""
+    """The shape of the plan for samples of `lengths`. They count as no shorter than a piece of padding, also beside a window."""
     kind: Kind = "own" if deterministic or device.type != "cuda" else "cudnn" if _alike(lengths) else "flash"
     longest = max(lengths) if kind == "cudnn" else 1 << (max(*lengths, LONGEST_PADDING) - 1).bit_length()
     return kind, len(lengths), longest

@@ -7,8 +7,7 @@ The first micro-batch of a shape runs as it is and compiles what is missing; the
 Real lengths bring ever other numbers of tokens, and small micro-batches, which a GPU computes faster than Python launches them, would
 wait for most of theirs to come again. `size_for` says to how many tokens such a micro-batch is padded instead: those of a graph
 that there is or, where there is none, of a rough size, which soon has one. What a finer size, or the micro-batch's own, would have saved
-of padding is counted. When that is as much as it takes to capture that size, it is run at until it is captured: who rents until the rent
-has cost the price, and then buys, pays twice the least at most.
+of padding is counted. When that is as much as it takes to capture that size, micro-batches run at it until it is captured.
 
 One way to execute passes that do not overlap. Whoever wants a second pass before the first one's backward runs it without graphs
 (`fast_path.py`).
@@ -109,7 +108,7 @@ class CudaGraphs:
         with self._into(self._keeper):
             torch.zeros(1, device=like.device)  # a graph of nothing would be warned of
         self._captured: OrderedDict[Shape, _Captured | None] = OrderedDict()  # None: it could not be
-        self._counts: OrderedDict[Shape, int] = OrderedDict()  # how many times others were seen
+        self._counts: OrderedDict[Shape, int] = OrderedDict()  # how many passes of others went there and back
         self._padding: OrderedDict[Shape, int] = OrderedDict()  # tokens that graphs of larger ones computed too much for them
         self._ends = _Ends(like[:0], like[:0])
         self._bank_version = -1
@@ -133,14 +132,23 @@ class CudaGraphs:
         shape = Shape(len(batch.input_ids_T), recomputed_layers, state.shape)
         if shape in self._captured:
             self._captured.move_to_end(shape)
-        elif _add(self._counts, shape, 1) > _UNCAPTURED:
+        elif self._counts.get(shape, 0) >= _UNCAPTURED:
             del self._counts[shape]
             self._padding.pop(shape, None)
             self._captured[shape] = self._try_to_capture(batch, state)
             if len(self._captured) > _MOST_CAPTURED:
                 self._captured.popitem(last=False)
         captured = self._captured.get(shape)
-        return self.run_uncaptured(batch, state) if captured is None else self._in_turn(*captured.run(_inputs(batch, state)))
+        if captured is not None:
+            return self._in_turn(*captured.run(_inputs(batch, state)))
+        hidden_TH, backward = self.run_uncaptured(batch, state)
+
+        def counted(dhidden_TH: Tensor) -> None:
+            backward(dhidden_TH)
+            if shape not in self._captured:
+                _add(self._counts, shape, 1)  # not before: a way back that never ran has compiled nothing, and cannot be captured
+
+        return hidden_TH, counted
 
     def _in_turn(self, hidden_TH: Tensor, backward: Backward) -> tuple[Tensor, Backward]:
         """The same; until `backward` has run, or nobody holds it any more, this is `busy`."""

@@ -78,8 +78,10 @@ class FastPath:
         self.num_layers = len(layers)
         for number, layer in enumerate(layers):
             layer.forward = self._compiled(layer.forward, number, device)
-        work = 0 if expert_modules(base.model) else sum(linear.in_features * linear.out_features for linear in linears.values())
-        self._launch_tokens = int(HIDES_LAUNCHES * self.num_layers / work) if work else 0  # 0: what experts compute is not known
+        work = sum(linear.in_features * linear.out_features for linear in linears.values())
+        # What experts compute is not known, and other GPUs than Hopper's were not measured: nothing is padded there.
+        measured = not expert_modules(base.model) and (device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9)
+        self._launch_tokens = int(HIDES_LAUNCHES * self.num_layers / work) if measured else 0
         # A graph has the addresses of weights; those of a shared base change with the slots. It is large enough to do without.
         self._graphs = CudaGraphs(self.run, base.head.weight_VH) if device.type == "cuda" and base.layers is None else None
 

@@ -71,7 +71,7 @@ class SuperModel(nn.Module):
         self._residents: dict[str, _Resident] = {}
         self._versions = count()
         self.computed_tokens = 0
-        """Of all passes so far, padding included."""
+        """Of all passes that trained or evaluated, padding included; not of those that an objective compares with."""
         self._anchor = torch.zeros((), device=weight.device, requires_grad=True)
         self._optimizer: Optimizer = HostOptimizer(self.bank)
         if weight.device.type == "cuda":
@@ -297,7 +297,7 @@ class SuperModel(nn.Module):
         return batch.units() if self.deterministic and self._fast is None else (batch,) if batch.spans else ()
 
     def _check(self, batch: PackedBatch, objectives: Mapping[str, UnitLoss]) -> None:
-        longest = max(batch.lengths, default=0)
+        longest = max((length for span in batch.spans for length in span.lengths), default=0)
         if self._longest_safe is not None and longest > self._longest_safe:
             raise ConfigError(
                 f"a sample has {longest} tokens; this base's rotary embedding is its own only up to {self._longest_safe}. Cut it"
