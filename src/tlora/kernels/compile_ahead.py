@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from tlora.kernels import fused_linear
+from tlora.kernels.device import capability_of
 from tlora.kernels.fp8 import DTYPE
 from tlora.kernels.fused_linear import LinearGroup
 from tlora.kernels.lora_tables import ADDRESS_FIELDS, DA, DB, RANK, RUNS_STEP, A, B, LoraTables, Run, Slots, build_tables
@@ -74,8 +75,7 @@ def order_for(device: torch.device, dtype: torch.dtype, width: int, dropout: boo
     """The order for a GPU that is there."""
     found = torch.cuda.get_device_properties(device)
     name = str(dtype).removeprefix("torch.")
-    capability = found.major * 10 + found.minor
-    return Order(found.name, capability, found.multi_processor_count, name, width, dropout, tuple(dict.fromkeys(groups)))
+    return Order(found.name, capability_of(device), found.multi_processor_count, name, width, dropout, tuple(dict.fromkeys(groups)))
 
 
 def start(order: Order) -> subprocess.Popen[bytes]:

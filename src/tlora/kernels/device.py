@@ -22,6 +22,17 @@ def runs_kernels(device: torch.device) -> bool:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= SHARED_MEMORY
 
 
+def capability_of(device: torch.device) -> int:
+    """Compute capability of a GPU: 90 for 9.0."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def is_hopper(capability: int) -> bool:
+    """Whether it is a GPU like those that sizes of tiles and prices of padding were measured on, and bits compared."""
+    return 90 <= capability < 100
+
+
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """To a GPU through pinned memory: from pageable memory the copy would wait for all that the GPU still has to do."""
     tensor = torch.from_numpy(array)

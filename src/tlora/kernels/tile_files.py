@@ -16,8 +16,9 @@ import torch
 
 from tlora.cache_directory import cache_dir
 from tlora.errors import ConfigError
+from tlora.kernels.device import capability_of, is_hopper
 from tlora.kernels.lora_tables import TILE
-from tlora.kernels.tiles import KERNELS, SIZED_BELOW, SIZED_FROM, AnyTile, Key, SkinnyTile, Tile, TileTable
+from tlora.kernels.tiles import KERNELS, AnyTile, Key, SkinnyTile, Tile, TileTable
 
 SHIPPED = Path(__file__).with_name("tile_tables")
 _DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float8_e4m3fn")}
@@ -36,16 +37,15 @@ def table_path(directory: Path, gpu: str) -> Path:
 @functools.cache
 def table_of(device: torch.device) -> TileTable:
     """The tiles of `device`, read once per process: a run keeps its tiles whatever becomes of the files. Raises ConfigError."""
-    if device.type != "cuda":
-        return TileTable()
-    major, minor = torch.cuda.get_device_capability(device)
-    return table_of_gpu(torch.cuda.get_device_name(device), 10 * major + minor)
+    return table_of_gpu(torch.cuda.get_device_name(device), capability_of(device)) if device.type == "cuda" else TileTable()
 
 
 def table_of_gpu(gpu: str, capability: int) -> TileTable:
-    """The tiles of a GPU of that name, as the files have them now. `capability`: 90 for 9.0. Raises ConfigError."""
+    """The tiles of a GPU of that name, as the files have them now; `sized` where all sizes were seen to give the same bits. `capability`:
+    90 for 9.0. Raises ConfigError.
+    """
     table = merged([table_path(SHIPPED, gpu), table_path(user_directory(), gpu)])
-    return replace(table, sized=SIZED_FROM <= capability < SIZED_BELOW)
+    return replace(table, sized=is_hopper(capability))
 
 
 def merged(paths: Iterable[Path]) -> TileTable:

@@ -49,8 +49,6 @@ AnyTile = Tile | SkinnyTile
 
 _SMALLER = (Tile(128, 128, 64, 4, 4), Tile(64, 128, 64, 5, 4), Tile(64, 64, 64, 6, 4))
 MOST_SIZES = 1 + len(_SMALLER)
-SIZED_FROM, SIZED_BELOW = 90, 100
-"""Compute capability (90 for 9.0) of the GPUs whose tiles of all sizes were seen to give the same bits: only there tables are `sized`."""
 _SECONDS = {(128, 256): 1.0, (128, 128): 0.6, (64, 128): 0.45, (64, 64): 0.38}
 """That processors take for one tile each of these rows and columns, in units of the largest's: 16 bits, one H200, weights that come from
 memory (bench/results/h200_a316ad7_small_tiles.json)."""
