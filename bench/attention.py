@@ -1,8 +1,8 @@
 """Times causal attention of packed samples on one GPU: our kernels with several shapes of tiles, and whatever else computes the same.
 
-    python -m bench.attention [--head-size 128] [--out FILE]
+    python -m bench.attention [--head-size 128] [--heads 32] [--kv-heads 8] [--tokens 8192] [--out FILE]
 
-Medians of `triton.testing.do_bench`, in ms: bf16, 8,192 tokens, 32 query heads, 8 kv heads, q, k and v slices of one fused projection.
+Medians of `triton.testing.do_bench`, in ms: bf16, q, k and v slices of one fused projection.
 Prints first what a user of each gets (forward, backward, both, and the first call on new lengths: some build a plan then),
 then every candidate of tiles, and last the best ones. A way or a tile that fails is reported, and the rest goes on. cuDNN's operation
 on packed samples is not among them: with torch 2.11 it ends in an illegal memory access, which takes the process with it.
@@ -42,34 +42,43 @@ from tlora.kernels.varlen_attention import (
     varlen_attention_forward,
 )
 
-TOKENS, HEADS, KV_HEADS = 8192, 32, 8
 CANDIDATES: Mapping[str, Mapping[int, Sequence[Tile]]] = {
     "forward": {
-        64: (Tile(128, 64, 8, 3), Tile(128, 128, 8, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
-        128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3)),
+        64: (Tile(128, 64, 8, 3), Tile(128, 128, 8, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 4), Tile(64, 128, 4, 3)),
+        128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)),
         256: (Tile(128, 64, 8, 2), Tile(128, 32, 8, 3), Tile(64, 32, 4, 3)),
     },
     "dq": {
-        64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3)),
-        128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 128, 8, 2), Tile(64, 64, 4, 2)),
+        64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
+        128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 128, 8, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(64, 32, 4, 3)),
         256: (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2), Tile(64, 64, 8, 2)),
     },
     "dkv": {
-        64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 3), Tile(64, 64, 8, 2)),
-        128: (Tile(128, 64, 8, 2), Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(64, 64, 8, 2), Tile(64, 64, 4, 2)),
+        64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 32, 8, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 8, 2)),
+        128: (
+            Tile(128, 64, 8, 2),
+            Tile(128, 64, 8, 3),
+            Tile(128, 32, 8, 3),
+            Tile(128, 32, 8, 2),
+            Tile(128, 32, 8, 4),
+            Tile(64, 64, 8, 2),
+            Tile(64, 64, 4, 2),
+            Tile(64, 32, 4, 2),
+            Tile(64, 32, 4, 3),
+        ),
         256: (Tile(64, 32, 8, 2), Tile(64, 64, 8, 1), Tile(64, 16, 4, 2)),
     },
 }
 
 
-def mixes() -> dict[str, tuple[int, ...]]:
-    """Lengths of the samples, 8,192 tokens each; "real" is log-normal as chat data is: median 300, few beyond 2,000."""
-    drawn = np.clip(np.random.default_rng(0).lognormal(np.log(300), 0.9, 64), 16, 2048).astype(int).tolist()
+def mixes(tokens: int) -> dict[str, tuple[int, ...]]:
+    """Lengths of samples that fill `tokens`; "real" is log-normal as chat data is: median 300, few beyond 2,000; "long" are two samples."""
+    drawn = np.clip(np.random.default_rng(0).lognormal(np.log(300), 0.9, tokens // 16), 16, 2048).astype(int).tolist()
     real: list[int] = []
-    while sum(real) < TOKENS:
-        real.append(min(drawn.pop(0), TOKENS - sum(real)))
-    equal = {f"{count}x{TOKENS // count}": (TOKENS // count,) * count for count in (4, 16, 32, 1)}
-    return equal | {"real": tuple(real)}
+    while sum(real) < tokens:
+        real.append(min(drawn.pop(0), tokens - sum(real)))
+    equal = {f"{count}x{tokens // count}": (tokens // count,) * count for count in (4, 16, 32, 1)}
+    return equal | {"real": tuple(real), "long": (tokens * 7 // 10, tokens - tokens * 7 // 10)}
 
 
 @dataclass(frozen=True)
@@ -93,13 +102,13 @@ class Problem:
         return self.q_THD.shape[2] ** -0.5
 
 
-def make(lengths: tuple[int, ...], head_size: int) -> Problem:
-    device = torch.device("cuda")
+def make(lengths: tuple[int, ...], heads: int, kv_heads: int, head_size: int) -> Problem:
+    device, tokens = torch.device("cuda"), sum(lengths)
     torch.manual_seed(0)
-    fused = torch.randn(TOKENS, HEADS + 2 * KV_HEADS, head_size, device=device, dtype=torch.bfloat16)
-    dout = torch.randn(TOKENS, HEADS, head_size, device=device, dtype=torch.bfloat16)
+    fused = torch.randn(tokens, heads + 2 * kv_heads, head_size, device=device, dtype=torch.bfloat16)
+    dout = torch.randn(tokens, heads, head_size, device=device, dtype=torch.bfloat16)
     starts = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device)
-    return Problem(lengths, *fused.split([HEADS, KV_HEADS, KV_HEADS], 1), dout, list_tiles(lengths, device), starts)
+    return Problem(lengths, *fused.split([heads, kv_heads, kv_heads], 1), dout, list_tiles(lengths, device), starts)
 
 
 Step = Callable[[], Any]
@@ -249,15 +258,19 @@ def try_tiles(problems: Mapping[str, Problem], head_size: int) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--out", type=Path, help="file for the figures, JSON")
     parser.add_argument("--commit", help="which commit this is, where there is no git")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this times kernels of a GPU, and there is none")
     start = time.perf_counter()
-    problems = {name: make(lengths, args.head_size) for name, lengths in mixes().items()}
+    heads = {"heads": args.heads, "kv_heads": args.kv_heads, "head_size": args.head_size}
+    problems = {name: make(lengths, **heads) for name, lengths in mixes(args.tokens).items()}
     ways = {name: compare(name, p) for name, p in problems.items()}
-    found = {"ways_ms": ways, "tiles_ms": try_tiles(problems, args.head_size), "head_size": args.head_size}
+    found = {"ways_ms": ways, "tiles_ms": try_tiles(problems, args.head_size), **heads, "tokens": args.tokens}
     if args.out:
         write(args.out, facts(torch.device("cuda"), args.commit) | found)
     print(f"{time.perf_counter() - start:.0f} s")

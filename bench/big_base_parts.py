@@ -127,7 +127,7 @@ def _what_fits(rank: Rank, shape: str, bytes_of_a_weight: float) -> tuple[int, i
     job = (12 + 6) * 16 * (2 * 2 * hidden + 2 * (hidden + kv) + 3 * (hidden + inner))
     outputs = 3 * hidden + 2 * kv + 2 * inner
     kept, saved = 2 * (outputs + hidden) + 2 * 7 * 2 * 16, 2 * outputs
-    work = 2 * config.vocab_size * hidden * 2 + rank.options.slots * 2 * weights + tokens * (8 * inner + 14 * hidden) + (4 << 30)
+    work = 2 * config.vocab_size * hidden * 2 + rank.options.slots * 2 * weights + tokens * (8 * inner + 14 * hidden) + (2 << 30)
     room = 0.95 * torch.cuda.mem_get_info(rank.device)[0] - work
     for layers in range(config.num_hidden_layers, 0, -1):
         left = room - layers * (bytes_of_a_weight * weights + len(JOBS) * job)

@@ -16,26 +16,29 @@ from tests.kernels.interpreter import interpreted
 
 with interpreted():
     from tlora.kernels import compile_ahead
-    from tlora.kernels.compile_ahead import GroupOrder, Order
+    from tlora.kernels.compile_ahead import AttentionOrder, GroupOrder, Order
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the same with real launches")
 NARROW = GroupOrder(32, (32,), bias=False, fp8=False)
 ORDER = Order("no GPU of this name", 90, 132, "bfloat16", 16, dropout=False, groups=(NARROW,))
+WINDOWED = AttentionOrder(4, 2, 64, 100, softcap=True)
 
 
 def test_every_kernel_of_a_plan_is_in_the_cache_afterwards(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    text = json.dumps(asdict(ORDER))
+    text = json.dumps(asdict(replace(ORDER, attentions=(WINDOWED,))))
     command = [sys.executable, "-m", "tlora.kernels.compile_ahead"]
     done = subprocess.run(command, input=text, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = sorted(path.stem for path in tmp_path.rglob("*.cubin"))
     # Forward and input gradient for one run in a tile and for many; the shrink of x and of dy, and the sums of both, are other kernels.
-    assert found == ["gemm_kernel"] * 4 + ["shrink_kernel"] * 2 + ["sum_kernel"] * 2
+    linears = ["gemm_kernel"] * 4 + ["shrink_kernel"] * 2 + ["sum_kernel"] * 2
+    assert found == sorted([*linears, "forward_kernel", "dq_kernel", "dkv_kernel"])
 
 
 def test_an_order_survives_its_way_to_the_process() -> None:
-    assert compile_ahead.read_order(json.dumps(asdict(ORDER))) == ORDER
+    for order in (ORDER, replace(ORDER, attentions=(WINDOWED, WINDOWED))):
+        assert compile_ahead.read_order(json.dumps(asdict(order))) == order
 
 
 def test_groups_that_launch_the_same_kernels_are_compiled_once() -> None:
@@ -49,17 +52,19 @@ def test_groups_that_launch_the_same_kernels_are_compiled_once() -> None:
 
 KEYS = """
 import json, sys
+from tlora.kernels.triton_attention import dkv_kernel, dq_kernel, forward_kernel
 from tlora.kernels.triton_gemm import gemm_kernel
 from tlora.kernels.triton_lora import add_dropped_kernel, shrink_kernel, sum_kernel
 
-kernels = {kernel.__name__: kernel for kernel in (gemm_kernel, add_dropped_kernel, shrink_kernel, sum_kernel)}
+all_kernels = (gemm_kernel, add_dropped_kernel, shrink_kernel, sum_kernel, forward_kernel, dq_kernel, dkv_kernel)
+kernels = {kernel.__name__: kernel for kernel in all_kernels}
 print(json.dumps({name: kernels[name].cache_key for name in sys.argv[1:]}))
 """
 
 
 def test_a_kernel_has_one_key_in_the_cache_whichever_was_first() -> None:
     """Or what was compiled ahead, by processes that take kernels as they come, is compiled again by the run."""
-    names = ["gemm_kernel", "add_dropped_kernel", "shrink_kernel", "sum_kernel"]
+    names = ["gemm_kernel", "add_dropped_kernel", "shrink_kernel", "sum_kernel", "forward_kernel", "dq_kernel", "dkv_kernel"]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     found: list[dict[str, str]] = []
     for order in (names, names[::-1]):

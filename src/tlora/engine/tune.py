@@ -20,9 +20,9 @@ from torch import nn
 from tlora import durable
 from tlora.errors import ConfigError
 from tlora.planning.plan import pick_device
-from tlora.supermodel.fast_path import find_groups
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.load import Base, outline
+from tlora.supermodel.structure import find_groups
 from tlora.version import __version__
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
@@ -21,16 +21,18 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from tlora.kernels import fused_linear
+from tlora.kernels import fused_linear, varlen_attention
 from tlora.kernels.device import capability_of
 from tlora.kernels.fp8 import DTYPE
 from tlora.kernels.fused_linear import LinearGroup
 from tlora.kernels.lora_tables import ADDRESS_FIELDS, DA, DB, RANK, RUNS_STEP, A, B, LoraTables, Run, Slots, build_tables
 from tlora.kernels.tile_files import table_of_gpu
 from tlora.kernels.tiles import MOST_SIZES, Tile, TileTable, keys_of, sizes_of
+from tlora.kernels.varlen_attention import Rule, Saved, list_tiles, tiles_of
 
 META = torch.device("meta")
 Name = Literal["shrink x", "forward", "shrink dy", "input gradient", "sum dy", "sum x"]
+_ATTENTION = ("forward", "dq", "dkv")
 _TOKENS = 128
 
 
@@ -45,8 +47,19 @@ class GroupOrder:
 
 
 @dataclass(frozen=True)
+class AttentionOrder:
+    """Attention of some layers: query heads, kv heads, their size, a window or 0, and whether scores are capped."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    window: int
+    softcap: bool
+
+
+@dataclass(frozen=True)
 class Order:
-    """What is to be compiled: launches of `groups` in `dtype` with S `width` wide, for GPUs like `gpu`.
+    """What is to be compiled: launches of `groups` in `dtype` with S `width` wide, and of `attentions`, for GPUs like `gpu`.
 
     `capability` is 90 for 9.0; `programs` the number of SMs. With `dropout` some job has it.
     """
@@ -58,6 +71,7 @@ class Order:
     width: int
     dropout: bool
     groups: tuple[GroupOrder, ...]
+    attentions: tuple[AttentionOrder, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,11 +85,13 @@ class _Kernel:
     table: TileTable
 
 
-def order_for(device: torch.device, dtype: torch.dtype, width: int, dropout: bool, groups: Sequence[GroupOrder]) -> Order:
+def order_for(
+    device: torch.device, dtype: torch.dtype, width: int, dropout: bool, groups: Sequence[GroupOrder], attentions: Sequence[AttentionOrder]
+) -> Order:
     """The order for a GPU that is there."""
     found = torch.cuda.get_device_properties(device)
-    name = str(dtype).removeprefix("torch.")
-    return Order(found.name, capability_of(device), found.multi_processor_count, name, width, dropout, tuple(dict.fromkeys(groups)))
+    name, unlike = str(dtype).removeprefix("torch."), (tuple(dict.fromkeys(groups)), tuple(dict.fromkeys(attentions)))
+    return Order(found.name, capability_of(device), found.multi_processor_count, name, width, dropout, *unlike)
 
 
 def start(order: Order) -> subprocess.Popen[bytes]:
@@ -92,19 +108,22 @@ def read_order(text: str) -> Order:
     """The inverse of what `start` writes."""
     row = json.loads(text)
     groups = tuple(GroupOrder(**(group | {"widths": tuple(group["widths"])})) for group in row.pop("groups"))
-    return Order(**row, groups=groups)
+    return Order(**row | {"groups": groups, "attentions": tuple(AttentionOrder(**each) for each in row["attentions"])})
 
 
 def compile_all(order: Order, workers: int) -> None:
     """Compile everything in `order` with as many processes. Raises what the compiler raises."""
     _without_a_gpu(order.capability)
-    kernels = _kernels(order, table_of_gpu(order.gpu, order.capability))
-    if workers == 1:
-        for kernel in kernels:
-            _compile(order, kernel)
-        return
+    tasks: list[Callable[[], object]] = [
+        partial(_compile_attention, getattr(torch, order.dtype), attention, name) for attention in order.attentions for name in _ATTENTION
+    ]
+    tasks += [partial(_compile, order, kernel) for kernel in _kernels(order, table_of_gpu(order.gpu, order.capability))]
     with multiprocessing.get_context("fork").Pool(workers) as pool:
-        list(pool.imap_unordered(partial(_compile, order), kernels, chunksize=1))
+        list(pool.imap_unordered(_call, tasks, chunksize=1))
+
+
+def _call(task: Callable[[], object]) -> None:
+    task()
 
 
 def _kernels(order: Order, table: TileTable) -> list[_Kernel]:
@@ -184,6 +203,22 @@ def _compile(order: Order, kernel: _Kernel) -> None:
             fused_linear.add_sums(dys, s, linears, tables, DB)
         case "sum x":
             fused_linear.add_sums([x], s, linears, tables, DA)
+
+
+def _compile_attention(dtype: torch.dtype, order: AttentionOrder, name: str) -> None:
+    """One of the three kernels, in the same way."""
+    empty = partial(torch.empty, dtype=dtype, device=META)
+    shape, kv_shape = (_TOKENS, order.heads, order.head_size), (_TOKENS, order.kv_heads, order.head_size)
+    q, k, v, lse = empty(shape), empty(kv_shape), empty(kv_shape), torch.empty(order.heads, _TOKENS, device=META)
+    plan, rule, tiles = list_tiles((_TOKENS,), META), Rule(1.0, order.window, float(order.softcap)), tiles_of(order.head_size, dtype)
+    saved = Saved(empty(shape), q, k, v, empty(shape), lse)
+    match name:
+        case "forward":
+            varlen_attention.launch_forward(q, k, v, plan, rule, tiles.forward)
+        case "dq":
+            varlen_attention.launch_dq(saved, plan, rule, tiles.dq)
+        case "dkv":
+            varlen_attention.launch_dkv(saved, lse, plan, rule, tiles.dkv)
 
 
 def _tables(order: Order, kernel: _Kernel) -> LoraTables:

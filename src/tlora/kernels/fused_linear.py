@@ -28,6 +28,8 @@ class LinearGroup:
     """M linears that read the same x. `first` is the group's place among the tables' linears; `widths` their out features.
 
     Where nothing that learns lies before x, `passes_back` is false: backward then spares itself the product, and gives zeros as dx.
+    Where no backward reads y, not even of what is made of it within the decoder layer, `feeds_backward` is false: a layer that runs again
+    for its backward leaves y undefined.
     """
 
     first: int
@@ -37,6 +39,7 @@ class LinearGroup:
     weight_scale_N: Tensor | None = None  # fp32, of all linears beside each other, where their weights are fp8 (`fp8.py`)
     tiles: TileTable = field(default_factory=TileTable)
     passes_back: bool = True
+    feeds_backward: bool = True
 
     @property
     def size(self) -> int:
@@ -58,13 +61,13 @@ def programs_of(device: torch.device) -> int:
 
 
 def forward(
-    x_TK: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], group: LinearGroup, tables: LoraTables
+    x_TK: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], group: LinearGroup, tables: LoraTables, s: Tensor | None = None
 ) -> tuple[list[Tensor], Tensor]:
     """y [T, N_m] of each linear = x @ weight.T + bias + every run's adapters, and the scaled S that backward needs.
 
-    `weights` [N_m, K]; `biases` [N_m], or none at all.
+    `weights` [N_m, K]; `biases` [N_m], or none at all. `s`: what an earlier call made of the same x.
     """
-    s = shrink([x_TK], group, tables, A)
+    s = shrink([x_TK], group, tables, A) if s is None else s
     return multiply(x_TK, weights, biases, s, group, tables), s
 
 

@@ -19,7 +19,6 @@ TILE = 64  # tokens; the kernels' row tiles are multiples of it
 WIDEST_PIECE = 64  # ranks that a kernel takes at a time
 A, B, DA, DB, RANK = range(5)  # of a row of `rows_LS5`: addresses of the first rows of A, B, dA and dB, and the rank
 ADDRESS_FIELDS = 5
-LONGEST_PADDING = 512  # tokens of a piece of padding, so that no padding is the longest sequence of a shape (`packed_attention.py`)
 RUNS_STEP = 4  # runs are filled up to a multiple of it with empty ones: fewer shapes, and rows of tables at multiples of 16 bytes
 
 

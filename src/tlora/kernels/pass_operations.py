@@ -7,7 +7,8 @@ or when a layer's weights move.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -26,8 +27,8 @@ from tlora.kernels.packed_attention import AttentionPlan, attend, attend_backwar
 class PassState:
     """What the operations of one pass look up, from its forward to the end of its backward.
 
-    `names`: all linears, group by group. `shrunk`: each group's S, from forward to backward. The operations know it by `number`, a 0-d
-    int64 tensor on the CPU, for as long as somebody holds it.
+    `names`: all linears, group by group. `shrunk`: each group's S, from forward to backward. `recomputing`: a layer runs again, for what
+    its backward needs. The operations know the state by `number`, a 0-d int64 tensor on the CPU, for as long as somebody holds it.
     """
 
     groups: Sequence[LinearGroup]
@@ -36,6 +37,7 @@ class PassState:
     tables: LoraTables
     attention: AttentionPlan
     shrunk: dict[int, Tensor] = field(default_factory=dict)
+    recomputing: bool = False
     number: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,6 +60,17 @@ _states: WeakValueDictionary[int, PassState] = WeakValueDictionary()
 _numbers = count()
 
 
+@contextmanager
+def recomputing(pass_number: Tensor) -> Iterator[None]:
+    """Layers that run within have run before in this pass: S is there, and what only their own output would need is left out."""
+    state = _states[int(pass_number)]
+    state.recomputing = True
+    try:
+        yield
+    finally:
+        state.recomputing = False
+
+
 @torch.library.custom_op("tlora::multi_lora_group", mutates_args=())
 def multi_lora_group(x_TK: Tensor, widths: Sequence[int], group: Tensor, pass_number: Tensor) -> list[Tensor]:
     """[T, N_m] for each linear of `group`: the base and the adapters of the pass. `widths` are the N_m.
@@ -66,13 +79,20 @@ def multi_lora_group(x_TK: Tensor, widths: Sequence[int], group: Tensor, pass_nu
     for each linear, because autograd would put the gradients of parts of one together again, which at 8B took 17 ms of 500.
     """
     state, number = _states[int(pass_number)], int(group)
+    if state.recomputing and not state.groups[number].feeds_backward:
+        return _empty(x_TK, widths)
     weights, biases = state.weights_of(state.groups[number])
-    ys, state.shrunk[number] = forward(_rows(x_TK), weights, biases, state.groups[number], state.tables)
+    known = state.shrunk[number] if state.recomputing else None
+    ys, state.shrunk[number] = forward(_rows(x_TK), weights, biases, state.groups[number], state.tables, known)
     return ys
 
 
 @multi_lora_group.register_fake
 def _(x_TK: Tensor, widths: Sequence[int], group: Tensor, pass_number: Tensor) -> list[Tensor]:
+    return _empty(x_TK, widths)
+
+
+def _empty(x_TK: Tensor, widths: Sequence[int]) -> list[Tensor]:
     return [x_TK.new_empty(x_TK.shape[0], width) for width in widths]
 
 

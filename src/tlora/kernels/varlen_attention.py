@@ -100,8 +100,8 @@ class Tiles:
 
 _TILES = {
     2: {
-        64: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
-        128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
+        64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+        128: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 3)),
         256: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),
     },
     4: {
@@ -112,8 +112,8 @@ _TILES = {
 }
 """By bytes per element and the head's size, rounded up. Never by lengths or their number: tile shapes are part of a sample's bits.
 
-Chosen for sm_90: what keeps the loop over full blocks in registers (in 16 bits no more than 4 reloads per block, by its SASS) and two
-tiles or one in an SM's 227 KiB. `bench/attention.py` times these and others. In fp32 both halves of q (`triton_dot.py`) stay in
+Chosen by `bench/attention.py` on an H200, and for what was not timed, fp32 and heads above 128, by what keeps the loop over full blocks in
+registers and fits an SM's 227 KiB. In fp32 both halves of q (`triton_dot.py`) stay in
 registers, so tiles are small; above 128 they do not fit, and products are FMAs.
 """
 

@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from tlora.kernels.device import to_device
 from tlora.kernels.dropout import token_keys
-from tlora.kernels.lora_tables import LONGEST_PADDING
+
+LONGEST_PADDING = 512  # tokens of a piece: attention within longer ones would cost more than tokens do
 
 
 @dataclass(frozen=True)

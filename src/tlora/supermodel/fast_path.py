@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,8 @@ from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.cuda_graphs import HIDES_LAUNCHES, Backward, CudaGraphs, Shape
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import Base, hidden_states, layers_of
-from tlora.supermodel.lora_linear import BaseLinear, Context, LinearsOfOneInput, LoraLinear
+from tlora.supermodel.lora_linear import Context, LinearsOfOneInput, LoraLinear
+from tlora.supermodel.structure import find_attentions, find_groups, find_unread
 
 if TYPE_CHECKING:
     from tlora.kernels.fused_linear import LinearGroup  # these bring triton, which not every CPU install has
@@ -70,6 +72,9 @@ class FastPath:
                 member.shared, member.place = shared, place
             self._names += members
         self.groups[0] = replace(self.groups[0], passes_back=False)  # before it there is the embedding
+        unread = find_unread(base, linears)
+        names = [self._names[group.first : group.first + group.size] for group in self.groups]
+        self.groups = [replace(group, feeds_backward=not unread.issuperset(own)) for group, own in zip(self.groups, names, strict=True)]
         self.tiles = _digest_of(self.groups, list(linears.values()), base.head.weight_VH.dtype)
         self._module_keys = np.array([linears[name].module_key for name in self._names], np.int32)
         base.model.get_input_embeddings().register_forward_hook(self._begin_graph)
@@ -110,10 +115,18 @@ class FastPath:
             # A SwiGLU's product is cheap to make again from what is saved anyway, though backward then writes it out: 11 GiB less at 8B.
             with functorch_config.patch(ban_recompute_materialized_backward=False):
                 if number < self.recomputed_layers and torch.is_grad_enabled():
-                    return checkpoint(fast, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+                    contexts = partial(self._contexts_of, self._context.pass_number)
+                    return checkpoint(fast, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
                 return fast(*args, **kwargs)
 
         return run
+
+    @staticmethod
+    def _contexts_of(pass_number: Tensor) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """In which a layer runs in the pass's forward, and again in its backward."""
+        from tlora.kernels.pass_operations import recomputing
+
+        return nullcontext(), recomputing(pass_number)
 
     def begin(self, batch: PackedBatch, weights: BaseWeights, bank: AdapterBank | None, dropout: Mapping[str, float]) -> PassState:
         """What the kernels of one pass over `batch` look up, with the adapters of its jobs; without a bank the base alone."""
@@ -195,44 +208,14 @@ class FastPath:
         return known[1]
 
 
-def find_groups(base: Base, linears: Mapping[str, BaseLinear | LoraLinear]) -> list[list[str]]:
-    """Names of linears that read the very same tensor one after another, in the order in which the model calls them."""
-    calls: list[tuple[str, Tensor]] = []  # holds the inputs: a freed one's identity would come again
-    names = {linear: name for name, linear in linears.items()}
-
-    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
-        calls.append((names[module], args[0]))  # type: ignore[index]
-
-    hooks = [linear.register_forward_pre_hook(note) for linear in linears.values()]
-    device = base.head.weight_VH.device
-    try:
-        with torch.no_grad():
-            hidden_states(base, torch.zeros(2, dtype=torch.long, device=device), torch.arange(2, device=device), (2,))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    from tlora.kernels.fused_linear import LARGEST_GROUP
-
-    groups: list[list[str]] = []
-    last: Tensor | None = None
-    for name, x in calls:
-        mine = linears[name]
-        alike = groups and x is last and (linears[groups[-1][0]].bias is None) == (mine.bias is None)
-        if alike and groups[-1][0].rpartition(".")[0] == name.rpartition(".")[0] and len(groups[-1]) < LARGEST_GROUP:
-            groups[-1].append(name)
-        else:
-            groups.append([name])
-        last = x
-    return groups
-
-
 def compile_ahead(
     base: Base, linears: Mapping[str, LoraLinear], device: torch.device, loras: Sequence[LoraConfig]
 ) -> subprocess.Popen[bytes] | None:
     """Start compiling the kernels that `loras` over a base on the meta device will need on `device`; None where it takes none."""
     if device.type != "cuda" or not can_take_fast_path(base, linears, device):
         return None
-    from tlora.kernels.compile_ahead import GroupOrder, order_for, start
+    from tlora.kernels.compile_ahead import AttentionOrder, GroupOrder, order_for, start
+    from tlora.kernels.varlen_attention import LARGEST_HEAD
 
     members = [[linears[name] for name in names] for names in find_groups(base, linears)]
     groups = [
@@ -240,7 +223,12 @@ def compile_ahead(
     ]
     width = rank_width(max((lora.largest_rank for lora in loras), default=1))
     dropout = any(lora.lora_dropout > 0 for lora in loras)
-    return start(order_for(device, base.head.weight_VH.dtype, width, dropout, groups))
+    attentions = [
+        AttentionOrder(q.shape[1], k.shape[1], q.shape[2], window, softcap > 0)
+        for q, k, _, _, _, window, softcap in find_attentions(base)
+        if q.shape[2] <= LARGEST_HEAD
+    ]
+    return start(order_for(device, base.head.weight_VH.dtype, width, dropout, groups, attentions))
 
 
 def _digest_of(groups: Sequence[LinearGroup], linears: Sequence[LoraLinear], dtype: torch.dtype) -> str:

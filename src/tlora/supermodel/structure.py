@@ -1,0 +1,104 @@
+"""What is seen of a base by running it: which linears share an input, whose output no backward reads, what its attention is asked for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tlora.supermodel.load import Base, hidden_states, layers_of
+from tlora.supermodel.lora_linear import BaseLinear, LoraLinear
+
+
+def _run(base: Base, lengths: tuple[int, ...] | Tensor) -> Tensor:
+    """Hidden states of two tokens."""
+    device = base.head.weight_VH.device
+    return hidden_states(base, torch.zeros(2, dtype=torch.long, device=device), torch.arange(2, device=device), lengths)
+
+
+def find_groups(base: Base, linears: Mapping[str, BaseLinear | LoraLinear]) -> list[list[str]]:
+    """Names of linears that read the very same tensor one after another, in the order in which the model calls them."""
+    calls: list[tuple[str, Tensor]] = []  # holds the inputs: a freed one's identity would come again
+    names = {linear: name for name, linear in linears.items()}
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        calls.append((names[module], args[0]))  # type: ignore[index]
+
+    hooks = [linear.register_forward_pre_hook(note) for linear in linears.values()]
+    try:
+        with torch.no_grad():
+            _run(base, (2,))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    from tlora.kernels.fused_linear import LARGEST_GROUP
+
+    groups: list[list[str]] = []
+    last: Tensor | None = None
+    for name, x in calls:
+        mine = linears[name]
+        alike = groups and x is last and (linears[groups[-1][0]].bias is None) == (mine.bias is None)
+        if alike and groups[-1][0].rpartition(".")[0] == name.rpartition(".")[0] and len(groups[-1]) < LARGEST_GROUP:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+        last = x
+    return groups
+
+
+def find_unread(base: Base, linears: Mapping[str, BaseLinear | LoraLinear]) -> set[str]:
+    """Names of linears whose output a decoder layer adds to something as its own output, and does no more with: no backward reads it."""
+    made: dict[object, str] = {}  # by its node in autograd's graph
+    added: set[object] = set()
+
+    def note(name: str, _linear: nn.Module, _args: object, y: Tensor) -> None:
+        made[y.grad_fn] = name
+
+    def look(_layer: nn.Module, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        node = (output if isinstance(output, Tensor) else output[0]).grad_fn
+        if node is not None and node.name() == "AddBackward0":
+            added.update(before for before, _ in node.next_functions if before in made)
+
+    hooks = [linear.register_forward_hook(partial(note, name)) for name, linear in linears.items()]
+    hooks += [layer.register_forward_hook(look) for layer in layers_of(base.decoder)]
+    hooks.append(base.model.get_input_embeddings().register_forward_hook(lambda _module, _args, x: x.requires_grad_()))
+    try:
+        with torch.enable_grad():
+            readers = _count_readers(_run(base, (2,)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {made[node] for node in added if readers[node] == 1}
+
+
+def _count_readers(result: Tensor) -> Counter[object]:
+    """How often each node of the graph behind `result` is read by another."""
+    readers: Counter[object] = Counter()
+    open_nodes: list[Any] = [result.grad_fn]
+    while open_nodes:
+        before = [node for node, _ in open_nodes.pop().next_functions if node is not None]
+        open_nodes += [node for node in dict.fromkeys(before) if node not in readers]
+        readers.update(before)
+    return readers
+
+
+def find_attentions(base: Base) -> list[tuple[Any, ...]]:
+    """What each layer of a base on the meta device hands to `kernels.pass_operations.packed_attention`."""
+    import tlora.kernels.pass_operations  # noqa: F401  (the operation is known from then on)
+
+    found: list[tuple[Any, ...]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.tlora.packed_attention.default:
+                found.append(args)
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Watch():
+        _run(base, torch.tensor(0))
+    return found
