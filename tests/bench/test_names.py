@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import bench.cpu
 
 BENCH = Path(bench.cpu.__file__).parent
@@ -16,6 +18,7 @@ def test_no_benchmark_hides_a_module_of_the_standard_library():
     assert len(names) > 10 and not names & sys.stdlib_module_names, sorted(names & sys.stdlib_module_names)
 
 
+@pytest.mark.soak
 def test_the_benchmark_of_the_readme_starts_as_the_readme_says():
     run = subprocess.run([sys.executable, str(BENCH / "cpu.py"), "--help"], capture_output=True, text=True, check=False)
     assert run.returncode == 0 and "--repeats" in run.stdout, (

@@ -11,6 +11,7 @@ from bench import sweep_of_jobs
 from tlora.costs.hardware import cost_model
 
 
+@pytest.mark.soak
 def test_one_after_another_takes_as_long_as_the_jobs_of_a_gpu_and_together_is_faster_where_steps_are_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,7 +127,7 @@ def test_a_run_that_is_interrupted_goes_on_the_same(
 
 
 @pytest.mark.usefixtures("unread")
-@pytest.mark.parametrize("part", ["_Losses", "queue", "read"])
+@pytest.mark.parametrize("part", ["read", *(pytest.param(part, marks=pytest.mark.soak) for part in ("_Losses", "queue"))])
 def test_what_raises_about_a_step_leaves_checkpoints_that_agree(
     part: str, wide_base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

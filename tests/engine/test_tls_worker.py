@@ -71,6 +71,7 @@ def where(door: TlsDoor) -> list[str]:
     return ["--connect", door.address, "--fingerprint", door.fingerprint]
 
 
+@pytest.mark.soak  # the next test and those of tests/cluster train over TLS
 def test_a_job_trained_over_tls_has_the_bytes_of_any_other(
     made: Orders, tmp_path: Path, store: Path, crews: list[Crew], start: Start, real_start: None
 ) -> None:

@@ -82,7 +82,8 @@ def _read(cubin: Path) -> Compiled:
     return Compiled(cubin.stem, int(stack[1]), shared, len(re.findall(r"H(?:G)?MMA\S*\.(?:TF32|BF16)", said["-sass"])))
 
 
-@pytest.mark.parametrize("code", [pytest.param(LINEARS, id="linears"), pytest.param(ATTENTION, id="attention", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("code", [pytest.param(LINEARS, id="linears"), pytest.param(ATTENTION, id="attention")])
 def test_each_kernel_runs_on_tensor_cores_without_spilling(tmp_path: Path, code: str) -> None:
     found = compiled(code, tmp_path)
     assert Counter(kernel.name for kernel in found) == KERNELS[code]

@@ -181,6 +181,7 @@ def test_the_digest_is_of_what_the_keys_get_wherever_it_comes_from() -> None:
     assert len(by_rule) == 16 and by_rule == digest(TileTable(), [*reversed(keys), *keys])
     assert by_rule == digest(TileTable({FORWARD: tile_by_rule(FORWARD)}), keys), "a table that says what the rule says"
     assert by_rule == digest(TileTable({FORWARD._replace(columns=99): TILE}), keys), "an entry for another base"
+    assert len({by_rule, digest(TileTable(), keys, (TILE,)), digest(TileTable(), keys, (replace(TILE, warps=2),))}) == 3, "attention's too"
     for key in keys:
         tile = tile_by_rule(key)
         assert digest(TileTable({key: replace(tile, stages=tile.stages + 1)}), keys) != by_rule

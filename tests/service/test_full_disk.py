@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.engine.test_bad_input import mounted
 from tests.engine.tiny_runs import write_rows
 from tests.service.test_real_server import Server, running, until
@@ -58,6 +60,7 @@ def test_jobs_wait_for_room_and_end_with_the_adapters_of_an_untroubled_run(tmp_p
             assert servers[1].adapter(jobs[name]) == servers[1].adapter(again), name
 
 
+@pytest.mark.soak
 def test_a_server_ends_while_its_jobs_wait_for_room(tmp_path: Path) -> None:
     """What it cannot write is trained once more, from the last checkpoint that it could."""
     directory = tmp_path / "server"

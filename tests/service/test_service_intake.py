@@ -127,6 +127,7 @@ def test_bases_and_targets_that_there_are_not(asked: Asked, tmp_path: Path) -> N
     assert "start_from" in asked.answer("start")["problem"]
 
 
+@pytest.mark.soak
 def test_a_full_disk_for_a_bases_outline_fails_no_job(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "data.jsonl", 5)
     with mounted(tmp_path / "bases", "size=64k") as disk:

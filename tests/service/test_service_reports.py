@@ -83,7 +83,7 @@ def serve_and_die(directory: Path, order: dict[str, Any], data: bytes) -> tuple[
 @pytest.mark.parametrize(
     ("fields", "status", "once"),
     [
-        ({"target_modules": ["none_such"]}, "failed", "failed: "),
+        pytest.param({"target_modules": ["none_such"]}, "failed", "failed: ", marks=pytest.mark.soak),
         ({"max_steps": 3, "r": 4, "save_steps": 1}, "succeeded", "goes on from"),
     ],
 )

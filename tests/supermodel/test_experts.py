@@ -6,6 +6,7 @@ Routers and experts run as transformers wrote them, outside our kernels, and the
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +14,19 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.kernels.interpreter import DEVICE, interpret
+from tests.kernels.interpreter import DEVICE, MARKS, interpret, interpreted
 from tests.tiny import SHAPE, make_samples
+from tests.tolerances import assert_close
 from tlora.job import LoraConfig, TrainConfig
+from tlora.supermodel import supermodel
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
-from tlora.supermodel.load import make_base
+from tlora.supermodel.load import make_base, outline
+from tlora.supermodel.structure import find_attentions
 from tlora.supermodel.supermodel import SuperModel
+
+if find_spec("triton") is not None:
+    with interpreted():  # the path imports them late, when the variable may not be set any more
+        from tlora.kernels import pass_operations  # noqa: F401
 
 SIZE: dict[str, Any] = {**SHAPE, "hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2}
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64, "num_key_value_heads": 4}
@@ -94,6 +102,34 @@ def test_without_deterministic_it_trains(family: str, device: str) -> None:
         alone = train(shared, job_id, device, family, steps)[job_id]
         difference = float((together[job_id] - alone).norm() / alone.norm())
         print(f"{family} {device} {job_id}: relative difference {difference:.1e}, same bytes: {torch.equal(together[job_id], alone)}")
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@MARKS[0]
+@MARKS[1]
+@pytest.mark.parametrize("of_v", [32, 64])
+def test_latent_attention_whose_heads_of_v_are_smaller(of_v: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense layers of the family, on the kernels as on the plain path; and what is compiled ahead is known."""
+    dense = transformers.DeepseekV3Config(**SIZE | LATENT | {"v_head_dim": of_v, "num_hidden_layers": 1, "first_k_dense_replace": 1})
+    monkeypatch.setitem(FAMILIES, "dense", dense)
+    found = []
+    with torch.compiler.set_stance("force_eager"):
+        for fast in (True, False):
+            with monkeypatch.context() as patch:
+                if fast:
+                    interpret(patch)
+                else:
+                    patch.setattr(supermodel, "can_take_fast_path", lambda *_: False)
+                shared = make_shared("dense", torch.float32, DEVICE.type, deterministic=True)
+            assert (shared._fast is not None) == fast
+            shared.join("a", LoraConfig(r=4), TrainConfig(lr_scheduler_type="constant", seed=1))
+            loss = shared.forward_backward(batch_of("a", 0, DEVICE.type))["a"].mean
+            found.append((loss, shared.bank.take_grad("a")))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-4)
+    assert_close(found[0][1], found[1][1], 1e-4)
+    dense.save_pretrained(tmp_path)
+    [attention] = find_attentions(outline(str(tmp_path)))
+    assert [tuple(t.shape) for t in attention[:3]] == [(2, 4, 64)] * 3
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")

@@ -184,7 +184,7 @@ class Padding:
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("job_ids", ["ab", "d", "bda"])
+@pytest.mark.parametrize("job_ids", ["bda", *(pytest.param(ids, marks=pytest.mark.soak) for ids in ("ab", "d"))])
 def test_a_pass_that_is_padded_for_a_graph_has_the_shape_that_was_predicted_and_its_bits(job_ids: str) -> None:
     shared = make_shared("llama", **ONE_LAYER)
     found: list[dict[str, Tensor]] = []
@@ -240,10 +240,10 @@ def test_each_family_compiled_with_dropout(family: str) -> None:
     check_family(family, "abd")
 
 
-@pytest.mark.parametrize("family", [pytest.param(family, marks=() if family == "llama" else pytest.mark.soak) for family in FAMILIES])
+@pytest.mark.soak
+@pytest.mark.parametrize("family", FAMILIES)
 def test_recomputed_layers_change_no_bit_of_a_family(family: str) -> None:
-    changes = ONE_LAYER if family == "llama" else {}
-    shared = make_shared(family, **changes)
+    shared = make_shared(family)
     true = gradients(shared, family, "ab")
     shared.recomputed_layers = shared.num_layers
     found = gradients(shared, family, "ab")

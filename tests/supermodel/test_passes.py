@@ -128,7 +128,7 @@ class Streamed:
 
 
 @pytest.mark.parametrize(
-    ("fast", "depth"), [(True, 1), (False, 0), pytest.param(True, 0, marks=pytest.mark.soak)], indirect=["fast"], ids=str
+    ("fast", "depth"), [(False, 0), *(pytest.param(True, depth, marks=pytest.mark.soak) for depth in (0, 1))], indirect=["fast"], ids=str
 )
 def test_weights_are_looked_up_in_forward_and_again_in_backward(depth: int, fast: bool) -> None:
     """With recomputed layers too, and for a job that adapts a part of the linears; a pair's reference pass among them."""

@@ -114,10 +114,11 @@ def read_order(text: str) -> Order:
 def compile_all(order: Order, workers: int) -> None:
     """Compile everything in `order` with as many processes. Raises what the compiler raises."""
     _without_a_gpu(order.capability)
-    tasks: list[Callable[[], object]] = [
+    kernels = _kernels(order, table_of_gpu(order.gpu, order.capability))
+    tasks: list[Callable[[], object]] = [partial(_compile, order, kernel) for kernel in kernels]
+    tasks += [
         partial(_compile_attention, getattr(torch, order.dtype), attention, name) for attention in order.attentions for name in _ATTENTION
     ]
-    tasks += [partial(_compile, order, kernel) for kernel in _kernels(order, table_of_gpu(order.gpu, order.capability))]
     with multiprocessing.get_context("fork").Pool(workers) as pool:
         list(pool.imap_unordered(_call, tasks, chunksize=1))
 

@@ -134,9 +134,12 @@ def describe(key: Key, tile: AnyTile) -> dict[str, Any]:
     return key._asdict() | {"dtype": str(key.dtype).removeprefix("torch."), "tile": asdict(tile)}
 
 
-def digest(table: TileTable, keys: Iterable[Key]) -> str:
-    """16 hex digits of the tiles that `keys` get: the same for whatever table or rule they come from, another when one differs."""
+def digest(table: TileTable, keys: Iterable[Key], others: object = None) -> str:
+    """16 hex digits of the tiles that `keys` get, and of `others`: the same for whatever table or rule they come from, another when one
+    differs.
+    """
     rows = sorted(json.dumps(describe(key, table.find(key)), sort_keys=True) for key in set(keys))
+    rows += [repr(others)] if others is not None else []
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
 
 

@@ -98,7 +98,7 @@ class Tiles:
     dkv: Tile
 
 
-_TILES = {
+ALL_TILES = {
     2: {
         64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
         128: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 3)),
@@ -121,7 +121,7 @@ registers, so tiles are small; above 128 they do not fit, and products are FMAs.
 def tiles_of(head_size: int, dtype: torch.dtype) -> Tiles:
     """Of q, k and v with `head_size` in `dtype`."""
     assert dtype in DTYPES and head_size <= LARGEST_HEAD, f"no kernel for heads of {head_size} in {dtype}"
-    return _TILES[dtype.itemsize][max(64, padded(head_size))]
+    return ALL_TILES[dtype.itemsize][max(64, padded(head_size))]
 
 
 def padded(head_size: int) -> int:

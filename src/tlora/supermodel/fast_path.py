@@ -223,9 +223,13 @@ def compile_ahead(
     ]
     width = rank_width(max((lora.largest_rank for lora in loras), default=1))
     dropout = any(lora.lora_dropout > 0 for lora in loras)
+    try:
+        found = find_attentions(base)
+    except Exception:  # of a family whose attention takes no such pass: the run itself will say so, or needs none
+        found = []
     attentions = [
         AttentionOrder(q.shape[1], k.shape[1], q.shape[2], window, softcap > 0)
-        for q, k, _, _, _, window, softcap in find_attentions(base)
+        for q, k, _, _, _, window, softcap in found
         if q.shape[2] <= LARGEST_HEAD
     ]
     return start(order_for(device, base.head.weight_VH.dtype, width, dropout, groups, attentions))
@@ -233,10 +237,11 @@ def compile_ahead(
 
 def _digest_of(groups: Sequence[LinearGroup], linears: Sequence[LoraLinear], dtype: torch.dtype) -> str:
     from tlora.kernels.tiles import digest, keys_of
+    from tlora.kernels.varlen_attention import ALL_TILES
 
     weight_dtypes = {linear.weight.dtype for linear in linears}
     keys = [key for group in groups for w in weight_dtypes for key in keys_of(group.in_features, group.widths, dtype, w)]
-    return digest(groups[0].tiles, keys)
+    return digest(groups[0].tiles, keys, ALL_TILES[dtype.itemsize])
 
 
 def _leave_token_count_open(hint: int | None, *values: Any) -> None:

@@ -59,21 +59,25 @@ def find_unread(base: Base, linears: Mapping[str, BaseLinear | LoraLinear]) -> s
     def note(name: str, _linear: nn.Module, _args: object, y: Tensor) -> None:
         made[y.grad_fn] = name
 
-    def look(_layer: nn.Module, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:
-        node = (output if isinstance(output, Tensor) else output[0]).grad_fn
-        if node is not None and node.name() == "AddBackward0":
-            added.update(before for before, _ in node.next_functions if before in made)
+    def look(_layer: nn.Module, _args: object, output: Tensor | tuple[object, ...]) -> None:
+        parts = output if isinstance(output, tuple) else (output,)
+        nodes = [part.grad_fn for part in parts if isinstance(part, Tensor) and part.grad_fn is not None]
+        if len(nodes) == 1 and nodes[0].name() == "AddBackward0":
+            added.update(before for before, _ in nodes[0].next_functions if before in made)
 
     hooks = [linear.register_forward_hook(partial(note, name)) for name, linear in linears.items()]
     hooks += [layer.register_forward_hook(look) for layer in layers_of(base.decoder)]
-    hooks.append(base.model.get_input_embeddings().register_forward_hook(lambda _module, _args, x: x.requires_grad_()))
+    hooks.append(base.model.get_input_embeddings().register_forward_hook(lambda _module, _args, x: x.detach().requires_grad_() * 1))
+    # Of the graph only its nodes are wanted: what they would save of an fp8 base are weights in 16 bits, more than the base itself.
+    nothing = torch.autograd.graph.saved_tensors_hooks(lambda _tensor: None, lambda _nothing: torch.empty(0))
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), nothing:
             readers = _count_readers(_run(base, (2,)))
     finally:
         for hook in hooks:
             hook.remove()
-    return {made[node] for node in added if readers[node] == 1}
+    calls = Counter(made.values())
+    return {made[node] for node in added if readers[node] == 1 and calls[made[node]] == 1}
 
 
 def _count_readers(result: Tensor) -> Counter[object]:

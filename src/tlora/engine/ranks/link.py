@@ -6,9 +6,11 @@ Only processes of one user on one host can meet here: the socket lies in a direc
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import secrets
 import shutil
+import socket
 import tempfile
 import threading
 from collections.abc import Callable
@@ -37,8 +39,15 @@ class Line:
             self._connection.send(Hold())
             send_handle(self._connection, file, pid)
 
+    def end(self) -> None:
+        """From any thread: who reads at either end hears that the line has ended. It stays open for its own reader, which would else read
+        from a file that is closed, or is another's by then.
+        """
+        with self._lock, contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as both_ways:
+            both_ways.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
-        """From any thread: two at once would close a file descriptor twice, which may be another's by then."""
+        """By its reader, once."""
         with self._lock, contextlib.suppress(OSError):
             self._connection.close()
 
@@ -68,8 +77,8 @@ class Meeting:
             self.lines[rank].send(command)
 
     def end_lines(self) -> None:
-        for line in self.lines.values():
-            line.close()
+        for line in list(self.lines.values()):
+            line.end()
 
     def close(self, *, keep_logs: bool) -> None:
         """The directory is removed, unless logs in it tell why a rank was lost."""
