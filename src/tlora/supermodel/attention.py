@@ -50,7 +50,8 @@ def packed_attention(
         raise ModelError(f"{type(module).__name__} uses attention sinks, which packed attention does not have yet")
     if pass_number is not None:
         size = value.shape[-1]
-        value = F.pad(value, (0, query.shape[-1] - size))  # latent attention has smaller heads of v
+        if size < query.shape[-1]:  # as latent attention has them
+            value = F.pad(value, (0, query.shape[-1] - size))
         q_THD, k_TGD, v_TGD = (t_1HTD[0].transpose(0, 1) for t_1HTD in (query, key, value))
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         out_THD, _ = torch.ops.tlora.packed_attention(q_THD, k_TGD, v_TGD, pass_number, scale, sliding_window or 0, softcap or 0.0)
