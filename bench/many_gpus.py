@@ -11,7 +11,7 @@ spanning: one job of rank 16 with batches of 16 x 2,048 tokens on all GPUs, of w
 ratio is that of the steady rates; how long each GPU waited for the others is in the notes.
 placed: the eight jobs of bench/real_jobs.yaml on all GPUs at once; then, for each GPU, the jobs that had been placed there, alone on that
 GPU. The ratio is the steady rate of the first over the sum of the others'. Each launch is made twice and the second one counts: its caches
-are warm. A row is added to the file as soon as it is there.
+are warm. A row is added to the file as soon as it is there; until then its launches so far are under `unfinished`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,10 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Bench:
-    """Launches of one benchmark: one base, one set of caches."""
+    """Launches of one benchmark: one base, one set of caches. `tell` is called after each launch."""
 
-    def __init__(self, options: argparse.Namespace, base: Path, directory: Path) -> None:
-        self._options, self._base, self._directory = options, base.resolve(), directory
+    def __init__(self, options: argparse.Namespace, base: Path, directory: Path, tell: Callable[[dict[str, Any]], None]) -> None:
+        self._options, self._base, self._directory, self._tell = options, base.resolve(), directory, tell
         content = yaml.safe_load(JOBS_FILE.read_text(encoding="utf-8"))
         self._defaults, self._jobs = content["defaults"], {job["name"]: job for job in content["jobs"]}
         caches = {variable: directory / name for variable, name in CACHES.items()}
@@ -123,6 +123,7 @@ class Bench:
         files = sorted(output_dir.glob("*/adapter_model.safetensors"))
         found["adapters"] = {file.parent.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
         shutil.rmtree(output_dir, ignore_errors=True)
+        self._tell({"gpus": gpus or "one", "jobs": list(names)} | found)
         print(
             f"{gpus or 'one'}: {len(names)} jobs, exit {ended.code}, {found.get('steady_tokens_per_second', 0):,.0f} tokens/s", flush=True
         )
@@ -164,10 +165,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="many-gpus-") as name:
         base = make_base(options.shape, options.base_dir or Path(name) / "bases", options.device)
         found["device"] = base.pop("device") or found["device"]
-        bench = Bench(options, Path(base["base"]), Path(name))
+
+        def keep(launched: dict[str, Any]) -> None:
+            found.setdefault("unfinished", []).append(launched)
+            machine.write(options.out, found)
+
+        bench = Bench(options, Path(base["base"]), Path(name), keep)
         for row in options.rows:
             measured = getattr(bench, row)() | {"gpus": options.gpus, "shape": options.shape, "steps": options.steps}
             found["rows"].append(measured)
+            del found["unfinished"]
             machine.write(options.out, found)
             print(f"{row}: ratio {measured['ratio']} {measured.get('same_bytes', '')}", flush=True)
     return 1 if any(one.get("errors") for row in found["rows"] for one in (row["together"], *row["alone"])) else 0
