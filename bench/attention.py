@@ -5,7 +5,8 @@
 Medians of `triton.testing.do_bench`, in ms: bf16, q, k and v slices of one fused projection.
 Prints first what a user of each gets (forward, backward, both, and the first call on new lengths: some build a plan then),
 then every candidate of tiles, and last the best ones. A way or a tile that fails is reported, and the rest goes on. cuDNN's operation
-on packed samples is not among them: with torch 2.11 it ends in an illegal memory access, which takes the process with it.
+on packed samples is not among them: with torch 2.11 it ends in an illegal memory access, which takes the process with it, as its backward
+takes the size of a head for the longest length (https://github.com/pytorch/pytorch/pull/186142).
 """
 
 from __future__ import annotations

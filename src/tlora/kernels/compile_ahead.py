@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import operator
 import os
 import subprocess
 import sys
@@ -120,11 +121,7 @@ def compile_all(order: Order, workers: int) -> None:
         partial(_compile_attention, getattr(torch, order.dtype), attention, name) for attention in order.attentions for name in _ATTENTION
     ]
     with multiprocessing.get_context("fork").Pool(workers) as pool:
-        list(pool.imap_unordered(_call, tasks, chunksize=1))
-
-
-def _call(task: Callable[[], object]) -> None:
-    task()
+        list(pool.imap_unordered(operator.call, tasks, chunksize=1))
 
 
 def _kernels(order: Order, table: TileTable) -> list[_Kernel]:

@@ -60,21 +60,19 @@ class FastPath:
         self.largest_rank = 0  # that there was or will be: S is as wide from the start, so that nothing is compiled when it comes or goes
         self._names: list[str] = []  # of all linears, group by group: the order of the tables
         self.groups: list[LinearGroup] = []
-        device = base.head.weight_VH.device
+        device, unread = base.head.weight_VH.device, find_unread(base, linears)
         for members in find_groups(base, linears):
             widths = tuple(linears[name].out_features for name in members)
             together = [linears[name] for name in members]
             scales = [m.scale_N for m in together if m.scale_N is not None]
             weight_scale_N = torch.cat(scales) if scales else None
-            self.groups.append(make_group(len(self._names), widths, together[0].in_features, device, weight_scale_N))
+            group = make_group(len(self._names), widths, together[0].in_features, device, weight_scale_N)
+            self.groups.append(replace(group, feeds_backward=not unread.issuperset(members)))
             shared = LinearsOfOneInput(list(widths), len(self.groups) - 1)
             for place, member in enumerate(together):
                 member.shared, member.place = shared, place
             self._names += members
         self.groups[0] = replace(self.groups[0], passes_back=False)  # before it there is the embedding
-        unread = find_unread(base, linears)
-        names = [self._names[group.first : group.first + group.size] for group in self.groups]
-        self.groups = [replace(group, feeds_backward=not unread.issuperset(own)) for group, own in zip(self.groups, names, strict=True)]
         self.tiles = _digest_of(self.groups, list(linears.values()), base.head.weight_VH.dtype)
         self._module_keys = np.array([linears[name].module_key for name in self._names], np.int32)
         base.model.get_input_embeddings().register_forward_hook(self._begin_graph)
