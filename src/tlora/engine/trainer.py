@@ -154,7 +154,7 @@ class Trainer:
         while not self._inbox.empty() or not self._group.runs or self._group.idle:
             if self._inbox.empty():
                 self._pulse.begin("waiting")
-                self._parts.exchange.flush(wait=True)
+                self._parts.exchange.flush()
             command = self._inbox.get()
             if isinstance(command, Stop):
                 return False

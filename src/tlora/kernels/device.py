@@ -40,7 +40,7 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 class ToHost:
-    """A small tensor on its way to the host: `read` waits for what was queued before it, and for nothing behind."""
+    """A small tensor on its way to the host: `read` waits for what was queued before it, and for nothing behind. Any thread may read."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.Event | None = None
@@ -59,5 +59,6 @@ class ToHost:
     def read(self) -> Any:
         """Nested lists of numbers, as `Tensor.tolist`."""
         if self._event is not None:
-            self._event.synchronize()
+            with torch.cuda.device(self._event.device):  # else a thread of its own would begin to use the first GPU
+                self._event.synchronize()
         return self._values.tolist()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tlora.batching.replicas import Span
 from tlora.engine.ranks.messages import Faulty, Note, Published, Sent
+from tlora.engine.ranks.teller import Teller
 from tlora.group.exchange import RunningSums, Whole
 from tlora.group.job_run import Passed
 from tlora.kernels.device import ToHost
@@ -78,16 +79,10 @@ def open_mailbox(spans: Mapping[str, Span], sizes: Mapping[str, int], dtype: tor
     return Mailbox(open_peer_memory(num_bytes, peers, device), regions, dtype)
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """A note that is told once the device has done what it tells of."""
-
-    done: ToHost
-    make: Callable[[list[float]], Note]
-
-
 class SpanExchange:
-    """The exchange of rank `rank`. What it has to say goes to `tell`; what others say comes in by `hear`, in the group's own thread."""
+    """The exchange of rank `rank`. What it has to say goes to `tell`, from any thread; what others say comes in by `hear`, in the group's
+    own.
+    """
 
     def __init__(
         self,
@@ -98,6 +93,7 @@ class SpanExchange:
     ) -> None:
         """`mailbox` is needed where `spans` has a job."""
         self._rank, self._spans, self._tell = rank, dict(spans), tell
+        self._teller = Teller(tell)
         self._boxes: dict[str, Mailbox] = {}
         if spans:
             assert mailbox is not None, "jobs span, and there is no mailbox"
@@ -105,7 +101,6 @@ class SpanExchange:
         self._sums = RunningSums()
         self._sent: dict[str, dict[int, Sent]] = {}  # by job, of each rank the newest
         self._published: dict[str, int] = {}
-        self._pending: list[_Pending] = []
         self._news: dict[str, None] = {}
 
     # -- from and to other ranks ---------------------------------------------------------------------------------------
@@ -120,11 +115,9 @@ class SpanExchange:
             self._published[note.job] = note.step
         self._news[note.job] = None
 
-    def flush(self, *, wait: bool = False) -> None:
-        """Tell what the device has done by now or, with `wait`, all that it has been given to do."""
-        while self._pending and (wait or self._pending[0].done.done):
-            pending = self._pending.pop(0)
-            self._tell(pending.make(pending.done.read()))
+    def flush(self) -> None:
+        """Return when the device has done, and others are told, all that it has been given to do."""
+        self._teller.flush(wait=True)
 
     def spread(self, job_id: str, span: Span, mailbox: Mailbox) -> None:
         """One more job spans, through a mailbox of its own."""
@@ -158,8 +151,7 @@ class SpanExchange:
             parts = tuple(tuple(values[i : i + width]) for i in range(0, len(values), width))
             return Sent(job_id, step, parts, tokens)
 
-        self._pending.append(_Pending(ToHost(torch.stack(passed.values)), make))
-        self.flush()
+        self._teller.tell_when(ToHost(torch.stack(passed.values)), make)
 
     def take(self, job_id: str, step: int, replicas: Sequence[int]) -> Whole | None:
         span = self._spans.get(job_id)
@@ -179,8 +171,7 @@ class SpanExchange:
         if job_id not in self._spans:
             return
         self._boxes[job_id].write(job_id, 0, params_P)
-        self._pending.append(_Pending(ToHost(params_P.new_empty(0)), lambda _: Published(job_id, step)))
-        self.flush()
+        self._teller.tell_when(ToHost(params_P.new_empty(0)), lambda _: Published(job_id, step))
 
     def fetch(self, job_id: str) -> tuple[int, Tensor] | None:
         step, span = self._published.pop(job_id, None), self._spans.get(job_id)
@@ -191,7 +182,6 @@ class SpanExchange:
         return bool(self._news)
 
     def news(self) -> list[str]:
-        self.flush()
         news, self._news = list(self._news), {}
         return news
 

@@ -105,7 +105,7 @@ class Parts:
     def end(self, job_id: str) -> None:
         """The job has ended here or gone: nobody hears of it any more."""
         if self._spans.pop(job_id, None) is not None:
-            self.exchange.flush(wait=True)
+            self.exchange.flush()
             self.exchange.dissolve(job_id)
 
     # -- jobs that have a part here ------------------------------------------------------------------------------------

@@ -1,0 +1,81 @@
+"""Notes of what a device has yet to do: told in order, each as soon as it has, while the caller does something else."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from tlora.engine.ranks.messages import Note, Published
+from tlora.engine.ranks.teller import Teller
+from tlora.kernels.device import ToHost
+
+SECONDS = 60  # in which a thread that has something to do does it, on any machine
+
+
+class Late(ToHost):
+    """Of a device that is through when `passed` is set."""
+
+    def __init__(self, value: float, error: Exception | None = None) -> None:
+        super().__init__(torch.tensor([value]))
+        self.passed, self._error = threading.Event(), error
+
+    @property
+    def done(self) -> bool:
+        return self.passed.is_set()
+
+    def read(self) -> Any:
+        self.passed.wait()
+        if self._error is not None:
+            raise self._error
+        return super().read()
+
+
+def note(values: list[float]) -> Note:
+    return Published("job", int(values[0]))
+
+
+def test_what_is_done_is_told_at_once_by_the_caller() -> None:
+    told: list[tuple[Note, int]] = []
+    teller = Teller(lambda note: told.append((note, threading.get_ident())))
+    teller.tell_when(ToHost(torch.tensor([1.0])), note)
+    assert told == [(Published("job", 1), threading.get_ident())]
+
+
+def test_what_is_not_done_is_told_without_the_caller_and_in_order() -> None:
+    told: queue.SimpleQueue[Note] = queue.SimpleQueue()
+    teller, first, third = Teller(told.put), Late(1), Late(3)
+    teller.tell_when(first, note)
+    teller.tell_when(ToHost(torch.tensor([2.0])), note)  # is done, and has to wait for its turn
+    teller.tell_when(third, note)
+    assert told.empty()
+    first.passed.set()
+    assert [told.get(timeout=SECONDS) for _ in range(2)] == [Published("job", 1), Published("job", 2)]
+    assert told.empty()
+    third.passed.set()
+    teller.flush(wait=True)
+    assert told.get_nowait() == Published("job", 3)
+
+
+def test_what_a_device_fails_with_is_raised_in_the_caller() -> None:
+    teller, late = Teller(lambda note: None), Late(1, RuntimeError("CUDA error: an illegal memory access"))
+    teller.tell_when(late, note)
+    teller.flush()
+    late.passed.set()
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        teller.flush(wait=True)
+    teller.flush(wait=True)
+
+
+def test_a_failure_is_raised_before_the_next_note() -> None:
+    told: list[Note] = []
+    teller, late = Teller(told.append), Late(1, RuntimeError("CUDA error"))
+    teller.tell_when(late, note)
+    late.passed.set()
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        while True:
+            teller.tell_when(ToHost(torch.tensor([2.0])), note)
+    assert set(told) <= {Published("job", 2)}
