@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import platform
 import shlex
@@ -25,12 +26,15 @@ def device_name(device: torch.device) -> str:
 
 
 def facts(device: torch.device, commit: str | None) -> dict[str, Any]:
-    """What every result names: device, versions, commit (`commit` where there is no git) and the command."""
+    """What every result names: device, versions, commit (`commit` where there is no git), the command, and whether libraries have their
+    bytecode: without it each process compiles their source as it starts.
+    """
     return {
         "device": device_name(device),
         "versions": {name: _version(name) for name in PACKAGES} | {"cuda": torch.version.cuda, "python": platform.python_version()},
         "commit": commit or _commit(),
         "command": f"python {_program()} {shlex.join(sys.argv[1:])}".rstrip(),
+        "bytecode": Path(importlib.util.cache_from_source(torch.__file__)).is_file(),
     }
 
 
