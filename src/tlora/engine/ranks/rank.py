@@ -13,9 +13,7 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,10 +55,12 @@ from tlora.engine.ranks.messages import (
     Unfollow,
 )
 from tlora.engine.ranks.spanning import SpanExchange, open_mailbox
+from tlora.engine.ranks.waits import wait_for
 from tlora.engine.run_monitor import RunMonitor
 from tlora.engine.session import Assignment, Loaded, Session, launch_facts, load
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import ModelError, TloraError
+from tlora.kernels.device import ToHost
 from tlora.link.log import leave, note, show_stacks_when_asked
 from tlora.planning.memory import memory_limit
 from tlora.planning.plan import describe_plan
@@ -71,7 +71,6 @@ from tlora.store.serving import ServingFiles
 from tlora.version import __version__
 
 Inbox = queue.SimpleQueue[Command | None]
-_LOOK_SECONDS = 0.05  # between two looks at files that are being written, while there is nothing to compute
 
 
 class RemoteGuard:
@@ -209,17 +208,18 @@ class Rank:
 
     def _wait(self) -> Command | None:
         """The next command. Until it comes, jobs are told whose files have been written."""
-        records, since = self._driver.records, time.monotonic()
-        try:
-            while records.ending:
-                with suppress(queue.Empty):
-                    return self._inbox.get(timeout=_LOOK_SECONDS)
-                records.see_ended()
-                self._tell_ended()
-            return self._inbox.get()
-        finally:
-            if self._driver.group.runs:
-                self._waited += time.monotonic() - since
+        records = self._driver.records
+
+        def look() -> bool:
+            records.see_ended()
+            self._tell_ended()
+            return bool(records.ending)
+
+        given = ToHost(torch.empty(0, device=self._driver.group.model.device))
+        command, seconds = wait_for(self._inbox, given, look)
+        if self._driver.group.runs:
+            self._waited += seconds
+        return command
 
     def _heard(self, command: Command | None) -> bool:
         """Obey one command. False: stop."""
