@@ -182,6 +182,10 @@ def gradient_is_put_back() -> None:
     test_bank_chunks.test_scatter_writes_each_run_and_nothing_beside_it("odd", torch.float32)
 
 
+def weights_are_written() -> None:
+    test_bank_chunks.test_write_rounds_each_run_and_writes_nothing_beside_it("odd", torch.bfloat16)
+
+
 def _shared() -> Shared:
     shared = Shared()
     shared.join("mine", LoraConfig(r=3, target_modules=["q_proj"]), weight_decay=0.3, max_grad_norm=0.05, warmup_steps=2)

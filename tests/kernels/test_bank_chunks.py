@@ -80,6 +80,23 @@ def test_scatter_writes_each_run_and_nothing_beside_it(name: str, dtype: torch.d
     assert same(flat, before)
 
 
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", COUNTS)
+def test_write_rounds_each_run_and_writes_nothing_beside_it(name: str, weights: torch.dtype) -> None:
+    counts, draw = COUNTS[name], torch.Generator().manual_seed(79)
+    full = [torch.randn(n + 2 * MARGIN, generator=draw).to(DEVICE, weights) for n in counts]
+    runs = [BankRun(rows[MARGIN:-MARGIN].data_ptr(), 0, n) for rows, n in zip(full, counts, strict=True)]
+    table, aligned = bank_chunks.chunk_table(runs, weights.itemsize, 4)
+    flat = torch.randn(sum(counts), generator=draw).to(DEVICE)
+    if DEVICE.type == "cpu" and weights == torch.bfloat16:  # the interpreter cuts bf16 instead of rounding it
+        flat = flat.to(weights).float()
+    expected, before = [rows.clone() for rows in full], flat.clone()
+    for rows, part in zip(expected, flat.split(list(counts)), strict=True):
+        rows[MARGIN:-MARGIN] = part.to(weights)
+    bank_chunks.write(torch.from_numpy(table).to(DEVICE), aligned, flat, torch.empty(0, dtype=weights, device=DEVICE))
+    assert all(torch.equal(found, true) for found, true in zip(full, expected, strict=True)) and torch.equal(flat, before)
+
+
 def test_a_flat_vector_that_starts_anywhere() -> None:
     """A view into a larger buffer need not start at a multiple of 16 bytes, though the rows do."""
     bank = Bank(COUNTS["aligned"], torch.float32)

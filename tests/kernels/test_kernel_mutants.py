@@ -356,6 +356,14 @@ ADAMW = (
         p.gradient_is_gathered,
     ),
     Mutant(
+        "weights that are written end a chunk early",
+        triton_chunks,
+        "tl.store(rows_at(weights, weights_like_ptr, ALIGNED) + i, values, mask=i < count)",
+        "tl.store(rows_at(weights, weights_like_ptr, ALIGNED) + i, values, mask=i < count - 1)",
+        p.weights_are_written,
+        p.gradient_is_put_back,
+    ),
+    Mutant(
         "the rule of the first due job for all",
         device_optimizer,
         "fused_adamw.scalars_of(_rule(job), self",

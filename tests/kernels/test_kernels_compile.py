@@ -68,6 +68,7 @@ BY_CHUNK = {"CHUNK": 4096, "ALIGNED": True}
 CASES |= {
     "gather": (triton_chunks.gather_kernel, STATE, BY_CHUNK, 8),
     "scatter": (triton_chunks.scatter_kernel, STATE, BY_CHUNK | {"ALIGNED": False}, 8),
+    "write": (triton_chunks.write_kernel, STATE, BY_CHUNK, 8),
     "norm": (triton_adamw.norm_kernel, STATE, BY_CHUNK, 8),
     "verdict": (triton_adamw.verdict_kernel, STATE, {"BLOCK": 4096}, 16),
     "check": (triton_adamw.check_kernel, STATE, BY_CHUNK, 8),
@@ -92,4 +93,4 @@ def test_they_compile(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     faults = json.loads(done.stdout.splitlines()[-1])
-    assert len(faults) == 16 and not any(faults.values()), "\n".join(f"{name}: {fault[-2000:]}" for name, fault in faults.items() if fault)
+    assert len(faults) == 17 and not any(faults.values()), "\n".join(f"{name}: {fault[-2000:]}" for name, fault in faults.items() if fault)

@@ -354,6 +354,21 @@ def test_a_step_is_two_kernels_in_each_half_and_a_flat_gradient_is_one(shared: S
     launches.clear()
     shared.optimizer.set_gradient("plain", shared.optimizer.gradient("plain"))
     assert launches == ["gather_kernel", "scatter_kernel"]
+    launches.clear()
+    shared.optimizer.write("plain", shared.jobs["plain"].state.params)
+    assert launches == ["write_kernel"]
+
+
+def test_weights_that_are_written_are_those_of_one_job(shared: Shared) -> None:
+    before = {m: {n: getattr(shared.bank.linear(m), n).clone() for n in ("a_RK", "b_RN", "da_RK", "db_RN")} for m in TARGETS}
+    params = shared.jobs["ranks"].state.params
+    old = params.clone()
+    params.copy_(torch.randn(len(params), generator=torch.Generator().manual_seed(5)).to(DEVICE))
+    shared.optimizer.write("ranks", params)
+    for name in shared.jobs:
+        shared.bank_holds(name)
+    shared.optimizer.write("ranks", old)
+    assert all(torch.equal(getattr(shared.bank.linear(m), n), was) for m, tensors in before.items() for n, was in tensors.items())
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="a CPU has nothing to wait for")

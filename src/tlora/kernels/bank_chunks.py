@@ -1,4 +1,4 @@
-"""Host side of chunks: the table of one adapter, and the launches that copy its gradient between the bank and one flat vector.
+"""Host side of chunks: the table of one adapter, and the launches that copy its gradient and weights between the bank and a flat vector.
 
 Nothing here waits for the device or takes memory on it.
 """
@@ -57,6 +57,11 @@ def gather(chunks_C4: Tensor, aligned: bool, flat_P: Tensor) -> None:
 def scatter(chunks_C4: Tensor, aligned: bool, flat_P: Tensor) -> None:
     """Queue one launch that writes `flat_P`, as `gather` fills it, over the sums in the bank."""
     kernels.scatter_kernel[(len(chunks_C4),)](chunks_C4, flat_P, **_how(aligned))
+
+
+def write(chunks_C4: Tensor, aligned: bool, flat_P: Tensor, weights_like: Tensor) -> None:
+    """Queue one launch that writes `flat_P` over the weights in the bank, rounded to their dtype, which is that of `weights_like`."""
+    kernels.write_kernel[(len(chunks_C4),)](chunks_C4, flat_P, weights_like, **_how(aligned))
 
 
 def _how(aligned: bool) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Chunks of one adapter: runs of elements that are contiguous both in its flat vectors and in the bank. A program takes one chunk.
 
-Here are how a kernel reads the table of chunks, and the copies of an adapter's gradient sums to and from one flat vector.
+Here are how a kernel reads the table of chunks, and the copies of an adapter's gradient sums to and from one flat vector, and of its
+weights from one.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -45,3 +46,12 @@ def scatter_kernel(chunks_ptr, flat_ptr, CHUNK: tl.constexpr, ALIGNED: tl.conste
     start, _, sums, count = chunk_at(chunks_ptr, tl.program_id(0), ALIGNED)
     i = tl.arange(0, CHUNK)
     tl.store(rows_at(sums, flat_ptr, ALIGNED) + i, tl.load(flat_ptr + start + i, mask=i < count), mask=i < count)
+
+
+@triton.jit
+def write_kernel(chunks_ptr, flat_ptr, weights_like_ptr, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Weights of the chunk, elements of `weights_like`'s type = flat[offset : offset + elements]."""
+    start, weights, _, count = chunk_at(chunks_ptr, tl.program_id(0), ALIGNED)
+    i = tl.arange(0, CHUNK)
+    values = tl.load(flat_ptr + start + i, mask=i < count).to(weights_like_ptr.dtype.element_ty)
+    tl.store(rows_at(weights, weights_like_ptr, ALIGNED) + i, values, mask=i < count)

@@ -113,6 +113,15 @@ class DeviceOptimizer:
         bank_chunks.scatter(bound.buffers.chunks_C4, bound.aligned, gradient_P)
 
     @torch.no_grad()
+    def write(self, job_id: str, params_P: Tensor) -> None:
+        """Replace the job's weights in the bank, as one launch: where a step is waited for, Python's views of each linear's take as long
+        as the rest of it.
+        """
+        bound = self._table(job_id)
+        assert (params_P.shape, params_P.dtype) == ((bound.layout.numel,), self._bank.sum_dtype) and params_P.is_contiguous()
+        bank_chunks.write(bound.buffers.chunks_C4, bound.aligned, params_P, self._weights_like)
+
+    @torch.no_grad()
     def measure(self, due: Mapping[str, Stepping]) -> DeviceSteps:
         """Queue the first half of the step of each job of `due`: the norm of its sums and its verdict, on the device."""
         rows = self._spare.pop() if self._spare else self._make_rows()

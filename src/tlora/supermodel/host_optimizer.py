@@ -64,6 +64,9 @@ class HostOptimizer:
     def set_gradient(self, job_id: str, gradient_P: Tensor) -> None:
         self._bank.set_gradient(job_id, gradient_P)
 
+    def write(self, job_id: str, params_P: Tensor) -> None:
+        self._bank.write(job_id, params_P)
+
     def measure(self, due: Mapping[str, Stepping]) -> HostSteps:
         found: dict[str, Verdict] = {}
         errors: dict[str, Exception] = {}

@@ -83,6 +83,10 @@ class Optimizer(Protocol):
         """Replace the job's sums by a contiguous tensor like that of `gradient`."""
         ...
 
+    def write(self, job_id: str, params_P: Tensor) -> None:
+        """Replace the job's weights in the bank by contiguous ones [P], like those of its state."""
+        ...
+
     def measure(self, due: Mapping[str, Stepping]) -> MeasuredSteps:
         """The first half of the steps of all jobs of `due`: norm of each one's sums, finite or not, and how to clip."""
         ...

@@ -242,7 +242,7 @@ class SuperModel(nn.Module):
         self._check_flat("the adapter", job_id, params_P)
         resident = self._residents[job_id]
         resident.state.params.copy_(params_P)
-        self.bank.write(job_id, resident.state.params)
+        self._optimizer.write(job_id, resident.state.params)
         resident.version = next(self._versions)
 
     def _check_flat(self, what: str, job_id: str, given_P: Tensor) -> None:

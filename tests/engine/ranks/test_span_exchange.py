@@ -150,6 +150,31 @@ def test_memory_that_runs_out_on_one_rank_starts_its_part_over(sets: Sets, rank:
         assert_same(ended(world.heard[spans[job.name].home], job.name), trained(job, sets[0], sets[1] if job.eval_steps else None))
 
 
+def test_a_part_is_read_when_it_comes_and_not_when_all_have(sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
+    (job,), spans = [job for job in story()[0] if job.name == "spanning"], {"spanning": Span(3, (1, 0, 2))}
+    world, read, reads = World([job], spans, sets, 3, [300] * 3), Mailbox.read, list[int]()
+
+    def noted(mailbox: Mailbox, job_id: str, rank: int, slot: int) -> Tensor:
+        reads.append(rank)
+        return read(mailbox, job_id, rank, slot)
+
+    monkeypatch.setattr(Mailbox, "read", noted)
+    for rank in (0, 2):
+        while world.mail[rank]:  # the first weights
+            world.deliver(rank)
+    for rank in range(3):
+        while not world.engines[rank].idle:
+            world.engines[rank].run_micro_batch()
+    home = world.engines[1]
+    assert [sender for sender, _ in world.mail[1]] == [0, 2] and set(reads) <= {1}
+    for expected in ([0], [0, 2]):
+        world.deliver(1)
+        home.run_micro_batch()
+        assert [rank for rank in reads if rank != 1] == expected
+    world.run(random.Random(0))
+    assert_same(ended(world.heard[1], "spanning"), trained(job, *sets))
+
+
 def test_a_part_that_fails_is_told_and_its_neighbours_go_on(sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs, spans = story()
     world = World(jobs, spans, sets, 3, [60] * 3)

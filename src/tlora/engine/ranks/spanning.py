@@ -100,6 +100,7 @@ class SpanExchange:
             self._boxes = dict.fromkeys(spans, mailbox)
         self._sums = RunningSums()
         self._sent: dict[str, dict[int, Sent]] = {}  # by job, of each rank the newest
+        self._added: dict[str, int] = {}  # at home, how many of the other ranks' replicas are in its sum
         self._published: dict[str, int] = {}
         self._news: dict[str, None] = {}
 
@@ -158,12 +159,14 @@ class SpanExchange:
         if span is None:
             return self._sums.take(job_id, step, replicas)
         sent, away = self._sent.get(job_id, {}), [replica for replica in replicas if span.rank_of(replica) != self._rank]
-        if any(span.rank_of(r) not in sent or sent[span.rank_of(r)].step != step for r in away):
-            return None
-        for replica in away:
+        for replica in away[self._added.get(job_id, 0) :]:
             rank = span.rank_of(replica)
+            if rank not in sent or sent[rank].step != step:
+                return None
             self._sums.give(job_id, replica, self._boxes[job_id].read(job_id, rank, span.at(rank).index(replica)))
-        heard = [self._sent[job_id].pop(rank) for rank in dict.fromkeys(span.rank_of(replica) for replica in away)]
+            self._added[job_id] = self._added.get(job_id, 0) + 1
+        self._added.pop(job_id, None)
+        heard = [sent.pop(rank) for rank in dict.fromkeys(span.rank_of(replica) for replica in away)]
         gradient_P = self._sums.take(job_id, step, replicas).gradient_P
         return Whole(gradient_P, [part for sent in heard for part in sent.parts], sum(sent.tokens for sent in heard))
 
@@ -187,6 +190,7 @@ class SpanExchange:
 
     def forget(self, job_id: str) -> None:
         self._sums.forget(job_id)
+        self._added.pop(job_id, None)
 
     def leave(self, job_id: str, failed: str = "") -> None:
         self.forget(job_id)
