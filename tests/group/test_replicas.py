@@ -207,9 +207,9 @@ def test_one_buffer_at_most_and_none_between_global_batches() -> None:
     sums = RunningSums()
     for first in (1.0, 5.0):
         given = torch.full((3,), first)
-        sums.give("a", 0, given)
-        sums.give("b", 0, torch.zeros(2))
-        sums.give("a", 1, torch.full((3,), 2.0))
+        sums.give("a", 7, 0, given)
+        sums.give("b", 7, 0, torch.zeros(2))
+        sums.give("a", 7, 1, torch.full((3,), 2.0))
         assert sums.take("a", 7, [0, 1]).gradient_P is given and given.tolist() == [first + 2.0] * 3
         assert list(sums._sums) == ["b"]
         sums.forget("b")

@@ -93,10 +93,10 @@ def test_the_faster_of_a_smaller_budget_and_recomputation_is_chosen(
     assert (plan.token_budget, plan.recomputed_layers) == chosen
 
 
-def test_a_job_of_several_replicas_has_room_for_a_sum_and_a_mailbox_and_for_two_copies_at_the_end_of_a_replica() -> None:
+def test_a_job_of_several_replicas_has_room_for_a_sum_and_a_mailbox_of_three_and_for_two_copies_at_the_end_of_a_replica() -> None:
     gradient = 4 * LAYOUT.numel
     one, spans = plan_of(MODEL, 10_000), plan_of(MODEL, 10_000, jobs=[{"name": "a", "data": "d", "gpus": 2}])
-    assert spans.memory.job_bytes(LAYOUT) == one.memory.job_bytes(LAYOUT) + 2 * gradient
+    assert spans.memory.job_bytes(LAYOUT) == one.memory.job_bytes(LAYOUT) + 4 * gradient
     assert (one.memory.step_bytes(LAYOUT), spans.memory.step_bytes(LAYOUT)) == (0, 2 * gradient)
     on_cpu = replace(spans.memory, step_copies=5)
     assert on_cpu.step_bytes(LAYOUT) == 5 * gradient, "a step takes more than a copy"

@@ -87,7 +87,7 @@ class Engine:
         """Let a job in with `state` (default: a new adapter); it offers its first batch at once. A job that cannot join fails alone. Where
         others are in, and too little memory is left beside them, `wait` is called instead, with the reason; nothing has changed then.
 
-        A job whose home is another rank waits here for its weights, and is never reported.
+        A job whose home is another rank waits here for the state that it begins with, and is never reported.
         """
         name = run.spec.name
         run.here = self._exchange.replicas_here(name, run.replicas)
@@ -103,14 +103,14 @@ class Engine:
         run.set_weight(self._weights.get(name, run.spec.weight))
         self.runs[name] = run
         if run.leads:
-            self._publish(run)
+            self._exchange.publish(name, self.model.state(name))
             self._advance(run)
         self.token_budget = max(self.token_budget, self._longest())
 
     @property
     def idle(self) -> bool:
         """Whether all that is left to do waits for other ranks."""
-        return not self._exchange.has_news and not any(run.flow.runnable for run in self.runs.values())
+        return not self._exchange.has_news and not any(run.flow.runnable or run.unsent for run in self.runs.values())
 
     def stop(self) -> None:
         """Let every resident job go, as `leave` does. One that raises keeps none of the others from that."""
@@ -180,18 +180,18 @@ class Engine:
 
     def _end_replica(self, run: JobRun) -> bool:
         name = run.spec.name
-        self._exchange.give(name, run.replica, self.model.gradient(name))
+        self._exchange.give(name, run.progress.step, run.replica, self.model.gradient(name))
         self.model.zero_grad_of(name)
         if run.offer_next_replica():
             return False
         run.awaiting = True
-        if run.leads:
-            return self._take_whole(run)
-        self._exchange.send(name, run.progress.step, run.passed)
-        return False
+        return self._take_whole(run)
 
     def _take_whole(self, run: JobRun) -> bool:
         name = run.spec.name
+        if run.unsent:
+            self._exchange.send(name, run.progress.step, run.passed)
+            run.sent()
         whole = self._exchange.take(name, run.progress.step, run.shared_among)
         if whole is None:
             return False
@@ -200,28 +200,21 @@ class Engine:
         return True
 
     def _completed_elsewhere(self) -> list[JobRun]:
-        """What other ranks have sent: new weights of jobs that have their homes there are taken in; of those that have them here, the
-        ones whose global batch is through now.
-        """
-        arrived = [self.runs[name] for name in self._exchange.news() if name in self.runs]
-        whole = [run for run in arrived if run.leads and run.awaiting and self._attempted(run, self._take_whole)]
-        for run in arrived:
+        """Jobs whose global batch is through now by what other ranks have sent. Those that have their homes there may begin."""
+        news = self._exchange.news()
+        for run in [self.runs[name] for name in news if name in self.runs]:
             if not run.leads:
-                self._attempted(run, self._take_weights)
-        return whole
+                self._attempted(run, self._begin_away)
+        waiting = [run for name, run in self.runs.items() if run.awaiting and (run.unsent or name in news)]
+        return [run for run in waiting if self._attempted(run, self._take_whole)]
 
-    def _take_weights(self, run: JobRun) -> bool:
-        fetched = self._exchange.fetch(run.spec.name)
-        if fetched is None:
+    def _begin_away(self, run: JobRun) -> bool:
+        name = run.spec.name
+        if not self._exchange.fetch(name, self.model.state(name)):
             return False
-        step, params_P = fetched
-        self.model.set_weights(run.spec.name, params_P)
-        run.follow(step)
+        self.model.rewrite(name)
+        run.follow(self.model.state(name).step)
         return True
-
-    def _publish(self, run: JobRun) -> None:
-        if run.spans:
-            self._exchange.publish(run.spec.name, run.progress.step, self.model.state(run.spec.name).params)
 
     def _evaluated(self, through: list[JobRun]) -> None:
         for run in [run for run in through if run.measuring]:
@@ -241,14 +234,13 @@ class Engine:
         """
         if not through:
             return
-        losses = _Losses([run.passed for run in through])  # takes memory: before any step is under way
+        losses = _Losses([run.passed if run.leads else Passed() for run in through])  # takes memory: before any step is under way
         steps = self.model.queue_optim_step([run.spec.name for run in through])
         for run in through:
             if (error := steps.errors.get(run.spec.name)) is not None:
                 self._end(run, "failed", Failure(error).reason)
             else:
                 run.step_queued()
-                self._publish(run)
         stepping = [run for run in through if run.spec.name not in steps.errors]
         offered = not steps.done and all(run.goes_straight_on for run in stepping)
         self._stepping = _Stepping(through, steps, losses, offered)
@@ -269,7 +261,8 @@ class Engine:
         for run, found in stepped:
             name = run.spec.name
             run.stepped(stats[name], found.loss)
-            self._listen(Stepped(name, run.progress, stats[name], found.loss, run.summary(found.metrics)))
+            if run.leads:
+                self._listen(Stepped(name, run.progress, stats[name], found.loss, run.summary(found.metrics)))
         for run in sorted((run for run, _ in stepped), key=self._numel, reverse=True):  # the longest to write ends first
             self._advance(run, offered=stepping.offered)
 
@@ -286,8 +279,13 @@ class Engine:
         return (self.model.evaluate if kind == "eval" else self.model.forward_backward)(batch, objectives)
 
     def _advance(self, run: JobRun, *, offered: bool = False) -> None:
-        """What follows when a job has joined, or a batch or evaluation of its own is through. With `offered` its next batch is known."""
-        if (end := self.decisions.end(run.spec.name, self._due_end(run))) is not None:
+        """What follows when a job has joined, or a batch or evaluation of its own is through. With `offered` its next batch is known.
+        Away from home that is the next batch, until somebody says otherwise.
+        """
+        if not run.leads:
+            if not (offered or run.exhausted):
+                run.offer()
+        elif (end := self.decisions.end(run.spec.name, self._due_end(run))) is not None:
             self._end(run, *end)
         elif not offered:
             run.offer()

@@ -1,4 +1,4 @@
-"""Where the replicas of a job add up their gradients, and how those on other ranks learn the new weights."""
+"""Where the replicas of a job add up their gradients, each rank that computes some for itself."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tlora.adapters.state import AdapterState
 from tlora.group.job_run import Passed
 
 
@@ -23,35 +24,40 @@ class Whole:
 
 
 class Exchange(Protocol):
-    """Flat gradients [P] of one global batch at a time for each job, added in the order of the replicas, and weights in return.
+    """Flat gradients [P] of one global batch at a time for each job, added in the order of the replicas.
 
-    The order is fixed because sums of floating-point numbers follow from it: a job's bytes are then the same on any number of GPUs. The
-    rank that computes a job's first replica is its home, which takes the sum, steps and publishes the weights. Nothing here waits for
-    another rank, nor for a device.
+    The order is fixed because sums of floating-point numbers follow from it: a job's bytes are then the same on any number of GPUs, and on
+    each of those that compute it. All of them take the sum and make the optimizer step: nobody waits for new weights. The rank that
+    computes a job's first replica is its home, which publishes the state that the job begins with. Nothing here waits for another rank,
+    nor for a device.
     """
 
     def replicas_here(self, job_id: str, replicas: int) -> Sequence[int]:
         """Which of a job's replicas this rank computes."""
         ...
 
-    def give(self, job_id: str, replica: int, gradient_P: Tensor) -> None:
-        """The gradient of the next of this rank's replicas; it belongs to the exchange from now on."""
+    def give(self, job_id: str, step: int, replica: int, gradient_P: Tensor) -> None:
+        """The gradient of the next of this rank's replicas, for the global batch after `step` steps; it belongs to the exchange from now
+        on.
+        """
         ...
 
     def send(self, job_id: str, step: int, passed: Passed) -> None:
-        """Away from home: all of this rank's replicas have been given for the global batch after `step` steps, and so much went through."""
+        """Of a job that spans ranks, once for each global batch: all of this rank's replicas have been given, if it has samples of it, and
+        so much went through.
+        """
         ...
 
     def take(self, job_id: str, step: int, replicas: Sequence[int]) -> Whole | None:
-        """At home, once all of its own are given: the sum over `replicas`, once. None while those of other ranks are to come."""
+        """Once this rank has given and sent its own: the sum over `replicas`, once. None while other ranks have not."""
         ...
 
-    def publish(self, job_id: str, step: int, params_P: Tensor) -> None:
-        """At home: the weights after `step` steps. They are read until all other ranks have sent what they compute with them."""
+    def publish(self, job_id: str, state: AdapterState) -> None:
+        """At home: what the job begins with."""
         ...
 
-    def fetch(self, job_id: str) -> tuple[int, Tensor] | None:
-        """Away from home: the newest weights and their step, once; None where none have come since."""
+    def fetch(self, job_id: str, state: AdapterState) -> bool:
+        """Away from home: whether what the job begins with has come; it is then in `state`."""
         ...
 
     @property
@@ -81,23 +87,23 @@ class RunningSums:
     def replicas_here(self, job_id: str, replicas: int) -> Sequence[int]:
         return range(replicas)
 
-    def give(self, job_id: str, replica: int, gradient_P: Tensor) -> None:
+    def give(self, job_id: str, step: int, replica: int, gradient_P: Tensor) -> None:
         if job_id in self._sums:
             self._sums[job_id] += gradient_P
         else:
             self._sums[job_id] = gradient_P
 
     def send(self, job_id: str, step: int, passed: Passed) -> None:
-        raise AssertionError(f"{job_id} has its home here")
+        raise AssertionError(f"{job_id} spans no other rank")
 
     def take(self, job_id: str, step: int, replicas: Sequence[int]) -> Whole:
         return Whole(self._sums.pop(job_id))
 
-    def publish(self, job_id: str, step: int, params_P: Tensor) -> None:
+    def publish(self, job_id: str, state: AdapterState) -> None:
         pass
 
-    def fetch(self, job_id: str) -> None:
-        return None
+    def fetch(self, job_id: str, state: AdapterState) -> bool:
+        return False
 
     def news(self) -> list[str]:
         return []

@@ -97,7 +97,8 @@ class JobRun:
         self.shared_among: Sequence[int] = ()  # replicas that have samples of the global batch on offer, anywhere
         self._shares: list[tuple[int, Sequence[int]]] = []  # of the replicas here, but for those that were on offer
         self.replica = 0  # that is on offer now
-        self.awaiting = False  # all replicas here are through, and others are not, or the new weights have not come
+        self.awaiting = False  # all replicas here are through, and others are not
+        self._is_sent = False  # and others know
         self._before: dict[int, int] | None = None  # the row before each, while a statistic of the batch is measured
 
     @property
@@ -119,7 +120,7 @@ class JobRun:
 
     @property
     def leads(self) -> bool:
-        """Whether the optimizer steps, evaluations and checkpoints are this process's."""
+        """Whether reports, evaluations and checkpoints are this process's."""
         return 0 in self.here
 
     @property
@@ -127,14 +128,23 @@ class JobRun:
         """Whether other processes compute some of the replicas."""
         return len(self.here) < self.replicas
 
+    @property
+    def unsent(self) -> bool:
+        """Whether the other processes have to hear that all replicas here are through."""
+        return self.spans and self.awaiting and not self._is_sent
+
+    def sent(self) -> None:
+        """They hear it."""
+        self._is_sent = True
+
     def follow(self, step: int) -> None:
-        """Away from home: the weights after `step` steps have come. Offers what is computed here with them, unless they are the last."""
+        """Away from home: the job begins after `step` steps. Offers what is computed here, if any step is left."""
         self.progress = replace(self.progress, step=step)
         if not self.exhausted:
             self.offer()
 
     def completed(self, elsewhere: Sequence[Sequence[float]], tokens: int) -> None:
-        """At home: the other processes' replicas are through."""
+        """The other processes' replicas are through."""
         self.awaiting = False
         self.passed.elsewhere = list(elsewhere)
         self.passed.tokens += tokens
@@ -210,7 +220,7 @@ class JobRun:
         if self.flow.kind != kind or self.flow.runnable:  # a new kind of work, or one that starts over
             before, self.flow = self.flow, Flow(self.spec.name, self.spec.weight, kind)
             self.flow.virtual_time = before.virtual_time
-        self.awaiting = not self.offer_next_replica()
+        self.awaiting, self._is_sent = not self.offer_next_replica(), False
 
     def offer_next_replica(self) -> bool:
         """Put the share of the next replica here on offer; False when all have been. Replicas without samples are left out."""

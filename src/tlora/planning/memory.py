@@ -70,11 +70,12 @@ class MemoryModel:
 
     def job_bytes(self, layout: AdapterLayout) -> int:
         """One resident adapter: weights and two moments, and in the bank weights and gradient sums by padded rows. With several replicas
-        also the sum of their gradients (`group/exchange.py`) and what other ranks read (`engine/ranks/spanning.py`), which is counted on
-        one rank too: a deterministic run's budget does not depend on their number.
+        also the sum of their gradients (`group/exchange.py`) and what other ranks read (`engine/ranks/spanning.py`: room for weights and
+        moments, in which gradients of two steps lie later), which is counted on one rank too: a deterministic run's budget does not depend
+        on their number.
         """
         padded = sum(-(-s.rank // ROW_ALIGNMENT) * ROW_ALIGNMENT * (s.in_features + s.out_features) for s in layout.shapes)
-        flat = 5 if layout in self.spanning else 3
+        flat = 7 if layout in self.spanning else 3
         return flat * self.sum_bytes * layout.numel + (self.element_bytes + self.sum_bytes) * padded
 
     def step_bytes(self, layout: AdapterLayout) -> int:

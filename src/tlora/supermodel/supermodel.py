@@ -230,28 +230,19 @@ class SuperModel(nn.Module):
 
         Raises ConfigError, with nothing changed, for another size, dtype or device than that of `gradient`.
         """
-        self._check_flat("a gradient", job_id, gradient_P)
-        self._optimizer.set_gradient(job_id, gradient_P.contiguous())
-
-    def set_weights(self, job_id: str, params_P: Tensor) -> None:
-        """Replace the weights of `job_id` by those that another super-model has stepped to: flat [P], as `state(job_id).params`. Moments
-        and the number of steps stay as they are: it is for a model that sums gradients and never steps this job.
-
-        Raises ConfigError, with nothing changed, for another size, dtype or device than that of `state(job_id).params`.
-        """
-        self._check_flat("the adapter", job_id, params_P)
-        resident = self._residents[job_id]
-        resident.state.params.copy_(params_P)
-        self._optimizer.write(job_id, resident.state.params)
-        resident.version = next(self._versions)
-
-    def _check_flat(self, what: str, job_id: str, given_P: Tensor) -> None:
         size, dtype = self._residents[job_id].state.layout.numel, self.bank.sum_dtype
-        if (given_P.shape, given_P.dtype, given_P.device) != ((size,), dtype, self.device):
+        if (gradient_P.shape, gradient_P.dtype, gradient_P.device) != ((size,), dtype, self.device):
             raise ConfigError(
-                f"{what} of {job_id!r} has shape {tuple(given_P.shape)}, {given_P.dtype}, on {given_P.device}; "
+                f"a gradient of {job_id!r} has shape {tuple(gradient_P.shape)}, {gradient_P.dtype}, on {gradient_P.device}; "
                 f"it must be flat, of {size} elements, {dtype}, on {self.device}. Give a tensor like that of gradient({job_id!r})"
             )
+        self._optimizer.set_gradient(job_id, gradient_P.contiguous())
+
+    def rewrite(self, job_id: str) -> None:
+        """Compute with the weights that `state(job_id)` holds: somebody has written them, for example from another super-model's."""
+        resident = self._residents[job_id]
+        self._optimizer.write(job_id, resident.state.params)
+        resident.version = next(self._versions)
 
     def measure_gradients(self, job_ids: Iterable[str]) -> MeasuredSteps:
         """The first half of `queue_optim_step`: each job's gradient norm, whether it is finite, and how to clip it; nothing is changed.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import pytest
@@ -16,7 +16,7 @@ from tests.group.test_engine_reports import sets as sets
 from tests.group.test_replicas import EVALUATED, Sets, assert_same, ended, spanning, trained
 from tests.tiny import make_model
 from tlora.batching.replicas import Span
-from tlora.engine.ranks.messages import Faulty, Note, Published, Sent
+from tlora.engine.ranks.messages import Faulty, Fetched, Note, Published, Sent, addressees
 from tlora.engine.ranks.spanning import Mailbox, SpanExchange, lay_out_regions
 from tlora.group.engine import Engine
 from tlora.group.exchange import RunningSums
@@ -40,12 +40,21 @@ class Memory:
 class World:
     """Engines whose notes travel by way of `mail`, in the order of each pair of ranks, as late as `deliver` is called."""
 
-    def __init__(self, jobs: list[JobSpec], spans: Mapping[str, Span], sets: Sets, count: int, budgets: list[int]) -> None:
+    def __init__(
+        self,
+        jobs: list[JobSpec],
+        spans: Mapping[str, Span],
+        sets: Sets,
+        count: int,
+        budgets: list[int],
+        later: Sequence[JobSpec] = (),
+    ) -> None:
+        """`jobs` join, those of `later` do not."""
         model = SuperModel(make_base(make_model(), "tiny"), deterministic=True)
-        sizes = {job.name: model.layout(job).numel for job in jobs if job.name in spans}
+        sizes = {job.name: model.layout(job).numel for job in (*jobs, *later) if job.name in spans}
         regions, num_bytes = lay_out_regions(spans, sizes, 4)
         memory = [torch.full((num_bytes,), 0xFF, dtype=torch.uint8) for _ in range(count)]  # NaN
-        self.spans, self.mail = spans, [deque[tuple[int, Published | Sent]]() for _ in range(count)]
+        self.spans, self.mail = spans, [deque[tuple[int, Published | Fetched | Sent]]() for _ in range(count)]
         self.faults: list[Faulty] = []
         self.heard: list[list[Report]] = [[] for _ in range(count)]
         self.exchanges: list[SpanExchange] = []
@@ -66,7 +75,7 @@ class World:
         if isinstance(note, Faulty):
             self.faults.append(note)
             return
-        for to in span.peers if isinstance(note, Published) else (span.home,):
+        for to in addressees(note, sender, span):
             self.mail[to].append((sender, note))
 
     def deliver(self, rank: int) -> None:
@@ -94,7 +103,7 @@ def story() -> tuple[list[JobSpec], dict[str, Span]]:
     return jobs, {"spanning": Span(3, (1, 0, 2)), "second": Span(4, (2, 1))}
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, 120))])
+@pytest.mark.parametrize("seed", [0, 1, 52, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(120) if seed not in (0, 1, 52))])
 def test_any_interleaving_gives_the_bytes_of_replicas_in_turn(sets: Sets, seed: int) -> None:
     rng = random.Random(seed)
     jobs, spans = story()
@@ -154,23 +163,23 @@ def test_a_part_is_read_when_it_comes_and_not_when_all_have(sets: Sets, monkeypa
     (job,), spans = [job for job in story()[0] if job.name == "spanning"], {"spanning": Span(3, (1, 0, 2))}
     world, read, reads = World([job], spans, sets, 3, [300] * 3), Mailbox.read, list[int]()
 
-    def noted(mailbox: Mailbox, job_id: str, rank: int, slot: int) -> Tensor:
+    def noted(mailbox: Mailbox, job_id: str, rank: int, slot: int, into_P: Tensor) -> None:
         reads.append(rank)
-        return read(mailbox, job_id, rank, slot)
+        read(mailbox, job_id, rank, slot, into_P)
 
     monkeypatch.setattr(Mailbox, "read", noted)
     for rank in (0, 2):
-        while world.mail[rank]:  # the first weights
+        while world.mail[rank]:  # what the job begins with
             world.deliver(rank)
     for rank in range(3):
         while not world.engines[rank].idle:
             world.engines[rank].run_micro_batch()
-    home = world.engines[1]
-    assert [sender for sender, _ in world.mail[1]] == [0, 2] and set(reads) <= {1}
-    for expected in ([0], [0, 2]):
+    assert [type(note) for _, note in world.mail[1]] == 2 * [Fetched, Sent] and set(reads) == {1}
+    reads.clear()
+    for expected in ([], [], [1, 0], [1, 0, 2]):  # while rank 2 may read the home's state, its gradient is not where the state is
         world.deliver(1)
-        home.run_micro_batch()
-        assert [rank for rank in reads if rank != 1] == expected
+        world.engines[1].run_micro_batch()
+        assert reads == expected
     world.run(random.Random(0))
     assert_same(ended(world.heard[1], "spanning"), trained(job, *sets))
 
@@ -222,11 +231,34 @@ def test_a_job_that_is_taken_home_goes_on_from_its_last_step(sets: Sets) -> None
         assert_same(ended(world.heard[1], "spanning"), trained(jobs[1], *sets))
 
 
+def test_a_job_that_goes_on_brings_its_moments_to_all_ranks(sets: Sets) -> None:
+    """As after a resume: the others begin with a fresh adapter, and have the home's before they compute."""
+    (job,), spans = [job for job in story()[0] if job.name == "spanning"], {"spanning": Span(3, (1, 0, 2))}
+    heard: list[Report] = []
+    engine = Engine(SuperModel(make_base(make_model(), "tiny"), deterministic=True), 60, heard.append)
+    engine.join(JobRun(job, *sets))
+    while len(of(heard, Stepped, "spanning")) < 3:
+        engine.run_micro_batch()
+    engine.leave("spanning")
+    (left,) = of(heard, Ended, "spanning")
+    assert left.state.updates >= 3 and left.state.exp_avg_sq.any()
+    world = World([], spans, sets, 3, [60] * 3, [job])
+    for rank in (2, 0, 1):
+        again = JobRun(job, sets[0], sets[1] if rank == 1 else None, 3)
+        again.progress = left.progress if rank == 1 else again.progress
+        world.engines[rank].join(again, left.state if rank == 1 else None)
+    world.run(random.Random(3))
+    assert_same(ended(world.heard[1], "spanning"), trained(job, *sets))
+    states = [engine.model.state("spanning") for engine in (world.engines[0], world.engines[2])]
+    for state in states:
+        assert torch.equal(state.exp_avg_sq, ended(world.heard[1], "spanning").exp_avg_sq), "all have stepped to the same bits"
+
+
 def test_the_order_of_additions_is_seen_here(sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
     give = RunningSums.give
 
-    def twice(sums: RunningSums, job_id: str, replica: int, gradient_P: Tensor) -> None:
-        give(sums, job_id, replica, gradient_P if replica != 2 else gradient_P.roll(1))
+    def twice(sums: RunningSums, job_id: str, step: int, replica: int, gradient_P: Tensor) -> None:
+        give(sums, job_id, step, replica, gradient_P if replica != 2 else gradient_P.roll(1))
 
     jobs, spans = story()
     alone = trained(jobs[1], *sets)
@@ -243,7 +275,7 @@ def test_regions_do_not_overlap() -> None:
     taken = sorted((region.slot(n), region.slot(n) + region.slot_bytes) for region in regions.values() for n in range(region.slots))
     assert all(stop <= start for (_, stop), (start, _) in pairwise(taken))
     assert taken[-1][1] <= num_bytes and all(region.start % 256 == 0 for region in regions.values())
-    assert {job: region.slots for job, region in regions.items()} == {"a": 1, "b": 1, "c": 3}
+    assert {job: region.slots for job, region in regions.items()} == {"a": 4, "b": 3, "c": 8}
 
 
 @pytest.mark.parametrize("replicas", range(1, 9))

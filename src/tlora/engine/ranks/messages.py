@@ -91,7 +91,7 @@ class Mail:
     """What rank `sender` tells of a job that this one computes a part of."""
 
     sender: int
-    note: Published | Sent
+    note: Published | Fetched | Sent
 
 
 @dataclass(frozen=True)
@@ -109,21 +109,30 @@ class Stop:
 
 Command = Open | Assign | Hold | Go | Take | LetGo | Unfollow | Mail | BaseKnown | Stop
 
-# -- from one rank to others of a job that spans them, through the owner: gradients and weights lie in memory that they read themselves --
+# -- from one rank to others of a job that spans them, through the owner: gradients and state lie in memory that they read themselves --
 
 
 @dataclass(frozen=True)
 class Published:
-    """The job's home has the weights after `step` optimizer steps."""
+    """The job's home has its weights and moments as it began, after `step` optimizer steps (`AdapterState`)."""
 
     job: str
     step: int
+    updates: int = 0
+    skipped: int = 0
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """The sender has read what the job's home published."""
+
+    job: str
 
 
 @dataclass(frozen=True)
 class Sent:
-    """To the job's home: the sender's gradients for the global batch after `step` steps are there. `parts`: of each part that went through
-    as `group.job_run.Passed.values`.
+    """The sender's gradients for the global batch after `step` steps are there; perhaps none, as it has no samples of it. `parts`: of each
+    part that went through as `group.job_run.Passed.values`.
     """
 
     job: str
@@ -140,7 +149,13 @@ class Faulty:
     reason: str
 
 
-Note = Published | Sent | Faulty
+Note = Published | Fetched | Sent | Faulty
+
+
+def addressees(note: Published | Fetched | Sent, sender: int, span: Span) -> tuple[int, ...]:
+    """Who hears it of the ranks that compute the job."""
+    return (span.home,) if isinstance(note, Fetched) else tuple(rank for rank in span.ranks if rank != sender)
+
 
 # -- from a rank -------------------------------------------------------------------------------------------------------
 

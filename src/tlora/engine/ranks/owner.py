@@ -31,6 +31,7 @@ from tlora.engine.ranks.messages import (
     Bye,
     Ended,
     Faulty,
+    Fetched,
     Full,
     Go,
     Hello,
@@ -44,6 +45,7 @@ from tlora.engine.ranks.messages import (
     Said,
     Sent,
     Shown,
+    addressees,
 )
 from tlora.engine.ranks.placement import describe_placement, place
 from tlora.engine.results import Results, all_results
@@ -327,8 +329,8 @@ class Owner:
                 dispatcher.full(rank)
             case Left(job) if dispatcher is not None:
                 dispatcher.left(rank, job)
-            case Published(job) | Sent(job) if dispatcher is not None and (span := dispatcher.spans.get(job)) is not None:
-                for to in span.peers if isinstance(report, Published) else (span.home,):
+            case Published(job) | Fetched(job) | Sent(job) if dispatcher is not None and (span := dispatcher.spans.get(job)) is not None:
+                for to in addressees(report, rank, span):
                     self._crew.send(to, Mail(rank, report))
             case Faulty(job, reason) if dispatcher is not None and job in dispatcher.spans:
                 self._order.watcher.note(f"GPU {rank} cannot compute its part of {job} ({reason}): the job goes on in one place")

@@ -46,8 +46,8 @@ class Placement:
 def place(seconds: Mapping[str, float], gpus: int, replicas: Mapping[str, int] | None = None) -> Placement:
     """The longest job first, each to the GPU that is through first; then single moves and swaps while they shorten the longest GPU.
 
-    Jobs of several `replicas` come before the others: each is spread over as many GPUs, or all where there are fewer. Evaluations and
-    optimizer steps are the home's, so homes alternate. The lower bound is the larger of the longest job that does not span and an equal
+    Jobs of several `replicas` come before the others: each is spread over as many GPUs, or all where there are fewer. Evaluations are
+    the home's, so homes alternate. The lower bound is the larger of the longest job that does not span and an equal
     share of all: no GPU ends before its longest job, nor all of them before the average. Ties go to the first GPU and the first job, so
     that every rank finds the same placement.
     """

@@ -1,21 +1,24 @@
-"""Jobs that span several ranks: gradients and weights lie in memory that the ranks read of each other, and short notes say when.
+"""Jobs that span several ranks: gradients lie in memory that the ranks read of each other, and short notes say when.
 
-Each rank has a mailbox (`sharing/peer_memory.py`) with a region for each such job, or one for each job: at the job's home its newest
-weights lie there, elsewhere the gradients of the replicas there. Nobody writes what somebody may still read: gradients follow only on the
-weights of their step, and the next weights only on all gradients. A rank that has no samples of a global batch sends nothing, and may
-fetch its weights half written: it computes nothing with them.
+Each rank has a mailbox (`sharing/peer_memory.py`) with a region for each such job, or one for each job, and puts its replicas' gradients
+there. All ranks of a job read all of them, add them in one order and step. So no rank waits for another's step. Nobody writes what
+somebody may still read: gradients of even and odd steps have places of their own, and those of a step are written only when all ranks
+have told that they are through with the step before, and so have read what was there before that. Before the first step the job's
+home has its state in its region, and keeps its gradients to itself until all others have read it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from tlora.adapters.state import AdapterState
 from tlora.batching.replicas import Span
-from tlora.engine.ranks.messages import Faulty, Note, Published, Sent
+from tlora.engine.ranks.messages import Faulty, Fetched, Note, Published, Sent
 from tlora.engine.ranks.teller import Teller
 from tlora.group.exchange import RunningSums, Whole
 from tlora.group.job_run import Passed
@@ -24,6 +27,7 @@ from tlora.sharing.peer_memory import PeerMemory, open_peer_memory
 from tlora.sharing.peers import Peers
 
 _ALIGNMENT = 256  # bytes at which regions begin
+_STATE_SLOTS = 3  # weights and two moments
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ def lay_out_regions(spans: Mapping[str, Span], sizes: Mapping[str, int], element
     regions: dict[str, Region] = {}
     start = 0
     for job, span in sorted(spans.items()):
-        slots = max([1, *(len(span.at(rank)) for rank in span.peers)])
+        slots = max([_STATE_SLOTS, *(2 * len(span.at(rank)) for rank in span.ranks)])
         regions[job] = Region(start, sizes[job] * element_bytes, slots)
         start += -(-slots * sizes[job] * element_bytes // _ALIGNMENT) * _ALIGNMENT
     return regions, start
@@ -65,12 +69,17 @@ class Mailbox:
         start = region.slot(slot)
         self._memory.own[start : start + region.slot_bytes].view(self._dtype).copy_(values_P)
 
-    def read(self, job_id: str, rank: int, slot: int) -> Tensor:
-        """From that of `rank`, a copy."""
-        region = self._regions[job_id]
-        read = torch.empty(region.slot_bytes, dtype=torch.uint8, device=self._memory.own.device)
-        self._memory.read(rank, region.slot(slot), read)
-        return read.view(self._dtype)
+    def read(self, job_id: str, rank: int, slot: int, into_P: Tensor) -> None:
+        """From that of `rank`, which may be this one."""
+        self._memory.read(rank, self._regions[job_id].slot(slot), into_P.view(torch.uint8))
+
+    def mark(self) -> ToHost:
+        """That the device has done all that it was given."""
+        return ToHost(self._memory.own[:0])
+
+    def empty(self, job_id: str) -> Tensor:
+        """Room for one of its flat tensors."""
+        return torch.empty(self._regions[job_id].slot_bytes // self._dtype.itemsize, dtype=self._dtype, device=self._memory.own.device)
 
 
 def open_mailbox(spans: Mapping[str, Span], sizes: Mapping[str, int], dtype: torch.dtype, peers: Peers, device: torch.device) -> Mailbox:
@@ -99,22 +108,31 @@ class SpanExchange:
             assert mailbox is not None, "jobs span, and there is no mailbox"
             self._boxes = dict.fromkeys(spans, mailbox)
         self._sums = RunningSums()
-        self._sent: dict[str, dict[int, Sent]] = {}  # by job, of each rank the newest
-        self._added: dict[str, int] = {}  # at home, how many of the other ranks' replicas are in its sum
-        self._published: dict[str, int] = {}
+        self._sent: dict[str, dict[tuple[int, int], Sent]] = {}  # by job, of each other rank and step
+        self._added: dict[str, int] = {}  # how many replicas are in a job's sum
+        self._published: dict[str, Published] = {}
+        self._unread: dict[str, set[int]] = {}  # at home, by whom its state has yet to be read
+        self._held: dict[str, list[Callable[[], None]]] = {}  # what has to wait for that
         self._news: dict[str, None] = {}
 
     # -- from and to other ranks ---------------------------------------------------------------------------------------
 
-    def hear(self, sender: int, note: Published | Sent) -> None:
+    def hear(self, sender: int, note: Published | Fetched | Sent) -> None:
         """Of a job that no longer spans it is too late."""
-        if note.job not in self._spans:
+        job = note.job
+        if job not in self._spans:
             return
-        if isinstance(note, Sent):
-            self._sent.setdefault(note.job, {})[sender] = note
-        else:
-            self._published[note.job] = note.step
-        self._news[note.job] = None
+        match note:
+            case Sent():
+                self._sent.setdefault(job, {})[sender, note.step] = note
+            case Published():
+                self._published[job] = note
+            case Fetched():
+                self._unread.get(job, set[int]()).discard(sender)
+                if not self._unread.get(job):
+                    for do in self._held.pop(job, []):
+                        do()
+        self._news[job] = None
 
     def flush(self) -> None:
         """Return when the device has done, and others are told, all that it has been given to do."""
@@ -129,7 +147,7 @@ class SpanExchange:
         self._spans.pop(job_id, None)
         self._boxes.pop(job_id, None)
         self.forget(job_id)
-        for heard in (self._sent, self._published, self._news):
+        for heard in (self._sent, self._published, self._unread, self._news):
             heard.pop(job_id, None)
 
     # -- the group's side: `Exchange` ----------------------------------------------------------------------------------
@@ -138,47 +156,76 @@ class SpanExchange:
         span = self._spans.get(job_id)
         return range(replicas) if span is None else span.at(self._rank)
 
-    def give(self, job_id: str, replica: int, gradient_P: Tensor) -> None:
+    def give(self, job_id: str, step: int, replica: int, gradient_P: Tensor) -> None:
         span = self._spans.get(job_id)
-        if span is None or span.home == self._rank:
-            self._sums.give(job_id, replica, gradient_P)
+        if span is None:
+            self._sums.give(job_id, step, replica, gradient_P)
         else:
-            self._boxes[job_id].write(job_id, span.at(self._rank).index(replica), gradient_P)
+            self._when_read(job_id, partial(self._boxes[job_id].write, job_id, _slot(span, step, replica), gradient_P))
 
     def send(self, job_id: str, step: int, passed: Passed) -> None:
+        if job_id not in self._spans:
+            return
         width, tokens = 2 + len(passed.metrics), passed.tokens
 
         def make(values: list[float]) -> Sent:
             parts = tuple(tuple(values[i : i + width]) for i in range(0, len(values), width))
             return Sent(job_id, step, parts, tokens)
 
-        self._teller.tell_when(ToHost(torch.stack(passed.values)), make)
+        def tell() -> None:
+            self._teller.tell_when(ToHost(torch.stack(passed.values)) if passed.parts else self._boxes[job_id].mark(), make)
+
+        self._when_read(job_id, tell)
+
+    def _when_read(self, job_id: str, do: Callable[[], None]) -> None:
+        """Now or, where others have yet to read the state that lies in this rank's region, then."""
+        if self._unread.get(job_id):
+            self._held.setdefault(job_id, []).append(do)
+        else:
+            do()
 
     def take(self, job_id: str, step: int, replicas: Sequence[int]) -> Whole | None:
         span = self._spans.get(job_id)
         if span is None:
             return self._sums.take(job_id, step, replicas)
-        sent, away = self._sent.get(job_id, {}), [replica for replica in replicas if span.rank_of(replica) != self._rank]
-        for replica in away[self._added.get(job_id, 0) :]:
+        if job_id in self._held:
+            return None
+        sent, box = self._sent.get(job_id, {}), self._boxes[job_id]
+        for replica in replicas[self._added.get(job_id, 0) :]:
             rank = span.rank_of(replica)
-            if rank not in sent or sent[rank].step != step:
+            if rank != self._rank and (rank, step) not in sent:
                 return None
-            self._sums.give(job_id, replica, self._boxes[job_id].read(job_id, rank, span.at(rank).index(replica)))
+            read_P = box.empty(job_id)
+            box.read(job_id, rank, _slot(span, step, replica), read_P)
+            self._sums.give(job_id, step, replica, read_P)
             self._added[job_id] = self._added.get(job_id, 0) + 1
-        self._added.pop(job_id, None)
-        heard = [sent.pop(rank) for rank in dict.fromkeys(span.rank_of(replica) for replica in away)]
+        others = [rank for rank in span.ranks if rank != self._rank]
+        if any((rank, step) not in sent for rank in others):  # one without samples may still read the step before
+            return None
+        heard = [sent.pop((rank, step)) for rank in others]
+        del self._added[job_id]
         gradient_P = self._sums.take(job_id, step, replicas).gradient_P
-        return Whole(gradient_P, [part for sent in heard for part in sent.parts], sum(sent.tokens for sent in heard))
+        return Whole(gradient_P, [part for each in heard for part in each.parts], sum(each.tokens for each in heard))
 
-    def publish(self, job_id: str, step: int, params_P: Tensor) -> None:
-        if job_id not in self._spans:
+    def publish(self, job_id: str, state: AdapterState) -> None:
+        span = self._spans.get(job_id)
+        if span is None:
             return
-        self._boxes[job_id].write(job_id, 0, params_P)
-        self._teller.tell_when(ToHost(params_P.new_empty(0)), lambda _: Published(job_id, step))
+        for slot, flat_P in enumerate((state.params, state.exp_avg, state.exp_avg_sq)):
+            self._boxes[job_id].write(job_id, slot, flat_P)
+        self._unread[job_id] = set(span.peers)
+        published = Published(job_id, state.step, state.updates, state.skipped)
+        self._teller.tell_when(self._boxes[job_id].mark(), lambda _: published)
 
-    def fetch(self, job_id: str) -> tuple[int, Tensor] | None:
-        step, span = self._published.pop(job_id, None), self._spans.get(job_id)
-        return None if step is None or span is None else (step, self._boxes[job_id].read(job_id, span.home, 0))
+    def fetch(self, job_id: str, state: AdapterState) -> bool:
+        published, span = self._published.pop(job_id, None), self._spans.get(job_id)
+        if published is None or span is None:
+            return False
+        for slot, flat_P in enumerate((state.params, state.exp_avg, state.exp_avg_sq)):
+            self._boxes[job_id].read(job_id, span.home, slot, flat_P)
+        state.step, state.updates, state.skipped = published.step, published.updates, published.skipped
+        self._teller.tell_when(self._boxes[job_id].mark(), lambda _: Fetched(job_id))
+        return True
 
     @property
     def has_news(self) -> bool:
@@ -191,9 +238,15 @@ class SpanExchange:
     def forget(self, job_id: str) -> None:
         self._sums.forget(job_id)
         self._added.pop(job_id, None)
+        self._held.pop(job_id, None)
 
     def leave(self, job_id: str, failed: str = "") -> None:
         self.forget(job_id)
         span = self._spans.get(job_id)
         if failed and span is not None and span.home != self._rank:
             self._tell(Faulty(job_id, failed))
+
+
+def _slot(span: Span, step: int, replica: int) -> int:
+    """Of its gradient, in the region of its rank."""
+    return 2 * span.at(span.rank_of(replica)).index(replica) + step % 2

@@ -19,7 +19,7 @@ from tlora.batching.replicas import Span
 from tlora.engine.commands import Command, Leave, Share, Stop
 from tlora.engine.pulse import Pulse
 from tlora.engine.ranks.crew import Crew, Lost
-from tlora.engine.ranks.messages import Faulty, Hello, Mail, Published, Sent, Unfollow
+from tlora.engine.ranks.messages import Faulty, Fetched, Hello, Mail, Published, Sent, Unfollow, addressees
 from tlora.engine.team.messages import Beat, Enter, Follow, Meet, Opened, Spread
 from tlora.engine.team.placing import choose_span
 from tlora.errors import RankError
@@ -147,8 +147,8 @@ class Leader:
         match report:
             case Opened(name) if name in self._jobs and not self._stopping:
                 self._open(rank, self._jobs[name], report)
-            case Published(name) | Sent(name) if (job := self._jobs.get(name)) is not None and job.met:
-                for to in job.span.peers if isinstance(report, Published) else (job.span.home,):
+            case Published(name) | Fetched(name) | Sent(name) if (job := self._jobs.get(name)) is not None and job.met:
+                for to in addressees(report, rank, job.span):
                     self._crew.send(to, Mail(rank, report))
             case Faulty(name, reason) if (job := self._jobs.get(name)) is not None and job.span.peers:
                 if not (job.parting or self._stopping):

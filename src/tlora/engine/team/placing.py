@@ -28,5 +28,5 @@ def choose_span(join: Join, count: int, others: Iterable[Span], deterministic: b
     if spec.objective in WHOLE_BATCH:
         replicas = 1
     ranks = sorted(range(count), key=lambda rank: (loads[rank], homes[rank]))[: min(replicas, count)]
-    ranks.sort(key=lambda rank: homes[rank])  # the home evaluates and makes the optimizer steps
+    ranks.sort(key=lambda rank: homes[rank])  # the home evaluates
     return Span(replicas, tuple(ranks))
