@@ -132,6 +132,7 @@ class Parts:
         self._planned.pop(job_id, None)
         if job_id in group.group.runs:
             group.group.leave(job_id)
+        self.exchange.flush()  # nothing that is said of it may come in a later life of it
         self.exchange.dissolve(job_id)
 
     # -- together ------------------------------------------------------------------------------------------------------
