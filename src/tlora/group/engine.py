@@ -181,10 +181,10 @@ class Engine:
     def _end_replica(self, run: JobRun) -> bool:
         name = run.spec.name
         self._exchange.give(name, run.progress.step, run.replica, self.model.gradient(name))
-        self.model.zero_grad_of(name)
         if run.offer_next_replica():
+            self.model.zero_grad_of(name)
             return False
-        run.awaiting = True
+        run.awaiting = True  # for what takes the place of this gradient
         return self._take_whole(run)
 
     def _take_whole(self, run: JobRun) -> bool:
