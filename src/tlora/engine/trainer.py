@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tlora import durable
 from tlora.data.dataset import find_damage
 from tlora.data.prepare import Prepared, open_sets, prepare
@@ -25,6 +27,7 @@ from tlora.engine.commands import Leave, Share, Stop
 from tlora.engine.driver import Driver, Opened, Places
 from tlora.engine.patience import Patience
 from tlora.engine.pulse import Pulse
+from tlora.engine.ranks.waits import wait_for
 from tlora.engine.step_timer import StepTimer
 from tlora.engine.team.messages import Follow, Meet, Spread
 from tlora.engine.team.parts import Parts, Planned, Seat, Together
@@ -35,6 +38,7 @@ from tlora.group.reports import Ended
 from tlora.group.reports import Report as GroupReport
 from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec, RunSpec
+from tlora.kernels.device import ToHost
 from tlora.link.flight import FlightRecorder
 from tlora.link.log import note
 from tlora.planning.job_plan import PlannedJob, plan_job, prepare_requests
@@ -154,8 +158,8 @@ class Trainer:
         while not self._inbox.empty() or not self._group.runs or self._group.idle:
             if self._inbox.empty():
                 self._pulse.begin("waiting")
-                self._parts.exchange.flush()
-            command = self._inbox.get()
+            given = ToHost(torch.empty(0, device=self._group.model.device))
+            command, _ = wait_for(self._inbox, given, lambda: False)
             if isinstance(command, Stop):
                 return False
             self._obey(command)
@@ -233,7 +237,8 @@ class Trainer:
 
     def _demand(self, runs: Sequence[JobRun]) -> tuple[int, int, list[PlannedJob]]:
         """The longest sample of `runs`, recomputed layers, and the jobs as the memory model has them."""
-        jobs = [PlannedJob(run.spec, layout=self._group.model.layout(run.spec)) for run in runs]
+        specs = [run.spec.model_copy(update={"gpus": run.replicas}) for run in runs]
+        jobs = [PlannedJob(spec, layout=self._group.model.layout(spec)) for spec in specs]
         return max((run.longest for run in runs), default=1), self._recomputed_layers(), jobs
 
     def _fits(self, newcomer: JobRun) -> bool:

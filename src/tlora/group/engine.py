@@ -105,6 +105,8 @@ class Engine:
         if run.leads:
             self._exchange.publish(name, self.model.state(name))
             self._advance(run)
+        else:
+            self._attempted(run, self._begin_away)  # what it begins with may have come before it joined
         self.token_budget = max(self.token_budget, self._longest())
 
     @property
@@ -260,8 +262,8 @@ class Engine:
         stepped = [(run, found) for run, found in zip(stepping.runs, means, strict=True) if run.spec.name in stats]
         for run, found in stepped:
             name = run.spec.name
-            run.stepped(stats[name], found.loss)
             if run.leads:
+                run.stepped(stats[name], found.loss)
                 self._listen(Stepped(name, run.progress, stats[name], found.loss, run.summary(found.metrics)))
         for run in sorted((run for run, _ in stepped), key=self._numel, reverse=True):  # the longest to write ends first
             self._advance(run, offered=stepping.offered)

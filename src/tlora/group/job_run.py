@@ -268,7 +268,7 @@ class JobRun:
     @property
     def goes_straight_on(self) -> bool:
         """Whether the next global batch follows, whatever came of the last step: no evaluation, no checkpoint and no end."""
-        return not (self.needs_evaluation or self.exhausted or self.due(self.spec.save_steps))
+        return not (self.needs_evaluation or self.exhausted or (self.leads and self.due(self.spec.save_steps)))
 
     def stepped(self, stats: StepStats, loss: float) -> None:
         """What came of the optimizer step, and the loss per trained token of its batch."""

@@ -254,6 +254,19 @@ def test_a_job_that_goes_on_brings_its_moments_to_all_ranks(sets: Sets) -> None:
         assert torch.equal(state.exp_avg_sq, ended(world.heard[1], "spanning").exp_avg_sq), "all have stepped to the same bits"
 
 
+def test_a_rank_that_joins_late_begins_with_what_has_come_before(sets: Sets) -> None:
+    """As one that has no room yet."""
+    (job,), spans = [job for job in story()[0] if job.name == "spanning"], {"spanning": Span(3, (1, 0, 2))}
+    world = World([], spans, sets, 3, [60] * 3, [job])
+    for rank in (0, 1):
+        world.engines[rank].join(JobRun(job, sets[0], sets[1] if rank == 1 else None, 3))
+    world.run(random.Random(3))
+    assert not any(world.mail) and world.engines[2].idle
+    world.engines[2].join(JobRun(job, sets[0], None, 3))
+    world.run(random.Random(3))
+    assert_same(ended(world.heard[1], "spanning"), trained(job, *sets))
+
+
 def test_the_order_of_additions_is_seen_here(sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
     give = RunningSums.give
 

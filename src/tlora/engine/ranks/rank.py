@@ -202,7 +202,6 @@ class Rank:
             self._tell_begun()
             if busy and not self._driver.group.idle:
                 return True
-            self._exchange.flush()
             if not self._heard(self._wait()):
                 return False
 

@@ -89,7 +89,7 @@ def open_mailbox(spans: Mapping[str, Span], sizes: Mapping[str, int], dtype: tor
 
 
 class SpanExchange:
-    """The exchange of rank `rank`. What it has to say goes to `tell`, from any thread; what others say comes in by `hear`, in the group's
+    """The exchange of rank `rank`. What it has to say goes to `tell`, from two threads; what others say comes in by `hear`, in the group's
     own.
     """
 
@@ -135,7 +135,7 @@ class SpanExchange:
         self._news[job] = None
 
     def flush(self) -> None:
-        """Return when the device has done, and others are told, all that it has been given to do."""
+        """Return when others are told all that was to be told, and the device has done what that is about."""
         self._teller.flush(wait=True)
 
     def spread(self, job_id: str, span: Span, mailbox: Mailbox) -> None:
@@ -164,8 +164,6 @@ class SpanExchange:
             self._when_read(job_id, partial(self._boxes[job_id].write, job_id, _slot(span, step, replica), gradient_P))
 
     def send(self, job_id: str, step: int, passed: Passed) -> None:
-        if job_id not in self._spans:
-            return
         width, tokens = 2 + len(passed.metrics), passed.tokens
 
         def make(values: list[float]) -> Sent:

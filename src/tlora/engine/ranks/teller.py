@@ -16,7 +16,7 @@ class Teller:
     """
 
     def __init__(self, tell: Callable[[Note], None]) -> None:
-        """`tell` is called by one thread at a time, the caller's or another."""
+        """`tell` is called here by one thread at a time, the caller's or another."""
         self._tell = tell
         self._thread = ThreadPoolExecutor(1, "teller")
         self._untold: deque[Future[None]] = deque()
