@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tlora import durable
 from tlora.data.dataset import find_damage
 from tlora.data.prepare import Prepared, open_sets, prepare
@@ -38,7 +36,7 @@ from tlora.group.reports import Ended
 from tlora.group.reports import Report as GroupReport
 from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec, RunSpec
-from tlora.kernels.device import ToHost
+from tlora.kernels.device import mark_on
 from tlora.link.flight import FlightRecorder
 from tlora.link.log import note
 from tlora.planning.job_plan import PlannedJob, plan_job, prepare_requests
@@ -158,8 +156,7 @@ class Trainer:
         while not self._inbox.empty() or not self._group.runs or self._group.idle:
             if self._inbox.empty():
                 self._pulse.begin("waiting")
-            given = ToHost(torch.empty(0, device=self._group.model.device))
-            command, _ = wait_for(self._inbox, given, lambda: False)
+            command, _ = wait_for(self._inbox, mark_on(self._group.model.device), lambda: False)
             if isinstance(command, Stop):
                 return False
             self._obey(command)

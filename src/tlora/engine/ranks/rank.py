@@ -60,7 +60,7 @@ from tlora.engine.run_monitor import RunMonitor
 from tlora.engine.session import Assignment, Loaded, Session, launch_facts, load
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import ModelError, TloraError
-from tlora.kernels.device import ToHost
+from tlora.kernels.device import mark_on
 from tlora.link.log import leave, note, show_stacks_when_asked
 from tlora.planning.memory import memory_limit
 from tlora.planning.plan import describe_plan
@@ -214,7 +214,7 @@ class Rank:
             self._tell_ended()
             return bool(records.ending)
 
-        given = ToHost(torch.empty(0, device=self._driver.group.model.device))
+        given = mark_on(self._driver.group.model.device)
         command, seconds = wait_for(self._inbox, given, look)
         if self._driver.group.runs:
             self._waited += seconds

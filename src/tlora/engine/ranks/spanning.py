@@ -22,7 +22,7 @@ from tlora.engine.ranks.messages import Faulty, Fetched, Note, Published, Sent
 from tlora.engine.ranks.teller import Teller
 from tlora.group.exchange import RunningSums, Whole
 from tlora.group.job_run import Passed
-from tlora.kernels.device import ToHost
+from tlora.kernels.device import ToHost, mark_on
 from tlora.sharing.peer_memory import PeerMemory, open_peer_memory
 from tlora.sharing.peers import Peers
 
@@ -73,13 +73,13 @@ class Mailbox:
         """From that of `rank`, which may be this one."""
         self._memory.read(rank, self._regions[job_id].slot(slot), into_P.view(torch.uint8))
 
-    def mark(self) -> ToHost:
-        """That the device has done all that it was given."""
-        return ToHost(self._memory.own[:0])
+    @property
+    def device(self) -> torch.device:
+        return self._memory.own.device
 
     def empty(self, job_id: str) -> Tensor:
         """Room for one of its flat tensors."""
-        return torch.empty(self._regions[job_id].slot_bytes // self._dtype.itemsize, dtype=self._dtype, device=self._memory.own.device)
+        return torch.empty(self._regions[job_id].slot_bytes // self._dtype.itemsize, dtype=self._dtype, device=self.device)
 
 
 def open_mailbox(spans: Mapping[str, Span], sizes: Mapping[str, int], dtype: torch.dtype, peers: Peers, device: torch.device) -> Mailbox:
@@ -171,7 +171,7 @@ class SpanExchange:
             return Sent(job_id, step, parts, tokens)
 
         def tell() -> None:
-            self._teller.tell_when(ToHost(torch.stack(passed.values)) if passed.parts else self._boxes[job_id].mark(), make)
+            self._teller.tell_when(ToHost(torch.stack(passed.values)) if passed.parts else mark_on(self._boxes[job_id].device), make)
 
         self._when_read(job_id, tell)
 
@@ -209,20 +209,20 @@ class SpanExchange:
         span = self._spans.get(job_id)
         if span is None:
             return
-        for slot, flat_P in enumerate((state.params, state.exp_avg, state.exp_avg_sq)):
+        for slot, flat_P in enumerate(_flats(state)):
             self._boxes[job_id].write(job_id, slot, flat_P)
         self._unread[job_id] = set(span.peers)
         published = Published(job_id, state.step, state.updates, state.skipped)
-        self._teller.tell_when(self._boxes[job_id].mark(), lambda _: published)
+        self._teller.tell_when(mark_on(self._boxes[job_id].device), lambda _: published)
 
     def fetch(self, job_id: str, state: AdapterState) -> bool:
         published, span = self._published.pop(job_id, None), self._spans.get(job_id)
         if published is None or span is None:
             return False
-        for slot, flat_P in enumerate((state.params, state.exp_avg, state.exp_avg_sq)):
+        for slot, flat_P in enumerate(_flats(state)):
             self._boxes[job_id].read(job_id, span.home, slot, flat_P)
         state.step, state.updates, state.skipped = published.step, published.updates, published.skipped
-        self._teller.tell_when(self._boxes[job_id].mark(), lambda _: Fetched(job_id))
+        self._teller.tell_when(mark_on(self._boxes[job_id].device), lambda _: Fetched(job_id))
         return True
 
     @property
@@ -243,6 +243,11 @@ class SpanExchange:
         span = self._spans.get(job_id)
         if failed and span is not None and span.home != self._rank:
             self._tell(Faulty(job_id, failed))
+
+
+def _flats(state: AdapterState) -> tuple[Tensor, Tensor, Tensor]:
+    """What its home's region has in the first `_STATE_SLOTS` slots."""
+    return state.params, state.exp_avg, state.exp_avg_sq
 
 
 def _slot(span: Span, step: int, replica: int) -> int:
