@@ -7,8 +7,9 @@
 
 shared: four of those jobs, deterministic, on all GPUs with a memory limit below the bytes of the base, so that it must be shared; then on
 one GPU with the base whole. It compares the adapters' bytes, and says when the first step was through.
-spanning: one job of rank 16 with batches of 16 x 2,048 tokens on all GPUs, of which each computes a replica; then on one GPU, uncut. The
-ratio is that of the steady rates; how long each GPU waited for the others is in the notes.
+spanning: one job of rank 16 with batches of 16 x 2,048 tokens (`--batch`) on all GPUs, of which each computes a replica; then on one GPU,
+uncut. The ratio is that of the steady rates; how long each GPU waited for the others is in the notes. Then jobs of a replica's batch, one
+placed on each GPU: what a step of the spanning job takes more than that of the slowest of them is the exchange, `exchange_seconds`.
 placed: the eight jobs of bench/real_jobs.yaml on all GPUs at once; then, for each GPU, the jobs that had been placed there, alone on that
 GPU. The ratio is the steady rate of the first over the sum of the others'. Each launch is made twice and the second one counts: its caches
 are warm. A row is added to the file as soon as it is there; until then its launches so far are under `unfinished`.
@@ -46,6 +47,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}, with commas")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps of each job")
+    parser.add_argument("--batch", type=_batch, default=(16, 2048), metavar="SAMPLESxTOKENS", help="of the job of the row spanning")
     parser.add_argument("--limit-share", type=float, default=0.97, help="of the base's bytes: the memory limit of the row shared")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE", help="as of `tlora train`")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -57,6 +59,11 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if unknown := [row for row in options.rows if row not in ROWS]:
         parser.error(f"--rows: {unknown[0]!r} is none of {', '.join(ROWS)}")
     return options
+
+
+def _batch(text: str) -> tuple[int, int]:
+    samples, _, tokens = text.partition("x")
+    return int(samples), int(tokens)
 
 
 class Bench:
@@ -88,14 +95,24 @@ class Bench:
         return {"row": "shared", "ratio": ratio, "same_bytes": same, "limit": limit[0], "together": together, "alone": [alone]}
 
     def spanning(self) -> dict[str, Any]:
+        (samples, length), gpus = self._options.batch, self._options.gpus
         data = self._directory / "long.jsonl"
         words = " ".join(f"w{number % 997}" for number in range(4000))  # whatever the tokenizer, more than 2,048 tokens
         data.write_text("".join(json.dumps({"text": f"{row} {words}"}) + "\n" for row in range(64)), encoding="utf-8")
-        self._jobs["wide"] = {"name": "wide", "data": str(data), "r": 16, "batch_size": 16, "max_length": 2048}
-        together = self.launch(["wide"], str(self._options.gpus), warm_up=True)
+        replicas = [f"replica-{number}" for number in range(gpus)]
+        for name, batch in {"wide": samples, **dict.fromkeys(replicas, samples // gpus)}.items():
+            self._jobs[name] = {"name": name, "data": str(data), "r": 16, "batch_size": batch, "max_length": length}
+        together = self.launch(["wide"], str(gpus), warm_up=True)
         alone = self.launch(["wide"], self._one(0))
-        ratio = together["steady_tokens_per_second"] / alone["steady_tokens_per_second"] if "steady_tokens_per_second" in alone else None
-        return {"row": "spanning", "ratio": ratio, "together": together, "alone": [alone]}
+        placed = self.launch(replicas, str(gpus))
+        row = {"row": "spanning", "batch": [samples, length], "ratio": None, "together": together, "alone": [alone], "replicas": placed}
+        if "errors" in alone or not (spanned := together.get("steady_tokens_per_second")):
+            return row
+        row["ratio"] = spanned / alone["steady_tokens_per_second"]
+        slowest = min(placed.get("gpu_tokens_per_second", [0.0]))
+        if [len(jobs) for jobs in placed["homes"]] == [1] * gpus and slowest:
+            row["exchange_seconds"] = samples * length / spanned - samples // gpus * length / slowest
+        return row
 
     def _one(self, gpu: int) -> str | None:
         return f"{gpu}," if self._options.device == "cuda" else None
@@ -176,7 +193,7 @@ def main() -> int:
             found["rows"].append(measured)
             del found["unfinished"]
             machine.write(options.out, found)
-            print(f"{row}: ratio {measured['ratio']} {measured.get('same_bytes', '')}", flush=True)
+            print(f"{row}: ratio {measured['ratio']} {measured.get('same_bytes', '')} {measured.get('exchange_seconds', '')}", flush=True)
     return 1 if any(one.get("errors") for row in found["rows"] for one in (row["together"], *row["alone"])) else 0
 
 
