@@ -35,7 +35,7 @@ class Sizes:
     `batch_sizes`; those of the calibration `alone` tokens a step, in `groups` of (members, tokens of a step of each) that fit into one
     micro-batch, and `saturated` (members, tokens, micro-batch, which holds two of them). `beside` are the samples' tokens of the jobs by
     which is seen what a job takes beside its steps. One job in four is a `wide` one (tokens of a sample, samples), of which each step is
-    worth several GPUs (`batching.replicas.LEAST_LENT_TOKENS`).
+    worth several GPUs (`batching.replicas.LEAST_REPLICA_TOKENS`).
     """
 
     sample_tokens: tuple[int, ...]

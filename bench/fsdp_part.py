@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -25,22 +26,23 @@ WARM_UP_STEPS = 2
 def fsdp(rank: Rank) -> None:
     """The strongest of what a user has today: FSDP2, PEFT with bf16 adapters, Liger. One job of rank 16 after another, all ranks on it.
 
-    Samples of 2,048 tokens; each way to run it in turn, a way that runs out of memory is noted and left.
+    Samples of 2,048 tokens; each way to run it in turn, with more samples until it runs out of memory, which is noted. A rank that runs out
+    where others do not leaves them waiting, so that nothing follows: `--ways` names what is known to fit.
     """
     if not open_process_group(rank, "fsdp"):
         return
     cuda = rank.device.type == "cuda"
     length = 2048 if cuda else 32
-    ways = [(compiled, recomputed, samples) for compiled in (True, False) for recomputed in (False, True) for samples in (4, 3, 2, 1)]
-    done: set[tuple[bool, bool]] = set()
-    for compiled, recomputed, samples in ways if cuda else [(False, False, 2), (False, True, 2)]:
-        name = f"{'compiled' if compiled else 'Liger'}, {'recomputed' if recomputed else 'kept'}, {samples} samples a GPU"
-        if (compiled, recomputed) in done or samples * length > rank.options.tokens:
-            continue
-        found = _all_or_none(rank, partial(_train_fsdp, rank, compiled, recomputed, samples, length))
-        rank.note(name, found)
-        if "tokens_per_second_of_all_ranks" in found:
-            done.add((compiled, recomputed))
+    ways = [(compiled, recomputed) for compiled in (True, False) for recomputed in (False, True)]
+    for compiled, recomputed in ways if cuda else [(False, False), (False, True)]:
+        for samples in range(1, min(4, rank.options.tokens // length) + 1) if cuda else [2]:
+            name = f"{'compiled' if compiled else 'Liger'}, {'recomputed' if recomputed else 'kept'}, {samples} samples a GPU"
+            if rank.options.ways is not None and re.search(rank.options.ways, name) is None:
+                continue
+            found = _all_or_none(rank, partial(_train_fsdp, rank, compiled, recomputed, samples, length))
+            rank.note(name, found)
+            if "error" in found:
+                break
 
 
 def _all_or_none(rank: Rank, train: Callable[[], dict[str, Any]]) -> dict[str, Any]:

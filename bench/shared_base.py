@@ -50,6 +50,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch")
     parser.add_argument("--big-tokens", type=int, default=4096, help="of a micro-batch of big and fp8, at most")
     parser.add_argument("--lengths", type=_range, metavar="LOW-HIGH", help="tokens of the samples of big and fp8; default: all alike")
+    parser.add_argument("--ways", help="regular expression: those ways of fsdp whose names it is found in; default: all")
     parser.add_argument("--repeats", type=int, default=8, help="micro-batches of each kind that are measured")
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--total-seconds", type=float, default=235.0, help="no part runs past this")
@@ -120,7 +121,7 @@ def main() -> None:
 
     started = time.monotonic()
     found: dict[str, Any] = {"benchmark": "shared_base", **machine.facts(torch.device(options.device), options.commit)}
-    keys = ("gpus", "shape", "layers", "tokens", "big_tokens", "lengths", "repeats", "slots")
+    keys = ("gpus", "shape", "layers", "tokens", "big_tokens", "lengths", "ways", "repeats", "slots")
     found |= {"setup": {key: getattr(options, key) for key in keys}, "parts": {}}
     for part in options.parts:
         left = options.total_seconds - (time.monotonic() - started)

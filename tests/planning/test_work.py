@@ -38,7 +38,7 @@ def test_a_job_is_cut_until_it_takes_no_more_than_an_equal_share(seconds: dict[s
 
 @pytest.mark.parametrize(
     ("tokens", "fields", "replicas"),
-    [(1000, {}, 7), (1000, {"batch_size": 3}, 1), (2048, {"batch_size": 3}, 3), (300, {}, 2), (100, {}, 1), (10_000, {"gpus": 3}, 3)],
+    [(500, {}, 7), (500, {"batch_size": 3}, 1), (1024, {"batch_size": 3}, 3), (150, {}, 2), (100, {}, 1), (10_000, {"gpus": 3}, 3)],
 )
 def test_a_replica_has_samples_and_tokens_enough(tokens: int, fields: dict[str, Any], replicas: int) -> None:
     found = choose_replicas([planned("a", tokens, **fields)], {"a": 100.0}, 8, deterministic=False)

@@ -6,10 +6,9 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEAST_REPLICA_TOKENS = 2048  # of a replica in a step: with fewer a GPU's micro-batches are too small to be fast
-# The same on GPUs that are lent, and would be idle else. By an H200's constants a step of 2,048 tokens is 1.3 (0.6B) to 1.6 (8B) times as
-# fast in two replicas, one of 1,024 is 1.1 to 1.3 times.
-LEAST_LENT_TOKENS = 1024
+# Of a replica in a step. With two H200s a job of 4,096 tokens a step is 1.87 times as fast (8B, docs/performance.md). By an H200's constants
+# one of 2,048 is 1.3 (0.6B) to 1.6 (8B) times as fast in two replicas, and one of 1,024 only 1.1 to 1.3 times.
+LEAST_REPLICA_TOKENS = 1024
 
 
 @dataclass(frozen=True)

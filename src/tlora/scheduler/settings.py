@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tlora.batching.replicas import LEAST_LENT_TOKENS
+from tlora.batching.replicas import LEAST_REPLICA_TOKENS
 
 Order = Literal["urgency", "arrival"]
 
@@ -48,7 +48,7 @@ class Settings:
     start_seconds: float = 35.4
     join_seconds: float = 2.0
     checkpoint_seconds: float = 1.0
-    least_replica_tokens: int = LEAST_LENT_TOKENS
+    least_replica_tokens: int = LEAST_REPLICA_TOKENS
 
     @property
     def move_seconds(self) -> float:

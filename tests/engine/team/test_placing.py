@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from tlora.batching.replicas import LEAST_LENT_TOKENS, Span
+from tlora.batching.replicas import LEAST_REPLICA_TOKENS, Span
 from tlora.engine.team.placing import WHOLE_BATCH, choose_span
 from tlora.job import JobSpec, ObjectiveName
 from tlora.objectives import objective_of
@@ -40,11 +40,11 @@ def test_small_batches_fill_fewer_ranks() -> None:
 @pytest.mark.parametrize(
     ("tokens", "gpus", "deterministic", "replicas"),
     [
-        (4 * LEAST_LENT_TOKENS, 1, False, 4),
-        (4 * LEAST_LENT_TOKENS - 1, 1, False, 3),
-        (LEAST_LENT_TOKENS - 1, 1, False, 1),
+        (4 * LEAST_REPLICA_TOKENS, 1, False, 4),
+        (4 * LEAST_REPLICA_TOKENS - 1, 1, False, 3),
+        (LEAST_REPLICA_TOKENS - 1, 1, False, 1),
         (100.0, 2, False, 2),  # what is ordered is done
-        (8 * LEAST_LENT_TOKENS, 1, True, 1),
+        (8 * LEAST_REPLICA_TOKENS, 1, True, 1),
     ],
 )
 def test_each_replica_has_tokens_enough(tokens: float, gpus: int, deterministic: bool, replicas: int) -> None:

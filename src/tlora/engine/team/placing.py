@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tlora.batching.replicas import LEAST_LENT_TOKENS, Span
+from tlora.batching.replicas import LEAST_REPLICA_TOKENS, Span
 from tlora.worker_protocol import Join
 
 WHOLE_BATCH = ("kto",)  # objectives with a statistic of the whole global batch, which needs all of it in one place
@@ -15,7 +15,7 @@ def choose_span(join: Join, count: int, others: Iterable[Span], deterministic: b
 
     With `deterministic` there are as many replicas as the job orders, so that its bytes do not depend on the group. Otherwise a job fills
     its group, as its scheduler counts on it: it has as many replicas as there are ranks, if its steps have samples and tokens for these
-    (`LEAST_LENT_TOKENS`), and no fewer than it orders.
+    (`LEAST_REPLICA_TOKENS`), and no fewer than it orders.
     """
     spec = join.job
     spans = list(others)
@@ -23,7 +23,7 @@ def choose_span(join: Join, count: int, others: Iterable[Span], deterministic: b
     homes = [sum(span.home == rank for span in spans) for rank in range(count)]
     replicas = spec.gpus
     if not deterministic:
-        worth = count if join.tokens_per_step is None else int(join.tokens_per_step // LEAST_LENT_TOKENS)
+        worth = count if join.tokens_per_step is None else int(join.tokens_per_step // LEAST_REPLICA_TOKENS)
         replicas = max(spec.gpus, min(count, spec.batch_size, worth))
     if spec.objective in WHOLE_BATCH:
         replicas = 1
