@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Of a replica in a step. With two H200s a job of 4,096 tokens a step is 1.87 times as fast (8B, docs/performance.md). By an H200's constants
-# one of 2,048 is 1.3 (0.6B) to 1.6 (8B) times as fast in two replicas, and one of 1,024 only 1.1 to 1.3 times.
+# Of a replica in a step. A job of 4,096 tokens a step over an 8B is 3.2 times as fast on four H200s as on one, one of 2,048 is 1.7 times as
+# fast on two (docs/performance.md). By an H200's constants one of 1,024 would be only 1.1 to 1.3 times as fast in two replicas.
 LEAST_REPLICA_TOKENS = 1024
 
 
