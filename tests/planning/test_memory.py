@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 
 from tests.engine.tiny_runs import job, run_spec, train
 from tlora.adapters.state import AdapterLayout, AdapterShape
+from tlora.batching.replicas import Span
 from tlora.engine import session as training
 from tlora.engine.check import check
 from tlora.engine.watcher import Watcher
@@ -22,7 +23,7 @@ from tlora.job import JobSpec, RunSpec
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import MemoryModel, Stage, measure
 from tlora.planning.memory_probe import Probe
-from tlora.planning.plan import RunPlan, _budgets, describe_plan, settle
+from tlora.planning.plan import RunPlan, _budgets, counting_replicas, describe_plan, settle
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 
@@ -93,13 +94,47 @@ def test_the_faster_of_a_smaller_budget_and_recomputation_is_chosen(
     assert (plan.token_budget, plan.recomputed_layers) == chosen
 
 
-def test_a_job_of_several_replicas_has_room_for_a_sum_and_a_mailbox_of_three_and_for_two_copies_at_the_end_of_a_replica() -> None:
+def test_a_job_of_several_replicas_has_room_for_a_sum_and_for_two_copies_at_the_end_of_a_replica() -> None:
     gradient = 4 * LAYOUT.numel
     one, spans = plan_of(MODEL, 10_000), plan_of(MODEL, 10_000, jobs=[{"name": "a", "data": "d", "gpus": 2}])
-    assert spans.memory.job_bytes(LAYOUT) == one.memory.job_bytes(LAYOUT) + 4 * gradient
+    assert spans.memory.job_bytes(LAYOUT) == one.memory.job_bytes(LAYOUT) + gradient
     assert (one.memory.step_bytes(LAYOUT), spans.memory.step_bytes(LAYOUT)) == (0, 2 * gradient)
     on_cpu = replace(spans.memory, step_copies=5)
     assert on_cpu.step_bytes(LAYOUT) == 5 * gradient, "a step takes more than a copy"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "span", "deterministic", "slots"),
+    [
+        (1, None, False, 0),
+        (2, None, False, 3),
+        (3, None, False, 4),
+        (8, None, False, 8),
+        (8, Span(8, tuple(range(8))), False, 3),
+        (1, Span(4, (0, 1, 2, 3)), False, 3),
+        (8, Span(8, (0, 1, 2)), False, 6),
+        (8, Span(8, tuple(range(8))), True, 8),
+    ],
+)
+def test_what_other_gpus_read_is_counted_once_and_for_the_whole_run(gpus: int, span: Span | None, deterministic: bool, slots: int) -> None:
+    """A deterministic run's count does not depend on where the replicas are."""
+    spec = JobSpec.model_validate({"name": "a", "data": "d", "gpus": gpus})
+    memory = counting_replicas(MODEL, [PlannedJob(spec, layout=LAYOUT, span=span)], deterministic)
+    plain = replace(memory, mailbox_bytes=0)
+    assert memory.mailbox_bytes == pytest.approx(slots * 4 * LAYOUT.numel, abs=256)
+    assert memory.total_bytes([], 100) == plain.total_bytes([], 100) + memory.mailbox_bytes
+    tokens = memory.most_tokens(LAYOUT, 0, 2000 * MIB)
+    assert memory.total_bytes([LAYOUT], tokens) <= 2000 * MIB < memory.total_bytes([LAYOUT], tokens + 1)
+
+
+def test_jobs_without_a_common_gpu_share_what_others_read() -> None:
+    def bytes_of(*spans: Span) -> int:
+        specs = [JobSpec.model_validate({"name": f"job{i}", "data": "d"}) for i in range(len(spans))]
+        jobs = [PlannedJob(spec, layout=LAYOUT, span=span) for spec, span in zip(specs, spans, strict=True)]
+        return counting_replicas(MODEL, jobs, deterministic=False).mailbox_bytes
+
+    assert bytes_of(Span(2, (0, 1)), Span(2, (2, 3))) == bytes_of(Span(2, (0, 1)))
+    assert bytes_of(Span(2, (0, 1)), Span(2, (1, 3))) == 2 * bytes_of(Span(2, (0, 1)))
 
 
 def test_a_job_of_several_replicas_offers_a_replica_at_a_time() -> None:

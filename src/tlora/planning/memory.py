@@ -62,6 +62,7 @@ class MemoryModel:
     layer_weights: int = 0  # of the linears of one layer
     measured: bool = False
     spanning: frozenset[AdapterLayout] = frozenset()  # of jobs of several replicas; one of equal shape counts as they do
+    mailbox_bytes: int = 0  # in which other ranks read these jobs' gradients, for as long as the run lasts
 
     @property
     def most_recomputed(self) -> int:
@@ -70,12 +71,10 @@ class MemoryModel:
 
     def job_bytes(self, layout: AdapterLayout) -> int:
         """One resident adapter: weights and two moments, and in the bank weights and gradient sums by padded rows. With several replicas
-        also the sum of their gradients (`group/exchange.py`) and what other ranks read (`engine/ranks/spanning.py`: room for weights and
-        moments, in which gradients of two steps lie later), which is counted on one rank too: a deterministic run's budget does not depend
-        on their number.
+        also the sum of their gradients (`group/exchange.py`).
         """
         padded = sum(-(-s.rank // ROW_ALIGNMENT) * ROW_ALIGNMENT * (s.in_features + s.out_features) for s in layout.shapes)
-        flat = 7 if layout in self.spanning else 3
+        flat = 4 if layout in self.spanning else 3
         return flat * self.sum_bytes * layout.numel + (self.element_bytes + self.sum_bytes) * padded
 
     def step_bytes(self, layout: AdapterLayout) -> int:
@@ -91,11 +90,11 @@ class MemoryModel:
         """Peak with these adapters resident: activations and an optimizer step are never alive together."""
         jobs = sum(self.job_bytes(layout) for layout in layouts)
         step = max((self.step_bytes(layout) for layout in layouts), default=0)
-        return self.base_bytes + jobs + max(self.activation_bytes(token_budget, recomputed_layers), step)
+        return self.base_bytes + self.mailbox_bytes + jobs + max(self.activation_bytes(token_budget, recomputed_layers), step)
 
     def most_tokens(self, layout: AdapterLayout, recomputed_layers: int, limit_bytes: int) -> int:
         """The largest token budget with which an adapter of `layout` fits by itself; 0 where none does."""
-        room = limit_bytes - self.base_bytes - self.job_bytes(layout)
+        room = limit_bytes - self.base_bytes - self.mailbox_bytes - self.job_bytes(layout)
         recomputed = min(recomputed_layers, self.most_recomputed)
         slopes = [(stage.at(0, 0), stage.at(1, recomputed) - stage.at(0, 0)) for stage in self.stages]
         tokens = min((int((room - fixed) // slope) for fixed, slope in slopes if slope > 0), default=0)

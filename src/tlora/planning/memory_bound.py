@@ -39,5 +39,5 @@ class MemoryBound:
         return budget
 
     def _at(self, token_budget: int, recomputed_layers: int, jobs: Sequence[PlannedJob]) -> RunPlan:
-        memory = counting_replicas(self._plan.memory, jobs)
+        memory = counting_replicas(self._plan.memory, jobs, deterministic=True)  # each has a mailbox of its own
         return replace(self._plan, memory=memory, token_budget=token_budget, recomputed_layers=recomputed_layers)

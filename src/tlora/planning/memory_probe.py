@@ -199,11 +199,11 @@ def _storage_bytes(model: SuperModel) -> int:
 
 
 def remember(key: str, memory: MemoryModel) -> None:
-    """Keep what was measured, which is not what is known of the run's jobs (`spanning`). A directory that cannot be written costs
+    """Keep what was measured, which is not what is known of the run's jobs. A directory that cannot be written costs
     `tlora check` its precision, and the run nothing.
     """
     path, found = _file_of(key), asdict(memory)
-    del found["spanning"]
+    del found["spanning"], found["mailbox_bytes"]
     with suppress(OSError):
         durable.make_directory(path.parent)
         durable.write_file(path, json.dumps(found))

@@ -19,6 +19,7 @@ from tlora.errors import CapacityError, ModelError
 from tlora.job import JobSpec, Recompute, RunSpec
 from tlora.planning.job_plan import PlannedJob, plan_jobs
 from tlora.planning.memory import MemoryModel, bytes_in_fp8, measure, memory_limit
+from tlora.sharing.regions import lay_out_regions, slots_of
 from tlora.supermodel.cuda_graphs import HIDES_LAUNCHES
 from tlora.supermodel.fp8_linear import has_fp8
 from tlora.supermodel.supermodel import SuperModel
@@ -140,7 +141,7 @@ def settle(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.devic
         if job.too_large in job.problems:
             job.problems.remove(job.too_large)
         job.too_large = None
-    memory = counting_replicas(memory, plan.jobs)
+    memory = counting_replicas(memory, plan.jobs, run.deterministic)
     sound = [j for j in plan.jobs if not j.problems]
     # A deterministic run's budget follows from all of its jobs, wherever they are.
     fitted = sound if run.deterministic else [j for j in plan.jobs_here if not j.problems] or sound
@@ -151,9 +152,17 @@ def settle(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.devic
     return plan
 
 
-def counting_replicas(memory: MemoryModel, jobs: Sequence[PlannedJob]) -> MemoryModel:
-    """`memory` for a run of `jobs`."""
-    return replace(memory, spanning=frozenset(job.layout for job in jobs if job.layout is not None and job.replicas > 1))
+def counting_replicas(memory: MemoryModel, jobs: Sequence[PlannedJob], deterministic: bool) -> MemoryModel:
+    """`memory` for a run of `jobs`. Where it is not known on which ranks a job's replicas are, or its token budget must not follow from
+    that, its part of the mailbox is counted as with the fewest ranks that need one, and beside all others.
+    """
+    several = {job.spec.name: job for job in jobs if job.layout is not None and job.replicas > 1}
+    layouts = {name: job.layout for name, job in several.items() if job.layout is not None}
+    spans = {name: job.span for name, job in several.items() if job.span is not None and not deterministic}
+    sizes = {name: layout.numel for name, layout in layouts.items()}
+    _, known = lay_out_regions(spans, sizes, memory.sum_bytes)
+    unknown = sum(slots_of(-(-job.replicas // 2)) * sizes[name] for name, job in several.items() if name not in spans)
+    return replace(memory, spanning=frozenset(layouts.values()), mailbox_bytes=known + memory.sum_bytes * unknown)
 
 
 def _fit(run: RunSpec, jobs: list[PlannedJob], plan: RunPlan, memory: MemoryModel, device: torch.device) -> tuple[int, int]:
@@ -237,7 +246,7 @@ def check_capacity(job: PlannedJob, plan: RunPlan) -> None:
     instead = f"Would fit: {'; '.join(others)}. Or lower r" if others else "Lower max_length, token_budget or r"
     recomputed = f" with {plan.recomputed_layers} of {plan.memory.num_layers} layers recomputed" if plan.memory.num_layers else ""
     error = CapacityError(
-        f"job {job.spec.name!r} needs {gib(plan.total_bytes([job.layout]))} (base {gib(plan.memory.base_bytes)}, "
+        f"job {job.spec.name!r} needs {gib(plan.total_bytes([job.layout]))} (base {gib(plan.memory.base_bytes)}, {_mailbox(plan.memory)}"
         f"adapter {gib(plan.memory.job_bytes(job.layout))}, activations of {plan.token_budget} tokens{recomputed} "
         f"{gib(plan.activation_bytes)}), and the limit is {gib(plan.limit_bytes)}. {instead}, or raise memory_limit"
     )
@@ -292,6 +301,10 @@ def gib(count: float) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
 
 
+def _mailbox(memory: MemoryModel) -> str:
+    return f"gradients that other GPUs read {gib(memory.mailbox_bytes)}, " if memory.mailbox_bytes else ""
+
+
 def describe_plan(plan: RunPlan) -> str:
     """What the run takes, in a line."""
     memory, resident = plan.memory, plan.resident
@@ -299,6 +312,7 @@ def describe_plan(plan: RunPlan) -> str:
     adapters = sum(memory.job_bytes(layout) for layout in resident)
     return (
         f"token budget {plan.token_budget} (the longest sample has {plan.longest}){layers}; memory limit {gib(plan.limit_bytes)}, "
-        f"predicted peak {gib(plan.total_bytes(resident))}: base {gib(memory.base_bytes)}, {len(resident)} adapters at once "
-        f"{gib(adapters)}, activations {gib(plan.activation_bytes)} ({'measured' if memory.measured else 'counted'})"
+        f"predicted peak {gib(plan.total_bytes(resident))}: base {gib(memory.base_bytes)}, {_mailbox(memory)}"
+        f"{len(resident)} adapters at once {gib(adapters)}, activations {gib(plan.activation_bytes)} "
+        f"({'measured' if memory.measured else 'counted'})"
     )

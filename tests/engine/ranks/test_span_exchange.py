@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import pytest
 import torch
@@ -17,12 +16,13 @@ from tests.group.test_replicas import EVALUATED, Sets, assert_same, ended, spann
 from tests.tiny import make_model
 from tlora.batching.replicas import Span
 from tlora.engine.ranks.messages import Faulty, Fetched, Note, Published, Sent, addressees
-from tlora.engine.ranks.spanning import Mailbox, SpanExchange, lay_out_regions
+from tlora.engine.ranks.spanning import Mailbox, SpanExchange
 from tlora.group.engine import Engine
 from tlora.group.exchange import RunningSums
 from tlora.group.job_run import JobRun
 from tlora.group.reports import Ended, Evaluated, Report, Stepped
 from tlora.job import JobSpec
+from tlora.sharing.regions import lay_out_regions
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
 
@@ -279,16 +279,6 @@ def test_the_order_of_additions_is_seen_here(sets: Sets, monkeypatch: pytest.Mon
     world = World(jobs, spans, sets, 3, [60] * 3)
     world.run(random.Random(0))
     assert not torch.equal(ended(world.heard[1], "spanning").params, alone.params)
-
-
-def test_regions_do_not_overlap() -> None:
-    spans = {"a": Span(3, (0, 1)), "b": Span(2, (1, 0)), "c": Span(7, (2, 0))}
-    sizes = {"a": 1001, "b": 3, "c": 64}
-    regions, num_bytes = lay_out_regions(spans, sizes, 4)
-    taken = sorted((region.slot(n), region.slot(n) + region.slot_bytes) for region in regions.values() for n in range(region.slots))
-    assert all(stop <= start for (_, stop), (start, _) in pairwise(taken))
-    assert taken[-1][1] <= num_bytes and all(region.start % 256 == 0 for region in regions.values())
-    assert {job: region.slots for job, region in regions.items()} == {"a": 4, "b": 3, "c": 8}
 
 
 @pytest.mark.parametrize("replicas", range(1, 9))

@@ -10,7 +10,6 @@ home has its state in its region, and keeps its gradients to itself until all ot
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,34 +24,7 @@ from tlora.group.job_run import Passed
 from tlora.kernels.device import ToHost, mark_on
 from tlora.sharing.peer_memory import PeerMemory, open_peer_memory
 from tlora.sharing.peers import Peers
-
-_ALIGNMENT = 256  # bytes at which regions begin
-_STATE_SLOTS = 3  # weights and two moments
-
-
-@dataclass(frozen=True)
-class Region:
-    """`slots` flat tensors [P] of a job, from byte `start` of every mailbox on."""
-
-    start: int
-    slot_bytes: int
-    slots: int
-
-    def slot(self, number: int) -> int:
-        """Where it begins."""
-        assert 0 <= number < self.slots, (number, self)
-        return self.start + number * self.slot_bytes
-
-
-def lay_out_regions(spans: Mapping[str, Span], sizes: Mapping[str, int], element_bytes: int) -> tuple[dict[str, Region], int]:
-    """A region for each job of `spans`, of so many elements, and the bytes of a mailbox. The same on all ranks."""
-    regions: dict[str, Region] = {}
-    start = 0
-    for job, span in sorted(spans.items()):
-        slots = max([_STATE_SLOTS, *(2 * len(span.at(rank)) for rank in span.ranks)])
-        regions[job] = Region(start, sizes[job] * element_bytes, slots)
-        start += -(-slots * sizes[job] * element_bytes // _ALIGNMENT) * _ALIGNMENT
-    return regions, start
+from tlora.sharing.regions import Region, lay_out_regions
 
 
 class Mailbox:
@@ -246,7 +218,7 @@ class SpanExchange:
 
 
 def _flats(state: AdapterState) -> tuple[Tensor, Tensor, Tensor]:
-    """What its home's region has in the first `_STATE_SLOTS` slots."""
+    """What its home's region has in the first slots."""
     return state.params, state.exp_avg, state.exp_avg_sq
 
 
