@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import re
+import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +30,14 @@ from bench.shapes import SHAPES, make_model
 from tlora.costs.hardware import EXTRAPOLATED, cost_model
 
 FITTED = ("tokens_per_second", "launch_seconds", "floor_seconds", "member_seconds")
-KEPT = ("exchange_seconds", "exchange_between_nodes_seconds", "base_bytes", "activation_bytes_per_token", "gpu_bytes")
+KEPT = (
+    "exchange_seconds",
+    "exchange_gpu_seconds",
+    "exchange_between_nodes_seconds",
+    "base_bytes",
+    "activation_bytes_per_token",
+    "gpu_bytes",
+)
 KERNELS = {"ours": "tlora", "peft": "peft", "trl": "trl"}  # by system
 RATIO_OF = "llama-3-8b"
 _STARTS = ((3e4, 0.003, 0.01, 1e-4), (1e5, 0.01, 0.03, 1e-3), (1.5e4, 0.01, 0.03, 1e-4))
@@ -142,7 +150,7 @@ def _between(old: dict[str, Any], base: str) -> Any:
 
     def value(name: str) -> float:
         known = [getattr(each, name) for each in ([old[base]] if base in old else old.values())]
-        return float(f"{math.exp(sum(math.log(each) for each in known) / len(known)):.4g}") if base not in old else known[0]
+        return float(f"{statistics.geometric_mean(known):.4g}") if base not in old and all(known) else known[0]
 
     return value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +44,17 @@ def order_of_starts(*waiting: JobSubmitted, settings: Settings = USUAL, first: f
 def test_the_shortest_goes_first_of_equals_who_came_first() -> None:
     jobs = [made_job("long", 3000.0), made_job("short", 300.0), made_job("b", 900.0), made_job("c", 900.0), made_job("d", 900.0)]
     assert order_of_starts(*jobs) == ["short", "b", "c", "d", "long"]
+
+
+@pytest.mark.parametrize(("exponent", "seconds", "first"), [(0.25, 800.0, "narrow"), (0.25, 600.0, "wide"), (0.0, 800.0, "wide")])
+def test_of_two_that_last_nearly_as_long_the_narrow_one_goes_first(exponent: float, seconds: float, first: str) -> None:
+    """One of 1,000 s on one GPU, the other on four: with the exponent of 1/4 it counts as 1.41 times as long."""
+    timeline = made_timeline(4, settings=replace(USUAL, width_exponent=exponent))
+    timeline.tell(made_job("before", 600.0, gpus=4, priority=100.0))
+    timeline.until(1.0)
+    assert timeline.tell(made_job("narrow", 1000.0), made_job("wide", seconds, gpus=4)) == []
+    timeline.until(10 * 86400.0)
+    assert min(("narrow", "wide"), key=lambda name: timeline.started_at[name]) == first
 
 
 def test_priority_orders_those_who_wait_before_all_else() -> None:

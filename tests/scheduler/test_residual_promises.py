@@ -41,7 +41,7 @@ def watched(policy: Policy, seen: list[float]) -> Policy:
     return decide
 
 
-@pytest.mark.parametrize("seed", [10, 11])
+@pytest.mark.parametrize("seed", [10, 13])
 def test_no_group_is_formed_that_breaks_a_members_bound(seed: int) -> None:
     seen: list[float] = []
     result = replay(watched(residual_capacity(), seen), seed)

@@ -30,8 +30,8 @@ class BaseConstants:
 
     `tokens_per_second` is of one saturated GPU, without `launch_seconds`, which every micro-batch takes besides. `floor_seconds` is what
     the smallest micro-batch takes, whose kernels do not fill a GPU. `member_seconds` is taken by each further member of a group. The
-    exchange is what summing gradients adds to a micro-batch on several GPUs of one node, or on several nodes. `base_bytes` are the
-    weights, a copy on each GPU.
+    exchange is what summing gradients adds to a micro-batch on two GPUs of one node, and `exchange_gpu_seconds` what it takes for each
+    further one of the node; or on several nodes, with any number. `base_bytes` are the weights, a copy on each GPU.
     """
 
     tokens_per_second: float
@@ -44,6 +44,13 @@ class BaseConstants:
     gpu_bytes: float
     source: Mapping[str, str]
     floor_seconds: float = 0.0
+    exchange_gpu_seconds: float = 0.0
+
+    def exchange(self, gpus: int, nodes: int) -> float:
+        """Seconds."""
+        if gpus == 1:
+            return 0.0
+        return self.exchange_seconds + self.exchange_gpu_seconds * (gpus - 2) if nodes == 1 else self.exchange_between_nodes_seconds
 
 
 def constants_digest(constants: BaseConstants) -> str:
@@ -128,7 +135,7 @@ class CostModel:
         of 128 to 8,192 tokens (`bench.cost_fit`) it is the nearest.
         """
         found, reach = self._of(base), _reach(gpus, nodes)
-        exchange = (0.0, found.exchange_seconds, found.exchange_between_nodes_seconds)[reach]
+        exchange = found.exchange(gpus, nodes)
         filled = found.launch_seconds + exchange + found.member_seconds * (members - 1) + tokens / (found.tokens_per_second * gpus)
         if found.floor_seconds:
             filled = math.sqrt(filled * filled + found.floor_seconds * found.floor_seconds)
@@ -138,7 +145,7 @@ class CostModel:
         """Tokens over all `gpus` together of the micro-batch that takes so long: the inverse of `micro_batch_seconds`. Not above 0 where
         none is so short."""
         found, reach = self._of(base), _reach(gpus, nodes)
-        exchange = (0.0, found.exchange_seconds, found.exchange_between_nodes_seconds)[reach]
+        exchange = found.exchange(gpus, nodes)
         own = seconds / self._corrections[base][reach]
         filled = math.sqrt(max(0.0, own * own - found.floor_seconds * found.floor_seconds))
         return (filled - found.launch_seconds - exchange - found.member_seconds * (members - 1)) * found.tokens_per_second * gpus

@@ -18,11 +18,11 @@ class Settings:
     change while it runs. `preemption`: a job may have to wait again for one that is far more urgent. Without the three, in the order
     of "arrival" and with an infinite `starvation_factor`, this is backfill.
 
-    Urgency is (patience + age) / remaining time: a patience far above remaining times makes it shortest first, one of 0 the response
-    ratio. A GPU costs `delay_price` * jobs / GPUs: so many jobs are one second later for each second that it is taken. Who gives way
-    is `preemption_ratio` times less urgent. A move must save (1 + `hysteresis`) times what it costs, growth must shorten steps by
-    `growth_gain`, and a group whose members or GPUs have changed rests for `min_residence_seconds`, unless what it gives up is more than
-    its share.
+    Urgency is (patience + age) / (remaining time * GPUs ** width_exponent): a patience far above remaining times makes it shortest first,
+    one of 0 the response ratio; an exponent of 1 goes by GPU-seconds, one of 0 by time alone. A GPU costs `delay_price` * jobs / GPUs: so
+    many jobs are one second later for each second that it is taken. Who gives way is `preemption_ratio` times less urgent. A move must
+    save (1 + `hysteresis`) times what it costs, growth must shorten steps by `growth_gain`, and a group whose members or GPUs have changed
+    rests for `min_residence_seconds`, unless what it gives up is more than its share.
 
     A job starves that has waited for `starvation_factor` times its time alone, at least for `starvation_least_seconds` and at most for
     `starvation_most_seconds`; with an infinite factor none does. Those that starve go first, on `starvation_share` of the GPUs, or on what
@@ -36,6 +36,7 @@ class Settings:
     preemption: bool = True
     order: Order = "urgency"
     patience_seconds: float = 1e7
+    width_exponent: float = 0.25
     delay_price: float = 3.0
     preemption_ratio: float = 2.0
     starvation_factor: float = 10.0

@@ -13,12 +13,13 @@ _OVERRUN_SHARE = 0.1  # of the time that it has run, a job that goes on beyond i
 
 
 def urgency(job: Job, now: float, settings: Settings) -> float:
-    """(patience + age) / remaining time alone, both since its submission; times remaining / slack where a deadline is near.
+    """(patience + age) / (remaining time alone * GPUs ** width_exponent), age since its submission; times remaining / slack where a
+    deadline is near.
 
     Slack is the time until the deadline less what remains. Where it is gone the factor is 10, as it is where little is left.
     """
     remaining = max(remaining_seconds(job, now, settings), 1.0)
-    own = (settings.patience_seconds + now - job.submitted_at) / remaining
+    own = (settings.patience_seconds + now - job.submitted_at) / (remaining * job.spec.gpus**settings.width_exponent)
     deadline = job.spec.deadline
     if deadline is None:
         return own

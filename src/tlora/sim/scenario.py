@@ -13,6 +13,7 @@ from tlora.costs.hardware import cost_model, load_constants
 from tlora.errors import ConfigError, DataError
 from tlora.jobs_file.spelling import suggest
 from tlora.scheduler.policies import POLICIES
+from tlora.scheduler.settings import Settings
 from tlora.sim.admission import rejections, warning_of
 from tlora.sim.conditions import Conditions
 from tlora.sim.event_log import is_event_log, read_event_log
@@ -20,6 +21,7 @@ from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import BASES, RULES, MappedJob, end_of, logged_jobs, mapped_jobs
 from tlora.sim.trace import SHIPPED, find_trace, read_trace
 from tlora.sim.workload import at_load, compressed, first, natural_load, only, span_seconds
+from tlora.version import __version__
 
 KERNELS = ("tlora", "peft", "trl")  # ours, and without the kernels' gain: PEFT at its best, and as TRL runs it, packed
 NO_BOUND = 1e6  # a slowdown that no job ever has, for delta = inf: needs are divided by it, and infinity would make them 0
@@ -180,8 +182,11 @@ def _closed(scenario: Scenario) -> Scene:
 
 
 def inputs_digest(scenario: Scenario) -> str:
-    """A short name of what the scenario reads from files: the trace and the constants of its GPU. Other contents, another name."""
+    """A short name of what the scenario does not say itself: the contents of its trace, the constants of its GPU, what our policy is tuned
+    to, and the program's version. With others it is another name.
+    """
     digest = blake2b(find_trace(scenario.trace)[1].read_bytes(), digest_size=6)
+    digest.update(repr((__version__, Settings())).encode())
     for kernels in KERNELS:
         for base, found in sorted(load_constants().get(scenario.gpu, {}).get(kernels, {}).items()):
             digest.update(repr((kernels, base, [getattr(found, name) for name in CONSTANTS])).encode())

@@ -105,7 +105,7 @@ def test_a_job_goes_on_where_none_of_it_was(world: World, tmp_path: Path, monkey
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (0, *range(2, 10)))])
 def test_a_stopped_run_resumes_on_another_count(world: World, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    told = Told(rng.randint(1, 45), lambda: os.kill(os.getpid(), signal.SIGTERM))
+    told = Told(rng.randint(1, 30), lambda: os.kill(os.getpid(), signal.SIGTERM))
     stopped = world.train(tmp_path / "out", rng.choice([2, 3]), watcher=told.watcher)
     assert stopped.status == "stopped"
     results = world.train(tmp_path / "out", [1, 2, 3][seed % 3], resume=True)
