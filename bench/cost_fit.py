@@ -150,7 +150,9 @@ def _between(old: dict[str, Any], base: str) -> Any:
 
     def value(name: str) -> float:
         known = [getattr(each, name) for each in ([old[base]] if base in old else old.values())]
-        return float(f"{statistics.geometric_mean(known):.4g}") if base not in old and all(known) else known[0]
+        if base in old or not any(known):
+            return known[0]
+        return float(f"{statistics.geometric_mean(known):.4g}")  # of which none may be 0
 
     return value
 

@@ -235,6 +235,7 @@ def _fitted(
         above = math.sqrt(max(0.0, wide.step_seconds**2 - floor**2))
         exchange = max(0.0, above - launch - wide.tokens / (speed * wide.gpus))
     source["exchange_seconds"] = where if wide is not None else "extrapolated: no group has more than one GPU"
+    source["exchange_gpu_seconds"] = "extrapolated: none, the exchange is that of the widest group"
     source["exchange_between_nodes_seconds"] = "extrapolated: there is one node"
     source |= {"base_bytes": "size of its files", "gpu_bytes": "this machine's memory"}
     source |= {"activation_bytes_per_token": "extrapolated: taken as none, small beside the memory"}

@@ -46,7 +46,7 @@ def fsdp(rank: Rank) -> None:
 
 
 def _all_or_none(rank: Rank, train: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Memory runs out on all ranks in the same place, as all do the same: what one raises, each does."""
+    """Where memory runs out on all ranks, nobody waits for another."""
     try:
         return train()
     except torch.OutOfMemoryError:

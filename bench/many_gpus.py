@@ -56,6 +56,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--commit", help="what to call this code where there is no git")
     options = parser.parse_args(arguments)
     options.rows = options.rows.split(",")
+    if options.batch[0] % options.gpus and "spanning" in options.rows:
+        parser.error(f"--batch: {options.batch[0]} samples cannot be cut among {options.gpus} GPUs")
     if unknown := [row for row in options.rows if row not in ROWS]:
         parser.error(f"--rows: {unknown[0]!r} is none of {', '.join(ROWS)}")
     return options
@@ -106,11 +108,13 @@ class Bench:
         alone = self.launch(["wide"], self._one(0))
         placed = self.launch(replicas, str(gpus))
         row = {"row": "spanning", "batch": [samples, length], "ratio": None, "together": together, "alone": [alone], "replicas": placed}
-        if "errors" in alone or not (spanned := together.get("steady_tokens_per_second")):
+        spanned, whole = together.get("steady_tokens_per_second"), alone.get("steady_tokens_per_second")
+        if not spanned or not whole:
             return row
-        row["ratio"] = spanned / alone["steady_tokens_per_second"]
+        row["ratio"] = spanned / whole
         slowest = min(placed.get("gpu_tokens_per_second", [0.0]))
-        if [len(jobs) for jobs in placed["homes"]] == [1] * gpus and slowest:
+        parts = sum(line.count("a part of wide") for line in together["notes"] if "(predicted" in line)
+        if [len(jobs) for jobs in placed["homes"]] == [1] * gpus and parts == gpus - 1 and slowest:
             row["exchange_seconds"] = samples * length / spanned - samples // gpus * length / slowest
         return row
 
@@ -194,7 +198,8 @@ def main() -> int:
             del found["unfinished"]
             machine.write(options.out, found)
             print(f"{row}: ratio {measured['ratio']} {measured.get('same_bytes', '')} {measured.get('exchange_seconds', '')}", flush=True)
-    return 1 if any(one.get("errors") for row in found["rows"] for one in (row["together"], *row["alone"])) else 0
+    launches = [one for row in found["rows"] for one in (row["together"], *row["alone"], *([row["replicas"]] if "replicas" in row else []))]
+    return 1 if any(one.get("errors") for one in launches) else 0
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlora.costs.cost import CORRECTED_FROM, BaseConstants, CostModel
+from tlora.costs.sharing import fastest_step_seconds
 from tlora.errors import ConfigError
 from tlora.protocol import BaseSpeed
 
@@ -235,3 +236,18 @@ def test_a_base_of_which_nothing_was_known() -> None:
     assert cost.micro_batch_seconds("new", 1000, 2, 1, 1) == pytest.approx(0.05 + 0.25)
     assert cost.fits("new", 1e9, 16384), "where no memory is known, none is missing"
     assert cost.observe("new", 1, 1, 2.0, 0.0)
+
+
+def test_an_exchange_takes_longer_the_more_gpus_a_node_has_up_to_what_several_nodes_take() -> None:
+    found = model(exchange_seconds=0.004, exchange_gpu_seconds=0.001, exchange_between_nodes_seconds=0.01).constants["base"]
+    assert [found.exchange(gpus, 1) for gpus in (1, 2, 4, 8, 9, 64)] == pytest.approx([0.0, 0.004, 0.006, 0.01, 0.01, 0.01])
+    assert [found.exchange(gpus, 2) for gpus in (2, 16, 128)] == [0.01] * 3
+
+
+@pytest.mark.parametrize("tokens", [300.0, 1000.0, 9000.0, 70_000.0])
+@pytest.mark.parametrize("each", [0.0, 0.004, 0.05])
+def test_no_number_of_gpus_is_faster_than_the_fastest(tokens: float, each: float) -> None:
+    cost = model(exchange_seconds=0.02, exchange_gpu_seconds=each, exchange_between_nodes_seconds=0.3)
+    filled = {gpus: min(tokens, cost.budgets[-1] * gpus) for gpus in range(1, 33)}
+    steps = [tokens * cost.micro_batch_seconds("base", fill, gpus, -(-gpus // 8), 1) / fill for gpus, fill in filled.items()]
+    assert fastest_step_seconds(cost, "base", tokens, 32, 8) == pytest.approx(min(steps))

@@ -149,6 +149,13 @@ def test_a_job_that_spans_is_shown_where_its_parts_are(base: Path, data: Path, t
     found = check(run_spec(base, tmp_path / "out", orders), device="cpu", gpus=2)
     assert [(gpu.jobs, gpu.parts) for gpu in found.gpus] == [(("wide", "narrow"), ()), ((), ("wide",))]
     assert all(gpu.predicted_bytes and gpu.seconds and gpu.tokens_per_second for gpu in found.gpus)
+    sums = found.adapter_bytes + found.mailbox_bytes + found.activation_bytes
+    assert 0 < found.mailbox_bytes < found.adapter_bytes and sums < found.predicted_bytes < found.base_bytes + 2 * sums
+    alone, fixed = (check(run_spec(base, tmp_path / "out", orders, deterministic=own), device="cpu") for own in (False, True))
+    assert (alone.mailbox_bytes, fixed.mailbox_bytes) == (0, found.mailbox_bytes), "on one GPU nobody reads them; bytes must be the same"
+    shown = io.StringIO()
+    print_check(Console(file=shown, width=1000), fixed)
+    assert "gradients that other GPUs read" in shown.getvalue()
 
 
 def test_a_base_that_fits_on_no_number_of_gpus_is_a_problem(base: Path, data: Path, tmp_path: Path) -> None:

@@ -107,9 +107,10 @@ def test_a_job_of_several_replicas_has_room_for_a_sum_and_for_two_copies_at_the_
     ("gpus", "span", "deterministic", "slots"),
     [
         (1, None, False, 0),
-        (2, None, False, 3),
-        (3, None, False, 4),
-        (8, None, False, 8),
+        (2, None, False, 0),
+        (2, None, True, 3),
+        (3, None, True, 4),
+        (8, None, True, 8),
         (8, Span(8, tuple(range(8))), False, 3),
         (1, Span(4, (0, 1, 2, 3)), False, 3),
         (8, Span(8, (0, 1, 2)), False, 6),

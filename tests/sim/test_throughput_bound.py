@@ -11,6 +11,7 @@ import pytest
 from scipy.optimize import linprog
 
 from tests.scheduler.mirror import BASES, made_cost
+from tlora.costs.cost import CostModel
 from tlora.scheduler.policies import POLICIES
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import mapped_jobs
@@ -68,6 +69,20 @@ def test_a_job_may_shrink_within_its_bound() -> None:
     """Four GPUs take 0.55 + 1 s. On two 0.55 + 2 s are within 1.7 times that, and cost less than company at that pace on a node."""
     found = least_gpu_seconds(lone(gpus=4, tokens_per_step=4000.0, most_gpus=4, max_slowdown=1.7), COST, 4, 4)
     assert found < 4 * 1.55 / 4000 and found == pytest.approx(min(2 * 2.55 / 4000, 4 * 1.7 * 1.55 / ((1.7 * 1.55 - 0.56) * 4000)))
+
+
+def test_no_number_of_gpus_of_a_node_is_cheaper() -> None:
+    """The further GPUs of a node make an exchange longer: the least is not with the most of them."""
+    constants = replace(COST.constants[BASES[0]], exchange_gpu_seconds=1.0, exchange_between_nodes_seconds=9.0)
+    cost = CostModel({BASES[0]: constants}, COST.fill_share)
+    longest = 2.0 * cost.alone_step_seconds(BASES[0], 6000.0, 4, 1)
+    found = [4 * longest / 2 / 6000]
+    for gpus in range(1, 5):
+        tokens = min(cost.fill_share * cost.budgets[-1] * gpus, cost.largest_micro_batch(BASES[0], longest, gpus, 1, 2))
+        found += [gpus * longest / tokens] if tokens >= 6000 else []
+        found += [gpus * alone / 6000.0] if (alone := cost.alone_step_seconds(BASES[0], 6000.0, gpus, 1)) <= longest else []
+    job = lone(gpus=4, tokens_per_step=6000.0, most_gpus=4, max_slowdown=2.0)
+    assert least_gpu_seconds(job, cost, 4, 4) == pytest.approx(min(found))
 
 
 def test_a_linear_program_gives_the_same() -> None:

@@ -160,9 +160,10 @@ def _memory(check: RunCheck) -> str:
     resident = " (live tensors; the process may use up to 1.9 times as much)" if check.device == "cpu" else ""
     how = "as measured by an earlier run" if check.measured else "estimated; a run measures first"
     layers = f" with {check.recomputed_layers} of {check.num_layers} layers recomputed, {how}" if check.num_layers else ""
+    mailbox = f"gradients that other GPUs read {bytes_text(check.mailbox_bytes)}, " if check.mailbox_bytes else ""
     return (
         f"{check.device}: {bytes_text(check.predicted_bytes)} predicted{resident} of {bytes_text(check.limit_bytes)}: the base with "
         f"{count_text(check.base_parameters)} parameters takes {bytes_text(check.base_bytes)}, the adapters "
-        f"{bytes_text(check.adapter_bytes)}, activations {bytes_text(check.activation_bytes)}{layers}; {share}, "
+        f"{bytes_text(check.adapter_bytes)}, {mailbox}activations {bytes_text(check.activation_bytes)}{layers}; {share}, "
         f"{check.token_budget:,} tokens per micro-batch"
     )

@@ -47,10 +47,14 @@ class BaseConstants:
     exchange_gpu_seconds: float = 0.0
 
     def exchange(self, gpus: int, nodes: int) -> float:
-        """Seconds."""
+        """Seconds. A wide node takes no longer than several: what each further GPU takes was measured up to four."""
         if gpus == 1:
             return 0.0
-        return self.exchange_seconds + self.exchange_gpu_seconds * (gpus - 2) if nodes == 1 else self.exchange_between_nodes_seconds
+        if nodes > 1:
+            return self.exchange_between_nodes_seconds
+        return max(
+            self.exchange_seconds, min(self.exchange_seconds + self.exchange_gpu_seconds * (gpus - 2), self.exchange_between_nodes_seconds)
+        )
 
 
 def constants_digest(constants: BaseConstants) -> str:

@@ -97,11 +97,11 @@ def lone_step_seconds(cost: CostModel, base: str, token_budget: int, gpus: int, 
 def fastest_step_seconds(cost: CostModel, base: str, tokens: float, most_gpus: int, gpus_per_node: int) -> float:
     """The least time of an optimizer step of `tokens` on any number of GPUs up to `most_gpus`, alone or in a group.
 
-    n * t(b, G) / b with b = min(n, largest budget * G). Within one GPU, one node, several nodes, more GPUs are never slower, so the most of
-    each are tried. It counts a full budget's share where n is no multiple of it.
+    n * t(b, G) / b with b = min(n, largest budget * G). Over several nodes more GPUs are never slower, so only the most are tried; within
+    one an exchange takes longer the more there are. It counts a full budget's share where n is no multiple of it.
     """
     found: list[float] = []
-    for gpus in sorted({1, min(gpus_per_node, most_gpus), most_gpus}):
+    for gpus in {*range(1, min(gpus_per_node, most_gpus) + 1), most_gpus}:
         filled = min(tokens, cost.budgets[-1] * gpus)
         found.append(tokens * cost.micro_batch_seconds(base, filled, gpus, math.ceil(gpus / gpus_per_node), 1) / filled)
     return min(found)

@@ -88,6 +88,7 @@ class RunCheck:
     device: str
     resident_jobs: int
     adapter_bytes: int = 0  # of the resident jobs
+    mailbox_bytes: int = 0  # in which GPUs read each other's gradients
     activation_bytes: int = 0
     recomputed_layers: int = 0
     num_layers: int = 0  # that can be recomputed
@@ -153,6 +154,7 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
         device=str(place),
         resident_jobs=len(resident),
         adapter_bytes=sum(plan.memory.job_bytes(layout) for layout in layouts),
+        mailbox_bytes=plan.memory.mailbox_bytes,
         activation_bytes=plan.activation_bytes,
         recomputed_layers=plan.recomputed_layers,
         num_layers=plan.memory.num_layers,
@@ -172,15 +174,18 @@ def _on_gpus(
         return {}
     seconds = predicted_seconds(plan.jobs, model, device)
     placement = place_jobs(seconds, count, choose_replicas(plan.jobs, seconds, count, run.deterministic))
+    for job in plan.jobs:
+        job.span = placement.spans.get(job.spec.name)
+    planned = settle(run, form.plan, form.plan.memory, device)
     tokens = {job.spec.name: trained_tokens(job) for job in plan.jobs}
     found: list[GpuCheck] = []
     for gpu, (names, needed) in enumerate(zip(placement.jobs, placement.seconds, strict=True)):
         parts = placement.parts(gpu)
-        here = replace(form.plan, here=frozenset((*names, *parts)))
+        here = replace(planned, here=frozenset((*names, *parts)))
         shares = {name: placement.spans[name].part(gpu) if name in placement.spans else 1.0 for name in (*names, *parts)}
         computed = sum(tokens[name] * share for name, share in shares.items())
         found.append(GpuCheck(names, here.total_bytes(list(here.resident)), needed, computed / needed if needed else 0.0, parts))
-    return {"plan": form.plan, "gpus": tuple(found), "form": form.why, "placement": placement.told}
+    return {"plan": planned, "gpus": tuple(found), "form": form.why, "placement": placement.told}
 
 
 def _look_at_output(run: RunSpec, problems: list[str]) -> list[str]:

@@ -153,16 +153,18 @@ def settle(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.devic
 
 
 def counting_replicas(memory: MemoryModel, jobs: Sequence[PlannedJob], deterministic: bool) -> MemoryModel:
-    """`memory` for a run of `jobs`. Where it is not known on which ranks a job's replicas are, or its token budget must not follow from
-    that, its part of the mailbox is counted as with the fewest ranks that need one, and beside all others.
+    """`memory` for a run of `jobs`. The mailbox is that of the jobs that span ranks. In a deterministic run the token budget must not
+    follow from that: it is counted as with the fewest ranks that need one, for all jobs of several replicas, beside one another.
     """
-    several = {job.spec.name: job for job in jobs if job.layout is not None and job.replicas > 1}
-    layouts = {name: job.layout for name, job in several.items() if job.layout is not None}
-    spans = {name: job.span for name, job in several.items() if job.span is not None and not deterministic}
+    layouts = {job.spec.name: job.layout for job in jobs if job.layout is not None and job.replicas > 1}
     sizes = {name: layout.numel for name, layout in layouts.items()}
-    _, known = lay_out_regions(spans, sizes, memory.sum_bytes)
-    unknown = sum(slots_of(-(-job.replicas // 2)) * sizes[name] for name, job in several.items() if name not in spans)
-    return replace(memory, spanning=frozenset(layouts.values()), mailbox_bytes=known + memory.sum_bytes * unknown)
+    if deterministic:
+        slots = {job.spec.name: slots_of(-(-job.replicas // 2)) for job in jobs if job.spec.name in sizes and not job.problems}
+        mailbox = memory.sum_bytes * sum(count * sizes[name] for name, count in slots.items())
+    else:
+        spans = {job.spec.name: job.span for job in jobs if job.spec.name in sizes and job.span is not None}
+        _, mailbox = lay_out_regions(spans, sizes, memory.sum_bytes)
+    return replace(memory, spanning=frozenset(layouts.values()), mailbox_bytes=mailbox)
 
 
 def _fit(run: RunSpec, jobs: list[PlannedJob], plan: RunPlan, memory: MemoryModel, device: torch.device) -> tuple[int, int]:

@@ -47,8 +47,8 @@ def least_gpu_seconds(job: JobRecord, cost: CostModel, num_gpus: int, gpus_per_n
 
     Alone on G GPUs, no more than its step has samples: G * t(n, G) / n. In company every token of a micro-batch of F tokens takes
     G * t(F, G) / F, which falls with F; a step is in no fewer than one micro-batch, so t(F, G) <= max_slowdown * T0, and F is at most what
-    a budget holds. Of one reach (one GPU, one node, several nodes) that is the same for any G, so only the largest is tried: if its
-    capacity is below what the job needs, none of the reach has it.
+    a budget holds. Over several nodes that is the same for any G, so only the largest is tried: if its capacity is below what the job
+    needs, none has it. Within a node an exchange takes longer the more GPUs there are, and all are tried.
     """
     base, tokens = job.base_model, job.tokens_per_step
     longest = job.max_slowdown * (1 + ROUNDING) * cost.alone_step_seconds(base, tokens, job.gpus, -(-job.gpus // gpus_per_node))
@@ -57,7 +57,7 @@ def least_gpu_seconds(job: JobRecord, cost: CostModel, num_gpus: int, gpus_per_n
         seconds = cost.alone_step_seconds(base, tokens, gpus, -(-gpus // gpus_per_node))
         if seconds <= longest or gpus == job.gpus:
             found.append(gpus * seconds / tokens)
-    for gpus in sorted({1, min(gpus_per_node, num_gpus), num_gpus}):
+    for gpus in {*range(1, min(gpus_per_node, num_gpus) + 1), num_gpus}:
         nodes = -(-gpus // gpus_per_node)
         most = min(cost.fill_share * cost.budgets[-1] * gpus, cost.largest_micro_batch(base, longest, gpus, nodes, 2))
         if most > 0:

@@ -56,6 +56,7 @@ class Mailbox:
 
 def open_mailbox(spans: Mapping[str, Span], sizes: Mapping[str, int], dtype: torch.dtype, peers: Peers, device: torch.device) -> Mailbox:
     """All ranks call it together. `sizes`: elements of each job's adapter. Raises RankError where ranks cannot read each other's memory."""
+    peers.agree("regions", sorted([job, sizes[job], span.replicas, *span.ranks] for job, span in spans.items()), "jobs that span GPUs")
     regions, num_bytes = lay_out_regions(spans, sizes, dtype.itemsize)
     return Mailbox(open_peer_memory(num_bytes, peers, device), regions, dtype)
 
