@@ -296,7 +296,14 @@ def job_check(name: str, **changes: Any) -> SimpleNamespace:
 def run_check(*jobs: SimpleNamespace, **changes: Any) -> SimpleNamespace:
     fields = {"problems": (), "warnings": (), "base_parameters": 681_000, "base_bytes": 2_700_000, "token_budget": 2048}
     fields |= {"gpus": (), "predicted_bytes": 5 << 30, "limit_bytes": 16 << 30, "device": "cpu", "resident_jobs": len(jobs)}
-    fields |= {"adapter_bytes": 6 << 20, "activation_bytes": 4 << 30, "recomputed_layers": 0, "num_layers": 0, "measured": False}
+    fields |= {
+        "adapter_bytes": 6 << 20,
+        "mailbox_bytes": 0,
+        "activation_bytes": 4 << 30,
+        "recomputed_layers": 0,
+        "num_layers": 0,
+        "measured": False,
+    }
     return SimpleNamespace(jobs=jobs, **(fields | changes))
 
 
