@@ -4,6 +4,7 @@ the others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -141,26 +142,33 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
     resident = plan.residents
     late = len(plan.jobs) - len(resident)
     waiting = [f"{late} jobs wait until others have left: memory is full"] if late else []
-    layouts = [job.layout for job in resident if job.layout is not None]
     return RunCheck(
         problems=tuple(problems),
         warnings=(*warnings, *plan.warnings, *waiting),
         jobs=tuple(_job_check(job, plan) for job in plan.jobs),
         base_parameters=sum(count for count, _ in sizes),
         base_bytes=base_bytes,
-        token_budget=plan.token_budget,
-        predicted_bytes=plan.total_bytes(layouts),
-        limit_bytes=plan.limit_bytes,
         device=str(place),
         resident_jobs=len(resident),
-        adapter_bytes=sum(plan.memory.job_bytes(layout) for layout in layouts),
-        mailbox_bytes=plan.memory.mailbox_bytes,
-        activation_bytes=plan.activation_bytes,
-        recomputed_layers=plan.recomputed_layers,
-        num_layers=plan.memory.num_layers,
-        measured=plan.memory.measured,
+        **_memory(plan, resident),
         **on_gpus,
     )
+
+
+def _memory(plan: RunPlan, resident: Sequence[PlannedJob]) -> dict[str, Any]:
+    """Fields of a RunCheck: what the jobs take that are resident at once."""
+    layouts, memory = [job.layout for job in resident if job.layout is not None], plan.memory
+    return {
+        "token_budget": plan.token_budget,
+        "predicted_bytes": plan.total_bytes(layouts),
+        "limit_bytes": plan.limit_bytes,
+        "adapter_bytes": sum(memory.job_bytes(layout) for layout in layouts),
+        "mailbox_bytes": memory.mailbox_bytes,
+        "activation_bytes": plan.activation_bytes,
+        "recomputed_layers": plan.recomputed_layers,
+        "num_layers": memory.num_layers,
+        "measured": memory.measured,
+    }
 
 
 def _on_gpus(

@@ -159,8 +159,8 @@ def counting_replicas(memory: MemoryModel, jobs: Sequence[PlannedJob], determini
     layouts = {job.spec.name: job.layout for job in jobs if job.layout is not None and job.replicas > 1}
     sizes = {name: layout.numel for name, layout in layouts.items()}
     if deterministic:
-        slots = {job.spec.name: slots_of(-(-job.replicas // 2)) for job in jobs if job.spec.name in sizes and not job.problems}
-        mailbox = memory.sum_bytes * sum(count * sizes[name] for name, count in slots.items())
+        counted = [job for job in jobs if job.spec.name in sizes and not job.problems]
+        mailbox = memory.sum_bytes * sum(slots_of(-(-job.replicas // 2)) * sizes[job.spec.name] for job in counted)
     else:
         spans = {job.spec.name: job.span for job in jobs if job.spec.name in sizes and job.span is not None}
         _, mailbox = lay_out_regions(spans, sizes, memory.sum_bytes)

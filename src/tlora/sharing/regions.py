@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tlora.batching.replicas import Span
 
-STATE_SLOTS = 3  # weights and two moments
+_STATE_SLOTS = 3  # weights and two moments
 _ALIGNMENT = 256  # bytes at which regions begin
 
 
@@ -32,7 +32,7 @@ class Region:
 
 def slots_of(most_on_a_rank: int) -> int:
     """Room for what the job begins with, and for the gradients of two steps of each replica of one rank."""
-    return max(STATE_SLOTS, 2 * most_on_a_rank)
+    return max(_STATE_SLOTS, 2 * most_on_a_rank)
 
 
 def lay_out_regions(spans: Mapping[str, Span], sizes: Mapping[str, int], element_bytes: int) -> tuple[dict[str, Region], int]:
