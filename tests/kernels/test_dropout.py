@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tlora.kernels.dropout import _mix_, _mix_numpy, keep_mask, token_keys
+from tlora.kernels.dropout import _bits, _bits_numpy, keep_mask, token_keys
 
 
 def keys_of(seed: int = 1, step: int = 2, sample: int = 3, length: int = 64) -> torch.Tensor:
@@ -57,7 +57,8 @@ def test_layers_positions_and_features_are_uncorrelated() -> None:
     assert correlation(mask[1:], mask[:-1]) < 0.02 and correlation(mask[:, 1:], mask[:, :-1]) < 0.02
 
 
-def test_numpy_and_torch_hash_alike() -> None:
-    numbers = np.random.default_rng(0).integers(0, 2**32, 10_000, dtype=np.uint32)
-    torches = _mix_(torch.from_numpy(numbers.view(np.int32).copy()))
-    assert np.array_equal(_mix_numpy(numbers).view(np.int32), torches.numpy())
+def test_a_gpu_and_a_cpu_hash_alike() -> None:
+    keys = np.random.default_rng(0).integers(0, 2**32, 300, dtype=np.uint32).view(np.int32)
+    for module_key in (0, 5, 2**31 - 1):
+        torches = _bits(torch.from_numpy(keys), module_key, 70)
+        assert int(torches.min()) >= 0 and np.array_equal(_bits_numpy(keys, module_key, 70), torches.numpy())

@@ -38,7 +38,21 @@ def keep_mask(keys_T: Tensor, module_key: int, num_features: int, probability: f
 
     `keys_T` int32 from `token_keys`; `module_key` a 31-bit number of the layer.
     """
+    threshold = int(probability * 2**31)
+    if keys_T.device.type == "cpu":
+        return torch.from_numpy(_bits_numpy(keys_T.numpy(), module_key, num_features) >= threshold)
+    return _bits(keys_T, module_key, num_features) >= threshold
+
+
+def _bits(keys_T: Tensor, module_key: int, num_features: int) -> Tensor:
+    """int32 [T, K], none of them negative."""
     row = _mix_(keys_T ^ module_key)
     column = _mix_(torch.arange(num_features, dtype=torch.int32, device=keys_T.device) * (_GOLDEN - (1 << 32)))
-    bits = _mix_(row[:, None] ^ column[None, :]).bitwise_and_(0x7FFFFFFF)
-    return bits >= int(probability * 2**31)
+    return _mix_(row[:, None] ^ column[None, :]).bitwise_and_(0x7FFFFFFF)
+
+
+def _bits_numpy(keys_T: np.ndarray, module_key: int, num_features: int) -> np.ndarray:
+    """The same as uint32. On a CPU, NumPy's small operations take a fourth of the time of torch's."""
+    row = _mix_numpy(keys_T.view(np.uint32) ^ np.uint32(module_key))
+    column = _mix_numpy(np.arange(num_features, dtype=np.uint32) * np.uint32(_GOLDEN))
+    return _mix_numpy(row[:, None] ^ column[None, :]) & np.uint32(0x7FFFFFFF)
