@@ -147,9 +147,11 @@ def _remember_types() -> None:
     from triton.runtime import interpreter
 
     make_tuple_type, find_numpy_type = core._type_for_tuple_values, cache(interpreter._get_np_dtype)
-    pointer = np.dtype(np.uint64)
+    make_new, block_types, pointer = core.block_type.__init__, dict[Any, dict[str, Any]](), np.dtype(np.uint64)
     type_of_sizes = cache(lambda sizes: make_tuple_type(list(sizes)))
-    shape_of_sizes = cache(lambda sizes: core.tuple([core.constexpr(size) for size in sizes]))
+
+    def shape_and_numel(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+        return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
 
     def type_for_tuple_values(values: Any, fields: Any = None) -> Any:
         sizes = tuple(value.value if type(value) is core.constexpr else value for value in values)
@@ -159,13 +161,25 @@ def _remember_types() -> None:
 
     def make_tensor(self: Any, handle: Any, kind: Any) -> None:
         self.handle, self.type, self.dtype = handle, kind, kind.scalar
-        sizes = tuple(kind.shape.values) if kind.is_block() else ()
-        self.shape, self.numel = shape_of_sizes(sizes), core.constexpr(math.prod(sizes))
+        self.shape, self.numel = kind.of_tensors if kind.is_block() else of_scalars
+
+    def make_block_type(self: Any, element: Any, shape: Any) -> None:
+        sizes = tuple(size.value if type(size) is core.constexpr else size for size in shape)
+        key = (element.name, getattr(element, "address_space", None), sizes)
+        known = block_types.get(key)
+        if known is None:
+            make_new(self, element, shape)
+            self.of_tensors = shape_and_numel(sizes)
+            block_types[key] = dict(vars(self))
+        else:
+            vars(self).update(known)
 
     def numpy_type(kind: Any) -> np.dtype:
         return pointer if kind.scalar.is_ptr() else find_numpy_type(kind.scalar)
 
     core._type_for_tuple_values = type_for_tuple_values
+    of_scalars = shape_and_numel(())
+    core.block_type.__init__ = make_block_type
     core.tensor.__init__ = make_tensor
     interpreter._get_np_dtype = numpy_type
 
