@@ -23,8 +23,9 @@ demo: $(READY)
 
 test soak: export PYTHONDONTWRITEBYTECODE = # what one process compiles, the hundreds after it need not
 
+# One more than there are cores, as tests wait for processes and disks; each takes a GiB or two.
 test: $(READY)
-	$(BIN)/python -m pytest -m 'not gpu and not soak' -n 3 --dist worksteal
+	$(BIN)/python -m pytest -m 'not gpu and not soak' -n $(or $(WORKERS),$(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')) --dist worksteal
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m 'not gpu' -n 2 --dist worksteal

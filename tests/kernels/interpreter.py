@@ -32,7 +32,6 @@ _VARIABLE = "TRITON_INTERPRET"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 MARKS = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),  # numpy on the interpreter
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # numpy on NaN and overflows made on purpose
     *([pytest.mark.gpu] if DEVICE.type == "cuda" else []),
 ]
@@ -141,6 +140,12 @@ def _call_from_kernel(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function.rewrite()(*args, **kwargs)
 
 
+def _patch_tensor(tensor: Any, scope: Any) -> None:
+    """As Triton's, but for what a tensor is as an index: an array of one element and one dimension, which NumPy 2.4 makes no number of."""
+    _patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
 def _remember_types() -> None:
     """Types of shapes, the shapes of tensors, and numpy's names for element types are made once each."""
     from triton.language import core
@@ -188,10 +193,12 @@ if find_spec("triton") is not None:
     assert "triton" not in sys.modules or _VARIABLE in os.environ or DEVICE.type == "cuda", "triton was imported before tests/conftest.py"
     with interpreted():
         import triton.experimental.gluon  # noqa: F401  (its first use, by the interpreter, would define things late)
+        from triton.runtime import interpreter as _interpreter
         from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, InterpreterOptions, interpreter_builder
 
         InterpreterBuilder.create_dot = _create_dot
         InterpretedFunction.__call__ = _call_from_kernel
+        _patch_lang_tensor, _interpreter._patch_lang_tensor = _interpreter._patch_lang_tensor, _patch_tensor
         _remember_types()
         # It computes each integer sum and product again in 64 bits, for an assertion that it makes with `debug` only: a third of the time.
         precisions = (*InterpreterOptions.allowed_dot_input_precisions, "bf16x6")

@@ -106,7 +106,6 @@ def test_without_deterministic_it_trains(family: str, device: str) -> None:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 @MARKS[0]
-@MARKS[1]
 @pytest.mark.parametrize("of_v", [32, 64])
 def test_latent_attention_whose_heads_of_v_are_smaller(of_v: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dense layers of the family, on the kernels as on the plain path; and what is compiled ahead is known."""
