@@ -122,8 +122,8 @@ def test_a_saved_set_takes_a_split_and_no_name(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """`open_source` and the rows, in a process of its own: the hub's clients read their settings when they are imported."""
+def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Of each source, `open_source` and the rows, in a process of its own: the hub's clients read their settings when they are imported."""
     code = (
         "import json, sys; sys.modules['torch'] = None\n"
         "from pathlib import Path\n"
@@ -131,37 +131,41 @@ def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
         "from tlora.data.sources import open_source\n"
         "from tlora.errors import DataError\n"
         "from tlora.job import DataSource\n"
-        "source, here = DataSource.model_validate_json(sys.argv[1]), Path(sys.argv[2])\n"
-        "try:\n"
-        "    found = open_source(source, here, here / 'cache')\n"
-        "    print(json.dumps([[row.value for row in read_files(found.files, found.called)], found.commit, sys.modules['torch']]))\n"
-        "except DataError as error:\n"
-        "    print(json.dumps(str(error)))\n"
+        "here, said = Path(sys.argv[1]), []\n"
+        "for source in map(DataSource.model_validate, json.loads(sys.argv[2])):\n"
+        "    try:\n"
+        "        found = open_source(source, here, here / 'cache')\n"
+        "        said.append([[row.value for row in read_files(found.files, found.called)], found.commit])\n"
+        "    except DataError as error:\n"
+        "        said.append(str(error))\n"
+        "assert sys.modules['torch'] is None\n"
+        "print(json.dumps(said))\n"
     )
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
 
-    def run(endpoint: str, **source: Any) -> Any:
+    def run(endpoint: str, *sources: dict[str, str]) -> list[Any]:
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
-        text = DataSource.model_validate(source).model_dump_json()
-        found = subprocess.run([sys.executable, "-P", "-c", code, text, str(tmp_path)], capture_output=True, text=True, check=False)
+        command = [sys.executable, "-P", "-c", code, str(tmp_path), json.dumps(sources)]
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
         assert found.returncode == 0, found.stderr
-        return json.loads(found.stdout)
+        said: list[Any] = json.loads(found.stdout)
+        return said
 
     return run
 
 
-def test_a_data_set_of_the_hub(fetched: Callable[..., Any]) -> None:
+def test_a_data_set_of_the_hub(fetched: Callable[..., list[Any]]) -> None:
+    toy = {"path": "org/toy"}
     with small_hub() as hub:
         first = hub.add("org/toy", FILES)
-        assert fetched(hub.endpoint, path="org/toy") == [TRAIN, first, None]
-        assert fetched(hub.endpoint, path="org/toy", name="small") == [[{"text": "d"}], first, None]
+        assert fetched(hub.endpoint, toy, {**toy, "name": "small"}) == [[TRAIN, first], [[{"text": "d"}], first]]
         second = hub.add("org/toy", FILES | {"data/train-1.jsonl": '{"text": "new"}\n'})
-        assert fetched(hub.endpoint, path="org/toy", split="train") == [[*TRAIN[:2], {"text": "new"}], second, None]
-        assert fetched(hub.endpoint, path="org/toy", revision=first) == [TRAIN, first, None]
+        found = fetched(hub.endpoint, {**toy, "split": "train"}, {**toy, "revision": first})
+        assert found == [[[*TRAIN[:2], {"text": "new"}], second], [TRAIN, first]]
         gone = hub.endpoint
-    assert fetched(gone, path="org/toy", revision=first) == [TRAIN, first, None], "a commit that was read before needs no network"
-    said = fetched(gone, path="org/toy")
+    before, said = fetched(gone, {**toy, "revision": first}, toy)
+    assert before == [TRAIN, first], "a commit that was read before needs no network"
     assert "org/toy: no such file or directory, and the hub cannot be asked for a data set of this name (" in said
     assert f"or write `revision: {first}`, which was fetched before" in said
     assert "did you mean" not in said, "no directory org is here"
@@ -179,22 +183,21 @@ def test_a_missing_path_that_reads_like_a_hub_name(tmp_path: Path, monkeypatch: 
     assert hint.format(tmp_path) in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        ({"path": "org/none"}, "org/none: no such file or directory, and no such data set on the hub; correct the path, or set HF_TOKEN"),
-        ({"revision": "old"}, "org/toy: the data set has no revision 'old'; give a branch, tag or commit that it has"),
-        ({"split": "dev"}, "org/toy, split dev: 'dev' is no split of it, its splits are train, test; name one of them"),
-        ({"name": "packed"}, "org/toy, name packed: more.zip is none of .jsonl"),
-        ({"path": "org/code"}, "org/code: it cannot be seen which files belong to it (Dataset scripts are no longer supported"),
-    ],
-)
-def test_what_the_hub_cannot_give(source: dict[str, str], said: str, fetched: Callable[..., Any]) -> None:
+REFUSED = [
+    ({"path": "org/none"}, "org/none: no such file or directory, and no such data set on the hub; correct the path, or set HF_TOKEN"),
+    ({"revision": "old"}, "org/toy: the data set has no revision 'old'; give a branch, tag or commit that it has"),
+    ({"split": "dev"}, "org/toy, split dev: 'dev' is no split of it, its splits are train, test; name one of them"),
+    ({"name": "packed"}, "org/toy, name packed: more.zip is none of .jsonl"),
+    ({"path": "org/code"}, "org/code: it cannot be seen which files belong to it (Dataset scripts are no longer supported"),
+]
+
+
+def test_what_the_hub_cannot_give(fetched: Callable[..., list[Any]]) -> None:
     with small_hub() as hub:
         hub.add("org/toy", FILES)
         hub.add("org/code", FILES | {"code.py": "raise SystemExit('this must not run')"})
-        found = fetched(hub.endpoint, **{"path": "org/toy", **source})
-        assert isinstance(found, str) and found.startswith(said), found
+        for (_, said), found in zip(REFUSED, fetched(hub.endpoint, *({"path": "org/toy", **source} for source, _ in REFUSED)), strict=True):
+            assert isinstance(found, str) and found.startswith(said), found
 
 
 def test_the_small_hub_knows_revisions() -> None:

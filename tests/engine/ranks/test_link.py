@@ -49,7 +49,7 @@ def test_lines_that_end_while_a_message_is_read_are_over_at_both_ends(sent: byte
     assert meeting.inbox.get() == (3, Hello(3, os.getpid(), "host", {}))
     os.write(rank.fileno(), sent)
     meeting.end_lines()
-    assert meeting.inbox.get(timeout=60) == (3, None)
+    assert meeting.inbox.get(timeout=600) == (3, None)
     with pytest.raises(EOFError):
         rank.recv()
     meeting.end_lines()
