@@ -5,12 +5,15 @@ So a sample's mask does not depend on packing, on neighbours or on resuming, and
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 from torch import Tensor
 
 _GOLDEN = 0x9E3779B9
 _MUL1, _MUL2 = 0x7FEB352D, 0x846CA68B - (1 << 32)  # "lowbias32", C. Wellons 2018; the second as a signed int32
+_SMALL = 1 << 16  # elements of a mask
 
 
 def token_keys(seed: int, step: int, sample: int, num_tokens: int) -> np.ndarray:
@@ -39,7 +42,7 @@ def keep_mask(keys_T: Tensor, module_key: int, num_features: int, probability: f
     `keys_T` int32 from `token_keys`; `module_key` a 31-bit number of the layer.
     """
     threshold = int(probability * 2**31)
-    if keys_T.device.type == "cpu":
+    if keys_T.device.type == "cpu" and len(keys_T) * num_features <= _SMALL:
         return torch.from_numpy(_bits_numpy(keys_T.numpy(), module_key, num_features) >= threshold)
     return _bits(keys_T, module_key, num_features) >= threshold
 
@@ -52,7 +55,12 @@ def _bits(keys_T: Tensor, module_key: int, num_features: int) -> Tensor:
 
 
 def _bits_numpy(keys_T: np.ndarray, module_key: int, num_features: int) -> np.ndarray:
-    """The same as uint32. On a CPU, NumPy's small operations take a fourth of the time of torch's."""
+    """The same as uint32. NumPy's small operations take a fourth of the time of torch's, and large ones have one thread."""
     row = _mix_numpy(keys_T.view(np.uint32) ^ np.uint32(module_key))
-    column = _mix_numpy(np.arange(num_features, dtype=np.uint32) * np.uint32(_GOLDEN))
-    return _mix_numpy(row[:, None] ^ column[None, :]) & np.uint32(0x7FFFFFFF)
+    return _mix_numpy(row[:, None] ^ _columns_numpy(num_features)) & np.uint32(0x7FFFFFFF)
+
+
+@cache
+def _columns_numpy(num_features: int) -> np.ndarray:
+    """uint32 [1, K], the same for every mask."""
+    return _mix_numpy(np.arange(num_features, dtype=np.uint32) * np.uint32(_GOLDEN))[None, :]
