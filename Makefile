@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Hundreds of processes of the tests would compile the same sources again where the environment forbids to keep what was compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-gpu soak check bench clean
+.PHONY: setup demo test test-slow test-gpu soak check bench clean
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -21,11 +21,16 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python demo/run.py
 
-test soak: export PYTHONDONTWRITEBYTECODE = # what one process compiles, the hundreds after it need not
+test test-slow soak: export PYTHONDONTWRITEBYTECODE = # what one process compiles, the hundreds after it need not
 
 # One more than there are cores, as tests wait for processes and disks; each takes a GiB or two.
+MANY = $(or $(WORKERS),$(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))'))
+
 test: $(READY)
-	$(BIN)/python -m pytest -m 'not gpu and not soak' -n $(or $(WORKERS),$(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')) --dist worksteal
+	$(BIN)/python -m pytest -m 'not gpu and not soak and not slow' -n $(MANY) --dist worksteal
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m 'slow and not gpu and not soak' -n $(MANY) --dist worksteal
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m 'not gpu' -n 2 --dist worksteal

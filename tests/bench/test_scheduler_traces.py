@@ -71,6 +71,7 @@ def test_ratios_are_of_the_best_baseline_and_the_same_each_time(tmp_path: Path, 
     assert len(capsys.readouterr().out.splitlines()) == 2 * (2 + 3)
 
 
+@pytest.mark.slow
 def test_ours_is_no_worse_than_the_best_baseline_on_twelve_small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bounds are those of the full-size traces. Where wide jobs may not stop others, one shape exceeds them (next test)."""
     monkeypatch.setattr(scheduler_traces, "LISTED", math.inf)

@@ -385,6 +385,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_after_a_kill(tmp_path: Path) -> None:
     def command(out: str) -> list[str]:
         trace = ["--trace", "ee9e8c", "--jobs", "60", "--policy", "fifo/peft,sjf"]

@@ -122,6 +122,7 @@ class Killer:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.soak)])
+@pytest.mark.slow
 def test_a_worker_that_is_killed_again_and_again_costs_no_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int) -> None:
     monkeypatch.setenv("TLORA_CACHE", str(tmp_path / "cache"))
     (tmp_path / "hook").mkdir()

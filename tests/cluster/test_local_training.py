@@ -113,6 +113,7 @@ class Script:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_jobs_that_move_and_lose_their_worker_end_as_if_alone(world: World, tmp_path: Path) -> None:
     spec = run_spec(world.base, tmp_path, world.orders)
     made = profile_jobs(spec)

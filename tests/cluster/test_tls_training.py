@@ -29,6 +29,7 @@ from tlora.protocol import Action, Event, GroupLost, JobFinished, JobProfile, Jo
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.soak)])
+@pytest.mark.slow
 def test_a_worker_over_tls_that_is_killed_or_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
     monkeypatch.setenv("TLORA_CACHE", str(tmp_path / "cache"))
     base, data = save_base(tmp_path / "base"), str(write_rows(tmp_path / "rows.jsonl", 20))

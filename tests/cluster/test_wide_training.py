@@ -178,6 +178,7 @@ def worker_pid(script: Script) -> int:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_jobs_go_on_on_other_gpus(world: World, tmp_path: Path) -> None:
     """From one GPU to two, to the second of them, and back to both: each time in a worker that begins from their checkpoints."""
     stops = [(0,), (0, 1), (1,), (0, 1)]

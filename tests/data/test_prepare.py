@@ -293,6 +293,7 @@ for names in sys.argv[3:]:
 
 
 @pytest.mark.parametrize("count", [15_000, pytest.param(1_000_000, marks=pytest.mark.soak)])
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_rows(count: int, tmp_path: Path, tokenizer_path: Path) -> None:
     """Rows of 1 kB (as Python objects 3 kB) in each container: little more than 100 rows take."""
     row = json.dumps({"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "note": "x" * 1000})

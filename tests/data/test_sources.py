@@ -155,6 +155,7 @@ def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
     return run
 
 
+@pytest.mark.slow
 def test_a_data_set_of_the_hub(fetched: Callable[..., list[Any]]) -> None:
     toy = {"path": "org/toy"}
     with small_hub() as hub:

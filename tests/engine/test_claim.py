@@ -72,6 +72,7 @@ POINTS = ("checkpoint", "prune", "export", "result.json", "metrics")
 
 
 @pytest.mark.parametrize("point", POINTS)
+@pytest.mark.slow
 def test_where_the_lock_does_not_reach_the_number_keeps_an_old_attempt_from_writing(
     made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:

@@ -231,6 +231,7 @@ def test_a_hundred_kills_at_random_moments(runs: Runs, tmp_path: Path) -> None:
     kill_at_random(runs, tmp_path, 100, seed=2)
 
 
+@pytest.mark.slow
 def test_kill_at_steps_of_a_durable_write(runs: Runs, tmp_path: Path) -> None:
     total = count_calls(runs, tmp_path / "counted")
     assert total > 200

@@ -24,6 +24,7 @@ ORDER = Order("no GPU of this name", 90, 132, "bfloat16", 16, dropout=False, gro
 WINDOWED = AttentionOrder(4, 2, 64, 100, softcap=True)
 
 
+@pytest.mark.slow
 def test_every_kernel_of_a_plan_is_in_the_cache_afterwards(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     text = json.dumps(asdict(replace(ORDER, attentions=(WINDOWED,))))

@@ -418,6 +418,7 @@ def test_without_a_mutant_the_promise_is_kept(promise: Callable[[], None]) -> No
 
 
 @pytest.mark.parametrize("mutant", [pytest.param(m, id=m.name, marks=[pytest.mark.soak] if m.soak else []) for m in MUTANTS])
+@pytest.mark.slow
 def test_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     with planted(mutant.module, [(mutant.old, mutant.new)], tmp_path):
         with pytest.raises(AssertionError) as caught:

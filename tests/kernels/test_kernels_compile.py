@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 COMPILE = """
 import json
 import traceback
@@ -87,6 +89,7 @@ print(json.dumps(faults))
 """
 
 
+@pytest.mark.slow
 def test_they_compile(tmp_path: Path) -> None:
     """All by one process, as its start takes longer than a kernel."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}

@@ -28,6 +28,7 @@ def test_without_a_mutant_all_checks_pass() -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.slow
 def test_mutant_is_caught(mutant: Mutant) -> None:
     with mutant.plant(), pytest.raises(AssertionError) as caught:
         checks.check_everything(NAN_NEXT_DOOR)

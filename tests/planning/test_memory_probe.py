@@ -80,6 +80,7 @@ def measured(model: SuperModel, specs: list[JobSpec] = SPECS) -> Probe:
     return found
 
 
+@pytest.mark.slow
 def test_each_stage_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lines come out exactly, and far outside what was measured the higher of them is the prediction. The base counts once, with
     what libraries allocate for good; the largest two adapters are tried.
@@ -100,6 +101,7 @@ def test_each_stage_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.memory.base_bytes == weights + WORKSPACES
 
 
+@pytest.mark.slow
 def test_nothing_stays_behind() -> None:
     """No job, no gradient, no depth; and who joins afterwards trains to the same bits as without the probe."""
 

@@ -58,6 +58,7 @@ class User:
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(6, marks=pytest.mark.soak)])
+@pytest.mark.slow
 def test_users_with_a_key_each(tmp_path: Path, count: int) -> None:
     directory = tmp_path / "server"
     directory.mkdir()

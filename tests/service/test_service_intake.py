@@ -70,6 +70,7 @@ def bomb(path: Path, characters: int, rows: int) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_hostile_data_fails_its_job_with_file_and_row_and_no_other(asked: Asked, tmp_path: Path) -> None:
     good = write_rows(tmp_path / "good.jsonl", 20)
     lines = good.read_bytes().splitlines(keepends=True)

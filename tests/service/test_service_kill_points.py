@@ -111,6 +111,7 @@ def kill_at_every_point(directory: Path, first: int = 1, step: int = 1, **change
         killed, nth = killed + 1, nth + step
 
 
+@pytest.mark.slow
 def test_killed_at_every_sixth_commit_point(tmp_path: Path) -> None:
     assert kill_at_every_point(tmp_path, step=6) >= 7
 

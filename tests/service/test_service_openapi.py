@@ -34,6 +34,7 @@ def run(directory: Path, phases: str, examples: int) -> int:
     return int(found[1])
 
 
+@pytest.mark.slow
 def test_what_is_documented_holds(tmp_path: Path) -> None:
     assert run(tmp_path, "fuzzing", 8) >= 200
 

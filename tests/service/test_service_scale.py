@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from sqlalchemy import Connection, event, text
 
 from tests.service.served import Served, serving, until
@@ -39,6 +40,7 @@ with serving(Path({directory!r}), database_url={url!r}) as served:
 """
 
 
+@pytest.mark.slow
 def test_memory_with_ten_thousand_ended_jobs(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'tlora.db'}"
     with serving(tmp_path / "server", database_url=url) as served:

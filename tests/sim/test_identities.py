@@ -77,6 +77,7 @@ def integral(result: SimulationResult, values: Sequence[float]) -> float:
 
 @pytest.mark.parametrize("load", [0.5, 1.1])
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.slow
 def test_no_policy_beats_the_bounds(policy: str, load: float):
     jobs = trace_jobs("synth_sft", 300, 32, load)
     result = simulate(jobs, ClusterShape(4, 8), POLICIES[policy](), FUSED, FREE)

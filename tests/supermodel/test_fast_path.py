@@ -243,6 +243,7 @@ def test_each_family_compiled_with_dropout(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "changes"), [("llama", ONE_LAYER), *(pytest.param(family, {}, marks=pytest.mark.soak) for family in FAMILIES)]
 )
+@pytest.mark.slow
 def test_recomputed_layers_change_no_bit_of_a_family(family: str, changes: dict[str, Any]) -> None:
     """Compiled, as they run on a GPU."""
     shared = make_shared(family, **changes)
@@ -384,6 +385,7 @@ def life(shared: SuperModel) -> tuple[list[float], dict[str, Tensor], list[int]]
 
 
 @pytest.mark.parametrize("num_layers", [1, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.slow
 def test_jobs_join_and_leave_without_another_compilation_and_train_as_by_the_reference(num_layers: int) -> None:
     shape = ONE_LAYER | {"num_hidden_layers": num_layers}
     shared = make_shared("llama", **shape)

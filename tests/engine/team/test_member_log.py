@@ -33,6 +33,7 @@ def test_the_reason_is_told_where_the_log_takes_nothing(monkeypatch: pytest.Monk
     assert told == [Broken("AssertionError: no order to enter")]
 
 
+@pytest.mark.slow
 def test_a_rank_ends_where_its_log_takes_nothing() -> None:
     """Its exit goes without a look at threads, which may wait for a worker that is gone."""
     program = (
