@@ -4,7 +4,7 @@ A kernel is interpreted when `TRITON_INTERPRET` was set as it was defined, and s
 `tests/conftest.py` imports this before anything that imports triton (transformers does). The variable does not stay set, since the
 super-model would then take its GPU path on the CPU; a test module wraps its imports of kernels in `interpreted`.
 
-Nine tenths of the interpreter's time goes to the types of small tensors. Three of its functions are replaced by ones that remember, by
+Nine tenths of the interpreter's time goes to the types of small tensors. Four of its functions are replaced by ones that remember, by
 shape or by element type, what those give.
 
 The interpreter's `tl.dot` is numpy's matmul, and so a BLAS. Some BLAS kernels (OpenBLAS's for Haswell and Zen) sum an element in an order
@@ -140,14 +140,21 @@ def _call_from_kernel(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function.rewrite()(*args, **kwargs)
 
 
-def _patch_tensor(tensor: Any, scope: Any) -> None:
-    """As Triton's, but for what a tensor is as an index: an array of one element and one dimension, which NumPy 2.4 makes no number of."""
-    _patch_lang_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+def _read_one_element_as_index() -> None:
+    """As Triton's, whose tensor as an index is an array of one element and one dimension, of which NumPy 2.4 makes no number."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_tensor
 
 
 def _remember_types() -> None:
-    """Types of shapes, the shapes of tensors, and numpy's names for element types are made once each."""
+    """Types of shapes and of blocks, the shapes of tensors, and numpy's names for element types are made once each."""
     from triton.language import core
     from triton.runtime import interpreter
 
@@ -193,12 +200,11 @@ if find_spec("triton") is not None:
     assert "triton" not in sys.modules or _VARIABLE in os.environ or DEVICE.type == "cuda", "triton was imported before tests/conftest.py"
     with interpreted():
         import triton.experimental.gluon  # noqa: F401  (its first use, by the interpreter, would define things late)
-        from triton.runtime import interpreter as _interpreter
         from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, InterpreterOptions, interpreter_builder
 
         InterpreterBuilder.create_dot = _create_dot
         InterpretedFunction.__call__ = _call_from_kernel
-        _patch_lang_tensor, _interpreter._patch_lang_tensor = _interpreter._patch_lang_tensor, _patch_tensor
+        _read_one_element_as_index()
         _remember_types()
         # It computes each integer sum and product again in 64 bits, for an assertion that it makes with `debug` only: a third of the time.
         precisions = (*InterpreterOptions.allowed_dot_input_precisions, "bf16x6")

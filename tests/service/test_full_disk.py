@@ -46,7 +46,7 @@ def test_jobs_wait_for_room_and_end_with_the_adapters_of_an_untroubled_run(tmp_p
         file = servers[0].ask("POST", "/v1/files", files={"file": ("d.jsonl", data.read_bytes())}, data={"purpose": "fine-tune"})["id"]
         jobs = {"trains": servers[0].submit(name="trains", seed=1, data={"file": file}, **_ORDER)}
         until(lambda: servers[0].job(jobs["trains"])["steps"] > 0)
-        ballast = fill(disk)
+        fill(disk)
         jobs["begins"] = servers[0].submit(name="begins", seed=2, data={"file": file}, **_ORDER)
         until(lambda: "waits until there is room" in logs(directory))
         until(lambda: servers[0].job(jobs["trains"])["steps"] == _ORDER["max_steps"])
@@ -54,7 +54,6 @@ def test_jobs_wait_for_room_and_end_with_the_adapters_of_an_untroubled_run(tmp_p
         servers.append(Server(directory))
         found = [servers[1].job(job)["status"] for job in jobs.values()]
         assert set(found) <= {"running", "queued"}, found
-        ballast.unlink()
         resize(disk, "16m")
         ends = {name: servers[1].ended(job) for name, job in jobs.items()}
         assert {end["status"] for end in ends.values()} == {"succeeded"}, [end["reason"] for end in ends.values()]
@@ -75,10 +74,9 @@ def test_a_server_ends_while_its_jobs_wait_for_room(tmp_path: Path) -> None:
         file = servers[0].ask("POST", "/v1/files", files={"file": ("d.jsonl", data.read_bytes())}, data={"purpose": "fine-tune"})["id"]
         job = servers[0].submit(name="a", data={"file": file}, **_ORDER)
         until(lambda: servers[0].job(job)["steps"] > 0)
-        ballast = fill(disk)
+        fill(disk)
         until(lambda: "waits until there is room" in logs(directory))
         assert servers[0].end() == 128 + signal.SIGTERM
-        ballast.unlink()
         resize(disk, "16m")
         servers.append(Server(directory))
         end = servers[1].ended(job)
