@@ -1,12 +1,51 @@
-"""Where the user's cache is. What lies there belongs to those who put it there."""
+"""Where the user's caches are: what can be made again. What lies there belongs to those who put it there."""
 
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+
+_COMPILED = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 
 
 def cache_dir() -> Path:
-    """Where what can be made again (tokenized data, tables of tiles) is kept: $TLORA_CACHE, or tlora in the user's cache directory."""
+    """Where tokenized data, tables of tiles and compiled kernels are kept: $TLORA_CACHE, or tlora in the user's cache directory."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.environ.get("TLORA_CACHE") or Path(home) / "tlora").expanduser()
+
+
+def share_compiled_kernels() -> None:
+    """Make Triton and Inductor keep what they compile in this program's cache, for all processes and GPUs; call it before they compile.
+
+    Inductor else sends Triton to a directory for each GPU's index from the first layer on that it compiles, and what other
+    processes or GPUs have compiled is not found there. A variable that the user has set stays as it is.
+    """
+    for variable, name in _COMPILED.items():
+        os.environ.setdefault(variable, str(_compiled_dir(variable, name)))
+
+
+def _compiled_dir(variable: str, name: str) -> Path:
+    home = os.environ.get("TRITON_HOME")
+    return Path(home) / ".triton" / "cache" if home and variable == "TRITON_CACHE_DIR" else cache_dir() / name
+
+
+def open_caches(note: Callable[[str], object]) -> None:
+    """`share_compiled_kernels`; where nothing can be written to the cache directory, the caches are in a temporary one, which is noted."""
+    wanted = cache_dir()
+    try:
+        wanted.mkdir(parents=True, exist_ok=True)
+        why = "" if os.access(wanted, os.W_OK | os.X_OK) else "Permission denied"
+    except OSError as error:
+        why = error.strerror or str(error)
+    if why:
+        own = {name: str(_compiled_dir(name, directory)) for name, directory in _COMPILED.items()}
+        for variable in (name for name, path in own.items() if os.environ.get(name) == path):
+            del os.environ[variable]
+        os.environ["TLORA_CACHE"] = tempfile.mkdtemp(prefix="tlora-cache-")
+        note(
+            f"the cache directory {wanted} cannot be written ({why}): the caches of this launch are in {os.environ['TLORA_CACHE']}. "
+            "To keep them, set TLORA_CACHE to a directory that can be written"
+        )
+    share_compiled_kernels()

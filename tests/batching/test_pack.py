@@ -363,13 +363,16 @@ def test_the_default_budget_can_be_filled_by_the_others() -> None:
     assert auto_token_budget(300, [3000.0] * 8, 8000) == 8000 // 128 * 128
     assert auto_token_budget(300, [100.0] * 7, 8192) == 384  # the longest sample
     assert auto_token_budget(300, [100.0, 100.0, 100.0, 24_000.0], 8192) == 2000 // 128 * 128  # a twelfth of the largest
-    assert auto_token_budget(300, [2000.0], 8192) == 2000 // 128 * 128  # alone: its batch
+    assert auto_token_budget(300, [2000.0], 8192) == 2048  # alone: its whole batch
+    assert auto_token_budget(300, [2000.0], 8192, spreads=[400.0]) == 3200  # and nearly all that are larger
+    assert auto_token_budget(300, [2000.0, 2100.0], 8192, spreads=[400.0, 100.0]) == 3200
     assert auto_token_budget(300, [], 8192) == 384
 
 
 def test_a_budget_that_need_not_be_filled_holds_the_batches_of_all_jobs() -> None:
-    assert auto_token_budget(300, [1000.0, 2000.0, 600.0, 700.0], 8192, filled=False) == 4300 // 128 * 128
-    assert auto_token_budget(300, [1000.0, 2000.0], 8192, filled=False) == 3000 // 128 * 128
+    assert auto_token_budget(300, [1000.0, 2000.0, 600.0, 700.0], 8192, filled=False) == 4352
+    assert auto_token_budget(300, [1000.0, 2000.0], 8192, filled=False) == 3072
+    assert auto_token_budget(300, [1000.0, 2000.0], 8192, filled=False, spreads=[300.0, 400.0]) == 4608  # 3,000 and three times 500
     assert auto_token_budget(300, [3000.0] * 4, 8192, filled=False) == 8192  # the cap
     assert auto_token_budget(300, [], 8192, filled=False) == 384  # the longest sample
 

@@ -141,7 +141,7 @@ def test_jobs_without_a_common_gpu_share_what_others_read() -> None:
 def test_a_job_of_several_replicas_offers_a_replica_at_a_time() -> None:
     data: Any = SimpleNamespace(train=np.recarray(100, [("lengths", "i4")]))
     data.train.lengths[:] = 200
-    for gpus, budget in ((1, 3200), (2, 1536)):
+    for gpus, budget in ((1, 3200), (2, 1664)):
         spec = JobSpec.model_validate({"name": "a", "data": "d", "batch_size": 16, "gpus": gpus})
         run = RunSpec.model_validate({"base_model": "b", "jobs": [spec]})
         assert _budgets(run, [PlannedJob(spec, data)], 300, MODEL, GPU)[0] == budget

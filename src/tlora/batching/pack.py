@@ -7,6 +7,7 @@ Tensors are made elsewhere; what a budget costs in memory or seconds is not know
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from tlora.batching.flow import Flow, Kind, enter_line
 _LARGEST_STEP = 128  # tokens between prepared sizes: a GEMM computes whole tiles of 128 rows, so that finer sizes save it nothing
 _CHOICES_PER_FLOW = 64  # samples (or runs of samples) of one flow that the search for the fullest fill looks at
 _MOST_CHOICES = 256  # and of all flows: equal lengths, which no choice can fill better, still take under 2 ms
+_SPREADS = 3  # standard deviations above the mean of a global batch that a micro-batch still holds
 _GOOD_ENOUGH = 256  # stop searching once padding is at most budget/256
 
 _Alternative = tuple[int, range]  # tokens, and the indices of the pending samples that have them
@@ -201,7 +203,9 @@ def prepared_budget(tokens: int, token_budget: int) -> int:
     return min(token_budget, -(-tokens // step) * step)
 
 
-def auto_token_budget(longest_tokens: int, global_batch_tokens: Sequence[float], cap_tokens: int, *, filled: bool = True) -> int:
+def auto_token_budget(
+    longest_tokens: int, global_batch_tokens: Sequence[float], cap_tokens: int, *, filled: bool = True, spreads: Sequence[float] = ()
+) -> int:
     """The default budget for jobs whose global batches have about `global_batch_tokens` each: a multiple of 128, at most
     `cap_tokens`, at least the longest sample (even above the cap: a sample cannot be split).
 
@@ -209,13 +213,18 @@ def auto_token_budget(longest_tokens: int, global_batch_tokens: Sequence[float],
     fill a micro-batch while that one ends its batch, or a twelfth of the largest batch if that is more: then its ends are rare. Over
     60 random mixes of four jobs padding was at most 2.5 %, ends of batches included. Fewer jobs: the largest batch in one micro-batch.
     Else the batches of all jobs in one micro-batch, which varies in size with their samples: fewer micro-batches.
+
+    `spreads`: standard deviations of `global_batch_tokens`. Where a micro-batch should hold whole batches it holds those that are
+    `_SPREADS` above the mean: a batch that is cut takes a second micro-batch, nearly empty (a lone job over an 8B on an H100: 17 % slower).
     """
     assert longest_tokens > 0, f"the longest sample has {longest_tokens} tokens"
+    assert not spreads or len(spreads) == len(global_batch_tokens), f"{len(spreads)} spreads of {len(global_batch_tokens)} jobs"
     largest = max(global_batch_tokens, default=0.0)
+    spreads = spreads or [0.0] * len(global_batch_tokens)
     if not filled:
-        wanted = sum(global_batch_tokens)
+        wanted = sum(global_batch_tokens) + _SPREADS * math.hypot(*spreads)
     elif len(global_batch_tokens) < 4:
-        wanted = largest
+        wanted = max((mean + _SPREADS * spread for mean, spread in zip(global_batch_tokens, spreads, strict=True)), default=0.0)
     else:
-        wanted = max(sum(global_batch_tokens) - largest, largest / 8) * 2 / 3
-    return max(-(-longest_tokens // 128) * 128, int(min(cap_tokens, wanted)) // 128 * 128)
+        wanted = max(sum(global_batch_tokens) - largest, largest / 8) * 2 / 3 // 128 * 128
+    return max(-(-longest_tokens // 128) * 128, min(cap_tokens // 128, math.ceil(wanted / 128)) * 128)

@@ -2,6 +2,7 @@
 
 import os
 
+from tlora.cache_directory import share_compiled_kernels
 from tlora.cluster.gpus import count_as_the_driver_does
 from tlora.link.log import leave
 from tlora.sharing.multicast import turn_multicast_off
@@ -13,6 +14,7 @@ def main() -> None:
     """The program `tlora`. Each command imports what it needs when it is called, so that `tlora --help` imports no model library."""
     turn_multicast_off()
     count_as_the_driver_does()
+    share_compiled_kernels()
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)  # read by torch's threads when torch is imported
     try:

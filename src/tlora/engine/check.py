@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tlora.cache_directory import open_caches
 from tlora.data.order import Mixture, epoch_size
 from tlora.data.prepare import Preparation, Prepared
 from tlora.data.report import DataReport
@@ -114,6 +115,7 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
     except ConfigError as error:
         problems.append(str(error))
     warnings = _look_at_output(run, problems)
+    open_caches(warnings.append)
     try:
         base = outline(run.base_model, run.dtype, run.base_precision)
         if run.base_precision == "fp8":

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from tlora.cache_directory import open_caches
 from tlora.data.prepare import WorkerProcess
 from tlora.engine.interrupts import describe_interrupt, interrupts
 from tlora.engine.job_length import check_lengths
@@ -66,6 +67,7 @@ def train(
     """
     run = resolve_run(jobs, settings)
     digest, watcher = digest_of(run), watcher or Watcher()
+    open_caches(watcher.note)
     if resume:
         restore_run_file(run, watcher.note)
     if scheduled := sorted({field for job in run.jobs for field in job.model_fields_set & set(SCHEDULED)}):

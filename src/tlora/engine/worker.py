@@ -21,6 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tlora.cache_directory import open_caches
 from tlora.engine.patience import Patience
 from tlora.engine.pulse import Pulse
 from tlora.engine.settler import Settler
@@ -156,6 +157,7 @@ def serve(entrance: Entrance, gpus: tuple[int, ...]) -> int:
     Raises ConfigError where nobody listens, or who does is not to be trusted, or does not want this worker; then all is saved.
     """
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # no library may wait for an answer
+    open_caches(note)
     worker = Worker(gpus, entrance)
     received: list[int] = []
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from tlora import durable
+from tlora.cache_directory import open_caches
 from tlora.cluster.arrivals import Arrival, submit_all
 from tlora.cluster.controller import run as run_controller
 from tlora.cluster.doors import TlsDoor
@@ -78,6 +79,7 @@ def train_on_cluster(
             "Choose residual_capacity"
         )
     watcher, began = watcher or Watcher(), time.monotonic()
+    open_caches(watcher.note)
     place = tcp_place(worker_listen) if worker_listen is not None else None
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     places = rank_devices(gpus if gpus is not None else "all" if kind == "cuda" else 1, device)

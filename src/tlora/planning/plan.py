@@ -4,6 +4,7 @@ job by itself is in `job_plan.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -198,13 +199,22 @@ def _budgets(run: RunSpec, jobs: list[PlannedJob], longest: int, memory: MemoryM
     """
     if run.token_budget != "auto":
         return [max(run.token_budget, longest)]
-    batches = ((j.data.train.lengths, j) for j in jobs if j.data)
-    offered = [float(lengths.mean()) * min(j.spec.batch_size, len(lengths)) / j.replicas for lengths, j in batches]  # a replica at a time
+    batches = [_replica_batch(job) for job in jobs if job.data]
+    offered, spreads = [mean for mean, _ in batches], [spread for _, spread in batches]
     cap = _GPU_BUDGET_CAP if device.type == "cuda" else CPU_BUDGET_CAP
-    budgets = [auto_token_budget(longest, offered, cap, filled=min(sum(offered), cap) * memory.layer_weights < HIDES_LAUNCHES)]
+    filled = min(sum(offered), cap) * memory.layer_weights < HIDES_LAUNCHES
+    budgets = [auto_token_budget(longest, offered, cap, filled=filled, spreads=spreads)]
     while budgets[-1] // 2 >= longest:
         budgets.append(budgets[-1] // 2)
     return budgets
+
+
+def _replica_batch(job: PlannedJob) -> tuple[float, float]:
+    """Mean and standard deviation of the tokens of one replica's part of a global batch, which is drawn without replacement."""
+    assert job.data is not None
+    lengths = job.data.train.lengths
+    samples = min(job.spec.batch_size, len(lengths)) / job.replicas
+    return float(lengths.mean()) * samples, float(lengths.std()) * math.sqrt(samples * (1 - samples / len(lengths)))
 
 
 def _depths(run: RunSpec, memory: MemoryModel) -> Sequence[int]:

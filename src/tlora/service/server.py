@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from sqlalchemy import Connection, Engine, select
 
 from tlora import durable
+from tlora.cache_directory import open_caches
 from tlora.cluster.doors import TlsDoor
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.errors import ConfigError
@@ -149,6 +150,7 @@ def _hold(directory: Path) -> int:
 
 def serve(config: ServerConfig, say: Callable[[str], None]) -> int:
     """Serve until SIGTERM or SIGINT; the exit status. `say` gets a line at a time for whoever started the server. Raises TloraError."""
+    open_caches(say)
     found = open_server(config)
     try:
         listener = _listen(config)

@@ -19,6 +19,7 @@ from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
 from tlora.adapters.bank import AdapterBank
+from tlora.cache_directory import share_compiled_kernels
 from tlora.job import LoraConfig
 from tlora.kernels.device import capability_of, is_hopper, runs_kernels
 from tlora.kernels.frozen import BaseWeights
@@ -55,6 +56,7 @@ class FastPath:
     def __init__(self, base: Base, linears: Mapping[str, LoraLinear], context: Context, deterministic: bool) -> None:
         from tlora.kernels.fused_linear import make_group
 
+        share_compiled_kernels()
         self._base, self._context, self._deterministic = base, context, deterministic
         self.recomputed_layers = 0  # from the first on: backward runs them again instead of keeping what they made
         self.largest_rank = 0  # that there was or will be: S is as wide from the start, so that nothing is compiled when it comes or goes
@@ -215,6 +217,7 @@ def compile_ahead(
     from tlora.kernels.compile_ahead import AttentionOrder, GroupOrder, order_for, start
     from tlora.kernels.varlen_attention import LARGEST_HEAD
 
+    share_compiled_kernels()
     members = [[linears[name] for name in names] for names in find_groups(base, linears)]
     groups = [
         GroupOrder(m[0].in_features, tuple(x.out_features for x in m), m[0].bias is not None, m[0].scale_N is not None) for m in members
