@@ -27,7 +27,7 @@ from tlora.engine.check import SourceCheck
 from tlora.engine.watcher import JobProgress, RunProgress, Watcher
 from tlora.errors import CapacityError, CheckpointError, ConfigError, DataError, ModelError
 from tlora.job import RunSpec
-from tlora.store.recorder import JobResult
+from tlora.store.job_result import JobResult
 
 JOBS = "base_model: some/base\njobs:\n  - {name: polite, data: p.jsonl}\n  - {name: sql, data: s.jsonl}\n"
 DONE = {name: JobResult(name, "done", rank=16, steps=5, total_steps=5, train_loss=1.5, path=f"out/{name}") for name in ("polite", "sql")}

@@ -14,7 +14,7 @@ from tlora.cli.progress import LINE_SECONDS, LiveView, PlainView, clock_text, pr
 from tlora.cli.result_view import best_first, exit_code, print_results, resume_line
 from tlora.cli.terminal import bytes_text, open_console, path_text, printable, shows_live
 from tlora.engine.watcher import JobProgress, RunProgress
-from tlora.store.recorder import JobResult
+from tlora.store.job_result import JobResult
 
 
 def drawn(state: RunProgress, width: int = 130, height: int = 40) -> list[str]:

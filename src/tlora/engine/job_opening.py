@@ -21,7 +21,7 @@ from tlora.job import JobSpec
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.start import start_state
 from tlora.store import checkpoint
-from tlora.store.recorder import JobResult, write_result
+from tlora.store.job_result import JobResult, write_result
 from tlora.store.run_directory import check_same_job, find_checkpoint, write_job_file
 
 Note = Callable[[str], None]

@@ -8,7 +8,7 @@ from typing import Any
 
 from tlora.job import JobSpec, RunSpec
 from tlora.json_file import read_object
-from tlora.store.recorder import JobResult, write_result
+from tlora.store.job_result import JobResult, write_result
 
 
 class Results(dict[str, JobResult]):

@@ -31,8 +31,8 @@ from tlora.planning.plan import RunPlan, describe_plan, pick_device
 from tlora.planning.threads import compute_with
 from tlora.report.run_page import write_report
 from tlora.store.fingerprint import BaseGuard
+from tlora.store.job_result import JobResult
 from tlora.store.metrics import check_trackers
-from tlora.store.recorder import JobResult
 from tlora.store.run_directory import check_run_directory, earlier_base, hold_run_directory, pin_base, pin_data, write_run_file
 from tlora.store.run_recovery import restore_run_file
 from tlora.store.serving import ServingFiles

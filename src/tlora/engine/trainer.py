@@ -43,7 +43,8 @@ from tlora.planning.job_plan import PlannedJob, plan_job, prepare_requests
 from tlora.planning.plan import fixed_depth
 from tlora.store.claim import Claim, HeldError, take_claim
 from tlora.store.disk_reserve import DiskReserve
-from tlora.store.recorder import JobResult, RunContext
+from tlora.store.job_result import JobResult
+from tlora.store.recorder import RunContext
 from tlora.store.room import with_room
 from tlora.store.run_directory import pin_data
 from tlora.store.serving import ServingFiles

@@ -45,8 +45,8 @@ from tlora.report.run_page import write_report
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
 from tlora.store.fingerprint import BaseGuard
+from tlora.store.job_result import JobResult
 from tlora.store.metrics import check_trackers
-from tlora.store.recorder import JobResult
 from tlora.store.run_directory import earlier_base, pin_base, write_run_file
 from tlora.supermodel.load import Base, find_directory, outline
 from tlora.supermodel.supermodel import SuperModel

@@ -9,7 +9,7 @@ from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec
 from tlora.json_file import read_object
 from tlora.protocol import JobFinished
-from tlora.store.recorder import JobResult
+from tlora.store.job_result import JobResult
 from tlora.store.run_directory import check_same_job, job_spec_in
 
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")

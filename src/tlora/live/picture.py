@@ -28,7 +28,7 @@ from tlora.protocol import (
     StepsDone,
     StopGroup,
 )
-from tlora.store.recorder import JobResult
+from tlora.store.job_result import JobResult
 
 _TAIL_BYTES = 4096  # of metrics.jsonl: holds its last row
 

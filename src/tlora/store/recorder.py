@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
@@ -21,7 +20,8 @@ from tlora.group.reports import CheckpointDue, Ended, Evaluated, Status, Stepped
 from tlora.group.wall import Failure, attempt
 from tlora.store import checkpoint
 from tlora.store.disk_reserve import DiskReserve
-from tlora.store.metrics import RowWriter, Tracker, finite, means
+from tlora.store.job_result import JobResult, result_of, write_result
+from tlora.store.metrics import RowWriter, Tracker, means
 from tlora.store.model_card import is_unedited, model_card
 from tlora.store.moment import Moment, on_host
 from tlora.store.room import WaitsForRoom, with_room
@@ -29,31 +29,6 @@ from tlora.store.writer import Writer, Written
 from tlora.wording.card_seal import CARD_FILE
 
 Outcome = tuple[Status, str]  # how a job ended, and why
-
-
-@dataclass(frozen=True)
-class JobResult:
-    """How one job ended. Losses are means per trained token: `train_loss` over the last ten steps, `eval_loss` of the last
-    evaluation (of the best with `load_best_model_at_end`). `path` holds the adapter when `status` is "done".
-    """
-
-    name: str
-    status: Status
-    reason: str = ""
-    rank: int = 0
-    steps: int = 0
-    total_steps: int = 0
-    train_loss_first: float | None = None
-    train_loss: float | None = None
-    eval_loss_first: float | None = None
-    eval_loss: float | None = None
-    eval_loss_best: float | None = None
-    best_step: int | None = None
-    num_tokens: int = 0
-    seconds: float = 0.0
-    path: str = ""
-    sweep_of: str | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -337,27 +312,9 @@ class Recorder:
 
     def result(self, status: Status, reason: str = "") -> JobResult:
         """Write `result.json`, close the trackers and give back what was kept for this job on the disk."""
-        run, p = self._run, self._run.progress
-        best = run.spec.load_best_model_at_end
-        result = JobResult(
-            name=run.spec.name,
-            status=status,
-            reason=reason,
-            rank=run.spec.r,
-            steps=p.step,
-            total_steps=run.total_steps,
-            train_loss_first=finite(p.loss_first),
-            train_loss=finite(sum(p.losses) / len(p.losses)) if p.losses else None,
-            eval_loss_first=finite(p.eval_first),
-            eval_loss=finite(p.best_eval if best else p.eval_last),
-            eval_loss_best=finite(p.best_eval),
-            best_step=p.best_step if p.best_step >= 0 else None,
-            num_tokens=p.num_tokens,
-            seconds=self.seconds,
-            path=str(self._directory),
-            sweep_of=run.spec.sweep_of,
-            settings=dict(self._settings),
-        )
+        run = self._run
+        result = result_of(run.spec, run.progress, self._directory, run.total_steps)
+        result = replace(result, status=status, reason=reason, seconds=self.seconds, settings=dict(self._settings))
         self._context.reserve.ended(run.spec.name)
         if status != "done":
             self._context.reserve.forget(self._directory)
@@ -380,17 +337,3 @@ class Recorder:
 
         if isinstance(failed := attempt(write), Failure):
             self._context.note(f"{path}: {failed.reason}")
-
-
-def write_result(
-    directory: Path, result: JobResult, note: Callable[[str], None], failpoint: durable.Failpoint = durable.no_failpoint
-) -> None:
-    """`result.json`; where it cannot be written, the result still goes back to the caller."""
-    path = directory / "result.json"
-
-    def write() -> None:
-        durable.make_directory(directory)
-        durable.write_file(path, json.dumps(asdict(result), indent=1) + "\n", failpoint=failpoint)
-
-    if isinstance(failed := attempt(write), Failure):
-        note(f"{path}: {failed.reason}")

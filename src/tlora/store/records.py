@@ -6,7 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from tlora.group.reports import Computed, Ended, Noted, Report, Status
-from tlora.store.recorder import JobResult, Outcome, Recorder
+from tlora.store.job_result import JobResult
+from tlora.store.recorder import Outcome, Recorder
 
 
 class Records:

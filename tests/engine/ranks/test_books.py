@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.engine.tiny_runs import job
 from tlora.engine.ranks.books import Books
 from tlora.job import RunSpec
-from tlora.store.recorder import JobResult
+from tlora.store.job_result import JobResult
 
 
 def test_a_job_that_ends_before_its_new_gpu_has_shown_it_was_there() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tlora.batching.replicas import Span
 from tlora.engine.watcher import JobProgress, RunProgress
 from tlora.job import RunSpec
-from tlora.store.recorder import JobResult
+from tlora.store.job_result import JobResult
 
 
 class Books:

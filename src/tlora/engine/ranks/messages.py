@@ -15,7 +15,7 @@ from tlora.engine.watcher import RunProgress
 from tlora.job import RunSpec
 
 if TYPE_CHECKING:  # ranks are started before anybody has loaded torch
-    from tlora.store.recorder import JobResult
+    from tlora.store.job_result import JobResult
 
 WAITS = {
     "exchange_wait_seconds": "for parts of jobs on other GPUs",

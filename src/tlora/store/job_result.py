@@ -1,0 +1,92 @@
+"""How one job ended: `result.json` in its directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from tlora import durable
+from tlora.group.progress import TrainingProgress
+from tlora.group.reports import Status
+from tlora.group.wall import Failure, attempt
+from tlora.job import JobSpec
+from tlora.json_file import read_object
+from tlora.store.metrics import finite
+
+RESULT_FILE = "result.json"
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How one job ended. Losses are means per trained token: `train_loss` over the last ten steps, `eval_loss` of the last
+    evaluation (of the best with `load_best_model_at_end`). `path` holds the adapter when `status` is "done".
+    """
+
+    name: str
+    status: Status
+    reason: str = ""
+    rank: int = 0
+    steps: int = 0
+    total_steps: int = 0
+    train_loss_first: float | None = None
+    train_loss: float | None = None
+    eval_loss_first: float | None = None
+    eval_loss: float | None = None
+    eval_loss_best: float | None = None
+    best_step: int | None = None
+    num_tokens: int = 0
+    seconds: float = 0.0
+    path: str = ""
+    sweep_of: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def result_of(spec: JobSpec, progress: TrainingProgress, directory: Path, total_steps: int) -> JobResult:
+    """What `progress` says of a job in `directory`, as of one that was stopped there."""
+    p, best = progress, spec.load_best_model_at_end
+    return JobResult(
+        name=spec.name,
+        status="stopped",
+        rank=spec.r,
+        steps=p.step,
+        total_steps=total_steps,
+        train_loss_first=finite(p.loss_first),
+        train_loss=finite(sum(p.losses) / len(p.losses)) if p.losses else None,
+        eval_loss_first=finite(p.eval_first),
+        eval_loss=finite(p.best_eval if best else p.eval_last),
+        eval_loss_best=finite(p.best_eval),
+        best_step=p.best_step if p.best_step >= 0 else None,
+        num_tokens=p.num_tokens,
+        seconds=p.seconds,
+        path=str(directory),
+        sweep_of=spec.sweep_of,
+    )
+
+
+def read_result(directory: Path) -> JobResult | None:
+    """What `result.json` there says; None where there is none, or none that can be read. Keys of other versions are passed over."""
+    known = {each.name for each in fields(JobResult)}
+    try:
+        content = read_object(directory / RESULT_FILE)
+        return TypeAdapter(JobResult).validate_python({key: value for key, value in content.items() if key in known})
+    except (OSError, ValueError):
+        return None
+
+
+def write_result(
+    directory: Path, result: JobResult, note: Callable[[str], None], failpoint: durable.Failpoint = durable.no_failpoint
+) -> None:
+    """`result.json`; where it cannot be written, the result still goes back to the caller."""
+    path = directory / RESULT_FILE
+
+    def write() -> None:
+        durable.make_directory(directory)
+        durable.write_file(path, json.dumps(asdict(result), indent=1) + "\n", failpoint=failpoint)
+
+    if isinstance(failed := attempt(write), Failure):
+        note(f"{path}: {failed.reason}")
