@@ -16,7 +16,7 @@ from tests.kernels.interpreter import interpreted
 
 with interpreted():
     from tlora.kernels import compile_ahead
-    from tlora.kernels.compile_ahead import AttentionOrder, GroupOrder, Order
+    from tlora.kernels.compile_ahead import AttentionOrder, GroupOrder, HeadOrder, Order
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the same with real launches")
 NARROW = GroupOrder(32, (32,), bias=False, fp8=False)
@@ -27,18 +27,19 @@ WINDOWED = AttentionOrder(4, 2, 64, 100, softcap=True)
 @pytest.mark.slow
 def test_every_kernel_of_a_plan_is_in_the_cache_afterwards(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    text = json.dumps(asdict(replace(ORDER, attentions=(WINDOWED,))))
+    text = json.dumps(asdict(replace(ORDER, attentions=(WINDOWED,), head=HeadOrder(500, False))))
     command = [sys.executable, "-m", "tlora.kernels.compile_ahead"]
     done = subprocess.run(command, input=text, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = sorted(path.stem for path in tmp_path.rglob("*.cubin"))
     # Forward and input gradient for one run in a tile and for many; the shrink of x and of dy, and the sums of both, are other kernels.
     linears = ["gemm_kernel"] * 4 + ["shrink_kernel"] * 2 + ["sum_kernel"] * 2
-    assert found == sorted([*linears, "forward_kernel", "dq_kernel", "dkv_kernel"])
+    step = ["norm_kernel", "verdict_kernel", "check_kernel", "update_kernel", "gather_kernel", "scatter_kernel", "write_kernel"]
+    assert found == sorted([*linears, "forward_kernel", "dq_kernel", "dkv_kernel", *step, *["cross_entropy_kernel"] * 2])
 
 
 def test_an_order_survives_its_way_to_the_process() -> None:
-    for order in (ORDER, replace(ORDER, attentions=(WINDOWED, WINDOWED))):
+    for order in (ORDER, replace(ORDER, attentions=(WINDOWED, WINDOWED), head=HeadOrder(500, True))):
         assert compile_ahead.read_order(json.dumps(asdict(order))) == order
 
 

@@ -14,21 +14,28 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from tlora.kernels import fused_linear, varlen_attention
+from tlora.kernels import bank_chunks, fused_linear, varlen_attention
+from tlora.kernels.bank_chunks import CHUNK
 from tlora.kernels.device import capability_of
 from tlora.kernels.fp8 import DTYPE
+from tlora.kernels.frozen import FrozenLinear
+from tlora.kernels.fused_adamw import NUM_OUTCOMES, NUM_SCALARS, FlatState, StepBuffers, launch_measure, launch_update
 from tlora.kernels.fused_linear import LinearGroup
+from tlora.kernels.head import Head
 from tlora.kernels.lora_tables import ADDRESS_FIELDS, DA, DB, RANK, RUNS_STEP, A, B, LoraTables, Run, Slots, build_tables
 from tlora.kernels.tile_files import table_of_gpu
 from tlora.kernels.tiles import MOST_SIZES, Tile, TileTable, keys_of, sizes_of
+from tlora.kernels.triton_cross_entropy import fused_linear_cross_entropy
 from tlora.kernels.varlen_attention import Rule, Saved, list_tiles, tiles_of
 
 META = torch.device("meta")
@@ -59,8 +66,17 @@ class AttentionOrder:
 
 
 @dataclass(frozen=True)
+class HeadOrder:
+    """The cross-entropy over so many tokens of a vocabulary, and whether logits are capped."""
+
+    vocabulary: int
+    softcap: bool
+
+
+@dataclass(frozen=True)
 class Order:
-    """What is to be compiled: launches of `groups` in `dtype` with S `width` wide, and of `attentions`, for GPUs like `gpu`.
+    """What is to be compiled: launches of `groups` in `dtype` with S `width` wide, of `attentions`, of `head` and of the optimizer step,
+    for GPUs like `gpu`.
 
     `capability` is 90 for 9.0; `programs` the number of SMs. With `dropout` some job has it.
     """
@@ -73,6 +89,7 @@ class Order:
     dropout: bool
     groups: tuple[GroupOrder, ...]
     attentions: tuple[AttentionOrder, ...] = ()
+    head: HeadOrder | None = None
 
 
 @dataclass(frozen=True)
@@ -87,12 +104,18 @@ class _Kernel:
 
 
 def order_for(
-    device: torch.device, dtype: torch.dtype, width: int, dropout: bool, groups: Sequence[GroupOrder], attentions: Sequence[AttentionOrder]
+    device: torch.device,
+    head: Head,
+    width: int,
+    dropout: bool,
+    groups: Sequence[GroupOrder],
+    attentions: Sequence[AttentionOrder],
 ) -> Order:
-    """The order for a GPU that is there."""
-    found = torch.cuda.get_device_properties(device)
-    name, unlike = str(dtype).removeprefix("torch."), (tuple(dict.fromkeys(groups)), tuple(dict.fromkeys(attentions)))
-    return Order(found.name, capability_of(device), found.multi_processor_count, name, width, dropout, *unlike)
+    """The order for a GPU that is there; the dtype is that of `head`."""
+    found, weight = torch.cuda.get_device_properties(device), head.weight_VH
+    name, unlike = str(weight.dtype).removeprefix("torch."), (tuple(dict.fromkeys(groups)), tuple(dict.fromkeys(attentions)))
+    loss = HeadOrder(weight.shape[0], bool(head.softcap))
+    return Order(found.name, capability_of(device), found.multi_processor_count, name, width, dropout, *unlike, loss)
 
 
 def start(order: Order) -> subprocess.Popen[bytes]:
@@ -109,7 +132,9 @@ def read_order(text: str) -> Order:
     """The inverse of what `start` writes."""
     row = json.loads(text)
     groups = tuple(GroupOrder(**(group | {"widths": tuple(group["widths"])})) for group in row.pop("groups"))
-    return Order(**row | {"groups": groups, "attentions": tuple(AttentionOrder(**each) for each in row["attentions"])})
+    attentions = tuple(AttentionOrder(**each) for each in row.pop("attentions"))
+    head = HeadOrder(**found) if (found := row.pop("head")) is not None else None
+    return Order(**row, groups=groups, attentions=attentions, head=head)
 
 
 def compile_all(order: Order, workers: int) -> None:
@@ -120,6 +145,8 @@ def compile_all(order: Order, workers: int) -> None:
     tasks += [
         partial(_compile_attention, getattr(torch, order.dtype), attention, name) for attention in order.attentions for name in _ATTENTION
     ]
+    tasks += [partial(launch, getattr(torch, order.dtype)) for launch in (_measure_step, _update_step, _copy_chunks)]
+    tasks += [partial(_compile_loss, getattr(torch, order.dtype), order.head, gradient) for gradient in (True, False) if order.head]
     with multiprocessing.get_context("fork").Pool(workers) as pool:
         list(pool.imap_unordered(operator.call, tasks, chunksize=1))
 
@@ -173,8 +200,22 @@ def _without_a_gpu(capability: int) -> None:
         def get_current_stream(self, _device: int) -> int:
             return 0
 
+    def launch(function: Any, grid: object, *arguments: object, **options: object) -> None:
+        _compile_launcher(function.run(*arguments, grid=grid, warmup=True, **options))
+
     driver.set_active(NoDevice())  # type: ignore[arg-type]
-    JITFunction.__getitem__ = lambda self, grid: partial(self.run, grid=grid, warmup=True)  # type: ignore[method-assign]
+    JITFunction.__getitem__ = lambda self, grid: partial(launch, self, grid)  # type: ignore[method-assign]
+
+
+def _compile_launcher(kernel: Any) -> None:
+    """The C code that hands a kernel's arguments to the driver, which Triton compiles when a kernel is first launched, 0.3 s each. Where
+    that is not possible, for want of a C compiler or of the driver's library, the run says so or compiles it itself.
+    """
+    from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
+
+    with suppress(Exception):
+        CudaUtils()
+        CudaLauncher(kernel.src, kernel.metadata)
 
 
 def _compile(order: Order, kernel: _Kernel) -> None:
@@ -217,6 +258,39 @@ def _compile_attention(dtype: torch.dtype, order: AttentionOrder, name: str) -> 
             varlen_attention.launch_dq(saved, plan, rule, tiles.dq)
         case "dkv":
             varlen_attention.launch_dkv(saved, lse, plan, rule, tiles.dkv)
+
+
+def _compile_loss(dtype: torch.dtype, order: HeadOrder, gradient: bool) -> None:
+    """The cross-entropy's kernel, for training or for an evaluation."""
+    weight, labels = torch.empty(order.vocabulary, 16, dtype=dtype, device=META), torch.empty(_TOKENS, dtype=torch.int64, device=META)
+    head = Head(lambda: FrozenLinear(weight, None), softcap=1.0 if order.softcap else None)
+    weights = torch.empty(_TOKENS, device=META) if gradient else None
+    fused_linear_cross_entropy(torch.empty(_TOKENS, 16, dtype=dtype, device=META), head, labels, weights)
+
+
+def _step_of_one_chunk() -> tuple[FlatState, StepBuffers, Tensor, Tensor]:
+    """State, buffers, scalars and outcome of an adapter's step, as `launch_measure` and `launch_update` take them."""
+    state = FlatState(*(torch.empty(CHUNK, device=META) for _ in range(3)))
+    rows = [torch.empty(count, dtype=torch.float64, device=META) for count in (NUM_SCALARS, NUM_OUTCOMES)]
+    return state, StepBuffers.empty(1, torch.float32, META), rows[0], rows[1]
+
+
+def _measure_step(_dtype: torch.dtype) -> None:
+    state, buffers, scalars_S, outcome_4 = _step_of_one_chunk()
+    launch_measure(state, buffers, True, scalars_S, outcome_4)
+
+
+def _update_step(dtype: torch.dtype) -> None:
+    state, buffers, scalars_S, outcome_4 = _step_of_one_chunk()
+    launch_update(state, buffers, True, torch.empty(0, dtype=dtype, device=META), scalars_S, outcome_4)
+
+
+def _copy_chunks(dtype: torch.dtype) -> None:
+    """What a job that spans GPUs launches beside its steps."""
+    state, buffers, _, _ = _step_of_one_chunk()
+    bank_chunks.gather(buffers.chunks_C4, True, state.params)
+    bank_chunks.scatter(buffers.chunks_C4, True, state.params)
+    bank_chunks.write(buffers.chunks_C4, True, state.params, torch.empty(0, dtype=dtype, device=META))
 
 
 def _tables(order: Order, kernel: _Kernel) -> LoraTables:

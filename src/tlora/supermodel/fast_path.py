@@ -233,7 +233,7 @@ def compile_ahead(
         for q, k, _, _, _, window, softcap in found
         if q.shape[2] <= LARGEST_HEAD
     ]
-    return start(order_for(device, base.head.weight_VH.dtype, width, dropout, groups, attentions))
+    return start(order_for(device, base.head, width, dropout, groups, attentions))
 
 
 def _digest_of(groups: Sequence[LinearGroup], linears: Sequence[LoraLinear], dtype: torch.dtype) -> str:
