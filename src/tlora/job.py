@@ -91,6 +91,7 @@ class TrainConfig(BaseModel):
 
     objective: ObjectiveName = "sft"
     beta: Annotated[float, Field(gt=0, le=1e6)] = 0.1  # of dpo and kto: how far from the base; of orpo: weight of the odds ratio
+    reference: Literal["start", "base"] = "start"  # of dpo and kto: what answers' probabilities are compared with
     desirable_weight: Annotated[float, Field(ge=0, le=1e6)] = 1.0  # of kto: weight of the wanted answers' losses
     undesirable_weight: Annotated[float, Field(ge=0, le=1e6)] = 1.0  # of kto: of the unwanted ones'
     learning_rate: Annotated[float, Field(ge=0)] = 2e-4

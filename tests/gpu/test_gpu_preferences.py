@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,23 @@ def test_together_is_alone_bitwise(files: Path, tmp_path: Path, monkeypatch: pyt
     jobs = [job(name, str(files / f"{LEARNS_FROM[name]}.jsonl"), objective=name, lora_dropout=0.1, batch_size=3) for name in OBJECTIVES]
     jobs.append(job("sft", str(files / "samples.jsonl"), r=16))
     together = train(files, tmp_path / "together", jobs, deterministic=True)
+    for order in jobs:
+        alone = train(files, tmp_path / f"alone-{order['name']}", [order], deterministic=True)
+        assert alone[order["name"]] == together[order["name"]], order["name"]
+
+
+def test_a_job_that_starts_from_an_adapter_compares_with_it(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step has learned nothing yet, also beside jobs that compare with the base; and together is alone in bits."""
+    monkeypatch.setenv("TLORA_CACHE", str(tmp_path / "cache"))
+    train(files, tmp_path / "sft", [job("j", str(files / "samples.jsonl"), r=8)])
+    start = str(tmp_path / "sft" / "j")
+    first = {"dpo": math.log(2), "kto": 0.5}
+    jobs = [job(name, str(files / f"{LEARNS_FROM[name]}.jsonl"), objective=name, adapter_path=start, batch_size=3) for name in first]
+    jobs.append(job("fresh", str(files / "pairs.jsonl"), objective="dpo", batch_size=3))
+    together = train(files, tmp_path / "together", jobs, deterministic=True)
+    for name, loss in {**first, "fresh": math.log(2)}.items():
+        row = rows(tmp_path / "together" / name / "metrics.jsonl")[0]
+        assert row["loss"] == pytest.approx(loss, abs=1e-3), (name, row)
     for order in jobs:
         alone = train(files, tmp_path / f"alone-{order['name']}", [order], deterministic=True)
         assert alone[order["name"]] == together[order["name"]], order["name"]

@@ -34,6 +34,7 @@ OTHER_VALUES: dict[str, Any] = {  # a value of each key that is not its default
     "adapter_path": "/adapters/a",
     "objective": "dpo",
     "beta": 0.3,
+    "reference": "base",
     "desirable_weight": 1.25,
     "undesirable_weight": 0.5,
     "learning_rate": 0.5,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from peft import get_peft_model
 from torch import Tensor
 
 from tests.engine.test_generate import save_base
@@ -41,8 +42,8 @@ def _learned_state(model: SuperModel, lora: LoraConfig, seed: int) -> AdapterSta
     return state
 
 
-def _trl(base: Path, state: AdapterState, directory: Path) -> tuple[Any, dict[str, Tensor]]:
-    """A DPOTrainer that holds our adapter, and its batch of all pairs."""
+def _trl(base: Path, state: AdapterState, directory: Path, start: AdapterState | None = None) -> tuple[Any, dict[str, Tensor]]:
+    """A DPOTrainer that began with the adapter `start` and holds our adapter by now, and its batch of all pairs."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with warnings.catch_warnings():
@@ -53,19 +54,28 @@ def _trl(base: Path, state: AdapterState, directory: Path) -> tuple[Any, dict[st
             output_dir=str(directory), beta=BETA, per_device_train_batch_size=len(PAIRS), use_cpu=True, bf16=False, report_to=[],
             gradient_checkpointing=False, max_length=None, disable_tqdm=True, logging_strategy="no", save_strategy="no",
         )  # fmt: skip
+        model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        if start is not None:  # as PeftModel.from_pretrained(model, DIRECTORY, is_trainable=True) gives it
+            model = get_peft_model(model, peft_config(LORA))
+            _write(model, start)
         trainer = DPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+            model=model,
             args=config,
             train_dataset=Dataset.from_list(PAIRS),
             processing_class=AutoTokenizer.from_pretrained(base),
-            peft_config=peft_config(LORA),
+            peft_config=peft_config(LORA) if start is None else None,
         )
         batch = next(iter(trainer.get_train_dataloader()))
-    modules: dict[str, Any] = peft_modules(trainer.model)
+    _write(trainer.model, state)
+    return trainer, batch
+
+
+def _write(model: Any, state: AdapterState) -> None:
+    """Into the adapter that PEFT trains."""
+    modules: dict[str, Any] = peft_modules(model)
     for shape, a, b in state.layout.views(state.params):
         modules[shape.module].lora_A["default"].weight.data.copy_(a)
         modules[shape.module].lora_B["default"].weight.data.copy_(b.t())
-    return trainer, batch
 
 
 def _rows(batch: dict[str, Tensor], job_id: str = "a", normalizer: float = len(PAIRS)) -> list[BatchRow]:
@@ -87,12 +97,17 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_base(tmp_path_factory.mktemp("base"))
 
 
+@pytest.mark.parametrize("continued", [False, True], ids=["new adapter", "continued adapter"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
-def test_it_is_what_trl_computes(base: Path, deterministic: bool, tmp_path: Path) -> None:
+def test_it_is_what_trl_computes(base: Path, deterministic: bool, continued: bool, tmp_path: Path) -> None:
+    """Of a job that began with an adapter, the reference is that adapter."""
     model = SuperModel.from_pretrained(str(base), deterministic=deterministic)
     state = _learned_state(model, LORA, 1)
-    trainer, batch = _trl(base, state, tmp_path)
+    start = _learned_state(model, LORA, 2) if continued else None
+    trainer, batch = _trl(base, state, tmp_path, start)
     model.join("a", LORA, TRAIN, state=state)
+    if start is not None:
+        model.set_reference("a", start.params)
     found = model.forward_backward(collate(_rows(batch)), {"a": Dpo(BETA)})["a"]
 
     loss = trainer.compute_loss(trainer.model, batch)
@@ -122,7 +137,9 @@ def _unit(job_id: str, seed: int, normalizer: float = 2.0, step: int | None = No
     return BatchRow(job_id, ids, weights, normalizer, None if step is None else (7, step, seed), lengths)
 
 
-def test_together_is_alone_bitwise_whoever_the_neighbours_are_and_however_pairs_are_packed(base: Path) -> None:
+@pytest.mark.parametrize("continued", ["", "a", "b", "ab"])
+def test_together_is_alone_bitwise_whoever_the_neighbours_are_and_however_pairs_are_packed(base: Path, continued: str) -> None:
+    """`continued`: the jobs whose reference is an adapter."""
     dropout = LORA.model_copy(update={"lora_dropout": 0.2})
     samples = [BatchRow("sft", s.input_ids, s.loss_weights, 5.0, (3, 0, i)) for i, s in enumerate(make_samples(2))]
     packings = [
@@ -135,6 +152,8 @@ def test_together_is_alone_bitwise_whoever_the_neighbours_are_and_however_pairs_
         model = SuperModel.from_pretrained(str(base), deterministic=True)
         for seed, name in enumerate(("a", "b", "sft")):
             model.join(name, dropout, TRAIN, state=_learned_state(model, dropout, seed))
+        for seed, name in enumerate(continued):
+            model.set_reference(name, _learned_state(model, dropout, 5 + seed).params)
         losses = [model.forward_backward(collate(rows), {"a": Dpo(BETA), "b": Dpo(0.1)})["a"].loss_sum for rows in packing]
         found.append((model.bank.take_grad("a"), float(torch.stack(losses).sum())))
     assert float(found[0][0].norm()) > 0

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from peft import get_peft_model
 from torch import Tensor
 
 from tests.engine.test_generate import save_base
@@ -40,8 +41,10 @@ def _learned_state(model: SuperModel, seed: int) -> AdapterState:
     return state
 
 
-def _trl(base: Path, state: AdapterState, directory: Path, answers: list[dict[str, Any]]) -> tuple[Any, dict[str, Tensor]]:
-    """A KTOTrainer that holds our adapter, and its batch of all `answers`."""
+def _trl(
+    base: Path, state: AdapterState, directory: Path, answers: list[dict[str, Any]], start: AdapterState | None = None
+) -> tuple[Any, dict[str, Tensor]]:
+    """A KTOTrainer that began with the adapter `start` and holds our adapter by now, and its batch of all `answers`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with warnings.catch_warnings():
@@ -53,19 +56,28 @@ def _trl(base: Path, state: AdapterState, directory: Path, answers: list[dict[st
             per_device_train_batch_size=len(answers), use_cpu=True, bf16=False, report_to=[], gradient_checkpointing=False, max_length=None,
             disable_tqdm=True, logging_strategy="no", save_strategy="no",
         )  # fmt: skip
+        model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        if start is not None:  # as PeftModel.from_pretrained(model, DIRECTORY, is_trainable=True) gives it
+            model = get_peft_model(model, peft_config(LORA))
+            _write(model, start)
         trainer = KTOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+            model=model,
             args=config,
             train_dataset=Dataset.from_list(answers),
             processing_class=AutoTokenizer.from_pretrained(base),
-            peft_config=peft_config(LORA),
+            peft_config=peft_config(LORA) if start is None else None,
         )
         batch = next(iter(trainer.get_train_dataloader()))
-    modules: dict[str, Any] = peft_modules(trainer.model)
+    _write(trainer.model, state)
+    return trainer, batch
+
+
+def _write(model: Any, state: AdapterState) -> None:
+    """Into the adapter that PEFT trains."""
+    modules: dict[str, Any] = peft_modules(model)
     for shape, a, b in state.layout.views(state.params):
         modules[shape.module].lora_A["default"].weight.data.copy_(a)
         modules[shape.module].lora_B["default"].weight.data.copy_(b.t())
-    return trainer, batch
 
 
 def _units(batch: dict[str, Tensor]) -> list[Unit]:
@@ -96,12 +108,16 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kept", [(0, 1, 2, 3, 4), (0, 2), (1, 3, 4)], ids=["both kinds", "wanted alone", "unwanted alone"])
-@pytest.mark.parametrize("seed", [1, 10])
-def test_it_is_what_trl_computes(base: Path, kept: tuple[int, ...], seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("seed", "continued"), [(1, False), (10, False), (1, True)])
+def test_it_is_what_trl_computes(base: Path, kept: tuple[int, ...], seed: int, continued: bool, tmp_path: Path) -> None:
+    """Of a job that began with an adapter, the reference is that adapter."""
     model = SuperModel.from_pretrained(str(base))
     state = _learned_state(model, seed)
-    trainer, batch = _trl(base, state, tmp_path, [ANSWERS[i] for i in kept])
+    start = _learned_state(model, 2) if continued else None
+    trainer, batch = _trl(base, state, tmp_path, [ANSWERS[i] for i in kept], start)
     model.join("a", LORA, TRAIN, state=state)
+    if start is not None:
+        model.set_reference("a", start.params)
     units = _units(batch)
     objective = _given(model, units)
     found = model.forward_backward(collate(_rows(units)), {"a": objective})["a"]

@@ -23,7 +23,7 @@ from tlora.job import JobSpec, RunSpec
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import MemoryModel, Stage, measure
 from tlora.planning.memory_probe import Probe
-from tlora.planning.plan import RunPlan, _budgets, counting_replicas, describe_plan, settle
+from tlora.planning.plan import RunPlan, _budgets, counting_jobs, describe_plan, settle
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 
@@ -120,7 +120,7 @@ def test_a_job_of_several_replicas_has_room_for_a_sum_and_for_two_copies_at_the_
 def test_what_other_gpus_read_is_counted_once_and_for_the_whole_run(gpus: int, span: Span | None, deterministic: bool, slots: int) -> None:
     """A deterministic run's count does not depend on where the replicas are."""
     spec = JobSpec.model_validate({"name": "a", "data": "d", "gpus": gpus})
-    memory = counting_replicas(MODEL, [PlannedJob(spec, layout=LAYOUT, span=span)], deterministic)
+    memory = counting_jobs(MODEL, [PlannedJob(spec, layout=LAYOUT, span=span)], deterministic)
     plain = replace(memory, mailbox_bytes=0)
     assert memory.mailbox_bytes == pytest.approx(slots * 4 * LAYOUT.numel, abs=256)
     assert memory.total_bytes([], 100) == plain.total_bytes([], 100) + memory.mailbox_bytes
@@ -132,10 +132,24 @@ def test_jobs_without_a_common_gpu_share_what_others_read() -> None:
     def bytes_of(*spans: Span) -> int:
         specs = [JobSpec.model_validate({"name": f"job{i}", "data": "d"}) for i in range(len(spans))]
         jobs = [PlannedJob(spec, layout=LAYOUT, span=span) for spec, span in zip(specs, spans, strict=True)]
-        return counting_replicas(MODEL, jobs, deterministic=False).mailbox_bytes
+        return counting_jobs(MODEL, jobs, deterministic=False).mailbox_bytes
 
     assert bytes_of(Span(2, (0, 1)), Span(2, (2, 3))) == bytes_of(Span(2, (0, 1)))
     assert bytes_of(Span(2, (0, 1)), Span(2, (1, 3))) == 2 * bytes_of(Span(2, (0, 1)))
+
+
+def test_a_reference_of_its_own_is_counted() -> None:
+    """Its weights by padded rows, for a job that compares with the adapter that it starts from."""
+    found: dict[tuple[str, str], int] = {}
+    for objective in ("dpo", "kto", "orpo", "sft"):
+        for reference in ("start", "base"):
+            fields = {"name": "a", "data": "d", "objective": objective, "adapter_path": "x", "reference": reference}
+            jobs = [PlannedJob(JobSpec.model_validate(fields), layout=LAYOUT)]
+            found[objective, reference] = counting_jobs(MODEL, jobs, deterministic=False).job_bytes(LAYOUT)
+    bare = MODEL.job_bytes(LAYOUT)
+    padded = sum(-(-s.rank // 16) * 16 * (s.in_features + s.out_features) for s in LAYOUT.shapes)
+    more = {key for key, size in found.items() if size == bare + MODEL.element_bytes * padded}
+    assert more == {("dpo", "start"), ("kto", "start")} and {size for key, size in found.items() if key not in more} == {bare}
 
 
 def test_a_job_of_several_replicas_offers_a_replica_at_a_time() -> None:

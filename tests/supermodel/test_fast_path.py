@@ -366,6 +366,36 @@ def test_a_pair_and_its_reference_are_those_of_the_reference_path() -> None:
     assert abs(margin) > 1e-3 and float(fast_losses["d"].metrics["rewards/margins"]) == pytest.approx(margin, rel=1e-2)
 
 
+def pair_of(job_id: str, seed: int) -> BatchRow:
+    chosen, rejected = make_samples(2, seed=seed, low=5, high=20)
+    ids = np.concatenate([chosen.input_ids, rejected.input_ids])
+    weights, lengths = np.concatenate([chosen.loss_weights, rejected.loss_weights]), (len(chosen.input_ids), len(rejected.input_ids))
+    return BatchRow(job_id, ids, weights, 1.0, None, lengths)
+
+
+@pytest.mark.usefixtures("eager")
+def test_references_of_one_pass_are_each_jobs_own() -> None:
+    """Of "a" and "b" adapters, over other linears and of other ranks; of "d" the base: alone as together in bits, as the reference path."""
+    objective, continued = Dpo(0.3), "ab"
+
+    def run(job_ids: str, fast: bool) -> dict[str, tuple[float, Tensor]]:
+        shared = make_shared("llama", fast=fast, **ONE_LAYER)
+        for job_id in job_ids:
+            join(shared, "llama", job_id)
+            if job_id in continued:
+                shared.set_reference(job_id, shared.state(job_id).params * 0.5)
+        batch = collate([pair_of(job_id, ord(job_id)) for job_id in job_ids], DEVICE, pad_to=128)
+        losses = shared.forward_backward(batch, dict.fromkeys(job_ids, objective))
+        return {job_id: (losses[job_id].mean, shared.bank.take_grad(job_id)) for job_id in job_ids}
+
+    together, plain = run("adb", fast=True), run("adb", fast=False)
+    for job_id in "abd":
+        ((loss, grad),) = run(job_id, fast=True).values()
+        assert together[job_id][0] == loss and torch.equal(together[job_id][1], grad), job_id
+        assert loss == pytest.approx(plain[job_id][0], rel=CLOSE)
+        assert_close(grad, plain[job_id][1], CLOSE, f"gradient of {job_id}")
+
+
 def life(shared: SuperModel) -> tuple[list[float], dict[str, Tensor], list[int]]:
     """Jobs that join, pause and leave over three steps, of other lengths and numbers of tokens: losses of "a", adapters, graphs so far."""
     losses: list[float] = []

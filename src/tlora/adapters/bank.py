@@ -78,10 +78,12 @@ class LinearRows:
 
 
 class AdapterBank:
-    """Rows for any number of adapters over `targets` (module name -> (in features, out features))."""
+    """Rows for any number of adapters over `targets` (module name -> (in features, out features)). Those of a `frozen` bank have no
+    gradients, and no room for any.
+    """
 
-    def __init__(self, targets: Mapping[str, tuple[int, int]], dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
+    def __init__(self, targets: Mapping[str, tuple[int, int]], dtype: torch.dtype, device: torch.device, *, frozen: bool = False) -> None:
+        self.dtype, self.device, self._frozen = dtype, device, frozen
         self.sum_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self._targets = dict(targets)
         self._linears: dict[str, LinearRows] = {}
@@ -110,8 +112,8 @@ class AdapterBank:
         return None if linear is None else (linear.a_RK, linear.b_RN)
 
     def slot(self, job_id: str, module: str) -> tuple[range, float] | None:
-        """The job's true rank rows and scale at `module`; None where it has no adapter."""
-        shape = self._shapes[job_id].get(module)
+        """The job's true rank rows and scale at `module`; None where it has no adapter, there or at all."""
+        shape = self._shapes.get(job_id, {}).get(module)
         if shape is None:
             return None
         start = self._linears[module].used[job_id].start
@@ -174,7 +176,9 @@ class AdapterBank:
         if module not in self._linears:
             k, n = self._targets[module]
             a_RK, b_RN = (torch.zeros(0, width, dtype=self.dtype, device=self.device) for width in (k, n))
-            da_RK, db_RN = (torch.zeros_like(rows, dtype=self.sum_dtype) for rows in (a_RK, b_RN))  # never the same tensor twice
+            da_RK, db_RN = (  # never the same tensor twice
+                torch.zeros(0, 0 if self._frozen else width, dtype=self.sum_dtype, device=self.device) for width in (k, n)
+            )
             self._linears[module] = LinearRows(a_RK, b_RN, da_RK, db_RN)
         return self._linears[module]
 

@@ -59,13 +59,18 @@ def save_adapter(directory: Path, layout: AdapterLayout, params: Tensor, lora: L
 
 def write_adapter(directory: Path, layout: AdapterLayout, params: Tensor, lora: LoraConfig, base_model: str) -> dict[str, str]:
     """As `save_adapter`, into a directory without these files; returns the sha256 of the weights by file name."""
+    digests = write_weights(directory, layout, params)
+    (directory / CONFIG_FILE).write_text(json.dumps(adapter_config(layout, lora, base_model), indent=2, sort_keys=True) + "\n")
+    return digests
+
+
+def write_weights(directory: Path, layout: AdapterLayout, params: Tensor) -> dict[str, str]:
+    """The file of the weights alone; returns its sha256 by name."""
     tensors: dict[str, Tensor] = {}
     for shape, a_rK, b_rN in layout.views(params.detach().cpu()):
         name_a, name_b = _names(shape.module)
         tensors[name_a], tensors[name_b] = a_rK, b_rN.t()
-    digest = write_tensors(directory / WEIGHTS_FILE, tensors, {"format": "pt"})
-    (directory / CONFIG_FILE).write_text(json.dumps(adapter_config(layout, lora, base_model), indent=2, sort_keys=True) + "\n")
-    return {WEIGHTS_FILE: digest}
+    return {WEIGHTS_FILE: write_tensors(directory / WEIGHTS_FILE, tensors, {"format": "pt"})}
 
 
 def adapter_config(layout: AdapterLayout, lora: LoraConfig, base_model: str) -> dict[str, Any]:

@@ -18,10 +18,12 @@ from tlora.group.job_run import JobRun
 from tlora.group.reports import Listener, Report
 from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec
+from tlora.objectives import compares_with_start
 from tlora.planning.job_plan import PlannedJob
 from tlora.store.metrics import Tracker
 from tlora.store.recorder import Recorder, RunContext
 from tlora.store.records import Records
+from tlora.store.reference import read_reference
 from tlora.store.serving import ServingFiles
 from tlora.supermodel.supermodel import SuperModel
 
@@ -96,6 +98,9 @@ class Driver:
         """Compute the replicas here of a job that has its home, and its files, on another rank."""
         assert job.data is not None, f"{job.spec.name} was opened without data"
         run = JobRun(job.spec, job.data.train, None, job.replicas)
+        if job.layout is not None and compares_with_start(job.spec):
+            directory, dtype = self._places.output_dir / job.spec.name, self.group.model.bank.sum_dtype
+            run.reference = partial(read_reference, directory, job.layout, dtype)
         self.group.join(run)
         return run
 

@@ -12,18 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tlora import durable
 from tlora.adapters.state import AdapterLayout, AdapterState
 from tlora.errors import ConfigError, DataError
 from tlora.group.job_run import JobRun
 from tlora.job import JobSpec
+from tlora.objectives import compares_with_start
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.start import start_state
 from tlora.store import checkpoint
 from tlora.store.job_result import JobResult, write_result
-from tlora.store.run_directory import check_same_job, find_checkpoint, write_job_file
+from tlora.store.reference import has_reference, read_reference, write_reference
+from tlora.store.run_directory import REFERENCE_KEY, check_same_job, find_checkpoint, names_reference, write_job_file
 
+_NAME_IT = "Write `reference: base` on the job to say so, or use a new output_dir to compare with the adapter that it starts from"
 Note = Callable[[str], None]
 
 
@@ -49,8 +53,25 @@ def open_run(
     else:
         state = _load(found, run, job.layout, dtype)
         note(f"{name}: goes on from {found}")
-    write_job_file(directory, job.spec)
+    run.reference = _reference(run, state, directory, resumed=found is not None)
+    before = found is not None and compares_with_start(job.spec) and run.reference is None
+    if before:
+        note(f"{name}: began with a version that took the bare base as reference, and goes on with it. {_NAME_IT}")
+    write_job_file(directory, job.spec, without=(REFERENCE_KEY,) if before else ())
     return run, state
+
+
+def _reference(run: JobRun, state: AdapterState, directory: Path, *, resumed: bool) -> Callable[[], Tensor] | None:
+    """Of a job that compares with its start: the start, kept in `directory` from the first time on. None where that is the bare base."""
+    if not compares_with_start(run.spec) or run.progress.finished:
+        return None
+    if not resumed:
+        write_reference(directory, state.layout, state.params)
+        return lambda: state.params
+    if not has_reference(directory) and not names_reference(directory):
+        return None
+    params = read_reference(directory, state.layout, state.params.dtype)
+    return lambda: params
 
 
 def _load(found: Path, run: JobRun, layout: AdapterLayout, dtype: torch.dtype) -> AdapterState:

@@ -91,7 +91,7 @@ class Engine:
         """
         name = run.spec.name
         run.here = self._exchange.replicas_here(name, run.replicas)
-        joined = self.decisions.result(attempt(self.model.join, name, run.spec, run.spec, run.total_steps, state))
+        joined = self.decisions.result(attempt(self._enter, run, state))
         if isinstance(joined, Failure):
             self._exchange.leave(name, joined.reason)
             if wait is not None and self.runs and is_out_of_memory(joined.error):
@@ -108,6 +108,22 @@ class Engine:
         else:
             self._attempted(run, self._begin_away)  # what it begins with may have come before it joined
         self.token_budget = max(self.token_budget, self._longest())
+
+    def _enter(self, run: JobRun, state: AdapterState | None) -> None:
+        """Adapter and reference, or neither. Away from home both come later."""
+        name = run.spec.name
+        self.model.join(name, run.spec, run.spec, run.total_steps, state)
+        try:
+            if run.leads:
+                self._set_reference(run)
+        except BaseException:
+            self.model.leave(name)
+            raise
+
+    def _set_reference(self, run: JobRun) -> None:
+        if run.reference is not None:
+            self.model.set_reference(run.spec.name, run.reference())
+            run.reference = None  # what it holds is on the device by now
 
     @property
     def idle(self) -> bool:
@@ -215,6 +231,7 @@ class Engine:
         if not self._exchange.fetch(name, self.model.state(name)):
             return False
         self.model.rewrite(name)
+        self._set_reference(run)  # its home has written it down before it published
         run.follow(self.model.state(name).step)
         return True
 

@@ -6,7 +6,7 @@ It never touches a tensor of the model: the engine hands it losses, and it answe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
@@ -91,6 +91,8 @@ class JobRun:
         """Of what is on offer now; None for cross-entropy."""
         self.flow = Flow(spec.name, spec.weight)
         self.passed = Passed()
+        self.reference: Callable[[], Tensor] | None = None
+        """Gives the weights [P] of the adapter that its objective compares with, once, when the job begins; None: the base alone."""
         self._normalizer = 1.0
         self._evaluates = False
         self._offered: tuple[Dataset, Sequence[int]] = (train, ())

@@ -7,7 +7,7 @@ from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
-from tlora.job import LEARNS_FROM, TrainConfig
+from tlora.job import LEARNS_FROM, JobSpec, TrainConfig
 from tlora.objectives.dpo import Dpo
 from tlora.objectives.kto import Kto
 from tlora.objectives.objective import BatchStatistic, Objective, TokenLogprobs, Unit, UnitLoss, UnitLosses, differentiate, round_exact
@@ -28,6 +28,12 @@ def objective_of(train: TrainConfig) -> Objective | None:
     return kind(**{field.name: getattr(train, field.name) for field in fields(kind) if field.name in known})
 
 
+def compares_with_start(spec: JobSpec) -> bool:
+    """Whether the job's reference is the adapter of its `adapter_path`. Without one it starts as the base, which is its reference."""
+    objective = objective_of(spec)
+    return objective is not None and objective.needs_reference and bool(spec.adapter_path) and spec.reference == "start"
+
+
 __all__ = [
     "OBJECTIVES",
     "BatchStatistic",
@@ -39,6 +45,7 @@ __all__ = [
     "Unit",
     "UnitLoss",
     "UnitLosses",
+    "compares_with_start",
     "differentiate",
     "objective_of",
     "round_exact",

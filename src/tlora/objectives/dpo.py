@@ -14,8 +14,8 @@ from tlora.objectives.objective import TokenLogprobs, UnitLosses
 class Dpo:
     """-log sigmoid(margin) of a pair, where margin = reward(chosen) - reward(rejected) and reward = beta * (log p - log p_reference).
 
-    log p is the sum over the answer's trained tokens; the reference is the base itself. Metrics, as TRL names them: the rewards of
-    both answers, the margin, and the accuracy, 1 where the chosen answer has the larger reward.
+    log p is the sum over the answer's trained tokens; the reference is the job's start, or the bare base. Metrics, as TRL names them: the
+    rewards of both answers, the margin, and the accuracy, 1 where the chosen answer has the larger reward.
     """
 
     beta: float = 0.1

@@ -31,7 +31,8 @@ def round_exact(values: Tensor) -> Tensor:
 class TokenLogprobs:
     """Log-probabilities of the N trained tokens of one job in one micro-batch, natural logarithm, fp64.
 
-    `reference_N` are those of the base without adapters and without dropout, None where the objective does not ask for them.
+    `reference_N` are those of the reference without dropout: a frozen adapter over the base, or the base alone. None where the objective
+    does not ask for them.
     `weights_N` are the tokens' loss weights, `sequence_N` (int64, ascending) the sequence of each, of `num_sequences`.
     """
 

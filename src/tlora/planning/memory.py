@@ -62,6 +62,7 @@ class MemoryModel:
     layer_weights: int = 0  # of the linears of one layer
     measured: bool = False
     spanning: frozenset[AdapterLayout] = frozenset()  # of jobs of several replicas; one of equal shape counts as they do
+    compared: frozenset[AdapterLayout] = frozenset()  # likewise of jobs that compare with the adapter that they start from
     mailbox_bytes: int = 0  # in which other ranks read these jobs' gradients, for as long as the run lasts
 
     @property
@@ -71,11 +72,12 @@ class MemoryModel:
 
     def job_bytes(self, layout: AdapterLayout) -> int:
         """One resident adapter: weights and two moments, and in the bank weights and gradient sums by padded rows. With several replicas
-        also the sum of their gradients (`group/exchange.py`).
+        also the sum of their gradients (`group/exchange.py`); with a reference of its own also that one's weights.
         """
         padded = sum(-(-s.rank // ROW_ALIGNMENT) * ROW_ALIGNMENT * (s.in_features + s.out_features) for s in layout.shapes)
         flat = 4 if layout in self.spanning else 3
-        return flat * self.sum_bytes * layout.numel + (self.element_bytes + self.sum_bytes) * padded
+        weights = 2 if layout in self.compared else 1
+        return flat * self.sum_bytes * layout.numel + (weights * self.element_bytes + self.sum_bytes) * padded
 
     def step_bytes(self, layout: AdapterLayout) -> int:
         """What one optimizer step takes for a moment, and the end of a replica: a copy of its gradient, and what another rank sent."""

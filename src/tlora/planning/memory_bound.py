@@ -9,7 +9,7 @@ import torch
 
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import measure
-from tlora.planning.plan import RunPlan, check_base_fits, check_capacity, counting_replicas
+from tlora.planning.plan import RunPlan, check_base_fits, check_capacity, counting_jobs
 from tlora.supermodel.supermodel import SuperModel
 
 _RANK = 64  # up to which a GPU's activations are counted
@@ -39,5 +39,5 @@ class MemoryBound:
         return budget
 
     def _at(self, token_budget: int, recomputed_layers: int, jobs: Sequence[PlannedJob]) -> RunPlan:
-        memory = counting_replicas(self._plan.memory, jobs, deterministic=True)  # each has a mailbox of its own
+        memory = counting_jobs(self._plan.memory, jobs, deterministic=True)  # each has a mailbox of its own
         return replace(self._plan, memory=memory, token_budget=token_budget, recomputed_layers=recomputed_layers)

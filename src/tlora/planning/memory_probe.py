@@ -203,7 +203,7 @@ def remember(key: str, memory: MemoryModel) -> None:
     `tlora check` its precision, and the run nothing.
     """
     path, found = _file_of(key), asdict(memory)
-    del found["spanning"], found["mailbox_bytes"]
+    del found["spanning"], found["compared"], found["mailbox_bytes"]
     with suppress(OSError):
         durable.make_directory(path.parent)
         durable.write_file(path, json.dumps(found))

@@ -18,6 +18,7 @@ from tlora.batching.replicas import Span
 from tlora.data.prepare import Preparation
 from tlora.errors import CapacityError, ModelError
 from tlora.job import JobSpec, Recompute, RunSpec
+from tlora.objectives import compares_with_start
 from tlora.planning.job_plan import PlannedJob, plan_jobs
 from tlora.planning.memory import MemoryModel, bytes_in_fp8, measure, memory_limit
 from tlora.sharing.regions import lay_out_regions, slots_of
@@ -142,7 +143,7 @@ def settle(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.devic
         if job.too_large in job.problems:
             job.problems.remove(job.too_large)
         job.too_large = None
-    memory = counting_replicas(memory, plan.jobs, run.deterministic)
+    memory = counting_jobs(memory, plan.jobs, run.deterministic)
     sound = [j for j in plan.jobs if not j.problems]
     # A deterministic run's budget follows from all of its jobs, wherever they are.
     fitted = sound if run.deterministic else [j for j in plan.jobs_here if not j.problems] or sound
@@ -153,9 +154,10 @@ def settle(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.devic
     return plan
 
 
-def counting_replicas(memory: MemoryModel, jobs: Sequence[PlannedJob], deterministic: bool) -> MemoryModel:
-    """`memory` for a run of `jobs`. The mailbox is that of the jobs that span ranks. In a deterministic run the token budget must not
-    follow from that: it is counted as with the fewest ranks that need one, for all jobs of several replicas, beside one another.
+def counting_jobs(memory: MemoryModel, jobs: Sequence[PlannedJob], deterministic: bool) -> MemoryModel:
+    """`memory` for a run of `jobs`: with the references that they bring, and their replicas. The mailbox is that of the jobs that span
+    ranks. In a deterministic run the token budget must not follow from that: it is counted as with the fewest ranks that need one, for all
+    jobs of several replicas, beside one another.
     """
     layouts = {job.spec.name: job.layout for job in jobs if job.layout is not None and job.replicas > 1}
     sizes = {name: layout.numel for name, layout in layouts.items()}
@@ -165,7 +167,8 @@ def counting_replicas(memory: MemoryModel, jobs: Sequence[PlannedJob], determini
     else:
         spans = {job.spec.name: job.span for job in jobs if job.spec.name in sizes and job.span is not None}
         _, mailbox = lay_out_regions(spans, sizes, memory.sum_bytes)
-    return replace(memory, spanning=frozenset(layouts.values()), mailbox_bytes=mailbox)
+    compared = frozenset(job.layout for job in jobs if job.layout is not None and compares_with_start(job.spec))
+    return replace(memory, spanning=frozenset(layouts.values()), compared=compared, mailbox_bytes=mailbox)
 
 
 def _fit(run: RunSpec, jobs: list[PlannedJob], plan: RunPlan, memory: MemoryModel, device: torch.device) -> tuple[int, int]:

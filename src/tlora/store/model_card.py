@@ -10,12 +10,24 @@ from typing import Any
 import yaml
 
 from tlora.job import SCHEDULED, DataSource, JobSpec
+from tlora.objectives import compares_with_start
 from tlora.store.serving import read_prompt
 from tlora.supermodel.base_name import is_hub_id
 from tlora.version import __version__
 from tlora.wording.card_seal import seal, unsealed
 
-_NOT_TOLD = {"name", "data", "sweep_of", "adapter_path", "weight", "logging_steps", "save_steps", "save_total_limit", *SCHEDULED}
+_NOT_TOLD = {
+    "name",
+    "data",
+    "sweep_of",
+    "adapter_path",
+    "reference",
+    "weight",
+    "logging_steps",
+    "save_steps",
+    "save_total_limit",
+    *SCHEDULED,
+}
 _DATA_TOLD = ("max_length", "train_on")
 
 
@@ -78,6 +90,8 @@ def _source(source: DataSource) -> str:
 def _settings(spec: JobSpec) -> dict[str, Any]:
     found = {key: value for key, value in spec.model_dump().items() if key not in _NOT_TOLD and value not in (None, {})}
     started = {"started from": Path(spec.adapter_path).name} if spec.adapter_path else {}
+    if compares_with_start(spec):
+        started["compared with"] = "what it started from"
     return found | {key: getattr(spec.data, key) for key in _DATA_TOLD} | started
 
 

@@ -13,6 +13,7 @@ from tlora.manifest import MANIFEST
 from tlora.store.checkpoint import OPTIMIZER_FILE, STATE_FILE
 from tlora.store.fingerprint import BASE_FILE
 from tlora.store.model_card import is_unedited
+from tlora.store.reference import REFERENCE_DIRECTORY
 from tlora.store.serving import PROMPT_FILE
 from tlora.wording.card_seal import CARD_FILE
 
@@ -28,6 +29,7 @@ _CHECKPOINT = re.compile(rf"(bad-)?checkpoint-[0-9]{{1,18}}(-[0-9a-f]{{8}}|\.rep
 _IN_CHECKPOINT = re.compile("|".join(map(re.escape, (*_ADAPTER, OPTIMIZER_FILE, STATE_FILE, MANIFEST))))
 _DIRECTORIES = {  # in a job's directory, each with its files
     _CHECKPOINT: _IN_CHECKPOINT,
+    re.compile(rf"{REFERENCE_DIRECTORY}(\.replaced)?"): re.compile("|".join(map(re.escape, (WEIGHTS_FILE, MANIFEST)))),
     re.compile("tensorboard"): re.compile(r"events\.out\.tfevents\..*"),
     re.compile("additional_chat_templates"): re.compile(r".*\.jinja"),
 }

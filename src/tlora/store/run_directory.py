@@ -8,7 +8,7 @@ import fcntl
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from tlora.version import __version__
 
 _NO_NUMBER = ("weight", "logging_steps", "save_steps", "save_total_limit", "sweep_of", *SCHEDULED)  # of any step depends on them
 _LENGTH = ("max_steps", "num_train_epochs")  # what follows is said by job_length.py
+REFERENCE_KEY = "reference"
 _FREE_TO_CHANGE = {*_NO_NUMBER, *_LENGTH}  # by --resume
 
 
@@ -308,6 +309,8 @@ def _changes(directory: Path, job: JobSpec) -> list[str]:
     if earlier is None:
         return []
     old, now = _fields(earlier), _fields(job)
+    if REFERENCE_KEY not in earlier.model_fields_set:
+        old[REFERENCE_KEY] = now[REFERENCE_KEY]  # of an earlier version: `names_reference`
     return [f"{job.name}: {key} was {old[key]!r} and is {now[key]!r}" for key in now if key not in _FREE_TO_CHANGE and old[key] != now[key]]
 
 
@@ -322,9 +325,14 @@ def _refuse_other_run(changed: list[str]) -> None:
     raise ConfigError(f"resume: this is not the run that was interrupted: {what}. Put it back, or use a new output_dir")
 
 
-def write_job_file(directory: Path, job: JobSpec) -> None:
-    """`job.json`: the resolved order beside its adapter."""
-    durable.write_file(directory / "job.json", job.model_dump_json(indent=1) + "\n")
+def write_job_file(directory: Path, job: JobSpec, without: Collection[str] = ()) -> None:
+    """`job.json`: the resolved order beside its adapter; `without` fields that it has had no say in."""
+    durable.write_file(directory / "job.json", job.model_dump_json(indent=1, exclude=set(without)) + "\n")
+
+
+def names_reference(directory: Path) -> bool:
+    """Whether the job in `directory` began with a version that asks what its reference is: for earlier ones it was the bare base."""
+    return REFERENCE_KEY in read_object(directory / "job.json")
 
 
 def write_run_file(directory: Path, run: RunSpec, facts: dict[str, Any], forget: bool = False) -> None:

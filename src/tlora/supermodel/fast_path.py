@@ -78,7 +78,7 @@ class FastPath:
         self.tiles = _digest_of(self.groups, list(linears.values()), base.head.weight_VH.dtype)
         self._module_keys = np.array([linears[name].module_key for name in self._names], np.int32)
         base.model.get_input_embeddings().register_forward_hook(self._begin_graph)
-        self._known: dict[str, tuple[object, tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
+        self._known: dict[tuple[int, str], tuple[object, tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
         layers = layers_of(base.decoder)
         self.num_layers = len(layers)
         for number, layer in enumerate(layers):
@@ -190,7 +190,8 @@ class FastPath:
         """Where each run's adapter lies at each linear; then come empty runs, which have none."""
         count = len(self._names)
         nobody = np.zeros((count, ADDRESS_FIELDS), np.int64), np.zeros(count, np.int32), np.zeros(count, np.float32)
-        runs = [nobody if bank is None else self._slots_of(span.job_id, bank) for span in batch.spans] + [nobody] * num_empty
+        runs = [self._slots_of(span.job_id, bank) if bank is not None and span.job_id in bank else nobody for span in batch.spans]
+        runs += [nobody] * num_empty
         rows, starts, scales = (np.stack(parts, 1) for parts in zip(*runs, strict=True))
         weights = [None if bank is None else bank.weights(name) for name in self._names]
         return Slots(rows, starts, scales, self._module_keys, weights)
@@ -198,13 +199,13 @@ class FastPath:
     def _slots_of(self, job_id: str, bank: AdapterBank) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Addresses and rank [L, 5], first rows [L], scales [L]; made anew when a tensor may have moved."""
         found = bank.addresses(job_id)
-        known = self._known.get(job_id)
+        known = self._known.get((id(bank), job_id))
         if known is None or known[0] is not found:
             slots = [found.get(name) for name in self._names]
             rows = np.array([(s.a, s.b, s.da, s.db, s.rank) if s else (0,) * ADDRESS_FIELDS for s in slots], np.int64)
             starts = [bank.linear(name).used[job_id].start if s else 0 for name, s in zip(self._names, slots, strict=True)]
             scales = np.array([s.scale if s else 0.0 for s in slots], np.float32)
-            known = self._known[job_id] = (found, (rows, np.array(starts, np.int32), scales))
+            known = self._known[id(bank), job_id] = (found, (rows, np.array(starts, np.int32), scales))
         return known[1]
 
 

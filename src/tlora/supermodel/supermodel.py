@@ -60,6 +60,8 @@ class SuperModel(nn.Module):
         found = find_linears(base.model)
         weight = base.head.weight_VH
         self.bank = AdapterBank(sizes(found), weight.dtype, weight.device)
+        self.references = AdapterBank(sizes(found), weight.dtype, weight.device, frozen=True)
+        """The adapters that jobs' objectives compare with; jobs that have none there compare with the base alone."""
         self._longest_safe = longest_safe_sequence(base.model)
         self.context = Context()
         self._linears = inject(base.model, found, self.context)
@@ -163,11 +165,8 @@ class SuperModel(nn.Module):
         layout = self.layout(lora) if state is None else state.layout
         if state is None:
             state = init_state(layout, train.seed, self.bank.sum_dtype, self.device)
-        elif not weights_fit(state.params, self.bank.dtype):
-            dtype = str(self.bank.dtype).removeprefix("torch.")
-            raise ConfigError(
-                f"job {job_id!r}: its adapter holds NaN or Inf (in {dtype}), and weights must be finite. Start from a healthy checkpoint"
-            )
+        else:
+            self._check_finite(job_id, "adapter", state.params)
         state = state.to(self.device)
         self.bank.add(job_id, layout)
         try:
@@ -177,6 +176,30 @@ class SuperModel(nn.Module):
             self._give_slot_back(job_id)
             raise
         self._residents[job_id] = _Resident(lora, train, total or 0, state, next(self._versions))
+
+    def set_reference(self, job_id: str, params_P: Tensor) -> None:
+        """Let the objectives of `job_id` compare with a frozen adapter of its own shape instead of the base alone, until it leaves.
+        `params_P` is flat, in the order of `state(job_id).params`, and copied.
+
+        Raises ConfigError, with nothing changed, for another size and for weights that are not finite.
+        """
+        layout = self._residents[job_id].state.layout
+        if params_P.shape != (layout.numel,):
+            raise ConfigError(
+                f"the reference of {job_id!r} has shape {tuple(params_P.shape)}; it must be flat, of {layout.numel} elements. "
+                f"Give the params of an adapter of the shape of state({job_id!r})"
+            )
+        self._check_finite(job_id, "reference", params_P)
+        if job_id not in self.references:
+            self.references.add(job_id, layout)
+        self.references.write(job_id, params_P)
+
+    def _check_finite(self, job_id: str, what: str, params_P: Tensor) -> None:
+        if not weights_fit(params_P, self.bank.dtype):
+            dtype = str(self.bank.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"job {job_id!r}: its {what} holds NaN or Inf (in {dtype}), and weights must be finite. Start from a healthy checkpoint"
+            )
 
     def leave(self, job_id: str) -> AdapterState:
         """Take `job_id` out and return its adapter and optimizer state; gradients not yet applied are dropped."""
@@ -270,6 +293,8 @@ class SuperModel(nn.Module):
 
     def _give_slot_back(self, job_id: str) -> None:
         self.bank.remove(job_id)
+        if job_id in self.references:
+            self.references.remove(job_id)
         self._optimizer.remove(job_id)
 
     def _forward_and_back(self, part: PackedBatch, objectives: Mapping[str, UnitLoss]) -> dict[str, JobLoss]:
@@ -333,10 +358,11 @@ class SuperModel(nn.Module):
         return hidden_TH.detach(), hidden_TH.backward if hidden_TH.requires_grad else None
 
     def _reference_logprobs(self, part: PackedBatch, objectives: Mapping[str, UnitLoss]) -> dict[str, Tensor]:
-        """Log-probabilities [N] under the base alone, for the jobs whose objective compares with it."""
+        """Log-probabilities [N] under each job's reference, for the jobs whose objective compares with it."""
         jobs = {s.job_id for s in part.spans if s.job_id in objectives and objectives[s.job_id].needs_reference}
         if not jobs:
             return {}
         part = part.only(jobs)
-        hidden_TH, _ = self._decode(part, None, {}, train=False)
+        bank = self.references if any(job_id in self.references for job_id in jobs) else None
+        hidden_TH, _ = self._decode(part, bank, {}, train=False)
         return token_logprobs(part, hidden_TH, self.base.head)

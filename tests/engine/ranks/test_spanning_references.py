@@ -1,0 +1,69 @@
+"""DPO over an adapter on several ranks, each of which computes a part of the job: bytes of one process, also when a rank is lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import forked
+from tests.engine.conftest import save_base
+from tests.engine.ranks.test_ranks import Told, World
+from tests.engine.test_references import write_sets
+from tests.engine.tiny_runs import job, same_bytes, train, write_rows
+from tlora.engine.ranks import crew
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Iterator[World]:
+    """A DPO job of two replicas and one of one, both over an adapter that was trained before."""
+    directory = tmp_path_factory.mktemp("spanning")
+    base = save_base(directory / "base", hidden_size=128, intermediate_size=160, num_hidden_layers=1)
+    write_sets(directory)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
+        monkeypatch.setattr(subprocess, "Popen", forked.ForkingPopen)
+        train(base, directory / "sft", [job("j", str(write_rows(directory / "d.jsonl", 20)), max_steps=8)])
+        shared = {"adapter_path": str(directory / "sft" / "j"), "save_steps": 3}
+        orders = [
+            job("two", str(directory / "pairs.jsonl"), objective="dpo", gpus=2, max_steps=10, **shared),
+            job("one", str(directory / "answers.jsonl"), objective="kto", max_steps=10, **shared),
+        ]
+        train(base, directory / "whole", orders, deterministic=True)
+        world = World(base, directory, orders, directory / "whole")
+
+        class Recorded(crew.RankProcess):
+            def __init__(self, *given: object) -> None:
+                super().__init__(*given)  # pyright: ignore[reportArgumentType]
+                world.processes.append(self)
+
+        monkeypatch.setattr(crew, "RankProcess", Recorded)
+        yield world
+
+
+def test_the_bytes_are_those_of_one_process(world: World, tmp_path: Path) -> None:
+    told = Told()
+    results = world.train(tmp_path / "out", 2, watcher=told.watcher)
+    assert results.status == "done" and told.said("a part of two"), told.lines
+    world.same_bytes(tmp_path / "out")
+
+
+def test_a_rank_that_takes_a_job_over_has_its_reference(world: World, tmp_path: Path) -> None:
+    """The adapter that the job starts from is gone by then."""
+    start, out = shutil.copytree(world.data / "sft" / "j", tmp_path / "start"), tmp_path / "out"
+    orders = [{**world.orders[0], "adapter_path": str(start)}]
+
+    def lose() -> None:
+        if any((out / "two").glob("checkpoint-*/MANIFEST.json")):  # without one the job begins anew, for which it needs its start
+            shutil.rmtree(start)
+        os.kill(world.processes[0].pid, signal.SIGKILL)
+
+    told = Told(6, lose)
+    results = world.train(out, 2, orders, watcher=told.watcher)
+    assert told.acted and results.status == "done", told.lines
+    same_bytes(out, world.whole, ["two"])
