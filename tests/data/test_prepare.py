@@ -105,6 +105,33 @@ def test_many_jobs_in_one_go(tmp_path: Path, tokenizer_path: Path) -> None:
     assert len(sets_in(tmp_path)) == 4
 
 
+def test_evaluation_rows_that_are_training_rows_are_said(tmp_path: Path, tokenizer_path: Path) -> None:
+    write(tmp_path / "x.jsonl", ROWS)
+    write(tmp_path / "own.jsonl", [{"instruction": "Is it new?", "output": "Yes."}])
+    write(tmp_path / "some.jsonl", [*ROWS[:3], {"instruction": "Is it new?", "output": "Yes."}])
+    write(tmp_path / "twice.jsonl", ROWS + ROWS)
+    jobs: dict[str, dict[str, Any]] = {
+        "own": {"eval_path": "own.jsonl"},
+        "same": {"eval_path": "x.jsonl"},
+        "some": {"eval_path": "some.jsonl"},
+        "split": {"eval_size": 10},
+        "twice": {"path": "twice.jsonl", "eval_size": 1},
+    }
+    found = prepare([request(key, tmp_path, tokenizer_path, data) for key, data in jobs.items()])
+    said = {key: [line for line in good(result).warnings() if "training rows" in line] for key, result in found.items()}
+    of_file = "so the eval loss is not of unseen data; give rows of their own as eval_path, or use eval_size in its place"
+    assert said == {
+        "own": [],
+        "same": [f"40 of 40 evaluation rows are training rows too, {of_file} ({tmp_path / 'x.jsonl'})"],
+        "some": [f"3 of 4 evaluation rows are training rows too, {of_file} ({tmp_path / 'some.jsonl'})"],
+        "split": [],
+        "twice": [
+            "1 of 1 evaluation rows are training rows too, so the eval loss is not of unseen data; "
+            f"remove repeated rows from the data ({tmp_path / 'twice.jsonl'})"
+        ],
+    }
+
+
 @pytest.mark.parametrize("name", ["csv", "parquet", "json"])
 def test_containers_and_progress(name: str, tmp_path: Path, tokenizer_path: Path) -> None:
     rows = ROWS * 80

@@ -89,6 +89,87 @@ def test_a_directory_in_the_layout_of_a_hub_data_set(source: dict[str, str], exp
     assert shown_files([DataSource.model_validate({"path": "toy", **source})], tmp_path) == [DataSource(path="toy", **source).called]
 
 
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "files by split": ("train.jsonl", "test.jsonl"),
+    "words in names": ("chat_train.jsonl", "chat-eval-2.jsonl", "other.jsonl"),
+    "directories by split": ("train/a.jsonl", "train/b.jsonl", "dev/a.jsonl"),
+    "shards": ("data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/other-00000-of-00001.jsonl"),
+    "all below": ("one/a.jsonl", "two/b.jsonl"),
+    "one split": ("validation.jsonl",),
+    "no split": ("constraint.jsonl", "latest.jsonl"),
+    "in a hidden place": ("a.jsonl", ".cache/train.jsonl"),
+}
+
+
+def one_row_each(directory: Path, names: tuple[str, ...]) -> Path:
+    return lay_out(directory, {name: json.dumps({"text": name}) + "\n" for name in names})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_directory_is_read_as_the_hub_would(layout: str, tmp_path: Path) -> None:
+    """`datasets` reads the same rows of it."""
+    from datasets import load_dataset
+
+    one_row_each(tmp_path / "set", LAYOUTS[layout])
+    splits = load_dataset(str(tmp_path / "set"), cache_dir=str(tmp_path / "cache"))
+    expected = splits.get("train") or next(iter(splits.values()))
+    assert [row["text"] for row in rows(tmp_path, path="set")] == expected["text"]
+    for split, part in splits.items():
+        assert [row["text"] for row in rows(tmp_path, path="set", split=str(split))] == part["text"]
+    every = [name for name in LAYOUTS[layout] if name[0] != "."]
+    assert sorted(str(row["text"]) for row in rows(tmp_path, path="set", split="all")) == sorted(every)
+
+
+def test_what_of_a_directory_is_not_read_is_said(tmp_path: Path) -> None:
+    one_row_each(tmp_path / "set", ("train.jsonl", "test.jsonl", "notes.csv"))
+    found = open_source(DataSource(path="set"), tmp_path, tmp_path)
+    (note,) = found.notes
+    assert note.startswith(f"{tmp_path / 'set'}: split train is read, as of a data set of the hub, and not notes.csv, test.jsonl; `split`")
+    for split in ("test", "all"):
+        assert open_source(DataSource(path="set", split=split), tmp_path, tmp_path).notes == ()
+    one_row_each(tmp_path / "plain", ("a.jsonl", "b.jsonl"))
+    assert open_source(DataSource(path="plain"), tmp_path, tmp_path).notes == ()
+
+
+def test_a_directory_of_several_splits_without_train_wants_one_named(tmp_path: Path) -> None:
+    one_row_each(tmp_path / "set", ("validation.jsonl", "test.jsonl"))
+    with pytest.raises(DataError, match=r"set: its splits are validation, test; name one of them: `split: validation`"):
+        rows(tmp_path, path="set")
+    assert rows(tmp_path, path="set", split="validation") == [{"text": "validation.jsonl"}]
+
+
+def test_a_card_that_defines_splits_decides(tmp_path: Path) -> None:
+    lay_out(tmp_path / "toy")
+    assert rows(tmp_path, path="toy") == TRAIN
+    lay_out(tmp_path / "named", {"README.md": "---\nconfigs: [{config_name: default, data_files: a.jsonl}]\n---\n"})
+    one_row_each(tmp_path / "named", ("a.jsonl", "b.jsonl"))
+    assert rows(tmp_path, path="named") == [{"text": "a.jsonl"}]
+
+
+@pytest.mark.parametrize(
+    ("link", "target", "said"),
+    [
+        ("a.jsonl", "b.jsonl", "a symbolic link to 'b.jsonl', which does not exist; correct the link, or remove it"),
+        ("a.jsonl", "a.jsonl", "its symbolic links lead in a circle; link it to the file that is meant, or remove it"),
+    ],
+)
+def test_a_link_that_leads_nowhere_is_an_error(link: str, target: str, said: str, tmp_path: Path) -> None:
+    """In a directory too: without its file it would be trained with fewer rows."""
+    one_row_each(tmp_path / "set", ("z.jsonl",))
+    (tmp_path / "set" / link).symlink_to(target)
+    for path in ("set", f"set/{link}"):
+        with pytest.raises(DataError) as refused:
+            rows(tmp_path, path=path)
+        assert str(refused.value) == f"{tmp_path / 'set' / link}: {said}"
+
+
+def test_links_between_directories_do_not_lead_in_circles(tmp_path: Path) -> None:
+    one_row_each(tmp_path / "set", ("train/a.jsonl", "test/a.jsonl"))
+    for name in ("again", "more"):
+        (tmp_path / "set" / "train" / name).symlink_to("..")
+    assert rows(tmp_path, path="set") == [{"text": "train/a.jsonl"}]
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [

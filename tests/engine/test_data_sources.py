@@ -83,6 +83,22 @@ def test_each_form_is_checked_and_trained(base: Path, tmp_path: Path) -> None:
     assert "Trained on `splits` (split train), evaluated on `splits` (split test):" in card(tmp_path, "splits")
 
 
+def test_a_directory_with_splits_is_trained_on_its_train_split(base: Path, tmp_path: Path) -> None:
+    test = {"path": "splits", "split": "test"}
+    jobs = [
+        job("whole", "splits", max_steps=2),
+        job("eval-split", {"path": "splits", "eval_path": [test]}, max_steps=2),
+        job("eval-file", {"path": "splits", "eval_path": "splits/test.jsonl"}, max_steps=2),
+        job("every", {"path": "splits", "split": "all", "eval_path": [test]}, max_steps=2),
+    ]
+    found = check(read_jobs_file(write_jobs(tmp_path, base, jobs)), device="cpu")
+    assert [each.data.rows for each in found.jobs if each.data] == [8, 8, 8, 13]
+    assert [each.eval_data.rows for each in found.jobs if each.eval_data] == [5, 5, 5]
+    first, *_, last = (each.warnings for each in found.jobs)
+    assert [line for line in first if "split train is read" in line and "not test.jsonl" in line]
+    assert [line for line in last if line.startswith("5 of 5 evaluation rows are training rows too")]
+
+
 def test_a_mixture_is_the_same_beside_other_jobs_and_after_a_resume(base: Path, tmp_path: Path) -> None:
     mixed = job("mixed", {"path": MIXTURE, "eval_size": 6}, lr_scheduler_type="constant", max_steps=13)
     settings = {"deterministic": True, "cpu_threads": 1}

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tlora.errors import ConfigError
+from tlora.data_directory import check_link, is_data, may_have_splits
+from tlora.errors import ConfigError, DataError
 from tlora.job import DATA_SUFFIXES, DataConfig, DataSource, JobSpec, RunSpec
 
 _NOT_SENT = {"name", "data", "adapter_path", "arrival_seconds", "sweep_of"}
@@ -98,24 +99,30 @@ def files_of(source: DataSource) -> list[Path]:
         raise ConfigError(
             f"{source.called}: a saved data set, and a server learns from uploaded files. Save it as JSONL, and name the file"
         )
+    try:
+        check_link(path)
+        split = path.is_dir() and may_have_splits(path)
+    except DataError as error:
+        raise ConfigError(str(error)) from None
     if path.is_dir():
-        found = sorted(item for item in path.iterdir() if item.is_file() and _is_data(item) and item.name[0] not in "._")
+        found = sorted(item for item in path.iterdir() if item.is_file() and is_data(item) and item.name[0] not in "._")
         if not found:
             raise ConfigError(f"{path}: holds no data file; one ends in {', '.join(DATA_SUFFIXES)}")
+        if split and len(found) > 1:
+            raise ConfigError(
+                f"{path}: may hold splits, of which `tlora train` reads one, and a server learns from all files that it is given. "
+                f"Name the files: {', '.join(file.name for file in found[:5])}"
+            )
         if len(found) > 1 and source.weight is not None:
             raise ConfigError(f"{path}: a directory of {len(found)} files has one weight. Name its files, each with a weight of its own")
         return found
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; correct the path in the jobs file")
-    if not _is_data(path):
+    if not is_data(path):
         raise ConfigError(f"{path}: must end in one of {', '.join(DATA_SUFFIXES)}; convert or rename the file")
     if not path.stat().st_size:
         raise ConfigError(f"{path}: the file is empty; at least one row is needed")
     return [path]
-
-
-def _is_data(path: Path) -> bool:
-    return path.suffix.lower() in DATA_SUFFIXES
 
 
 def order_of(draft: Draft, base_model: str, ids: Mapping[Path, str], start_from: str | None = None) -> dict[str, Any]:

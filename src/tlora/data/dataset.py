@@ -90,6 +90,10 @@ class Dataset:
         lengths = tuple(int(end - begin) for begin, end in pairwise(ends))
         return Sample(np.array(self._tokens[part]), np.array(self._weights[part]), lengths)
 
+    def tokens_at(self, indices: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """Of each sample that `indices` names, the token at its place of `places`."""
+        return np.asarray(self._tokens[self._starts[indices] + places])
+
     @property
     def longest_sequences(self) -> npt.NDArray[np.int64]:
         """Tokens of each sample's longest sequence."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import cast
 
 from tlora import durable
-from tlora.data.rows import SUFFIXES, choose_split
+from tlora.data.rows import SUFFIXES, choose_splits
 from tlora.errors import DataError
 from tlora.job import DataSource
 from tlora.json_file import read_object
@@ -84,7 +84,7 @@ def _today(source: DataSource, fetched: list[str], hint: str) -> str:
 def _resolve(source: DataSource, commit: str) -> list[str]:
     """Names of the split's files in the data set's repository."""
     start = f"hf://datasets/{source.path}@{commit}/"
-    found = _files_of_split(source.path, source, commit)
+    _, found = _files_of_split(source.path, source, commit)
     if outside := [name for name in found if not name.startswith(start)]:
         raise DataError(
             f"{source.called}: its file {outside[0]} is not in the data set itself; download what you need, and give the path of the files"
@@ -104,12 +104,13 @@ def _download(source: DataSource, name: str, commit: str) -> Path:
         ) from None
 
 
-def files_of_directory(directory: Path, source: DataSource) -> list[Path]:
-    """The files of `source.split` in a directory with the layout of a hub data set. Raises DataError."""
-    return [Path(name) for name in _files_of_split(str(directory), source, None)]
+def files_of_directory(directory: Path, source: DataSource) -> tuple[str, list[Path]]:
+    """The split of a directory with the layout of a hub data set that `source` means, and its files. Raises DataError."""
+    split, files = _files_of_split(str(directory), source, None)
+    return split, [Path(name) for name in files]
 
 
-def _files_of_split(path: str, source: DataSource, commit: str | None) -> list[str]:
+def _files_of_split(path: str, source: DataSource, commit: str | None) -> tuple[str, list[str]]:
     with _torch_not_looked_for():
         from datasets import load_dataset_builder
 
@@ -121,7 +122,8 @@ def _files_of_split(path: str, source: DataSource, commit: str | None) -> list[s
                 "check `name` and `split`, or give the paths of files"
             ) from None
     splits = {str(name): list(map(str, files)) for name, files in (config.data_files or {}).items()}
-    files = splits[choose_split(source.called, list(splits), source.split)]
+    chosen = choose_splits(source.called, list(splits), source.split)
+    files = list(dict.fromkeys(file for split in chosen for file in splits[split]))
     plain = type(config)()
     fields = [field.name for field in dataclasses.fields(config) if field.name not in _NO_SETTING]
     if settings := [name for name in fields if getattr(config, name) != getattr(plain, name)]:
@@ -134,7 +136,7 @@ def _files_of_split(path: str, source: DataSource, commit: str | None) -> list[s
             f"{source.called}: {Path(unread[0]).name} is none of {', '.join(SUFFIXES)}; "
             "load it with datasets, save it with save_to_disk, and give that directory"
         )
-    return files
+    return " and ".join(chosen), files
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from tlora import durable
 from tlora.data.dataset import FORMAT_VERSION, find_damage
 from tlora.data.rows import list_files
-from tlora.data.sources import is_on_hub
+from tlora.data.sources import has_layout, is_on_hub
 from tlora.errors import DataError
 from tlora.json_file import read_object
 from tlora.version import __version__
@@ -76,7 +76,7 @@ def _files(request: PrepareRequest) -> Iterator[Path]:
     """All whose content decides: data, chat template, and whatever lies beside the tokenizer."""
     data, tokenizer = request.data, Path(request.tokenizer_path)
     for source in (*data.sources, *data.eval_sources):
-        if source.split or source.name or source.revision or is_on_hub(source, request.base_dir):
+        if source.split or source.name or source.revision or is_on_hub(source, request.base_dir) or has_layout(source, request.base_dir):
             raise _UnrecordedError
         yield from list_files(request.base_dir / source.path)
     if data.chat_template:

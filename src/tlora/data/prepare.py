@@ -16,6 +16,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -26,6 +27,7 @@ from tlora.data import known_sets
 from tlora.data.dataset import SCRATCH_PREFIX, Dataset
 from tlora.data.limits import DataLimits, describe_signal
 from tlora.data.order import Mixture, mix, split
+from tlora.data.overlap import count_shared
 from tlora.data.report import DataReport
 from tlora.data.sources import shown_files
 from tlora.errors import DataError, ModelError
@@ -68,6 +70,8 @@ class Prepared:
     data: DataConfig
     eval_report: DataReport | None = None
     remade: tuple[str, ...] = ()  # damage of earlier sets in the cache, reported for one of the jobs that share a set
+    notes: tuple[str, ...] = ()  # on which files of a source were chosen
+    shared: int = 0  # evaluation samples that are training samples too
 
     @property
     def reports(self) -> list[DataReport]:
@@ -76,6 +80,14 @@ class Prepared:
     def warnings(self) -> list[str]:
         """Warnings about this data, one per line, without the `template_changes` of its reports."""
         found = [f"tokenized data in the cache was damaged and has been made again ({damage})" for damage in self.remade]
+        found += dict.fromkeys(self.notes)
+        if self.eval is not None and self.shared:
+            split = self.eval_report is None
+            remedy = "remove repeated rows from the data" if split else "give rows of their own as eval_path, or use eval_size in its place"
+            found.append(
+                f"{self.shared:,} of {len(self.eval):,} evaluation rows are training rows too, so the eval loss is not of unseen data; "
+                f"{remedy} ({(self.eval_report or self.report).files[0]})"
+            )
         return found + [warning for report in self.reports for warning in report.warnings()]
 
 
@@ -241,7 +253,8 @@ def _open_made(request: PrepareRequest, event: dict[str, object]) -> Prepared | 
     known_sets.remember(request, train_set, eval_set)
     opened = open_sets(replace(request, data=data.model_copy(update=pinned)), train_set, eval_set)
     remade = tuple(found["damage"] for found in (made, of_eval) if found["damage"])
-    return replace(opened, remade=remade) if isinstance(opened, Prepared) else opened
+    notes = tuple(note for found in (made, of_eval) for note in found["notes"])
+    return replace(opened, remade=remade, notes=notes) if isinstance(opened, Prepared) else opened
 
 
 def _pinned(path: str | Sources, sources: Sequence[DataSource], commits: Sequence[str | None]) -> str | Sources:
@@ -268,7 +281,19 @@ def open_sets(request: PrepareRequest, train_set: Path, eval_set: Path | None) -
         mixture = _mixture(data.sources, report.sources, train)
     except DataError as error:
         return DataError(f"{data.called}: {error}")
-    return Prepared(Dataset(train_set, train, mixture), evaluation, report, data, eval_report)
+    shared = _count_shared(train_set, eval_set if data.eval_path else None, data.eval_size, request.seed)
+    return Prepared(Dataset(train_set, train, mixture), evaluation, report, data, eval_report, shared=shared)
+
+
+@lru_cache(maxsize=64)  # a second for a million rows, and the jobs of a sweep ask for the same
+def _count_shared(train_set: Path, eval_set: Path | None, eval_size: float, seed: int) -> int:
+    whole = Dataset(train_set)
+    if eval_set is not None:
+        return count_shared(whole, Dataset(eval_set))
+    if not eval_size:
+        return 0
+    train, held_out = split(len(whole), eval_size, seed)
+    return count_shared(Dataset(train_set, train), Dataset(train_set, held_out))
 
 
 def _mixture(sources: Sequence[DataSource], counts: Sequence[int], train: npt.NDArray[np.int64] | None) -> Mixture | None:

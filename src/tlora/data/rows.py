@@ -21,6 +21,7 @@ from typing import IO, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tlora.data_directory import check_link, files_below
 from tlora.errors import DataError
 
 MAX_ROW_BYTES = 16 << 20  # a row beyond it is no training sample but a broken file: the longest context holds some 4 MB of text
@@ -35,6 +36,7 @@ SUFFIXES = {
     ".arrow": "arrow",
     ".txt": "text",
 }
+ALL_SPLITS = "all"  # a split's name in `datasets`, for every one of them
 _JSON_SPACE = " \t\r\n"
 
 
@@ -48,10 +50,12 @@ class Row:
 
 
 def list_files(path: Path, split: str | None = None) -> list[Path]:
-    """The data files behind `path` in reading order: itself, a directory's by name, or the arrow files of a saved set's `split`.
+    """The data files behind `path` in reading order: itself, those directly in a directory by name (and below it for the split "all"), or
+    the arrow files of a saved set's `split`.
 
     Text files of a directory are read only if it holds no other data: they are often notes about it. Raises DataError.
     """
+    check_link(path)
     if not path.exists():
         near = nearest_name(path)
         hint = f"did you mean {near!r}?" if near else "give a file or directory that exists, or a data set of the hub as org/name"
@@ -61,10 +65,10 @@ def list_files(path: Path, split: str | None = None) -> list[Path]:
             raise DataError(f"{path}: unknown file type {path.suffix!r}; rename or convert it to one of {', '.join(SUFFIXES)}")
         return [path]
     if (path / "dataset_dict.json").exists():
-        return list_files(_split_of(path, split))
+        return [file for part in _splits_of(path, split) for file in list_files(part)]
     if (path / "state.json").exists():
         return _saved_files(path)
-    files = sorted(item for item in path.iterdir() if item.is_file() and item.suffix.lower() in SUFFIXES and item.name[0] not in "._")
+    files = [file for file in files_below(path) if file.name[0] != "_" and (split == ALL_SPLITS or file.parent == path)]
     if not files:
         raise DataError(f"{path}: the directory holds no data file; put files there that end in one of {', '.join(SUFFIXES)}")
     return [file for file in files if SUFFIXES[file.suffix.lower()] != "text"] or files
@@ -354,16 +358,18 @@ def _python_rows(batch: pa.RecordBatch, file: Path, before: int) -> list[dict[st
         return [row for i in range(batch.num_rows) for row in _python_rows(batch.slice(i, 1), file, before + i)]
 
 
-def _split_of(path: Path, split: str | None) -> Path:
+def _splits_of(path: Path, split: str | None) -> list[Path]:
     splits = _saved_json(path / "dataset_dict.json").get("splits")
-    return path / choose_split(str(path), [str(name) for name in splits] if isinstance(splits, list) else [], split)
+    return [path / name for name in choose_splits(str(path), [str(name) for name in splits] if isinstance(splits, list) else [], split)]
 
 
-def choose_split(called: str, names: Sequence[str], split: str | None) -> str:
-    """`split`, or else "train", or else the only one of `names`. Raises DataError."""
+def choose_splits(called: str, names: Sequence[str], split: str | None) -> list[str]:
+    """`split`, or else "train", or else the only one of `names`; each of them for "all", as `datasets` has it. Raises DataError."""
+    if split == ALL_SPLITS and names:
+        return list(names)
     chosen = split or ("train" if "train" in names else names[0] if len(names) == 1 else None)
     if chosen is not None and chosen in names:
-        return chosen
+        return [chosen]
     found = f"its splits are {', '.join(names) or 'none'}"
     wrong = f"{split!r} is no split of it, {found}" if split else found
     raise DataError(f"{called}: {wrong}; name one of them: `split: {names[0] if names else 'train'}`, whole, without a slice")

@@ -41,11 +41,14 @@ _Request = dict[str, object]
 
 @dataclass(frozen=True)
 class Made:
-    """A set: its directory, the commit of each source that is the hub's, and what was wrong with an earlier one there."""
+    """A set: its directory, the commit of each source that is the hub's, what was wrong with an earlier one there, and `notes` on which
+    files were chosen.
+    """
 
     directory: str | None = None
     commits: list[str | None] = dataclasses.field(default_factory=list)
     damage: str | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
 
 
 class Worker:
@@ -109,7 +112,9 @@ class Worker:
         tokenizer = self.tokenizer(str(request["tokenizer_path"]))
         encoder = open_encoder(tokenizer, template, data.train_on == "all", int(str(request["vocab_size"])))
         directory, damage = self.build(Order(opened, data.format, data.max_length, place, rows, _limits(request)), encoder, key)
-        self.sets[known] = Made(str(directory), [source.commit for source in opened], damage)
+        self.sets[known] = Made(
+            str(directory), [source.commit for source in opened], damage, [note for source in opened for note in source.notes]
+        )
         return self.sets[known]
 
     @contextlib.contextmanager
