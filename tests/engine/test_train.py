@@ -371,6 +371,7 @@ def test_a_tracker_is_closed_where_a_finished_job_cannot_be_handed_over(
     first = train(base, tmp_path / "out", [job("a", own, **harmful)])["a"]
     assert first.best_step is not None and first.best_step < first.steps
     shutil.rmtree(tmp_path / "out" / "a" / f"checkpoint-{first.best_step}")
+    (tmp_path / "out" / "a" / "result.json").unlink()  # killed before it was written
     results = train(base, tmp_path / "out", [job("a", own, **harmful)], report_to=["wandb"], resume=True)
     assert results["a"].status == "failed" and "the best evaluation is gone" in results["a"].reason
     assert results["a"].steps == first.steps and calls == ["init", "finish"]

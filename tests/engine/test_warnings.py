@@ -82,6 +82,7 @@ def interrupted(base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.Monk
     own = job("a", {"path": str(data / "a.jsonl"), "eval_path": str(held_out)}, eval_steps=2, save_steps=2, max_steps=4)
     train(base, tmp_path / "out", [own])
     shutil.rmtree(tmp_path / "out" / "a" / "checkpoint-4")
+    (tmp_path / "out" / "a" / "result.json").unlink()
     assert (tmp_path / "out" / "a" / "checkpoint-2").is_dir()
     return own
 

@@ -243,8 +243,11 @@ def test_an_adapter_is_saved_where_its_last_checkpoint_has_no_room(
         assert not [path for path in (disk / "out" / "a").iterdir() if durable.is_leftover(path)]
         ballast.remove()
         again = train(base, disk / "out", [order], deterministic=True, resume=True)["a"]
-        assert again.status == "done" and sha256(disk / "out" / "a") == sha256(tmp_path / "whole" / "a")
-        assert (disk / "out" / "a" / "checkpoint-8").is_dir()
+        assert again == result and sha256(disk / "out" / "a") == sha256(tmp_path / "whole" / "a"), "and stays done"
+        longer = [{**order, "max_steps": 10}]
+        whole = train(base, tmp_path / "longer", longer, deterministic=True)["a"]
+        again = train(base, disk / "out", longer, deterministic=True, resume=True)["a"]
+        assert again.steps == whole.steps == 10 and (disk / "out" / "a" / "checkpoint-10").is_dir(), "from the checkpoint before"
 
 
 def test_a_checkpoint_is_tried_again_when_the_next_is_due(

@@ -152,6 +152,7 @@ def begun_run(base: Path, data: Path, out: Path, **settings: Any) -> list[dict[s
     assert train(base, out, jobs, watcher=hashed(), **settings).status == "done"
     for step in (3, 4):
         shutil.rmtree(out / "a" / f"checkpoint-{step}", ignore_errors=True)
+    (out / "a" / "result.json").unlink()
     return jobs
 
 

@@ -23,7 +23,7 @@ from tlora.objectives import compares_with_start
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.start import start_state
 from tlora.store import checkpoint
-from tlora.store.job_result import JobResult, write_result
+from tlora.store.job_result import RESULT_FILE, JobResult, is_finished, read_result, saved_result, write_result
 from tlora.store.reference import has_reference, read_reference, write_reference
 from tlora.store.run_directory import REFERENCE_KEY, check_same_job, find_checkpoint, names_reference, write_job_file
 
@@ -57,6 +57,8 @@ def open_run(
     before = found is not None and compares_with_start(job.spec) and run.reference is None
     if before:
         note(f"{name}: began with a version that took the bare base as reference, and goes on with it. {_NAME_IT}")
+    if not run.progress.finished:  # before the order: what it was done with before must not pass for what this order came to
+        (directory / RESULT_FILE).unlink(missing_ok=True)
     write_job_file(directory, job.spec, without=(REFERENCE_KEY,) if before else ())
     return run, state
 
@@ -95,8 +97,16 @@ def _load(found: Path, run: JobRun, layout: AdapterLayout, dtype: torch.dtype) -
 
 
 def refuse(spec: JobSpec, directory: Path, reason: str, settings: Mapping[str, Any], note: Note) -> JobResult:
-    """The result, also in `directory`, of a job that cannot join. `settings` as in `Recorder`."""
-    result = JobResult(spec.name, "failed", reason, spec.r, path=str(directory), sweep_of=spec.sweep_of, settings=dict(settings))
-    write_result(directory, result, note)
-    note(f"{spec.name} failed: {reason}")
+    """The result of a job that cannot join, with the numbers of what it had come to before. `settings` as in `Recorder`.
+
+    It is written to `directory`, unless the job was done there before: what it was done with stays.
+    """
+    earlier = read_result(directory)
+    if is_finished(directory) and earlier is not None:
+        result = replace(earlier, status="failed", reason=f"{reason}. What it came to before stays: {earlier.steps} steps, and its adapter")
+    else:
+        saved = saved_result(spec, directory, earlier.total_steps if earlier is not None else 0)
+        result = replace(saved, status="failed", reason=reason, settings=dict(settings))
+        write_result(directory, result, note)
+    note(f"{spec.name} failed: {result.reason}")
     return result

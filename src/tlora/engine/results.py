@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tlora.job import JobSpec, RunSpec
-from tlora.json_file import read_object
-from tlora.store.job_result import JobResult, write_result
+from tlora.store.job_result import JobResult, read_result, saved_result, write_result
 
 
 class Results(dict[str, JobResult]):
@@ -24,25 +25,38 @@ class Results(dict[str, JobResult]):
         return next((status for status in ("failed", "stopped") if status in ended), "done")
 
 
-def all_results(run: RunSpec, ended: Mapping[str, JobResult], received: Sequence[int], note: Callable[[str], None]) -> Results:
-    """In the order of the file; `received` are the signals that ended the run early. A job that never started is "stopped"."""
+def all_results(
+    run: RunSpec,
+    ended: Mapping[str, JobResult],
+    received: Sequence[int],
+    note: Callable[[str], None],
+    total_steps: Mapping[str, int] = MappingProxyType({}),
+) -> Results:
+    """In the order of the file; `received` are the signals that ended the run early. A job that has not ended is "stopped". `total_steps`
+    of jobs where they are known.
+    """
     results = Results()
     for spec in run.jobs:
-        results[spec.name] = ended.get(spec.name) or _untouched(spec, run, note)
+        results[spec.name] = ended.get(spec.name) or _not_ended(spec, run, note, total_steps.get(spec.name, 0))
     results.signal_number = received[0] if received else None
     return results
 
 
-def _untouched(spec: JobSpec, run: RunSpec, note: Callable[[str], None]) -> JobResult:
-    """A job whose turn did not come: as an earlier run left it, or interrupted before it began."""
+def _not_ended(spec: JobSpec, run: RunSpec, note: Callable[[str], None], total_steps: int) -> JobResult:
+    """A job whose turn did not come, as an earlier run left it; or one whose process died."""
     directory = Path(run.output_dir) / spec.name
-    try:
-        return JobResult(**read_object(directory / "result.json"))
-    except (OSError, ValueError, TypeError):
-        settings = swept(spec, run.jobs)
-        result = JobResult(spec.name, "stopped", "interrupted before it began", spec.r, sweep_of=spec.sweep_of, settings=settings)
-        write_result(directory, result, note)
-        return result
+    if (earlier := read_result(directory)) is not None:
+        return earlier
+    result = saved_result(spec, directory, total_steps)
+    if (directory / f"checkpoint-{result.steps}").is_dir():
+        reason = f"it did not come to its end; {directory / f'checkpoint-{result.steps}'} continues with resume"
+    elif (directory / "job.json").is_file():
+        reason = "it ended before its first checkpoint; it begins at step 0 with resume"
+    else:
+        result, reason = replace(result, path=""), "interrupted before it began"
+    result = replace(result, reason=reason, settings=swept(spec, run.jobs))
+    write_result(directory, result, note)
+    return result
 
 
 def swept(spec: JobSpec, jobs: Sequence[JobSpec]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from tlora.engine.token_counts import Packing, TokenCounts
 from tlora.engine.watcher import JobProgress, JobStatus, RunProgress, Watcher
 from tlora.group.job_run import JobRun
 from tlora.group.reports import Computed, Report
+from tlora.store.job_result import JobResult
 from tlora.store.metrics import RowWriter
 
 _SHOW_SECONDS, _ROW_SECONDS, _WINDOW_SECONDS = 0.25, 1.0, 10.0
@@ -52,6 +53,8 @@ class RunMonitor:
         """
         self._watcher, self._names, self._ranks = watcher, list(ranks), ranks
         self.resume = resume
+        self.ended: Mapping[str, JobResult] = {}
+        """Jobs that an earlier run has ended: nothing is done with them."""
         self.started = begin_of_run(directory, resume) if started is None else started
         self._write = write_row or RowWriter(directory / "run.jsonl", watcher.note).write
         self._traffic = TokenCounts()
@@ -68,7 +71,8 @@ class RunMonitor:
         self._watcher.note(line)
 
     def stage(self, stage: str) -> None:
-        jobs = tuple(JobProgress(name, "preparing", self._ranks[name]) for name in self._names)
+        ended, ranks = self.ended, self._ranks
+        jobs = tuple(row_of(ended[name]) if name in ended else JobProgress(name, "preparing", ranks[name]) for name in self._names)
         self._watcher.progress(RunProgress(self.seconds(), jobs, stage=stage))
 
     def preparing(self, progress: PrepareProgress) -> None:
@@ -120,6 +124,8 @@ class RunMonitor:
 
     def _job(self, name: str, driver: Driver, waiting: Sequence[str], moment: _Moment) -> JobProgress:
         result, run = driver.records.results.get(name), self._runs.get(name)
+        if name in self.ended:
+            return row_of(self.ended[name])
         if run is None:
             status: JobStatus = "queued" if name in waiting else result.status if result else "preparing"
             return JobProgress(name, status, self._ranks[name], reason=result.reason if result else "")
@@ -142,6 +148,21 @@ class RunMonitor:
             eta_seconds=pace * (run.total_steps - p.step) if running and pace else None,
             reason=result.reason if result else "",
         )
+
+
+def row_of(result: JobResult) -> JobProgress:
+    """Of a job that has ended."""
+    return JobProgress(
+        result.name,
+        result.status,
+        result.rank,
+        step=result.steps,
+        total_steps=result.total_steps,
+        loss=result.train_loss,
+        eval_loss=result.eval_loss,
+        num_tokens=result.num_tokens,
+        reason=result.reason,
+    )
 
 
 def _packing_row(packing: Packing, prefix: str = "") -> dict[str, Any]:

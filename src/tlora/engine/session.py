@@ -21,6 +21,7 @@ from tlora.batching.pack import MicroBatch
 from tlora.batching.replicas import Span
 from tlora.data.prepare import Preparation, WorkerProcess, start_worker
 from tlora.engine.driver import Driver, Places
+from tlora.engine.earlier_run import to_plan
 from tlora.engine.results import swept
 from tlora.engine.run_monitor import RunMonitor
 from tlora.group.exchange import Exchange
@@ -101,13 +102,15 @@ def load(
             check_fp8(place, base.head.weight_VH.dtype)
         sizes = [(p.numel(), p.element_size()) for p in base.model.parameters()]
         outlined = SuperModel(base)
-        compiling = outlined.compile_ahead(place, run.jobs)
+        compiling = outlined.compile_ahead(place, to_plan(run, monitor.ended).jobs)
         base_bytes = sum(n * size for n, size in sizes)
         assignment = assigned() if assigned is not None else Assignment(run)
-        run, sharing = assignment.run, assignment.sharing
+        run, sharing = to_plan(assignment.run, monitor.ended), assignment.sharing
         if sharing is not None:
             base_bytes = bytes_when_shared(outlined, base_bytes, sharing.world_size, sharing.slots)
         here = assignment.here if assignment.here is None else assignment.here | assignment.follows
+        if here is None and monitor.ended:
+            here = frozenset(job.name for job in run.jobs if job.name not in monitor.ended)
         plan = plan_run(run, outlined, base_bytes, place, Preparation(monitor.preparing, worker), resume, here, assignment.spans)
     check_base_fits(plan)
     threads = choose_threads(run, plan, outlined.targets().values(), place, resume, monitor.note)

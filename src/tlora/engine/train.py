@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from tlora.cache_directory import open_caches
 from tlora.data.prepare import WorkerProcess
+from tlora.engine.earlier_run import describe_resume, earlier_ends, with_ends, with_plans
 from tlora.engine.interrupts import describe_interrupt, interrupts
 from tlora.engine.job_length import check_lengths
 from tlora.engine.ranks.attempts import train_on_ranks
@@ -26,6 +27,7 @@ from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError, TloraError
 from tlora.job import SCHEDULED, JobSpec, RunSpec
 from tlora.jobs_file import explain, read_jobs_file
+from tlora.json_file import read_object
 from tlora.planning.job_plan import job_warnings
 from tlora.planning.plan import RunPlan, describe_plan, pick_device
 from tlora.planning.threads import compute_with
@@ -76,20 +78,27 @@ def train(
     run = pin_data(run) if resume else run
     check_trackers(list(run.report_to))
     check_run_directory(run, resume, overwrite)
+    ends = earlier_ends(run.jobs, Path(run.output_dir)) if resume else {}
+    for line in describe_resume(run, ends) if resume else []:
+        watcher.note(line)
+    run = with_ends(run, ends)
     ranks = rank_devices(crew.count if crew is not None and gpus is None else gpus, device)
     guard = BaseGuard(run.base_model, find_directory(run.base_model), earlier_base(run, resume))
+    ended = {name: end.result for name, end in ends.items()}
+    if len(ended) == len(run.jobs):
+        return _nothing_to_train(run, ended, guard, watcher)
     if len(ranks) > 1:
-        return train_on_ranks(Order(run, resume, overwrite, watcher, guard, digest), ranks, data_worker, crew)
+        return train_on_ranks(Order(run, resume, overwrite, watcher, guard, digest, ended=ended), ranks, data_worker, crew)
     place = pick_device(ranks[0] if ranks else device)
     monitor = RunMonitor(Path(run.output_dir), {job.name: job.r for job in run.jobs}, watcher, resume)
+    monitor.ended = ended
     loaded = load(run, place, monitor, resume, data_worker)
     plan, threads = loaded.plan, loaded.threads
     serving = ServingFiles(run.base_model)
     for line in _opening_notes(run, plan, serving, resume):
         watcher.note(line)
     facts = launch_facts(loaded, place)
-    adopted = [job.spec for job in plan.jobs]  # those that start from an adapter have its shape by now
-    run = run.model_copy(update={"jobs": adopted, "cpu_threads": threads or run.cpu_threads})
+    run = with_plans(run, [job.spec for job in plan.jobs]).model_copy(update={"cpu_threads": threads or run.cpu_threads})
     with hold_run_directory(run, resume, overwrite, watcher.note) as held, closing(guard), compute_with(threads):
 
         def record(status: str) -> None:
@@ -109,19 +118,35 @@ def train(
                 record("stopped" if quit_at_once else "failed")
                 raise
             session.driver.close()
-            results = all_results(run, session.driver.records.results, received, watcher.note)
-            try:
-                record(results.status)
-                results.report = write_report(held.path)
-            except (OSError, TloraError) as error:  # a full disk: the results are worth more than their page
-                watcher.note(str(error))
+            results = all_results(run, session.driver.records.results | ended, received, watcher.note)
+            _finish(results, record, held.path, watcher)
     return results
+
+
+def _nothing_to_train(run: RunSpec, ended: dict[str, JobResult], guard: BaseGuard, watcher: Watcher) -> Results:
+    """All jobs of a resumed run are done: no base is loaded, and no data read."""
+    before = read_object(Path(run.output_dir) / "run.json")
+    ordered = RunSpec.model_fields.keys() - {"token_budget", "cpu_threads"}  # of which there stands what they came to
+    facts = {key: value for key, value in before.items() if key not in ordered and key != "versions"}
+    with hold_run_directory(run, True, False, watcher.note) as held, closing(guard):
+        results = all_results(run, ended, (), watcher.note)
+        _finish(results, lambda status: write_run_file(held.path, run, facts | {"status": status}), held.path, watcher)
+    return results
+
+
+def _finish(results: Results, record: Callable[[str], None], directory: Path, watcher: Watcher) -> None:
+    """The run's status and its page."""
+    try:
+        record(results.status)
+        results.report = write_report(directory)
+    except (OSError, TloraError) as error:  # a full disk: the results are worth more than their page
+        watcher.note(str(error))
 
 
 def _opening_notes(run: RunSpec, plan: RunPlan, serving: ServingFiles, resume: bool) -> list[str]:
     """What is said before the first step. Raises ConfigError where a resumed job has taken more steps than it shall have."""
     templates = serving.warn([(job.spec, job.data.report) for job in plan.jobs if job.data])
-    lengths = check_lengths(plan.jobs, Path(run.output_dir)) if resume else []
+    lengths = check_lengths(plan.jobs_here, Path(run.output_dir)) if resume else []
     return [*plan.warnings, *job_warnings(plan.jobs), *templates, *lengths, describe_plan(plan)]
 
 

@@ -27,6 +27,7 @@ from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
 from tlora.costs.base_in_parts import least_gpus
 from tlora.costs.hardware import live_cost_model, nearest_base
+from tlora.engine.earlier_run import earlier_ends
 from tlora.engine.interrupts import describe_interrupt, interrupts
 from tlora.engine.job_opening import refuse
 from tlora.engine.ranks.devices import rank_devices
@@ -35,8 +36,8 @@ from tlora.engine.watcher import JobProgress, RunProgress, Watcher
 from tlora.errors import ConfigError, TloraError
 from tlora.job import JobSpec, RunSpec
 from tlora.link.address import tcp_place
-from tlora.live.earlier_ends import earlier_ends, not_told
 from tlora.live.picture import Picture
+from tlora.live.untold_ends import not_told
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.planning.memory import bytes_by_gpus, memory_limit
 from tlora.planning.plan import gib
@@ -107,7 +108,8 @@ class _Run:
         self._facts = {"device": places[0].partition(":")[0] if len(places) == 1 else f"{len(places)} of {places[0].partition(':')[0]}"}
 
     def train(self, guard: BaseGuard, door: TlsDoor | None) -> Results:
-        earlier = earlier_ends(self._run.jobs, Path(self._run.output_dir))
+        ends = earlier_ends(self._run.jobs, Path(self._run.output_dir))
+        earlier = {name: end.result for name, end in ends.items()}
         self._ended |= earlier
         profiled = self._profile()
         self._picture = Picture(self._run, {name: job.profile for name, job in profiled.items()}, earlier)

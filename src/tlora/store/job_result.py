@@ -11,11 +11,13 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from tlora import durable
+from tlora.adapters.peft import CONFIG_FILE, WEIGHTS_FILE
 from tlora.group.progress import TrainingProgress
 from tlora.group.reports import Status
 from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec
 from tlora.json_file import read_object
+from tlora.store.checkpoint import read_progress
 from tlora.store.metrics import finite
 
 RESULT_FILE = "result.json"
@@ -68,6 +70,15 @@ def result_of(spec: JobSpec, progress: TrainingProgress, directory: Path, total_
     )
 
 
+def saved_result(spec: JobSpec, directory: Path, total_steps: int = 0) -> JobResult:
+    """What the newest whole checkpoint says of a job that is not running: "stopped" there. Without one, at step 0."""
+    found = durable.find_verified(directory)
+    progress = attempt(read_progress, found) if found is not None else TrainingProgress()
+    if isinstance(progress, Failure):
+        progress = TrainingProgress()
+    return result_of(spec, progress, directory, spec.max_steps or total_steps)
+
+
 def read_result(directory: Path) -> JobResult | None:
     """What `result.json` there says; None where there is none, or none that can be read. Keys of other versions are passed over."""
     known = {each.name for each in fields(JobResult)}
@@ -76,6 +87,12 @@ def read_result(directory: Path) -> JobResult | None:
         return TypeAdapter(JobResult).validate_python({key: value for key, value in content.items() if key in known})
     except (OSError, ValueError):
         return None
+
+
+def is_finished(directory: Path) -> bool:
+    """Whether a job is done there, and its adapter is there."""
+    found = read_result(directory)
+    return found is not None and found.status == "done" and all((directory / name).is_file() for name in (CONFIG_FILE, WEIGHTS_FILE))
 
 
 def write_result(

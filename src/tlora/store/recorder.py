@@ -62,8 +62,6 @@ class Recorder:
         self._written: TrainingProgress | None = None  # of the newest checkpoint that is known to be whole; the writing thread's
         self._stepped: Stepped | None = None
         self._broke: BaseException | None = None  # an error that is not the job's own, from a background write
-        if not run.progress.finished:  # what an interrupted run said of this job is over
-            (directory / "result.json").unlink(missing_ok=True)
         if (directory / f"checkpoint-{run.progress.step}").is_dir():  # the one from which it goes on, which was verified
             self._written = run.progress
             context.reserve.keep(directory, self._needed_by_resume(run.progress))

@@ -21,6 +21,7 @@ from tlora.job import SCHEDULED, JobSpec, RunSpec, Sources, split_revision
 from tlora.json_file import read_object
 from tlora.store.checkpoint import read_progress
 from tlora.store.fingerprint import BASE_FILE, Fingerprint, read_fingerprint
+from tlora.store.job_result import is_finished
 from tlora.store.model_card import library_versions
 from tlora.store.overwrite import check_links, remove_run
 from tlora.supermodel.load import pin_revision
@@ -287,24 +288,24 @@ def _check_same_jobs(directory: Path, jobs: Sequence[JobSpec]) -> None:
 
 
 def earlier_order(directory: Path) -> JobSpec | None:
-    """The order whose checkpoints lie in `directory`. Raises ConfigError for a damaged `job.json`.
+    """The order whose checkpoints, or whose finished adapter, lie in `directory`. Raises ConfigError for a damaged `job.json`.
 
-    Without a checkpoint the job starts anew: what an earlier run recorded of it does not matter.
+    Without either the job starts anew: what an earlier run recorded of it does not matter.
     """
     path = directory / "job.json"
-    if not path.exists() or not any(directory.glob("checkpoint-*")):
+    if not path.exists() or not (any(directory.glob("checkpoint-*")) or is_finished(directory)):
         return None
     try:
         return job_spec_in(read_object(path))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} is damaged ({str(error).splitlines()[0]}): it cannot be seen whether the checkpoints there are of this order. "
-            "Put it back; or remove it, if you know that they are"
+            f"{path} is damaged ({str(error).splitlines()[0]}): it cannot be seen whether what lies there is of this order. "
+            "Put it back; or remove it, if you know that it is"
         ) from None
 
 
 def _changes(directory: Path, job: JobSpec) -> list[str]:
-    """In what `job` differs from the order whose checkpoints lie in `directory`. Raises ConfigError as `earlier_order`."""
+    """In what `job` differs from the order whose checkpoints or adapter lie in `directory`. Raises ConfigError as `earlier_order`."""
     earlier = earlier_order(directory)
     if earlier is None:
         return []
@@ -351,11 +352,20 @@ def write_run_file(directory: Path, run: RunSpec, facts: dict[str, Any], forget:
 
 
 def find_checkpoint(directory: Path, note: Callable[[str], None]) -> Path | None:
-    """The job's newest whole checkpoint; its metrics are cut back to it. None, and no metrics, when there is none."""
+    """The job's newest whole checkpoint; its metrics are cut back to it. None, and no metrics, when there is none. Raises ConfigError for
+    a finished job without one, which would be trained over.
+    """
     durable.clean(directory)
     found, notes = durable.newest_verified(directory)
     for line in notes:
         note(line)
+    if found is None and is_finished(directory):
+        raise ConfigError(
+            f"{directory} holds a finished job without a whole checkpoint: it cannot go on, and its adapter is not trained over. Order the "
+            "steps that it has, as before; or move the directory away, and the job begins at step 0"
+        )
+    if found is None and notes:
+        note(f"{directory.name}: no whole checkpoint is left: begins at step 0")
     step, evaluated = -1, -1
     if found is not None:
         progress = read_progress(found)

@@ -17,11 +17,13 @@ import tlora
 from tests import forked
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, rows, run_spec, same_bytes, sha256, train, write_rows
+from tlora import durable
 from tlora.engine.ranks import crew
 from tlora.engine.results import Results
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import ConfigError, ModelError
 from tlora.json_file import read_object
+from tlora.store.checkpoint import read_progress
 
 
 @dataclass
@@ -141,6 +143,11 @@ def test_all_ranks_lost_is_said_and_a_resume_ends_with_the_same_bytes(world: Wor
     results = world.train(tmp_path / "out", 2, watcher=told.watcher)
     assert results.status == "stopped"
     assert told.said("all GPUs are lost") and told.said("--resume")
+    for name, result in results.items():
+        found = durable.find_verified(tmp_path / "out" / name)
+        assert result.steps == (read_progress(found).step if found is not None else 0), "the table says where a resume goes on"
+        assert result.total_steps == next(order["max_steps"] for order in world.orders if order["name"] == name)
+    assert any(result.steps for result in results.values())
     assert world.train(tmp_path / "out", 3, resume=True).status == "done"
     world.same_bytes(tmp_path / "out")
 
@@ -154,6 +161,20 @@ def test_saved_under_one_plan_and_resumed_under_another(world: World, tmp_path: 
     assert "stopped" in {result.status for result in results.values()}
     assert world.train(tmp_path / "out", then, resume=True).status == "done"
     world.same_bytes(tmp_path / "out")
+
+
+def test_a_finished_job_whose_data_is_gone_stays_done(world: World, tmp_path: Path) -> None:
+    """No rank hears of it, and the picture has it as done."""
+    own = write_rows(tmp_path / "own.jsonl", 9)
+    orders = [job("done", str(own), max_steps=2), job("also", str(world.data / "b.jsonl"), max_steps=2)]
+    first = world.train(tmp_path / "out", 2, orders, deterministic=False)
+    own.unlink()
+    told = Told()
+    longer = [orders[0], {**orders[1], "max_steps": 4}, job("new", str(world.data / "b.jsonl"), max_steps=2)]
+    results = world.train(tmp_path / "out", 2, longer, deterministic=False, resume=True, watcher=told.watcher)
+    assert results["done"] == first["done"] and [result.steps for result in results.values()] == [2, 4, 2]
+    assert results.status == "done" and told.said("done: done before, and not trained again")
+    assert told.last is not None and [row.status for row in told.last.jobs] == ["done"] * 3
 
 
 def test_a_job_that_cannot_run_fails_alone(world: World, tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 from tlora.data.prepare import WorkerProcess
+from tlora.engine.earlier_run import earlier_ends
 from tlora.engine.ranks.crew import Crew
 from tlora.engine.ranks.owner import LostBeforeTrainingError, Order, Owner
 from tlora.engine.results import Results
@@ -33,8 +35,9 @@ def train_on_ranks(order: Order, devices: Sequence[str], data_worker: WorkerProc
             if devices:
                 order.watcher.note(f"starting again from the last checkpoints, on {_gpus(devices)}")
                 run = order.run
+                ended = {name: end.result for name, end in earlier_ends(run.jobs, Path(run.output_dir)).items()}
                 guard = BaseGuard(run.base_model, find_directory(run.base_model), earlier_base(run, True))
-                order = replace(order, resume=True, overwrite=False, guard=guard, again=True)
+                order = replace(order, resume=True, overwrite=False, guard=guard, again=True, ended=ended)
         except LostBeforeTrainingError as lost:
             devices = _left(devices, crew)
             if not devices:

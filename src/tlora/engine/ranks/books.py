@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from tlora.batching.replicas import Span
+from tlora.engine.run_monitor import row_of
 from tlora.engine.watcher import JobProgress, RunProgress
 from tlora.job import RunSpec
 from tlora.store.job_result import JobResult
@@ -14,18 +16,25 @@ from tlora.store.job_result import JobResult
 class Books:
     """`results` are of the jobs that have ended; `began` are the jobs that some rank has begun; `spans` those that several compute."""
 
-    def __init__(self, run: RunSpec) -> None:
+    def __init__(self, run: RunSpec, ended: Mapping[str, JobResult] = MappingProxyType({})) -> None:
+        """`ended`: jobs that an earlier run has ended."""
         self._rows = {job.name: JobProgress(job.name, "preparing", job.r) for job in run.jobs}  # the newest of each
         self._shown: dict[int, RunProgress] = {}
         self._rates: dict[int, Mapping[str, float]] = {}
         self.spans: Mapping[str, Span] = {}
-        self.results: dict[str, JobResult] = {}
+        self.results: dict[str, JobResult] = dict(ended)
         self.began: set[str] = set()
+        self._rows |= {name: row_of(result) for name, result in ended.items()}
 
     @property
     def homes(self) -> dict[str, int]:
         """The GPU that each job is on, or was last."""
         return {name: row.gpu for name, row in self._rows.items() if row.gpu is not None}
+
+    @property
+    def total_steps(self) -> dict[str, int]:
+        """Of the jobs that have been shown."""
+        return {name: row.total_steps for name, row in self._rows.items()}
 
     def begin(self, rank: int, job: str) -> None:
         self.began.add(job)
@@ -41,20 +50,7 @@ class Books:
     def end(self, rank: int, result: JobResult) -> None:
         """A rank may end a job that it took over before it has shown it."""
         self.results[result.name] = result
-        row = self._rows[result.name]
-        self._rows[result.name] = replace(
-            row,
-            gpu=rank,
-            status=result.status,
-            reason=result.reason,
-            step=result.steps,
-            total_steps=result.total_steps,
-            loss=result.train_loss,
-            eval_loss=result.eval_loss,
-            num_tokens=result.num_tokens,
-            tokens_per_second=0.0,
-            eta_seconds=None,
-        )
+        self._rows[result.name] = replace(row_of(result), gpu=rank)
 
     def lose(self, rank: int) -> None:
         """Its jobs wait until another rank shows them."""

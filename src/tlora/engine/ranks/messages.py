@@ -28,13 +28,14 @@ WAITS = {
 @dataclass(frozen=True)
 class Open:
     """The first message: load the base of `run` on `device`. `started` is the run's beginning on the clock of `time.monotonic`, which all
-    processes of a host share.
+    processes of a host share. `ended`: jobs that an earlier run has ended.
     """
 
     run: RunSpec
     resume: bool
     device: str
     started: float
+    ended: Mapping[str, JobResult] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +17,7 @@ import torch
 
 from tlora import errors
 from tlora.data.prepare import Preparation, WorkerProcess
+from tlora.engine.earlier_run import to_plan, with_plans
 from tlora.engine.interrupts import describe_interrupt, interrupts
 from tlora.engine.job_length import check_lengths
 from tlora.engine.ranks.alike import check_alike, check_kinds
@@ -58,6 +59,7 @@ from tlora.planning.job_plan import PlannedJob, job_warnings, plan_jobs
 from tlora.planning.work import choose_replicas, predicted_seconds
 from tlora.report.run_page import write_report
 from tlora.store.fingerprint import BaseGuard
+from tlora.store.job_result import JobResult
 from tlora.store.metrics import RowWriter
 from tlora.store.run_directory import HeldDirectory, write_run_file
 from tlora.store.serving import ServingFiles
@@ -81,6 +83,7 @@ class Order:
     guard: BaseGuard
     digest: str = ""  # of the jobs file as it was read, where a launcher's ranks have read it too
     again: bool = False  # after the loss of a GPU: jobs that fitted before must fit now
+    ended: Mapping[str, JobResult] = field(default_factory=dict[str, JobResult])  # by an earlier run
 
 
 class LostBeforeTrainingError(Exception):
@@ -94,7 +97,7 @@ class Owner:
         self._order, self._crew, self._devices = order, crew, devices
         self.run = order.run
         self._started = begin_of_run(Path(order.run.output_dir), order.resume)
-        self._books = Books(order.run)
+        self._books = Books(order.run, order.ended)
         self._facts: dict[str, Any] = {}
         self._spans: dict[str, dict[str, Any]] = {}
         self._dispatcher: Dispatcher | None = None
@@ -136,21 +139,23 @@ class Owner:
         """Tokenize all data and choose how the base lies on the GPUs. Returns the seconds that each job is predicted to take, and the
         replicas of those that may span several GPUs.
         """
-        run, resume, device = self.run, self._order.resume, torch.device(self._devices[0])
+        order, device = self._order, torch.device(self._devices[0])
+        run, resume = self.run, order.resume
         base = outline(run.base_model, run.dtype, run.base_precision)
         if run.base_precision == "fp8":
             check_fp8(device, base.head.weight_VH.dtype)
         model = SuperModel(base)
         self._hear()
         preparation = Preparation(lambda told: self._stage(f"tokenizing {told.key}: {told.rows:,} rows, {told.share:.0%}"), data_worker)
-        planned = plan_jobs(run, model, preparation, Path(run.output_dir) if resume else None)
-        lines = job_warnings(planned) + ServingFiles(run.base_model).warn([(job.spec, job.data.report) for job in planned if job.data])
-        for line in lines + (check_lengths(planned, Path(run.output_dir)) if resume else []):
-            self._order.watcher.note(line)
-        self.run = run.model_copy(update={"jobs": [job.spec for job in planned]})
+        planned = plan_jobs(to_plan(run, order.ended), model, preparation, Path(run.output_dir) if resume else None)
+        open_jobs = tuple(job for job in planned if job.spec.name not in order.ended)
+        lines = job_warnings(open_jobs) + ServingFiles(run.base_model).warn([(job.spec, job.data.report) for job in open_jobs if job.data])
+        for line in lines + (check_lengths(open_jobs, Path(run.output_dir)) if resume else []):
+            order.watcher.note(line)
+        self.run = with_plans(run, [job.spec for job in planned])
         self._choose_form(planned, model)
-        seconds = predicted_seconds(planned, model, device)
-        return seconds, choose_replicas(planned, seconds, self._crew.count, run.deterministic)
+        seconds = predicted_seconds(open_jobs, model, device)
+        return seconds, choose_replicas(open_jobs, seconds, self._crew.count, run.deterministic)
 
     def _choose_form(self, planned: tuple[PlannedJob, ...], model: SuperModel) -> None:
         self._until_all(self._crew.found)
@@ -246,13 +251,13 @@ class Owner:
         order, dispatcher = self._order, self._dispatcher
         assert dispatcher is not None
         if dispatcher.open and not received:
-            if not self._books.results and not self._books.began:
+            if self._books.results.keys() <= order.ended.keys() and not self._books.began:
                 self._raise_all_lost()
             lost = "all GPUs are lost" if not dispatcher.ranks else "a part of the base is lost" if self.shared else "a rank is lost"
             again = "" if self.may_begin_again and dispatcher.ranks else " Resume with --resume"
             order.watcher.note(f"{lost}; {len(dispatcher.open)} jobs are unfinished.{again}")
         order.watcher.progress(self._books.progress(self._seconds))
-        results = all_results(self.run, self._books.results, received, order.watcher.note)
+        results = all_results(self.run, self._books.results, received, order.watcher.note, self._books.total_steps)
         try:
             self._record(results.status)
             results.report = write_report(self._held.path)
@@ -319,7 +324,7 @@ class Owner:
                 self._show(rank, report)
             case Hello():
                 check_alike(report, self._order.digest)
-                self._crew.send(rank, Open(self.run, self._order.resume, self._devices[rank], self._started))
+                self._crew.send(rank, Open(self.run, self._order.resume, self._devices[rank], self._started, self._order.ended))
             case Began(job) if dispatcher is not None:
                 books.begin(rank, job)
                 dispatcher.began(rank, job)

@@ -28,6 +28,7 @@ from torch.distributed import FileStore, PrefixStore, Store
 from transformers.utils import logging
 
 from tlora.batching.pack import MicroBatch
+from tlora.engine.earlier_run import with_plans
 from tlora.engine.ranks.link import Line, connect
 from tlora.engine.ranks.messages import (
     Assign,
@@ -142,9 +143,11 @@ class Rank:
             started=opened.started,
             write_row=lambda row: self._line.send(RowMade(row)),
         )
+        monitor.ended = opened.ended
         loaded = load(run, place, monitor, opened.resume, None, self._assigned)
         self._exchange = self._connect(loaded, place)
-        run = run.model_copy(update={"jobs": [job.spec for job in loaded.plan.jobs], "cpu_threads": loaded.threads or run.cpu_threads})
+        run = with_plans(run, [job.spec for job in loaded.plan.jobs])
+        run = run.model_copy(update={"cpu_threads": loaded.threads or run.cpu_threads})
         self._line.send(Ready(launch_facts(loaded, place), loaded.threads, loaded.plan.warnings, describe_plan(loaded.plan)))
         self._next(Go)
         self._session = Session(run, loaded, monitor, ServingFiles(run.base_model), self._guard, exchange=self._exchange)

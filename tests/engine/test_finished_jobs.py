@@ -1,0 +1,193 @@
+"""A job that is done stays done at a resume, whatever became of its data, its checkpoints or its order's length; and what is said of the
+others.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.tiny_runs import job, rows, same_bytes, sha256, train, write_rows
+from tlora.data.prepare import prepare
+from tlora.engine.watcher import RunProgress, Watcher
+from tlora.errors import ConfigError
+from tlora.planning import job_plan
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data file that a test may change, and that each run looks at."""
+    monkeypatch.setattr(job_plan, "prepare", prepare)
+    return write_rows(tmp_path / "own.jsonl", 16)
+
+
+def resume(base: Path, out: Path, jobs: list[dict[str, Any]], **settings: Any) -> tuple[Any, list[str]]:
+    lines: list[str] = []
+    return train(base, out, jobs, resume=True, watcher=Watcher(note=lines.append), **settings), lines
+
+
+def kept(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("change", "length", "deterministic"),
+    [
+        ("gone", {}, False),
+        ("gone", {"max_steps": None, "num_train_epochs": 2}, True),
+        ("grown", {"max_steps": None, "num_train_epochs": 2}, False),
+        ("grown", {}, True),
+        ("shrunk", {"max_steps": None, "num_train_epochs": 2}, False),
+    ],
+)
+def test_a_finished_job_stays_done_whatever_became_of_its_data(
+    base: Path, data: Path, own: Path, tmp_path: Path, change: str, length: dict[str, Any], deterministic: bool
+) -> None:
+    out, order = tmp_path / "out", job("a", str(own), **length)
+    first = train(base, out, [order], deterministic=deterministic)["a"]
+    before = kept(out / "a")
+    lines = own.read_text().splitlines(keepends=True)
+    if change == "gone":
+        own.unlink()
+    else:
+        own.write_text("".join(lines * 2 if change == "grown" else lines[:4]))
+    results, said = resume(base, out, [order, job("b", str(data / "b.jsonl"))], deterministic=deterministic)
+    assert results["a"] == first and results["b"].status == "done" and results.status == "done"
+    assert kept(out / "a") == before
+    assert "a: done before, and not trained again" in said
+    assert "b: nothing to resume: begins at step 0 (not a job of the earlier run)" in said
+    assert json.loads((out / "run.json").read_text())["status"] == "done"
+
+
+def test_a_finished_run_is_done_at_once_and_its_jobs_are_shown(base: Path, data: Path, own: Path, tmp_path: Path) -> None:
+    """Nothing is tokenized and no base loaded: its weights may be away by then."""
+    out, jobs = tmp_path / "out", [job("a", str(own)), job("b", str(data / "b.jsonl"), adapter_path=None)]
+    first = train(base, out, jobs)
+    facts = json.loads((out / "run.json").read_text())
+    own.unlink()
+    results, said = resume(base, out, jobs)
+    assert dict(results) == dict(first) and results.report is not None and "a, b: done before, and not trained again" in said
+    after = json.loads((out / "run.json").read_text())
+    assert after == facts | {"versions": after["versions"]}
+    assert not any("token budget" in line for line in said)
+
+
+def test_the_progress_shows_a_finished_job_as_done(base: Path, data: Path, tmp_path: Path) -> None:
+    out, jobs = tmp_path / "out", [job("a", str(data / "a.jsonl"))]
+    first = train(base, out, jobs)["a"]
+    shown: list[RunProgress] = []
+    train(base, out, [*jobs, job("b", str(data / "b.jsonl"))], resume=True, watcher=Watcher(shown.append))
+    for state in shown:
+        (row,) = [row for row in state.jobs if row.name == "a"]
+        assert (row.status, row.step, row.total_steps, row.loss) == ("done", 6, 6, first.train_loss)
+
+
+def test_more_steps_without_the_data_fail_and_keep_the_earlier_result(base: Path, data: Path, own: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = train(base, out, [job("a", str(own))])["a"]
+    before = kept(out / "a")
+    rows_of_it = own.read_text()
+    own.unlink()
+    results, _ = resume(base, out, [job("a", str(own), max_steps=9)])
+    assert results["a"].status == "failed" and results.status == "failed"
+    assert "own.jsonl" in results["a"].reason and "What it came to before stays: 6 steps" in results["a"].reason
+    assert (results["a"].steps, results["a"].train_loss) == (first.steps, first.train_loss)
+    assert kept(out / "a") == before
+    own.write_text(rows_of_it)
+    assert resume(base, out, [job("a", str(own), max_steps=9)])[0]["a"].steps == 9, "and goes on where the data is back"
+
+
+def test_more_steps_go_on_and_fewer_epochs_or_steps_of_the_same_number_do_not(base: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    train(base, out, [job("a", str(data / "a.jsonl"), max_steps=None, num_train_epochs=1)])  # 24 rows, 6 steps
+    assert "a: done before, and not trained again" in resume(base, out, [job("a", str(data / "a.jsonl"), max_steps=6)])[1]
+    results, said = resume(base, out, [job("a", str(data / "a.jsonl"), max_steps=None, num_train_epochs=2)])
+    assert results["a"].steps == 12 and not any("done before" in line for line in said)
+    assert [row["step"] for row in rows(out / "a" / "metrics.jsonl")] == list(range(1, 13))
+
+
+def test_a_finished_job_without_checkpoints_is_not_trained_over(base: Path, data: Path, tmp_path: Path) -> None:
+    out, path = tmp_path / "out", str(data / "a.jsonl")
+    first = train(base, out, [job("a", path)])["a"]
+    shutil.rmtree(out / "a" / "checkpoint-6")
+    before = kept(out / "a")
+    assert resume(base, out, [job("a", path)])[0]["a"] == first
+    longer = resume(base, out, [job("a", path, max_steps=9)])[0]["a"]
+    assert longer.status == "failed" and "a finished job without a whole checkpoint" in longer.reason
+    with pytest.raises(ConfigError, match=r"a: learning_rate was 0.01 and is 0.5"):
+        resume(base, out, [job("a", path, learning_rate=0.5)])
+    assert kept(out / "a") == before
+    shutil.move(out / "a", tmp_path / "aside")  # the remedy that the error names
+    assert resume(base, out, [job("a", path, max_steps=9)])[0]["a"].steps == 9
+
+
+def test_a_finished_job_that_started_from_an_adapter_stays_done(base: Path, data: Path, own: Path, tmp_path: Path) -> None:
+    """Its written order has that adapter's shape, and the adapter may be gone."""
+    train(base, tmp_path / "start", [job("s", str(data / "b.jsonl"), r=8, max_steps=1)])
+    start = shutil.copytree(tmp_path / "start" / "s", tmp_path / "adapter")
+    order = {**job("a", str(own), adapter_path=str(start)), "r": 4}
+    first = train(base, tmp_path / "out", [order])["a"]
+    own.unlink()
+    shutil.rmtree(start)
+    results, _ = resume(base, tmp_path / "out", [order, job("b", str(data / "b.jsonl"))])
+    assert results["a"] == first and results.status == "done"
+
+
+def test_an_interrupted_job_that_cannot_go_on_keeps_its_numbers(base: Path, data: Path, own: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    train(base, out, [job("a", str(own), max_steps=4)])
+    (out / "a" / "result.json").unlink()  # as after a kill
+    own.unlink()
+    failed = resume(base, out, [job("a", str(own), max_steps=9)])[0]["a"]
+    assert (failed.status, failed.steps, failed.total_steps) == ("failed", 4, 9) and failed.train_loss is not None
+    assert json.loads((out / "a" / "result.json").read_text())["steps"] == 4
+
+
+def test_a_misspelt_new_and_left_out_name_is_said(base: Path, data: Path, tmp_path: Path) -> None:
+    out, path = tmp_path / "out", str(data / "b.jsonl")
+    train(base, out, [job("colours", path, max_steps=1), job("shapes", path, max_steps=1)])
+    before = kept(out / "colours")
+    _, said = resume(base, out, [job("colors", path, max_steps=1), job("shapes", path, max_steps=1)])
+    begins = "colors: nothing to resume: begins at step 0 (not a job of the earlier run)"
+    assert f"{begins}. The earlier run has a job 'colours', which is left out now: is this its name misspelt?" in said
+    assert f"colours: in {out}, but not in the jobs file: left out, and kept as before" in said
+    assert kept(out / "colours") == before
+
+
+def test_a_resume_without_an_earlier_run_says_that_all_begin(base: Path, data: Path, tmp_path: Path) -> None:
+    _, said = resume(base, tmp_path / "out", [job(name, str(data / "b.jsonl"), max_steps=1) for name in "abcdef"])
+    assert "a, b, c, d and 2 more: nothing to resume: begins at step 0" in said
+
+
+def test_a_job_whose_checkpoints_are_all_damaged_is_said_to_begin_anew(base: Path, data: Path, tmp_path: Path) -> None:
+    out, order = tmp_path / "out", job("a", str(data / "a.jsonl"))
+    first = train(base, out, [order], deterministic=True)["a"]
+    whole = shutil.copytree(out, tmp_path / "whole")
+    (out / "a" / "result.json").unlink()  # interrupted in its last save
+    (out / "a" / "checkpoint-6" / "optimizer.safetensors").write_bytes(b"")
+    results, said = resume(base, out, [order], deterministic=True)
+    assert results["a"].steps == first.steps and "a: no whole checkpoint is left: begins at step 0" in said
+    same_bytes(out, whole, ["a"])
+
+
+def test_a_kill_between_order_and_result_leaves_no_result_of_the_shorter_order(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With epochs the number of steps does not stand in the order: a result of one epoch must not pass for one of two."""
+    out, path = tmp_path / "out", str(data / "a.jsonl")
+    train(base, out, [job("a", path, max_steps=None, num_train_epochs=1)], deterministic=True)
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    longer = job("a", path, max_steps=None, num_train_epochs=2)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("tlora.engine.driver.Recorder", killed)
+        train(base, out, [longer], deterministic=True, resume=True)
+    assert resume(base, out, [longer], deterministic=True)[0]["a"].steps == 12
+    whole = train(base, tmp_path / "whole", [longer], deterministic=True)
+    assert whole["a"].steps == 12 and sha256(out / "a") != ""
