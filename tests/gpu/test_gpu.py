@@ -90,3 +90,23 @@ def test_a_run_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for result in results.values():
         assert result.eval_loss is not None and result.eval_loss_first is not None
         assert result.eval_loss < result.eval_loss_first
+
+
+@pytest.mark.parametrize("normalizer", [100.0, 65_000.0, 1e6])
+def test_a_float16_base_loses_no_gradient_in_a_large_batch(normalizer: float) -> None:
+    """Two micro-batches and a step, on the kernels, against fp32 with the same weights; and the norm that the device's optimizer sees."""
+    found: dict[torch.dtype, torch.Tensor] = {}
+    norms: dict[torch.dtype, float] = {}
+    for dtype in (torch.float16, torch.float32):
+        model = SuperModel(make_base(make_model("llama", hidden_size=256, intermediate_size=512).half().to("cuda", dtype), "llama"))
+        assert model.num_layers
+        model.join("a", LoraConfig(r=8), TrainConfig(lr_scheduler_type="constant", max_grad_norm=0))
+        for seed in range(2):
+            rows = [BatchRow("a", s.input_ids, s.loss_weights, normalizer) for s in make_samples(4, seed=seed)]
+            model.forward_backward(collate(rows, "cuda"))
+        found[dtype] = model.gradient("a").double()
+        norms[dtype] = model.optim_step(["a"])["a"].grad_norm
+        assert not model.gradient("a").any()
+    assert float(torch.cosine_similarity(found[torch.float16], found[torch.float32], dim=0)) > 0.999
+    assert norms[torch.float16] == pytest.approx(norms[torch.float32], rel=1e-2)
+    assert norms[torch.float32] == pytest.approx(float(found[torch.float32].norm()), rel=1e-4)

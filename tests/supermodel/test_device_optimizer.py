@@ -393,3 +393,22 @@ def test_queueing_a_step_waits_for_nothing_and_takes_no_memory(shared: Shared) -
 def test_no_job_is_due(shared: Shared) -> None:
     steps = shared.optimizer.measure({}).update()
     assert (steps.read(), steps.errors) == ({}, {})
+
+
+def test_scaled_sums_step_as_the_gradient_that_they_stand_for() -> None:
+    """Those of a float16 base: the twin's are as they are."""
+    shared = Shared(torch.float16)
+    shared.join("a", LoraConfig(r=4))
+    for step in range(2):
+        shared.bank.scale_sums("a", 1.0)
+        shared.add_gradient("a", step)
+        shared.bank.scale_sums("a", 4096.0)
+        shared.step("a")
+    shared.bank.scale_sums("a", 1.0)
+    shared.add_gradient("a", 7)
+    gradient = shared.jobs["a"].twin_bank.gradient("a")
+    shared.bank.scale_sums("a", 1024.0)
+    assert torch.equal(shared.optimizer.gradient("a"), gradient)
+    shared.bank.scale_sums("a", 64.0)
+    shared.optimizer.set_gradient("a", gradient * 2)
+    assert torch.equal(shared.optimizer.gradient("a"), gradient * 2)

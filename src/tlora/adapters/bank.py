@@ -90,6 +90,7 @@ class AdapterBank:
         self._layouts: dict[str, AdapterLayout] = {}
         self._shapes: dict[str, dict[str, AdapterShape]] = {}
         self._addresses: dict[str, dict[str, SlotAddress]] = {}
+        self._sum_scales: dict[str, float] = {}  # of jobs whose sums are not the gradient, but so many times that; 0: they are zero
         self.version = 0  # changes when a linear's tensors may have moved
 
     def __contains__(self, job_id: object) -> bool:
@@ -187,6 +188,7 @@ class AdapterBank:
             self._linears[s.module].clear(job_id)
         del self._shapes[job_id]
         self._addresses.pop(job_id, None)
+        self._sum_scales.pop(job_id, None)
 
     def _rows(self, job_id: str, *names: str) -> list[Tensor]:
         """Views of the slot in layout order, A then B of each module."""
@@ -206,6 +208,7 @@ class AdapterBank:
     @torch.no_grad()
     def gradient(self, job_id: str) -> Tensor:
         """A copy of the slot's summed gradient [P], flat in the order of its layout and in `sum_dtype`."""
+        self.scale_sums(job_id, 1.0)
         return torch.cat([row.reshape(-1) for row in self._rows(job_id, "da_RK", "db_RN")])
 
     @torch.no_grad()
@@ -213,6 +216,19 @@ class AdapterBank:
         """Replace the slot's sums by a flat gradient, as `gradient` gives it."""
         flat = [view for _, da, db in self._layouts[job_id].views(gradient_P) for view in (da, db)]
         torch._foreach_copy_(self._rows(job_id, "da_RK", "db_RN"), flat)
+        self._sum_scales[job_id] = 1.0
+
+    @torch.no_grad()
+    def scale_sums(self, job_id: str, scale: float) -> None:
+        """Let the slot's sums be `scale` times its gradient, a power of two: what is added from now on is scaled so too."""
+        before = self._sum_scales.get(job_id, 1.0)
+        if before not in (0.0, scale):
+            torch._foreach_mul_(self._rows(job_id, "da_RK", "db_RN"), scale / before)
+        self._sum_scales[job_id] = scale
+
+    def sums_are_zero(self, job_id: str) -> None:
+        """Somebody has zeroed the slot's sums."""
+        self._sum_scales[job_id] = 0.0
 
     def take_grad(self, job_id: str) -> Tensor:
         """`gradient`; the sums are zero afterwards."""
@@ -223,3 +239,4 @@ class AdapterBank:
     @torch.no_grad()
     def zero_grad(self, job_id: str) -> None:
         torch._foreach_zero_(self._rows(job_id, "da_RK", "db_RN"))
+        self.sums_are_zero(job_id)

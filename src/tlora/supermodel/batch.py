@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,9 @@ from torch.nn import functional
 from tlora.kernels.device import to_device
 from tlora.kernels.dropout import token_keys
 
+_TOKEN_SCALE = 16.0
+"""By which `grad_scale` scales the gradient of one token's loss, at most. float16 loses digits below 6e-5 and overflows above 65,504. For a
+mean over 4,096 tokens it is the scale that GradScaler begins with, 65,536."""
 LONGEST_PADDING = 512  # tokens of a piece: attention within longer ones would cost more than tokens do
 
 
@@ -39,6 +43,8 @@ class Span:
     """Tokens `t0:t1` belong to `job_id`, and `labelled[n0:n1]` of the batch are those of them that are trained.
 
     `lengths` are the tokens of each of its sequences, of which `sequences` make one unit. `has_keys` when its rows bring dropout keys.
+    `grad_scale` is a power of two by which its gradients can be scaled where small numbers would be lost: it follows from the normalizer of
+    its rows alone, and so from its global batch.
     """
 
     job_id: str
@@ -48,6 +54,7 @@ class Span:
     sequences: int = 1
     n0: int = 0
     n1: int = 0
+    grad_scale: float = 1.0
 
     @property
     def t1(self) -> int:
@@ -101,6 +108,13 @@ class PackedBatch:
             keys_T=None if self.keys_T is None else functional.pad(self.keys_T, (0, more)),
         )
 
+    def with_scaled_gradients(self) -> PackedBatch:
+        """This batch with each job's gradients scaled by its `grad_scale`."""
+        scaled_T = self.grad_weights_T.clone()
+        for span in self.spans:
+            scaled_T[span.t0 : span.t1] *= span.grad_scale
+        return replace(self, grad_weights_T=scaled_T)
+
     def units(self) -> Iterator[PackedBatch]:
         """Each unit as a batch of its own, in order. Waits for the device."""
         for span in self.spans:
@@ -138,6 +152,11 @@ class PackedBatch:
             spans=spans,
             keys_T=None if self.keys_T is None else _join(self.keys_T, cuts),
         )
+
+
+def grad_scale(normalizer: float) -> float:
+    """The largest power of two below or at `_TOKEN_SCALE` times `normalizer`."""
+    return math.ldexp(_TOKEN_SCALE, math.frexp(normalizer)[1] - 1)
 
 
 def _join(values_T: Tensor, cuts: list[slice]) -> Tensor:
@@ -181,10 +200,11 @@ def collate(rows: Sequence[BatchRow], device: torch.device | str = "cpu", pad_to
         if spans and spans[-1].job_id == row.job_id:
             assert spans[-1].has_keys == has_keys, f"some rows of {row.job_id} have a dropout key and some have none"
             assert spans[-1].sequences == len(own), f"rows of {row.job_id} have {len(own)} sequences, and {spans[-1].sequences}"
-            spans[-1] = replace(spans[-1], lengths=(*spans[-1].lengths, *own))
+            scale = min(spans[-1].grad_scale, grad_scale(row.normalizer))
+            spans[-1] = replace(spans[-1], lengths=(*spans[-1].lengths, *own), grad_scale=scale)
         else:
             assert all(s.job_id != row.job_id for s in spans), f"rows of {row.job_id} are not adjacent"
-            spans.append(Span(row.job_id, start, own, has_keys, len(own)))
+            spans.append(Span(row.job_id, start, own, has_keys, len(own), grad_scale=grad_scale(row.normalizer)))
         start = end
     labelled = weights.nonzero()[0]
     spans = [replace(s, n0=int(np.searchsorted(labelled, s.t0)), n1=int(np.searchsorted(labelled, s.t1))) for s in spans]

@@ -100,6 +100,7 @@ class DeviceOptimizer:
     @torch.no_grad()
     def gradient(self, job_id: str) -> Tensor:
         """A copy of the job's summed gradient [P] as one launch; takes its memory, and does not wait."""
+        self._bank.scale_sums(job_id, 1.0)
         bound = self._table(job_id)
         flat_P = torch.empty(bound.layout.numel, dtype=self._bank.sum_dtype, device=self._bank.device)
         bank_chunks.gather(bound.buffers.chunks_C4, bound.aligned, flat_P)
@@ -110,6 +111,8 @@ class DeviceOptimizer:
         """Replace the job's sums, as one launch. `gradient_P` contiguous, of the size, dtype and device of `gradient`."""
         bound = self._table(job_id)
         assert (gradient_P.shape, gradient_P.dtype) == ((bound.layout.numel,), self._bank.sum_dtype) and gradient_P.is_contiguous()
+        self._bank.sums_are_zero(job_id)  # or will be in a moment: all of them are replaced
+        self._bank.scale_sums(job_id, 1.0)
         bank_chunks.scatter(bound.buffers.chunks_C4, bound.aligned, gradient_P)
 
     @torch.no_grad()
@@ -133,6 +136,7 @@ class DeviceOptimizer:
         rows.scalars_JS[: len(due)].copy_(host.pin_memory() if rows.scalars_JS.is_cuda else host, non_blocking=True)
         for i, (job_id, job) in enumerate(due.items()):
             try:
+                self._bank.scale_sums(job_id, 1.0)
                 bound = self._table(job_id)
                 self._note_largest(job_id, job.state)
                 fused_adamw.launch_measure(_flat(job.state), bound.buffers, bound.aligned, rows.scalars_JS[i], rows.outcomes_JO[i])
@@ -151,6 +155,7 @@ class DeviceOptimizer:
                     bound, flat = self._table(job_id), _flat(job.state)
                     scalars_S, outcome_4 = rows.scalars_JS[i], rows.outcomes_JO[i]
                     fused_adamw.launch_update(flat, bound.buffers, bound.aligned, self._weights_like, scalars_S, outcome_4)
+                    self._bank.sums_are_zero(job_id)
             except Exception as error:
                 errors[job_id] = error
         outcomes = ToHost(rows.outcomes_JO[: len(due)])

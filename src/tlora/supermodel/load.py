@@ -285,12 +285,33 @@ def _check_packing(base: Base) -> None:
         leaks = _leaks(base, torch.cat(ids), positions, lengths)
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ModelError(f"base_model {base.name}: {type(model).__name__} cannot run packed samples: {_first_line(error)}") from error
+    if not bool(alone.isfinite().all()):
+        raise ModelError(_not_finite(base))
     difference = float((packed - alone).norm() / alone.norm())
     if leaks or not difference <= _TOLERANCE[base.head.weight_VH.dtype]:
         raise ModelError(
             f"base_model {base.name}: {type(model).__name__} gives packed samples other logits than single ones "
             f"(relative difference {difference:.1e}), so jobs cannot share it. Use a decoder made of attention and linear layers"
         )
+
+
+def _not_finite(base: Base) -> str:
+    """Why the logits of some random tokens are not."""
+    dtype = base.head.weight_VH.dtype
+    name = str(dtype).removeprefix("torch.")
+    broken = [key for key, weight in base.model.named_parameters() if not bool(weight.isfinite().all())]
+    if broken:
+        held = f"{len(broken)} of its tensors hold NaN or Inf in {name} ({broken[0]})"
+        wider = (
+            "Set dtype: float32, if the files hold finite numbers beyond that, or" if dtype == torch.float16 else "Copy the model again, or"
+        )
+        return f"base_model {base.name}: {held}, so no loss of it is finite. {wider} take another base"
+    if dtype == torch.float16:
+        return (
+            f"base_model {base.name}: it overflows in float16, which ends at 65,504: the logits of plain tokens are not finite. "
+            "Set dtype: bfloat16, or float32 where the device has no bfloat16"
+        )
+    return f"base_model {base.name}: its logits of plain tokens are not finite in {name}. Set dtype: float32, or take another base"
 
 
 @torch.no_grad()

@@ -336,11 +336,20 @@ class SuperModel(nn.Module):
     ) -> tuple[dict[str, JobLoss], Callable[[], object] | None]:
         """Losses of `part`, and what adds its gradients to the sums."""
         dropout = {s.job_id: self._residents[s.job_id].lora.lora_dropout for s in part.spans if train and s.has_keys}
+        if train and self.bank.dtype == torch.float16:
+            part = part.with_scaled_gradients()
         reference, sum_dtype = self._reference_logprobs(part, objectives), self.bank.sum_dtype if train else None
         hidden_TH, backward = self._decode(part, self.bank, dropout, train)
         self.computed_tokens += len(hidden_TH)
         losses, dhidden_TH = Losses(part, self.base.head, objectives, reference, sum_dtype).of(hidden_TH)
-        return losses, None if backward is None or dhidden_TH is None else partial(backward, dhidden_TH)
+        return losses, None if backward is None or dhidden_TH is None else partial(self._go_back, part, backward, dhidden_TH)
+
+    def _go_back(self, part: PackedBatch, backward: Backward, dhidden_TH: Tensor) -> None:
+        """Add the gradients of `part` to the sums, in float16 as scaled as they come."""
+        if self.bank.dtype == torch.float16:
+            for span in part.spans:
+                self.bank.scale_sums(span.job_id, span.grad_scale)
+        backward(dhidden_TH)
 
     def _decode(
         self, part: PackedBatch, bank: AdapterBank | None, dropout: Mapping[str, float], train: bool
