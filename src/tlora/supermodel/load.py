@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,12 +137,28 @@ def _move(model: Any, place: torch.device) -> Any:
     """The model on `place`; large weights go onto a GPU by several threads."""
     if place.type == "cuda":
         large = [p for p in model.parameters() if p.device.type == "cpu" and p.numel() >= _LARGE]
-        uploads = upload([p.data for p in large], place)
-        with no_collection():
-            importlib.import_module("torch._inductor.compile_fx")  # takes 2 to 4 s, and compiling the layers will want it
-        for parameter, uploaded in zip(large, uploads, strict=True):
-            parameter.data = uploaded.result()
+        with ThreadPoolExecutor(1) as beside:
+            prepared = beside.submit(_prepare_libraries, place, model.dtype)
+            uploads = upload([p.data for p in large], place)
+            with no_collection():
+                importlib.import_module("torch._inductor.compile_fx")  # takes 2 to 4 s, and compiling the layers will want it
+            for parameter, uploaded in zip(large, uploads, strict=True):
+                parameter.data = uploaded.result()
+            prepared.result()
     return model.to(place)
+
+
+def _prepare_libraries(place: torch.device, dtype: torch.dtype) -> None:
+    """What the first product and the first kernel would wait for, half a second to two each, without Python's lock: cuBLAS's kernels, and
+    the hash of Triton's own files that is part of each key in its cache.
+    """
+    with torch.cuda.device(place):
+        square = torch.zeros(128, 128, dtype=dtype, device=place)
+        torch.mm(square, square).sum().item()
+    with suppress(ImportError):
+        from triton.runtime.cache import triton_key
+
+        triton_key()
 
 
 def load_weights(base_model: str, dtype: str = "auto") -> Any:
