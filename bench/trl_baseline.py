@@ -155,7 +155,7 @@ def make_tasks(options: argparse.Namespace, tokenizer: Path, directory: Path) ->
     if options.jobs:
         jobs = [job for job in jobs if job.name in options.jobs.split(",")]
     vocabulary = SHAPES[options.shape].vocab_size
-    requests = [PrepareRequest(job.name, job.data, job.seed, str(tokenizer), vocabulary, directory / "cache", directory) for job in jobs]
+    requests = [PrepareRequest(job.name, job.data, str(tokenizer), vocabulary, directory / "cache", directory) for job in jobs]
     tasks: list[Task] = []
     sets = prepare(requests)
     for job in jobs:

@@ -108,8 +108,7 @@ def _real_jobs(specs: Sequence[JobSpec], vocab_size: int, data: Path, directory:
         spec.model_copy(update={"data": spec.data.model_copy(update={"path": str(files[i % len(files)])})}) for i, spec in enumerate(specs)
     ]
     requests = [
-        PrepareRequest(spec.name, spec.data, spec.seed, str(directory / "tokenizer"), vocab_size, directory / "cache", directory)
-        for spec in specs
+        PrepareRequest(spec.name, spec.data, str(directory / "tokenizer"), vocab_size, directory / "cache", directory) for spec in specs
     ]
     sets: list[Dataset] = []
     for found in prepare(requests).values():

@@ -167,7 +167,8 @@ class DataConfig(BaseModel):
     path: str | Sources
     format: DataFormat = "auto"
     eval_path: str | Sources | None = None
-    eval_size: Annotated[float, Field(ge=0)] = 0  # below 1: a share of the rows, else a number of rows; split off by seed
+    eval_size: Annotated[float, Field(ge=0)] = 0  # below 1: a share of the rows, else a number of rows; split off by eval_seed
+    eval_seed: Annotated[int, Field(ge=0, lt=2**32)] = 42  # not the job's seed: jobs of other seeds are evaluated on the same rows
     max_length: Annotated[int, Field(ge=2, le=10**9)] = 1024  # tokens; longer samples are cut at the end
     train_on: Literal["completions", "all"] = "completions"
     chat_template: str | None = None  # a file with a Jinja template, instead of the base model's own
@@ -224,7 +225,7 @@ class DataConfig(BaseModel):
 SCHEDULED = ("arrival_seconds", "priority", "max_slowdown", "deadline_seconds")
 """Fields of a job that are for a scheduler: no number of a step depends on them."""
 
-_DATA_KEYS = ("max_length", "train_on", "eval_size", "eval_path", "chat_template", "format")
+_DATA_KEYS = ("max_length", "train_on", "eval_size", "eval_seed", "eval_path", "chat_template", "format")
 
 
 class JobSpec(LoraConfig, TrainConfig):

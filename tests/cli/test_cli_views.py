@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,16 @@ def test_a_sweep_is_told_best_first():
     assert [line.split()[-1] for line in table[2:6]] == ["s2", "s0", "s1", "s3"]
     assert table[2].split()[:5] == ["1", "32", "0.0001", "0.2500", "7"] and table[5].split()[0] == "failed"
     assert "other" not in "\n".join(table)
+
+
+def test_losses_that_do_not_rank_a_sweep_are_called_that(tmp_path: Path):
+    jobs = []
+    for name, seed in (("a", 1), ("b", 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "job.json").write_text(f'{{"data": {{"path": "x", "eval_size": 3, "eval_seed": {seed}}}}}')
+        jobs.append(result(name, eval_loss=1.0, path=str(tmp_path / name), sweep_of="s", settings={"eval_seed": seed}))
+    assert "these eval losses are not comparable: the jobs differ in eval_seed, and so in what a loss is measured on" in printed(jobs)
+    assert "not comparable" not in printed([jobs[0], replace(jobs[1], path="")])
 
 
 def test_a_sweep_without_evaluation_is_ordered_by_train_loss():

@@ -46,9 +46,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def ask(place: Path, data: dict[str, Any] | None = None, **fields: Any) -> Prepared:
-    request = PrepareRequest(
-        "job", DataConfig.model_validate(DATA | (data or {})), 1, str(place / "tokenizer"), 1000, place / "cache", place
-    )
+    request = PrepareRequest("job", DataConfig.model_validate(DATA | (data or {})), str(place / "tokenizer"), 1000, place / "cache", place)
     found = prepare([prepare_module.replace(request, **fields)])["job"]
     assert isinstance(found, Prepared), found
     return found
@@ -61,7 +59,7 @@ def facts(found: Prepared) -> object:
 def test_what_is_known_needs_no_worker(place: Path, started: list[int]) -> None:
     first = ask(place)
     assert len(started) == 1 and facts(ask(place)) == facts(first) and len(started) == 1
-    weighted = ask(place, {"path": [{"path": "a.jsonl", "weight": 1}, {"path": "b.txt", "weight": 1}]}, seed=9)
+    weighted = ask(place, {"path": [{"path": "a.jsonl", "weight": 1}, {"path": "b.txt", "weight": 1}], "eval_seed": 9})
     assert len(started) == 1 and weighted.train.directory == first.train.directory and weighted.train.epoch != first.train.epoch
 
 

@@ -41,7 +41,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def request(key: str, directory: Path, tokenizer_path: Path, data: dict[str, Any] | None = None, **more: Any) -> PrepareRequest:
     config = DataConfig.model_validate({"path": "x.jsonl"} | (data or {}))
-    fields: dict[str, Any] = {"seed": 1, "vocab_size": 1000, "cache_dir": directory / "cache", "base_dir": directory} | more
+    fields: dict[str, Any] = {"vocab_size": 1000, "cache_dir": directory / "cache", "base_dir": directory} | more
     return PrepareRequest(key=key, data=config, tokenizer_path=str(tokenizer_path), **fields)
 
 
@@ -73,7 +73,7 @@ def test_many_jobs_in_one_go(tmp_path: Path, tokenizer_path: Path) -> None:
         "plain": {},
         "missing": {"path": "y.jsonl"},
         "again": {},
-        "split": {"eval_size": 0.25},
+        "split": {"eval_size": 0.25, "eval_seed": 1},
         "broken": {"path": "broken.json"},
         "ids": {"path": "ids.jsonl"},
         "other": {"eval_path": "other.jsonl"},
@@ -313,7 +313,7 @@ from pathlib import Path
 from tlora.data.prepare import *
 directory, tokenizer = Path(sys.argv[1]), sys.argv[2]
 for names in sys.argv[3:]:
-    requests = [PrepareRequest(n, DataConfig(path=n), 1, tokenizer, 1000, directory / "cache", directory) for n in names.split(",")]
+    requests = [PrepareRequest(n, DataConfig(path=n), tokenizer, 1000, directory / "cache", directory) for n in names.split(",")]
     rows = [made.report.rows for made in prepare(requests).values()]
     print(json.dumps([rows, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss]))
 """
@@ -346,7 +346,7 @@ def test_a_damaged_set_is_made_again_and_told_to_one_job_of_its_sweep(tmp_path: 
     tokens = first.train.directory / "tokens.bin"
     contents = tokens.read_bytes()
     tokens.write_bytes(contents[:-1] + b"\x7f")
-    results = prepare([request(f"job-{i}", tmp_path, tokenizer_path, seed=i) for i in range(5)])
+    results = prepare([request(f"job-{i}", tmp_path, tokenizer_path) for i in range(5)])
     told = [warning for result in results.values() for warning in good(result).warnings()]
     assert len(told) == 1 and "tokenized data in the cache was damaged and has been made again" in told[0] and str(tokens) in told[0]
     assert good(results["job-0"]).warnings() == told and tokens.read_bytes() == contents
@@ -366,7 +366,7 @@ def test_jobs_of_one_set_have_it_checked_once(tmp_path: Path, tokenizer_path: Pa
     stream = io.BytesIO()
     worker = worker_module.Worker(stream)
     for i in range(20):
-        worker.run(prepare_module._as_json(request(f"job-{i}", tmp_path, tokenizer_path, {"eval_size": 0.01 * i}, seed=i)))
+        worker.run(prepare_module._as_json(request(f"job-{i}", tmp_path, tokenizer_path, {"eval_size": 0.01 * i})))
     worker.run(prepare_module._as_json(request("other", tmp_path, tokenizer_path, {"max_length": 64})))
     worker.run(prepare_module._as_json(request("base", tmp_path, tokenizer_path, vocab_size=2000)))
     ends = [event for line in stream.getvalue().splitlines() if (event := json.loads(line))["event"] not in ("start", "progress")]
@@ -374,5 +374,5 @@ def test_jobs_of_one_set_have_it_checked_once(tmp_path: Path, tokenizer_path: Pa
     assert checked == []  # nothing was there before
     again = worker_module.Worker(stream)
     for i in range(20):
-        again.run(prepare_module._as_json(request(f"job-{i}", tmp_path, tokenizer_path, seed=i)))
+        again.run(prepare_module._as_json(request(f"job-{i}", tmp_path, tokenizer_path)))
     assert len(checked) == 1

@@ -99,6 +99,39 @@ def test_a_directory_with_splits_is_trained_on_its_train_split(base: Path, tmp_p
     assert [line for line in last if line.startswith("5 of 5 evaluation rows are training rows too")]
 
 
+def test_jobs_of_other_seeds_are_evaluated_on_the_same_rows(base: Path, tmp_path: Path) -> None:
+    """Untrained, all have the base's loss."""
+    jobs = [job(f"seed-{seed}", {"path": "a.jsonl", "eval_size": 6}, seed=seed, max_steps=2) for seed in (1, 2, 42)]
+    other = job("other", {"path": "a.jsonl", "eval_size": 6, "eval_seed": 1}, max_steps=2)
+    results = train(write_jobs(tmp_path, base, [*jobs, other], deterministic=True))
+    assert results.status == "done"
+    first = {name: result.eval_loss_first for name, result in results.items()}
+    assert first["seed-1"] == first["seed-2"] == first["seed-42"] != first["other"]
+
+
+@pytest.mark.parametrize("eval_seed", [{}, {"eval_seed": 7}])
+def test_a_run_of_a_version_before_splits_and_eval_seed_is_resumed(base: Path, tmp_path: Path, eval_seed: dict[str, int]) -> None:
+    """It read directories whole, and drew evaluation rows by the job's seed: so does the rest of it, with the same bytes."""
+    meant = {"path": "splits", "split": "all", "eval_size": 3, "eval_seed": 7}
+    settings = {"lr_scheduler_type": "constant", "seed": 7}
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    for directory in (whole, resumed):
+        directory.mkdir()
+    options = {"deterministic": True, "cpu_threads": 1}
+    assert train(write_jobs(whole, base, [job("a", meant, max_steps=6, **settings)], **options)).status == "done"
+    assert train(write_jobs(resumed, base, [job("a", meant, max_steps=3, **settings)], **options)).status == "done"
+    order = resumed / "out" / "a" / "job.json"
+    recorded = json.loads(order.read_text())
+    recorded["data"]["path"] = str(resumed / "splits")
+    del recorded["data"]["eval_seed"]
+    order.write_text(json.dumps(recorded))
+    again = job("a", {"path": "splits", "eval_size": 3, **eval_seed}, **settings)
+    for steps in (5, 6):  # the second finds the order as the first has written it
+        results = train(write_jobs(resumed, base, [again | {"max_steps": steps}], **options), resume=True)
+        assert results.status == "done", results["a"].reason
+    assert sha256(resumed / "out" / "a") == sha256(whole / "out" / "a")
+
+
 def test_a_mixture_is_the_same_beside_other_jobs_and_after_a_resume(base: Path, tmp_path: Path) -> None:
     mixed = job("mixed", {"path": MIXTURE, "eval_size": 6}, lr_scheduler_type="constant", max_steps=13)
     settings = {"deterministic": True, "cpu_threads": 1}

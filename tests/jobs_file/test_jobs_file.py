@@ -66,6 +66,7 @@ OTHER_VALUES: dict[str, Any] = {  # a value of each key that is not its default
     "format": "chat",
     "eval_path": "/data/eval.jsonl",
     "eval_size": 12.0,
+    "eval_seed": 7,
     "max_length": 99,
     "train_on": "all",
     "chat_template": "/data/chat.jinja",

@@ -60,6 +60,15 @@ def test_a_sweep_that_trains_knows_its_values_leader_and_end(tmp_path: Path) -> 
     assert "3 of 3 still running, about 6.0 s left." in reader.text and "about 6.0 s left, as of the last row" in reader.text
 
 
+def test_losses_that_do_not_rank_a_sweep_are_called_that(tmp_path: Path) -> None:
+    going_on(tmp_path, {1e-4: [3.0, 2.0], 1e-3: [3.0, 1.0]})
+    assert "not comparable" not in PageReader(report_page(read_run(tmp_path))).text
+    order = tmp_path / "s-lr0.001" / "job.json"
+    order.write_text(json.dumps(json.loads(order.read_text()) | {"data": {"path": "a", "max_length": 8}}))
+    text = PageReader(report_page(read_run(tmp_path))).text
+    assert "These train losses are not comparable: the jobs differ in max_length, and so in what a loss is measured on." in text
+
+
 def test_epochs_tell_the_end_where_no_steps_are_set(tmp_path: Path) -> None:
     going_on(tmp_path, {1e-3: [3.0] * 8}, num_train_epochs=2.0)
     path = tmp_path / "s-lr0.001" / "metrics.jsonl"

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -17,7 +17,9 @@ from rich.text import Text
 from tlora.cli.progress import STYLES
 from tlora.cli.terminal import open_console, open_table, path_text, printable
 from tlora.errors import ConfigError
+from tlora.json_file import read_object
 from tlora.wording.numbers import count_text, duration_text, loss_text, setting_text
+from tlora.wording.ranking import incomparable
 
 if TYPE_CHECKING:
     from tlora.engine.train import JobResult, Results
@@ -42,7 +44,19 @@ def print_results(console: Console, results: Mapping[str, JobResult]) -> None:
             console.print(Text(f"{printable(result.name)} {result.status}: {printable(result.reason)}", style="red"), soft_wrap=True)
     for sweep in dict.fromkeys(result.sweep_of for result in results.values() if result.sweep_of):
         console.print()
-        console.print(_sweep_table(sweep, [result for result in results.values() if result.sweep_of == sweep]))
+        members = [result for result in results.values() if result.sweep_of == sweep]
+        console.print(_sweep_table(sweep, members))
+        if why := incomparable(_orders(members), _by_eval(members)):
+            console.print(Text(printable(why), style="yellow"), soft_wrap=True)
+
+
+def _orders(results: Iterable[JobResult]) -> list[dict[str, Any]]:
+    """Those that can be read, of jobs that have begun."""
+    orders: list[dict[str, Any]] = []
+    for result in filter(lambda result: result.path, results):
+        with suppress(OSError, ValueError):
+            orders.append(read_object(Path(result.path) / "job.json"))
+    return orders
 
 
 def print_end(console: Console, results: Results, again: list[str]) -> None:
@@ -87,8 +101,12 @@ def _lost_steps(result: JobResult) -> bool:
 
 def best_first(results: list[JobResult]) -> list[JobResult]:
     """By eval loss if the sweep has one, else by train loss; jobs without a finite loss last."""
-    by_eval = any(result.eval_loss_best is not None or result.eval_loss is not None for result in results)
+    by_eval = _by_eval(results)
     return sorted(results, key=lambda result: (result.status == "failed", _score(result, by_eval)))
+
+
+def _by_eval(results: Iterable[JobResult]) -> bool:
+    return any(result.eval_loss_best is not None or result.eval_loss is not None for result in results)
 
 
 def _score(result: JobResult, by_eval: bool) -> float:

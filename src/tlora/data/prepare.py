@@ -45,11 +45,10 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class PrepareRequest:
-    """One job's data. Relative paths in `data` are under `base_dir`; `seed` splits off `eval_size`; `rows` is what the job learns from."""
+    """One job's data. Relative paths in `data` are under `base_dir`; `rows` is what the job learns from."""
 
     key: str
     data: DataConfig
-    seed: int
     tokenizer_path: str
     vocab_size: int
     cache_dir: Path
@@ -276,12 +275,12 @@ def open_sets(request: PrepareRequest, train_set: Path, eval_set: Path | None) -
             evaluation = Dataset(eval_set)
             eval_report = _report(request, data.eval_sources, evaluation)
         elif data.eval_size:
-            train, held_out = split(len(whole), data.eval_size, request.seed)
+            train, held_out = split(len(whole), data.eval_size, data.eval_seed)
             evaluation = Dataset(train_set, held_out)
         mixture = _mixture(data.sources, report.sources, train)
     except DataError as error:
         return DataError(f"{data.called}: {error}")
-    shared = _count_shared(train_set, eval_set if data.eval_path else None, data.eval_size, request.seed)
+    shared = _count_shared(train_set, eval_set if data.eval_path else None, data.eval_size, data.eval_seed)
     return Prepared(Dataset(train_set, train, mixture), evaluation, report, data, eval_report, shared=shared)
 
 

@@ -34,6 +34,7 @@ SHORT_NAMES = {
     "max_length": "len",
     "train_on": "on",
     "eval_size": "eval",
+    "eval_seed": "evalseed",
     "early_stopping_patience": "patience",
 }
 

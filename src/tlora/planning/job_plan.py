@@ -97,10 +97,7 @@ def _take_shape(job: PlannedJob, model: SuperModel, resumed: Path | None) -> Non
 
 def prepare_requests(run: RunSpec, vocab_size: int) -> list[PrepareRequest]:
     """The data of all jobs of a run, keyed by their names."""
-    return [
-        PrepareRequest(job.name, job.data, job.seed, run.base_model, vocab_size, cache_dir(), Path.cwd(), job.learns_from)
-        for job in run.jobs
-    ]
+    return [PrepareRequest(job.name, job.data, run.base_model, vocab_size, cache_dir(), Path.cwd(), job.learns_from) for job in run.jobs]
 
 
 def _check_length(job: PlannedJob, model: Any) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class JobView:
     progress: float | None
     gpu: int | None = None  # where it is, or was last, of a run on several GPUs
     parts_on: tuple[int, ...] = ()  # other GPUs that compute some of its replicas
+    order: Mapping[str, Any] = field(default_factory=dict[str, Any])  # as `job.json` has it
 
     @property
     def trained_eval_best(self) -> float | None:
@@ -164,6 +165,7 @@ def _read_job(directory: Path, name: str, specs: Mapping[str, JsonObject], run_s
         train_rows=train,
         eval_rows=evals,
         progress=_progress(spec, _whole(result.get("total_steps"), None), last),
+        order=spec,
     )
 
 

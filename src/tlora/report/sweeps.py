@@ -17,8 +17,10 @@ from tlora.report.run_view import JobView
 from tlora.report.sparklines import spark_scale
 from tlora.report.tables import RESULT_HEADS, Cell, Line, name_cell, result_cells, table, trend_note
 from tlora.wording.numbers import DASH, duration_text, loss_text, setting_text, settings_text
+from tlora.wording.ranking import incomparable
 
 _IN_SWEEP_COLUMNS = ("#best eval", "#rank")  # columns of the results that a sweep has as its score and its fields
+_BY_TRAIN = "last train loss"  # what a sweep is ranked by that has no evaluation
 _RISEN = 1.05  # a last loss above this times the first is more than a batch's noise
 
 
@@ -44,6 +46,8 @@ def sweep_verdict(jobs: Sequence[JobView]) -> Markup:
         next_best = "" if second is None else f"; the next best, {others[0].name}: {loss_text(second)}"
         words = ("Best so far" if going else "Best", best.name, settings_text(best.settings), score_name(jobs), loss_text(score), next_best)
         lines.append(Markup("{}: <b>{}</b> ({}), {} <b>{}</b>{}.").format(*words))
+    if score is not None and (why := incomparable([job.order for job in jobs], score_name(jobs) != _BY_TRAIN)):
+        lines.append(Markup('<span class="bad">{}.</span>').format(why[0].upper() + why[1:]))
     wrong = [f"{job.name} ({trouble})" for job in jobs if (trouble := _trouble(job))]
     if wrong:
         failed = Markup('<span class="bad">Diverged or failed, {} of {}:</span> {}.')
@@ -98,7 +102,7 @@ def known_score(job: JobView, jobs: Sequence[JobView]) -> float | None:
 
 
 def score_name(jobs: Sequence[JobView]) -> str:
-    return "best eval loss" if any(job.trained_eval_best is not None for job in jobs) else "last train loss"
+    return "best eval loss" if any(job.trained_eval_best is not None for job in jobs) else _BY_TRAIN
 
 
 def best_first(jobs: Sequence[JobView]) -> list[JobView]:

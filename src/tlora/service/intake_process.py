@@ -120,7 +120,7 @@ class Intake:
     def _prepare_request(self, request: IntakeRequest, spec: JobSpec, outline: Outline) -> PrepareRequest:
         place, vocab = Path(request.tokens_dir), outline.vocab_size
         tokenizer, rows = request.base_model, spec.learns_from
-        return PrepareRequest(request.key, spec.data, spec.seed, tokenizer, vocab, place, place, rows, self._limits)
+        return PrepareRequest(request.key, spec.data, tokenizer, vocab, place, place, rows, self._limits)
 
 
 def _parameters(spec: JobSpec, outline: Outline) -> int:

@@ -53,6 +53,7 @@ class OrderedData(BaseModel):
     format: DataFormat = "auto"
     eval_file: ObjectId | Files | None = None
     eval_size: Annotated[float, Field(ge=0, le=1e9)] = 0
+    eval_seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     max_length: Annotated[int, Field(ge=2, le=10**9)] = 1024
     train_on: Literal["completions", "all"] = "completions"
 

@@ -17,9 +17,10 @@ from typing import Any
 from tlora import durable
 from tlora.errors import ConfigError
 from tlora.group.wall import Failure, attempt
-from tlora.job import SCHEDULED, JobSpec, RunSpec, Sources, split_revision
+from tlora.job import SCHEDULED, JobSpec, RunSpec, split_revision
 from tlora.json_file import read_object
 from tlora.store.checkpoint import read_progress
+from tlora.store.earlier_orders import in_terms_of_today, pinned
 from tlora.store.fingerprint import BASE_FILE, Fingerprint, read_fingerprint
 from tlora.store.job_result import is_finished
 from tlora.store.model_card import library_versions
@@ -133,29 +134,12 @@ def pin_base(run: RunSpec, resume: bool) -> RunSpec:
 
 
 def pin_data(run: RunSpec) -> RunSpec:
-    """`run`, to be resumed, with the commits that its jobs took of hub data sets whose revision is left open. The order of a job that is
-    another one by now, or cannot be read, pins nothing: what is wrong with it is said when it is opened.
+    """`run`, to be resumed, with what its jobs took before where that is left open: commits of hub data sets, the seed of the evaluation
+    rows. The order of a job that is another one by now, or cannot be read, pins nothing: what is wrong with it is said when it is opened.
     """
-    jobs = [_pinned(job, attempt(earlier_order, Path(run.output_dir) / job.name)) for job in run.jobs]
-    return run.model_copy(update={"jobs": jobs})
-
-
-def _pinned(job: JobSpec, earlier: JobSpec | Failure | None) -> JobSpec:
-    if not isinstance(earlier, JobSpec):
-        return job
-    data, before = job.data, earlier.data
-    pinned = {"path": _pin_sources(data.path, data.sources, before.sources)}
-    if data.eval_path:
-        pinned["eval_path"] = _pin_sources(data.eval_path, data.eval_sources, before.eval_sources)
-    return job.model_copy(update={"data": data.model_copy(update=pinned)})
-
-
-def _pin_sources(path: str | Sources, now: Sources, before: Sources) -> str | Sources:
-    """`path`, whose sources are `now`, with the revisions of `before` if nothing else differs."""
-    if len(now) != len(before):
-        return path
-    found = tuple(old if new == old.model_copy(update={"revision": None}) else new for new, old in zip(now, before, strict=True))
-    return path if found == now else found
+    earlier = [attempt(earlier_order, Path(run.output_dir) / job.name) for job in run.jobs]
+    pairs = zip(run.jobs, earlier, strict=True)
+    return run.model_copy(update={"jobs": [pinned(job, order) if isinstance(order, JobSpec) else job for job, order in pairs]})
 
 
 def earlier_base(run: RunSpec, resume: bool) -> Fingerprint | None:
@@ -296,7 +280,7 @@ def earlier_order(directory: Path) -> JobSpec | None:
     if not path.exists() or not (any(directory.glob("checkpoint-*")) or is_finished(directory)):
         return None
     try:
-        return job_spec_in(read_object(path))
+        return in_terms_of_today(job_spec_in(read_object(path)))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} is damaged ({str(error).splitlines()[0]}): it cannot be seen whether what lies there is of this order. "

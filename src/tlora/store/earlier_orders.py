@@ -1,0 +1,59 @@
+"""What an order that is resumed has to take over from the one that it began with, where a jobs file leaves it open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tlora.data.rows import ALL_SPLITS
+from tlora.data.sources import has_layout
+from tlora.job import DataSource, JobSpec, Sources
+
+
+def in_terms_of_today(job: JobSpec) -> JobSpec:
+    """An order as it was recorded, perhaps by a version without `eval_seed`: that drew evaluation rows by the job's seed, and read
+    directories whole.
+    """
+    data = job.data
+    if "eval_seed" in data.model_fields_set:
+        return job
+    meant: dict[str, Any] = {"path": _read_whole(data.path, data.sources)}
+    if data.eval_path:
+        meant["eval_path"] = _read_whole(data.eval_path, data.eval_sources)
+    if data.eval_size:
+        meant["eval_seed"] = job.seed
+    return job.model_copy(update={"data": data.model_copy(update=meant)})
+
+
+def _read_whole(path: str | Sources, sources: Sources) -> str | Sources:
+    """`path` itself if none of its sources is a directory that may have splits."""
+
+    def whole(source: DataSource) -> DataSource:
+        is_whole = not (source.split or source.name) and has_layout(source, Path())
+        return source.model_copy(update={"split": ALL_SPLITS}) if is_whole else source
+
+    found = tuple(map(whole, sources))
+    return path if found == sources else found
+
+
+def pinned(job: JobSpec, earlier: JobSpec) -> JobSpec:
+    """`job` with the evaluation seed, the revisions and the reading of directories of `earlier`, where it leaves them open."""
+    data, before = job.data, earlier.data
+    found: dict[str, Any] = {"path": _pin_sources(data.path, data.sources, before.sources)}
+    if data.eval_path:
+        found["eval_path"] = _pin_sources(data.eval_path, data.eval_sources, before.eval_sources)
+    if "eval_seed" not in data.model_fields_set:
+        found["eval_seed"] = before.eval_seed
+    return job.model_copy(update={"data": data.model_copy(update=found)})
+
+
+def _pin_sources(path: str | Sources, now: Sources, before: Sources) -> str | Sources:
+    """`path`, whose sources are `now`; those of `before` if nothing else differs."""
+    if len(now) != len(before):
+        return path
+
+    def left_open(old: DataSource) -> DataSource:
+        return old.model_copy(update={"revision": None} | ({"split": None} if old.split == ALL_SPLITS else {}))
+
+    found = tuple(old if new == left_open(old) else new for new, old in zip(now, before, strict=True))
+    return path if found == now else found

@@ -1,0 +1,43 @@
+"""Which orders may be ranked by their losses: those whose losses are measured on the same tokens, in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+_TOKENS = ("format", "max_length", "train_on", "chat_template")
+_OF_OBJECTIVE = {"dpo": ("beta",), "orpo": ("beta",), "kto": ("beta", "desirable_weight", "undesirable_weight")}
+
+
+def incomparable(orders: Sequence[Mapping[str, Any]], by_eval: bool) -> str:
+    """Why losses of `orders`, as `job.json` has them, do not rank their jobs; empty if they do. `by_eval`: losses of evaluations."""
+    measures = [_measure(order, by_eval) for order in orders]
+    keys = dict.fromkeys(key for measure in measures for key in measure)
+    differing = [key for key in keys if any(measure.get(key) != measures[0].get(key) for measure in measures)]
+    if not differing:
+        return ""
+    kind = "eval" if by_eval else "train"
+    return f"these {kind} losses are not comparable: the jobs differ in {', '.join(differing)}, and so in what a loss is measured on"
+
+
+def _measure(order: Mapping[str, Any], by_eval: bool) -> dict[str, Any]:
+    """All that a loss depends on besides the adapter, by key."""
+    data = cast("Mapping[str, Any]", order.get("data") or {})
+    found = {key: data.get(key) for key in _TOKENS}
+    if by_eval and data.get("eval_path"):
+        found["eval_path"] = data["eval_path"]
+    else:
+        found["path"] = _unweighted(data.get("path")) if by_eval else data.get("path")
+    if by_eval and data.get("eval_size"):
+        found["eval_size"] = data["eval_size"]
+        found["eval_seed"] = data.get("eval_seed", order.get("seed"))  # earlier versions drew evaluation rows by the job's seed
+    objective = found["objective"] = str(order.get("objective", "sft"))
+    return found | {key: order.get(key) for key in _OF_OBJECTIVE.get(objective, ())}
+
+
+def _unweighted(path: object) -> object:
+    """Sources without the weights of a mixture: evaluation rows are split off before those count."""
+    if not isinstance(path, list | tuple):
+        return path
+    sources = cast("Sequence[Mapping[str, Any]]", path)
+    return [{key: value for key, value in source.items() if key != "weight"} for source in sources]
