@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from tlora.adapter_shape import LoraConfig as LoraConfig
+from tlora.adapter_shape import LoraShape as LoraShape
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 # A job's directory stands beside the run's own files and what `durable.py` makes there: half-written, set aside, being replaced.
@@ -36,52 +39,7 @@ BasePrecision = Literal["fp8"]
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow", ".txt")
 Positive = Annotated[int, Field(ge=1, le=10**9)]  # bounded, or ten to the four hundredth would overflow a float somewhere
 
-Number = TypeVar("Number", int, float)
-
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
-
-
-class LoraShape(BaseModel):
-    """Shape of one adapter. Names and meaning are those of PEFT's `LoraConfig`."""
-
-    model_config = _STRICT
-
-    r: Annotated[int, Field(ge=1, le=256)] = 16
-    lora_alpha: Annotated[float, Field(gt=0)] = 32.0
-    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
-    use_rslora: bool = False
-    rank_pattern: dict[str, Annotated[int, Field(ge=1, le=256)]] = {}
-    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
-
-    @property
-    def largest_rank(self) -> int:
-        """Of all modules; at least 1."""
-        return max(self.r, *self.rank_pattern.values(), 1)
-
-    def rank_of(self, module: str) -> int:
-        """Rank of the adapter at `module` (its dotted name in the base): `rank_pattern` first, then `r`."""
-        return _pattern_value(self.rank_pattern, module, self.r)
-
-    def scale_of(self, module: str) -> float:
-        """alpha/r, or alpha/sqrt(r) with `use_rslora`, with this module's own rank and alpha."""
-        rank, alpha = self.rank_of(module), _pattern_value(self.alpha_pattern, module, self.lora_alpha)
-        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
-
-
-class LoraConfig(LoraShape):
-    """The shape of an adapter, and where its weights begin."""
-
-    model_config = _STRICT
-
-    adapter_path: str | None = None  # an existing PEFT adapter to start from
-
-
-def _pattern_value(pattern: dict[str, Number], module: str, default: Number) -> Number:
-    for key, value in pattern.items():  # literal names only: a tenant's regular expression can take seconds
-        if module == key or module.endswith("." + key):
-            return value
-    return default
 
 
 class TrainConfig(BaseModel):

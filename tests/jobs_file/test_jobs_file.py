@@ -28,6 +28,9 @@ OTHER_VALUES: dict[str, Any] = {  # a value of each key that is not its default
     "lora_alpha": 5.5,
     "lora_dropout": 0.25,
     "target_modules": ["q_proj"],
+    "exclude_modules": ["o_proj"],
+    "layers_to_transform": [0, 2],
+    "layers_pattern": "layers",
     "use_rslora": True,
     "rank_pattern": {"q_proj": 3},
     "alpha_pattern": {"q_proj": 3.5},
@@ -120,7 +123,7 @@ def test_the_models_have_the_keys_tried_here():
 @pytest.mark.parametrize("key", JOB_KEYS)
 def test_each_key_of_a_job_works_on_the_job_in_the_defaults_and_by_set(tmp_path: Path, key: str):
     value = OTHER_VALUES[key]
-    needs = {"eval_steps": 5} if key == "early_stopping_patience" else {}
+    needs = {"early_stopping_patience": {"eval_steps": 5}, "layers_pattern": {"layers_to_transform": 1}}.get(key, {})
     assert getattr(one_job(tmp_path), key) != value, "the default proves nothing"
     assert getattr(one_job(tmp_path, **{key: value}, **needs), key) == value
     base = {"base_model": "b", "jobs": [{"name": "a", "data": {"path": "d", "eval_size": 1}} | needs]}

@@ -202,7 +202,8 @@ def test_several_mistakes_in_python_are_a_list():
     assert explain(caught.value).splitlines() == [
         "3 problems:",
         "  job 1: r: 0 is not a whole number from 1 to 256; the default is 16",
-        "  job 1: target_modules: ['q', 3] is not 'all-linear' or a list of names; the default is all-linear",
+        "  job 1: target_modules: ['q', 3] is not 'all-linear' or a list of names or a regular expression of whole names; "
+        "the default is all-linear",
         "  lr: unknown key; did you mean 'learning_rate' of JobSpec?",
     ]
 

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig, Qwen3MoeConfig
 
 from tests.engine.tiny_runs import job, run_spec, train
+from tests.kernels.interpreter import interpreted
+from tests.tiny import SHAPE
 from tlora.adapters.state import AdapterLayout, AdapterShape
 from tlora.batching.replicas import Span
 from tlora.engine import session as training
@@ -26,6 +28,9 @@ from tlora.planning.memory_probe import Probe
 from tlora.planning.plan import RunPlan, _budgets, counting_jobs, describe_plan, settle
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
+
+with interpreted():
+    from tlora.kernels import pass_operations  # noqa: F401  (found late by the function under test, when the variable is not set)
 
 GPU = torch.device("cuda")
 MIB = 1 << 20
@@ -272,3 +277,32 @@ def test_a_run_on_a_gpu_goes_by_what_it_measures(enough: bool, monkeypatch: pyte
     found = training._measure_memory(run, plan, SimpleNamespace(device=GPU, num_layers=10), notes.append)  # type: ignore[arg-type]
     assert found.memory == (lean if enough else MODEL) and bool(found.jobs[0].problems) != enough
     assert kept == ([lean] if enough else []) and len(notes) == 1 and ("in 34 s" if enough else "could not be measured") in notes[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("key", "values"), [("head_dim", (16, 32)), ("num_key_value_heads", (2, 4))])
+def test_heads_are_counted_in_the_layers_where_they_differ(key: str, values: tuple[int, int], dtype: str, tmp_path: Path) -> None:
+    """Of Gemma 4's two layers one has global heads: half of what is kept is that of a base with those in both."""
+
+    def kept(name: str, local: int, across: int) -> float:
+        of_key = {key: local, {"head_dim": "global_head_dim"}.get(key, "num_global_key_value_heads"): across}
+        Gemma4TextConfig(
+            **SHAPE | {"intermediate_size": 256, "head_dim": 16, "global_head_dim": 16, "attention_k_eq_v": True} | of_key,
+            sliding_window=7, layer_types=["sliding_attention", "full_attention"],
+            hidden_size_per_layer_input=16, vocab_size_per_layer_input=131,
+        ).save_pretrained(tmp_path / name)  # fmt: skip
+        return measure(SuperModel(outline(str(tmp_path / name), dtype)), 0, GPU).stages[0].bytes_per_token
+
+    small, large = values
+    # a global layer's v is its k: two such bases differ in that too
+    assert kept("mixed", small, large) - kept("mixed'", small, small) == (kept("large", large, large) - kept("large'", large, small))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("device", [GPU, torch.device("cpu")], ids=str)
+def test_experts_are_counted_in_every_precision(device: torch.device, dtype: str, tmp_path: Path) -> None:
+    """A base made as most make one; torch's grouped product on the meta device takes bf16 alone, and runs in all of them."""
+    config = Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    memory = measure(SuperModel(outline(str(tmp_path), dtype)), 0, device)
+    assert memory.activation_bytes(1024) > 1024 * 2 * SHAPE["hidden_size"] * SHAPE["num_hidden_layers"]

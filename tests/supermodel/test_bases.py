@@ -276,11 +276,16 @@ EXPERTS = {
 
 
 @pytest.mark.parametrize("config", EXPERTS.values(), ids=EXPERTS)
-def test_experts_are_refused_and_the_attention_beside_them_is_not(config: Any) -> None:
+def test_all_linear_leaves_experts_out_and_the_attention_beside_them_is_adapted(config: Any) -> None:
     model = build(config)
-    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp .*k_proj, o_proj"):
-        targets_of(model)
+    expected = {f"model.layers.{i}.self_attn.{end}_proj" for i in (0, 1) for end in "qkvo"}
+    assert set(targets_of(model)) == expected
     assert len(targets_of(model, target_modules=["q_proj"])) == 2
+    shared = SuperModel(make_base(model, "experts"))
+    assert shared.left_out(LoraConfig()) == [
+        "all-linear adapts k_proj, o_proj, q_proj, v_proj: 2 layers have a mixture of experts, and mlp of all layers is left as it is"
+    ]
+    assert shared.left_out(LoraConfig(target_modules=["q_proj"])) == []
     assert expert_modules(make_model()) == []
 
 

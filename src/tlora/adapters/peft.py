@@ -10,10 +10,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tlora.adapter_shape import LoraConfig, Number, matching_keys, pattern_value
 from tlora.adapters.state import AdapterLayout
 from tlora.adapters.tensor_file import write_tensors
 from tlora.errors import ModelError
-from tlora.job import LoraConfig, split_revision
+from tlora.job import split_revision
 from tlora.json_file import read_object
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -23,7 +24,6 @@ _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _CONVERT = "Save it with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...), which makes a plain LoRA adapter of it"
 _PLAIN_INITS = (True, False, None, "gaussian", "orthogonal")  # the others change the base's weights, or lean on data that is not here
 _RETRAIN = "Train a plain LoRA adapter without it, or merge this one into its base (PEFT's merge_and_unload) and start from there"
-_LIST_LAYERS = "Write the full names of its layers into target_modules, and take the key out"
 _NOT_PLAIN = {  # what an adapter may not set -> (why, remedy)
     "use_dora": ("is DoRA", _RETRAIN),
     "use_qalora": ("is QALoRA", _RETRAIN),
@@ -41,9 +41,6 @@ _NOT_PLAIN = {  # what an adapter may not set -> (why, remedy)
         "is of a base with transposed weights, such as GPT-2's Conv1D",
         "Use an adapter of a base that is made of nn.Linear",
     ),
-    "layers_to_transform": ("adapts some of the layers only", _LIST_LAYERS),
-    "layers_pattern": ("adapts some of the layers only", _LIST_LAYERS),
-    "exclude_modules": ("leaves some of its targets out", _LIST_LAYERS),
 }
 
 
@@ -74,11 +71,11 @@ def write_weights(directory: Path, layout: AdapterLayout, params: Tensor) -> dic
 
 
 def adapter_config(layout: AdapterLayout, lora: LoraConfig, base_model: str) -> dict[str, Any]:
-    """PEFT's config of this adapter. `all-linear` is written as the names that it meant, so that a reader needs no model."""
-    if lora.target_modules == "all-linear":
-        targets = sorted({s.module.rsplit(".", 1)[-1] for s in layout.shapes})
-    else:
-        targets = sorted(lora.target_modules)
+    """PEFT's config of this adapter. What it adapts is written as names, so that a reader needs no model, and patterns as one value for
+    each module where their order counts: PEFT sorts them when it saves.
+    """
+    ends = {s.module.rsplit(".", 1)[-1] for s in layout.shapes}
+    targets = layout.names or sorted(lora.target_modules if isinstance(lora.target_modules, list) else ends)
     name, revision = split_revision(base_model)
     return {
         "peft_type": "LORA",
@@ -93,12 +90,21 @@ def adapter_config(layout: AdapterLayout, lora: LoraConfig, base_model: str) -> 
         "r": lora.r,
         "lora_alpha": _plain(lora.lora_alpha),
         "lora_dropout": lora.lora_dropout,
-        "target_modules": targets,
+        "target_modules": list(targets),
         "use_rslora": lora.use_rslora,
         "use_dora": False,
-        "rank_pattern": dict(lora.rank_pattern),
-        "alpha_pattern": {key: _plain(alpha) for key, alpha in lora.alpha_pattern.items()},
+        "rank_pattern": _by_module(lora.rank_pattern, layout, lora.r),
+        "alpha_pattern": {key: _plain(alpha) for key, alpha in _by_module(lora.alpha_pattern, layout, lora.lora_alpha).items()},
     }
+
+
+def _by_module(pattern: dict[str, Number], layout: AdapterLayout, default: Number) -> dict[str, Number]:
+    """`pattern`, or what it means by whole names where more than one of its keys matches a module."""
+    modules = [shape.module for shape in layout.shapes]
+    if not any(len(matching_keys(pattern, module)) > 1 for module in modules):
+        return dict(pattern)
+    found = {module: pattern_value(pattern, module, default) for module in modules}
+    return {module: value for module, value in found.items() if value != default}
 
 
 def _plain(alpha: float) -> float:
@@ -117,8 +123,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     if config.get("peft_type") != "LORA":
         raise ModelError(f"{path}: peft_type must be LORA, and is {config.get('peft_type')!r}")
     for key, (why, remedy) in _NOT_PLAIN.items():
-        value = config.get(key)
-        if value or (key == "layers_to_transform" and value == 0 and value is not None):  # the first layer
+        if value := config.get(key):
             raise ModelError(f"{path}: {key}={value!r}: the adapter {why}, and only a plain LoRA adapter can be used. {remedy}")
     init = config.get("init_lora_weights")
     if init not in _PLAIN_INITS and str(init).lower() not in _PLAIN_INITS:

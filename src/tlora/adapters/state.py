@@ -9,7 +9,7 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -34,9 +34,13 @@ class AdapterShape:
 
 @dataclass(frozen=True)
 class AdapterLayout:
-    """The flat vector of an adapter: for each module A [r, K], then B transposed [r, N]."""
+    """The flat vector of an adapter: for each module A [r, K], then B transposed [r, N].
+
+    `names`: literal names that mean these modules and no others of the base (`targets.saved_names`); none where the base is not known.
+    """
 
     shapes: tuple[AdapterShape, ...]
+    names: tuple[str, ...] = field(default=(), compare=False)
 
     @cached_property
     def numel(self) -> int:
@@ -56,9 +60,9 @@ class AdapterLayout:
             at = end
 
 
-def make_layout(lora: LoraConfig, targets: Mapping[str, tuple[int, int]]) -> AdapterLayout:
+def make_layout(lora: LoraConfig, targets: Mapping[str, tuple[int, int]], names: tuple[str, ...] = ()) -> AdapterLayout:
     """Layout of `lora` over `targets`: module name -> (in features, out features), in the model's order."""
-    return AdapterLayout(tuple(AdapterShape(m, lora.rank_of(m), k, n, lora.scale_of(m)) for m, (k, n) in targets.items()))
+    return AdapterLayout(tuple(AdapterShape(m, lora.rank_of(m), k, n, lora.scale_of(m)) for m, (k, n) in targets.items()), names)
 
 
 @dataclass

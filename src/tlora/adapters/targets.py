@@ -1,12 +1,17 @@
-"""Which linears of a base an adapter is put at: by names and sizes alone, so that a process without torch can tell too."""
+"""Which linears of a base an adapter is put at: by names and sizes alone, so that a process without torch can tell too.
+
+Names are matched as PEFT does (`check_target_module_exists`), but among linears only, and what matches nothing is refused.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from tlora.adapter_shape import ALL_LINEAR, LoraShape
+from tlora.adapters.patterns import find_matches
 from tlora.errors import ModelError
-from tlora.job import LoraShape
 
 Sizes = Mapping[str, tuple[int, int]]
 
@@ -15,34 +20,142 @@ def resolve(linears: Sizes, modules: Collection[str], experts: Sequence[str], lo
     """Module name -> (in, out features) of those of `linears` that `lora` adapts. `modules` are all names of the base, `experts` its
     mixture-of-experts blocks.
 
-    A literal target matches a whole dotted name or its end, as in PEFT. Raises ModelError for a target that matches nothing
-    (naming those that exist), and for experts of mixture-of-experts layers.
+    Raises ModelError for a name, pattern or layer that matches nothing (naming those that exist), for linears of mixture-of-experts
+    blocks that are named, and where nothing is left.
     """
     wanted = lora.target_modules
-    names = list(linears) if wanted == "all-linear" else [n for n in linears if any(n == t or n.endswith("." + t) for t in wanted)]
-    exist = sorted({name.rsplit(".", 1)[-1] for name in linears})
-    for target in [] if wanted == "all-linear" else wanted:
-        if not any(n == target or n.endswith("." + target) for n in linears):
-            if any(n == target or n.endswith("." + target) for n in modules):
-                raise ModelError(
-                    f"target module {target!r} is no inner linear layer, and cannot be adapted. Choose from: {', '.join(exist)}"
-                )
-            close = difflib.get_close_matches(target, exist, 1)
-            hint = f"Did you mean {close[0]}? " if close else ""
-            raise ModelError(f"target module {target!r} is not in this base model. {hint}It has: {', '.join(exist)} (or write all-linear)")
-    for block in experts:
-        inside = [n for n in names if n.startswith(block + ".")]
-        if inside or wanted == "all-linear":
-            raise ModelError(
-                f"{block} is a mixture of experts, whose layers cannot be adapted yet. "
-                f"Name the attention's linears in target_modules instead: {', '.join(exist)}"
-            )
+    if wanted == ALL_LINEAR:
+        names = _beside_experts(linears, experts)
+    elif isinstance(wanted, str):
+        names = _matching(wanted, linears, modules)
+    else:
+        _refuse_unknown(wanted, linears, modules)
+        names = [name for name in linears if _ends(name, wanted)]
+    excluded = _excluded(lora, modules)
+    names = [name for name in names if name not in excluded]
+    names = _in_layers(names, lora)
+    found = ", ".join(_last_parts(linears))
+    block = next((block for block in experts for name in names if name.startswith(block + ".")), None)
+    if block is not None:
+        raise ModelError(
+            f"{block} is a mixture of experts, whose layers cannot be adapted yet. "
+            "Name the attention's linears in target_modules instead: "
+            f"{', '.join(_last_parts(_beside_experts(linears, experts)))}"
+        )
+    if not names:
+        raise ModelError(f"target_modules, exclude_modules and layers_to_transform together leave no layer to adapt. There are: {found}")
     for key in (*lora.rank_pattern, *lora.alpha_pattern):
-        if not any(n == key or n.endswith("." + key) for n in names):
-            raise ModelError(f"{key!r} in rank_pattern or alpha_pattern matches none of the adapted layers: {', '.join(exist)}")
+        if not any(_ends(name, [key]) for name in names):
+            raise ModelError(
+                f"{key!r} in rank_pattern or alpha_pattern matches none of the adapted layers: {', '.join(_last_parts(names))}"
+            )
     return {name: linears[name] for name in names}
+
+
+def left_out(linears: Sizes, experts: Sequence[str], lora: LoraShape) -> list[str]:
+    """What `all-linear` leaves as it is, in a line: experts, and the linears beside them in their blocks."""
+    if lora.target_modules != ALL_LINEAR or not experts:
+        return []
+    adapted, parts = ", ".join(_last_parts(_beside_experts(linears, experts))), " and ".join(_last_parts(experts))
+    return [f"all-linear adapts {adapted}: {len(experts)} layers have a mixture of experts, and {parts} of all layers is left as it is"]
+
+
+def saved_names(targets: Collection[str], modules: Iterable[str], lora: LoraShape) -> tuple[str, ...]:
+    """The shortest literal names that mean exactly `targets` among `modules`, for a reader such as PEFT that has the base."""
+    listed = lora.target_modules if isinstance(lora.target_modules, list) else _last_parts(targets)
+    names = list(modules)
+    if {name for name in names if _ends(name, listed)} == set(targets):
+        return tuple(sorted(set(listed)))
+    every, mine = (Counter(name.rsplit(".", 1)[-1] for name in of) for of in (names, targets))
+    return tuple(sorted({end if every[end] == mine[end] else name for name in targets for end in (name.rsplit(".", 1)[-1],)}))
 
 
 def trained_parameters(targets: Sizes, lora: LoraShape) -> int:
     """Of an adapter at `targets`."""
     return sum(lora.rank_of(name) * (inputs + outputs) for name, (inputs, outputs) in targets.items())
+
+
+def _ends(name: str, ends: Iterable[str]) -> bool:
+    return any(name == end or name.endswith("." + end) for end in ends)
+
+
+def _beside_experts(linears: Iterable[str], experts: Iterable[str]) -> list[str]:
+    """Linears outside of the experts' blocks, and of what stands in their place in dense layers: PEFT drops the names of those where it
+    loads an adapter of such a base, as names of experts in an older layout.
+    """
+    blocks = {block.rsplit(".", 1)[-1] for block in experts}
+    return [name for name in linears if blocks.isdisjoint(name.split("."))]
+
+
+def _last_parts(names: Iterable[str]) -> list[str]:
+    return sorted({name.rsplit(".", 1)[-1] for name in names})
+
+
+def _refuse_unknown(wanted: Sequence[str], linears: Sizes, modules: Collection[str]) -> None:
+    exist = _last_parts(linears)
+    for target in wanted:
+        if any(_ends(name, [target]) for name in linears):
+            continue
+        if any(_ends(name, [target]) for name in modules):
+            raise ModelError(f"target module {target!r} is no inner linear layer, and cannot be adapted. Choose from: {', '.join(exist)}")
+        close = difflib.get_close_matches(target, exist, 1)
+        hint = f"Did you mean {close[0]}? " if close else ""
+        raise ModelError(f"target module {target!r} is not in this base model. {hint}It has: {', '.join(exist)} (or write all-linear)")
+
+
+def _matching(pattern: str, linears: Sizes, modules: Collection[str]) -> list[str]:
+    matched = find_matches(pattern, modules, "target_modules")
+    exist = _last_parts(linears)
+    other = next((name for name in matched if name not in linears), None)
+    if other is not None:
+        raise ModelError(
+            f"target_modules: the pattern {pattern!r} matches {other}, which is no inner linear layer, and cannot be adapted. "
+            rf"Let it end with names of such layers: .*\.({'|'.join(exist)})"
+        )
+    if not matched:
+        raise ModelError(
+            f"target_modules: the pattern {pattern!r} matches no layer of this base: "
+            f"it must match whole names, such as {next(iter(linears))}"
+        )
+    return [name for name in linears if name in matched]
+
+
+def _excluded(lora: LoraShape, modules: Collection[str]) -> Collection[str]:
+    exclude = lora.exclude_modules
+    if not exclude:
+        return ()
+    if isinstance(exclude, str):
+        found = set(find_matches(exclude, modules, "exclude_modules"))
+        missing = [] if found else [exclude]
+    else:
+        found = {name for name in modules if _ends(name, exclude)}
+        missing = [end for end in exclude if not any(_ends(name, [end]) for name in found)]
+    if missing:
+        raise ModelError(
+            f"exclude_modules: {missing[0]!r} matches no module of this base model. A list holds names or their ends, such as "
+            "[down_proj]; a pattern matches whole names. Correct it, or take it out"
+        )
+    return found
+
+
+def _in_layers(names: list[str], lora: LoraShape) -> list[str]:
+    """Those in `layers_to_transform`. As in PEFT, a layer's number is the first after a list of modules, and a name that is given whole
+    counts whatever its layer.
+    """
+    wanted = lora.layers_to_transform
+    if wanted is None or wanted == []:
+        return names
+    layers = {wanted} if isinstance(wanted, int) else set(wanted)
+    listed = lora.layers_pattern or []
+    patterns = [rf"(?:^|.*?\.){one}\.(?P<idx>\d+)\." for one in ([listed] if isinstance(listed, str) else listed)]
+    numbers: dict[str, int] = {}
+    for pattern in patterns or [r".*?\.[^.]*\.(?P<idx>\d+)\."]:
+        for name, number in find_matches(pattern, names, "layers_pattern", whole=False).items():
+            numbers.setdefault(name, int(number or -1))
+    whole = lora.target_modules if isinstance(lora.target_modules, list) else []
+    found = [name for name in names if name in whole or numbers.get(name) in layers]
+    absent = sorted(layers - set(numbers.values()))
+    if absent:
+        there = f"from {min(numbers.values())} to {max(numbers.values())}" if numbers else "in no list of layers"
+        raise ModelError(f"layers_to_transform: no adapted module is in layer {absent[0]}: they are {there}. Name layers that exist")
+    return found

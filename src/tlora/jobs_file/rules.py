@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
+from tlora.adapter_shape import Words
 from tlora.job import DataConfig, JobSpec, LoraConfig, RunSpec, TrainConfig
 from tlora.jobs_file.located import Located, Problem, join_problems, plain
 from tlora.jobs_file.spelling import suggest
@@ -26,6 +27,9 @@ def _rule(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     if origin is Annotated:
         inner = [item for extra in arguments[1:] for item in (extra.metadata if isinstance(extra, FieldInfo) else [extra])]
         return _rule(arguments[0], [*metadata, *inner])
+    given = next((item.text for item in metadata if isinstance(item, Words)), None)
+    if given is not None:
+        return given
     if origin in (Union, UnionType):
         words = [_rule(item) for item in arguments if item is not NoneType]
         return " or ".join([*words, "null"] if NoneType in arguments else words)

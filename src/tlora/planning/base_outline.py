@@ -21,7 +21,7 @@ from tlora.errors import TloraError
 from tlora.job import BasePrecision
 from tlora.planning.memory import bytes_by_gpus
 from tlora.supermodel.inject import expert_modules
-from tlora.supermodel.load import learned_positions, longest_safe_sequence, outline
+from tlora.supermodel.load import learned_positions, longest_safe_sequence, max_positions, outline
 from tlora.supermodel.supermodel import SuperModel
 
 
@@ -30,14 +30,13 @@ def describe_base(base_model: str, dtype: str = "auto", base_precision: BasePrec
     be. Raises ModelError.
     """
     base = outline(base_model, dtype, base_precision)
-    config = base.model.config.get_text_config()
     found: dict[str, Any] = {
         "modules": [name for name, _ in base.model.named_modules()],
         "experts": expert_modules(base.model),
         "bytes": base.num_bytes,
         "learned_positions": learned_positions(base.model),
         "longest_safe_sequence": longest_safe_sequence(base.model),
-        "max_position_embeddings": getattr(config, "max_position_embeddings", None),
+        "max_position_embeddings": max_positions(base.model),
     }
     model = SuperModel(base)
     return found | {"vocab_size": base.vocab_size, "linears": model.targets(), "bytes_by_gpus": bytes_by_gpus(model)}

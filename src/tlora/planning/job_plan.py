@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tlora.adapters.pattern_warnings import pattern_warnings
 from tlora.adapters.peft import load_params, read_config
 from tlora.adapters.state import AdapterLayout
 from tlora.batching.replicas import Span
@@ -19,9 +20,9 @@ from tlora.data.prepare import Preparation, Prepared, PrepareRequest, prepare
 from tlora.errors import DataError
 from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec, RunSpec
-from tlora.planning.start import adopt_adapter_config, find_start
+from tlora.planning.start import PLACES, adopt_adapter_config, find_start
 from tlora.supermodel.base_name import same_base
-from tlora.supermodel.load import learned_positions, longest_safe_sequence
+from tlora.supermodel.load import learned_positions, longest_safe_sequence, max_positions
 from tlora.supermodel.supermodel import SuperModel
 from tlora.wording.numbers import by_jobs
 
@@ -80,17 +81,18 @@ def _take_data(job: PlannedJob, data: Prepared | DataError, model: Any) -> None:
         raise data
     job.data, job.longest = data, longest_sample(data)
     job.spec = job.spec.model_copy(update={"data": data.data})
-    job.warnings += data.warnings() + _position_warnings(data, model.config.get_text_config())
+    job.warnings += data.warnings() + _position_warnings(data, max_positions(model))
 
 
 def _take_shape(job: PlannedJob, model: SuperModel, resumed: Path | None) -> None:
     """The adapter's layout; where the job starts from an adapter, that one's shape, and its weights read once to see that they fit."""
     start = find_start(job.spec, resumed)
     if start is not None:
-        job.spec, warnings = adopt_adapter_config(job.spec, start)
-        job.warnings += warnings + _base_warnings(start, model.base.name)
+        ordered = job.spec
+        job.spec, warnings = adopt_adapter_config(ordered, start)
+        job.warnings += warnings + _place_warnings(ordered, job.spec, start, model) + _base_warnings(start, model.base.name)
     job.layout = model.layout(job.spec)
-    job.warnings += _rank_warnings(job.layout)
+    job.warnings += model.left_out(job.spec) + pattern_warnings(job.spec, job.layout) + _rank_warnings(job.layout)
     if start is not None:
         load_params(start, job.layout, torch.float32)
 
@@ -111,15 +113,27 @@ def _check_length(job: PlannedJob, model: Any) -> None:
         raise DataError(f"a sample has {longest} tokens, and this base's rotary embedding changes past {safe}. Set max_length: {safe}")
 
 
-def _position_warnings(data: Prepared, config: Any) -> list[str]:
+def _position_warnings(data: Prepared, most: int | None) -> list[str]:
     """Samples that reach beyond the positions which the base is made for."""
-    most = getattr(config, "max_position_embeddings", None)
     lengths = np.concatenate([found.longest_sequences for found in (data.train, data.eval) if found is not None])
     beyond = int(np.count_nonzero(lengths > most)) if most else 0
     if not beyond:
         return []
     longer = f"{beyond:,} of {len(lengths):,} samples (up to {lengths.max():,} tokens) are longer than the base's max_position_embeddings"
     return [f"{longer} {most:,}, the positions that it is made for. Set max_length: {most} ({data.report.files[0]})"]
+
+
+def _place_warnings(ordered: JobSpec, adopted: JobSpec, start: Path, model: SuperModel) -> list[str]:
+    """What the job says of the modules that it adapts, where that is not what the adapter has that it starts from."""
+    said = [key for key in PLACES if key in ordered.model_fields_set and getattr(ordered, key) is not None]
+    if not said:
+        return []
+    meant = attempt(partial(model.layout, ordered))
+    modules = [shape.module for shape in model.layout(adopted).shapes]
+    if not isinstance(meant, Failure) and [shape.module for shape in meant.shapes] == modules:
+        return []
+    told = ", ".join(f"{key} {getattr(ordered, key)}" for key in said)
+    return [f"the adapted modules are those of {start}, {len(modules)} with target_modules {adopted.target_modules} (the job says {told})"]
 
 
 def _base_warnings(start: Path, base_model: str) -> list[str]:

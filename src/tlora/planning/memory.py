@@ -6,8 +6,9 @@ estimate (`_estimate`), which the run replaces by what it measures.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import psutil
@@ -27,8 +28,10 @@ from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import hidden_states, layers_of
 from tlora.supermodel.lora_linear import ActiveBatch, LoraLinear
 from tlora.supermodel.shared_base import shapes_by_layer
+from tlora.supermodel.structure import find_attentions
 from tlora.supermodel.supermodel import SuperModel
 
+T = TypeVar("T")
 _PROBE_TOKENS = 64
 # Of what is free. The rest is for the allocator, the caches and others: on a CPU, glibc keeps freed blocks, and a process has been seen to
 # take 1.9 times its live tensors (docs/design.md).
@@ -118,16 +121,21 @@ def measure(model: SuperModel, base_bytes: int, device: torch.device, rank: int 
     head = model.base.head.weight_VH
     name = "memory probe"
     model.join(name, _probe_lora(model), TrainConfig(max_steps=1))
-    try:
-        few, many = (_saved_bytes(model, name, n) for n in (_PROBE_TOKENS, 2 * _PROBE_TOKENS))
-    except RuntimeError as error:
-        why = str(error).strip().splitlines()[0]
-        raise ModelError(f"base_model {model.base.name}: by its config.json, its layers do not fit together: {why}") from None
+    few, many = _fitting(model, lambda: [_saved_bytes(model, name, n) for n in (_PROBE_TOKENS, 2 * _PROBE_TOKENS)])
     model.leave(name)
     widest = max((s for shape in model.targets().values() for s in shape), default=0)
     moving = 3 * widest * element + 4 * head.shape[1] * element  # gradients in flight around the widest linear, and at the head
     stage = Stage(chunk_bytes(model.base.head, device) + _fp8_bytes(model), (many - few) / _PROBE_TOKENS + moving)
     return MemoryModel(base_bytes, (stage,), 0, element, sums, step_copies)
+
+
+def _fitting(model: SuperModel, run: Callable[[], list[T]]) -> list[T]:
+    """What `run` over the base without numbers gives. Raises ModelError where a layer does not take what the one before it gives."""
+    try:
+        return run()
+    except RuntimeError as error:
+        why = str(error).strip().splitlines()[0]
+        raise ModelError(f"base_model {model.base.name}: by its config.json, its layers do not fit together: {why}") from None
 
 
 def takes_fast_path(model: SuperModel) -> bool:
@@ -144,11 +152,11 @@ def _estimate(model: SuperModel, device: torch.device, rank: int) -> tuple[Stage
     logits, the hidden states and their gradient; a layer's backward four times its widest x (the activation's product, and the
     gradients of that and of its factors), and five of its hidden states.
     """
-    head, config = model.base.head, model.model.config.get_text_config()
+    head, queries = model.base.head, [q_THD.shape for q_THD, *_ in _fitting(model, lambda: find_attentions(model.base))]
     element, hidden, layers = head.weight_VH.element_size(), head.weight_VH.shape[1], len(layers_of(model.base.decoder))
     shapes = list(model.targets().values())
-    attention = config.num_attention_heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    layer = element * sum(n for _, n in shapes) / layers + element * attention + 4 * config.num_attention_heads
+    attention = sum(element * heads * size + 4 * heads for _, heads, size in queries) / layers  # layers may differ in both
+    layer = element * sum(n for _, n in shapes) / layers + attention
     shrunk = element * len(shapes) * 2 * rank  # two adapters to a tile: two blocks of x @ A
     kept = layers * layer + shrunk
     saved = layer - element * hidden  # a recomputed layer keeps its input

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from tlora.planning.job_plan import PlannedJob  # which adopts the shape of a start
 
 
+PLACES = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+_SHAPE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+
+
 def find_start(spec: JobSpec, resumed: Path | None) -> Path | None:
     """The adapter whose shape a job with `adapter_path` has: its own newest checkpoint in the `resumed` run, or else that adapter."""
     if not spec.adapter_path:
@@ -30,17 +34,18 @@ def find_start(spec: JobSpec, resumed: Path | None) -> Path | None:
 
 
 def adopt_adapter_config(spec: JobSpec, start: Path) -> tuple[JobSpec, list[str]]:
-    """A job that starts from an adapter has that adapter's shape, with a warning where the jobs file says otherwise. Raises ModelError."""
+    """A job that starts from an adapter has that adapter's shape, with a warning where the jobs file says otherwise. Raises ModelError.
+
+    Which modules both mean, their `PLACES`, is to be compared over the base.
+    """
     config = read_config(start)
     targets = config.get("target_modules")
-    if isinstance(targets, str):
-        raise ModelError(f"{start}: target_modules is the pattern {targets!r}. List the layers' names there")
-    if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
+    if not isinstance(targets, str) and not (isinstance(targets, list) and all(isinstance(name, str) for name in targets)):
         raise ModelError(f"{start}: target_modules must be a list of names, and is {targets!r}. List the layers' names there")
-    shape = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
-    adopted = {key: config[key] for key in shape if config.get(key) is not None}
-    adopted["target_modules"] = sorted(targets)
-    differ = [key for key in shape if key in spec.model_fields_set and key in adopted and getattr(spec, key) != adopted[key]]
+    adopted = {key: config[key] for key in _SHAPE if config.get(key) is not None}
+    adopted |= {key: None if config.get(key) in ([], "") else config.get(key) for key in PLACES}
+    adopted["target_modules"] = targets if isinstance(targets, str) else sorted(targets)
+    differ = [key for key in _SHAPE if key in spec.model_fields_set and key in adopted and not _same(getattr(spec, key), adopted[key])]
     warnings = [f"{key} is {adopted[key]}, as in {start} (the job says {getattr(spec, key)})" for key in differ]
     try:
         adopting = JobSpec.model_validate(spec.model_dump() | adopted)
@@ -50,6 +55,11 @@ def adopt_adapter_config(spec: JobSpec, start: Path) -> tuple[JobSpec, list[str]
     except PydanticSerializationError as error:
         raise ModelError(f"{start}: its adapter_config.json has a name that is no text ({error}). Correct it there") from None
     return adopting, warnings
+
+
+def _same(said: object, adopted: object) -> bool:
+    """The order of a pattern's keys counts."""
+    return list(said.items()) == list(adopted.items()) if isinstance(said, dict) and isinstance(adopted, dict) else said == adopted
 
 
 def _one_line(problems: str) -> str:

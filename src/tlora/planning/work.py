@@ -14,6 +14,7 @@ from tlora.data.order import epoch_size
 from tlora.data.profile import tokens_of_steps
 from tlora.objectives import objective_of
 from tlora.planning.job_plan import PlannedJob
+from tlora.supermodel.load import layers_of
 from tlora.supermodel.supermodel import SuperModel
 
 # Multiply-adds per second, twice that in floating-point operations. On a GPU: an H200 trains 17,016 tokens/s of an 8B in bf16, samples of
@@ -26,8 +27,7 @@ _REFERENCE_PASSES = {"dpo": 1, "kto": 2}  # forwards beside those that train: th
 def predicted_seconds(jobs: Sequence[PlannedJob], model: SuperModel, device: torch.device) -> dict[str, float]:
     """By name; 0 for a job with problems, which is refused when its turn comes. `model` may lie on the meta device."""
     weights = sum(k * n for k, n in model.targets().values()) + model.base.head.weight_VH.numel()
-    config = model.model.config.get_text_config()
-    width = int(getattr(config, "num_hidden_layers", 1)) * int(getattr(config, "hidden_size", 1))
+    width = max(1, len(layers_of(model.base.decoder))) * model.base.head.weight_VH.shape[1]
     rate = _RATES["cuda" if device.type == "cuda" else "cpu"]
     return {job.spec.name: _work(job, weights, width) / rate for job in jobs}
 

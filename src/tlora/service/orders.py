@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from tlora.adapter_shape import Layer
 from tlora.errors import ConfigError
 from tlora.job import NAME_PATTERN, DataFormat, JobSpec, LoraShape, Positive, TrainConfig
 from tlora.jobs_file.located import Located, Problem, join_problems, plain
@@ -23,6 +24,7 @@ ObjectId = Annotated[str, Field(min_length=1, max_length=64, pattern="^[a-z]+-[0
 BaseName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._@/-]*$")]
 # The engine's own bounds allow longer lists and names than a tenant has use for.
 ModuleName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.]+$")]
+ModulePattern = Annotated[str, Field(min_length=1, max_length=1000, pattern=r"^[!-~]+$")]
 
 _PATTERNS = Field(max_length=1000, json_schema_extra={"additionalProperties": False})
 
@@ -81,7 +83,10 @@ class OrderSpec(LoraShape, TrainConfig):
     name: Name
     base_model: BaseName  # a name of GET /v1/bases
     data: OrderedData
-    target_modules: Literal["all-linear"] | Annotated[list[ModuleName], Field(min_length=1, max_length=1000)] = "all-linear"
+    target_modules: Literal["all-linear"] | Annotated[list[ModuleName], Field(min_length=1, max_length=1000)] | ModulePattern = "all-linear"
+    exclude_modules: Annotated[list[ModuleName], Field(max_length=1000)] | ModulePattern | None = None
+    layers_to_transform: Layer | Annotated[list[Layer], Field(max_length=1000)] | None = None
+    layers_pattern: ModulePattern | Annotated[list[ModulePattern], Field(max_length=10)] | None = None
     rank_pattern: Annotated[dict[ModuleName, Annotated[int, Field(ge=1, le=256)]], _PATTERNS] = {}
     alpha_pattern: Annotated[dict[ModuleName, Annotated[float, Field(gt=0)]], _PATTERNS] = {}
     gpus: Positive = 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from tlora.adapters.pattern_warnings import other_readers
 from tlora.job import SCHEDULED, DataSource, JobSpec
 from tlora.objectives import compares_with_start
 from tlora.store.serving import read_prompt
@@ -45,6 +46,7 @@ def model_card(spec: JobSpec, base_model: str, report: dict[str, Any], result: d
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n",
         f"# {spec.name}\n",
         f"A LoRA adapter for `{shown}`{origin}, in PEFT's format. {asked} The tokenizer and its chat template are beside it.\n",
+        *(f"{line}.\n" for line in other_readers(spec, (*spec.rank_pattern, *spec.alpha_pattern))),
         f"## Data\n\n{_data(spec, report)}\n",
         f"## Settings\n\n{_table(_settings(spec))}\n",
         f"## Result\n\n{_table(_result(result))}\n",

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from tlora.errors import ModelError
 from tlora.supermodel.attention import packed_attention
+from tlora.supermodel.layer_values import values_in_layers
 
 NAME = "tlora_probe"
 _MOST_POSITIONS = 1 << 18
@@ -65,7 +66,7 @@ def probe_attention(
     if rule is None:
         raise ModelError(f"{kind} makes an attention mask of its own, which packed attention does not use. {_OTHERWISE}")
     config: Any = getattr(module, "config", None)
-    longest = getattr(config, "max_position_embeddings", None) or _MOST_POSITIONS
+    longest = max(values_in_layers(config, "max_position_embeddings"), default=0) or _MOST_POSITIONS
     wrong = _first_difference(rule, sliding_window, min(longest, _MOST_POSITIONS), query.device)
     if wrong is not None:
         raise ModelError(f"{kind} {wrong}, and packed attention does otherwise. {_OTHERWISE}")

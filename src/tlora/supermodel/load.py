@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from tlora.sharing.layer_stream import LayerStream
 from tlora.supermodel import attention, attention_probe
 from tlora.supermodel.fp8_linear import check_fp8, hold_in_fp8
 from tlora.supermodel.inject import find_linears
+from tlora.supermodel.layer_values import values_in_layers
+from tlora.supermodel.outlined_experts import OutlinedExperts
 from tlora.supermodel.weight_files import check_weights, refuse_incomplete
 
 _LARGE = 1 << 20  # numbers; what is smaller is moved one by one
@@ -251,22 +253,25 @@ def longest_safe_sequence(model: Any) -> int | None:
     The dynamic and longrope kinds choose their frequencies by the longest sequence in the batch (transformers' `dynamic_rope_update`).
     """
     config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    ropes = values_in_layers(config, "rope_parameters")
+    kinds = [kind for rope in ropes for kind in (rope, *(value for value in rope.values() if isinstance(value, dict)))]
     lengths = [
         kind.get("original_max_position_embeddings")
-        or getattr(config, "original_max_position_embeddings", None)
-        or config.max_position_embeddings
+        or min(values_in_layers(config, "original_max_position_embeddings") or values_in_layers(config, "max_position_embeddings"))
         for kind in kinds
         if kind.get("rope_type") in ("dynamic", "longrope")
     ]
     return min(lengths, default=None)
 
 
+def max_positions(model: Any) -> int | None:
+    """The positions that the base is made for, of its layers the fewest; None where its config does not say."""
+    return min(values_in_layers(model.config.get_text_config(), "max_position_embeddings"), default=None)
+
+
 def learned_positions(model: Any) -> int | None:
     """Rows of the base's table of positions (OPT, GPT-Neo), past which there is nothing to look up; None where positions are computed."""
-    config = model.config.get_text_config()
-    most = getattr(config, "max_position_embeddings", None)
+    most = max_positions(model)
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
     # a table may have two rows more, for padding
     return most if most and any(most <= table.num_embeddings <= most + 2 for table in tables) else None
@@ -278,13 +283,14 @@ def hidden_states(base: Base, input_ids_T: Tensor, position_ids_T: Tensor, lengt
     A mask of four dims is handed on as it is by transformers, where None would make it search `position_ids` for sequences and
     wait for the device. Packed attention does not look at it.
     """
-    return base.decoder(
-        input_ids=input_ids_T[None],
-        position_ids=position_ids_T[None],
-        attention_mask=input_ids_T.new_ones(1, 1, 1, 1),
-        use_cache=False,
-        **({"pass_number": lengths} if isinstance(lengths, Tensor) else {"sequence_lengths": lengths}),
-    ).last_hidden_state[0]
+    with OutlinedExperts() if input_ids_T.is_meta else nullcontext():
+        return base.decoder(
+            input_ids=input_ids_T[None],
+            position_ids=position_ids_T[None],
+            attention_mask=input_ids_T.new_ones(1, 1, 1, 1),
+            use_cache=False,
+            **({"pass_number": lengths} if isinstance(lengths, Tensor) else {"sequence_lengths": lengths}),
+        ).last_hidden_state[0]
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tlora.adapters.adamw import StepStats, weights_fit
 from tlora.adapters.bank import AdapterBank
 from tlora.adapters.state import AdapterLayout, AdapterState, init_state, make_layout
+from tlora.adapters.targets import left_out, saved_names
 from tlora.errors import ConfigError
 from tlora.job import BasePrecision, LoraConfig, TrainConfig
 from tlora.objectives import UnitLoss
@@ -141,7 +142,15 @@ class SuperModel(nn.Module):
 
     def layout(self, lora: LoraConfig) -> AdapterLayout:
         """Where the parameters of an adapter of this shape lie. Raises ModelError for targets that do not exist."""
-        return make_layout(lora, resolve_targets(self.model, self._linears, lora))
+        targets = resolve_targets(self.model, self._linears, lora)
+        return make_layout(lora, targets, saved_names(targets, self._module_names(), lora))
+
+    def left_out(self, lora: LoraConfig) -> list[str]:
+        """In a line, what `all-linear` leaves as it is."""
+        return left_out(sizes(self._linears), expert_modules(self.model), lora)
+
+    def _module_names(self) -> list[str]:
+        return [name for name, _ in self.model.named_modules()]
 
     def targets(self) -> dict[str, tuple[int, int]]:
         """Every linear that can be adapted: dotted name -> (in features, out features)."""

@@ -1,0 +1,110 @@
+"""The shape of one adapter: names and meaning of PEFT's `LoraConfig`. Part of a job's order (`job.py`)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+Number = TypeVar("Number", int, float)
+
+ALL_LINEAR = "all-linear"
+_ALL_LINEAR_MISSPELT = ("all", "all_linear", "all-linears", "linear", "all-linear")  # some are other trainers' words for it
+
+
+@dataclass(frozen=True)
+class Words:
+    """Beside a field's type: how a message calls what it allows."""
+
+    text: str
+
+
+NamePattern = Annotated[str, Field(min_length=1, max_length=1000), Words("a regular expression of whole names")]
+Layer = Annotated[int, Field(ge=0, le=10**6)]
+
+_STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class LoraShape(BaseModel):
+    """Shape of one adapter. Names and meaning are those of PEFT's `LoraConfig`."""
+
+    model_config = _STRICT
+
+    r: Annotated[int, Field(ge=1, le=256)] = 16
+    lora_alpha: Annotated[float, Field(gt=0)] = 32.0
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] | NamePattern = ALL_LINEAR
+    exclude_modules: list[str] | NamePattern | None = None
+    layers_to_transform: Layer | list[Layer] | None = None
+    # the list of modules that the layers are in; None: any
+    layers_pattern: Annotated[NamePattern | list[NamePattern] | None, Words("a name, a list of names or null")] = None
+    use_rslora: bool = False
+    rank_pattern: dict[str, Annotated[int, Field(ge=1, le=256)]] = {}
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
+
+    @field_validator("target_modules", "exclude_modules", "layers_pattern")
+    @classmethod
+    def _check_patterns(cls, value: str | list[str] | None, info: ValidationInfo) -> str | list[str] | None:
+        key = str(info.field_name)
+        for pattern in [value] if isinstance(value, str) else (value or []) if key == "layers_pattern" else []:
+            try:
+                re.compile(pattern)
+            except (re.error, RecursionError, OverflowError) as error:
+                raise ValueError(f"{key}: {pattern!r} is no regular expression ({error}); write a list of names, or correct it") from None
+        if key != "layers_pattern" and isinstance(value, str) and value != ALL_LINEAR and re.fullmatch(r"[\w-]+", value):
+            meant = ALL_LINEAR if key == "target_modules" and value.lower() in _ALL_LINEAR_MISSPELT else f"[{value}]"
+            raise ValueError(
+                f"{key}: {value!r} is a regular expression that no layer's whole name matches (model.layers.0...); write `{key}: {meant}`"
+                + (" ('all-linear' takes every layer)" if key == "target_modules" and meant != ALL_LINEAR else "")
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> Self:
+        if self.layers_pattern and self.layers_to_transform is None:
+            raise ValueError("layers_pattern says where layers are counted, and layers_to_transform is not set; set both, or neither")
+        if self.layers_to_transform is not None and isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR:
+            raise ValueError(
+                "layers_to_transform has no meaning beside a target_modules that is a regular expression, which names layers itself; "
+                "write the layers into it, or target_modules as a list"
+            )
+        return self
+
+    @property
+    def largest_rank(self) -> int:
+        """Of all modules; at least 1."""
+        return max(self.r, *self.rank_pattern.values(), 1)
+
+    def rank_of(self, module: str) -> int:
+        """Rank of the adapter at `module` (its dotted name in the base): `rank_pattern` first, then `r`."""
+        return pattern_value(self.rank_pattern, module, self.r)
+
+    def scale_of(self, module: str) -> float:
+        """alpha/r, or alpha/sqrt(r) with `use_rslora`, with this module's own rank and alpha."""
+        rank, alpha = self.rank_of(module), pattern_value(self.alpha_pattern, module, self.lora_alpha)
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+
+class LoraConfig(LoraShape):
+    """The shape of an adapter, and where its weights begin."""
+
+    model_config = _STRICT
+
+    adapter_path: str | None = None  # an existing PEFT adapter to start from
+
+
+def matching_keys(pattern: Iterable[str], module: str) -> list[str]:
+    """Keys of a `rank_pattern` or `alpha_pattern` that mean `module`: its whole name or its end. The first of them counts, as in PEFT.
+
+    They are literal names: PEFT reads them as regular expressions, which mean the same then.
+    """
+    return [key for key in pattern if module == key or module.endswith("." + key)]
+
+
+def pattern_value(pattern: Mapping[str, Number], module: str, default: Number) -> Number:
+    """What `pattern` says of `module`."""
+    return next((pattern[key] for key in matching_keys(pattern, module)), default)
