@@ -350,7 +350,7 @@ def test_a_tracker_gets_the_numbers_and_cannot_end_a_job(
 def test_a_tracker_is_closed_where_a_finished_job_cannot_be_handed_over(
     base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job is done, but its best checkpoint is gone when the run is taken up again: its tracker was opened for nothing."""
+    """The job is done, but its adapter cannot be written when the run is taken up again: its tracker was opened for nothing."""
     calls: list[str] = []
 
     class Client:
@@ -370,10 +370,11 @@ def test_a_tracker_is_closed_where_a_finished_job_cannot_be_handed_over(
     harmful |= {"load_best_model_at_end": True, "early_stopping_patience": 2}
     first = train(base, tmp_path / "out", [job("a", own, **harmful)])["a"]
     assert first.best_step is not None and first.best_step < first.steps
-    shutil.rmtree(tmp_path / "out" / "a" / f"checkpoint-{first.best_step}")
     (tmp_path / "out" / "a" / "result.json").unlink()  # killed before it was written
+    (tmp_path / "out" / "a" / "adapter_model.safetensors").unlink()
+    (tmp_path / "out" / "a" / "adapter_model.safetensors").mkdir()
     results = train(base, tmp_path / "out", [job("a", own, **harmful)], report_to=["wandb"], resume=True)
-    assert results["a"].status == "failed" and "the best evaluation is gone" in results["a"].reason
+    assert results["a"].status == "failed" and "cannot write" in results["a"].reason
     assert results["a"].steps == first.steps and calls == ["init", "finish"]
     assert json.loads((tmp_path / "out" / "a" / "result.json").read_text())["status"] == "failed"
 

@@ -42,6 +42,8 @@ def print_results(console: Console, results: Mapping[str, JobResult]) -> None:
     for result in results.values():
         if result.status == "failed" or _lost_steps(result):
             console.print(Text(f"{printable(result.name)} {result.status}: {printable(result.reason)}", style="red"), soft_wrap=True)
+        elif result.status == "done" and result.reason:  # an early stop
+            console.print(Text(f"{printable(result.name)}: {printable(result.reason)}"), soft_wrap=True)
     for sweep in dict.fromkeys(result.sweep_of for result in results.values() if result.sweep_of):
         console.print()
         members = [result for result in results.values() if result.sweep_of == sweep]

@@ -23,6 +23,7 @@ from tlora.objectives import compares_with_start
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.start import start_state
 from tlora.store import checkpoint
+from tlora.store.best_checkpoint import settle_best
 from tlora.store.job_result import RESULT_FILE, JobResult, is_finished, read_result, saved_result, write_result
 from tlora.store.reference import has_reference, read_reference, write_reference
 from tlora.store.run_directory import REFERENCE_KEY, check_same_job, find_checkpoint, names_reference, write_job_file
@@ -53,6 +54,7 @@ def open_run(
     else:
         state = _load(found, run, job.layout, dtype)
         note(f"{name}: goes on from {found}")
+        run.progress = settle_best(job.spec, directory, run.progress, note)
     run.reference = _reference(run, state, directory, resumed=found is not None)
     before = found is not None and compares_with_start(job.spec) and run.reference is None
     if before:

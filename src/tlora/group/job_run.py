@@ -168,6 +168,15 @@ class JobRun:
         return self.progress.step >= self.total_steps or stopped_early(self.spec, self.progress)
 
     @property
+    def early_stop(self) -> str:
+        """Why the job has ended before its last step; "" where it has not."""
+        p = self.progress
+        if p.step >= self.total_steps or not stopped_early(self.spec, p):
+            return ""
+        best = f"lower than {p.best_eval:.6g}, at step {p.best_step}" if p.best_eval is not None else "that is finite"
+        return f"stopped early at step {p.step}/{self.total_steps}: {p.evals_without_gain} evaluations in a row without a loss {best}"
+
+    @property
     def epoch(self) -> float:
         return self.progress.step / self.steps_per_epoch
 
@@ -292,10 +301,14 @@ class JobRun:
         return bool(self.progress.losses) and not any(map(math.isfinite, self.progress.losses))
 
     def evaluated(self, loss: float) -> None:
-        """The evaluation is through, with `loss` per trained token; remembers whether it is the best."""
+        """The evaluation is through, with `loss` per trained token; remembers whether it is the best of those after a step. Before the
+        first step nothing has been trained: it is not what a job hands over, and patience does not count from it.
+        """
         p = self.progress
         p = replace(p, evaluated_step=p.step, eval_last=loss, eval_first=loss if p.eval_first is None else p.eval_first)
-        if math.isfinite(loss) and (p.best_eval is None or loss < p.best_eval):
+        if p.step == 0:
+            self.progress = p
+        elif math.isfinite(loss) and (p.best_eval is None or loss < p.best_eval):
             self.progress = replace(p, best_eval=loss, best_step=p.step, evals_without_gain=0)
         else:
             self.progress = replace(p, evals_without_gain=p.evals_without_gain + 1)

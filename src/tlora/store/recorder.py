@@ -19,6 +19,7 @@ from tlora.group.progress import TrainingProgress
 from tlora.group.reports import CheckpointDue, Ended, Evaluated, Status, Stepped
 from tlora.group.wall import Failure, attempt
 from tlora.store import checkpoint
+from tlora.store.best_checkpoint import settle_best
 from tlora.store.disk_reserve import DiskReserve
 from tlora.store.job_result import JobResult, result_of, write_result
 from tlora.store.metrics import RowWriter, Tracker, means
@@ -255,16 +256,16 @@ class Recorder:
         return p.best_step if self._run.spec.load_best_model_at_end and p.best_step >= 0 else p.step
 
     def _export(self, p: TrainingProgress) -> None:
-        wanted = self._exported_step(p)
-        chosen = self._directory / f"checkpoint-{wanted}"
+        known_whole = self._written is not None and self._written.step == self._exported_step(p)
+        if not known_whole:
+            p = settle_best(self._run.spec, self._directory, p, self._context.note)
+            self._run.progress = replace(self._run.progress, best_eval=p.best_eval, best_step=p.best_step)
+            known_whole = self._run.spec.load_best_model_at_end and p.best_step >= 0
+        chosen = self._directory / f"checkpoint-{self._exported_step(p)}"
         if not chosen.is_dir():
-            raise CheckpointError(
-                f"{chosen}: the checkpoint of the best evaluation is gone, or could not be written. "
-                f"checkpoint-{p.step} holds the last step; take it, or train again"
-            )
-        just_written = self._written is not None and self._written.step == wanted
+            raise CheckpointError(f"{chosen}: is gone. Resume the run, which trains from the newest checkpoint that is left")
         size = checkpoint.export_bytes(chosen)
-        self._write_durably(lambda: checkpoint.export(chosen, self._directory, known_whole=just_written, failpoint=self._fence), size)
+        self._write_durably(lambda: checkpoint.export(chosen, self._directory, known_whole=known_whole, failpoint=self._fence), size)
         self._context.reserve.keep(self._directory, self._needed_by_resume(p), ended=True)
 
     def _write_adapter_alone(self, moment: Moment) -> None:
@@ -311,6 +312,9 @@ class Recorder:
     def result(self, status: Status, reason: str = "") -> JobResult:
         """Write `result.json`, close the trackers and give back what was kept for this job on the disk."""
         run = self._run
+        if status == "done":
+            reason = reason or run.early_stop
+            self._compare_with_start()
         result = result_of(run.spec, run.progress, self._directory, run.total_steps)
         result = replace(result, status=status, reason=reason, seconds=self.seconds, settings=dict(self._settings))
         self._context.reserve.ended(run.spec.name)
@@ -321,6 +325,15 @@ class Recorder:
             self._write_card(result)
         self._tracker.close()
         return result
+
+    def _compare_with_start(self) -> None:
+        """Say it where training has made nothing better."""
+        spec, p = self._run.spec, self._run.progress
+        if spec.load_best_model_at_end and p.best_eval is not None and p.eval_first is not None and p.best_eval >= p.eval_first:
+            self._context.note(
+                f"{spec.name}: none of its evaluations is better than the one before its first step (loss {p.eval_first:.6g}); the adapter "
+                f"is that of step {p.best_step}, the best of those that were trained (loss {p.best_eval:.6g})"
+            )
 
     def _write_card(self, result: JobResult) -> None:
         """One that was edited stays."""

@@ -62,3 +62,5 @@ class Records:
         self.results[name] = self._recorders.pop(name).result(status, reason)
         if status == "failed":
             self._note(f"{name} failed: {reason}")
+        elif status == "done" and (why := self.results[name].reason):
+            self._note(f"{name}: {why}")
