@@ -19,7 +19,9 @@ from tlora.adapter_shape import LoraShape as LoraShape
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 # A job's directory stands beside the run's own files and what `durable.py` makes there: half-written, set aside, being replaced.
 _RESERVED_NAME = re.compile(r"tmp-.*|bad-.*|.*\.replaced|run\.jsonl?|report\.html", re.IGNORECASE)
-DataFormat = Literal["auto", "chat", "prompt_completion", "text", "alpaca", "sharegpt", "tokenized", "preference"]
+DataFormat = Literal[
+    "auto", "chat", "prompt_completion", "text", "alpaca", "sharegpt", "query_response", "segments", "tokenized", "preference"
+]
 Rows = Literal["samples", "pairs", "labelled"]
 # Objectives (`tlora.objectives`), and what of its data each learns from (`data.formats.Rows`).
 LEARNS_FROM: dict[str, Rows] = {"sft": "samples", "dpo": "pairs", "orpo": "pairs", "kto": "labelled"}
@@ -30,9 +32,9 @@ else:
 SchedulerType = Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial"]
 # Formats that a row may have, by what is learned from it.
 FORMATS: dict[Rows, tuple[str, ...]] = {
-    "samples": ("chat", "prompt_completion", "text", "alpaca", "sharegpt", "tokenized"),
+    "samples": ("chat", "prompt_completion", "text", "alpaca", "sharegpt", "query_response", "segments", "tokenized"),
     "pairs": ("preference",),
-    "labelled": ("chat", "prompt_completion", "alpaca", "sharegpt"),
+    "labelled": ("chat", "prompt_completion", "alpaca", "sharegpt", "query_response"),
 }
 _TAKES: dict[Rows, str] = {"samples": "samples", "pairs": "pairs of answers", "labelled": "answers labelled as wanted or not"}
 BasePrecision = Literal["fp8"]

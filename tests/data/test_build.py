@@ -310,7 +310,7 @@ def test_a_set_without_hashes_is_made_again_in_silence(tmp_path: Path, tokenizer
 
 
 def test_the_key_of_a_set_stays(tmp_path: Path, tokenizers: Any) -> None:
-    """Checkpoints name the set that they were trained on: another key for the same tokens would end all runs."""
+    """Checkpoints name the set that they were trained on: a key that no version knows any more would end all runs."""
     tokenizer = tokenizers(CHATML)
     order = Order((source(write(tmp_path / "x.jsonl", [{"text": "Hello!"}])),), "auto", 64, tmp_path)
     encoder = open_encoder(tokenizer, None, False, 1000)
@@ -322,7 +322,10 @@ def test_the_key_of_a_set_stays(tmp_path: Path, tokenizers: Any) -> None:
         "settings": ["auto", 64, False, 1000],
     }
     expected = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
-    assert cache_key(order, encoder, lambda file: hash_file(file, lambda _rows, _share: None)) == expected
+    assert cache_key(order, encoder, lambda file: hash_file(file, lambda _rows, _share: None), 1) == expected
+    made = Dataset(build(order, encoder, lambda file: hash_file(file, lambda _rows, _share: None), lambda _rows, _share: None)[0])
+    assert made.was_named(f"{expected}/1") and not made.was_named(f"{expected}/2")
+    assert not made.was_named(f"{made.directory.name}/1"), "its present name is no earlier one"
 
 
 def test_two_at_once_leave_one_set(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from chat_templates import CHATML
 from test_build import make, report_of, write
 
 from tlora.data.columns import OPTIONAL, format_of, unused_columns
-from tlora.data.formats import COLUMNS, Example, Pair, read_example, read_pair
+from tlora.data.formats import COLUMNS, Example, Pair, read_examples, read_pair
 from tlora.data.rows import Row
 from tlora.errors import DataError
 
@@ -22,6 +22,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "sharegpt": {"conversations": TURNS},
     "prompt_completion": {"prompt": CHAT[:1], "completion": CHAT[1:]},
     "alpaca": {"instruction": "a", "output": "b"},
+    "query_response": {"query": "a", "response": "b"},
+    "segments": {"segments": [{"label": True, "text": "a"}]},
     "text": {"text": "a"},
     "tokenized": {"input_ids": [1, 2, 3]},
     "preference": {"prompt": CHAT, "chosen": [{"role": "assistant", "content": "c"}], "rejected": CHAT[1:]},
@@ -29,7 +31,16 @@ ROWS: dict[str, dict[str, Any]] = {
 VALUES: dict[str, Any] = {
     "tools": [{"name": "f"}],
     "input": "i",
+    "functions": [{"name": "f"}],
     "system": "s",
+    "system_prompt": "s",
+    "position_ids": [0, 1, 0],
+    "seq_lengths": [2, 1],
+    "completion_mask": [0, 1, 1],
+    "assistant_masks": [0, 0, 1],
+    "loss_mask": [1, 0, 1],
+    "loss_scale": [0, 0.5, 1],
+    "loss_weights": [0.5, 0, 1],
     "history": [["q", "r"]],
     "labels": [-100, 2, 3],
     "attention_mask": [1, 1, 0],
@@ -38,8 +49,8 @@ VALUES: dict[str, Any] = {
 }
 
 
-def read(name: Any, value: dict[str, Any]) -> Example | Pair:
-    return read_pair(row(value)) if name == "preference" else read_example(row(value), name)
+def read(name: Any, value: dict[str, Any]) -> list[Example] | Pair:
+    return read_pair(row(value)) if name == "preference" else read_examples(row(value), name)
 
 
 def row(value: dict[str, Any]) -> Row:
@@ -90,6 +101,8 @@ def test_without_an_answer_a_label_is_a_class(name: str) -> None:
 @pytest.mark.parametrize(("name", "column"), [(name, column) for name, columns in OPTIONAL.items() for column in columns])
 def test_a_column_that_counts_as_used_is_read(name: Any, column: str) -> None:
     value = ROWS[name] | {column: VALUES[column]}
+    if column == "conversations":
+        del value["prompt"]  # the other place of a pair's prompt
     assert unused_columns(row(value), name) == []
     assert read(name, value) != read(name, ROWS[name])
 

@@ -83,12 +83,13 @@ def test_message_weights(field: str, value: object, expected: float) -> None:
 
 
 def test_openai_tool_call_and_absent_fields() -> None:
-    """Arguments as JSON in a string, content absent, and the None that Parquet puts where a record has no such field."""
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    tools = [{"name": "f", "parameters": {"properties": {"x": {"type": "int", "enum": None}}}}]
+    """Arguments as JSON in a string, content absent, and null for a message's own keys; null in arguments and schemas is a value."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1, "y": null}'}}
+    tools = [{"name": "f", "parameters": {"properties": {"x": {"type": "int", "default": None}}}}]
     found = read({"messages": [ASKED | {"tool_calls": None}, {"role": "assistant", "content": None, "tool_calls": [call]}], "tools": tools})
+    call["function"] = {"name": "f", "arguments": {"x": 1, "y": None}}
     assert found.messages == [ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    assert found.tools == [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "int"}}}}}]
+    assert found.tools == [{"type": "function", "function": tools[0]}]
 
 
 @pytest.mark.parametrize("as_text", [False, True])

@@ -59,7 +59,6 @@ def test_answers_of_the_context_are_not_trained() -> None:
         ({"chosen": "y", "rejected": "z"}, "column 'prompt' is None"),
         ({"chosen": [GOOD], "rejected": [BAD]}, "column 'prompt' is None"),
         ({"prompt": "Another?", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "column 'prompt' is 'Another"),
-        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "column 'chosen'"),
         ({"prompt": [USER], "chosen": [USER], "rejected": [BAD]}, "column 'chosen'"),
         ({"prompt": [USER], "chosen": 5, "rejected": [BAD]}, r"chosen\[0\] is 5"),
         ({"prompt": "x", "chosen": "y", "rejected": ["z"]}, "column 'rejected'"),

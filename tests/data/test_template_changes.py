@@ -71,9 +71,9 @@ def test_thinking_of_earlier_turns(tokenizers: Any) -> None:
 
 
 def test_roles_without_a_turn(tokenizers: Any) -> None:
-    messages = [{"role": "developer", "content": "Be brief."}, user("a"), assistant("b"), {"role": "critic", "content": "Good."}, user("c")]
+    messages = [user("a"), assistant("b"), {"role": "developer", "content": "Be brief."}, {"role": "critic", "content": "Good."}, user("c")]
     found = changes(ANSWERS_ONLY, tokenizers(None), *messages, assistant("d"))
-    assert found == [("text of developer messages is dropped", 9), ("text of critic messages is dropped", 5)]
+    assert found == [("text of system messages is dropped", 9), ("text of critic messages is dropped", 5)]
 
 
 def test_tools_that_a_template_writes(tokenizers: Any) -> None:

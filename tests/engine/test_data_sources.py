@@ -14,9 +14,13 @@ import yaml
 import tlora
 from tests.data.small_hub import small_hub
 from tests.engine.tiny_runs import job, sha256, write_rows
+from tlora import durable
+from tlora.cache_directory import cache_dir
+from tlora.data.dataset import FORMAT_VERSION
 from tlora.data.prepare import prepare
 from tlora.engine.check import check
 from tlora.engine.train import Results
+from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError
 from tlora.jobs_file import read_jobs_file
 from tlora.planning import job_plan
@@ -228,3 +232,31 @@ def test_a_set_of_one_source_is_shared_with_the_versions_before_lists(base: Path
     assert train(write_jobs(tmp_path, base, [each | {"max_steps": 1} for each in jobs])).status == "done"
     states = [next((tmp_path / "out" / each["name"]).glob("checkpoint-*/state.json")) for each in jobs]
     assert len({json.loads(state.read_text())["data"] for state in states}) == 1
+
+
+def test_a_job_that_an_earlier_version_began_goes_on(base: Path, tmp_path: Path) -> None:
+    """Its checkpoint names the set by that version's key of the same files; a key of other files is refused."""
+    short, longer = job("old", "a.jsonl", eval_path="notes.txt", max_steps=2), job("old", "a.jsonl", eval_path="notes.txt", max_steps=4)
+    train(write_jobs(tmp_path, base, [short]))
+    checkpoint = tmp_path / "out" / "old" / "checkpoint-2"
+    state = json.loads((checkpoint / "state.json").read_text())
+
+    def name_sets(**names: str) -> None:
+        (checkpoint / "MANIFEST.json").unlink()
+        (checkpoint / "state.json").write_text(json.dumps(state | names))
+        durable.write_manifest(checkpoint)
+
+    earlier = {}
+    for key in ("data", "eval_data"):
+        name, _, samples = state[key].partition("/")
+        meta = json.loads((cache_dir() / name / "meta.json").read_text())
+        assert len(meta["earlier_keys"]) == FORMAT_VERSION - 1
+        earlier[key] = f"{meta['earlier_keys'][0]}/{samples}"
+    name_sets(data="0" * 32 + "/24")
+    assert "is not the data that" in train(write_jobs(tmp_path, base, [longer]), resume=True)["old"].reason
+    name_sets(**earlier)
+    notes: list[str] = []
+    results = train(write_jobs(tmp_path, base, [longer]), resume=True, watcher=Watcher(note=notes.append))
+    assert results.status == "done" and results["old"].steps == 4
+    assert any("was trained by an earlier version" in note for note in notes)
+    assert json.loads((checkpoint.with_name("checkpoint-4") / "state.json").read_text())["data"] == state["data"]

@@ -20,7 +20,7 @@ from tlora import durable
 from tlora.data.columns import format_of, unused_columns
 from tlora.data.dataset import FORMAT_VERSION, Sample, Writer, find_damage, join
 from tlora.data.encode import Encoded, Encoder, encode, encode_labelled, encode_pairs
-from tlora.data.formats import Chat, Example, Format, Labelled, Pair, Text, read_example, read_labelled, read_pair
+from tlora.data.formats import Chat, Example, Format, Labelled, Pair, Text, read_examples, read_labelled, read_pair
 from tlora.data.limits import DataLimits
 from tlora.data.report import DataReport
 from tlora.data.rows import Row, read_files
@@ -56,10 +56,10 @@ class Order:
         return [file for source in self.sources for file in source.files]
 
 
-def cache_key(order: Order, encoder: Encoder, file_hash: Callable[[Path], str]) -> str:
-    """Hash of everything that determines the tokens: file contents, tokenizer, template and settings."""
+def cache_key(order: Order, encoder: Encoder, file_hash: Callable[[Path], str], version: int = FORMAT_VERSION) -> str:
+    """Hash of everything that determines the tokens: file contents, tokenizer, template, settings, and the `version` of their reading."""
     parts = {
-        "version": FORMAT_VERSION,
+        "version": version,
         "files": [(file.suffix.lower(), file_hash(file)) for file in order.files],
         "tokenizer": tokenizer_hash(encoder.tokenizer),
         "template": encoder.template.text(),
@@ -103,7 +103,8 @@ def build(order: Order, encoder: Encoder, file_hash: Callable[[Path], str], beat
         report = _fill(writer, order, encoder, beat)
         if final.exists() and damage_of() is not None:  # another process may have repaired it meanwhile
             shutil.rmtree(final)
-        writer.finish(report.as_meta())
+        earlier = [cache_key(order, encoder, file_hash, version) for version in range(1, FORMAT_VERSION)]
+        writer.finish(report.as_meta() | {"earlier_keys": earlier})
     except BaseException:
         writer.abandon()
         raise
@@ -135,8 +136,10 @@ def _fill_source(writer: Writer, order: Order, encoder: Encoder, report: DataRep
         only_numbers = only_numbers and all(isinstance(example, Text) and _is_number(example.completion) for example in examples)
         report.has_chats = report.has_chats or any(isinstance(_answer(example), Chat) for example in examples)
         for unit in _encode(encoder, examples, places, order.rows):
+            added_before = report.samples
             _add(writer, unit, order.max_length, report, encoder)
-        report.rows += len(examples)
+            if order.rows == "labelled" and report.samples > added_before:
+                report.count_label(bool(unit[0].sample.loss_weights.min() >= 0))
         beat(report.rows, share)
     rows, samples = report.rows - rows, report.samples - samples
     if only_numbers and report.format == "text":
@@ -152,8 +155,10 @@ def _answer(example: Example | Pair | Labelled) -> Example:
     return example.chosen if isinstance(example, Pair) else example.example if isinstance(example, Labelled) else example
 
 
-def _read(row: Row, data_format: Format, rows: Rows) -> Example | Pair | Labelled:
-    return read_pair(row) if rows == "pairs" else read_labelled(row, data_format) if rows == "labelled" else read_example(row, data_format)
+def _read(row: Row, data_format: Format, rows: Rows) -> Sequence[Example | Pair | Labelled]:
+    if rows == "pairs":
+        return [read_pair(row)]
+    return [read_labelled(row, data_format)] if rows == "labelled" else read_examples(row, data_format)
 
 
 def _encode(
@@ -185,8 +190,10 @@ def _batches(order: Order, report: DataReport) -> Iterator[tuple[list[Example | 
             order.limits.check_row(row.place, number, row.value)
         data_format = report.format = format_of(row, data_format, order.rows)
         report.count_columns(unused_columns(row, data_format, order.rows))
-        examples.append(_read(row, data_format, order.rows))
-        places.append(row.place)
+        read = _read(row, data_format, order.rows)
+        report.count_row(read)
+        examples += read
+        places += [row.place] * len(read)
         size += sum(len(value) if isinstance(value, (str, list)) else 0 for value in row.value.values())
         share = row.share
         if len(examples) >= BATCH_ROWS or size >= BATCH_CHARACTERS:
@@ -211,6 +218,9 @@ def _add(writer: Writer, unit: Sequence[Encoded], max_length: int, report: DataR
     if not all(trained):
         report.skipped += 1
         return
+    if len(samples) == 2 and _are_equal(samples[0], samples[1]):
+        report.equal_pairs += 1
+        report.equal_when_cut += not _are_equal(unit[0].sample, unit[1].sample)
     writer.add(samples[0] if len(samples) == 1 else join(samples))
     report.samples += 1
     report.tokens += sum(len(sample.input_ids) for sample in samples)
@@ -219,6 +229,10 @@ def _add(writer: Writer, unit: Sequence[Encoded], max_length: int, report: DataR
         heads = ("",) if len(samples) == 1 else ("chosen:\n", "\n\nrejected:\n")
         runs = [[(head, 0.0), *_runs(sample, encoder)] for head, sample in zip(heads, samples, strict=True)]
         report.rendered = [run for each in runs for run in each if run[0]]
+
+
+def _are_equal(first: Sample, second: Sample) -> bool:
+    return np.array_equal(first.input_ids, second.input_ids) and np.array_equal(first.loss_weights, second.loss_weights)
 
 
 def _runs(sample: Sample, encoder: Encoder) -> list[tuple[str, float]]:

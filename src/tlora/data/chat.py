@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from tlora.data.formats import Chat, Message
+from tlora.data.tool_calls import unparsed
 from tlora.errors import DataError
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Template:
     end_of_turn: str = ""  # what closes one
     folds_system: bool = False  # it has no system turn: the text goes before the first user turn's
     knows_tools: bool = True  # else tools stand in the system turn, calls and results as text
+    text_arguments: bool = False  # it writes the arguments of calls as they stand, so they must be JSON in a string
 
     def text(self) -> str:
         """The template's source, for cache keys and reports."""
@@ -68,18 +70,21 @@ def open_template(tokenizer: PreTrainedTokenizerBase, source: str | None = None)
     user: Message = {"role": "user", "content": _MARK.format(0)}
     assistant: Message = {"role": "assistant", "content": _MARK.format(1)}
     system: Message = {"role": "system", "content": _MARK.format(2)}
-    call: Message = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": {"name": _MARK.format(3), "arguments": {}}}],
-    }
     tool = {
         "type": "function",
         "function": {"name": _MARK.format(4), "description": "", "parameters": {"type": "object", "properties": {}}},
     }
     asked, opened = _try(bare, [user]), _try(bare, [user], add_generation_prompt=True)
     answered, with_system = _try(bare, [user, assistant]), _try(bare, [system, user, assistant])
-    called = _try(bare, _with_ids([user, call, {"role": "tool", "content": _MARK.format(5)}, assistant]), tools=[tool])
+
+    def call(arguments: object) -> str:
+        called: list[object] = [{"type": "function", "function": {"name": _MARK.format(3), "arguments": arguments}}]
+        turns: list[Message] = [{"role": "assistant", "content": "", "tool_calls": called}, {"role": "tool", "content": _MARK.format(5)}]
+        return _try(bare, _with_ids([user, *turns, assistant]), tools=[tool])
+
+    by_object, by_text = call({"k": "v"}), call('{"k": "v"}')
+    writes_text = '{"k": "v"}' in by_text and (not by_object or "{'k': 'v'}" in by_object)  # the second is Python's spelling
+    called = by_text if writes_text else by_object
     tail = answered.rpartition(_MARK.format(1))[2]
     if not (asked or opened or answered or with_system):
         _render(bare, [user, assistant], None, "a trial of two turns")  # raises with the template's own words
@@ -90,6 +95,7 @@ def open_template(tokenizer: PreTrainedTokenizerBase, source: str | None = None)
         end_of_turn=tail.rstrip() or tail,
         folds_system=bool(answered) and _MARK.format(2) not in with_system,
         knows_tools=all(_MARK.format(i) in called for i in (3, 4, 5)),
+        text_arguments=writes_text,
     )
 
 
@@ -124,6 +130,11 @@ def _render(
         )
     except Exception as error:  # templates are programs and may raise anything
         roles = ", ".join(str(message["role"]) for message in messages[:12]) + (", ..." if len(messages) > 12 else "")
+        if texts := [text for message in messages for text in unparsed(message)]:
+            raise DataError(
+                f"{place}: the arguments of a tool call are {texts[0][:80]!r}, which is no JSON object, and the chat template refuses "
+                f"them ({error}); write an object"
+            ) from error
         raise DataError(
             f"{place}: the chat template refuses the roles {roles} ({error}); change the row or give the job a chat_template"
         ) from error
@@ -145,6 +156,7 @@ def _fitted(template: Template, chat: Chat) -> Chat:
     messages, weights = list(chat.messages), list(chat.weights)
     tools = chat.tools
     if template.knows_tools:
+        messages = [_with_text_arguments(message) for message in messages] if template.text_arguments else messages
         messages = _with_ids(messages) if "tool_call_id" in template.text() else messages
     else:
         messages = [_without_tools(message) for message in messages]
@@ -176,6 +188,13 @@ def _with_ids(messages: list[Message]) -> list[Message]:
             message = {"tool_call_id": given.pop(0) if given else f"{0:09d}"} | message
         found.append(message)
     return found
+
+
+def _with_text_arguments(message: Message) -> Message:
+    calls = cast("list[dict[str, dict[str, object]]]", message.get("tool_calls") or [])
+    texts = [given if isinstance(given := call["function"]["arguments"], str) else json.dumps(given, ensure_ascii=False) for call in calls]
+    named = [call | {"function": call["function"] | {"arguments": text}} for call, text in zip(calls, texts, strict=True)]
+    return message | {"tool_calls": named} if named else message
 
 
 def _without_tools(message: Message) -> Message:

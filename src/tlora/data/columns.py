@@ -1,28 +1,36 @@
 """Which columns of a row each format reads, which must not be ignored, and which stay unused.
 
 A column that says which answers are wanted changes what a row means: imitating an unwanted answer is the opposite of what the user
-wants. Only this module rejects such rows, so it also admits the objectives that learn from these columns.
+wants. So does one that says what is trained. Only this module rejects such rows, so it also admits the objectives that learn from them.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+from tlora.data import tokenized
+from tlora.data.cells import found_columns, is_empty
 from tlora.data.formats import COLUMNS, VERDICT_COLUMNS, Format, detect, verdict_of
+from tlora.data.messages import SYSTEM_COLUMNS, TOOL_COLUMNS, WEIGHT_KEYS, says_what_is_trained
+from tlora.data.pairs import PAIR_COLUMNS, answer_columns, columns_read
 from tlora.data.rows import Row
 from tlora.errors import DataError
 from tlora.job import Rows
 
+_OF_CHATS = (*TOOL_COLUMNS, *SYSTEM_COLUMNS)
 OPTIONAL: dict[Format, tuple[str, ...]] = {
-    "tokenized": ("labels", "attention_mask"),
-    "chat": ("tools",),
-    "sharegpt": ("tools",),
-    "prompt_completion": ("tools",),
-    "alpaca": ("input", "system", "history", "tools"),
+    "tokenized": tokenized.OPTIONAL,
+    "chat": _OF_CHATS,
+    "sharegpt": _OF_CHATS,
+    "prompt_completion": _OF_CHATS,
+    "alpaca": ("input", "history", *_OF_CHATS),
+    "query_response": ("history", *_OF_CHATS),
+    "segments": (),
     "text": (),
-    "preference": ("prompt", "conversations", "tools"),
+    "preference": ("prompt", "conversations", *_OF_CHATS),
 }
-PAIR_COLUMNS = ("chosen", "rejected", "rejected_response", "rejected_messages")  # of TRL and LLaMA-Factory; the last two of MS-SWIFT
+_TOKENIZERS_OWN = ("special_tokens_mask", "token_type_ids")  # which tokenizers write; they say nothing of the loss
+_OF_A_TREE = ("message_tree_id", "parent_id")  # of Open Assistant's single messages
 
 
 def format_of(row: Row, data_format: Format | Literal["auto"], rows: Rows = "samples") -> Format:
@@ -30,28 +38,27 @@ def format_of(row: Row, data_format: Format | Literal["auto"], rows: Rows = "sam
     which answers are wanted where `rows` are others.
     """
     if rows == "pairs":
-        if any(_is_empty(row.value.get(column)) for column in COLUMNS["preference"]):
-            found = ", ".join(map(str, row.value)) or "none"
+        if answer_columns(row) is None:
             raise DataError(
-                f"{row.place}: a job that learns from pairs needs the columns 'chosen' and 'rejected' (found: {found}). "
+                f"{row.place}: a job that learns from pairs needs the columns 'chosen' and 'rejected' (found: {found_columns(row)}). "
                 "Name two answers so in each row, or choose objective: sft"
             )
         return "preference"
-    if pair := [column for column in PAIR_COLUMNS if not _is_empty(row.value.get(column))]:
+    if pair := [column for column in PAIR_COLUMNS if not is_empty(row.value.get(column))]:
         raise DataError(
             f"{row.place}: {_named(pair)}: wanted answers beside unwanted ones (preference data). Set objective: dpo or "
             "orpo to learn from them; to imitate the wanted ones, write each into its row as the answer, and remove these columns"
         )
     found = detect(row) if data_format == "auto" else data_format
-    has_answer, verdict = found not in ("text", "tokenized"), verdict_of(row)  # without an answer, a label is a class
+    _refuse_other_meanings(row, found, data_format)
+    has_answer, verdict = found not in ("text", "segments", "tokenized"), verdict_of(row)  # without an answer, a label is a class
     if rows == "labelled" and not (has_answer and verdict is not None):
-        columns = ", ".join(map(str, row.value)) or "none"
         raise DataError(
             f"{row.place}: a job that learns from labelled answers needs a prompt, its answer, and a column 'label' with true or false "
-            f"(found: {columns}). Label each row so, or choose objective: sft"
+            f"(found: {found_columns(row)}). Label each row so, or choose objective: sft"
         )
     if rows == "samples" and has_answer and verdict is not None:
-        column = next(column for column in VERDICT_COLUMNS if not _is_empty(row.value.get(column)))
+        column = next(column for column in VERDICT_COLUMNS if not is_empty(row.value.get(column)))
         raise DataError(
             f"{row.place}: column {column!r} is {row.value[column]!r}: it says whether the answer is wanted (preference data), and "
             "to imitate every answer would be wrong. Set objective: kto to learn from it, or keep the rows with wanted answers and "
@@ -60,17 +67,37 @@ def format_of(row: Row, data_format: Format | Literal["auto"], rows: Rows = "sam
     return found
 
 
+def _refuse_other_meanings(row: Row, found: Format, asked: str) -> None:
+    """Raises DataError for a row that has the columns of a format, and others by which it means something else."""
+    if asked == "auto" and found == "text" and "role" in row.value and any(column in row.value for column in _OF_A_TREE):
+        raise DataError(
+            f"{row.place}: one message of a tree (columns {found_columns(row)}), not a text to train on: join each thread to one row "
+            "with the column 'messages', or set format: text to train on each message as a text"
+        )
+    for column in unused_columns(row, found):
+        value = row.value[column]
+        is_number = not isinstance(value, bool) and isinstance(value, (int, float))  # such as a "train_idx" of 0
+        if column not in _TOKENIZERS_OWN and says_what_is_trained(column, value) and (column in WEIGHT_KEYS or not is_number):
+            known = ", ".join((*tokenized.MASKS, *tokenized.SCALES, "labels")) if found == "tokenized" else "the messages' own key 'weight'"
+            raise DataError(
+                f"{row.place}: column {column!r} seems to say what is trained, and format {found} does not read it. "
+                f"Say it by {known}, rename the column if it means something else, or remove it"
+            )
+
+
 def unused_columns(row: Row, data_format: Format, rows: Rows = "samples") -> list[str]:
     """Columns of `row` that hold something which `data_format` does not read."""
-    used = {*COLUMNS[data_format], *OPTIONAL[data_format], *(VERDICT_COLUMNS if rows == "labelled" else ())}
+    used = {*OPTIONAL[data_format], *(VERDICT_COLUMNS if rows == "labelled" else ())}
+    if data_format != "preference":
+        used |= {*COLUMNS[data_format]}
+    elif (answers := answer_columns(row)) is not None and answers[0] is None:
+        sample = detect(row)
+        used = {*COLUMNS[sample], *OPTIONAL[sample], answers[1]}
+    else:
+        used = columns_read(row) | {*_OF_CHATS}
     if data_format == "prompt_completion" and isinstance(row.value.get("prompt"), str):
-        used.remove("tools")  # plain text goes through no template
-    return [column for column, value in row.value.items() if column not in used and not _is_empty(value)]
-
-
-def _is_empty(value: object) -> bool:
-    """Absent: Parquet gives every row the columns of all rows, and CSV can only write ""."""
-    return value is None or value == "" or value == [] or value == {}
+        used -= {*TOOL_COLUMNS}  # plain text goes through no template
+    return [column for column, value in row.value.items() if column not in used and not is_empty(value)]
 
 
 def _named(columns: list[str]) -> str:

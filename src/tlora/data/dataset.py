@@ -27,7 +27,7 @@ import numpy.typing as npt
 from tlora import durable
 from tlora.data.order import Mixture
 
-FORMAT_VERSION = 1  # part of every cache key: raise it when the same input gives other tokens, weights or files
+FORMAT_VERSION = 2  # part of every cache key: raise it when the same input gives other tokens, weights or files
 SCRATCH_PREFIX = "tmp-"
 _arrays: WeakValueDictionary[tuple[int, int, int], Any] = WeakValueDictionary()  # by device, inode and time of the file
 
@@ -93,6 +93,11 @@ class Dataset:
     def tokens_at(self, indices: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """Of each sample that `indices` names, the token at its place of `places`."""
         return np.asarray(self._tokens[self._starts[indices] + places])
+
+    def was_named(self, key: str) -> bool:
+        """Whether `key` (a set's directory and its number of samples) names this set as an earlier version made it of the same input."""
+        earlier = self.meta.get("earlier_keys")
+        return isinstance(earlier, list) and key in [f"{name}/{len(self)}" for name in earlier]
 
     @property
     def longest_sequences(self) -> npt.NDArray[np.int64]:

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from tlora.data.chat import Span, Template, open_template, render
 from tlora.data.dataset import Sample
-from tlora.data.formats import Chat, Example, Labelled, Pair, Text, Tokens
+from tlora.data.formats import Chat, Example, Labelled, Pair, Segments, Text, Tokens
+from tlora.data.messages import check_roles
 from tlora.data.template_changes import Change, find_changes
 from tlora.errors import DataError, ModelError
 
@@ -61,6 +62,8 @@ def encode(encoder: Encoder, examples: Sequence[Example], places: Sequence[str])
     found: list[Encoded | None] = [None] * len(examples)
     chats = [i for i, example in enumerate(examples) if isinstance(example, Chat)]
     texts = [i for i, example in enumerate(examples) if isinstance(example, Text)]
+    for i in chats:
+        check_roles(cast("Chat", examples[i]).messages, encoder.template.text(), places[i])
     rendered = [render(encoder.template, cast("Chat", examples[i]), places[i]) for i in chats]
     for i, (text, _) in zip(chats, rendered, strict=True):
         _check_text(text, places[i])
@@ -73,6 +76,10 @@ def encode(encoder: Encoder, examples: Sequence[Example], places: Sequence[str])
         example = cast("Text", examples[i])
         found[i] = Encoded(sample, len(example.completion) + (len(example.prompt) if encoder.train_all else 0))
     for i, example in enumerate(examples):
+        if isinstance(example, Segments):
+            _check_text("".join(example.texts), places[i])
+            found[i] = _encode_segments(encoder, example)
+            _check_vocabulary(encoder, found[i].sample.input_ids, places[i])
         if isinstance(example, Tokens):
             _check_vocabulary(encoder, example.input_ids, places[i])
             found[i] = Encoded(_sample(encoder, example.input_ids, np.array(example.weights, dtype=np.float32)))
@@ -147,6 +154,14 @@ def token_weights(text: str, spans: Sequence[Span], offsets: npt.NDArray[np.int6
             if text[offsets[i, 0] : start].strip():
                 weights[i] = 0
     return weights
+
+
+def _encode_segments(encoder: Encoder, segments: Segments) -> Encoded:
+    """Each piece's own tokens one after another, as axolotl's `input_output` has them: what lies on both sides of a border stays apart."""
+    parts = _ids(encoder.tokenizer, segments.texts)
+    weights = [weight for part, weight in zip(parts, segments.weights, strict=True) for _ in part]
+    characters = sum(len(text) for text, weight in zip(segments.texts, segments.weights, strict=True) if weight or encoder.train_all)
+    return Encoded(_sample(encoder, [token for part in parts for token in part], np.array(weights, dtype=np.float32)), characters)
 
 
 def _encode_texts(encoder: Encoder, texts: list[Text]) -> list[Sample]:

@@ -6,20 +6,24 @@ Counted while the set is made (`build.py`), stored in its meta.json, printed by 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from tlora.data.examples import Chat, Example, Labelled, Pair
 from tlora.data.template_changes import Change
 
 _MOST_KINDS = 100  # of columns, or of changes: a file of random keys must not fill the report
 _MOST_NAMED = 12
-_NEWER = ("sources", "has_chats")  # beside the others in meta.json: earlier versions, which may share the cache, do not read them
+_EXAMPLE_CHARACTERS = 80
+_NEWER = (  # beside the others in meta.json: earlier versions, which may share the cache, do not read them
+    *("sources", "has_chats", "pieces", "notes", "equal_pairs", "equal_when_cut", "wanted", "unwanted"),
+)
 
 
 @dataclass
 class ChangeCount:
-    """One kind of change by the chat template (`template_changes.py`) over all rows."""
+    """One kind of change by the chat template (`template_changes.py`), or of note (`examples.py`), over all rows."""
 
     what: str
     rows: int = 0
@@ -47,6 +51,12 @@ class DataReport:
     changes: list[ChangeCount] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)  # samples of each source, in their order; none for a set of an earlier version
     has_chats: bool | None = False  # whether a row goes through the chat template; None for a set of an earlier version
+    pieces: int = 0  # samples and skipped ones: more than rows where rows were packed
+    notes: list[ChangeCount] = field(default_factory=list)
+    equal_pairs: int = 0
+    equal_when_cut: int = 0  # of these, those that max_length has made equal
+    wanted: int = 0  # of labelled answers
+    unwanted: int = 0
 
     @staticmethod
     def from_meta(meta: dict[str, object], files: list[str]) -> DataReport:
@@ -56,12 +66,32 @@ class DataReport:
         fields["rendered"] = [(str(text), float(weight)) for text, weight in fields["rendered"]]
         fields["changes"] = [ChangeCount(**change) for change in fields["changes"]]
         fields |= {"sources": [], "has_chats": None} | {key: meta[key] for key in _NEWER if key in meta}
+        fields["notes"] = [ChangeCount(**note) for note in fields.get("notes", [])]
         return DataReport(**fields)
 
     def as_meta(self) -> dict[str, object]:
         fields = dataclasses.asdict(self)
         newer = {key: fields.pop(key) for key in _NEWER}
         return {"report": fields, **newer}
+
+    def count_row(self, examples: Sequence[Example | Pair | Labelled]) -> None:
+        """One more row, which was read as `examples`, with their notes."""
+        self.rows += 1
+        self.pieces += len(examples)
+        answers = [answer for example in examples for answer in _answers(example) if isinstance(answer, Chat)]
+        seen: set[str] = set()
+        for note in (note for answer in answers for note in answer.notes):
+            count = next((count for count in self.notes if count.what == note.what), None)
+            if count is None:
+                count = ChangeCount(note.what, example=note.example[:_EXAMPLE_CHARACTERS])
+                self.notes.append(count)
+            count.rows += note.what not in seen
+            seen.add(note.what)
+
+    def count_label(self, wanted: bool) -> None:
+        """One more sample of a labelled answer."""
+        self.wanted += wanted
+        self.unwanted += not wanted
 
     def count_columns(self, columns: Iterable[str]) -> None:
         """One more row in which `columns` hold something that is not used."""
@@ -87,15 +117,35 @@ class DataReport:
     def warnings(self) -> list[str]:
         """What training does not see of the rows, one line each."""
         place, found = self.files[0], list[str]()
+        packed = self.pieces > self.rows
+        total = f"{self.pieces:,} samples" if packed else f"{self.rows:,} rows"
+        if packed:
+            found.append(f"{self.rows:,} rows are packed and are cut into their {self.pieces:,} samples ({place})")
         if self.truncated:
             lost = f"{self.trained_tokens_lost:,} trained tokens lost; the longest has {self.longest:,} tokens"
-            found.append(f"{self.truncated:,} of {self.rows:,} rows are cut to max_length, {lost} ({place})")
+            found.append(f"{self.truncated:,} of {total} are cut to max_length, {lost} ({place})")
         if self.skipped:
-            found.append(f"{self.skipped:,} of {self.rows:,} rows have no trained token and are left out ({place})")
+            found.append(f"{self.skipped:,} of {total} have no trained token and are left out ({place})")
+        found += [f"{note.what}: {note.rows:,} of {self.rows:,} rows, such as {note.example!r} ({place})" for note in self.notes]
+        found += self._preference_warnings()
         if self.unused_columns:
             named = list(map(repr, self.unused_columns))[:_MOST_NAMED]
             more = f" and {len(self.unused_columns) - len(named)} more" if len(self.unused_columns) > len(named) else ""
             found.append(f"columns that format {self.format} does not use: {', '.join(named)}{more} ({place})")
+        return found
+
+    def _preference_warnings(self) -> list[str]:
+        place, found = self.files[0], list[str]()
+        if self.equal_pairs:
+            cut = f", {self.equal_when_cut:,} of them because max_length cuts what differs" if self.equal_when_cut else ""
+            remedy = "they cannot teach which is better; " + ("raise max_length or remove them" if cut else "remove them")
+            found.append(f"{self.equal_pairs:,} of {self.samples:,} pairs have equal answers{cut}: {remedy} ({place})")
+        if bool(self.wanted) != bool(self.unwanted):
+            kind, other = ("wanted", "unwanted") if self.wanted else ("unwanted", "wanted")
+            found.append(
+                f"all {self.samples:,} answers are labelled {kind}: kto learns from both kinds; add {other} answers"
+                + (f", or use objective: sft ({place})" if self.wanted else f" ({place})")
+            )
         return found
 
     def template_changes(self) -> list[str]:
@@ -107,3 +157,9 @@ class DataReport:
             f"  {count.what}: {count.characters:,} characters in {count.rows:,} of {self.rows:,} rows, such as {count.example!r}"
             for count in self.changes[:_MOST_NAMED]
         ]
+
+
+def _answers(example: Example | Pair | Labelled) -> Sequence[Example]:
+    if isinstance(example, Pair):
+        return (example.chosen, example.rejected)
+    return (example.example,) if isinstance(example, Labelled) else (example,)

@@ -351,11 +351,20 @@ def _read_batches(file: Path, batches: Iterator[pa.RecordBatch], total: int | No
 
 def _python_rows(batch: pa.RecordBatch, file: Path, before: int) -> list[dict[str, object]]:
     try:
-        return batch.to_pylist()
+        return [{column: _without_absent(value) for column, value in row.items()} for row in batch.to_pylist()]
     except UnicodeDecodeError as error:
         if batch.num_rows == 1:
             raise DataError(f"{file}, row {before + 1}: text that is not UTF-8 ({error.reason}); convert it") from error
         return [row for i in range(batch.num_rows) for row in _python_rows(batch.slice(i, 1), file, before + i)]
+
+
+def _without_absent(value: object) -> object:
+    """Arrow gives each record the fields of all records of its column, and null where a record has no such field; those are dropped.
+    A null that was written cannot be told from them.
+    """
+    if isinstance(value, dict):
+        return {key: _without_absent(item) for key, item in value.items() if item is not None}
+    return [_without_absent(item) for item in value] if isinstance(value, list) else value
 
 
 def _splits_of(path: Path, split: str | None) -> list[Path]:

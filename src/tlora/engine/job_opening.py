@@ -52,7 +52,7 @@ def open_run(
     if found is None:
         state = start.result() if start else start_state(job.spec, job.layout, dtype)
     else:
-        state = _load(found, run, job.layout, dtype)
+        state = _load(found, run, job.layout, dtype, note)
         note(f"{name}: goes on from {found}")
         run.progress = settle_best(job.spec, directory, run.progress, note)
     run.reference = _reference(run, state, directory, resumed=found is not None)
@@ -78,13 +78,17 @@ def _reference(run: JobRun, state: AdapterState, directory: Path, *, resumed: bo
     return lambda: params
 
 
-def _load(found: Path, run: JobRun, layout: AdapterLayout, dtype: torch.dtype) -> AdapterState:
+def _load(found: Path, run: JobRun, layout: AdapterLayout, dtype: torch.dtype, note: Note) -> AdapterState:
     """The state in the checkpoint `found`; `run` is where that was."""
     state, progress = checkpoint.load(found, layout, dtype)
     data = run.spec.data
-    if progress.data != run.data_key:
+    read_anew = run.train.was_named(progress.data)
+    if read_anew:
+        note(f"{run.spec.name}: {found} was trained by an earlier version; its rows are read as this version reads them from here on")
+    elif progress.data != run.data_key:
         raise DataError(f"{data.called}: is not the data that {found} was trained on. Put it back, or use a new output_dir")
-    if progress.eval_data not in ("", run.eval_key):  # "": an earlier version did not write it down
+    evaluated_before = run.evaluation is not None and run.evaluation.was_named(progress.eval_data)
+    if progress.eval_data not in ("", run.eval_key) and not evaluated_before:  # "": an earlier version did not write it down
         evaluated = " + ".join(source.called for source in data.eval_sources)
         changed = f"{evaluated or data.called}: is not the data that {found} was evaluated on"
         raise DataError(f"{changed}, and losses of both would be mixed. Put it back, or use a new output_dir")
@@ -93,7 +97,7 @@ def _load(found: Path, run: JobRun, layout: AdapterLayout, dtype: torch.dtype) -
             f"{found} has more than the {run.total_steps} steps that {run.spec.name} shall have, and steps cannot be taken back. "
             "Raise max_steps or num_train_epochs, or use a new output_dir"
         )
-    run.progress = replace(progress, eval_data=run.eval_key)
+    run.progress = replace(progress, data=run.data_key, eval_data=run.eval_key)
     run.progress = replace(run.progress, finished=progress.finished and run.exhausted)  # else it shall have more steps than when it ended
     return state
 

@@ -115,9 +115,9 @@ def _trains_plain(data: DataConfig, report: DataReport) -> bool:
 
 def is_plain(data: DataConfig, data_format: str) -> bool:
     """Whether samples are plain text or token ids. Raises DataError and OSError where only a row could tell, and there is none."""
-    if data_format in ("chat", "sharegpt", "alpaca"):
+    if data_format in ("chat", "sharegpt", "alpaca", "query_response"):
         return False
-    if data_format in ("text", "tokenized"):
+    if data_format in ("text", "segments", "tokenized"):
         return True
     row = next(islice(read_rows(Path(data.sources[0].path)), 1))
     if data_format == "preference":

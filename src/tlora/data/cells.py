@@ -1,0 +1,57 @@
+"""Values in a row, checked for their type; lists also where they are JSON in a string, which is all that CSV can hold."""
+
+from __future__ import annotations
+
+import json
+from typing import NoReturn, cast
+
+from tlora.data.rows import Row
+from tlora.errors import DataError
+
+
+def fail(row: Row, name: str, value: object, expected: str) -> NoReturn:
+    """Raise a DataError: the value called `name` in `row` is not what was `expected`."""
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    raise DataError(f"{row.place}: {name} is {shown} ({type(value).__name__}); expected {expected}")
+
+
+def is_empty(value: object) -> bool:
+    """Absent: Parquet gives every row the columns of all rows, and CSV can only write ""."""
+    return value is None or value == "" or value == [] or value == {}
+
+
+def found_columns(row: Row) -> str:
+    return ", ".join(map(str, row.value)) or "none"
+
+
+def text_of(row: Row, column: str, default: str | None = None) -> str:
+    value = row.value.get(column)
+    if value is None and default is not None:
+        return default
+    return value if isinstance(value, str) else fail(row, f"column {column!r}", value, "text (a string)")
+
+
+def list_of(row: Row, column: str) -> list[object]:
+    return as_list(row, f"column {column!r}", row.value.get(column))
+
+
+def as_list(row: Row, name: str, value: object) -> list[object]:
+    found = from_json(value) if isinstance(value, str) else value
+    return found if isinstance(found, list) else fail(row, name, value, "a list")
+
+
+def integers_of(row: Row, column: str) -> list[int]:
+    values = list_of(row, column)
+    for i, value in enumerate(values):
+        if type(value) is not int:  # not isinstance: True is an int
+            fail(row, f"{column}[{i}]", value, "an integer")
+    return cast("list[int]", values)
+
+
+def from_json(text: str) -> object:
+    """What JSON `text` holds; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
