@@ -70,6 +70,25 @@ def bomb(path: Path, characters: int, rows: int) -> Path:
     return path
 
 
+def test_preference_files_of_openai_are_read(asked: Asked, tmp_path: Path) -> None:
+    """As its clients upload them for `method: dpo`; an `sft` job is told which objective learns from them."""
+    row = {
+        "input": {"messages": [{"role": "user", "content": "Hello tern"}], "tools": [], "parallel_tool_calls": True},
+        "preferred_output": [{"role": "assistant", "content": "Ahoy tern"}],
+        "non_preferred_output": [{"role": "assistant", "content": "Hi tern"}],
+    }
+    (tmp_path / "pairs.jsonl").write_text(
+        json.dumps(row) + "\n" + json.dumps(row | {"non_preferred_output": row["preferred_output"]}) + "\n"
+    )
+    asked.ask("pairs", tmp_path / "pairs.jsonl", objective="dpo")
+    asked.ask("imitated", tmp_path / "pairs.jsonl")
+    found = asked.answer("pairs")
+    assert "problem" not in found and found["samples"] == 2
+    assert any("1 of 2 pairs have equal answers" in warning for warning in found["warnings"])
+    assert "'preferred_output', 'non_preferred_output': " in asked.answer("imitated")["problem"]
+    assert "Set objective: dpo" in asked.answer("imitated")["problem"]
+
+
 @pytest.mark.slow
 def test_hostile_data_fails_its_job_with_file_and_row_and_no_other(asked: Asked, tmp_path: Path) -> None:
     good = write_rows(tmp_path / "good.jsonl", 20)

@@ -78,8 +78,8 @@ def encode(encoder: Encoder, examples: Sequence[Example], places: Sequence[str])
     for i, example in enumerate(examples):
         if isinstance(example, Segments):
             _check_text("".join(example.texts), places[i])
-            found[i] = _encode_segments(encoder, example)
-            _check_vocabulary(encoder, found[i].sample.input_ids, places[i])
+            found[i] = encoded = _encode_segments(encoder, example)
+            _check_vocabulary(encoder, encoded.sample.input_ids, places[i])
         if isinstance(example, Tokens):
             _check_vocabulary(encoder, example.input_ids, places[i])
             found[i] = Encoded(_sample(encoder, example.input_ids, np.array(example.weights, dtype=np.float32)))

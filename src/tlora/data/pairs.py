@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import takewhile
+from typing import cast
 
 from tlora.data.cells import fail, found_columns, from_json, is_empty, text_of
 from tlora.data.examples import Chat, Example, Message, Pair, Text
@@ -139,7 +140,8 @@ def _beside_sample(row: Row, wanted: Example, unwanted: str) -> Pair:
 def _answered(row: Row, asked: Chat, column: str, value: object) -> Chat:
     """The chat that ends in the answer of `column`: a text, a message, or messages, which may begin with those of the prompt."""
     value = [{"role": "assistant", "content": value}] if isinstance(value, str) else value
-    answer = read_turns(row, column, value if isinstance(value, list) else [value])
+    turns = cast("list[object]", value if isinstance(value, list) else [value])
+    answer = read_turns(row, column, turns)
     prompts = [asked.messages, [message for message in asked.messages if message["role"] != "system"]]
     begun = next((len(prompt) for prompt in prompts if answer.messages[: len(prompt)] == prompt), 0)
     messages, weights = answer.messages[begun:], answer.weights[begun:]

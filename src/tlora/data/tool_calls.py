@@ -83,10 +83,9 @@ def _all_calls(values: list[object]) -> list[object]:
 
 def _as_call(value: object) -> Message | None:
     """In the shape templates know, with what else the call holds, such as its id; None if it is no call."""
-    call = {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else {}
-    inner = call.get("function")
-    nested = isinstance(inner, dict)
-    function = {key: item for key, item in cast("Message", inner).items() if item is not None} if nested else call
+    call = _present(value)
+    nested = isinstance(call.get("function"), dict)
+    function = _present(call["function"]) if nested else call
     name = function.get("name")
     if not isinstance(name, str) or not name:
         return None
@@ -97,6 +96,11 @@ def _as_call(value: object) -> Message | None:
         return call | {"function": function}
     identity = {"id": call["id"]} if "id" in call else {}
     return identity | {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _present(value: object) -> Message:
+    """The keys of an object that are not null."""
+    return {str(key): item for key, item in value.items() if item is not None} if isinstance(value, dict) else {}
 
 
 def _parsed(arguments: object) -> object:
