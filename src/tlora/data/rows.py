@@ -359,9 +359,7 @@ def _python_rows(batch: pa.RecordBatch, file: Path, before: int) -> list[dict[st
 
 
 def _without_absent(value: object) -> object:
-    """Arrow gives each record the fields of all records of its column, and null where a record has no such field; those are dropped.
-    A null that was written cannot be told from them.
-    """
+    """Without the null that Arrow puts where a record lacks a field of other records; one that was written cannot be told from it."""
     if isinstance(value, dict):
         return {key: _without_absent(item) for key, item in value.items() if item is not None}
     return [_without_absent(item) for item in value] if isinstance(value, list) else value
