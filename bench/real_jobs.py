@@ -4,9 +4,9 @@
     python -m bench.real_jobs --shape qwen3-1.7b --launches cold,warm --out FILE
     python -m bench.real_jobs --shape tiny --device cpu --steps 6 --set dtype=float32
 
-A launch is KIND or CASE:KIND. cold: all caches are new and empty (Inductor's, Triton's, CUDA's and this program's). warm: with the caches
-of the launches before. sigterm: warm, with a SIGTERM after --signal-after steps of some job. The base has random weights and a tokenizer
-trained on the texts; its files are made in --base-dir, unless they are there, and read once before the first launch.
+A launch is KIND or CASE:KIND. cold: all caches are new and empty (this program's, compiled kernels included, and CUDA's). warm: with the
+caches of the launches before. sigterm: warm, with a SIGTERM after --signal-after steps of some job. The base has random weights and a
+tokenizer trained on the texts; its files are made in --base-dir, unless they are there, and read once before the first launch.
 """
 
 from __future__ import annotations
@@ -37,13 +37,9 @@ CASES: dict[str, tuple[str, ...]] = {
     "all-dropout": (f"defaults.{DROPOUT}",),
 }
 KINDS = ("cold", "warm", "sigterm")
-CACHES = {
-    "TORCHINDUCTOR_CACHE_DIR": "inductor",
-    "TRITON_CACHE_DIR": "triton",
-    "CUDA_CACHE_PATH": "cuda",
-    "TLORA_CACHE": "tlora",
-    "XDG_CACHE_HOME": "xdg",
-}
+# Where a user's caches are, so that cold ones can be had beside those of the machine; CUDA's own does not go by XDG's variable. All else
+# is as a user's: what the program keeps where is its own affair.
+CACHES = {"XDG_CACHE_HOME": "xdg", "CUDA_CACHE_PATH": "cuda"}
 _LEAST_DISK_BYTES, _MOST_DISK_BYTES = 64 << 20, 2 << 30  # written to find the disk's rate
 
 

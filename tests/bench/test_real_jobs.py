@@ -98,8 +98,8 @@ def tiny(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 @pytest.mark.soak
 @pytest.mark.usefixtures("forked_children")
 def test_a_launch_of_the_command_on_a_tiny_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (tmp_path / "caches" / "tlora").mkdir(parents=True)
-    for name in ("mine", "tlora/of-an-earlier-run"):
+    (tmp_path / "caches" / "xdg" / "tlora").mkdir(parents=True)
+    for name in ("mine", "xdg/tlora/of-an-earlier-run"):
         (tmp_path / "caches" / name).touch()
     found = tiny(tmp_path, "--launches", "all-dropout:cold", "--steps", "2")
     (row,) = found["launches"]
@@ -109,7 +109,8 @@ def test_a_launch_of_the_command_on_a_tiny_base(tmp_path: Path, capsys: pytest.C
     assert row["exit_seconds"] == pytest.approx(row["wall_seconds"] - row["last_step_seconds"], abs=0.01)
     assert row["exit_bytes"] > 0 and row["written_bytes"] >= row["exit_bytes"]
     assert (tmp_path / "caches" / "mine").is_file(), "something that is no cache was deleted"
-    assert any((tmp_path / "caches" / "tlora").iterdir()) and not (tmp_path / "caches" / "tlora" / "of-an-earlier-run").exists()
+    cache = tmp_path / "caches" / "xdg" / "tlora"
+    assert any(cache.iterdir()) and not (cache / "of-an-earlier-run").exists()
     assert "all-dropout cold" in capsys.readouterr().out
 
 

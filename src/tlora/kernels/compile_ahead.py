@@ -7,17 +7,20 @@ run loads its base; it stops each where a GPU would be needed. What is missing i
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import multiprocessing
 import operator
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -309,8 +312,23 @@ def _tables(order: Order, kernel: _Kernel) -> LoraTables:
     return build_tables(runs, slots, _TOKENS, torch.empty(_TOKENS, dtype=torch.int32, device=META), META)
 
 
+@contextmanager
+def _one_at_a_time(text: str) -> Iterator[None]:
+    """Ranks of a run have the same order: the first compiles, the others then find all in the cache. Without locks, all compile."""
+    from triton import knobs
+
+    file = Path(knobs.cache.dir) / f"ahead-{hashlib.sha256(text.encode()).hexdigest()[:16]}.lock"
+    with ExitStack() as held:
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(held.enter_context(file.open("w")), fcntl.LOCK_EX)
+        yield
+
+
 def main() -> int:
-    compile_all(read_order(sys.stdin.read()), max(1, min(16, len(os.sched_getaffinity(0)))))
+    text = sys.stdin.read()
+    with _one_at_a_time(text):
+        compile_all(read_order(text), max(1, min(16, len(os.sched_getaffinity(0)))))
     return 0
 
 
