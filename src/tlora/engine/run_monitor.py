@@ -19,7 +19,7 @@ from tlora.engine.watcher import JobProgress, JobStatus, RunProgress, Watcher
 from tlora.group.job_run import JobRun
 from tlora.group.reports import Computed, Report
 from tlora.store.job_result import JobResult
-from tlora.store.metrics import RowWriter
+from tlora.store.metrics import RowWriter, finite_mean
 
 _SHOW_SECONDS, _ROW_SECONDS, _WINDOW_SECONDS = 0.25, 1.0, 10.0
 
@@ -140,7 +140,7 @@ class RunMonitor:
             rank=run.spec.r,
             step=p.step,
             total_steps=run.total_steps,
-            loss=sum(p.losses) / len(p.losses) if p.losses else None,
+            loss=finite_mean(p.losses) if p.losses else None,
             eval_loss=p.eval_last,
             num_tokens=p.num_tokens,
             tokens_per_second=rate if running else 0.0,

@@ -287,6 +287,9 @@ class JobRun:
         assert p.step == stats.step + 1, f"{self.spec.name}: step {stats.step} was read at step {p.step}"
         first = loss if p.loss_first is None else p.loss_first
         self.progress = replace(p, loss_first=first, losses=(*p.losses, loss)[-RECENT_STEPS:])
+        if not stats.applied:
+            skipped = p.step if p.first_skipped < 0 else p.first_skipped
+            self.progress = replace(self.progress, skipped_steps=p.skipped_steps + 1, first_skipped=skipped)
 
     @property
     def checkpoint_due(self) -> bool:
@@ -302,7 +305,8 @@ class JobRun:
 
     def evaluated(self, loss: float) -> None:
         """The evaluation is through, with `loss` per trained token; remembers whether it is the best of those after a step. Before the
-        first step nothing has been trained: it is not what a job hands over, and patience does not count from it.
+        first step nothing has been trained: it is not what a job hands over, and patience does not count from it. A loss that is not
+        finite decides nothing.
         """
         p = self.progress
         p = replace(p, evaluated_step=p.step, eval_last=loss, eval_first=loss if p.eval_first is None else p.eval_first)
@@ -311,4 +315,4 @@ class JobRun:
         elif math.isfinite(loss) and (p.best_eval is None or loss < p.best_eval):
             self.progress = replace(p, best_eval=loss, best_step=p.step, evals_without_gain=0)
         else:
-            self.progress = replace(p, evals_without_gain=p.evals_without_gain + 1)
+            self.progress = replace(p, evals_without_gain=p.evals_without_gain + math.isfinite(loss))

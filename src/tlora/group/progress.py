@@ -26,6 +26,8 @@ class TrainingProgress:
     best_eval: float | None = None
     best_step: int = -1
     evals_without_gain: int = 0
+    skipped_steps: int = 0  # that changed nothing, because their loss or gradient was not finite
+    first_skipped: int = -1
     finished: bool = False
     data: str = ""  # which tokenized set the steps were taken on
     eval_data: str = ""  # and the evaluations

@@ -18,7 +18,7 @@ from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec
 from tlora.json_file import read_object
 from tlora.store.checkpoint import read_progress
-from tlora.store.metrics import finite
+from tlora.store.metrics import finite, finite_mean
 
 RESULT_FILE = "result.json"
 
@@ -26,7 +26,8 @@ RESULT_FILE = "result.json"
 @dataclass(frozen=True)
 class JobResult:
     """How one job ended. Losses are means per trained token: `train_loss` over the last ten steps, `eval_loss` of the last
-    evaluation (of the best with `load_best_model_at_end`). `path` holds the adapter when `status` is "done".
+    evaluation (of the best with `load_best_model_at_end`); steps without a finite loss are left out, and are among the `skipped_steps`,
+    which changed nothing. `path` holds the adapter when `status` is "done".
     """
 
     name: str
@@ -41,6 +42,7 @@ class JobResult:
     eval_loss: float | None = None
     eval_loss_best: float | None = None
     best_step: int | None = None
+    skipped_steps: int = 0
     num_tokens: int = 0
     seconds: float = 0.0
     path: str = ""
@@ -58,11 +60,12 @@ def result_of(spec: JobSpec, progress: TrainingProgress, directory: Path, total_
         steps=p.step,
         total_steps=total_steps,
         train_loss_first=finite(p.loss_first),
-        train_loss=finite(sum(p.losses) / len(p.losses)) if p.losses else None,
+        train_loss=finite(finite_mean(p.losses)),
         eval_loss_first=finite(p.eval_first),
         eval_loss=finite(p.best_eval if best else p.eval_last),
         eval_loss_best=finite(p.best_eval),
         best_step=p.best_step if p.best_step >= 0 else None,
+        skipped_steps=p.skipped_steps,
         num_tokens=p.num_tokens,
         seconds=p.seconds,
         path=str(directory),

@@ -28,10 +28,20 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+def finite_mean(values: Sequence[float]) -> float:
+    """Of those values that are finite; NaN where none is."""
+    found = [value for value in values if math.isfinite(value)]
+    return sum(found) / len(found) if found else math.nan
+
+
 def means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each metric over the steps that have it."""
-    names = dict.fromkeys(name for step in steps for name in step)
-    return {name: fmean(step[name] for step in steps if name in step) for name in names}
+    """Of each metric over the steps that have it, where it is finite; NaN where it never is."""
+    found: dict[str, list[float]] = {name: [] for step in steps for name in step}
+    for step in steps:
+        for name, value in step.items():
+            if math.isfinite(value):
+                found[name].append(value)
+    return {name: fmean(values) if values else math.nan for name, values in found.items()}
 
 
 class RowWriter:

@@ -18,11 +18,11 @@ from tlora.group.job_run import JobRun
 from tlora.group.progress import TrainingProgress
 from tlora.group.reports import CheckpointDue, Ended, Evaluated, Status, Stepped
 from tlora.group.wall import Failure, attempt
-from tlora.store import checkpoint
+from tlora.store import checkpoint, not_finite
 from tlora.store.best_checkpoint import settle_best
 from tlora.store.disk_reserve import DiskReserve
 from tlora.store.job_result import JobResult, result_of, write_result
-from tlora.store.metrics import RowWriter, Tracker, means
+from tlora.store.metrics import RowWriter, Tracker, finite_mean, means
 from tlora.store.model_card import is_unedited, model_card
 from tlora.store.moment import Moment, on_host
 from tlora.store.room import WaitsForRoom, with_room
@@ -62,6 +62,7 @@ class Recorder:
         self._unlogged_metrics: list[Mapping[str, float]] = []  # of the steps that this process has taken
         self._written: TrainingProgress | None = None  # of the newest checkpoint that is known to be whole; the writing thread's
         self._stepped: Stepped | None = None
+        self._told_of_evaluation = False  # that one has no finite loss
         self._broke: BaseException | None = None  # an error that is not the job's own, from a background write
         if (directory / f"checkpoint-{run.progress.step}").is_dir():  # the one from which it goes on, which was verified
             self._written = run.progress
@@ -85,6 +86,7 @@ class Recorder:
         run, self._stepped = self._run, report
         self._unlogged = (*self._unlogged, report.loss)
         self._unlogged_metrics.append(report.metrics)
+        self._tell(not_finite.skipped_step(report))
         if run.due(run.spec.logging_steps) or run.exhausted:
             self._log_steps(report)
 
@@ -94,7 +96,7 @@ class Recorder:
             {
                 "step": p.step,
                 "epoch": round(self._run.epoch, 6),
-                "loss": sum(self._unlogged) / len(self._unlogged),
+                "loss": finite_mean(self._unlogged),
                 **means(self._unlogged_metrics),
                 "grad_norm": report.stats.grad_norm,
                 "learning_rate": report.stats.learning_rate,
@@ -110,7 +112,14 @@ class Recorder:
         run = self._run
         tokens = int(run.evaluation.lengths.sum()) if run.evaluation is not None else 0
         row = {"step": report.progress.step, "epoch": round(run.epoch, 6), "eval_loss": report.loss, "eval_num_tokens": tokens}
+        if (line := not_finite.evaluation(run.spec, report)) is not None and not self._told_of_evaluation:
+            self._told_of_evaluation = True
+            self._tell(line)
         self._write(row | {f"eval_{name}": value for name, value in report.metrics.items()} | {"seconds": self._context.clock()})
+
+    def _tell(self, line: str | None) -> None:
+        if line is not None:
+            self._context.note(f"{self._run.spec.name}: {line}")
 
     def _fence(self, _: str) -> None:
         """A `durable.Failpoint`."""
@@ -141,6 +150,8 @@ class Recorder:
         assert report.state is not None, f"{report.job_id} has no state to be written"
         if status == "done" and self._unlogged and self._stepped:  # an early stop comes between two rows
             self._log_steps(self._stepped)
+        for line in not_finite.at_the_end(self._run.spec, report):
+            self._tell(line)
         moment = attempt(self._moment, report.progress, report.state)
         if status == "done":
             return self._queue(lambda: self._write_end(on_host(moment)))
