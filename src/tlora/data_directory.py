@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import re
@@ -10,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tlora.errors import DataError
-from tlora.job import DATA_SUFFIXES
+from tlora.job import COMPRESSED_SUFFIXES, DATA_SUFFIXES
 
 # Names of files and directories by which `datasets` infers a split (SPLIT_KEYWORDS and SPLIT_PATTERN_SHARDED of its data_files.py).
 _SPLIT_NAME = re.compile(
@@ -18,11 +19,17 @@ _SPLIT_NAME = re.compile(
     r"|^data/.*-\d{5}-of-\d{5}"
 )
 _CARD_BYTES = 1 << 20
+COMPRESSIONS: dict[str, str] = dict(zip(COMPRESSED_SUFFIXES, ("gzip", "zstd"), strict=True))
+_COMPRESSED_INSIDE = (".parquet", ".arrow")  # by their own formats
+SUFFIX_LIST = f"{', '.join(DATA_SUFFIXES)}, text formats also with {' or '.join(COMPRESSED_SUFFIXES)} after it"
 
 
-def is_data(file: Path) -> bool:
-    """By its name."""
-    return file.suffix.lower() in DATA_SUFFIXES
+def data_suffix(file: Path) -> str:
+    """The suffix that says what a data file holds, such as ".jsonl" of "a.jsonl.gz", in lower case; empty for other files."""
+    suffix = file.suffix.lower()
+    inner = Path(file.stem).suffix.lower() if suffix in COMPRESSIONS else suffix
+    known = inner in DATA_SUFFIXES and (inner == suffix or inner not in _COMPRESSED_INSIDE)
+    return inner if known else ""
 
 
 def files_below(directory: Path) -> Iterator[Path]:
@@ -32,7 +39,7 @@ def files_below(directory: Path) -> Iterator[Path]:
     for place, inner, names in os.walk(directory):
         inner[:] = sorted(name for name in inner if not name.startswith((".", "__")))
         for file in (Path(place) / name for name in sorted(names) if name[0] != "."):
-            if is_data(file):
+            if data_suffix(file):
                 check_link(file)
                 yield file
 
@@ -47,6 +54,16 @@ def check_link(path: Path) -> None:
         if isinstance(error, FileNotFoundError) and path.is_symlink():
             target = str(path.readlink())
             raise DataError(f"{path}: a symbolic link to {target!r}, which does not exist; correct the link, or remove it") from None
+
+
+def nearest_name(path: Path) -> str | None:
+    """The name in the directory of `path` that resembles its own most, with or without suffixes; None if there is none."""
+    if not path.parent.is_dir():
+        return None
+    names = [item.name for item in path.parent.iterdir()]
+    by_spelling = {name.split(".")[0]: name for name in names} | {name: name for name in names}
+    near = difflib.get_close_matches(path.name, by_spelling, n=1)
+    return by_spelling[near[0]] if near else None
 
 
 def may_have_splits(directory: Path) -> bool:

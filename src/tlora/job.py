@@ -38,7 +38,8 @@ FORMATS: dict[Rows, tuple[str, ...]] = {
 }
 _TAKES: dict[Rows, str] = {"samples": "samples", "pairs": "pairs of answers", "labelled": "answers labelled as wanted or not"}
 BasePrecision = Literal["fp8"]
-DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow", ".txt")
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
+COMPRESSED_SUFFIXES = (".gz", ".zst")  # after the suffix of a data file
 Positive = Annotated[int, Field(ge=1, le=10**9)]  # bounded, or ten to the four hundredth would overflow a float somewhere
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
@@ -269,7 +270,7 @@ _HUB_DATA = re.compile(r"[A-Za-z0-9][\w-]*/[\w.-]+")
 
 def may_be_hub_data(path: str) -> bool:
     """Whether `path`, where nothing lies, is written as a data set of the hub is: `org/name`, without the suffix of a data file."""
-    return _HUB_DATA.fullmatch(path) is not None and Path(path).suffix.lower() not in DATA_SUFFIXES
+    return _HUB_DATA.fullmatch(path) is not None and Path(path).suffix.lower() not in (*DATA_SUFFIXES, *COMPRESSED_SUFFIXES)
 
 
 def split_revision(base_model: str) -> tuple[str, str | None]:

@@ -58,6 +58,32 @@ def save_splits(path: Path, values: list[dict[str, Any]] = ROWS) -> Path:
     return path
 
 
+def write_tsv(path: Path) -> Path:
+    with path.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, ["prompt", "completion"], delimiter="\t")
+        writer.writeheader()
+        writer.writerows(ROWS)
+    return path
+
+
+def compressed(write: Callable[[Path], Path]) -> Callable[[Path], Path]:
+    """What `write` writes, in two streams one after the other, as `cat a.gz b.gz` leaves them."""
+
+    def write_compressed(path: Path) -> Path:
+        plain = write(path.with_suffix("")).read_bytes()
+        path.with_suffix("").unlink()
+        compression = {".gz": "gzip", ".zst": "zstd"}[path.suffix.lower()]
+        with path.open("wb") as file:
+            for part in (plain[:1000], plain[1000:]):
+                packed = pa.BufferOutputStream()
+                with pa.CompressedOutputStream(packed, compression) as stream:
+                    stream.write(part)
+                file.write(packed.getvalue())
+        return path
+
+    return write_compressed
+
+
 def fill_directory(path: Path, values: list[dict[str, Any]] = ROWS) -> Path:
     path.mkdir()
     write_parquet(path / "b.parquet", values[100:200])
@@ -74,6 +100,11 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "x.json": write_array,
     "lines.json": write_jsonl,
     "x.csv": write_csv,
+    "x.tsv": write_tsv,
+    "x.jsonl.gz": compressed(write_jsonl),
+    "x.JSON.GZ": compressed(write_array),
+    "x.csv.zst": compressed(write_csv),
+    "x.jsonl.zst": compressed(write_jsonl),
     "x.parquet": write_parquet,
     "saved": save_set,
     "splits": save_splits,
@@ -183,6 +214,39 @@ def test_unknown_type_and_directory_without_data(tmp_path: Path) -> None:
     (tmp_path / "x.xlsx").write_bytes(b"PK")
     refused(tmp_path / "x.xlsx", "unknown file type '.xlsx'; rename or convert it to one of .jsonl")
     refused(tmp_path, "the directory holds no data file; put files there")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("x.jsonl.gz", "gzip"), ("x.jsonl.zst", "zstd")])
+def test_a_compressed_file_that_is_broken(name: str, kind: str, tmp_path: Path) -> None:
+    """One that is cut off is no shorter file."""
+    path = WRITERS[name](tmp_path / name)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-4])
+    refused(path, f"not a readable {kind} stream .*; fetch or compress the file again")
+    path.write_bytes(b"no compressed stream at all")
+    refused(path, f"not a readable {kind} stream")
+    (tmp_path / f"x.parquet{path.suffix}").write_bytes(whole)
+    refused(tmp_path / f"x.parquet{path.suffix}", "unknown file type")
+
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv", "x.txt", "x.parquet", "x.arrow", "x.jsonl.gz"])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (LFS, "a Git LFS pointer, not the data that it stands for; run `git lfs pull`"),
+        ("\ufeff\n<!DOCTYPE html>\n<html lang='en'>\n<head>", r"a web page \(HTML\), not data; download the file itself"),
+        ("<HTML><body>Sign in</body></HTML>", r"a web page \(HTML\)"),
+    ],
+)
+def test_what_stands_in_for_data_is_called_what_it_is(name: str, text: str, said: str, tmp_path: Path) -> None:
+    def write(path: Path) -> Path:
+        path.write_text(text)
+        return path
+
+    refused((compressed(write) if name.endswith(".gz") else write)(tmp_path / name), f"{name}: {said}")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

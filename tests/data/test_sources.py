@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -74,6 +75,7 @@ def test_text_files_of_a_directory_are_read_where_there_is_no_other_data(tmp_pat
 
 def test_a_path_is_a_data_set_of_the_hub_only_without_a_data_suffix() -> None:
     assert tuple(SUFFIXES) == DATA_SUFFIXES
+    assert not any(map(may_be_hub_data, ("data/x.jsonl.gz", "data/x.tsv", "data/x.csv.zst")))
     assert all(map(may_be_hub_data, ("tatsu-lab/alpaca", "openai/gsm8k", "a/b.v2")))
     assert not any(map(may_be_hub_data, ("alpaca", "data/x.jsonl", "data/X.TXT", "/data/x", "./x", "../x", "~/x", "a/b/c", "a//b")))
 
@@ -97,12 +99,21 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "all below": ("one/a.jsonl", "two/b.jsonl"),
     "one split": ("validation.jsonl",),
     "no split": ("constraint.jsonl", "latest.jsonl"),
+    "compressed": ("train.jsonl.gz", "test.jsonl.gz"),
     "in a hidden place": ("a.jsonl", ".cache/train.jsonl"),
 }
 
 
 def one_row_each(directory: Path, names: tuple[str, ...]) -> Path:
-    return lay_out(directory, {name: json.dumps({"text": name}) + "\n" for name in names})
+    lay_out(directory, {name: json.dumps({"text": name}) + "\n" for name in names})
+    for file in directory.rglob("*.gz"):
+        file.write_bytes(gzip.compress(file.read_bytes()))
+    return directory
+
+
+def test_tables_with_tabs_in_the_layout_of_a_hub_data_set(tmp_path: Path) -> None:
+    lay_out(tmp_path / "set", {f"{name}.tsv": f"text\tnumber\n{name}, 1\t2\n" for name in ("train", "test")})
+    assert rows(tmp_path, path="set", split="test") == [{"text": "test, 1", "number": "2"}]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tlora.data_directory import check_link, is_data, may_have_splits
+from tlora.data_directory import check_link, may_have_splits
 from tlora.errors import ConfigError, DataError
 from tlora.job import DATA_SUFFIXES, DataConfig, DataSource, JobSpec, RunSpec
 
@@ -105,7 +105,7 @@ def files_of(source: DataSource) -> list[Path]:
     except DataError as error:
         raise ConfigError(str(error)) from None
     if path.is_dir():
-        found = sorted(item for item in path.iterdir() if item.is_file() and is_data(item) and item.name[0] not in "._")
+        found = sorted(item for item in path.iterdir() if item.is_file() and _is_data(item) and item.name[0] not in "._")
         if not found:
             raise ConfigError(f"{path}: holds no data file; one ends in {', '.join(DATA_SUFFIXES)}")
         if split and len(found) > 1:
@@ -118,11 +118,16 @@ def files_of(source: DataSource) -> list[Path]:
         return found
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; correct the path in the jobs file")
-    if not is_data(path):
+    if not _is_data(path):
         raise ConfigError(f"{path}: must end in one of {', '.join(DATA_SUFFIXES)}; convert or rename the file")
     if not path.stat().st_size:
         raise ConfigError(f"{path}: the file is empty; at least one row is needed")
     return [path]
+
+
+def _is_data(path: Path) -> bool:
+    """For a server, which takes no compressed files."""
+    return path.suffix.lower() in DATA_SUFFIXES
 
 
 def order_of(draft: Draft, base_model: str, ids: Mapping[Path, str], start_from: str | None = None) -> dict[str, Any]:

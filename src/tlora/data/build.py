@@ -25,6 +25,7 @@ from tlora.data.limits import DataLimits
 from tlora.data.report import DataReport
 from tlora.data.rows import Row, read_files
 from tlora.data.sources import Source
+from tlora.data_directory import data_suffix
 from tlora.errors import DataError
 from tlora.job import Rows
 
@@ -60,7 +61,7 @@ def cache_key(order: Order, encoder: Encoder, file_hash: Callable[[Path], str], 
     """Hash of everything that determines the tokens: file contents, tokenizer, template, settings, and the `version` of their reading."""
     parts = {
         "version": version,
-        "files": [(file.suffix.lower(), file_hash(file)) for file in order.files],
+        "files": [(data_suffix(file), file_hash(file)) for file in order.files],
         "tokenizer": tokenizer_hash(encoder.tokenizer),
         "template": encoder.template.text(),
         "settings": [order.format, order.max_length, encoder.train_all, encoder.vocab_size],

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import cast
 
 from tlora import durable
-from tlora.data.rows import SUFFIXES, choose_splits
+from tlora.data.rows import choose_splits
+from tlora.data_directory import SUFFIX_LIST, data_suffix
 from tlora.errors import DataError
 from tlora.job import DataSource
 from tlora.json_file import read_object
@@ -126,14 +127,16 @@ def _files_of_split(path: str, source: DataSource, commit: str | None) -> tuple[
     files = list(dict.fromkeys(file for split in chosen for file in splits[split]))
     plain = type(config)()
     fields = [field.name for field in dataclasses.fields(config) if field.name not in _NO_SETTING]
+    if all(data_suffix(Path(name)) == ".tsv" for name in files) and getattr(config, "sep", None) == "\t":
+        fields.remove("sep")  # is what the suffix says
     if settings := [name for name in fields if getattr(config, name) != getattr(plain, name)]:
         raise DataError(
             f"{source.called}: it is to be read with {settings[0]}: {getattr(config, settings[0])!r}, which is not supported; "
             "load it with datasets, save it with save_to_disk, and give that directory"
         )
-    if unread := [name for name in files if Path(name).suffix.lower() not in SUFFIXES]:
+    if unread := [name for name in files if not data_suffix(Path(name))]:
         raise DataError(
-            f"{source.called}: {Path(unread[0]).name} is none of {', '.join(SUFFIXES)}; "
+            f"{source.called}: {Path(unread[0]).name} is none of {SUFFIX_LIST}; "
             "load it with datasets, save it with save_to_disk, and give that directory"
         )
     return " and ".join(chosen), files

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import codecs
 import csv
-import difflib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ from typing import IO, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tlora.data_directory import check_link, files_below
+from tlora.data.file_bytes import Source, check_head, open_bytes
+from tlora.data_directory import SUFFIX_LIST, check_link, data_suffix, files_below, nearest_name
 from tlora.errors import DataError
 
 MAX_ROW_BYTES = 16 << 20  # a row beyond it is no training sample but a broken file: the longest context holds some 4 MB of text
@@ -32,6 +32,7 @@ SUFFIXES = {
     ".ndjson": "json",
     ".json": "json",
     ".csv": "csv",
+    ".tsv": "tsv",
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".txt": "text",
@@ -61,8 +62,8 @@ def list_files(path: Path, split: str | None = None) -> list[Path]:
         hint = f"did you mean {near!r}?" if near else "give a file or directory that exists, or a data set of the hub as org/name"
         raise DataError(f"{path}: no such file or directory; {hint}")
     if path.is_file():
-        if path.suffix.lower() not in SUFFIXES:
-            raise DataError(f"{path}: unknown file type {path.suffix!r}; rename or convert it to one of {', '.join(SUFFIXES)}")
+        if not data_suffix(path):
+            raise DataError(f"{path}: unknown file type {path.suffix!r}; rename or convert it to one of {SUFFIX_LIST}")
         return [path]
     if (path / "dataset_dict.json").exists():
         return [file for part in _splits_of(path, split) for file in list_files(part)]
@@ -70,18 +71,8 @@ def list_files(path: Path, split: str | None = None) -> list[Path]:
         return _saved_files(path)
     files = [file for file in files_below(path) if file.name[0] != "_" and (split == ALL_SPLITS or file.parent == path)]
     if not files:
-        raise DataError(f"{path}: the directory holds no data file; put files there that end in one of {', '.join(SUFFIXES)}")
-    return [file for file in files if SUFFIXES[file.suffix.lower()] != "text"] or files
-
-
-def nearest_name(path: Path) -> str | None:
-    """The name in the directory of `path` that resembles its own most, with or without suffixes; None if there is none."""
-    if not path.parent.is_dir():
-        return None
-    names = [item.name for item in path.parent.iterdir()]
-    by_spelling = {name.split(".")[0]: name for name in names} | {name: name for name in names}
-    near = difflib.get_close_matches(path.name, by_spelling, n=1)
-    return by_spelling[near[0]] if near else None
+        raise DataError(f"{path}: the directory holds no data file; put files there that end in one of {SUFFIX_LIST}")
+    return [file for file in files if SUFFIXES[data_suffix(file)] != "text"] or files
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -105,14 +96,15 @@ def read_files(files: Sequence[Path], called: str) -> Iterator[Row]:
 
 
 def _read_file(file: Path) -> Iterator[Row]:
-    kind = SUFFIXES[file.suffix.lower()]
+    kind = SUFFIXES[data_suffix(file)]
     try:
+        check_head(file)
         if kind == "parquet":
             yield from _read_parquet(file)
         elif kind == "arrow":
             yield from _read_arrow(file)
-        elif kind == "csv":
-            yield from _read_csv(file)
+        elif kind in ("csv", "tsv"):
+            yield from _read_csv(file, "," if kind == "csv" else "\t")
         elif kind == "text":
             yield from _read_text(file)
         elif _first_character(file) == b"[":
@@ -132,11 +124,12 @@ class _Lines:
 
     file: Path
     number: int = 0
-    position: int = 0  # bytes read
+    position: int = 0  # bytes read, decompressed
+    source: Source | None = None
 
     def __iter__(self) -> Iterator[str]:
-        with self.file.open("rb") as stream:
-            while raw := stream.readline(MAX_ROW_BYTES + 1):
+        with open_bytes(self.file) as self.source:
+            while raw := self.source.stream.readline(MAX_ROW_BYTES + 1):
                 self.number += 1
                 if len(raw) > MAX_ROW_BYTES:
                     raise DataError(
@@ -156,15 +149,15 @@ class _Lines:
                 f"{where}: not UTF-8 ({error.reason}, {raw[error.start : error.start + 1]!r}); convert the file to UTF-8"
             ) from error
 
-    def row(self, value: dict[str, object], size: int) -> Row:
-        return Row(f"{self.file}, line {self.number}", value, min(1.0, self.position / max(1, size)))
+    def row(self, value: dict[str, object]) -> Row:
+        return Row(f"{self.file}, line {self.number}", value, self.source.share if self.source else 0.0)
 
 
 def _read_lines_of_json(file: Path) -> Iterator[Row]:
-    lines, size = _Lines(file), file.stat().st_size
+    lines = _Lines(file)
     for line in lines:
         if line.strip():
-            yield lines.row(_object(_parse(line, f"{file}, line {lines.number}"), f"{file}, line {lines.number}"), size)
+            yield lines.row(_object(_parse(line, f"{file}, line {lines.number}"), f"{file}, line {lines.number}"))
 
 
 def _parse(text: str, place: str) -> object:
@@ -189,16 +182,16 @@ def _short(value: object) -> str:
 
 def _read_text(file: Path) -> Iterator[Row]:
     """A row of column `text` for each line that is not blank, as `datasets` reads text."""
-    lines, size = _Lines(file), file.stat().st_size
+    lines = _Lines(file)
     for line in lines:
         if text := line.rstrip("\r\n"):
-            yield lines.row({"text": text}, size)
+            yield lines.row({"text": text})
 
 
-def _read_csv(file: Path) -> Iterator[Row]:
-    lines, size = _Lines(file), file.stat().st_size
+def _read_csv(file: Path, delimiter: str) -> Iterator[Row]:
+    lines, mark = _Lines(file), "comma" if delimiter == "," else "tab"
     csv.field_size_limit(MAX_ROW_BYTES)  # the module's own limit of 128 KiB refuses long texts
-    reader = csv.reader(iter(lines), strict=True)
+    reader = csv.reader(iter(lines), delimiter=delimiter, strict=True)
     try:
         header = next(reader, None)
         if header is None:
@@ -210,19 +203,19 @@ def _read_csv(file: Path) -> Iterator[Row]:
                 continue
             if len(cells) != len(header):
                 raise DataError(
-                    f"{file}, line {lines.number}: {len(cells)} cells where the header has {len(header)}; quote cells that hold commas"
+                    f"{file}, line {lines.number}: {len(cells)} cells where the header has {len(header)}; quote cells that hold {mark}s"
                 )
-            yield lines.row(dict(zip(header, cells, strict=True)), size)
+            yield lines.row(dict(zip(header, cells, strict=True)))
     except csv.Error as error:
-        raise DataError(f'{file}, line {lines.number}: broken CSV ({error}); expected comma-separated cells, quoted with "') from error
+        raise DataError(f'{file}, line {lines.number}: broken CSV ({error}); expected {mark}-separated cells, quoted with "') from error
 
 
 # --- a JSON array, parsed as it comes ---
 
 
 def _first_character(file: Path) -> bytes:
-    with file.open("rb") as stream:
-        while chunk := stream.read(CHUNK_BYTES):
+    with open_bytes(file) as source:
+        while chunk := source.stream.read(CHUNK_BYTES):
             if found := chunk.removeprefix(codecs.BOM_UTF8).lstrip():
                 return found[:1]
     return b""
@@ -262,10 +255,10 @@ class _Text:
 
 
 def _read_array(file: Path) -> Iterator[Row]:
-    size, number = max(1, file.stat().st_size), 0
+    number = 0
     decoder = json.JSONDecoder()
-    with file.open("rb") as stream:
-        window = _Text(stream)
+    with open_bytes(file) as source:
+        window = _Text(source.stream)
         window.skip_space()
         window.text = window.text[1:]  # the bracket
         if window.skip_space() == "]":
@@ -274,7 +267,7 @@ def _read_array(file: Path) -> Iterator[Row]:
             number += 1
             place = f"{file}, row {number}"
             value = _next_element(window, decoder, place)
-            yield Row(place, _object(value, place), min(1.0, window.offset / size))
+            yield Row(place, _object(value, place), source.share)
             mark = window.skip_space()
             window.text = window.text[1:]
             if mark == "]":

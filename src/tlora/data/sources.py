@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tlora.data.hub import fetch, files_of_directory
-from tlora.data.rows import ALL_SPLITS, list_files, nearest_name
-from tlora.data_directory import files_below, may_have_splits
+from tlora.data.rows import ALL_SPLITS, list_files
+from tlora.data_directory import files_below, may_have_splits, nearest_name
 from tlora.errors import DataError
 from tlora.job import DataSource, may_be_hub_data
 

@@ -28,7 +28,7 @@ PURPOSES = ("fine-tune", "evals", "user_data")
 _FLUSH_BYTES = 1 << 20
 _MOST_FIELD_BYTES = 1024
 _MOST_PARTS = 16
-_LINES = (".jsonl", ".ndjson", ".txt", ".csv")  # a row ends where a line does, or later
+_LINES = (".jsonl", ".ndjson", ".txt", ".csv", ".tsv")  # a row ends where a line does, or later
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 SCRATCH = "tmp-"
 
