@@ -32,7 +32,7 @@ from tlora.store.serving import ServingFiles
 from tlora.supermodel.fp8_linear import check_fp8
 from tlora.supermodel.load import load_config, outline
 from tlora.supermodel.supermodel import SuperModel
-from tlora.supermodel.weight_files import check_weights
+from tlora.supermodel.weight_files import check_unused, check_weights
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,7 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
             check_fp8(place, base.head.weight_VH.dtype)
         if unknown := check_weights(run.base_model, load_config(run.base_model)):
             warnings.append(unknown)
+        warnings += check_unused(run.base_model, load_config(run.base_model), run.unused_weights == "ignore")
         sizes = [(p.numel(), p.element_size()) for p in base.model.parameters()]
         base_bytes = sum(count * size for count, size in sizes)
         jobs = tuple(JobProgress(job.name, "preparing", job.r) for job in run.jobs)

@@ -51,6 +51,7 @@ from tlora.store.metrics import check_trackers
 from tlora.store.run_directory import earlier_base, pin_base, write_run_file
 from tlora.supermodel.load import Base, find_directory, outline
 from tlora.supermodel.supermodel import SuperModel
+from tlora.supermodel.weight_files import check_unused
 
 _BASE = "base"  # the base's name in all groups
 _SHOW_SECONDS, _TICK_SECONDS = 0.25, 10.0
@@ -144,7 +145,10 @@ class _Run:
     @cached_property
     def _base(self) -> Base:
         """Its outline."""
-        return outline(self._run.base_model, self._run.dtype, self._run.base_precision)
+        base = outline(self._run.base_model, self._run.dtype, self._run.base_precision)
+        for line in check_unused(self._run.base_model, base.model.config, self._run.unused_weights == "ignore"):
+            self._watcher.note(line)
+        return base
 
     def _least_gpus(self) -> int:
         """On which the base fits, in parts if it has to; of one that fits on none a worker says so."""
