@@ -17,13 +17,14 @@ from tests.kernels.interpreter import interpreted
 from tests.tiny import SHAPE
 from tlora.adapters.state import AdapterLayout, AdapterShape
 from tlora.batching.replicas import Span
+from tlora.costs.hardware import live_cost_model
 from tlora.engine import session as training
 from tlora.engine.check import check
 from tlora.engine.watcher import Watcher
 from tlora.errors import CapacityError
 from tlora.job import JobSpec, RunSpec
 from tlora.planning.job_plan import PlannedJob
-from tlora.planning.memory import MemoryModel, Stage, measure
+from tlora.planning.memory import ACTIVATION_RANK, MemoryModel, Stage, count_base, measure
 from tlora.planning.memory_probe import Probe
 from tlora.planning.plan import RunPlan, _budgets, counting_jobs, describe_plan, settle
 from tlora.supermodel.load import outline
@@ -244,6 +245,20 @@ def test_the_estimate_for_a_gpu_is_near_what_was_measured(tmp_path: Path) -> Non
     memory = measure(SuperModel(outline(str(tmp_path), "bfloat16")), 0, GPU, rank=64)
     assert memory.num_layers == 32 and memory.step_copies == 0
     assert memory.activation_bytes(8192) / 2**30 == pytest.approx(24.2, rel=0.05)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_scheduler_plans_with_what_a_worker_counts(base: Path, device: str) -> None:
+    place = torch.device(device)
+    model = SuperModel(outline(str(base)))
+    memory, counted = measure(model, model.base.num_bytes, place, ACTIVATION_RANK), count_base(model, place)
+    cost = live_cost_model({"base": model.base.num_bytes})
+    cost.memory["base"] = counted
+    assert counted.bytes_by_gpus[0] == model.base.num_bytes
+    for tokens in (1024, 8192):
+        assert cost.memory_bytes("base", 0, tokens) == pytest.approx(memory.base_bytes + memory.activation_bytes(tokens), rel=1e-6)
+        least = memory.base_bytes + memory.activation_bytes(tokens, memory.most_recomputed)
+        assert cost.least_bytes("base", 0, tokens, 1, 1e12) == pytest.approx(least, rel=1e-2)
 
 
 def test_a_cpu_recomputes_nothing_and_says_so(base: Path, data: Path, tmp_path: Path) -> None:
