@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,10 @@ def tokenizers() -> Callable[..., Any]:
 def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved ChatML tokenizer, for what runs in a process of its own."""
     path = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer(CHATML).save_pretrained(path)
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.save_pretrained(path)
+    end = {"eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    (path / "generation_config.json").write_text(json.dumps(end), encoding="utf-8")
     return path
 
 

@@ -250,7 +250,7 @@ def test_default_template_spells_out_tools(tokenizers: Any) -> None:
 
 def test_default_template_puts_tools_into_a_given_system_turn(tokenizers: Any) -> None:
     tokenizer = tokenizers(None)
-    text = render(open_template(tokenizer), chat(("system", "Be brief."), ("user", "a"), ("assistant", "b"), tools=[*TOOLS]), "row")[0]
+    text = render(open_template(tokenizer), chat(("system", "Be brief."), ("user", "a"), ("assistant", "b"), tools=[*TOOLS]), "row").text
     assert text.startswith('### System:\nBe brief.\nTools: [{"type"') and text.count("### System:") == 1
 
 
@@ -258,7 +258,7 @@ def test_the_jobs_template_wins(tokenizers: Any) -> None:
     tokenizer = tokenizers(CHATML)
     template = open_template(tokenizer, LLAMA3)
     assert template.text() == LLAMA3 and open_template(tokenizer).text() == CHATML
-    assert "<|eot_id|>" in render(template, chat(("user", "a"), ("assistant", "b")), "row")[0]
+    assert "<|eot_id|>" in render(template, chat(("user", "a"), ("assistant", "b")), "row").text
     assert DEFAULT_TEMPLATE in open_template(tokenizers(None)).text()
 
 

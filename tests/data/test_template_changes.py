@@ -28,7 +28,7 @@ def changes(template: str | None, tokenizer: Any, *messages: dict[str, Any], **c
     chat = read_example(row, detect(row))
     assert isinstance(chat, Chat)
     opened = open_template(tokenizer, template)
-    return [(change.what, change.characters) for change in find_changes(opened, chat, render(opened, chat, "row")[0])]
+    return [(change.what, change.characters) for change in find_changes(opened, chat, render(opened, chat, "row").text)]
 
 
 def user(text: str) -> dict[str, Any]:

@@ -20,10 +20,9 @@ BASE = str(Path(__file__).parents[2] / "demo" / "base")
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the real outlines of the demo's base, on a GPU and on a CPU."""
+    """A directory with the real outline of the demo's base."""
     directory = tmp_path_factory.mktemp("server") / "bases"
-    for device in ("cuda", "cpu"):
-        find_outline(directory, BASE, Precision(device=device))
+    find_outline(directory, BASE, Precision())
     return directory
 
 

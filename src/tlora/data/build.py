@@ -68,6 +68,8 @@ def cache_key(order: Order, encoder: Encoder, file_hash: Callable[[Path], str], 
     }
     if order.rows != "samples":
         parts["rows"] = order.rows
+    if version > 2:
+        parts["stops"] = sorted(encoder.template.stops)
     if len(order.sources) > 1:  # with one source the key is that of earlier versions, so their sets are still found
         parts["sources"] = [len(source.files) for source in order.sources]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
@@ -113,7 +115,7 @@ def build(order: Order, encoder: Encoder, file_hash: Callable[[Path], str], beat
 
 
 def _fill(writer: Writer, order: Order, encoder: Encoder, beat: Beat) -> DataReport:
-    report = DataReport(files=[str(file) for file in order.files])
+    report = DataReport(files=[str(file) for file in order.files], stops=sorted(encoder.template.stops))
     sizes = [sum(file.stat().st_size for file in source.files) for source in order.sources]
     formats: list[str] = []
     for number, source in enumerate(order.sources):
@@ -211,6 +213,7 @@ def _add(writer: Writer, unit: Sequence[Encoded], max_length: int, report: DataR
     report.longest = max(report.longest, longest)
     report.trained_characters += sum(encoded.trained_characters for encoded in unit)
     report.count_changes(change for encoded in unit for change in encoded.changes)
+    report.count_unstopped(encoded.unstopped for encoded in unit)
     if longest > max_length:
         report.truncated += 1
         report.trained_tokens_lost += sum(int(np.count_nonzero(sample.loss_weights[max_length:])) for sample in samples)

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from tlora import durable
 from tlora.data.order import Mixture
 
-FORMAT_VERSION = 2  # part of every cache key: raise it when the same input gives other tokens, weights or files
+FORMAT_VERSION = 3  # part of every cache key: raise it when the same input gives other tokens, weights or files
 SCRATCH_PREFIX = "tmp-"
 _arrays: WeakValueDictionary[tuple[int, int, int], Any] = WeakValueDictionary()  # by device, inode and time of the file
 

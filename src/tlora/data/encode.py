@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import numpy.typing as npt
 
-from tlora.data.chat import Span, Template, open_template, render
+from tlora.data.chat import Rendered, Span, open_template, render
+from tlora.data.chat_template import Template
 from tlora.data.dataset import Sample
 from tlora.data.formats import Chat, Example, Labelled, Pair, Segments, Text, Tokens
 from tlora.data.messages import check_roles
@@ -44,17 +45,24 @@ class Encoded:
     sample: Sample
     trained_characters: int = 0  # 0 for token ids
     changes: tuple[Change, ...] = ()
+    unstopped: str | None = None  # what ends a trained turn without a stop token: "" for nothing; None if all turns have one
 
 
-def open_encoder(tokenizer: PreTrainedTokenizerBase, template_source: str | None, train_all: bool, vocab_size: int) -> Encoder:
-    """Make an Encoder: everything that does not depend on the data is computed once here."""
+def open_encoder(
+    tokenizer: PreTrainedTokenizerBase,
+    template_source: str | None,
+    train_all: bool,
+    vocab_size: int,
+    stops: frozenset[str] = frozenset(),
+) -> Encoder:
+    """Make an Encoder: everything that does not depend on the data is computed once here. `stops` as for `open_template`."""
     if not tokenizer.is_fast:
         raise ModelError(
             f"{type(tokenizer).__name__} gives no character offsets, which loss weights need; use a fast tokenizer (tokenizer.json)"
         )
     plain, special = _ids(tokenizer, ["x"])[0], cast("list[int]", tokenizer("x")["input_ids"])
     start = next((i for i in range(len(special)) if special[i : i + len(plain)] == plain), 0)
-    return Encoder(tokenizer, open_template(tokenizer, template_source), tuple(special[:start]), train_all, vocab_size)
+    return Encoder(tokenizer, open_template(tokenizer, template_source, stops=stops), tuple(special[:start]), train_all, vocab_size)
 
 
 def encode(encoder: Encoder, examples: Sequence[Example], places: Sequence[str]) -> list[Encoded]:
@@ -65,11 +73,12 @@ def encode(encoder: Encoder, examples: Sequence[Example], places: Sequence[str])
     for i in chats:
         check_roles(cast("Chat", examples[i]).messages, encoder.template.text(), places[i])
     rendered = [render(encoder.template, cast("Chat", examples[i]), places[i]) for i in chats]
-    for i, (text, _) in zip(chats, rendered, strict=True):
-        _check_text(text, places[i])
-    for i, (text, spans), sample in zip(chats, rendered, _encode_rendered(encoder, rendered), strict=True):
-        characters = len(text) if encoder.train_all else sum(end - start for start, end, _ in spans)
-        found[i] = Encoded(sample, characters, tuple(find_changes(encoder.template, cast("Chat", examples[i]), text)))
+    for i, chat in zip(chats, rendered, strict=True):
+        _check_text(chat.text, places[i])
+    for i, chat, sample in zip(chats, rendered, _encode_rendered(encoder, rendered), strict=True):
+        characters = len(chat.text) if encoder.train_all else sum(end - start for start, end, _ in chat.spans)
+        changes = tuple(find_changes(encoder.template, cast("Chat", examples[i]), chat.text))
+        found[i] = Encoded(sample, characters, changes, chat.unstopped)
     for i in texts:
         _check_text(cast("Text", examples[i]).prompt + cast("Text", examples[i]).completion, places[i])
     for i, sample in zip(texts, _encode_texts(encoder, [cast("Text", examples[i]) for i in texts]), strict=True):
@@ -128,14 +137,14 @@ def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]
     return cast("list[list[int]]", tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else []
 
 
-def _encode_rendered(encoder: Encoder, rendered: list[tuple[str, list[Span]]]) -> list[Sample]:
+def _encode_rendered(encoder: Encoder, rendered: list[Rendered]) -> list[Sample]:
     if not rendered:
         return []
-    found = encoder.tokenizer([text for text, _ in rendered], add_special_tokens=False, return_offsets_mapping=True)
+    found = encoder.tokenizer([chat.text for chat in rendered], add_special_tokens=False, return_offsets_mapping=True)
     all_ids, all_offsets = cast("list[list[int]]", found["input_ids"]), cast("list[list[tuple[int, int]]]", found["offset_mapping"])
     return [
-        _sample(encoder, ids, token_weights(text, spans, np.array(offsets, dtype=np.int64).reshape(-1, 2)))
-        for (text, spans), ids, offsets in zip(rendered, all_ids, all_offsets, strict=True)
+        _sample(encoder, ids, token_weights(chat.text, chat.spans, np.array(offsets, dtype=np.int64).reshape(-1, 2)))
+        for chat, ids, offsets in zip(rendered, all_ids, all_offsets, strict=True)
     ]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 Message = dict[str, object]
 
@@ -17,12 +18,13 @@ class Note:
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages as a chat template takes them (`content` always a string) and the loss weight of each."""
+    """Messages as a chat template takes them (`content` always a string), the loss weight of each, and values for the template."""
 
     messages: list[Message]
     weights: list[float]
     tools: list[object] | None = None
     notes: tuple[Note, ...] = ()
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

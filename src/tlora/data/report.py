@@ -6,7 +6,7 @@ Counted while the set is made (`build.py`), stored in its meta.json, printed by 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ _MOST_NAMED = 12
 _EXAMPLE_CHARACTERS = 80
 _NEWER = (  # beside the others in meta.json: earlier versions, which may share the cache, do not read them
     *("sources", "has_chats", "pieces", "notes", "equal_pairs", "equal_when_cut", "wanted", "unwanted"),
+    *("unstopped", "stops"),
 )
 
 
@@ -50,6 +51,8 @@ class DataReport:
     unused_columns: dict[str, int] = field(default_factory=dict)  # by name: rows in which they hold something
     changes: list[ChangeCount] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)  # samples of each source, in their order; none for a set of an earlier version
+    unstopped: dict[str, int] = field(default_factory=dict)  # by what ends a trained turn without a stop token ("": nothing): rows
+    stops: list[str] = field(default_factory=list)  # the base's stop tokens
     has_chats: bool | None = False  # whether a row goes through the chat template; None for a set of an earlier version
     pieces: int = 0  # samples and skipped ones: more than rows where rows were packed
     notes: list[ChangeCount] = field(default_factory=list)
@@ -114,6 +117,12 @@ class DataReport:
             count.characters += change.characters
             seen.add(change.what)
 
+    def count_unstopped(self, ends: Iterable[str | None]) -> None:
+        """One more row whose trained turns end in these (see `unstopped`); None where they end in a stop token."""
+        for end in {end for end in ends if end is not None}:
+            if end in self.unstopped or len(self.unstopped) < _MOST_KINDS:
+                self.unstopped[end] = self.unstopped.get(end, 0) + 1
+
     def warnings(self) -> list[str]:
         """What training does not see of the rows, one line each."""
         place, found = self.files[0], list[str]()
@@ -128,6 +137,7 @@ class DataReport:
             found.append(f"{self.skipped:,} of {total} have no trained token and are left out ({place})")
         found += [f"{note.what}: {note.rows:,} of {self.rows:,} rows, such as {note.example!r} ({place})" for note in self.notes]
         found += self._preference_warnings()
+        found += list(self._stop_warnings())
         if self.unused_columns:
             named = list(map(repr, self.unused_columns))[:_MOST_NAMED]
             more = f" and {len(self.unused_columns) - len(named)} more" if len(self.unused_columns) > len(named) else ""
@@ -147,6 +157,21 @@ class DataReport:
                 + (f", or use objective: sft ({place})" if self.wanted else f" ({place})")
             )
         return found
+
+    def _stop_warnings(self) -> Iterator[str]:
+        known = ", ".join(map(repr, self.stops)) or "none"
+        for end, rows in self.unstopped.items():
+            head = f"in {rows:,} of {self.rows:,} rows the chat template ends an assistant's turn with"
+            if end:
+                yield (
+                    f"{head} {end!r}, which is trained but is no stop token of the base ({known}): answers would run on. Generate with "
+                    f"{end!r} as a stop, or add it to eos_token_id in the base's generation_config.json ({self.files[0]})"
+                )
+            else:
+                yield (
+                    f"{head} no stop token (the base's: {known}), so the model does not learn to stop. Give the job a chat_template that "
+                    f"writes eos_token after each answer ({self.files[0]})"
+                )
 
     def template_changes(self) -> list[str]:
         """A heading and one line for each kind of change by the chat template; empty if it changes nothing."""

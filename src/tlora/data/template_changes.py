@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
-from tlora.data.chat import THINK_END, Template
-from tlora.data.formats import Chat, Message
+from tlora.data.chat_template import Template
+from tlora.data.examples import Chat, Message
+from tlora.data.turn_marks import REASONING_KEYS, THINK_END
 
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-_READ_ELSEWHERE = ("role", "content", "tool_calls", "tool_call_id", *_REASONING)
+_READ_ELSEWHERE = ("role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS)
 _SHORT = 64  # characters; a shorter piece may stand in the text by chance, so its occurrences are counted
 _EXAMPLE_CHARACTERS = 80
 
@@ -62,7 +62,7 @@ def _pieces(message: Message) -> Iterator[_Piece]:
     for call in _calls(message):
         yield _Piece("tool calls are dropped", list(_strings(call)))
     for key, value in message.items():
-        if key in _REASONING:
+        if key in REASONING_KEYS:
             yield _Piece("reasoning is dropped", list(_strings(value)))
         elif key not in _READ_ELSEWHERE:
             yield _Piece(f"message key {key!r} is not used", list(_strings(value)))

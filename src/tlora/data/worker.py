@@ -25,6 +25,7 @@ from tlora.data.dataset import SCRATCH_PREFIX
 from tlora.data.encode import Encoder, open_encoder
 from tlora.data.limits import DataLimits
 from tlora.data.sources import is_on_hub, open_source
+from tlora.data.stop_tokens import read_stop_tokens
 from tlora.data.tokenizer import load_libraries, load_tokenizer
 from tlora.errors import DataError, ModelError
 from tlora.job import DataConfig, DataSource, Rows
@@ -110,7 +111,8 @@ class Worker:
             opened = tuple(open_source(source, base, place) for source in sources)
         template = _read_template(base / data.chat_template) if data.chat_template else None
         tokenizer = self.tokenizer(str(request["tokenizer_path"]))
-        encoder = open_encoder(tokenizer, template, data.train_on == "all", int(str(request["vocab_size"])))
+        stops = read_stop_tokens(tokenizer, str(request["tokenizer_path"]))
+        encoder = open_encoder(tokenizer, template, data.train_on == "all", int(str(request["vocab_size"])), stops)
         directory, damage = self.build(Order(opened, data.format, data.max_length, place, rows, _limits(request)), encoder, key)
         self.sets[known] = Made(
             str(directory), [source.commit for source in opened], damage, [note for source in opened for note in source.notes]

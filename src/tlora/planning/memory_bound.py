@@ -1,4 +1,4 @@
-"""A device's memory where others choose the token budget: a worker's Shares are lowered to what fits, and a job that cannot is refused."""
+"""`memory_limit` where others choose the token budget: a worker's Shares are lowered to it, and a job that cannot fit is refused."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from dataclasses import replace
 import torch
 
 from tlora.planning.job_plan import PlannedJob
-from tlora.planning.memory import ACTIVATION_RANK, measure
+from tlora.planning.memory import measure
 from tlora.planning.plan import RunPlan, check_base_fits, check_capacity, counting_jobs
 from tlora.supermodel.supermodel import SuperModel
+
+_RANK = 64  # up to which a GPU's activations are counted
 
 
 class MemoryBound:
@@ -18,18 +20,8 @@ class MemoryBound:
         """`outlined` lies on the meta device; `base_bytes` are what the base takes on `device`. Raises CapacityError for one that does not
         fit below the limit.
         """
-        self._plan = RunPlan((), 1, 0, measure(outlined, base_bytes, device, ACTIVATION_RANK), limit_bytes, 1, None)
-        self.limit_bytes = limit_bytes
+        self._plan = RunPlan((), 1, 0, measure(outlined, base_bytes, device, _RANK), limit_bytes, 1, None)
         check_base_fits(self._plan)
-
-    @property
-    def most_recomputed(self) -> int:
-        """Layers that can be recomputed with profit."""
-        return self._plan.memory.most_recomputed
-
-    def least_recomputed(self, longest: int, jobs: Sequence[PlannedJob]) -> int:
-        """The fewest layers with which all `jobs` fit at once, in micro-batches of the `longest` sample; all, if they never do."""
-        return next((layers for layers in range(self.most_recomputed) if self.holds(longest, layers, jobs)), self.most_recomputed)
 
     def check(self, job: PlannedJob, recomputed_layers: int) -> None:
         """A job that does not fit by itself, in micro-batches of its longest sample, gets a problem that says so."""

@@ -119,10 +119,10 @@ def _place_those_who_wait(decision: Decision, waiting: Waiting, displaced: Seque
     """
     settings = decision.settings
     tries = _GAPS_TRIED if settings.elastic or settings.sharing or settings.preemption else 1
-    failures: dict[tuple[int, float], int] = {}
+    failures: dict[int, int] = {}
     stopped = [*displaced]
     held: list[int] = []
-    hopeless: set[tuple[int, float]] = set()
+    hopeless: set[int] = set()
     starving = [job for job in reversed(decision.starving) if job.status == "pending"]
     while True:
         job = waiting.first(hopeless)
@@ -138,14 +138,15 @@ def _place_those_who_wait(decision: Decision, waiting: Waiting, displaced: Seque
         waiting.take(job)
         if decision.is_starving(job):
             continue
-        failed = failures.get(job.lane, 0)
+        gpus = job.spec.gpus
+        failed = failures.get(gpus, 0)
         gave_way = _place(decision, job, gently=failed >= _FAILURES_OF_A_LANE)
         if gave_way is not None:
             stopped += gave_way
             continue
-        failures[job.lane] = failed + 1
-        if failures[job.lane] >= tries:
-            hopeless.add(job.lane)
+        failures[gpus] = failed + 1
+        if failures[gpus] >= tries:
+            hopeless.add(gpus)
     for job in sorted(stopped, key=lambda job: rank(job, decision.state.now, settings, {})):
         _place(decision, job, gently=True)
     decision.draft.give_back(held)
@@ -169,7 +170,7 @@ def _place(decision: Decision, job: Job, gently: bool) -> list[Job] | None:
     settings, draft = decision.settings, decision.draft
     sizes = decision.sizes_alone(job)
     if sizes:
-        gpus = draft.allocate(sizes[-1], job.least_room)
+        gpus = draft.allocate(sizes[-1])
         if gpus is not None:
             decision.open([job], gpus)
             return []
@@ -179,7 +180,7 @@ def _place(decision: Decision, job: Job, gently: bool) -> list[Job] | None:
     if settings.sharing:
         places += _joins(decision, job)
     if not places:  # what it asks for may be whole nodes and a part of another
-        gpus = draft.allocate(job.spec.gpus, job.least_room) if job.spec.gpus in sizes else None
+        gpus = draft.allocate(job.spec.gpus) if job.spec.gpus in sizes else None
         if gpus is None:
             return None
         decision.open([job], gpus)
@@ -190,7 +191,7 @@ def _place(decision: Decision, job: Job, gently: bool) -> list[Job] | None:
         decision.change(best.joins, [*view.jobs, job], view.gpus, best.prediction)
         return []
     stopped = apply(decision, tuple(each for offer in best.offers for each in offer.sacrifices))
-    gpus = tuple([gpu for offer in best.offers for gpu in draft.free_for(offer.node, job.least_room)])[: best.gpus]
+    gpus = tuple([gpu for offer in best.offers for gpu in draft.free_of(offer.node)])[: best.gpus]
     draft.take(gpus)
     decision.open([job], gpus)
     return stopped
@@ -270,7 +271,7 @@ def _joins(decision: Decision, job: Job) -> list[_Place]:
             continue
         view = decision.view(name)
         jobs = [*view.jobs, job]
-        prediction = decision.predict_on(jobs, view.gpus) if decision.can_have([job], view.gpus) else None
+        prediction = decision.predict(jobs, len(view.gpus), view.num_nodes)
         asked = sum([member.spec.gpus for member in jobs])
         if prediction is None or (len(view.gpus) > asked and decision.predict(jobs, asked) is None):
             continue  # or growth could not be taken back any more
