@@ -25,6 +25,9 @@ DataFormat = Literal[
 Rows = Literal["samples", "pairs", "labelled"]
 # Objectives (`tlora.objectives`), and what of its data each learns from (`data.formats.Rows`).
 LEARNS_FROM: dict[str, Rows] = {"sft": "samples", "dpo": "pairs", "orpo": "pairs", "kto": "labelled"}
+# Those whose losses depend on a number of the whole global batch, which needs all of it in one place (`Objective.statistic`). It stands
+# here because who places jobs loads no torch.
+_WHOLE_BATCH = ("kto",)
 if TYPE_CHECKING:
     ObjectiveName = str
 else:
@@ -81,6 +84,11 @@ class TrainConfig(BaseModel):
     def learns_from(self) -> Rows:
         """What of its data the objective learns from."""
         return LEARNS_FROM[self.objective]
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        """Whether each global batch must be computed in one place."""
+        return self.objective in _WHOLE_BATCH
 
     def warmup_count(self, total_steps: int) -> int:
         """Warm-up in optimizer steps out of `total_steps`."""

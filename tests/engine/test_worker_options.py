@@ -139,6 +139,22 @@ def test_a_memory_limit_counts_the_replicas_of_a_job(base: Path) -> None:
     assert not fits.problems and "needs" in does_not.problems[0]
 
 
+def test_a_memory_limit_counts_activations_of_the_jobs_own_rank(base: Path) -> None:
+    """Also after the job has left: the kernels stay ready for its rank."""
+    bound, model = bound_of(base, 10**12), SuperModel(outline(str(base)))
+
+    def activations(rank: int) -> int:
+        spec = JobSpec.model_validate({"name": "a", "data": "d", "r": rank})
+        job = PlannedJob(spec, layout=model.layout(spec))
+        return bound._at(256, 0, [job]).activation_bytes
+
+    small, large = activations(4), activations(256)
+    assert small == activations(64) < large
+    wide = JobSpec.model_validate({"name": "a", "data": "d", "r": 256})
+    bound.lower(256, 2, 0, [PlannedJob(wide, layout=model.layout(wide))])
+    assert activations(4) == large
+
+
 def test_a_memory_limit_lowers_the_budget(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for two jobs at a quarter of what the Share says; no result changes."""
     used: list[int] = []

@@ -172,7 +172,10 @@ def test_a_cuda_graph_reads_the_weights_of_its_replay() -> None:
     with torch.no_grad():
         for p in params:
             p.mul_(-1.5)
+    single_lora._recent_tables.cache_clear()  # as thousands of other numbers of tokens would
+    overwritten = [torch.full((64,), -1, dtype=torch.int32, device="cuda") for _ in range(1000)]
     graph.replay()
+    assert overwritten
     for found, expected in zip(captured, torch.autograd.grad(layer(x), params, dy), strict=True):
         assert torch.equal(found, expected)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.kernels.interpreter import DEVICE, MARKS, interpret, interpreted
 from tests.tolerances import KERNEL, assert_close
+from tlora.kernels import single_lora
 from tlora.kernels.lora_tables import DA, DB, RANK, A
 from tlora.kernels.single_lora import _num_runs, _place, _run_tokens, compiled_single_lora_linear, single_lora_linear, takes_kernels
 
@@ -171,3 +172,15 @@ def test_the_operation_keeps_the_rules_of_torch_library() -> None:
         x, a, b = (leaf(given[name], dtype) for name in ("x", "a", "b"))
         for read in (None, leaf(given["x"] / 2, dtype)):
             torch.library.opcheck(compiled_single_lora_linear, (x, given["w"].to(DEVICE, dtype), None, a, b, 1.5, read))
+
+
+def test_tables_that_a_graph_reads_are_never_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many other numbers of tokens come: at every later call they are the very same, and those of no graph may go."""
+    monkeypatch.setattr(single_lora, "_captured", {})
+    before = single_lora._token_tables(1001, DEVICE), single_lora._token_tables(1002, DEVICE)
+    with monkeypatch.context() as capturing:
+        capturing.setattr(single_lora, "_is_capturing", lambda _: True)
+        captured = single_lora._token_tables(1001, DEVICE)
+    single_lora._recent_tables.cache_clear()  # as thousands of others would
+    assert captured is before[0] is single_lora._token_tables(1001, DEVICE)
+    assert single_lora._token_tables(1002, DEVICE) is not before[1]

@@ -10,14 +10,14 @@ import pytest
 
 from tlora.job import JobSpec
 from tlora.planning.job_plan import PlannedJob
-from tlora.planning.work import choose_replicas
+from tlora.planning.work import _work, choose_replicas, trained_tokens
 
 
 def planned(name: str, tokens: int = 1000, **fields: Any) -> PlannedJob:
     """100 samples of so many tokens each."""
     spec = JobSpec.model_validate({"name": name, "data": "d", "batch_size": 16, "max_steps": 10, **fields})
     train = SimpleNamespace(lengths=np.full(100, tokens), epoch=100)
-    data: Any = SimpleNamespace(train=train)
+    data: Any = SimpleNamespace(train=train, eval=None)
     return PlannedJob(spec, data)
 
 
@@ -57,3 +57,12 @@ def test_a_statistic_of_the_whole_batch_and_a_job_with_problems_stay_in_one_plac
     refused.problems.append("no such file")
     jobs = [planned("kto", objective="kto", gpus=2), refused]
     assert choose_replicas(jobs, {"kto": 10.0, "refused": 0.0}, 2, deterministic=False) == {}
+
+
+@pytest.mark.parametrize(("objective", "forwards"), [("sft", 2), ("orpo", 2), ("dpo", 3), ("kto", 5)])
+def test_what_an_objective_computes_beside_its_batch_is_counted(objective: str, forwards: int) -> None:
+    """DPO: its reference. KTO: that, and the KL of its batch under the adapter and under the reference."""
+    weights, job = 10**6, planned("a", objective=objective)
+    tokens = trained_tokens(job)
+    work = _work(job, weights, 0)
+    assert work == forwards * weights * tokens

@@ -212,9 +212,24 @@ def _num_runs(num_tokens: int) -> int:
     return -(-num_tokens // _run_tokens(num_tokens))
 
 
-@functools.lru_cache(maxsize=4096)  # entries of 2 KiB: none may go that a captured CUDA graph still reads
+_captured: dict[tuple[int, torch.device], LoraTables] = {}
+"""Tables that a CUDA graph reads, for as long as the process lives: who holds the graph is not known here. 2 KiB each."""
+
+
 def _token_tables(num_tokens: int, device: torch.device) -> LoraTables:
     """The tables' part that depends on the number of tokens alone: one adapter's runs, one after another."""
+    found = _captured.get((num_tokens, device)) or _recent_tables(num_tokens, device)
+    if _is_capturing(device):
+        _captured[num_tokens, device] = found
+    return found
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@functools.lru_cache(maxsize=4096)
+def _recent_tables(num_tokens: int, device: torch.device) -> LoraTables:
     step = _run_tokens(num_tokens)
     starts = range(0, num_tokens, step)
     runs = [Run(t0, min(t0 + step, num_tokens), (min(step, num_tokens - t0),)) for t0 in starts]

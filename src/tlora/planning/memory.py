@@ -120,7 +120,7 @@ def measure(model: SuperModel, base_bytes: int, device: torch.device, rank: int 
         return MemoryModel(base_bytes, _estimate(model, device, rank), layers, element, sums, step_copies, weights)
     head = model.base.head.weight_VH
     name = "memory probe"
-    model.join(name, _probe_lora(model), TrainConfig(max_steps=1))
+    model.join(name, _probe_lora(model, rank), TrainConfig(max_steps=1))
     few, many = _fitting(model, lambda: [_saved_bytes(model, name, n) for n in (_PROBE_TOKENS, 2 * _PROBE_TOKENS)])
     model.leave(name)
     widest = max((s for shape in model.targets().values() for s in shape), default=0)
@@ -204,10 +204,10 @@ def bytes_by_gpus(model: SuperModel) -> list[int]:
     return [base_bytes, *(bytes_when_shared(model, base_bytes, count) for count in range(2, MOST_GPUS + 1))]
 
 
-def _probe_lora(model: SuperModel) -> LoraConfig:
+def _probe_lora(model: SuperModel, rank: int) -> LoraConfig:
     """All linears where they may be adapted (experts may not)."""
     names = [n for n in model.targets() if not any(n.startswith(block + ".") for block in expert_modules(model.model))]
-    return LoraConfig(r=ROW_ALIGNMENT, target_modules=names)
+    return LoraConfig(r=max(rank, ROW_ALIGNMENT), target_modules=names)
 
 
 def _saved_bytes(model: SuperModel, name: str, num_tokens: int) -> int:

@@ -12,6 +12,7 @@ import torch
 from tlora.batching.replicas import LEAST_REPLICA_TOKENS
 from tlora.data.order import epoch_size
 from tlora.data.profile import tokens_of_steps
+from tlora.job import JobSpec
 from tlora.objectives import objective_of
 from tlora.planning.job_plan import PlannedJob
 from tlora.supermodel.load import layers_of
@@ -21,7 +22,6 @@ from tlora.supermodel.supermodel import SuperModel
 # 2,048 (docs/performance.md). Other GPUs are placed by the same figure: where all are of one kind, only the ratios of jobs matter.
 _RATES = {"cuda": 17_016 * 2 * 8.0e9, "cpu": 2.0e10}
 _MOST_ALONE = 1.1  # times an equal share of all seconds: a longer job spans several GPUs
-_REFERENCE_PASSES = {"dpo": 1, "kto": 2}  # forwards beside those that train: the reference, and the KL of kto
 
 
 def predicted_seconds(jobs: Sequence[PlannedJob], model: SuperModel, device: torch.device) -> dict[str, float]:
@@ -63,6 +63,15 @@ def trained_tokens(job: PlannedJob) -> int:
     return tokens_of_steps(train.lengths, train.epoch, spec, spec.total_steps(epoch_size(train.epoch)))
 
 
+def _forwards_beside(spec: JobSpec) -> int:
+    """Forwards of an objective beside those that train: of its reference, and of the statistic of its batch, which may have one too."""
+    objective = objective_of(spec)
+    if objective is None:
+        return 0
+    statistic = objective.statistic
+    return objective.needs_reference + (1 + statistic.needs_reference if statistic is not None else 0)
+
+
 def _work(job: PlannedJob, weights: int, width: int) -> float:
     """Multiply-adds. Of each token: the weights in forward and in backward (frozen weights have no gradient of their own), and of causal
     attention half the sample's length twice (scores, values) in forward and twice that in backward. Evaluations are forward only.
@@ -72,7 +81,7 @@ def _work(job: PlannedJob, weights: int, width: int) -> float:
     train, spec = job.data.train, job.spec
     steps, tokens = spec.total_steps(epoch_size(train.epoch)), trained_tokens(job)
     mean = float((train.lengths.astype(float) ** 2).sum() / max(train.lengths.sum(), 1))  # of the sample that a token is in
-    forwards = 2 + _REFERENCE_PASSES.get(spec.objective, 0)
+    forwards = 2 + _forwards_beside(spec)
     work = tokens * (forwards * weights + 3 * width * mean)
     if job.data.eval is not None:
         every = spec.eval_steps

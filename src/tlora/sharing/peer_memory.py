@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import os
-import pickle
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
@@ -19,7 +18,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
 
 from tlora.errors import RankError
 from tlora.sharing.multicast import turn_multicast_off
@@ -144,12 +142,33 @@ def _register_group(peers: Peers) -> Any:
 
 def _connect_ipc(num_bytes: int, peers: Peers, device: torch.device) -> _GpuMemory:
     own = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    handles = peers.exchange("handles", base64.b64encode(pickle.dumps(reduce_tensor(own))).decode())
-    parts = [own if peer == peers.rank else _rebuild(handle) for peer, handle in enumerate(handles)]
+    handles = peers.exchange("handles", handle_words(own.untyped_storage()._share_cuda_()))
+    parts = [own if peer == peers.rank else _open_handle(words, num_bytes) for peer, words in enumerate(handles)]
     return _GpuMemory(own, parts, None)
 
 
-def _rebuild(handle: str) -> Tensor:
-    """A peer's tensor. The handle is of a rank of this very run, as all that is in its store."""
-    rebuild, arguments = pickle.loads(base64.b64decode(handle))
-    return rebuild(*arguments)
+# Of an IPC handle: device, handle, bytes, offset, counter's handle, its offset, event's handle, whether to wait for that.
+_HANDLE = (int, bytes, int, int, bytes, int, bytes, bool)
+
+
+def handle_words(fields: Sequence[Any]) -> list[Any]:
+    """An IPC handle as JSON: the store may be on another host, so nothing that comes from it is unpickled."""
+    assert tuple(map(type, fields)) == _HANDLE, f"torch {torch.__version__} has other IPC handles: {fields}"
+    return [base64.b64encode(field).decode() if isinstance(field, bytes) else field for field in fields]
+
+
+def handle_fields(words: Any) -> list[Any]:
+    """What `handle_words` was made of. Raises RankError for anything else."""
+    try:
+        assert len(words) == len(_HANDLE)
+        found = [base64.b64decode(word, validate=True) if kind is bytes else word for word, kind in zip(words, _HANDLE, strict=True)]
+        assert tuple(map(type, found)) == _HANDLE
+    except (AssertionError, TypeError, ValueError):
+        raise RankError(f"a rank sent {str(words)[:80]!r}, which is no handle of GPU memory. Start all ranks with one version") from None
+    return found
+
+
+def _open_handle(words: Any, num_bytes: int) -> Tensor:
+    """A peer's memory."""
+    storage = torch.UntypedStorage._new_shared_cuda(*handle_fields(words))
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (num_bytes,), (1,))

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from tlora.batching.replicas import LEAST_REPLICA_TOKENS, Span
-from tlora.engine.team.placing import WHOLE_BATCH, choose_span
+from tlora.engine.team.placing import choose_span
 from tlora.job import JobSpec, ObjectiveName
 from tlora.objectives import objective_of
 from tlora.worker_protocol import Join
@@ -68,5 +68,5 @@ def test_an_objective_with_a_statistic_of_its_batch_stays_in_one_place() -> None
     for name in get_args(ObjectiveName):
         objective = objective_of(spec(objective=name, batch_size=4, **data[name]))
         needs_all = objective is not None and objective.statistic is not None
-        assert (name in WHOLE_BATCH) == needs_all, name
+        assert spec(objective=name, batch_size=4).needs_whole_batch == needs_all, name
     assert choose_span(Join(spec(objective="kto", batch_size=4, gpus=2)), 2, [], deterministic=True).ranks == (0,)

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from tlora.batching.replicas import LEAST_REPLICA_TOKENS, Span
 from tlora.worker_protocol import Join
 
-WHOLE_BATCH = ("kto",)  # objectives with a statistic of the whole global batch, which needs all of it in one place
-
 
 def choose_span(join: Join, count: int, others: Iterable[Span], deterministic: bool) -> Span:
     """The job's replicas on ranks that have the least to do; of one rank, all of them there.
@@ -25,7 +23,7 @@ def choose_span(join: Join, count: int, others: Iterable[Span], deterministic: b
     if not deterministic:
         worth = count if join.tokens_per_step is None else int(join.tokens_per_step // LEAST_REPLICA_TOKENS)
         replicas = max(spec.gpus, min(count, spec.batch_size, worth))
-    if spec.objective in WHOLE_BATCH:
+    if spec.needs_whole_batch:
         replicas = 1
     ranks = sorted(range(count), key=lambda rank: (loads[rank], homes[rank]))[: min(replicas, count)]
     ranks.sort(key=lambda rank: homes[rank])  # the home evaluates
