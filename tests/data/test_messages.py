@@ -311,5 +311,23 @@ def test_two_system_prompts() -> None:
         read_example(row, "prompt_completion")
 
 
+def test_parameters_without_a_schema_are_said(tmp_path: Path, tokenizers: Any) -> None:
+    """As `to_json` of a set that was read from Parquet writes them; a null that is a value says nothing."""
+    schema = {"type": "object", "properties": {"room": {"type": "string", "default": None}}}
+    padded = schema | {"properties": {**schema["properties"], "city": None}}  # type: ignore[dict-item]
+    rows = [{"messages": [USER, assistant("a")], "tools": [{"name": "f", "parameters": each}]} for each in (schema, padded)]
+    report = report_of(make(write(tmp_path / "x.jsonl", rows), tokenizers(None)))
+    assert [(note.what.split(" (")[0], note.rows, note.example) for note in report.notes] == [
+        ("parameters of tools without a schema", 1, "city")
+    ]
+
+
+def test_rounds_of_two_texts() -> None:
+    row = Row("x", {"conversations": [{"human": "q", "assistant": "a"}, {"human": "r", "assistant": "b"}], "system": "s"}, 0)
+    found = read_example(row, detect(row))
+    assert isinstance(found, Chat) and [message["content"] for message in found.messages] == ["s", "q", "a", "r", "b"]
+    assert found.weights == [0, 0, 1, 0, 1]
+
+
 def test_functions_are_tools() -> None:
     assert read([USER, assistant("a")], functions=[TOOLS[0]["function"]]).tools == TOOLS

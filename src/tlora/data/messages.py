@@ -59,13 +59,20 @@ def read_messages(row: Row, name: str, value: object) -> Chat:
 def read_turns(row: Row, name: str, raw: list[object]) -> Chat:
     """As `read_messages`, of a list that may be empty."""
     turns: list[_Turn] = []
-    for i, item in enumerate(raw):
+    for i, item in ((i, item) for i, each in enumerate(raw) for item in _round(each)):
         turn = _read_turn(row, f"{name}[{i}]", item)
         if turn.joins and turns and turns[-1].message["role"] == "assistant":
             turn = _joined(row, f"{name}[{i}]", turns.pop(), turn)
         turns.append(turn)
     notes = tuple(note for turn in turns for note in turn.notes)
     return Chat([turn.message for turn in turns], [turn.weight for turn in turns], notes=notes)
+
+
+def _round(item: object) -> Sequence[object]:
+    """The two messages of a round as MS-SWIFT's ShareGPT has it, {'human': ..., 'assistant': ...}; else the message itself."""
+    if isinstance(item, dict) and {"human", "assistant"} <= item.keys() and not {"role", "from"} & item.keys():
+        return [{"role": role, "content": item[key]} for role, key in (("user", "human"), ("assistant", "assistant"))]
+    return [item]
 
 
 def check_roles(messages: Sequence[Message], template: str, place: str) -> None:
@@ -123,6 +130,19 @@ def read_tools(row: Row, name: str, raw: object) -> list[object] | None:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         fail(row, name, raw, "a list of tools like {'name': ..., 'parameters': ...}, also as JSON in a string")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in cast("list[Message]", tools)] or None
+
+
+def notes_on_tools(tools: Sequence[object] | None) -> tuple[Note, ...]:
+    """On parameters whose schema is null. No schema is null: a Parquet file was written as JSON with the keys of all its rows."""
+    waiting, found = list(tools or []), list[str]()
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            schemas = item.get("properties")
+            found += [str(name) for name, schema in schemas.items() if schema is None] if isinstance(schemas, dict) else []
+        waiting += item.values() if isinstance(item, dict) else item if isinstance(item, list) else []
+    what = "parameters of tools without a schema (null), as Parquet has them where other tools have more, are written as they stand"
+    return (Note(what, found[0]),) if found else ()
 
 
 def read_history(row: Row) -> Chat:
@@ -243,4 +263,6 @@ def says_what_is_trained(name: str, value: object) -> bool:
 def _is_switch(value: object) -> bool:
     if isinstance(value, list):  # of tokens or messages; or of parts of a text, as axolotl's `train_detail`
         return bool(value) and all(_is_switch(item) or (isinstance(item, dict) and "train" in item) for item in value)
-    return (isinstance(value, (bool, int, float)) and value in (0, 1)) or str(value).lower() in ("true", "false")
+    if isinstance(value, str):
+        return value in ("true", "false", "True", "False")
+    return isinstance(value, (bool, int, float)) and value in (0, 1)

@@ -14,7 +14,7 @@ from tlora.data.rows import Row
 from tlora.errors import DataError
 
 # The wanted and the unwanted answer. With None the wanted answer is that of the row, read by the other formats.
-_ANSWERS: tuple[tuple[str | None, str], ...] = (
+ANSWERS: tuple[tuple[str | None, str], ...] = (
     ("chosen", "rejected"),  # TRL, LLaMA-Factory, axolotl
     ("preferred_output", "non_preferred_output"),  # OpenAI
     ("chosen_messages", "rejected_messages"),  # LLaMA-Factory
@@ -22,7 +22,7 @@ _ANSWERS: tuple[tuple[str | None, str], ...] = (
     (None, "rejected_response"),  # MS-SWIFT
     (None, "rejected_messages"),  # MS-SWIFT
 )
-PAIR_COLUMNS = tuple(dict.fromkeys(column for columns in _ANSWERS for column in columns if column))
+PAIR_COLUMNS = tuple(dict.fromkeys(column for columns in ANSWERS for column in columns if column))
 _PROMPTS = ("conversations", "prompt", "question", "instruction", "messages")
 
 
@@ -32,7 +32,7 @@ def answer_columns(row: Row) -> tuple[str | None, str] | None:
     def has(column: str | None) -> bool:
         return column is None or not is_empty(row.value.get(column))
 
-    return next((columns for columns in _ANSWERS if all(map(has, columns))), None)
+    return next((columns for columns in ANSWERS if all(map(has, columns))), None)
 
 
 def read_pair(row: Row, read_wanted: Callable[[Row], Example]) -> Pair:

@@ -355,7 +355,8 @@ def _without_absent(value: object) -> object:
     """Without the null that Arrow puts where a record lacks a field of other records; one that was written cannot be told from it."""
     if isinstance(value, dict):
         return {key: _without_absent(item) for key, item in value.items() if item is not None}
-    return [_without_absent(item) for item in value] if isinstance(value, list) else value
+    holds_records = isinstance(value, list) and any(isinstance(item, dict | list) for item in value)
+    return [_without_absent(item) for item in cast("list[object]", value)] if holds_records else value
 
 
 def _splits_of(path: Path, split: str | None) -> list[Path]:
