@@ -290,7 +290,7 @@ def test_other_keys_say_nothing_of_training(key: str, value: object) -> None:
     ],
 )
 def test_the_system_prompt_in_a_column(value: dict[str, Any], column: str) -> None:
-    row = Row("x.jsonl, line 3", value | {column: "Answer as a sailor."}, 0)
+    row = Row("x.jsonl, line 3", {**value, column: "Answer as a sailor."}, 0)
     found = read_example(row, detect(row))
     assert isinstance(found, Chat) and found.messages[0] == {"role": "system", "content": "Answer as a sailor."}
     assert found.weights == [0, 0, 1] and len(found.messages) == 3

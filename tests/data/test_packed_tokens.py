@@ -18,6 +18,10 @@ from tlora.errors import DataError
 IDS = [5, 6, 7, 8]
 
 
+def row_of(value: dict[str, Any]) -> Row:
+    return Row("x, row 1", value, 0)
+
+
 def read(**columns: Any) -> list[Any]:
     return read_examples(Row("x.jsonl, line 3", columns, 0), "tokenized")
 
@@ -96,9 +100,9 @@ def test_borders_that_do_not_fit(columns: dict[str, Any], pattern: str) -> None:
 def test_other_columns_that_say_what_is_trained_are_refused(value: dict[str, Any]) -> None:
     for row in ({"input_ids": IDS}, {"messages": [{"role": "user", "content": "a"}]}, {"text": "a"}):
         with pytest.raises(DataError, match=f"x, row 1: column '{next(iter(value))}' seems to say what is trained"):
-            format_of(Row("x, row 1", row | value, 0), "auto")
+            format_of(row_of(row | value), "auto")
     for other in ({"special_tokens_mask": [1, 0, 0, 1]}, {"token_type_ids": [0] * 4}, {"train_idx": 0}, {"training_data": ["a"]}):
-        assert format_of(Row("x, row 1", {"input_ids": IDS} | other, 0), "auto") == "tokenized"
+        assert format_of(row_of({"input_ids": IDS} | other), "auto") == "tokenized"
 
 
 def test_a_set_of_packed_rows(tmp_path: Path, tokenizers: Any) -> None:
@@ -134,7 +138,7 @@ def test_segments_of_text(tmp_path: Path, tokenizers: Any) -> None:
         {"label": True, "text": " is Paris.</s>"},
     ]
     row = {"segments": segments}
-    assert read_example(Row("x", row, 0), "segments") == Segments([segment["text"] for segment in segments], [0, 1, 1])
+    assert read_example(row_of(row), "segments") == Segments([segment["text"] for segment in segments], [0, 1, 1])
     found = Dataset(make(write(tmp_path / "x.jsonl", [row]), tokenizers(None, adds_bos=True)))[0]
     ids = [tokenizers(None)(segment["text"], add_special_tokens=False)["input_ids"] for segment in segments]
     assert found.input_ids.tolist() == [token for part in ids for token in part], "no token is added, none spans two segments"
@@ -144,6 +148,6 @@ def test_segments_of_text(tmp_path: Path, tokenizers: Any) -> None:
 @pytest.mark.parametrize("segment", ["a", {"label": True}, {"text": "a"}, {"label": "true", "text": "a"}, {"label": 2, "text": "a"}])
 def test_what_is_no_segment(segment: object) -> None:
     with pytest.raises(DataError, match=r"x, row 1: segments\[0\] is .*expected a segment like \{'label': true"):
-        read_example(Row("x, row 1", {"segments": [segment]}, 0), "segments")
+        read_example(row_of({"segments": [segment]}), "segments")
     with pytest.raises(DataError, match="column 'segments' is .*at least one segment"):
-        read_example(Row("x, row 1", {"segments": []}, 0), "segments")
+        read_example(row_of({"segments": []}), "segments")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from test_build import source, write
@@ -18,7 +18,9 @@ from tlora.data.rows import Row
 from tlora.errors import DataError
 
 SYSTEM = {"role": "system", "content": "s"}
-USER, GOOD, BAD = ({"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "good"), ("assistant", "bad")))
+USER, GOOD, BAD = cast(
+    "list[dict[str, Any]]", [{"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "good"), ("assistant", "bad"))]
+)
 HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "good"}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
