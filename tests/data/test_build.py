@@ -191,10 +191,50 @@ def test_all_who_read_a_set_share_its_open_files(tmp_path: Path, tokenizers: Any
     directory = make(write(tmp_path / "x.jsonl", [{"input_ids": [1, 2, i]} for i in range(9)]), tokenizers(None))
     before = open_files()
     readers = [Dataset(directory, np.array([i])) for i in range(9)]
-    assert open_files() - before == 2 and len({id(reader._offsets) for reader in readers}) == 1
+    assert open_files() - before == 2 and len({id(reader._tokens) for reader in readers}) == 1
     assert [int(reader[0].input_ids[2]) for reader in readers] == list(range(9))
     readers.clear()
     assert open_files() == before
+
+
+def test_tokens_at_places_in_samples(tmp_path: Path, tokenizers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_module, "_READ_AT_ONCE", 7)
+    directory = make(write(tmp_path / "x.jsonl", [{"input_ids": list(range(i, 2 * i + 2))} for i in range(20)]), tokenizers(None))
+    view = Dataset(directory, np.array([3, 11, 4, 19]))
+    places = [(2, 0), (3, 20), (0, 1), (1, 12), (2, 5), (2, 5)]
+    found = view.tokens_at(np.array([i for i, _ in places]), np.array([place for _, place in places]))
+    assert found.tolist() == [int(view[i].input_ids[place]) for i, place in places]
+    assert view.tokens_at(np.array([], dtype=np.int64), np.array([], dtype=np.int64)).tolist() == []
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "weights.bin"])
+def test_a_set_that_is_cut_while_it_is_open(name: str, tmp_path: Path, tokenizers: Any) -> None:
+    """A page of a mapped file that is cut would end the process."""
+    directory = make(write(tmp_path / "x.jsonl", [{"input_ids": list(range(2 + i))} for i in range(90)]), tokenizers(None))
+    dataset = Dataset(directory)
+    os.truncate(directory / name, 4096)
+    with pytest.raises(
+        DataError, match=rf"{name}: another program has cut .*a sample ends at byte 16740, behind the end of the file.*Resume the run"
+    ):
+        dataset[89]
+    assert dataset[0].input_ids.tolist() == [0, 1]
+
+
+def test_a_set_that_is_written_over_while_it_is_open(tmp_path: Path, tokenizers: Any) -> None:
+    directory = make(write(tmp_path / "x.jsonl", [{"input_ids": [5, 6, 7]}]), tokenizers(None))
+    dataset = Dataset(directory)
+    (directory / "tokens.bin").write_bytes(np.array([5, -6, 8], dtype=np.int32).tobytes())
+    with pytest.raises(DataError, match=r"tokens.bin: another program has .*token ids from -6 to 8, where 7 is the highest"):
+        dataset[0]
+
+
+@pytest.mark.parametrize("name", ["offsets.npy", "trained.npy", "meta.json", "tokens.bin"])
+@pytest.mark.parametrize("harm", [Path.unlink, lambda file: os.truncate(file, 0)])
+def test_a_set_that_is_cut_before_it_is_opened(name: str, harm: Any, tmp_path: Path, tokenizers: Any) -> None:
+    directory = make(write(tmp_path / "x.jsonl", [{"input_ids": [5, 6, 7]}]), tokenizers(None))
+    harm(directory / name)
+    with pytest.raises(DataError, match=rf"{name}: another program has cut or changed"):
+        Dataset(directory)[0]
 
 
 # --- refusals ---

@@ -1,4 +1,4 @@
-"""Tokenized samples on disk: written once, then read through memory maps.
+"""Tokenized samples on disk: written once, then read sample by sample from files that stay open.
 
 A set is a directory of flat files (`tokens.bin`, `weights.bin`, `offsets.npy`, `trained.npy`; of pairs also `sequence_ends.npy`),
 `meta.json` and a manifest with their hashes. It is written atomically. This module owns the files and their check;
@@ -15,20 +15,22 @@ import uuid
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
-from weakref import WeakValueDictionary
+from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 import numpy.typing as npt
 
 from tlora import durable
 from tlora.data.order import Mixture
+from tlora.errors import DataError
 
 FORMAT_VERSION = 3  # part of every cache key: raise it when the same input gives other tokens, weights or files
 SCRATCH_PREFIX = "tmp-"
+_READ_AT_ONCE = 1 << 20  # numbers
+_Number = TypeVar("_Number", np.int32, np.float32)
 _arrays: WeakValueDictionary[tuple[int, int, int], Any] = WeakValueDictionary()  # by device, inode and time of the file
 
 
@@ -65,34 +67,41 @@ class Dataset:
     """
 
     def __init__(self, directory: Path, indices: npt.NDArray[np.int64] | None = None, mixture: Mixture | None = None) -> None:
-        offsets, trained = _shared(directory / "offsets.npy", np.load), _shared(directory / "trained.npy", np.load)
+        """Raises DataError for a set whose files have been cut or changed."""
+        offsets, trained = _shared(directory / "offsets.npy", _load), _shared(directory / "trained.npy", _load)
         starts, ends = (offsets[:-1], offsets[1:]) if indices is None else (offsets[indices], offsets[indices + 1])
         self.directory = directory
-        self.meta: dict[str, object] = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
+        try:
+            self.meta: dict[str, object] = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise _changed(directory / "meta.json", str(error)) from error
         self.lengths: npt.NDArray[np.int64] = np.asarray(ends - starts)
         self.trained: npt.NDArray[np.float64] = np.asarray(trained if indices is None else trained[indices])
         self.epoch: int | Mixture = mixture or len(starts)
         self.max_token_id = int(str(self.meta["max_token_id"]))
-        self._offsets, self._starts = offsets, starts
+        self._starts = starts
         ends = directory / "sequence_ends.npy"
-        self._ends = _shared(ends, np.load) if ends.is_file() else None
+        self._ends = _shared(ends, _load) if ends.is_file() else None
         self._places = np.arange(len(starts)) if indices is None else indices
-        self._tokens: npt.NDArray[np.int32] = _shared(directory / "tokens.bin", partial(np.memmap, dtype=np.int32, mode="r"))
-        self._weights: npt.NDArray[np.float32] = _shared(directory / "weights.bin", partial(np.memmap, dtype=np.float32, mode="r"))
+        self._tokens: _NumberFile[np.int32] = _shared(directory / "tokens.bin", _open_tokens)
+        self._weights: _NumberFile[np.float32] = _shared(directory / "weights.bin", _open_weights)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> Sample:
-        start = int(self._starts[index])
-        part = slice(start, start + int(self.lengths[index]))
+        """Raises DataError where the files have been cut or changed since the set was opened."""
+        start, count = int(self._starts[index]), int(self.lengths[index])
         ends = () if self._ends is None else (0, *self._ends[self._places[index]].tolist())
         lengths = tuple(int(end - begin) for begin, end in pairwise(ends))
-        return Sample(np.array(self._tokens[part]), np.array(self._weights[part]), lengths)
+        ids = self._tokens.read(start, count)
+        if ids.view(np.uint32).max() > self.max_token_id:  # on a GPU such an id would end all jobs; a negative one is large here
+            raise _changed(self._tokens.path, f"token ids from {ids.min()} to {ids.max()}, where {self.max_token_id} is the highest")
+        return Sample(ids, self._weights.read(start, count), lengths)
 
     def tokens_at(self, indices: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """Of each sample that `indices` names, the token at its place of `places`."""
-        return np.asarray(self._tokens[self._starts[indices] + places])
+        return self._tokens.gather(self._starts[indices] + places)
 
     def was_named(self, key: str) -> bool:
         """Whether `key` (a set's directory and its number of samples) names this set as an earlier version made it of the same input."""
@@ -105,14 +114,71 @@ class Dataset:
         return self.lengths if self._ends is None else np.diff(self._ends[self._places], axis=1, prepend=0).max(axis=1)
 
 
+class _NumberFile(Generic[_Number]):
+    """Numbers of one type in an open file. They are read and not mapped: a look at a map beyond the end of a file that another program
+    has cut kills the process, and with it all jobs.
+    """
+
+    def __init__(self, path: Path, dtype: type[_Number]) -> None:
+        self.path, self._dtype = path, dtype
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        finalize(self, os.close, self._descriptor)
+
+    def read(self, start: int, count: int) -> npt.NDArray[_Number]:
+        """`count` numbers from number `start` on. Raises DataError where the file has fewer."""
+        numbers = np.empty(count, dtype=self._dtype)
+        place = start * numbers.itemsize
+        rest = numbers.data.cast("B")
+        try:
+            while done := os.preadv(self._descriptor, [rest], place):
+                if done == len(rest):
+                    return numbers
+                rest, place = rest[done:], place + done
+        except OSError as error:
+            raise _changed(self.path, error.strerror or str(error)) from error
+        raise _changed(self.path, f"a sample ends at byte {place + len(rest)}, behind the end of the file")
+
+    def gather(self, places: npt.NDArray[np.int64]) -> npt.NDArray[_Number]:
+        """The numbers at `places`, block by block, each read once. Raises DataError as `read`."""
+        found = np.empty(len(places), dtype=self._dtype)
+        order = np.argsort(places, kind="stable")
+        cuts = np.flatnonzero(np.diff(places[order] // _READ_AT_ONCE)) + 1
+        for part in np.split(order, cuts) if len(order) else []:
+            first, last = int(places[part[0]]), int(places[part[-1]])
+            found[part] = self.read(first, last + 1 - first)[places[part] - first]
+        return found
+
+
+def _open_tokens(path: Path) -> _NumberFile[np.int32]:
+    return _NumberFile(path, np.int32)
+
+
+def _open_weights(path: Path) -> _NumberFile[np.float32]:
+    return _NumberFile(path, np.float32)
+
+
+def _load(path: Path) -> npt.NDArray[Any]:
+    numbers = np.load(path)
+    numbers.setflags(write=False)
+    return numbers
+
+
+def _changed(path: Path, what: str) -> DataError:
+    return DataError(
+        f"{path}: another program has cut or changed this file of tokenized data ({what}). Resume the run: the data is tokenized again"
+    )
+
+
 def _shared(path: Path, read: Callable[[Path], Any]) -> Any:
-    """One memory map per file, shared by all readers: each map keeps a file open, and a sweep may have hundreds of jobs on one set."""
-    found = path.stat()
-    key = (found.st_dev, found.st_ino, found.st_mtime_ns)
-    shared = _arrays.get(key)
-    if shared is None:
-        shared = _arrays[key] = read(path)
-        shared.setflags(write=False)
+    """One open file or array for all readers: a sweep may have hundreds of jobs on one set."""
+    try:
+        found = path.stat()
+        key = (found.st_dev, found.st_ino, found.st_mtime_ns)
+        shared = _arrays.get(key)
+        if shared is None:
+            shared = _arrays[key] = read(path)
+    except (OSError, ValueError, EOFError) as error:  # what numpy raises for a file that is cut
+        raise _changed(path, str(error)) from error
     return shared
 
 
@@ -184,8 +250,10 @@ def find_damage(directory: Path, vocab_size: int, beat: Callable[[], None] = lam
     damage = durable.find_damage(directory, beat)
     if damage is not None:
         return damage
-    tokens = np.memmap(directory / "tokens.bin", dtype=np.int32, mode="r")
-    lowest, highest = int(tokens.min()), int(tokens.max())
+    lowest, highest = 0, 0
+    with (directory / "tokens.bin").open("rb") as file:
+        while (ids := np.fromfile(file, dtype=np.int32, count=_READ_AT_ONCE)).size:
+            lowest, highest = min(lowest, int(ids.min())), max(highest, int(ids.max()))
     if lowest < 0 or highest >= vocab_size:
         return f"{directory} is damaged: it holds token ids from {lowest} to {highest}, and the vocabulary has {vocab_size}"
     return None

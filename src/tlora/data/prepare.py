@@ -1,4 +1,4 @@
-"""The data room's front door: from `DataConfig`s to memory-mapped sets, tokenized in a process of its own.
+"""The data room's front door: from `DataConfig`s to tokenized sets, tokenized in a process of its own.
 
 A job whose data is invalid, or crashes or hangs the process, gets a DataError; the other jobs continue in a new process.
 """
@@ -266,10 +266,10 @@ def _pinned(path: str | Sources, sources: Sequence[DataSource], commits: Sequenc
 def open_sets(request: PrepareRequest, train_set: Path, eval_set: Path | None) -> Prepared | DataError:
     """What `prepare` gives, from the sets that it made for this request before. `eval_set`: of `data.eval_path`, if there is one."""
     data = request.data
-    whole = Dataset(train_set)
-    report = _report(request, data.sources, whole)
     train, evaluation, eval_report = None, None, None
     try:
+        whole = Dataset(train_set)
+        report = _report(request, data.sources, whole)
         if data.eval_path:
             assert eval_set is not None, f"{data.eval_path} was not tokenized"
             evaluation = Dataset(eval_set)
@@ -278,10 +278,10 @@ def open_sets(request: PrepareRequest, train_set: Path, eval_set: Path | None) -
             train, held_out = split(len(whole), data.eval_size, data.eval_seed)
             evaluation = Dataset(train_set, held_out)
         mixture = _mixture(data.sources, report.sources, train)
+        shared = _count_shared(train_set, eval_set if data.eval_path else None, data.eval_size, data.eval_seed)
+        return Prepared(Dataset(train_set, train, mixture), evaluation, report, data, eval_report, shared=shared)
     except DataError as error:
         return DataError(f"{data.called}: {error}")
-    shared = _count_shared(train_set, eval_set if data.eval_path else None, data.eval_size, data.eval_seed)
-    return Prepared(Dataset(train_set, train, mixture), evaluation, report, data, eval_report, shared=shared)
 
 
 @lru_cache(maxsize=64)  # a second for a million rows, and the jobs of a sweep ask for the same

@@ -316,7 +316,7 @@ def _read_parquet(file: Path) -> Iterator[Row]:
     if file.stat().st_size == 0:
         return
     try:
-        parquet = pq.ParquetFile(file, memory_map=True, pre_buffer=False)
+        parquet = pq.ParquetFile(file, buffer_size=CHUNK_BYTES, pre_buffer=False)  # not mapped: the file may be cut meanwhile
         total = parquet.metadata.num_rows
         yield from _read_batches(file, parquet.iter_batches(batch_size=ARROW_BATCH_ROWS), total)
     except pa.ArrowException as error:
@@ -327,7 +327,7 @@ def _read_arrow(file: Path) -> Iterator[Row]:
     if file.stat().st_size == 0:
         return
     try:
-        with pa.memory_map(str(file)) as source:
+        with pa.OSFile(str(file), "rb") as source:  # not mapped: the file may be cut meanwhile
             yield from _read_batches(file, iter(pa.ipc.open_stream(source)), None)
     except pa.ArrowException as error:
         raise DataError(f"{file}: not a readable Arrow stream ({_short(str(error))}); save the set again with save_to_disk") from error

@@ -28,7 +28,7 @@ from tlora.planning.threads import compute_with, default_threads
 from tlora.store.serving import find_prompting
 from tlora.supermodel.base_name import same_base
 from tlora.supermodel.inject import find_linears, resolve_targets
-from tlora.supermodel.load import load_config, load_weights
+from tlora.supermodel.load import load_config, load_weights, move_model
 
 OnText = Callable[[str], None]
 
@@ -79,7 +79,7 @@ def open_adapter(directory: Path, *, base_model: str | None = None, device: str 
     except ModelError as error:
         raise (error if base_model else ModelError(f"{error}. The adapter names this base: --base-model says where it is")) from None
     prompting = find_prompting(directory, base)
-    model: Any = load_weights(base).to(place).eval()
+    model: Any = move_model(load_weights(base), place).eval()
     try:
         shape, _ = adopt_adapter_config(JobSpec(name="adapter", data=DataConfig(path="-")), directory)
     except ValueError as error:

@@ -267,7 +267,17 @@ class Engine:
             self._settle()
             return
         for run in stepping:
-            run.offer()
+            self._offer(run)
+
+    def _offer(self, run: JobRun) -> bool:
+        """Put the next evaluation or global batch on offer. A job whose data cannot be read any more fails, and False comes back."""
+        offered = self.decisions.result(attempt(run.offer))
+        if not isinstance(offered, Failure):
+            return True
+        self._settle()  # its last step may be under way
+        if run.spec.name in self.runs:
+            self._end(run, "failed", offered.reason)
+        return False
 
     def _settle(self) -> None:
         """Read what came of the optimizer steps under way, if there are any."""
@@ -303,14 +313,12 @@ class Engine:
         """
         if not run.leads:
             if not (offered or run.exhausted):
-                run.offer()
+                self._offer(run)
         elif (end := self.decisions.end(run.spec.name, self._due_end(run))) is not None:
             self._end(run, *end)
-        elif not offered:
-            run.offer()
-            if not run.needs_evaluation and run.checkpoint_due:
-                run.saved_step = run.progress.step
-                self._listen(CheckpointDue(run.spec.name, run.progress, self.model.state(run.spec.name)))
+        elif not offered and self._offer(run) and not run.needs_evaluation and run.checkpoint_due:
+            run.saved_step = run.progress.step
+            self._listen(CheckpointDue(run.spec.name, run.progress, self.model.state(run.spec.name)))
 
     def _due_end(self, run: JobRun) -> End | None:
         """How the job ends here: it learns nothing, or has nothing left to do."""
@@ -361,7 +369,7 @@ class Engine:
         for name in names:
             if name in self.runs:
                 self.model.zero_grad_of(name)
-                self.runs[name].offer()
+                self._offer(self.runs[name])
 
     def _forgive(self, error: BaseException) -> None:
         """An error that no job repeats alone is let pass, not more often than `_FORGIVEN` times in a run."""

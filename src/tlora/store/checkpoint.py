@@ -65,7 +65,8 @@ def load(directory: Path, layout: AdapterLayout, dtype: torch.dtype) -> tuple[Ad
     progress, counters = _read_state(directory / STATE_FILE)
     moments = _read_moments(directory / OPTIMIZER_FILE, layout)
     params = load_params(directory, layout, dtype)
-    exp_avg, exp_avg_sq = (moments[name].to(dtype) for name in ("exp_avg", "exp_avg_sq"))
+    # copies: what safetensors gives lies in the mapped file, and whoever cut that would kill the process
+    exp_avg, exp_avg_sq = (moments[name].to(dtype, copy=True) for name in ("exp_avg", "exp_avg_sq"))
     return AdapterState(layout, params, exp_avg, exp_avg_sq, progress.step, **counters), progress
 
 

@@ -27,6 +27,7 @@ from tlora.supermodel.fp8_linear import check_fp8, hold_in_fp8
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.layer_values import values_in_layers
 from tlora.supermodel.outlined_experts import OutlinedExperts
+from tlora.supermodel.tensor_files import unmapped
 from tlora.supermodel.weight_files import check_weights, refuse_incomplete
 
 _LARGE = 1 << 20  # numbers; what is smaller is moved one by one
@@ -132,11 +133,13 @@ def load_base(
     if base_precision == "fp8":
         check_fp8(place, model.dtype)
         hold_in_fp8(model, list(find_linears(model)), place)
-    return make_base(_move(model, place), base_model)
+    return make_base(move_model(model, place), base_model)
 
 
-def _move(model: Any, place: torch.device) -> Any:
-    """The model on `place`; large weights go onto a GPU by several threads."""
+def move_model(model: Any, place: torch.device) -> Any:
+    """The model of `load_weights` on `place`, none of it in mapped files; large weights go onto a GPU by several threads."""
+    if place.type == "cpu":
+        return model._apply(unmapped)
     if place.type == "cuda":
         large = [p for p in model.parameters() if p.device.type == "cpu" and p.numel() >= _LARGE]
         with ThreadPoolExecutor(1) as beside:

@@ -23,7 +23,7 @@ from tlora.supermodel.inject import expert_modules, find_linears
 from tlora.supermodel.load import Base, decoder_of, layers_of, load_config, make_base, pick_dtype
 from tlora.supermodel.lora_linear import BaseLinear, LoraLinear
 from tlora.supermodel.streamed_linear import StreamedLinear
-from tlora.supermodel.tensor_files import StoredTensor, find_tensors
+from tlora.supermodel.tensor_files import StoredTensor, find_tensors, unmapped
 from tlora.supermodel.weight_files import check_weights, find_safetensors, refuse_incomplete
 
 
@@ -79,6 +79,10 @@ def _offset(tensor: StoredTensor, dtype: torch.dtype, device: torch.device) -> i
     """
     mapped = device.type == "cpu" and tensor.dtype == dtype and tensor.start % dtype.itemsize == 0
     return tensor.start % 64 if mapped else 0
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    return unmapped(tensor) if device.type == "cpu" else tensor.to(device)
 
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -148,8 +152,8 @@ def share_linears(model: Any, layout: BaseLayout, rows: Rows, peers: Peers, devi
     for name, (_, piece) in layout.places.items():
         parent, _, child = name.rpartition(".")
         bias = model.get_submodule(name).bias
-        setattr(model.get_submodule(parent), child, StreamedLinear(piece, None if bias is None else bias.detach().to(device), stream))
+        setattr(model.get_submodule(parent), child, StreamedLinear(piece, None if bias is None else _moved(bias.detach(), device), stream))
     if layout.fp8:
         hold_in_fp8(model, [n for n, m in find_linears(model).items() if isinstance(m, nn.Linear)], device)
-    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    model._apply(lambda tensor: tensor if tensor.is_meta else _moved(tensor, device))
     return stream
