@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,13 +18,28 @@ _STEPS = 2.0**28
 
 
 def round_exact(values: Tensor) -> Tensor:
-    """In fp64, as multiples of 2^-28: up to 2^25 their sum is exact, so it depends neither on order nor on what is packed together.
+    """In fp64, as multiples of 2^-28: up to 2^25 their sum is exact, so it depends neither on order nor on what is packed together."""
+    return values.detach().double().mul(_STEPS).round_().div_(_STEPS)
 
-    Differentiable, with the derivative of the identity.
+
+class _SumBySequence(torch.autograd.Function):
+    """[S] sums of values [N], to 2^-57 a value and whatever their order: both parts of each, and so their sums, are on a grid.
+
+    A sum that is rounded to 2^-28 a value, as those that are reported, would move the loss's slope by more than fp64 promises.
     """
-    exact = values.double()
-    rounded = exact.detach().mul(_STEPS).round_().div_(_STEPS)
-    return exact + (rounded - exact.detach()) if exact.requires_grad else rounded
+
+    @staticmethod
+    def forward(ctx: Any, values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:
+        ctx.save_for_backward(sequence_N)
+        high_N = round_exact(values_N)
+        low_N = (values_N - high_N).mul_(_STEPS**2).round_().div_(_STEPS**2)
+        zeros_S = torch.zeros(num_sequences, dtype=torch.float64, device=values_N.device)
+        return zeros_S.index_add(0, sequence_N, high_N) + zeros_S.index_add(0, sequence_N, low_N)
+
+    @staticmethod
+    def backward(ctx: Any, grad_S: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (sequence_N,) = ctx.saved_tensors
+        return grad_S[sequence_N], None, None
 
 
 @dataclass(frozen=True)
@@ -44,8 +59,8 @@ class TokenLogprobs:
 
     def sum_by_sequence(self, values_N: Tensor) -> Tensor:
         """[S] sum of weight * value over the tokens of each sequence."""
-        sums = torch.zeros(self.num_sequences, dtype=torch.float64, device=values_N.device)
-        return sums.index_add(0, self.sequence_N, round_exact(values_N * self.weights_N))
+        weighted_N = (values_N * self.weights_N).double()
+        return _SumBySequence.apply(weighted_N, self.sequence_N, self.num_sequences)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
