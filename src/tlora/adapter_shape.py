@@ -24,6 +24,7 @@ class Words:
 
 
 NamePattern = Annotated[str, Field(min_length=1, max_length=1000), Words("a regular expression of whole names")]
+Alpha = Annotated[float, Field(ge=1e-6, le=1e6)]  # 1e308 is no number in fp32, and no scale is meant to be 1e-300
 Layer = Annotated[int, Field(ge=0, le=10**6)]
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
@@ -35,7 +36,7 @@ class LoraShape(BaseModel):
     model_config = _STRICT
 
     r: Annotated[int, Field(ge=1, le=256)] = 16
-    lora_alpha: Annotated[float, Field(gt=0)] = 32.0
+    lora_alpha: Alpha = 32.0
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] | NamePattern = ALL_LINEAR
     exclude_modules: list[str] | NamePattern | None = None
@@ -44,7 +45,7 @@ class LoraShape(BaseModel):
     layers_pattern: Annotated[NamePattern | list[NamePattern] | None, Words("a name, a list of names or null")] = None
     use_rslora: bool = False
     rank_pattern: dict[str, Annotated[int, Field(ge=1, le=256)]] = {}
-    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
+    alpha_pattern: dict[str, Alpha] = {}
 
     @field_validator("target_modules", "exclude_modules", "layers_pattern")
     @classmethod

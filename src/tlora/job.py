@@ -58,15 +58,15 @@ class TrainConfig(BaseModel):
     reference: Literal["start", "base"] = "start"  # of dpo and kto: what answers' probabilities are compared with
     desirable_weight: Annotated[float, Field(ge=0, le=1e6)] = 1.0  # of kto: weight of the wanted answers' losses
     undesirable_weight: Annotated[float, Field(ge=0, le=1e6)] = 1.0  # of kto: of the unwanted ones'
-    learning_rate: Annotated[float, Field(ge=0)] = 2e-4
+    learning_rate: Annotated[float, Field(ge=0, le=1e38)] = 2e-4  # the largest that fp32 holds
     lr_scheduler_type: SchedulerType = "linear"
     min_lr_rate: Annotated[float, Field(ge=0, le=1)] = 0.1  # floor of cosine_with_min_lr, a share of learning_rate
-    warmup_steps: Annotated[float, Field(ge=0)] = 0  # below 1: a share of all steps
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    warmup_steps: Annotated[float, Field(ge=0, le=1e9)] = 0  # below 1: a share of all steps
+    weight_decay: Annotated[float, Field(ge=0, le=1e38)] = 0.0
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
-    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0  # 0: no clipping
+    adam_epsilon: Annotated[float, Field(ge=1e-37, le=1e38)] = 1e-8  # below it is 0 in fp32
+    max_grad_norm: Annotated[float, Field(ge=0, le=1e38)] = 1.0  # 0: no clipping
     batch_size: Positive = 8  # samples, or pairs, per optimizer step
     num_train_epochs: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     max_steps: Positive | None = None  # wins over num_train_epochs

@@ -23,7 +23,7 @@ from tlora.engine.watcher import Watcher
 from tlora.errors import CapacityError
 from tlora.job import JobSpec, RunSpec
 from tlora.planning.job_plan import PlannedJob
-from tlora.planning.memory import MemoryModel, Stage, measure
+from tlora.planning.memory import MemoryModel, Stage, measure, takes_fast_path
 from tlora.planning.memory_probe import Probe
 from tlora.planning.plan import RunPlan, _budgets, counting_jobs, describe_plan, settle
 from tlora.supermodel.load import outline
@@ -306,3 +306,32 @@ def test_experts_are_counted_in_every_precision(device: torch.device, dtype: str
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     memory = measure(SuperModel(outline(str(tmp_path), dtype)), 0, device)
     assert memory.activation_bytes(1024) > 1024 * 2 * SHAPE["hidden_size"] * SHAPE["num_hidden_layers"]
+
+
+@pytest.mark.parametrize(("size", "fits"), [(256, True), (512, False)])
+def test_heads_beyond_the_kernels_take_the_plain_path(size: int, fits: bool, tmp_path: Path) -> None:
+    """Gemma 4's global heads have 512, and its other ones fit."""
+    Gemma4TextConfig(
+        **SHAPE, layer_types=["sliding_attention", "full_attention"], sliding_window=7, head_dim=16, global_head_dim=size,
+        hidden_size_per_layer_input=16, vocab_size_per_layer_input=131,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    model = SuperModel(outline(str(tmp_path), "bfloat16"))
+    assert takes_fast_path(model) == fits and measure(model, 0, GPU).activation_bytes(1024) > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"warmup_steps": 100}, "warmup_steps 100 is 100 steps, and the run has 6: its learning rate comes to 0.0005 of 0.01"),
+        ({"warmup_steps": 5}, ""),
+        ({"warmup_steps": 0.1}, ""),
+        ({"warmup_steps": 100, "lr_scheduler_type": "constant"}, ""),
+    ],
+)
+def test_a_warm_up_longer_than_the_run_is_said(fields: dict[str, Any], said: str, base: Path, data: Path, tmp_path: Path) -> None:
+    [found] = check(run_spec(base, tmp_path, [job("a", str(data / "b.jsonl"), **fields)]), device="cpu").jobs
+    warmups = [line for line in found.warnings if line.startswith("warmup_steps")]
+    assert [line.startswith(said) for line in warmups] == ([True] if said else [])
+    if said:  # the remedy that it names
+        [mended] = check(run_spec(base, tmp_path, [job("a", str(data / "b.jsonl"), warmup_steps=0.1)]), device="cpu").jobs
+        assert not [line for line in mended.warnings if line.startswith("warmup_steps")]

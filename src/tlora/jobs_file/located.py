@@ -25,6 +25,8 @@ _TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels, or an alias (*name) refers 
 _TAG = "tag:yaml.org,2002:"
 _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")  # YAML 1.1 reads 1e-4, without a dot, as text
 
+_OCTAL = re.compile(r"[-+]?0[0-7_]*[1-7][0-7_]*")
+
 Scalar = str | int | float | bool | None
 
 
@@ -110,6 +112,19 @@ def _line(node: yaml.Node) -> int:
     return node.start_mark.line + 1
 
 
+def _misread(text: str) -> str:
+    """What YAML 1.1 makes of a number that most people read otherwise: octal digits, and minutes and seconds."""
+    if _OCTAL.fullmatch(text):
+        sign, digits = ("-", text[1:]) if text[0] == "-" else ("", text.lstrip("+"))
+        return (
+            f"{text}: YAML reads a number that begins with 0 as octal, here {sign}{int(digits, 8)}; "
+            f'write {sign}{digits.replace("_", "").lstrip("0")}, or "{text}" in quotes if it is a name'
+        )
+    if ":" in text:
+        return f'{text}: YAML reads digits with a colon as a number to the base of 60; write the number itself, or "{text}" in quotes'
+    return ""
+
+
 class _Builder:
     """Turns composed nodes into `Located` values and counts them: aliases of aliases can expand exponentially."""
 
@@ -160,6 +175,11 @@ class _Builder:
         tag = node.tag.removeprefix(_TAG)
         if tag == "str" and isinstance(node, yaml.ScalarNode) and not node.style and _EXPONENT.fullmatch(text):
             return float(text)
+        if tag in ("int", "float") and isinstance(node, yaml.ScalarNode) and not node.style and (meant := _misread(text)):
+            line = _line(node)
+            self._problems.append(Problem(line, self._where(line), meant))
+            if _OCTAL.fullmatch(text):
+                return text
         if tag in ("int", "float", "bool", "null"):
             try:
                 return cast("Scalar", SafeConstructor().construct_object(node))  # pyright: ignore[reportUnknownMemberType]

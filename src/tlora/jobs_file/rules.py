@@ -61,7 +61,7 @@ def _bounds(metadata: Iterable[Any]) -> str:
 
 
 def _number(value: float) -> str:
-    return str(int(value)) if math.isfinite(value) and value == int(value) else str(value)
+    return str(int(value)) if math.isfinite(value) and abs(value) < 1e16 and value == int(value) else str(value)
 
 
 def shown(value: object) -> str:

@@ -16,6 +16,7 @@ from tlora.adapters.peft import load_params, read_config
 from tlora.adapters.state import AdapterLayout
 from tlora.batching.replicas import Span
 from tlora.cache_directory import cache_dir
+from tlora.data.order import epoch_size
 from tlora.data.prepare import Preparation, Prepared, PrepareRequest, prepare
 from tlora.errors import DataError
 from tlora.group.wall import Failure, attempt
@@ -81,7 +82,9 @@ def _take_data(job: PlannedJob, data: Prepared | DataError, model: Any) -> None:
         raise data
     job.data, job.longest = data, longest_sample(data)
     job.spec = job.spec.model_copy(update={"data": data.data})
-    job.warnings += data.warnings() + _position_warnings(data, max_positions(model))
+    job.warnings += (
+        _warmup_warnings(job.spec, epoch_size(data.train.epoch)) + data.warnings() + _position_warnings(data, max_positions(model))
+    )
 
 
 def _take_shape(job: PlannedJob, model: SuperModel, resumed: Path | None) -> None:
@@ -111,6 +114,19 @@ def _check_length(job: PlannedJob, model: Any) -> None:
         raise DataError(f"a sample has {longest} tokens, and this base has {table} learned positions. Set max_length: {table}")
     if safe is not None and longest > safe:
         raise DataError(f"a sample has {longest} tokens, and this base's rotary embedding changes past {safe}. Set max_length: {safe}")
+
+
+def _warmup_warnings(spec: JobSpec, epoch: int) -> list[str]:
+    """A run that ends within its warm-up never trains at its learning rate, and its schedule never begins."""
+    steps = spec.total_steps(epoch)
+    warmup = 0 if spec.lr_scheduler_type == "constant" else spec.warmup_count(steps)
+    if warmup < steps or warmup == 0 or steps == 1:
+        return []
+    highest = spec.learning_rate * (steps - 1) / warmup
+    return [
+        f"warmup_steps {spec.warmup_steps:g} is {warmup} steps, and the run has {steps}: its learning rate comes to {highest:.3g} of "
+        f"{spec.learning_rate:g} and never falls. Write fewer, or a share such as warmup_steps: 0.1"
+    ]
 
 
 def _position_warnings(data: Prepared, most: int | None) -> list[str]:

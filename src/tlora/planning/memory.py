@@ -23,7 +23,7 @@ from tlora.job import LoraConfig, TrainConfig
 from tlora.kernels.linear_cross_entropy import chunk_bytes
 from tlora.sharing.layout import lay_out
 from tlora.supermodel.batch import BatchRow, collate
-from tlora.supermodel.fast_path import fit_kernels
+from tlora.supermodel.fast_path import fit_attention, fit_kernels
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import hidden_states, layers_of
 from tlora.supermodel.lora_linear import ActiveBatch, LoraLinear
@@ -141,7 +141,7 @@ def _fitting(model: SuperModel, run: Callable[[], list[T]]) -> list[T]:
 def takes_fast_path(model: SuperModel) -> bool:
     """Whether a base on the meta device would take a GPU's compiled layers there (`fast_path.can_take_fast_path`)."""
     widths = [width for shape in model.targets().values() for width in shape]
-    return bool(layers_of(model.base.decoder)) and fit_kernels(model.base.head.weight_VH.dtype, widths)
+    return bool(layers_of(model.base.decoder)) and fit_kernels(model.base.head.weight_VH.dtype, widths) and fit_attention(model.base)
 
 
 def _estimate(model: SuperModel, device: torch.device, rank: int) -> tuple[Stage, ...]:

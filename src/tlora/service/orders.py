@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from tlora.adapter_shape import Layer
+from tlora.adapter_shape import Alpha, Layer
 from tlora.errors import ConfigError
 from tlora.job import NAME_PATTERN, DataFormat, JobSpec, LoraShape, Positive, TrainConfig
 from tlora.jobs_file.located import Located, Problem, join_problems, plain
@@ -88,7 +88,7 @@ class OrderSpec(LoraShape, TrainConfig):
     layers_to_transform: Layer | Annotated[list[Layer], Field(max_length=1000)] | None = None
     layers_pattern: ModulePattern | Annotated[list[ModulePattern], Field(max_length=10)] | None = None
     rank_pattern: Annotated[dict[ModuleName, Annotated[int, Field(ge=1, le=256)]], _PATTERNS] = {}
-    alpha_pattern: Annotated[dict[ModuleName, Annotated[float, Field(gt=0)]], _PATTERNS] = {}
+    alpha_pattern: Annotated[dict[ModuleName, Alpha], _PATTERNS] = {}
     gpus: Positive = 1
     priority: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.0  # of those that wait the highest goes first
     max_slowdown: Annotated[float, Field(ge=1, le=1e6)] = 1.5

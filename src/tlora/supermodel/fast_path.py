@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tlora.kernels.fused_linear import LinearGroup  # these bring triton, which not every CPU install has
     from tlora.kernels.pass_operations import PassState
 
+_LARGEST_HEAD = 256  # `kernels.varlen_attention.LARGEST_HEAD`, which brings triton
 _HINT = 8192  # tokens: as many as a GPU's micro-batch has at most
 _BEHIND = 2**31 - 1  # where empty runs lie, of which a batch has one at least: behind all tokens
 
@@ -42,7 +43,13 @@ _BEHIND = 2**31 - 1  # where empty runs lie, of which a batch has one at least: 
 def can_take_fast_path(base: Base, linears: Mapping[str, LoraLinear], device: torch.device) -> bool:
     """On a `device` that runs the kernels, in fp32 or 16 bits, with every width a multiple of 16."""
     widths = [width for linear in linears.values() for width in (linear.in_features, linear.out_features)]
-    return runs_kernels(device) and fit_kernels(base.head.weight_VH.dtype, widths)
+    return runs_kernels(device) and fit_kernels(base.head.weight_VH.dtype, widths) and fit_attention(base)
+
+
+def fit_attention(base: Base) -> bool:
+    """Whether all heads are small enough for the attention kernels: Gemma 4's global ones, of 512, are not, and take the plain path."""
+    sizes = [size for module in base.model.modules() if isinstance(size := getattr(module, "head_dim", None), int)]
+    return max(sizes, default=0) <= _LARGEST_HEAD
 
 
 def fit_kernels(dtype: torch.dtype, widths: Sequence[int]) -> bool:
