@@ -244,7 +244,7 @@ def test_kill_at_every_step_of_a_durable_write(runs: Runs, tmp_path: Path) -> No
     kill_at_calls(runs, tmp_path, list(range(1, count_calls(runs, tmp_path / "counted") + 1)))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_checkpoints_every_job(runs: Runs, tmp_path: Path, number: signal.Signals) -> None:
     """The signal comes in the middle of a global batch; a step later would be too late to lose nothing."""
     out = tmp_path / "out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -270,6 +271,7 @@ def _obey_rank_0(run: RunSpec, launch: Launched) -> int:
     from tlora.engine.ranks.external import digest_of, find_owner
     from tlora.engine.ranks.rank import serve
 
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a batch system warns all processes, and rank 0 ends the run
     return serve(find_owner(launch), launch.rank, launch.count, digest_of(run))
 
 

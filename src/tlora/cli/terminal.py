@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from errno import EPIPE
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -18,9 +20,21 @@ from rich.console import Console
 from rich.table import Table
 
 from tlora.errors import ConfigError, TloraError
+from tlora.wording.numbers import DASH, MINUS
 
 _PLAIN_WIDTH = 200  # of a file or a pipe: tables must not be cut to 80 columns there
 _KEPT_CONTROLS = "\n\t"
+_SPELLED_OUT = "tlora.spelled-out"
+_IN_ASCII = {"→": "->", "…": "...", DASH: "-", MINUS: "-", "—": "-", "∞": "inf", "\u00d7": "x", "·": "-"}
+
+
+def _spell_out(error: UnicodeError) -> tuple[str, int]:
+    """For a stream whose encoding lacks a character: its arrow costs no run its exit status."""
+    assert isinstance(error, UnicodeEncodeError), f"only writing replaces characters: {error}"
+    return "".join(_IN_ASCII.get(char, "?") for char in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error(_SPELLED_OUT, _spell_out)
 
 
 class _Console(Console):
@@ -47,6 +61,8 @@ class _Console(Console):
 def open_console(stderr: bool = False) -> Console:
     """The console of stdout (or stderr). Markup, emoji and highlighting are off: names, paths and data are printed unchanged."""
     stream = cast("TextIO | None", sys.stderr if stderr else sys.stdout)  # None if it was closed: rich then prints nothing
+    if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors=_SPELLED_OUT)
     width = None if (stream and stream.isatty()) or "COLUMNS" in os.environ else _PLAIN_WIDTH
     return _Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False, tab_size=4)
 

@@ -146,7 +146,7 @@ class Driver:
     def _record(self, run: JobRun) -> Recorder:
         places, name = self._places, run.spec.name
         directory = places.output_dir / name
-        tracker = Tracker(places.report_to, run.spec, directory, self._context.note)
+        tracker = Tracker(places.report_to, run.spec, directory, self._context.note, run.progress.step)
         return Recorder(run, directory, self._context, tracker, places.settings.get(name, {}))
 
     def _listen(self, report: Report) -> None:

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a run at the next micro-batch, with everything saved."""
+"""SIGINT, SIGTERM, SIGHUP and SIGUSR1 (a batch system's warning) end a run at the next micro-batch, with everything saved."""
 
 from __future__ import annotations
 
@@ -16,9 +16,16 @@ def describe_interrupt(number: int, unfinished: int) -> str:
     return f"Interrupted: saving {jobs}{more}" if unfinished else "Interrupted: all jobs have ended, the page is written"
 
 
+def ending_signals() -> list[signal.Signals]:
+    """Those that this system has, without a SIGHUP that `nohup` has switched off."""
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+    found = [signal.Signals[name] for name in names if hasattr(signal, name)]
+    return [number for number in found if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN]
+
+
 @contextmanager
 def interrupts(describe: Callable[[int], str], note: Callable[[str], None]) -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM instead of dying, and notes how things stood at the first; a second SIGINT raises KeyboardInterrupt.
+    """Collects these signals instead of dying, and notes how things stood at the first; a second SIGINT raises KeyboardInterrupt.
     Only the main thread can.
     """
     received: list[int] = []
@@ -44,7 +51,7 @@ def interrupts(describe: Callable[[int], str], note: Callable[[str], None]) -> I
             except RuntimeError:  # no more threads for this process
                 noted.set()
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, on_signal) for number in ending_signals()}
     try:
         yield received
         if received:

@@ -167,6 +167,8 @@ def serve(entrance: Entrance, gpus: tuple[int, ...]) -> int:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGHUP, on_signal)
     try:
         worker.dialer.start()
     except OSError as error:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,11 +18,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from tlora import durable
 from tlora.errors import ConfigError
 from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec
 
 Row = Mapping[str, Any]
+WANDB_ID = "wandb-run-id"
 
 
 def finite(value: float | None) -> float | None:
@@ -62,9 +66,10 @@ class RowWriter:
 
 
 def check_trackers(names: list[str]) -> None:
-    """Raise ConfigError for a tracker whose client is not installed."""
+    """Raise ConfigError for a tracker whose client is not installed: a folder of its name, as wandb makes one, is not the package."""
     for name in names:
-        if importlib.util.find_spec("tensorboard" if name == "tensorboard" else name) is None:
+        found = importlib.util.find_spec(name)
+        if found is None or (found.origin is None and found.submodule_search_locations is not None):
             raise ConfigError(f"report_to: {name} is not installed. Install it with: pip install 'tlora[{name}]'")
 
 
@@ -79,17 +84,35 @@ class _Client:
     close: Callable[[], None]
 
 
-def _open_client(name: str, project: str, job: str, directory: Path, config: dict[str, Any]) -> _Client:
+def _open_client(name: str, job: JobSpec, directory: Path, step: int) -> _Client:
+    """`step`: the last that the job has taken. What a killed process has reported of later ones is not reported twice."""
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(str(directory / "tensorboard"))
+        writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1 if step else 0)
         return _Client(partial(_add_scalars, writer), writer.close)
     client = importlib.import_module(name)  # wandb and trackio share this interface
-    # wandb's init ends the run that this process has going, which is another job's; trackio keeps them apart and lacks the option
-    apart = {"reinit": "create_new"} if name == "wandb" else {}
-    run = client.init(project=project, name=job, group="tlora", config=config, **apart)
-    return _Client(lambda values, step: run.log(values, step=step), run.finish)
+    own = _options_of_wandb(directory) if name == "wandb" else {}  # trackio goes on by itself, and lacks them
+    run = client.init(project=directory.parent.name, name=job.name, group="tlora", config=job.model_dump(), **own)
+    first = getattr(run, "starting_step", 0)  # of a run that goes on: wandb refuses steps before it
+
+    def log(values: dict[str, float], step: int) -> None:
+        if step >= first:
+            run.log(values, step=step)
+
+    return _Client(log, run.finish)
+
+
+def _options_of_wandb(directory: Path) -> dict[str, Any]:
+    """One run for each job: `init` would end the run that this process has going, which is another job's, and begin a new one at each
+    resume. Its files are beside the job's, where WANDB_DIR does not say otherwise.
+    """
+    path = directory / WANDB_ID
+    if not path.is_file():
+        durable.make_directory(directory)
+        durable.write_file(path, uuid.uuid4().hex[:16] + "\n")
+    own = {"reinit": "create_new", "id": path.read_text(encoding="utf-8").strip(), "resume": "allow"}
+    return own if os.environ.get("WANDB_DIR") else own | {"dir": str(directory)}
 
 
 class Tracker:
@@ -98,12 +121,13 @@ class Tracker:
     A client that raises (no login, no network, a full disk) is disabled with a warning; the job continues.
     """
 
-    def __init__(self, report_to: Sequence[str], job: JobSpec, directory: Path, note: Callable[[str], None]) -> None:
+    def __init__(self, report_to: Sequence[str], job: JobSpec, directory: Path, note: Callable[[str], None], step: int = 0) -> None:
+        """`step`: the last that the job has taken."""
         self._job, self._note = job.name, note
         self._clients: dict[str, _Client] = {}
         for name in report_to:
             with self._kept_apart(name):
-                self._clients[name] = _open_client(name, directory.parent.name, job.name, directory, job.model_dump())
+                self._clients[name] = _open_client(name, job, directory, step)
 
     def log(self, row: Row) -> None:
         values = {k: float(v) for k, v in row.items() if isinstance(v, int | float) and k != "step"}

@@ -12,6 +12,7 @@ from tlora.errors import ConfigError
 from tlora.manifest import MANIFEST
 from tlora.store.checkpoint import OPTIMIZER_FILE, STATE_FILE
 from tlora.store.fingerprint import BASE_FILE
+from tlora.store.metrics import WANDB_ID
 from tlora.store.model_card import is_unedited
 from tlora.store.reference import REFERENCE_DIRECTORY
 from tlora.store.serving import PROMPT_FILE
@@ -23,7 +24,7 @@ _TOKENIZER = (  # what transformers' save_pretrained writes; a name that is miss
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
 )
-_JOB_FILES = {*_ADAPTER, *_TOKENIZER, BASE_FILE, PROMPT_FILE, "job.json", "result.json", "metrics.jsonl"}
+_JOB_FILES = {*_ADAPTER, *_TOKENIZER, BASE_FILE, PROMPT_FILE, WANDB_ID, "job.json", "result.json", "metrics.jsonl"}
 _TEMPORARY = r"tmp-[0-9a-f]{32}"
 _CHECKPOINT = re.compile(rf"(bad-)?checkpoint-[0-9]{{1,18}}(-[0-9a-f]{{8}}|\.replaced)?|{_TEMPORARY}")
 _IN_CHECKPOINT = re.compile("|".join(map(re.escape, (*_ADAPTER, OPTIMIZER_FILE, STATE_FILE, MANIFEST))))

@@ -300,7 +300,8 @@ def serve(address: str, rank: int, count: int, run_digest: str = "") -> int:
     """Train for the owner at `address` until told to stop. Returns the exit status."""
     inbox: Inbox = queue.SimpleQueue()
     signal.signal(signal.SIGTERM, lambda *_: inbox.put(Stop()))  # a SimpleQueue may be entered again by a handler
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches a whole terminal; what follows is the owner's decision
+    for number in (signal.SIGINT, signal.SIGHUP):  # they reach a whole terminal; what follows is the owner's decision
+        signal.signal(number, signal.SIG_IGN)
     guard = RemoteGuard()
 
     def hear(command: Command | None) -> None:
