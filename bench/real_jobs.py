@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from bench import launch, machine
 from bench.base_files import make_base
@@ -55,6 +56,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
     parser.add_argument("--case", choices=CASES, default="plain", help="of launches that name none")
+    parser.add_argument("--jobs", help="names of the file's jobs, with commas; default: all")
     parser.add_argument("--launches", default="cold,warm", help="[CASE:]cold|warm|sigterm, in their order")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps of each job")
     parser.add_argument("--signal-after", type=int, default=20, help="steps of some job, for sigterm")
@@ -69,6 +71,9 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--commit", help="what to call this code where there is no git")
     options = parser.parse_args(arguments)
     options.orders = [_order(text, options.case, parser) for text in options.launches.split(",")]
+    known = [job["name"] for job in yaml.safe_load(JOBS_FILE.read_text(encoding="utf-8"))["jobs"]]
+    if options.jobs and (unknown := [name for name in options.jobs.split(",") if name not in known]):
+        parser.error(f"--jobs: {unknown[0]!r} is none of {', '.join(known)}")
     begins_warm = options.orders[0].kind != "cold"
     if begins_warm and not (options.caches and options.caches.is_dir()):
         remedy = "begin with cold, or name those of an earlier run with --caches"
@@ -94,6 +99,7 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
         base = make_base(options.shape, base_dir, options.device)
         facts["device"] = base.pop("device") or facts["device"]
         setup = {"shape": options.shape, "steps": options.steps, "settings": options.settings, "jobs_file": JOBS_FILE.name} | base
+        setup |= {"jobs": options.jobs} if options.jobs else {}
         found: dict[str, Any] = {"benchmark": "real_jobs", **facts, "setup": setup, "launches": []}
         print(format_head(found), flush=True)
         for order in options.orders:
@@ -111,7 +117,17 @@ def _measure(order: Order, options: argparse.Namespace, base: Path, caches: Path
     """One launch, its figures, and what was wrong with it under "errors"."""
     shutil.rmtree(output_dir, ignore_errors=True)
     settings = [f"base_model={base.resolve()}", f"defaults.max_steps={options.steps}", *CASES[order.case], *options.settings]
-    command = [sys.executable, "-m", "tlora", "train", str(JOBS_FILE), "--output-dir", str(output_dir), "--device", options.device]
+    command = [
+        sys.executable,
+        "-m",
+        "tlora",
+        "train",
+        str(_jobs_file(options, output_dir.parent)),
+        "--output-dir",
+        str(output_dir),
+        "--device",
+        options.device,
+    ]
     command += [part for setting in settings for part in ("--set", setting)]
     for name in CACHES.values():
         (caches / name).mkdir(parents=True, exist_ok=True)
@@ -126,6 +142,17 @@ def _measure(order: Order, options: argparse.Namespace, base: Path, caches: Path
     row["notes"] = [(seconds, line.replace(f"{_ROOT}/", "")) for seconds, line in ended.lines if line and not line.startswith("[")]
     shutil.rmtree(output_dir, ignore_errors=True)
     return row
+
+
+def _jobs_file(options: argparse.Namespace, directory: Path) -> Path:
+    """The file of all jobs, or one of those that were asked for."""
+    if not options.jobs:
+        return JOBS_FILE
+    content, wanted = yaml.safe_load(JOBS_FILE.read_text(encoding="utf-8")), options.jobs.split(",")
+    content["jobs"] = [job | {"data": str(JOBS_FILE.parent / job["data"])} for job in content["jobs"] if job["name"] in wanted]
+    file = directory / "jobs.yaml"
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return file
 
 
 def _figures(steps: list[launch.Step], of_run: list[dict[str, Any]], ended: launch.Ended, output_dir: Path) -> dict[str, Any]:

@@ -136,3 +136,12 @@ def test_a_base_that_is_whole_is_not_made_anew(tmp_path: Path, monkeypatch: pyte
     made.append(base_files.make_base_here("tiny", tmp_path, "cpu"))
     size = sum(file.stat().st_size for file in base.glob("*.safetensors"))
     assert (base / "config.json").is_file() and [each["base_bytes"] for each in made] == [size, size]
+
+
+def test_some_of_the_jobs_are_a_file_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    options = real_jobs.read_options(["--jobs", "alpaca,c4"])
+    run = read_jobs_file(real_jobs._jobs_file(options, tmp_path))
+    assert [job.name for job in run.jobs] == ["alpaca", "c4"] and all(Path(str(job.data.path)).is_file() for job in run.jobs)
+    with pytest.raises(SystemExit):
+        real_jobs.read_options(["--jobs", "alpacas"])
+    assert "--jobs: 'alpacas' is none of alpaca, identity" in capsys.readouterr().err
