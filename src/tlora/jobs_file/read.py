@@ -130,8 +130,10 @@ def _take_apart(root: Located, problems: list[Problem]) -> tuple[Fields, Fields,
             jobs.append(job.with_value(_gather(job.value, problems)))
         else:
             problems.append(job.problem(f"jobs: {shown(plain(job))} is not a mapping; write `- {{name: polite, data: polite.jsonl}}`"))
-    if "report_to" in run and isinstance(one := run["report_to"].value, str):  # as transformers takes it
-        run["report_to"] = Located([] if one == "none" else [run["report_to"]], run["report_to"].line, run["report_to"].where)
+    if "report_to" in run and isinstance(given := run["report_to"].value, str | list):  # as transformers takes it
+        listed = [run["report_to"]] if isinstance(given, str) else given
+        kept = [] if [item.value for item in listed] == ["none"] else listed
+        run["report_to"] = Located(kept, run["report_to"].line, run["report_to"].where)
     return run, defaults, jobs
 
 
