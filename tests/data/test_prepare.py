@@ -234,6 +234,28 @@ def test_worker_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         prepare([request("job", tmp_path, tmp_path)])
 
 
+def test_a_worker_that_is_killed_before_the_first_job_is_started_again_once(
+    tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be started long before there are requests, and killed meanwhile on a machine that is short of memory."""
+    write(tmp_path / "x.jsonl", ROWS)
+    jobs = [request("job", tmp_path, tokenizer_path)]
+    run_worker, ends = prepare_module._run_worker, list[int]()
+
+    def kill(worker: prepare_module.WorkerProcess, *arguments: Any) -> Any:
+        if len(ends) < 2:
+            worker.process.kill()
+            ends.append(worker.process.wait())
+        return run_worker(worker, *arguments)
+
+    monkeypatch.setattr(prepare_module, "_run_worker", kill)
+    with pytest.raises(ModelError, match=r"the data worker was killed by signal 9.*, before the first job"):
+        prepare(jobs)
+    assert ends == [-9, -9]
+    ends.pop()
+    assert len(good(prepare(jobs)["job"]).train) == len(ROWS) and ends == [-9, -9]
+
+
 @pytest.mark.usefixtures("real_start")
 def test_worker_runs_no_module_of_the_current_directory(tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of the user's that is named as a module is data like any other; what PYTHONPATH names still counts."""

@@ -154,9 +154,12 @@ def prepare(
     tell = on_progress or (lambda _: None)
     results = {request.key: found for request in requests if (found := _known(request, tell)) is not None}
     waiting = [request for request in requests if request.key not in results]
+    restarted = False
     while waiting:
         with start_worker() if started is None else contextlib.nullcontext(started) as worker:
-            results |= _run_worker(worker, waiting, tell)
+            made = _run_worker(worker, waiting, tell, restarted)
+        results |= made
+        restarted = not made
         started = None  # if the worker dies, a new one takes the remaining requests
         waiting = [request for request in waiting if request.key not in results]
     return {request.key: results[request.key] for request in requests}
@@ -167,15 +170,19 @@ def _known(request: PrepareRequest, tell: OnProgress) -> Prepared | DataError | 
     return open_sets(request, *sets) if sets else None
 
 
-def _run_worker(worker: WorkerProcess, requests: Sequence[PrepareRequest], on_progress: OnProgress) -> dict[str, Prepared | DataError]:
-    """Results until all are done or the worker dies; then the job that it was on is failed too, so at least one result."""
+def _run_worker(
+    worker: WorkerProcess, requests: Sequence[PrepareRequest], on_progress: OnProgress, restarted: bool
+) -> dict[str, Prepared | DataError]:
+    """Results until all are done or the worker dies; then the job that it was on is failed too. No results if it dies before the first job,
+    which may be a chance (a machine short of memory); a worker that was `restarted` for it may not: ModelError.
+    """
     process = worker.process
     assert process.stdin
     try:
         with contextlib.suppress(BrokenPipeError):  # it died at once; the end of its output is handled below
             process.stdin.write(json.dumps([_as_json(request) for request in requests]).encode() + b"\n")
             process.stdin.flush()
-        return _follow(worker, requests, on_progress)
+        return _follow(worker, requests, on_progress, restarted)
     finally:
         process.kill()
         process.wait()
@@ -190,7 +197,9 @@ def _read_lines(stream: IO[bytes], lines: queue.Queue[bytes]) -> None:
     lines.put(b"")
 
 
-def _follow(worker: WorkerProcess, requests: Sequence[PrepareRequest], on_progress: OnProgress) -> dict[str, Prepared | DataError]:
+def _follow(
+    worker: WorkerProcess, requests: Sequence[PrepareRequest], on_progress: OnProgress, restarted: bool
+) -> dict[str, Prepared | DataError]:
     by_key = {request.key: request for request in requests}
     results: dict[str, Prepared | DataError] = {}
     current = ""
@@ -202,7 +211,7 @@ def _follow(worker: WorkerProcess, requests: Sequence[PrepareRequest], on_progre
             if current:
                 called = by_key[current].data.called
                 results[current] = DataError(f"{called}: {message}; look for a row, or a chat template, that takes too much time or memory")
-            elif not results:
+            elif not results and (restarted or event is None):
                 raise ModelError(f"{requests[0].tokenizer_path}: {message}, before the first job; is the installation whole?")
             break
         key, kind = str(event["key"]), event["event"]
