@@ -184,6 +184,16 @@ class BaseMeasured:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryFound:
+    """How many bytes may be planned for on each of these GPUs, in their order: as the driver tells of them at first, then what a worker
+    has found free.
+    """
+
+    gpus: tuple[int, ...]
+    memory_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed: what depends on it may be decided anew."""
 
@@ -201,6 +211,7 @@ Event = (
     | GroupFound
     | GroupLost
     | BaseMeasured
+    | MemoryFound
     | Tick
 )
 

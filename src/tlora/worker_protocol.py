@@ -25,8 +25,9 @@ class Load:
     """Load `base_model` on `device`. `output_dir` gets a directory per job.
 
     `started_unix_seconds` is where the clock of the jobs' metrics begins, so that a job's rows go on when it moves. The other fields are
-    those of a jobs file (`RunSpec`). `recompute` other than "auto" overrides a group's; a `memory_limit` lowers a group's token budget, and
-    a job that cannot fit below it fails. With `calibrate` the worker tells what the base costs here (`Measured`).
+    those of a jobs file (`RunSpec`). `recompute` other than "auto" overrides a group's; `memory_limit`, by default what is free there,
+    lowers a group's token budget, and a job that cannot fit below it fails. With `calibrate` the worker tells what the base costs here
+    (`Measured`).
     """
 
     base_model: str
@@ -198,9 +199,17 @@ class Measured:
     kind: Literal["measured"] = "measured"
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """How many bytes may be taken on each of the worker's GPUs, in their order, as it found before it loaded the base."""
+
+    limit_bytes: tuple[int, ...]
+    kind: Literal["memory"] = "memory"
+
+
 JobReport = Joined | Stepped | Finished | Failed | Left | Refused
 JobEnd = Finished | Failed | Left | Refused  # the attempt is over
-Report = Loaded | Measured | JobReport | Settled | Ending
+Report = Loaded | Measured | Memory | JobReport | Settled | Ending
 
 
 # -- worker to controller ----------------------------------------------------------------------------------------------

@@ -74,3 +74,18 @@ def test_no_option_takes_a_token() -> None:
     """It would be seen in the list of processes."""
     shown = CliRunner().invoke(app, ["worker", "--help"], env={"COLUMNS": "200"}).output
     assert "--token-file" in shown and "--token " not in shown
+
+
+@pytest.mark.parametrize(
+    ("left", "options", "chosen"), [("3,5", [], (3,)), (None, [], (0,)), ("", [], (0,)), ("3,5", ["--gpus", "5,3"], (3, 5))]
+)
+def test_a_workers_gpus(left: str | None, options: list[str], chosen: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --gpus the first that CUDA_VISIBLE_DEVICES leaves. The controller hears the numbers that the worker computes on."""
+    ran: list[tuple[int, ...]] = []
+    monkeypatch.setattr("tlora.engine.worker.run", lambda address, gpus, fingerprint, token_file, see: (see(gpus), ran.append(gpus)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", left or "")
+    if left is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    done = CliRunner().invoke(app, ["worker", "--connect", "out", *options])
+    assert ran == ([chosen] if left != "" else []), done.output
+    assert left == "" or os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, chosen))

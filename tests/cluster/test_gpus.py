@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tlora.cluster import gpus
-from tlora.cluster.gpus import Gpu, count_as_the_driver_does, list_gpus, numbers_of, visible
+from tlora.cluster.gpus import Gpu, count_as_the_driver_does, list_gpus, numbers_of, room_of, see_only, visible
 from tlora.errors import ConfigError
 
 THERE = {0: Gpu(0, "GPU-a0"), 1: Gpu(16 << 30, "GPU-b1"), 2: Gpu(80 << 30, "GPU-b2")}
@@ -78,3 +78,32 @@ def test_the_order_is_the_drivers_unless_the_user_says_otherwise(monkeypatch: py
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     count_as_the_driver_does()
     assert os.environ["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
+
+
+@pytest.mark.parametrize(("left", "chosen"), [(None, (1,)), ("2,0,1", (1,)), ("0,1,2,3", (1, 3)), ("GPU-b2,GPU-b1", (1, 2))])
+def test_a_worker_sees_its_own_gpus_whatever_its_allocation_has(
+    left: str | None, chosen: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA_VISIBLE_DEVICES of a Slurm job or a container names all that it got; a worker's numbers are the controller's."""
+    monkeypatch.setattr(gpus, "list_gpus", lambda: THERE)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", left or "")
+    if left is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    see_only(chosen)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, chosen))
+
+
+@pytest.mark.parametrize(("left", "there"), [("0,1", "it leaves GPU 0, 1,"), ("", "it leaves none,"), ("GPU-b1", "it leaves GPU 1,")])
+def test_a_worker_never_takes_another_gpu_than_its_own(left: str, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "list_gpus", lambda: THERE)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", left)
+    with pytest.raises(ConfigError, match=f"--gpus 1,3: CUDA_VISIBLE_DEVICES={left} hides GPU (1, )?3 ") as raised:
+        see_only((1, 3))
+    assert there in str(raised.value) and os.environ["CUDA_VISIBLE_DEVICES"] == left
+
+
+def test_what_may_be_planned_for_is_a_share_of_each_card() -> None:
+    """Of unequal cards each has its own; where the driver does not tell of one, a worker will say what it finds."""
+    assert room_of((1, 2), THERE, "auto") == (int(0.92 * (16 << 30)), int(0.92 * (80 << 30)))
+    assert room_of((2, 1), THERE, 20 << 30) == (20 << 30, int(0.92 * (16 << 30))), "a memory_limit lowers it"
+    assert room_of((0, 1), THERE, "auto") == () == room_of((7,), THERE, "auto")

@@ -34,6 +34,7 @@ from tlora.protocol import (
     JobProfile,
     JobReleased,
     JobSubmitted,
+    MemoryFound,
     NodeAdded,
     ParallelPlan,
     RejectJob,
@@ -42,7 +43,7 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
-from tlora.worker_protocol import Ending, Failed, Finished, Join, Left, Measured, Refused, Stepped
+from tlora.worker_protocol import Ending, Failed, Finished, Join, Left, Measured, Memory, Refused, Stepped
 
 PROFILE = JobProfile(100.0, 10, 30, 1000)
 
@@ -138,6 +139,9 @@ def test_a_bases_speed_is_told_once_by_each_name_that_it_has(tmp_path: Path) -> 
         second.say(Measured("H200", speed), Stepped("b", 1, 0.5))
         assert made.poll() == [StepsDone("b", "g1", 1, 0.5)]
         changed = replace(speed, launch_seconds=0.02)
+        second.say(Memory((20 << 30,)))
+        assert made.poll() == [MemoryFound((1,), (20 << 30,))]
+        second.say(Memory((1, 2)))  # of GPUs that it has not: void
         second.say(Measured("H200", changed))
         assert made.poll() == [BaseMeasured("base", "H200", changed), BaseMeasured("twin", "H200", changed)]
 

@@ -24,7 +24,7 @@ from tlora.group.engine import Engine
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.protocol import BaseSpeed
 from tlora.supermodel.supermodel import SuperModel
-from tlora.worker_protocol import Finished, Join, Load, Loaded, Measured, Report, Want
+from tlora.worker_protocol import Finished, Join, Load, Loaded, Measured, Memory, Report, Want
 
 SPEED = BaseSpeed(1000.0, 0.01, 0.0, 0.001)
 
@@ -197,7 +197,7 @@ def test_a_job_has_the_same_bytes_behind_it(base: Path, data: Path, tmp_path: Pa
 
     inbox.put(Join(run.jobs[0], made.train_set, made.eval_set))
     Trainer(load_of(base, tmp_path / "out"), inbox, send).go_on()
-    assert isinstance(told[0], Measured) and told[1] == Loaded() and isinstance(told[-1], Finished)
+    assert [type(report) for report in told[:3]] == [Memory, Measured, Loaded] and isinstance(told[-1], Finished)
     assert sha256(tmp_path / "out" / "a") == sha256(Path(expected.path))
     assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {".claims", "a"}
 
@@ -215,6 +215,10 @@ def test_each_controller_hears_it_once() -> None:
     assert not [report for report in settler.reports if isinstance(report, Measured)]
     settler.hear_want(Want(2, 1, load))
     assert [report for report in settler.reports if isinstance(report, Measured)] == [Measured("H200", SPEED)]
+    settler.hear_report(Memory((30 << 30,)))
+    settler.reports.clear()
+    settler.hear_want(Want(3, 1, load))
+    assert settler.reports[:2] == [Measured("H200", SPEED), Memory((30 << 30,))]
 
 
 def test_a_full_disk_costs_the_measurement_and_not_the_worker(

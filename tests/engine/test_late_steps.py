@@ -127,7 +127,7 @@ def test_a_run_that_is_interrupted_goes_on_the_same(
 
 
 @pytest.mark.usefixtures("unread")
-@pytest.mark.parametrize("part", ["read", *(pytest.param(part, marks=pytest.mark.soak) for part in ("_Losses", "queue"))])
+@pytest.mark.parametrize("part", ["read", *(pytest.param(part, marks=pytest.mark.soak) for part in ("Losses", "queue"))])
 def test_what_raises_about_a_step_leaves_checkpoints_that_agree(
     part: str, wide_base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +145,7 @@ def test_what_raises_about_a_step_leaves_checkpoints_that_agree(
 
         return call
 
-    where: Any = {"_Losses": engine_room, "queue": SuperModel, "read": engine_room._Losses}[part]
+    where: Any = {"Losses": engine_room, "queue": SuperModel, "read": engine_room.Losses}[part]
     name = {"queue": "queue_optim_step"}.get(part, part)
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="not this time"):
         patch.setattr(where, name, raising(getattr(where, name)))

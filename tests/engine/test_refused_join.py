@@ -53,8 +53,12 @@ def test_running_out_of_memory_costs_the_neighbour_no_step(made: Orders, tmp_pat
 def test_a_job_that_never_fits_fails(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone there is nobody to wait for."""
 
-    def full(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    join = SuperModel.join
+
+    def full(model: SuperModel, job_id: str, *args: Any) -> None:
+        if job_id == "short":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        join(model, job_id, *args)
 
     monkeypatch.setattr(SuperModel, "join", full)
     told = work(made.load(tmp_path), [made.join("short")])

@@ -26,10 +26,11 @@ from tlora.errors import CapacityError, ConfigError
 from tlora.group.engine import Engine
 from tlora.job import JobSpec
 from tlora.planning.job_plan import PlannedJob
+from tlora.planning.memory import Stage
 from tlora.planning.memory_bound import MemoryBound
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
-from tlora.worker_protocol import Failed, Finished, Load, Want, controller_line, parse_controller_line
+from tlora.worker_protocol import Failed, Finished, Load, Memory, Want, controller_line, parse_controller_line
 
 
 def test_options_travel() -> None:
@@ -71,8 +72,9 @@ def test_what_the_first_jobs_launch_on_a_gpu_is_compiled_while_the_base_is_loade
     monkeypatch.setattr(SuperModel, "from_pretrained", from_pretrained)
     monkeypatch.setattr(SuperModel, "expect", lambda _, loras: said.append(("expects", loras)))
     jobs = (made.join("stays").job,)
-    load = replace(made.load(tmp_path), device="cuda")
-    assert load_base(load, jobs, None, print) == (loaded, None)
+    load = replace(made.load(tmp_path), device="cuda", memory_limit=10**12)
+    model, bound = load_base(load, jobs, None, print)
+    assert model is loaded and bound.limit_bytes == 10**12
     assert said == [("cuda", jobs), "loaded", ("expects", jobs), "waited"]
     said.clear()
     load_base(load, (), None, print)
@@ -196,4 +198,36 @@ def test_recompute_overrides_a_share(made: Orders, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Engine, "share", share)
     monkeypatch.setattr(SuperModel, "num_layers", property(lambda _: 3))
     work(replace(made.load(tmp_path), recompute=recompute), [Share(64, 2), made.join("short")])
-    assert told == [layers]
+    assert set(told) == {layers}
+
+
+def test_without_a_memory_limit_what_is_free_bounds_a_worker_and_its_controller_hears_it(
+    made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs do not fit at the Share's budget, and would be halved by running out of memory; none of their bits changes."""
+    used: list[int] = []
+    compute = Engine._compute
+    monkeypatch.setattr(Engine, "_compute", lambda self, *what: (used.append(what[-1]), compute(self, *what))[1])
+    specs = [spec for spec in made.run.jobs if spec.name in ("stays", "short")]
+    free = needed(made.base, specs, 256)
+    monkeypatch.setattr("tlora.engine.worker_base.memory_limit", lambda device, ordered: free if ordered == "auto" else ordered)
+    told = work(made.load(tmp_path), [Share(1024), *(made.join(spec.name) for spec in specs)])
+    assert [report for report in told if isinstance(report, Memory)] == [Memory((free,))]
+    assert {report.job_id for report in told if isinstance(report, Finished)} == {"stays", "short"} and used[-1] == 256
+
+
+def test_layers_are_computed_again_where_memory_asks_for_it(base: Path) -> None:
+    """On a GPU's compiled layers, as few as suffice; `recompute: auto` of a worker did without before, whatever did not fit."""
+    model = SuperModel(outline(str(base)))
+    spec = JobSpec.model_validate({"name": "a", "data": "d", "r": 8})
+    jobs = [PlannedJob(spec, layout=model.layout(spec))]
+    stages = (Stage(0.0, 1000.0, 300.0),)
+    bound = MemoryBound(model, 1000, torch.device("cpu"), 10**12)
+    memory = replace(bound._plan.memory, stages=stages, num_layers=4, step_copies=0)
+    layouts = [job.layout for job in jobs if job.layout is not None]
+    for layers in range(4):
+        limit = memory.total_bytes(layouts, 10_000, layers)
+        bound._plan = replace(bound._plan, memory=memory, limit_bytes=limit)
+        assert bound.least_recomputed(10_000, jobs) == layers and bound.most_recomputed == 3
+        bound._plan = replace(bound._plan, limit_bytes=limit - 1)
+        assert bound.least_recomputed(10_000, jobs) == min(layers + 1, 3)

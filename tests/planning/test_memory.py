@@ -17,15 +17,17 @@ from tests.kernels.interpreter import interpreted
 from tests.tiny import SHAPE
 from tlora.adapters.state import AdapterLayout, AdapterShape
 from tlora.batching.replicas import Span
+from tlora.costs.hardware import live_cost_model
 from tlora.engine import session as training
 from tlora.engine.check import check
 from tlora.engine.watcher import Watcher
 from tlora.errors import CapacityError
 from tlora.job import JobSpec, RunSpec
 from tlora.planning.job_plan import PlannedJob
-from tlora.planning.memory import MemoryModel, Stage, measure, takes_fast_path
+from tlora.planning.memory import ACTIVATION_RANK, MemoryModel, Stage, count_base, measure, takes_fast_path
 from tlora.planning.memory_probe import Probe
 from tlora.planning.plan import RunPlan, _budgets, counting_jobs, describe_plan, settle
+from tlora.planning.recompute_choices import recompute_choices
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 
@@ -246,6 +248,20 @@ def test_the_estimate_for_a_gpu_is_near_what_was_measured(tmp_path: Path) -> Non
     assert memory.activation_bytes(8192) / 2**30 == pytest.approx(24.2, rel=0.05)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_scheduler_plans_with_what_a_worker_counts(base: Path, device: str) -> None:
+    place = torch.device(device)
+    model = SuperModel(outline(str(base)))
+    memory, counted = measure(model, model.base.num_bytes, place, ACTIVATION_RANK), count_base(model, place)
+    cost = live_cost_model({"base": model.base.num_bytes})
+    cost.memory["base"] = counted
+    assert counted.bytes_by_gpus[0] == model.base.num_bytes
+    for tokens in (1024, 8192):
+        assert cost.memory_bytes("base", 0, tokens) == pytest.approx(memory.base_bytes + memory.activation_bytes(tokens), rel=1e-6)
+        least = memory.base_bytes + memory.activation_bytes(tokens, memory.most_recomputed)
+        assert cost.least_bytes("base", 0, tokens, 1, 1e12) == pytest.approx(least, rel=1e-2)
+
+
 def test_a_cpu_recomputes_nothing_and_says_so(base: Path, data: Path, tmp_path: Path) -> None:
     found = check(run_spec(base, tmp_path, [job("a", str(data / "b.jsonl"))], recompute="all"), device="cpu")
     assert found.num_layers == found.recomputed_layers == 0 and not found.measured
@@ -335,3 +351,24 @@ def test_a_warm_up_longer_than_the_run_is_said(fields: dict[str, Any], said: str
     if said:  # the remedy that it names
         [mended] = check(run_spec(base, tmp_path, [job("a", str(data / "b.jsonl"), warmup_steps=0.1)]), device="cpu").jobs
         assert not [line for line in mended.warnings if line.startswith("warmup_steps")]
+
+
+def test_check_compares_memory_and_speed_of_recomputation() -> None:
+    data: Any = SimpleNamespace(train=SimpleNamespace(lengths=np.full(64, 500), epoch=64), eval=None)
+    spec = JobSpec.model_validate({"name": "a", "data": "d", "batch_size": 4})
+    run = RunSpec.model_validate({"base_model": "b", "jobs": [spec]})
+    memory = replace(MODEL, layer_weights=218_000_000)
+    plan = settle(run, RunPlan((PlannedJob(spec, data, layout=LAYOUT),), 500, 0, memory, 100_000 * MIB, 500, None), memory, GPU)
+    none, half, every = recompute_choices(run, plan, {"a": 64 * 500 / 1000}, GPU)
+    assert [choice.recompute for choice in (none, half, every)] == ["none", 5, "all"]
+    assert [choice.recomputed_layers for choice in (none, half, every)] == [0, 5, 10]
+    assert none.predicted_bytes == plan.total_bytes([LAYOUT]) > half.predicted_bytes > every.predicted_bytes
+    assert none.fits and 1000 > none.tokens_per_second > half.tokens_per_second > every.tokens_per_second > 600
+    less = replace(plan, limit_bytes=half.predicted_bytes)
+    fixed = run.model_copy(update={"token_budget": none.token_budget})
+    assert [choice.fits for choice in recompute_choices(fixed, less, {"a": 32.0}, GPU)] == [False, True, True]
+
+
+def test_a_cpu_has_no_choice_of_recomputation() -> None:
+    run = RunSpec.model_validate({"base_model": "b", "jobs": [{"name": "job0", "data": "d"}]})
+    assert recompute_choices(run, plan_of(replace(MODEL, num_layers=0), 10_000), {"job0": 1.0}, torch.device("cpu")) == ()

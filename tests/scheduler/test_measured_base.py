@@ -55,7 +55,7 @@ def test_who_shares_within_its_bound_as_measured_goes_on_under_the_plan_for_that
     (change,) = scheduler.handle(BaseMeasured(NORTH, "CPU", quick), 2.0)
     assert isinstance(change, ChangeGroup) and change.group.gpus == before.gpus and change.group.job_ids == before.job_ids
     jobs = [scheduler.state.jobs[name] for name in before.job_ids]
-    assert change.group.plan == shared_plan(scheduler.state.cost, NORTH, 1, 1, jobs)
+    assert change.group.plan == shared_plan(scheduler.state.cost, 1, 1, jobs)
     assert change.group.weights == tuple(job.weight for job in jobs) != before.weights
     for seconds in (3.0, 4.0, 5000.0):
         assert scheduler.handle(Tick(), seconds) == [], "once"

@@ -70,7 +70,7 @@ def test_of_all_budgets_the_one_that_slows_down_least(
         all_parameters = sum(own.spec.profile.adapter_parameters for own in jobs)
         if budget >= longest and cost.fits(BASE, all_parameters, budget) and (bounded or not check_bounds):
             means[budget] = sum(slowdowns) / len(jobs)
-    found = shared_plan(cost, BASE, gpus, nodes, jobs, check_bounds)
+    found = shared_plan(cost, gpus, nodes, jobs, check_bounds)
     if not means:
         assert found is None
         return
@@ -83,20 +83,20 @@ def test_of_all_budgets_the_one_that_slows_down_least(
 def test_jobs_without_a_bound_take_what_others_leave() -> None:
     state = made_state(1)
     bound, free = job(state, 20_000.0, max_slowdown=2.0), job(state, 20_000.0, max_slowdown=math.inf)
-    plan = shared_plan(state.cost, BASE, 1, 1, [bound, free])
+    plan = shared_plan(state.cost, 1, 1, [bound, free])
     assert plan is not None and free.need == 0 < free.weight
     members = [Member(20_000.0, bound.weight), Member(20_000.0, free.weight)]
     held, left = group_step_seconds(state.cost, BASE, plan.token_budget, 1, 1, members)
     assert held <= 2 * bound.alone_step_seconds and math.isfinite(left)
-    assert shared_plan(state.cost, BASE, 1, 1, [free, job(state, 500.0, max_slowdown=math.inf)]) is not None
+    assert shared_plan(state.cost, 1, 1, [free, job(state, 500.0, max_slowdown=math.inf)]) is not None
 
 
 def test_a_bound_that_is_met_exactly_is_met() -> None:
     state = made_state(1)
     alone = job(state, 1000.0, max_slowdown=1.0)
-    assert shared_plan(state.cost, BASE, 1, 1, [alone]) is not None
-    assert shared_plan(state.cost, BASE, 1, 1, [alone, job(state, 1000.0, max_slowdown=9.0)]) is None
-    assert shared_plan(state.cost, BASE, 1, 1, [alone, job(state, 1000.0)], check_bounds=False) is not None
+    assert shared_plan(state.cost, 1, 1, [alone]) is not None
+    assert shared_plan(state.cost, 1, 1, [alone, job(state, 1000.0, max_slowdown=9.0)]) is None
+    assert shared_plan(state.cost, 1, 1, [alone, job(state, 1000.0)], check_bounds=False) is not None
 
 
 def test_the_plan_costs_nothing_to_ask_for_when_needs_are_too_many() -> None:
@@ -104,7 +104,7 @@ def test_the_plan_costs_nothing_to_ask_for_when_needs_are_too_many() -> None:
     state = made_state(1, cost=cost)
     jobs = [job(state, 4000.0, max_slowdown=1.2) for _ in range(2)]
     cost.fits = None  # type: ignore[assignment,method-assign]
-    assert shared_plan(cost, BASE, 1, 1, jobs) is None
+    assert shared_plan(cost, 1, 1, jobs) is None
 
 
 def test_samples_of_one_length_get_micro_batches_in_which_they_have_room_beside_others() -> None:
@@ -116,7 +116,7 @@ def test_samples_of_one_length_get_micro_batches_in_which_they_have_room_beside_
         jobs = [job(state, 128.0, longest=128, max_slowdown=1.5), job(state, 4096.0, longest=1024, max_slowdown=2.0)]
         for one in jobs:
             one.sample_tokens = one.spec.profile.longest_sample_tokens if even else 0
-        plan = shared_plan(cost, BASE, 1, 1, jobs)
+        plan = shared_plan(cost, 1, 1, jobs)
         assert plan is not None
         found.append(plan.token_budget)
     assert found == [1024, 2048]

@@ -20,9 +20,10 @@ BASE = str(Path(__file__).parents[2] / "demo" / "base")
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the real outline of the demo's base."""
+    """A directory with the real outlines of the demo's base, on a GPU and on a CPU."""
     directory = tmp_path_factory.mktemp("server") / "bases"
-    find_outline(directory, BASE, Precision())
+    for device in ("cuda", "cpu"):
+        find_outline(directory, BASE, Precision(device=device))
     return directory
 
 

@@ -89,9 +89,11 @@ def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "list_gpus", lambda: gpus)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert find_places(ServerConfig()) == Places("cuda", (0, 1, 2), 80 << 30)
-    assert find_places(ServerConfig(gpus=[2])) == Places("cuda", (2,), 80 << 30)
+    assert find_places(ServerConfig(gpus=[2])) == Places("cuda", (2,), 80 << 30, (int(0.92 * (80 << 30)),))
     assert find_places(ServerConfig(gpus=[0])) == Places("cuda", (0,), None), "one whose memory the driver does not tell"
-    assert find_places(ServerConfig(device="cpu", gpus=[0, 1])) == Places("cpu", (0, 1), psutil.virtual_memory().total)
+    limited = find_places(ServerConfig(device="cpu", gpus=[0, 1], memory_limit=10**9))
+    assert limited == Places("cpu", (0, 1), psutil.virtual_memory().total, (10**9, 10**9))
+    assert 0 < sum(find_places(ServerConfig(device="cpu", gpus=[0, 1])).room_bytes) <= psutil.virtual_memory().total
     with pytest.raises(ConfigError, match=r"no GPU 7\. Choose among: 0, 1, 2"):
         find_places(ServerConfig(gpus=[7]))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
@@ -99,7 +101,8 @@ def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"no GPU 0 \(CUDA_VISIBLE_DEVICES hides it\)\. Choose among: 2, 1"):
         find_places(ServerConfig(gpus=[0]))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert find_places(ServerConfig()) == Places("cpu", (0,), psutil.virtual_memory().total)
+    found = find_places(ServerConfig())
+    assert found == Places("cpu", (0,), psutil.virtual_memory().total, found.room_bytes)
     monkeypatch.setattr(machine, "list_gpus", dict)
     with pytest.raises(ConfigError, match="no GPU that nvidia-smi lists"):
         find_places(ServerConfig(device="cuda"))

@@ -50,6 +50,8 @@ def print_check(console: Console, check: RunCheck) -> None:
         _print_gpus(console, check)
     else:
         console.print(Text(_memory(check)), soft_wrap=True)
+        if check.recompute_choices:
+            _print_recompute_choices(console, check)
     own = by_jobs((job.name, warning) for job in check.jobs for warning in job.warnings)
     for warning in dict.fromkeys([*check.warnings, *own]):
         console.print(Text(f"warning: {printable(warning)}", style="yellow"), soft_wrap=True)
@@ -74,6 +76,19 @@ def _print_gpus(console: Console, check: RunCheck) -> None:
     console.print(
         Text(f"Time and tokens/s follow from the base's size, {rough}; the placement needs only the jobs' ratios."), soft_wrap=True
     )
+
+
+def _print_recompute_choices(console: Console, check: RunCheck) -> None:
+    """Memory against speed, side by side; the speed is compared with the first."""
+    table = open_table()
+    for name in ("recompute", "layers", "tokens per micro-batch", "predicted peak", "tokens/s, as on an H200"):
+        table.add_column(name, justify="right")
+    for choice in check.recompute_choices:
+        rate, share = choice.tokens_per_second, choice.tokens_per_second / check.recompute_choices[0].tokens_per_second
+        needed = bytes_text(choice.predicted_bytes) + ("" if choice.fits else " (too much)")
+        speed = f"{count_text(rate)} ({share:.0%})"
+        table.add_row(str(choice.recompute), str(choice.recomputed_layers), f"{choice.token_budget:,}", needed, speed)
+    console.print(table)
 
 
 def _print_tables(console: Console, check: RunCheck) -> None:

@@ -27,8 +27,15 @@ def worker(
         ),
     ],
     gpus: Annotated[
-        str, typer.Option("--gpus", "--gpu", metavar="N|0,1", help="Its GPUs, as the cluster numbers them; the worker sees no other.")
-    ] = "0",
+        str | None,
+        typer.Option(
+            "--gpus",
+            "--gpu",
+            metavar="N|0,1",
+            help="Its GPUs, by nvidia-smi's numbers; the worker sees no other.",
+            show_default="0, or the first that CUDA_VISIBLE_DEVICES leaves",
+        ),
+    ] = None,
     fingerprint: Annotated[
         str | None,
         typer.Option(
@@ -42,12 +49,12 @@ def worker(
 ) -> None:
     """Train for a running cluster on one group of GPUs, until it needs no more. Ctrl-C saves all jobs; the cluster goes on elsewhere."""
     from tlora.cli.terminal import exit_on_error
+    from tlora.cluster.gpus import left_visible, see_only
     from tlora.engine.worker import parse_gpus, run
 
     with exit_on_error(debug=False):
-        chosen = parse_gpus(gpus)
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, chosen)))
-    run(connect, chosen, fingerprint, token_file)
+        chosen = parse_gpus(gpus) if gpus is not None else (left_visible() or (0,))[:1]
+    run(connect, chosen, fingerprint, token_file, see_only)
 
 
 def worker_token(

@@ -15,7 +15,17 @@ from tlora.errors import ConfigError, DataError
 from tlora.job import DATA_SUFFIXES, DataConfig, DataSource, JobSpec, RunSpec
 
 _NOT_SENT = {"name", "data", "adapter_path", "arrival_seconds", "sweep_of"}
-_SERVERS = ("dtype", "base_precision", "deterministic", "token_budget", "recompute", "memory_limit", "cpu_threads", "report_to")
+_SERVERS = (
+    "dtype",
+    "base_precision",
+    "unused_weights",
+    "deterministic",
+    "token_budget",
+    "recompute",
+    "memory_limit",
+    "cpu_threads",
+    "report_to",
+)
 _ONE_BY_ONE = ("data", "eval_path", "chat_template", "adapter_path", "arrival_seconds")  # sweeps over these are no single request
 _SAVED_SET = ("state.json", "dataset_dict.json")
 

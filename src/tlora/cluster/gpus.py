@@ -9,7 +9,11 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+import psutil
+
+from tlora.costs.cost import CPU_SHARE, MEMORY_SHARE
 from tlora.errors import ConfigError
 
 _SECONDS = 30.0  # for the driver to answer
@@ -48,6 +52,19 @@ def list_gpus() -> dict[int, Gpu]:
     return found
 
 
+def room_of(gpus: Sequence[int], known: Mapping[int, Gpu], memory_limit: int | Literal["auto"]) -> tuple[int, ...]:
+    """Bytes that may be planned for on each of `gpus`, before a worker says what is free there; empty where the driver does not tell."""
+    found = [known[gpu].memory_bytes if gpu in known else 0 for gpu in gpus]
+    if not all(found):
+        return ()
+    return tuple([min(int(MEMORY_SHARE * own), own if memory_limit == "auto" else memory_limit) for own in found])
+
+
+def host_room(places: int, memory_limit: int | Literal["auto"]) -> int:
+    """The same of each of so many processes on a CPU, which share its memory."""
+    return memory_limit if memory_limit != "auto" else int(CPU_SHARE * psutil.virtual_memory().available) // places
+
+
 def visible(gpus: Mapping[int, Gpu]) -> tuple[int, ...]:
     """Those of `list_gpus` that CUDA_VISIBLE_DEVICES leaves, in its order: numbers, or beginnings of UUIDs. Like CUDA, none from the first
     on that there is not. Raises ConfigError for parts of GPUs (MIG).
@@ -67,13 +84,36 @@ def visible(gpus: Mapping[int, Gpu]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def numbers_of(indices: Sequence[int]) -> tuple[int, ...]:
-    """Of GPUs that torch calls cuda:`index` in this process. Raises ConfigError where CUDA_VISIBLE_DEVICES says neither number nor UUID."""
+def left_visible() -> tuple[int, ...] | None:
+    """The numbers of the GPUs that CUDA_VISIBLE_DEVICES leaves to this process; None where it is not set."""
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
+        return None
+    names = [part.strip() for part in wanted.split(",") if part.strip()]
+    return tuple(map(int, names)) if all(name.isdecimal() for name in names) else visible(list_gpus())
+
+
+def see_only(gpus: Sequence[int]) -> None:
+    """This process sees those GPUs and no other, before it imports torch: CUDA_VISIBLE_DEVICES may leave more, as Slurm and containers set
+    it for a whole allocation. Raises ConfigError where it hides one of them.
+    """
+    left = left_visible()
+    hidden = [gpu for gpu in gpus if left is not None and gpu not in left]
+    if hidden:
+        there = f"it leaves GPU {', '.join(map(str, left))}" if left else "it leaves none"
+        raise ConfigError(
+            f"--gpus {','.join(map(str, gpus))}: CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} hides GPU "
+            f"{', '.join(map(str, hidden))} ({there}, by nvidia-smi's numbers). Name GPUs that it leaves, or make more visible"
+        )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+
+
+def numbers_of(indices: Sequence[int]) -> tuple[int, ...]:
+    """Of GPUs that torch calls cuda:`index` in this process. Raises ConfigError where CUDA_VISIBLE_DEVICES says neither number nor UUID."""
+    there = left_visible()
+    if there is None:
         return tuple(indices)
-    names = [part.strip() for part in wanted.split(",")]
-    there = tuple(int(name) for name in names) if all(name.isdecimal() for name in names) else visible(list_gpus())
     if max(indices) >= len(there):
+        wanted = os.environ["CUDA_VISIBLE_DEVICES"]
         raise ConfigError(f"CUDA_VISIBLE_DEVICES={wanted}: which GPUs these are cannot be told. Name them by the numbers of nvidia-smi")
     return tuple(there[index] for index in indices)

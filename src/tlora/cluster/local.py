@@ -39,6 +39,7 @@ from tlora.protocol import (
     JobHeld,
     JobReleased,
     JobSubmitted,
+    MemoryFound,
     NodeAdded,
     RejectJob,
     Request,
@@ -56,8 +57,9 @@ class LocalMachine:
     """GPUs by the numbers of nvidia-smi, or as many one-thread ranks on a CPU. `base_models`: name -> directory or hub id.
 
     `output_dir` gets `jobs/<name>/` as `tlora train` leaves it, and the workers' logs. What stands behind it is as in a jobs file, but for
-    `tick_seconds`, `limits` and `calibrate`: workers measure what a base costs at its first load, and the scheduler hears it. With
-    `deterministic`, an adapter's bytes depend neither on the company that its job had nor on its moves.
+    `tick_seconds`, `limits`, `memory_bytes` and `calibrate`. The scheduler plans with the `memory_bytes` of each GPU until its worker has
+    found what is free there; with `calibrate` workers also measure what a base costs at its first load. With `deterministic`, an
+    adapter's bytes depend neither on the company that its job had nor on its moves.
     """
 
     gpus: tuple[int, ...]
@@ -73,6 +75,7 @@ class LocalMachine:
     report_to: tuple[TrackerName, ...] = ()
     limits: Limits = field(default_factory=Limits)
     calibrate: bool = False
+    memory_bytes: tuple[int, ...] = ()
 
 
 class LocalBackend:
@@ -101,6 +104,8 @@ class LocalBackend:
         self._start = time.monotonic() - self._began
         self._next_tick = self._began + machine.tick_seconds
         self._events: list[Event] = [NodeAdded("local", machine.gpus)]
+        if machine.memory_bytes:
+            self._events.append(MemoryFound(machine.gpus, machine.memory_bytes))
         self._crew = Crew(workers, reign.epoch, self._load, machine.gpus, machine.limits, note)
         if door is not None:
             self._crew.listen_on(door)

@@ -12,8 +12,20 @@ from dataclasses import dataclass, replace
 from tlora.cluster.blame import Blame
 from tlora.cluster.remote_worker import NUMBERS_PER_EPOCH, Held, RemoteWorker
 from tlora.job import JobSpec
-from tlora.protocol import BaseMeasured, BaseSpeed, Event, GroupLost, GroupReady, JobFailed, JobFinished, JobGroup, ParallelPlan, StepsDone
-from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Measured, Refused, Report, Stepped
+from tlora.protocol import (
+    BaseMeasured,
+    BaseSpeed,
+    Event,
+    GroupLost,
+    GroupReady,
+    JobFailed,
+    JobFinished,
+    JobGroup,
+    MemoryFound,
+    ParallelPlan,
+    StepsDone,
+)
+from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Measured, Memory, Refused, Report, Stepped
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +122,8 @@ class Reconciler:
                 del worker.jobs[job_id]
             case Measured(device, speed):
                 self._see_speed(worker, device, speed)
+            case Memory(limit_bytes) if len(limit_bytes) == len(worker.gpus):
+                self.events.append(MemoryFound(worker.gpus, limit_bytes))
             case Refused(job_id, _, attempt) if worker.holds(job_id, attempt):
                 del worker.jobs[job_id]
                 group = self._group_of(worker)

@@ -8,7 +8,7 @@ MOST_GPUS = 16  # on which parts are counted
 _MOST_WHOLE = 0.85  # of a GPU's bytes: with less room beside the base hardly a micro-batch fits
 
 
-def must_share(base_bytes: int, limit_bytes: int) -> bool:
+def must_share(base_bytes: int, limit_bytes: float) -> bool:
     """Whether the base leaves too little of a GPU's bytes for jobs."""
     return base_bytes > _MOST_WHOLE * limit_bytes
 

@@ -11,11 +11,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
+from tlora.costs.base_in_parts import must_share
 from tlora.errors import ConfigError
 from tlora.protocol import BaseSpeed
 
 ADAPTER_BYTES = 18  # per trained parameter: fp32 master, two moments and gradient, bf16 copy
 MEMORY_SHARE = 0.92  # of a GPU that may be planned for; the rest is the allocator's
+CPU_SHARE = 0.5  # of a CPU's free memory. The rest is for the caches, for others, and for the allocator: glibc keeps freed blocks, and a
+# process has been seen to take 1.9 times its live tensors (docs/design.md)
 LEAST_CORRECTION, MOST_CORRECTION = 0.5, 2.0
 CONSTANTS_COUNT = 10  # observations that the constants weigh as much as: after so many a base's correction is half of what is seen
 BASE_COUNTS = 200  # of one reach, that what is seen of its base weighs as much as: few groups of one reach are no sample of all jobs
@@ -55,6 +58,25 @@ class BaseConstants:
         return max(
             self.exchange_seconds, min(self.exchange_seconds + self.exchange_gpu_seconds * (gpus - 2), self.exchange_between_nodes_seconds)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class BaseMemory:
+    """Bytes of a base as counted from its layers: of its weights on each of 1, 2, ... GPUs (whole on one, in parts on several), of any
+    micro-batch, and of a token of one, without recomputation and with as much of it as there is.
+    """
+
+    bytes_by_gpus: tuple[int, ...]
+    fixed_bytes: float
+    token_bytes: float
+    least_token_bytes: float
+
+    def weights(self, gpus: int, room_bytes: float) -> int:
+        """On each of `gpus` GPUs that have so much room."""
+        whole = self.bytes_by_gpus[0]
+        if not must_share(whole, room_bytes):
+            return whole
+        return self.bytes_by_gpus[min(gpus, len(self.bytes_by_gpus)) - 1]
 
 
 def constants_digest(constants: BaseConstants) -> str:
@@ -106,6 +128,7 @@ class CostModel:
         assert 0 < fill_share <= 1, fill_share
         self.constants = dict(constants)
         self.fill_share = fill_share
+        self.memory: dict[str, BaseMemory] = {}  # of bases that were counted; of others the constants say it
         self.times_corrected = 0
         self._corrections: dict[str, list[float]] = {}  # one GPU, one node, several nodes
         self._observed: dict[str, _Mean] = {}
@@ -166,14 +189,33 @@ class CostModel:
         count = math.ceil(tokens_per_step / (self.budgets[-1] * gpus))
         return count * self.micro_batch_seconds(base, tokens_per_step / count, gpus, nodes, 1)
 
-    def memory_bytes(self, base: str, adapter_parameters: float, tokens_per_gpu: float) -> float:
-        """Bytes on each GPU: weights, the state of `adapter_parameters` (all members together), activations of a micro-batch."""
-        found = self._of(base)
-        return found.base_bytes + ADAPTER_BYTES * adapter_parameters + found.activation_bytes_per_token * tokens_per_gpu
+    def room_bytes(self, base: str) -> float:
+        """What may be planned for of a GPU of which nothing else is known: a share of the one whose constants the base has."""
+        return MEMORY_SHARE * self._of(base).gpu_bytes
 
-    def fits(self, base: str, adapter_parameters: float, tokens_per_gpu: float) -> bool:
-        """Whether that is within the share of a GPU that may be planned for."""
-        return self.memory_bytes(base, adapter_parameters, tokens_per_gpu) <= MEMORY_SHARE * self._of(base).gpu_bytes
+    def memory_bytes(
+        self, base: str, adapter_parameters: float, tokens_per_gpu: float, gpus: int = 1, room_bytes: float | None = None
+    ) -> float:
+        """Bytes on each of `gpus` GPUs: weights, the state of `adapter_parameters` (all members together), activations of a micro-batch.
+        `room_bytes`: what such a GPU has, which decides whether the base lies on it whole.
+        """
+        found, counted = self._of(base), self.memory.get(base)
+        state = ADAPTER_BYTES * adapter_parameters
+        if counted is None:
+            return found.base_bytes + state + found.activation_bytes_per_token * tokens_per_gpu
+        room = self.room_bytes(base) if room_bytes is None else room_bytes
+        return counted.weights(gpus, room) + state + counted.fixed_bytes + counted.token_bytes * tokens_per_gpu
+
+    def least_bytes(self, base: str, adapter_parameters: float, tokens_per_gpu: float, gpus: int, room_bytes: float) -> float:
+        """As `memory_bytes`, with as many layers recomputed as there are."""
+        counted = self.memory.get(base)
+        most = self.memory_bytes(base, adapter_parameters, tokens_per_gpu, gpus, room_bytes)
+        return most if counted is None else most - (counted.token_bytes - counted.least_token_bytes) * tokens_per_gpu
+
+    def fits(self, base: str, adapter_parameters: float, tokens_per_gpu: float, gpus: int = 1, room_bytes: float | None = None) -> bool:
+        """Whether that is within what may be planned for of a GPU: `room_bytes`, where it is known."""
+        room = self.room_bytes(base) if room_bytes is None else room_bytes
+        return self.memory_bytes(base, adapter_parameters, tokens_per_gpu, gpus, room) <= room
 
     def observe(self, base: str, gpus: int, nodes: int, ratio: float, now: float) -> bool:
         """Take in how long something took, at `now` seconds, on one GPU, on one node, or on several. Whether predictions are now others.

@@ -25,6 +25,7 @@ from tlora.planning.form import choose_form
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory_probe import probe_key, recall
 from tlora.planning.plan import RunPlan, pick_device, plan_run, settle
+from tlora.planning.recompute_choices import RecomputeChoice, recompute_choices
 from tlora.planning.work import choose_replicas, predicted_seconds, trained_tokens
 from tlora.store.metrics import check_trackers
 from tlora.store.run_directory import check_run_directory
@@ -32,7 +33,7 @@ from tlora.store.serving import ServingFiles
 from tlora.supermodel.fp8_linear import check_fp8
 from tlora.supermodel.load import load_config, outline
 from tlora.supermodel.supermodel import SuperModel
-from tlora.supermodel.weight_files import check_weights
+from tlora.supermodel.weight_files import check_unused, check_weights
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class RunCheck:
     gpus: tuple[GpuCheck, ...] = ()  # of a run on several
     form: str = ""  # how the base lies on them, and why
     placement: str = ""  # how far the placement is from the best
+    recompute_choices: tuple[RecomputeChoice, ...] = ()  # of a run on one GPU
 
 
 def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = None, gpus: str | int | None = None) -> RunCheck:
@@ -122,6 +124,7 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
             check_fp8(place, base.head.weight_VH.dtype)
         if unknown := check_weights(run.base_model, load_config(run.base_model)):
             warnings.append(unknown)
+        warnings += check_unused(run.base_model, load_config(run.base_model), run.unused_weights == "ignore")
         sizes = [(p.numel(), p.element_size()) for p in base.model.parameters()]
         base_bytes = sum(count * size for count, size in sizes)
         jobs = tuple(JobProgress(job.name, "preparing", job.r) for job in run.jobs)
@@ -139,7 +142,11 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
     known = recall(probe_key(model, plan.can_run, run.deterministic, place)) if place.type == "cuda" else None
     if known is not None:
         plan = settle(run, plan, known, place)
-    on_gpus = _on_gpus(run, plan, model, base_bytes, place, len(ranks), problems) if len(ranks) > 1 else {}
+    on_gpus: dict[str, Any]
+    if len(ranks) > 1:
+        on_gpus = _on_gpus(run, plan, model, base_bytes, place, len(ranks), problems)
+    else:
+        on_gpus = {"recompute_choices": recompute_choices(run, plan, predicted_seconds(plan.jobs, model, place), place)}
     plan = on_gpus.pop("plan", plan)
     resident = plan.residents
     late = len(plan.jobs) - len(resident)

@@ -44,6 +44,7 @@ from tlora.supermodel.base_name import public_name
 from tlora.supermodel.fp8_linear import check_fp8
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
+from tlora.supermodel.weight_files import check_unused
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,9 @@ def load(
         base = outline(run.base_model, run.dtype, run.base_precision)
         if run.base_precision == "fp8":
             check_fp8(place, base.head.weight_VH.dtype)
+        if assigned is None:  # or the owner of the ranks says it
+            for line in check_unused(run.base_model, base.model.config, run.unused_weights == "ignore"):
+                monitor.note(line)
         sizes = [(p.numel(), p.element_size()) for p in base.model.parameters()]
         outlined = SuperModel(base)
         compiling = outlined.compile_ahead(place, to_plan(run, monitor.ended).jobs)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from tlora.engine.commands import Command, Leave, Share, Stop
 from tlora.link.outbox import with_attempt
-from tlora.worker_protocol import Ending, HeldJob, JobEnd, JobReport, Joined, Loaded, Measured, Report, Settled, Stepped, Want
+from tlora.worker_protocol import Ending, HeldJob, JobEnd, JobReport, Joined, Loaded, Measured, Memory, Report, Settled, Stepped, Want
 
 Membership = Literal["joining", "resident", "leaving"]
 
@@ -33,7 +33,7 @@ class Settler:
         self._here: dict[str, _Here] = {}
         self._over: dict[str, int] = {}  # the last attempt of each job that is over here
         self._shared: Share | None = None
-        self._measured: Measured | None = None
+        self._found: dict[type, Measured | Memory] = {}  # of the base and the GPUs, which each controller hears
         self._settled = (0, 0)  # epoch and generation that were told to be settled
 
     def hear_want(self, want: Want) -> bool:
@@ -43,8 +43,8 @@ class Settler:
             return False
         if known is None or (want.epoch, want.generation) > (known.epoch, known.generation):
             self.want = want
-            if known is not None and want.epoch > known.epoch and self._measured is not None:
-                self.reports.append(self._measured)  # which this controller has not heard
+            if known is not None and want.epoch > known.epoch:
+                self.reports += self._found.values()
             self._step()
         return True
 
@@ -52,8 +52,8 @@ class Settler:
         """Of the trainer. It goes on as one of the job's attempt."""
         if isinstance(report, Loaded):
             self.loaded = True
-        if isinstance(report, Measured):
-            self._measured = report
+        if isinstance(report, Measured | Memory):
+            self._found[type(report)] = report
         if isinstance(report, JobReport):
             here = self._here.get(report.job_id)
             if here is None:

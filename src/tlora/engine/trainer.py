@@ -40,7 +40,7 @@ from tlora.kernels.device import mark_on
 from tlora.link.flight import FlightRecorder
 from tlora.link.log import note
 from tlora.planning.job_plan import PlannedJob, plan_job, prepare_requests
-from tlora.planning.plan import fixed_depth
+from tlora.planning.plan import fixed_depth, gib
 from tlora.store.claim import Claim, HeldError, take_claim
 from tlora.store.disk_reserve import DiskReserve
 from tlora.store.job_result import JobResult
@@ -50,7 +50,7 @@ from tlora.store.run_directory import pin_data
 from tlora.store.serving import ServingFiles
 from tlora.store.writer import Writer
 from tlora.supermodel.base_name import public_name
-from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Load, Loaded, Refused, Report, Stepped
+from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Load, Loaded, Memory, Refused, Report, Stepped
 
 REPORT_SECONDS = 1.0  # between two reports of a job's steps
 CLAIM_SECONDS = 30.0  # for whoever had a job before to let go of its directory
@@ -106,6 +106,7 @@ class Trainer:
         began = time.monotonic()
         model, self._bound = load_base(load, expected, self._parts.sharing(_BASE) if seat.count > 1 else None, note)
         note(f"{load.base_model} is loaded after {time.monotonic() - began:.1f} s")
+        send(Memory((self._bound.limit_bytes,)))
         if load.calibrate:
             self._pulse.begin("compiling")
             if (measured := calibrate(load, model, note)) is not None:
@@ -229,20 +230,24 @@ class Trainer:
         load = self._load
         return RunSpec(base_model=load.base_model, output_dir=load.output_dir, deterministic=load.deterministic, jobs=[spec])
 
-    def _recomputed_layers(self) -> int:
+    def _most_recomputed(self) -> int:
+        """Layers that may be recomputed at most: as ordered, or as many as memory asks for."""
         fixed = fixed_depth(self._load.recompute, self._group.model.num_layers)
-        return self._share.recomputed_layers if fixed is None else fixed
+        return max(self._share.recomputed_layers, self._bound.most_recomputed) if fixed is None else fixed
 
-    def _demand(self, runs: Sequence[JobRun]) -> tuple[int, int, list[PlannedJob]]:
-        """The longest sample of `runs`, recomputed layers, and the jobs as the memory model has them."""
+    def _demand(self, runs: Sequence[JobRun]) -> tuple[int, list[PlannedJob]]:
+        """The longest sample of `runs`, and the jobs as the memory model has them."""
         specs = [run.spec.model_copy(update={"gpus": run.replicas}) for run in runs]
         jobs = [PlannedJob(spec, layout=self._group.model.layout(spec)) for spec in specs]
-        return max((run.longest for run in runs), default=1), self._recomputed_layers(), jobs
+        return max((run.longest for run in runs), default=1), jobs
 
     def _fits(self, newcomer: JobRun) -> bool:
         """Beside those who are here; alone, it was looked at before."""
         runs = list(self._group.runs.values())
-        return self._bound is None or not runs or self._bound.holds(*self._demand([*runs, newcomer]))
+        if not runs:
+            return True
+        longest, jobs = self._demand([*runs, newcomer])
+        return self._bound.holds(longest, self._most_recomputed(), jobs)
 
     def _put_off(self, name: str, reason: str) -> None:
         """The job cannot join now. Nobody else notices."""
@@ -252,12 +257,12 @@ class Trainer:
 
     def _apply_share(self, newcomer: JobRun | None = None) -> None:
         """What the last Share says, as far as the run options leave it open; room is kept for a `newcomer`."""
-        group, share, layers = self._group, self._share, self._recomputed_layers()
-        budget = share.token_budget
-        if self._bound is not None:
-            runs = [*group.runs.values(), *([newcomer] if newcomer else [])]
-            budget = self._bound.lower(budget, *self._demand(runs))
-        group.share(budget, layers, share.weights)
+        group, share = self._group, self._share
+        longest, jobs = self._demand([*group.runs.values(), *([newcomer] if newcomer else [])])
+        layers = min(max(share.recomputed_layers, self._bound.least_recomputed(longest, jobs)), self._most_recomputed())
+        if self._load.recompute != "auto":
+            layers = self._most_recomputed()
+        group.share(self._bound.lower(share.token_budget, longest, layers, jobs), layers, share.weights)
 
     def _check_claim(self, directory: Path) -> None:
         """Raises HeldError where another worker may be writing there."""
@@ -288,8 +293,7 @@ class Trainer:
     def _open_claimed(self, spec: JobSpec, data: Prepared | DataError) -> Opened:
         planned = plan_job(spec, data, self._group.model, self._directory)
         planned.span = self._parts.span_of(spec.name)
-        if self._bound is not None:
-            self._bound.check(planned, self._recomputed_layers())
+        self._bound.check(planned, self._most_recomputed())
         for warning in planned.said():
             note(f"{spec.name}: {warning}")
         opened = self._driver.open(planned, True)
@@ -311,15 +315,17 @@ class Trainer:
         elif isinstance(opened, Failure):
             self._driver.refuse(spec, opened.reason)
         elif not self._fits(opened.run):
-            self._put_off(name, f"beside {', '.join(self._group.runs)} its memory does not suffice below memory_limit")
+            self._put_off(
+                name,
+                f"beside {', '.join(self._group.runs)} its memory does not suffice below memory_limit ({gib(self._bound.limit_bytes)})",
+            )
         elif not self._parts.waits(opened):
             self._begin_with(opened)
 
     def _begin_with(self, opened: Opened) -> None:
         name = opened.run.spec.name
         self._paces[name] = StepTimer(opened.run.progress.step, time.monotonic())
-        if self._bound is not None:
-            self._apply_share(opened.run)
+        self._apply_share(opened.run)
         self._driver.let_in(opened, partial(self._put_off, name))
         if name in self._group.runs:  # and not at its end already
             self._send(Joined(name, opened.run.progress.step))

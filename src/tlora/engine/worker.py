@@ -44,6 +44,8 @@ FIRST_LEASE_SECONDS = 600.0  # until a Want says otherwise
 _DRAIN_SECONDS = 5.0  # at the end, for the last reports to be taken
 _LIBRARIES = ("torch", "transformers")
 
+SeeGpus = Callable[[tuple[int, ...]], None]  # this process uses those GPUs alone, or it raises ConfigError
+
 
 class Worker:
     """The threads of a worker meet here: the one that trains, and the two of the line."""
@@ -151,8 +153,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def serve(entrance: Entrance, gpus: tuple[int, ...]) -> int:
-    """Do as the controller there wants, until told to stop. The exit status: 143 after SIGTERM, as a shell expects.
+def serve(entrance: Entrance, gpus: tuple[int, ...], see_gpus: SeeGpus | None = None) -> int:
+    """Do as the controller there wants, until told to stop. The exit status: 143 after SIGTERM, as a shell expects. `see_gpus` is called
+    before torch is imported, where there is something to load on GPUs.
 
     Raises ConfigError where nobody listens, or who does is not to be trusted, or does not want this worker; then all is saved.
     """
@@ -177,6 +180,8 @@ def serve(entrance: Entrance, gpus: tuple[int, ...]) -> int:
     load = worker.wait_for_load()
     if load is not None:
         worker.pulse.begin("loading")
+        if see_gpus is not None and load.device != "cpu":
+            see_gpus(gpus)
         lead_or_train(load, gpus, worker)
     worker.dialer.drain(_DRAIN_SECONDS)
     worker.check_refusal()
@@ -233,14 +238,20 @@ def parse_gpus(text: str) -> tuple[int, ...]:
     return tuple(sorted(map(int, parts)))
 
 
-def run(address: str, gpus: tuple[int, ...], fingerprint: str | None = None, token_file: Path | None = None) -> None:
+def run(
+    address: str,
+    gpus: tuple[int, ...],
+    fingerprint: str | None = None,
+    token_file: Path | None = None,
+    see_gpus: SeeGpus | None = None,
+) -> None:
     """`serve`, with the options of `tlora worker`, and exit: without a look at threads that may wait for a controller, or open a job."""
     status = 1
     show_stacks_when_asked()
     leave_unused_out()
     turn_multicast_off()
     try:
-        status = serve(find_entrance(address, fingerprint, token_file), gpus)
+        status = serve(find_entrance(address, fingerprint, token_file), gpus, see_gpus)
     except ConfigError as error:
         note(f"error: {error}")
         status = REFUSED

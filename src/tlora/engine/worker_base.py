@@ -24,28 +24,26 @@ _FORM = "the base is shared"
 
 def load_base(
     load: Load, expected: Sequence[JobSpec], sharing: Sharing | None, note: Callable[[str], object]
-) -> tuple[SuperModel, MemoryBound | None]:
-    """The base on its device, and what a `memory_limit` leaves its jobs. `sharing`: with the other ranks, of a worker with several GPUs.
+) -> tuple[SuperModel, MemoryBound]:
+    """The base on its device, and what `memory_limit` leaves its jobs. `sharing`: with the other ranks, of a worker with several GPUs.
 
     What the `expected` jobs will launch is compiled meanwhile, as `tlora train` does it. Raises TloraError for options that cannot be had
     here.
     """
     check_trackers(list(load.report_to))
-    place, bound, compiling = torch.device(load.device), None, None
-    ahead = place.type == "cuda" and len(expected) > 0
-    if ahead or load.memory_limit != "auto" or load.base_precision == "fp8" or sharing is not None:
-        outlined = SuperModel(outline(load.base_model, load.dtype, load.base_precision))
-        compiling = outlined.compile_ahead(place, expected) if ahead else None
-        if load.base_precision == "fp8":
-            check_fp8(place, outlined.base.head.weight_VH.dtype)
-        base_bytes = outlined.base.num_bytes
-        if sharing is not None and not _is_shared(sharing, base_bytes, memory_limit(place, load.memory_limit)):
-            sharing = None
-        if sharing is not None:
-            whole, base_bytes = base_bytes, bytes_when_shared(outlined, base_bytes, sharing.world_size, sharing.slots)
-            note(f"{gib(base_bytes)} of the base's {gib(whole)} on each of {sharing.world_size} GPUs")
-        if load.memory_limit != "auto":
-            bound = MemoryBound(outlined, base_bytes, place, load.memory_limit)
+    place, compiling = torch.device(load.device), None
+    outlined = SuperModel(outline(load.base_model, load.dtype, load.base_precision))
+    if place.type == "cuda" and expected:
+        compiling = outlined.compile_ahead(place, expected)
+    if load.base_precision == "fp8":
+        check_fp8(place, outlined.base.head.weight_VH.dtype)
+    base_bytes, limit_bytes = outlined.base.num_bytes, memory_limit(place, load.memory_limit)
+    if sharing is not None and not _is_shared(sharing, base_bytes, limit_bytes):
+        sharing = None
+    if sharing is not None:
+        whole, base_bytes = base_bytes, bytes_when_shared(outlined, base_bytes, sharing.world_size, sharing.slots)
+        note(f"{gib(base_bytes)} of the base's {gib(whole)} on each of {sharing.world_size} GPUs")
+    bound = MemoryBound(outlined, base_bytes, place, limit_bytes)
     model = SuperModel.from_pretrained(load.base_model, load.dtype, load.device, load.deterministic, load.base_precision, sharing)
     model.expect(expected)
     if compiling is not None:

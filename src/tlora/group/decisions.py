@@ -27,7 +27,7 @@ class Decisions:
         return seen
 
     def token_budget(self, fits: int) -> int:
-        """Tokens of a micro-batch from now on, after running out of memory."""
+        """Tokens of a micro-batch from now on, after running out of memory, or after it has sufficed for a while."""
         return fits
 
     def culprits(self, seen: dict[str, str]) -> dict[str, str]:

@@ -7,56 +7,25 @@ only where an evaluation, a checkpoint or an end follows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from itertools import groupby, islice
-
-import torch
+from dataclasses import replace
+from itertools import groupby
 
 from tlora.adapters.state import AdapterState
 from tlora.batching.pack import MicroBatch, Row, pack, prepared_budget
 from tlora.group.decisions import Decisions, End
-from tlora.group.exchange import Exchange, RunningSums
-from tlora.group.job_run import QUARANTINE_AFTER, JobRun, Means, Passed, means_of
+from tlora.group.exchange import Exchange, RunningSums, Whole
+from tlora.group.job_run import QUARANTINE_AFTER, JobRun, Passed
 from tlora.group.reports import CheckpointDue, Computed, Ended, Evaluated, Listener, Noted, Status, Stepped
+from tlora.group.stepping import Losses, Stepping
+from tlora.group.token_budget import CALM, TokenBudget
 from tlora.group.wall import Failure, attempt, is_out_of_memory
-from tlora.kernels.device import ToHost
 from tlora.supermodel.batch import PackedBatch, collate
 from tlora.supermodel.losses import JobLoss
-from tlora.supermodel.optimizer_steps import QueuedSteps
 from tlora.supermodel.supermodel import SuperModel
 
 _FORGIVEN = 3
-
-
-class _Losses:
-    """Of runs whose batch or evaluation is through, on their way to the host in one copy."""
-
-    def __init__(self, passed: Sequence[Passed]) -> None:
-        self._names = [each.metrics for each in passed]
-        self._counts = [len(each.parts) for each in passed]
-        self._elsewhere = [each.elsewhere for each in passed]
-        values = [value for each in passed for value in each.values]
-        self._values = ToHost(torch.stack(values)) if values else None
-
-    def read(self) -> list[Means]:
-        """Of each."""
-        values = iter(self._values.read() if self._values is not None else ())
-        shapes = zip(self._counts, self._names, self._elsewhere, strict=True)
-        return [means_of([*(list(islice(values, 2 + len(names))) for _ in range(count)), *more], names) for count, names, more in shapes]
-
-
-@dataclass(frozen=True)
-class _Stepping:
-    """Runs whose optimizer steps are under way, but for those in `steps.errors`; with `offered` each of them has its next global batch on
-    offer.
-    """
-
-    runs: list[JobRun]
-    steps: QueuedSteps
-    losses: _Losses
-    offered: bool
 
 
 class Engine:
@@ -74,13 +43,16 @@ class Engine:
         """`smallest_budget`: tokens of the longest sample of any job that may still join; running out of memory stops at it. `exchange`:
         where jobs have replicas on other ranks.
         """
-        self.model, self.token_budget, self._listen = model, token_budget, listen
+        self.model, self._budget, self._listen = model, TokenBudget(token_budget), listen
         self.decisions = decisions or Decisions()
-        self._smallest_budget, self._unexplained = smallest_budget, 0
+        self._smallest_budget, self._unexplained, self._calm = smallest_budget, 0, 0
+        self._again: dict[str, Callable[[JobRun], bool]] = {}  # what ran out of memory between replicas, of these jobs, and is tried again
+        self._state_read: set[str] = set()  # jobs that have fetched what they begin with, and have not begun
+        self._whole: dict[str, Whole] = {}  # sums that were taken, and are not in place yet
         self.runs: dict[str, JobRun] = {}
         self.begin: Callable[[tuple[str, ...]], object] = lambda _: None  # is told the jobs of each micro-batch before it is computed
         self._weights: dict[str, float] = {}
-        self._stepping: _Stepping | None = None
+        self._stepping: Stepping | None = None
         self._exchange: Exchange = exchange or RunningSums()
 
     def join(self, run: JobRun, state: AdapterState | None = None, wait: Callable[[str], object] | None = None) -> None:
@@ -107,7 +79,12 @@ class Engine:
             self._advance(run)
         else:
             self._attempted(run, self._begin_away)  # what it begins with may have come before it joined
-        self.token_budget = max(self.token_budget, self._longest())
+        self._budget.hold(self._longest())
+
+    @property
+    def token_budget(self) -> int:
+        """Of a micro-batch, now."""
+        return self._budget.tokens
 
     def _enter(self, run: JobRun, state: AdapterState | None) -> None:
         """Adapter and reference, or neither. Away from home both come later."""
@@ -128,7 +105,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether all that is left to do waits for other ranks."""
-        return not self._exchange.has_news and not any(run.flow.runnable or run.unsent for run in self.runs.values())
+        return not (self._exchange.has_news or self._again) and not any(run.flow.runnable or run.unsent for run in self.runs.values())
 
     def stop(self) -> None:
         """Let every resident job go, as `leave` does. One that raises keeps none of the others from that."""
@@ -152,7 +129,7 @@ class Engine:
         for name, run in self.runs.items():
             run.set_weight(self._weights.get(name, run.spec.weight))
         self.model.recomputed_layers = min(recomputed_layers, self.model.num_layers)
-        self.token_budget = max(token_budget, self._longest())
+        self._budget.order(max(token_budget, self._longest()))
 
     def run_micro_batch(self) -> MicroBatch | None:
         """One forward-backward (or evaluation) over what the flows offer, and the optimizer steps that it completes. None when no job is
@@ -170,6 +147,7 @@ class Engine:
         if isinstance(losses, Failure):
             self._find_culprit(packed, losses.error)
             return packed
+        self._see_calm()
         self._listen(Computed(packed, computed, left_tokens=sum(run.flow.pending_tokens for run in self.runs.values())))
         for name, loss in losses.items():
             if name in self.runs:
@@ -190,9 +168,13 @@ class Engine:
         return run.replicas == 1 or self._attempted(run, self._end_replica)
 
     def _attempted(self, run: JobRun, step: Callable[[JobRun], bool]) -> bool:
+        """Where memory runs out, with a lower budget once more."""
         done = attempt(step, run)
         if isinstance(done, Failure):
-            self._end(run, "failed", done.reason)
+            if is_out_of_memory(done.error) and self._lower_budget():
+                self._again[run.spec.name] = self._take_whole if run.awaiting else step
+            else:
+                self._end(run, "failed", done.reason)
             return False
         return done
 
@@ -210,28 +192,35 @@ class Engine:
         if run.unsent:
             self._exchange.send(name, run.progress.step, run.passed)
             run.sent()
-        whole = self._exchange.take(name, run.progress.step, run.shared_among)
+        whole = self._whole.get(name) or self._exchange.take(name, run.progress.step, run.shared_among)
         if whole is None:
             return False
+        self._whole[name] = whole  # as long as it is not in place: it is given once
         self.model.set_gradient(name, whole.gradient_P)
+        del self._whole[name]
         run.completed(whole.elsewhere, whole.tokens)
         return True
 
     def _completed_elsewhere(self) -> list[JobRun]:
         """Jobs whose global batch is through now by what other ranks have sent. Those that have their homes there may begin."""
-        news = self._exchange.news()
+        again, self._again = self._again, {}
+        tried = [self.runs[name] for name in again if name in self.runs]
+        through = [run for run in tried if self._attempted(run, again[run.spec.name]) and again[run.spec.name] != self._begin_away]
+        news = [name for name in self._exchange.news() if name not in self._again]
         for run in [self.runs[name] for name in news if name in self.runs]:
             if not run.leads:
                 self._attempted(run, self._begin_away)
-        waiting = [run for name, run in self.runs.items() if run.awaiting and (run.unsent or name in news)]
-        return [run for run in waiting if self._attempted(run, self._take_whole)]
+        waiting = [run for name, run in self.runs.items() if run.awaiting and run not in tried and (run.unsent or name in news)]
+        return through + [run for run in waiting if self._attempted(run, self._take_whole)]
 
     def _begin_away(self, run: JobRun) -> bool:
         name = run.spec.name
-        if not self._exchange.fetch(name, self.model.state(name)):
+        if name not in self._state_read and not self._exchange.fetch(name, self.model.state(name)):
             return False
+        self._state_read.add(name)
         self.model.rewrite(name)
         self._set_reference(run)  # its home has written it down before it published
+        self._state_read.discard(name)
         run.follow(self.model.state(name).step)
         return True
 
@@ -241,7 +230,7 @@ class Engine:
         through = [run for run in through if run.flow.complete]
         if not through:
             return
-        means = self.decisions.evaluations(_Losses([run.passed for run in through]).read())
+        means = self.decisions.evaluations(Losses([run.passed for run in through]).read())
         for run, found in zip(through, means, strict=True):
             run.evaluated(found.loss)
             self._listen(Evaluated(run.spec.name, run.progress, found.loss, run.summary(found.metrics)))
@@ -253,7 +242,7 @@ class Engine:
         """
         if not through:
             return
-        losses = _Losses([run.passed if run.leads else Passed() for run in through])  # takes memory: before any step is under way
+        losses = Losses([run.passed if run.leads else Passed() for run in through])  # takes memory: before any step is under way
         steps = self.model.queue_optim_step([run.spec.name for run in through])
         for run in through:
             if (error := steps.errors.get(run.spec.name)) is not None:
@@ -262,7 +251,7 @@ class Engine:
                 run.step_queued()
         stepping = [run for run in through if run.spec.name not in steps.errors]
         offered = not steps.done and all(run.goes_straight_on for run in stepping)
-        self._stepping = _Stepping(through, steps, losses, offered)
+        self._stepping = Stepping(through, steps, losses, offered)
         if not offered:
             self._settle()
             return
@@ -338,6 +327,10 @@ class Engine:
         if status == "done":
             run.progress = replace(run.progress, finished=True)
         self.runs.pop(name, None)
+        for kept in (self._again, self._whole):
+            kept.pop(name, None)
+        self._state_read.discard(name)
+        self._budget.room_came()
         self._exchange.leave(name, reason if status == "failed" else "")
         if not run.leads:
             self.model.leave(name)
@@ -354,11 +347,7 @@ class Engine:
         for name in names:
             self.model.zero_grad_of(name)
             self._exchange.forget(name)
-        smaller = max(self.token_budget // 2, self._longest(), self._smallest_budget)
-        if is_out_of_memory(error) and smaller < self.token_budget:
-            self.token_budget = self.decisions.token_budget(smaller)
-            self._listen(Noted(f"out of memory: the token budget is now {self.token_budget}"))
-        else:
+        if not (is_out_of_memory(error) and self._lower_budget()):
             alone = {name: self._try_alone(name, packed) for name in names}
             seen = {name: tried.reason for name, tried in alone.items() if isinstance(tried, Failure)}
             guilty = self.decisions.culprits(seen)
@@ -372,11 +361,29 @@ class Engine:
                 self._offer(self.runs[name])
 
     def _forgive(self, error: BaseException) -> None:
-        """An error that no job repeats alone is let pass, not more often than `_FORGIVEN` times in a run."""
-        self._unexplained += 1
+        """An error that no job repeats alone is let pass, not more often than `_FORGIVEN` times with few micro-batches between them."""
+        self._unexplained, self._calm = self._unexplained + 1, 0
         if self._unexplained > _FORGIVEN:
             raise error
         self._listen(Noted(f"{type(error).__name__}: {error}; no job repeats it alone, so the batch starts over"))
+
+    def _lower_budget(self) -> bool:
+        """Memory has run out. False where the budget is as low as it can be."""
+        smaller = self._budget.next_lower(max(self._longest(), self._smallest_budget))
+        if smaller is None:
+            return False
+        self._budget.lower(self.decisions.token_budget(smaller))
+        self._listen(Noted(f"out of memory: the token budget is now {self.token_budget}"))
+        return True
+
+    def _see_calm(self) -> None:
+        """A micro-batch was computed: after enough of them, trouble of before is over."""
+        self._calm += 1
+        if self._calm >= CALM:
+            self._unexplained = 0
+        if (larger := self._budget.see_calm()) is not None:
+            self._budget.grow(self.decisions.token_budget(larger))
+            self._listen(Noted(f"memory has sufficed for a while: the token budget is {self.token_budget} again"))
 
     def _longest(self) -> int:
         return max((run.longest for run in self.runs.values()), default=1)

@@ -21,11 +21,12 @@ from tlora.cluster.arrivals import Arrival, submit_all
 from tlora.cluster.controller import run as run_controller
 from tlora.cluster.doors import TlsDoor
 from tlora.cluster.event_log import EventLog
-from tlora.cluster.gpus import numbers_of
+from tlora.cluster.gpus import host_room, list_gpus, numbers_of, room_of
 from tlora.cluster.learned_costs import LearnedCosts
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
 from tlora.costs.base_in_parts import least_gpus
+from tlora.costs.cost import BaseMemory
 from tlora.costs.hardware import live_cost_model, nearest_base
 from tlora.engine.earlier_run import earlier_ends
 from tlora.engine.interrupts import describe_interrupt, interrupts
@@ -39,7 +40,7 @@ from tlora.link.address import tcp_place
 from tlora.live.picture import Picture
 from tlora.live.untold_ends import not_told
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
-from tlora.planning.memory import bytes_by_gpus, memory_limit
+from tlora.planning.memory import count_base, memory_limit
 from tlora.planning.plan import gib
 from tlora.protocol import Action, Event, JobFailed, JobFinished, JobSubmitted, RejectJob, Tick
 from tlora.report.run_page import write_report
@@ -51,6 +52,7 @@ from tlora.store.metrics import check_trackers
 from tlora.store.run_directory import earlier_base, pin_base, write_run_file
 from tlora.supermodel.load import Base, find_directory, outline
 from tlora.supermodel.supermodel import SuperModel
+from tlora.supermodel.weight_files import check_unused
 
 _BASE = "base"  # the base's name in all groups
 _SHOW_SECONDS, _TICK_SECONDS = 0.25, 10.0
@@ -114,7 +116,9 @@ class _Run:
         profiled = self._profile()
         self._picture = Picture(self._run, {name: job.profile for name, job in profiled.items()}, earlier)
         self._note_speeds()
-        scheduler = Scheduler(LIVE_POLICIES[self._policy](), live_cost_model({_BASE: self._base.num_bytes}), self._see_fault)
+        cost = live_cost_model({_BASE: self._base.num_bytes})
+        cost.memory[_BASE] = self._memory
+        scheduler = Scheduler(LIVE_POLICIES[self._policy](), cost, self._see_fault)
         self._record("running", guard)
         untold = not_told(earlier, self._out / "events.jsonl")
         with (
@@ -144,14 +148,21 @@ class _Run:
     @cached_property
     def _base(self) -> Base:
         """Its outline."""
-        return outline(self._run.base_model, self._run.dtype, self._run.base_precision)
+        base = outline(self._run.base_model, self._run.dtype, self._run.base_precision)
+        for line in check_unused(self._run.base_model, base.model.config, self._run.unused_weights == "ignore"):
+            self._watcher.note(line)
+        return base
+
+    @cached_property
+    def _memory(self) -> BaseMemory:
+        return count_base(SuperModel(self._base), torch.device(self._places[0]))
 
     def _least_gpus(self) -> int:
         """On which the base fits, in parts if it has to; of one that fits on none a worker says so."""
         if len(self._places) == 1:
             return 1
         limit = memory_limit(torch.device(self._places[0]), self._run.memory_limit)
-        found = least_gpus(bytes_by_gpus(SuperModel(self._base))[: len(self._places)], limit)
+        found = least_gpus(self._memory.bytes_by_gpus[: len(self._places)], limit)
         if found is not None and found > 1:
             self._watcher.note(f"the base does not fit on one GPU ({gib(limit)}): each job gets {found} or more, which hold it in parts")
         return found or 1
@@ -183,6 +194,9 @@ class _Run:
         numbers = tuple(range(len(self._places)))
         if kind == "cuda":
             numbers = numbers_of([int(place.partition(":")[2]) for place in self._places])
+            room = room_of(numbers, list_gpus(), run.memory_limit)
+        else:
+            room = (host_room(len(numbers), run.memory_limit),) * len(numbers)
         return LocalMachine(
             numbers,
             "cuda" if kind == "cuda" else "cpu",
@@ -196,6 +210,7 @@ class _Run:
             run.memory_limit,
             tuple(run.report_to),
             calibrate=True,
+            memory_bytes=room,
         )
 
     # -- while it goes on ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A base's shape as JSON, for a server that has no torch: `python -m tlora.planning.base_outline BASE OUT DTYPE PRECISION`.
+"""A base's shape as JSON, for a server that has no torch: `python -m tlora.planning.base_outline BASE OUT DTYPE PRECISION DEVICE`.
 
 With it a job's profile is arithmetic (`data/profile.py`, `adapters/targets.py`).
 """
@@ -16,18 +16,20 @@ from tlora.libraries import begin_imports
 if __name__ == "__main__":
     begin_imports()
 
+import torch
+
 from tlora import durable
 from tlora.errors import TloraError
 from tlora.job import BasePrecision
-from tlora.planning.memory import bytes_by_gpus
+from tlora.planning.memory import count_base
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import learned_positions, longest_safe_sequence, max_positions, outline
 from tlora.supermodel.supermodel import SuperModel
 
 
-def describe_base(base_model: str, dtype: str = "auto", base_precision: BasePrecision | None = None) -> dict[str, Any]:
-    """Sizes of its linears, names of its modules, its bytes (whole, and in parts on several GPUs), its vocabulary and how long a sample may
-    be. Raises ModelError.
+def describe_base(base_model: str, dtype: str, base_precision: BasePrecision | None, device: str) -> dict[str, Any]:
+    """Sizes of its linears, names of its modules, its bytes (whole, and in parts on several GPUs), those of a micro-batch on a `device`,
+    its vocabulary and how long a sample may be. Raises ModelError.
     """
     base = outline(base_model, dtype, base_precision)
     found: dict[str, Any] = {
@@ -39,16 +41,22 @@ def describe_base(base_model: str, dtype: str = "auto", base_precision: BasePrec
         "max_position_embeddings": max_positions(base.model),
     }
     model = SuperModel(base)
-    return found | {"vocab_size": base.vocab_size, "linears": model.targets(), "bytes_by_gpus": bytes_by_gpus(model)}
+    memory = count_base(model, torch.device(device))
+    return found | {
+        "vocab_size": base.vocab_size,
+        "linears": model.targets(),
+        "bytes_by_gpus": memory.bytes_by_gpus,
+        "memory": (memory.fixed_bytes, memory.token_bytes, memory.least_token_bytes),
+    }
 
 
 def main() -> int:
     """Write the outline of the base in argv. The exit status, with the reason on stderr: 2 for a base that cannot be had, ENOSPC where
     there is no room for its outline now.
     """
-    base_model, out, dtype, precision = sys.argv[1:]
+    base_model, out, dtype, precision, device = sys.argv[1:]
     try:
-        found = describe_base(base_model, dtype, cast("BasePrecision | None", precision or None))
+        found = describe_base(base_model, dtype, cast("BasePrecision | None", precision or None), device)
         durable.write_file(Path(out), json.dumps(found))
     except TloraError as error:
         print(error, file=sys.stderr)  # noqa: T201

@@ -18,6 +18,7 @@ from torch import Tensor
 from tlora.adapters.bank import ROW_ALIGNMENT
 from tlora.adapters.state import AdapterLayout
 from tlora.costs.base_in_parts import MOST_GPUS
+from tlora.costs.cost import CPU_SHARE, BaseMemory
 from tlora.errors import ModelError
 from tlora.job import LoraConfig, TrainConfig
 from tlora.kernels.linear_cross_entropy import chunk_bytes
@@ -33,9 +34,9 @@ from tlora.supermodel.supermodel import SuperModel
 
 T = TypeVar("T")
 _PROBE_TOKENS = 64
-# Of what is free. The rest is for the allocator, the caches and others: on a CPU, glibc keeps freed blocks, and a process has been seen to
-# take 1.9 times its live tensors (docs/design.md).
-_CPU_SHARE, _GPU_SHARE = 0.5, 0.95
+_COUNTED_TOKENS = (1024, 8192)  # the micro-batches that a scheduler plans
+ACTIVATION_RANK = 64  # up to which a GPU's activations are counted where jobs come later
+_GPU_SHARE = 0.95  # of what is free; the rest is for the allocator and others
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,19 @@ def bytes_by_gpus(model: SuperModel) -> list[int]:
     return [base_bytes, *(bytes_when_shared(model, base_bytes, count) for count in range(2, MOST_GPUS + 1))]
 
 
+def count_base(model: SuperModel, device: torch.device) -> BaseMemory:
+    """What a scheduler must know of the base's bytes on GPUs such as `device`. `model` is on the meta device. Raises ModelError."""
+    memory = measure(model, model.base.num_bytes, device, ACTIVATION_RANK)
+
+    def line(layers: int) -> tuple[float, float]:
+        few, many = (memory.activation_bytes(tokens, layers) for tokens in _COUNTED_TOKENS)
+        slope = (many - few) / (_COUNTED_TOKENS[1] - _COUNTED_TOKENS[0])
+        return max(0.0, few - slope * _COUNTED_TOKENS[0]), slope
+
+    (fixed, slope), (_, least) = line(0), line(memory.most_recomputed)
+    return BaseMemory(tuple(bytes_by_gpus(model)), fixed, slope, least)
+
+
 def _probe_lora(model: SuperModel, rank: int) -> LoraConfig:
     """All linears where they may be adapted (experts may not)."""
     names = [n for n in model.targets() if not any(n.startswith(block + ".") for block in expert_modules(model.model))]
@@ -233,4 +247,4 @@ def memory_limit(device: torch.device, ordered: int | Literal["auto"] = "auto") 
         return ordered
     if device.type == "cuda":
         return int(_GPU_SHARE * torch.cuda.mem_get_info(device)[0])
-    return int(_CPU_SHARE * psutil.virtual_memory().available)
+    return int(CPU_SHARE * psutil.virtual_memory().available)

@@ -1,4 +1,4 @@
-"""`memory_limit` where others choose the token budget: a worker's Shares are lowered to it, and a job that cannot fit is refused."""
+"""A device's memory where others choose the token budget: a worker's Shares are lowered to what fits, and a job that cannot is refused."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import torch
 
 from tlora.kernels.lora_tables import rank_width
 from tlora.planning.job_plan import PlannedJob
-from tlora.planning.memory import measure
+from tlora.planning.memory import ACTIVATION_RANK, measure
 from tlora.planning.plan import RunPlan, check_base_fits, check_capacity, counting_jobs
 from tlora.supermodel.supermodel import SuperModel
-
-_LEAST_RANK = 64  # whose activations are counted in any case
 
 
 class MemoryBound:
@@ -25,9 +23,19 @@ class MemoryBound:
         fit below the limit.
         """
         self._measure = cache(partial(measure, outlined, base_bytes, device))
-        self._rank = _LEAST_RANK
+        self._rank = ACTIVATION_RANK
         self._plan = RunPlan((), 1, 0, self._measure(self._rank), limit_bytes, 1, None)
+        self.limit_bytes = limit_bytes
         check_base_fits(self._plan)
+
+    @property
+    def most_recomputed(self) -> int:
+        """Layers that can be recomputed with profit."""
+        return self._plan.memory.most_recomputed
+
+    def least_recomputed(self, longest: int, jobs: Sequence[PlannedJob]) -> int:
+        """The fewest layers with which all `jobs` fit at once, in micro-batches of the `longest` sample; all, if they never do."""
+        return next((layers for layers in range(self.most_recomputed) if self.holds(longest, layers, jobs)), self.most_recomputed)
 
     def check(self, job: PlannedJob, recomputed_layers: int) -> None:
         """A job that does not fit by itself, in micro-batches of its longest sample, gets a problem that says so."""
@@ -47,7 +55,7 @@ class MemoryBound:
 
     def _largest_rank(self, jobs: Sequence[PlannedJob]) -> int:
         """Of `jobs` and of all that were here, as wide as the kernels make it."""
-        return max(self._rank, *(rank_width(job.layout.largest_rank) for job in jobs if job.layout is not None), _LEAST_RANK)
+        return max(self._rank, *(rank_width(job.layout.largest_rank) for job in jobs if job.layout is not None), ACTIVATION_RANK)
 
     def _at(self, token_budget: int, recomputed_layers: int, jobs: Sequence[PlannedJob]) -> RunPlan:
         memory = counting_jobs(self._measure(self._largest_rank(jobs)), jobs, deterministic=True)  # each has a mailbox of its own

@@ -147,7 +147,7 @@ def settle(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.devic
     sound = [j for j in plan.jobs if not j.problems]
     # A deterministic run's budget follows from all of its jobs, wherever they are.
     fitted = sound if run.deterministic else [j for j in plan.jobs_here if not j.problems] or sound
-    budget, recomputed = _fit(run, fitted, plan, memory, device)
+    budget, recomputed = fit(run, fitted, plan, memory, device)
     plan = replace(plan, memory=memory, token_budget=budget, recomputed_layers=recomputed)
     for job in plan.jobs:
         check_capacity(job, plan)
@@ -171,32 +171,32 @@ def counting_jobs(memory: MemoryModel, jobs: Sequence[PlannedJob], deterministic
     return replace(memory, spanning=frozenset(layouts.values()), compared=compared, mailbox_bytes=mailbox)
 
 
-def _fit(run: RunSpec, jobs: list[PlannedJob], plan: RunPlan, memory: MemoryModel, device: torch.device) -> tuple[int, int]:
+def fit(run: RunSpec, jobs: Sequence[PlannedJob], plan: RunPlan, memory: MemoryModel, device: torch.device) -> tuple[int, int]:
     """Token budget and recomputed layers: the fastest that hold all jobs at once, if that does not slow them down too much; or else
     the fastest that hold the largest of the jobs that can be held at all.
     """
     budgets, depths = _budgets(run, jobs, plan.longest, memory, device), _depths(run, memory)
-    choices = sorted(product(budgets, depths), key=lambda choice: _token_cost(*choice, memory))
+    choices = sorted(product(budgets, depths), key=lambda choice: token_cost(*choice, memory))
     layouts = [job.layout for job in jobs if job.layout is not None]
 
     def fits(which: list[AdapterLayout], choice: tuple[int, int]) -> bool:
         return memory.total_bytes(which, *choice) <= plan.limit_bytes
 
-    worst = _MOST_SLOWED * _token_cost(*choices[0], memory)
-    together = (choice for choice in choices if _token_cost(*choice, memory) <= worst and fits(layouts, choice))
+    worst = _MOST_SLOWED * token_cost(*choices[0], memory)
+    together = (choice for choice in choices if token_cost(*choice, memory) <= worst and fits(layouts, choice))
     leanest = budgets[-1], depths[-1]
     largest = max((layout for layout in layouts if fits([layout], leanest)), key=memory.job_bytes, default=None)
     alone = (choice for choice in choices if largest is not None and fits([largest], choice))
     return next(together, None) or next(alone, leanest)
 
 
-def _token_cost(budget: int, depth: int, memory: MemoryModel) -> float:
+def token_cost(budget: int, depth: int, memory: MemoryModel) -> float:
     """Time per token in micro-batches of `budget` tokens with `depth` layers recomputed; 1 where both are ideal."""
     fixed = 1 + _FIXED_WORK / max(memory.layer_weights, 1) / budget
     return fixed * (1 + _RECOMPUTE_SHARE * depth / max(memory.num_layers, 1))
 
 
-def _budgets(run: RunSpec, jobs: list[PlannedJob], longest: int, memory: MemoryModel, device: torch.device) -> list[int]:
+def _budgets(run: RunSpec, jobs: Sequence[PlannedJob], longest: int, memory: MemoryModel, device: torch.device) -> list[int]:
     """What the user set (but the longest sample must fit), or the largest that the jobs can fill and the device gains from, and
     halves of it.
     """

@@ -91,6 +91,19 @@ class Decision:
         """Of `jobs` in one group on `gpus` GPUs, on as few nodes as can be or on `nodes`; None where a bound or memory forbids it."""
         return self._predictions.of(jobs, gpus, nodes or self.nodes_for(gpus))
 
+    def predict_on(self, jobs: Sequence[Job], gpus: tuple[int, ...]) -> Prediction | None:
+        """The same of these very GPUs."""
+        state = self.state
+        return self._predictions.of(jobs, len(gpus), state.num_nodes(gpus), state.memory.of(gpus))
+
+    def can_have(self, jobs: Iterable[Job], gpus: Iterable[int]) -> bool:
+        """Whether each of the GPUs has room for each of the jobs."""
+        state = self.state
+        if not state.memory.is_uneven:
+            return True
+        least = max([job.least_room for job in jobs], default=0.0)
+        return all(state.memory.has_room(gpu, least) for gpu in gpus)
+
     def nodes_for(self, gpus: int) -> int:
         return -(-gpus // self.node_size)
 
@@ -238,7 +251,7 @@ class Decision:
 
     def open(self, jobs: Sequence[Job], gpus: tuple[int, ...]) -> None:
         """A new group on GPUs that the draft has taken; `prediction` allows it on so many."""
-        prediction = self.predict(jobs, len(gpus), self.state.num_nodes(gpus)) or self.predict(jobs, len(gpus))
+        prediction = self.predict_on(jobs, gpus) or self.predict(jobs, len(gpus))
         assert prediction is not None, f"{[job.spec.job_id for job in jobs]} cannot run on {len(gpus)} GPUs"
         self.touched.add(self.draft.open(jobs, gpus, prediction.plan).group_id)
 

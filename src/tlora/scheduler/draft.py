@@ -5,6 +5,7 @@ Owns which GPUs a group gets (fewest nodes, best fit, one rack if possible), not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 
 from tlora.protocol import JobGroup, ParallelPlan
@@ -32,6 +33,14 @@ class Draft:
         free = self._free.get(node)
         return self.state.nodes[node].free if free is None else free
 
+    def free_for(self, node: str, least_room: float) -> list[int]:
+        """Free GPUs of the node that have so much room, those with the least room first."""
+        free, memory = self.free_of(node), self.state.memory
+        if not memory.is_uneven:
+            return free
+        roomy = [gpu for gpu in free if memory.has_room(gpu, least_room)]
+        return sorted(roomy, key=lambda gpu: (memory.room_bytes.get(gpu, math.inf), gpu))
+
     def has_changed(self, node: str) -> bool:
         """Whether GPUs of the node have been taken or given back."""
         return node in self._free
@@ -49,13 +58,16 @@ class Draft:
         found = {*places, *(node.place for node, free in changed if free)}
         return sorted(found.difference([node.place for node, free in changed if not free]))
 
-    def allocate(self, count: int) -> tuple[int, ...] | None:
-        """`count` free GPUs on the fewest nodes that can hold so many, or None where there are none. They are then taken.
+    def allocate(self, count: int, least_room: float = 0.0) -> tuple[int, ...] | None:
+        """`count` free GPUs on the fewest nodes that can hold so many, or None where there are none. They are then taken. With
+        `least_room` only GPUs that have so much.
 
         Within a node's size that is one node, the one with the fewest GPUs free; above, whole nodes of one rack if possible.
         """
         if count > self.num_free:
             return None
+        if least_room:
+            return self._allocate_roomy(count, least_room)
         size = self.state.node_size
         if count <= size:
             node = self._best_fit(count)
@@ -84,10 +96,25 @@ class Draft:
             self.num_free -= 1
 
     def _take(self, node: str, count: int) -> tuple[int, ...]:
+        if self.state.memory.is_uneven:
+            taken = tuple(sorted(self.free_for(node, 0.0)[:count]))
+            self.take(taken)
+            return taken
         free = self.free_of(node)
         self._free[node] = free[count:]
         self.num_free -= count
         return tuple(free[:count])
+
+    def _allocate_roomy(self, count: int, least_room: float) -> tuple[int, ...] | None:
+        """By best fit on one node, or else on the nodes that have most such GPUs."""
+        free = {name: found for name in self.state.nodes if (found := self.free_for(name, least_room))}
+        if sum(map(len, free.values())) < count:
+            return None
+        best = min([name for name, found in free.items() if len(found) >= count], key=lambda name: (len(free[name]), name), default=None)
+        names = [best] if best is not None else sorted(free, key=lambda name: (-len(free[name]), name))
+        chosen = tuple(sorted([gpu for name in names for gpu in free[name]][:count]))
+        self.take(chosen)
+        return chosen
 
     def _best_fit(self, count: int) -> str | None:
         best: tuple[int, str] | None = None

@@ -65,10 +65,10 @@ def las(limits: tuple[float, ...] = LAS_LIMITS) -> Policy:
 
 def start_alone(draft: Draft, job: Job) -> bool:
     """Open a group of `job` on as many GPUs as it asks for, if there are."""
-    gpus = draft.allocate(job.spec.gpus)
+    gpus = draft.allocate(job.spec.gpus, job.least_room)
     if gpus is None:
         return False
-    draft.open([job], gpus, exclusive_plan(draft.state.cost, job, len(gpus)))
+    draft.open([job], gpus, exclusive_plan(draft.state.cost, job, len(gpus), draft.state.memory.of(gpus)))
     return True
 
 
@@ -80,12 +80,12 @@ def _each_that_fits(key: Callable[[Job], Key]) -> Policy:
             return []
         waiting.follow(state)
         draft = Draft(state)
-        too_many: set[int] = set()  # GPUs only get fewer within a decision: who does not fit now, and who asks for as many, will not
+        too_many: set[tuple[int, float]] = set()  # lanes: GPUs only get fewer within a decision, so that those behind do not fit either
         while (job := waiting.first(too_many)) is not None:
             if start_alone(draft, job):
                 waiting.take(job)
             else:
-                too_many.add(job.spec.gpus)
+                too_many.add(job.lane)
         return draft.wanted()
 
     return decide
@@ -105,9 +105,9 @@ def _preemptive(rank: Callable[[Job, float], _Rank]) -> Policy:
         draft = Draft(state)
         running: list[Job] | None = None
         stopped: list[Job] = []
-        too_many: set[int] = set()
+        too_many: set[tuple[int, float]] = set()
         while True:
-            candidates = [job for job in stopped if job.spec.gpus not in too_many]
+            candidates = [job for job in stopped if job.lane not in too_many]
             first = waiting.first(too_many)
             if first is not None:
                 candidates.append(first)
@@ -117,9 +117,9 @@ def _preemptive(rank: Callable[[Job, float], _Rank]) -> Policy:
             if not start_alone(draft, job):
                 if running is None:
                     running = _running(state, rank)
-                victims = _who_gives_way(draft, job.spec.gpus, _behind(running, rank, job, state.now))
+                victims = _who_gives_way(draft, job, _behind(running, rank, job, state.now))
                 if victims is None:
-                    too_many.add(job.spec.gpus)  # who comes later in order finds fewer that give way
+                    too_many.add(job.lane)  # who comes later in order finds fewer that give way
                     continue
                 for victim in victims:
                     draft.stop(_group_of(victim))
@@ -148,31 +148,33 @@ def _behind(running: Iterable[Job], rank: Callable[[Job, float], _Rank], job: Jo
     return takewhile(lambda other: rank(other, now) > own, running)
 
 
-def _who_gives_way(draft: Draft, count: int, others: Iterable[Job]) -> list[Job] | None:
-    """The first of `others` whose GPUs make room for `count` with those that are free, but for any who need not; None if none do."""
-    state = draft.state
+def _who_gives_way(draft: Draft, job: Job, others: Iterable[Job]) -> list[Job] | None:
+    """The first of `others` whose GPUs make room for `job` with those that are free, but for any who need not; None if none do."""
+    state, count, least = draft.state, job.spec.gpus, job.least_room
     size = state.node_size
-    free = {name: len(draft.free_of(name)) for name in state.nodes}
+    free = {name: len(draft.free_for(name, least)) for name in state.nodes}
     chosen: list[Job] = []
     for other in others:
         chosen.append(other)
-        _add(free, state, other, 1)
+        _add(free, state, other, 1, least)
         if has_room(free.values(), count, size):
             break
     else:
         return None
     needed = [chosen[-1]]
     for other in chosen[-2::-1]:
-        _add(free, state, other, -1)
+        _add(free, state, other, -1, least)
         if not has_room(free.values(), count, size):
-            _add(free, state, other, 1)
+            _add(free, state, other, 1, least)
             needed.append(other)
     return needed
 
 
-def _add(free: dict[str, int], state: ClusterState, job: Job, sign: int) -> None:
+def _add(free: dict[str, int], state: ClusterState, job: Job, sign: int, least_room: float) -> None:
+    """Those of its GPUs that have so much room."""
     for gpu in state.groups[_group_of(job)].group.gpus:
-        free[state.node_of[gpu]] += sign
+        if state.memory.has_room(gpu, least_room):
+            free[state.node_of[gpu]] += sign
 
 
 def _group_of(job: Job) -> str:

@@ -63,6 +63,7 @@ def _fill(decision: Decision, node: str, growing: Iterable[View]) -> None:
     """The node's free GPUs one after another, or a few at a time, to whom they are worth most each."""
     views = [view for view in growing if len(view.nodes) == 1 and decision.rested(view) and view.group_id not in decision.touched]
     free = len(decision.draft.free_of(node))
+    views = [view for view in views if decision.can_have(view.jobs, decision.draft.free_of(node))]
     if not any(wider and wider[0][0] <= len(view.gpus) + free for view in views if (wider := _wider(decision, view))):
         return
     growers = [_Grower(view, view.most_useful, 0, 0.0) for view in sorted(views, key=lambda view: min(view.gpus))]
@@ -83,8 +84,8 @@ def _grow_to(decision: Decision, node: str, grower: _Grower) -> bool:
     prediction = decision.predict(view.jobs, grower.gpus, 1)
     if prediction is None or not is_worth_it(decision, view, prediction.slowdowns):
         return False
-    more = decision.draft.free_of(node)[: grower.gpus - len(view.gpus)]
-    decision.change(view.group_id, view.jobs, tuple(sorted((*view.gpus, *more))), prediction)
+    gpus = tuple(sorted((*view.gpus, *decision.draft.free_of(node)[: grower.gpus - len(view.gpus)])))
+    decision.change(view.group_id, view.jobs, gpus, decision.predict_on(view.jobs, gpus) or prediction)
     return True
 
 
@@ -131,6 +132,8 @@ class _Wider:
 def _spread(decision: Decision) -> bool:
     """Let the group for which it is worth most have free GPUs on other nodes. Whether there was one."""
     growing = [view for node in decision.nodes_to_try() for view in decision.index.growing_on(node).values() if _wider(decision, view)]
+    everywhere = [gpu for node in decision.nodes_with_free() for gpu in decision.draft.free_of(node)]
+    growing = [view for view in growing if decision.can_have(view.jobs, everywhere)]
     candidates = {view.group_id: view for view in growing if decision.rested(view) and view.group_id not in decision.touched}
     if not candidates:
         return False
@@ -202,8 +205,7 @@ def part(decision: Decision) -> None:
         if not room:
             return
         ways = [way for index in range(len(view.jobs)) if (way := _way_out(decision, view, index, room)) is not None]
-        if ways:
-            _let_go(decision, view, max(ways, key=lambda way: (way.won, -way.index)))
+        if ways and _let_go(decision, view, max(ways, key=lambda way: (way.won, -way.index))):
             room = None
 
 
@@ -221,7 +223,7 @@ def _way_out(decision: Decision, view: View, index: int, room: int) -> _WayOut |
     job, others = view.jobs[index], view.jobs[:index] + view.jobs[index + 1 :]
     gpus = max((gpus for gpus in decision.sizes_alone(job) if gpus <= room), default=0)
     alone = decision.predict([job], gpus) if gpus else None
-    rest = decision.predict(others, len(view.gpus), view.num_nodes)
+    rest = decision.predict_on(others, view.gpus)
     if rest is None or alone is None:
         return None
     after = [*rest.slowdowns[:index], *alone.slowdowns, *rest.slowdowns[index:]]
@@ -231,9 +233,13 @@ def _way_out(decision: Decision, view: View, index: int, room: int) -> _WayOut |
     return _WayOut(won, index, gpus, rest) if won > 0 else None
 
 
-def _let_go(decision: Decision, view: View, way: _WayOut) -> None:
-    gpus = decision.draft.allocate(way.gpus)
-    assert gpus is not None, f"no {way.gpus} GPUs are free"
+def _let_go(decision: Decision, view: View, way: _WayOut) -> bool:
+    """False where the GPUs that are free have too little room for it."""
+    job = view.jobs[way.index]
+    gpus = decision.draft.allocate(way.gpus, job.least_room)
+    if gpus is None:
+        return False
     others = view.jobs[: way.index] + view.jobs[way.index + 1 :]
     decision.change(view.group_id, others, view.gpus, way.rest)
-    decision.open([view.jobs[way.index]], gpus)
+    decision.open([job], gpus)
+    return True

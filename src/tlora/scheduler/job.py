@@ -37,11 +37,17 @@ class Job:
     ran_seconds: float = 0.0  # in groups, as of `seen_at`
     waited_seconds: float = 0.0  # before it last began to wait, all stays in the queue together
     times_unqueued: int = 0  # that it stopped waiting, as it was placed or held
+    least_room: float = 0.0  # the room of the smallest GPUs on which it can run; 0 where all are alike to it, inf where there are none
     number: int = 0  # of its submission: whoever came first has the lowest
     sample_tokens: int = field(init=False)  # as a group's member
 
     def __post_init__(self) -> None:
         self.sample_tokens = even_sample_tokens(self.spec.profile)
+
+    @property
+    def lane(self) -> tuple[int, float]:
+        """Jobs of one lane find room on the same GPUs."""
+        return self.spec.gpus, self.least_room
 
     @property
     def weight(self) -> float:

@@ -10,8 +10,9 @@ from tlora.protocol import ParallelPlan
 from tlora.scheduler.job import Job
 
 
-def exclusive_plan(cost: CostModel, job: Job, gpus: int) -> ParallelPlan:
-    """The plan of `job` by itself: the smallest prepared budget that holds one step, else the largest that fits into memory.
+def exclusive_plan(cost: CostModel, job: Job, gpus: int, room_bytes: float | None = None) -> ParallelPlan:
+    """The plan of `job` by itself: the smallest prepared budget that holds one step, else the largest that fits into `room_bytes` of a
+    GPU, else that of its longest sample.
 
     A budget that does not hold the job's longest sample is none; `why_never` refuses a job that has no budget at all.
     """
@@ -20,22 +21,29 @@ def exclusive_plan(cost: CostModel, job: Job, gpus: int) -> ParallelPlan:
     for tokens in cost.budgets:
         if tokens < profile.longest_sample_tokens:
             continue
-        if not cost.fits(base, profile.adapter_parameters, tokens):
+        if not cost.fits(base, profile.adapter_parameters, tokens, gpus, room_bytes):
             break
         chosen = tokens
         if tokens * gpus >= profile.tokens_per_step:
             break
-    assert chosen, f"{job.spec.job_id}: no prepared budget holds a sample of {profile.longest_sample_tokens} tokens and fits"
+    if not chosen:
+        longest, room = profile.longest_sample_tokens, cost.room_bytes(base) if room_bytes is None else room_bytes
+        fits = longest <= cost.budgets[-1] and cost.least_bytes(base, profile.adapter_parameters, longest, gpus, room) <= room
+        assert fits, f"{job.spec.job_id}: no prepared budget holds a sample of {longest} tokens and fits"
+        chosen = longest
     return ParallelPlan(gpus, chosen * gpus)
 
 
-def shared_plan(cost: CostModel, base: str, gpus: int, nodes: int, jobs: Sequence[Job], check_bounds: bool = True) -> ParallelPlan | None:
+def shared_plan(
+    cost: CostModel, gpus: int, nodes: int, jobs: Sequence[Job], check_bounds: bool = True, room_bytes: float | None = None
+) -> ParallelPlan | None:
     """The plan under which `jobs`, with their needs as weights, are on average slowed down least; None if there is none.
 
-    Of the prepared budgets that hold every member's longest sample and fit into memory, and under which with `check_bounds` nobody's
-    step takes more than max slowdown * T0, nor would when all others have left, the one with the least mean of step / T0; of equals the
-    largest.
+    Of the prepared budgets that hold every member's longest sample and fit into `room_bytes` of a GPU, and under which with `check_bounds`
+    nobody's step takes more than max slowdown * T0, nor would when all others have left, the one with the least mean of step / T0; of
+    equals the largest.
     """
+    base = jobs[0].spec.base_model
     offered = sum([job.spec.profile.tokens_per_step for job in jobs])
     if check_bounds and len(jobs) > 1:
         filled = min(cost.fill_share * cost.budgets[-1] * gpus, offered)
@@ -51,7 +59,7 @@ def shared_plan(cost: CostModel, base: str, gpus: int, nodes: int, jobs: Sequenc
             break
         if tried and cost.fill_share * budget >= offered:  # the larger ones were not full either: nothing differs
             continue
-        if not cost.fits(base, parameters, tokens):
+        if not cost.fits(base, parameters, tokens, gpus, room_bytes):
             continue
         tried = True
         seconds = group_step_seconds(cost, base, budget, gpus, nodes, members)

@@ -77,7 +77,7 @@ class Predictions:
         self._cost: tuple[CostModel, int] | None = None  # and how often it had been corrected
         self._shape = (0, 0)
         self._sizes: list[int] = []
-        self._known: dict[tuple[object, int, int], Prediction | None] = {}
+        self._known: dict[tuple[object, int, int, float | None], Prediction | None] = {}
         self._choices: dict[object, Choice] = {}
         self._most: dict[int, int] = {}  # by a job's number; costs do not matter to it
 
@@ -113,16 +113,20 @@ class Predictions:
         usual = tuple([(gpus, sum(prediction.slowdowns)) for gpus, prediction in found if gpus != asked or tried is self._sizes])
         return Choice(tuple([gpus for gpus, _ in found]), usual)
 
-    def of(self, jobs: Sequence[Job], gpus: int, nodes: int) -> Prediction | None:
-        """Of `jobs` in one group on `gpus` GPUs of `nodes` nodes; None if a member's bound, or memory, does not allow it."""
+    def of(self, jobs: Sequence[Job], gpus: int, nodes: int, room_bytes: float | None = None) -> Prediction | None:
+        """Of `jobs` in one group on `gpus` GPUs of `nodes` nodes; None if a member's bound, or memory, does not allow it. `room_bytes`: of
+        each of these GPUs, where they are chosen; else that of the smallest on which each of the jobs can run.
+        """
         if gpus < jobs[0].spec.least_gpus:  # they have one base
             return None
-        key = (jobs[0].number if len(jobs) == 1 else tuple([job.number for job in jobs]), gpus, nodes)
+        assert self._state is not None, "predictions follow no state yet"
+        if room_bytes is None:
+            room_bytes = self._state.memory.for_jobs(jobs)
+        key = (jobs[0].number if len(jobs) == 1 else tuple([job.number for job in jobs]), gpus, nodes, room_bytes)
         try:
             return self._known[key]
         except KeyError:
-            assert self._state is not None, "predictions follow no state yet"
-            found = self._known[key] = _predict(self._state.cost, jobs, gpus, nodes)
+            found = self._known[key] = _predict(self._state.cost, jobs, gpus, nodes, room_bytes)
             return found
 
     def most_useful_gpus(self, jobs: Sequence[Job]) -> int:
@@ -166,11 +170,11 @@ def _mean_sample_tokens(profile: JobProfile) -> float:
     return sum(count * 2**k for k, count in enumerate(profile.length_histogram)) * _MEAN_OF_BUCKET / samples
 
 
-def _predict(cost: CostModel, jobs: Sequence[Job], gpus: int, nodes: int) -> Prediction | None:
+def _predict(cost: CostModel, jobs: Sequence[Job], gpus: int, nodes: int, room_bytes: float | None) -> Prediction | None:
     base = jobs[0].spec.base_model
     if len(jobs) == 1:
-        return _predict_alone(cost, jobs[0], gpus, nodes)
-    plan = shared_plan(cost, base, gpus, nodes, jobs)
+        return _predict_alone(cost, jobs[0], gpus, nodes, room_bytes)
+    plan = shared_plan(cost, gpus, nodes, jobs, room_bytes=room_bytes)
     if plan is None:
         return None
     members = [job.as_member(job.weight) for job in jobs]
@@ -178,9 +182,9 @@ def _predict(cost: CostModel, jobs: Sequence[Job], gpus: int, nodes: int) -> Pre
     return Prediction(plan, tuple([own / job.alone_step_seconds for own, job in zip(seconds, jobs, strict=True)]))
 
 
-def _predict_alone(cost: CostModel, job: Job, gpus: int, nodes: int) -> Prediction | None:
+def _predict_alone(cost: CostModel, job: Job, gpus: int, nodes: int, room_bytes: float | None) -> Prediction | None:
     """On as many GPUs as it asks for it may run whatever the model, once corrected, says of its bound."""
-    plan = exclusive_plan(cost, job, gpus)
+    plan = exclusive_plan(cost, job, gpus, room_bytes)
     seconds = lone_step_seconds(cost, job.spec.base_model, plan.token_budget, gpus, nodes, job.spec.profile.tokens_per_step)
     slowdown = seconds / job.alone_step_seconds
     if gpus != job.spec.gpus and slowdown > job.spec.max_slowdown * (1 + ROUNDING):

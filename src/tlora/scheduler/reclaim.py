@@ -62,7 +62,7 @@ def offers(decision: Decision, node: str, job: Job, most: int, gently: bool = Fa
 
     `gently`: at nobody's expense but of those who have more than their share.
     """
-    free = len(decision.draft.free_of(node))
+    free = len(decision.draft.free_for(node, job.least_room))
     if free:
         yield Offer(node, min(free, most))
     if free >= most:
@@ -78,6 +78,8 @@ def offers(decision: Decision, node: str, job: Job, most: int, gently: bool = Fa
             givers = willing = decision.givers_on(node, job) if willing is None else willing
         before = free
         for view in givers:
+            if not decision.can_have([job], view.gpus):
+                continue
             known = taken.get(view.group_id)
             already = known.gpus if known else 0
             more = _sacrifice(decision, view, node, most - free + already, depth)

@@ -21,7 +21,7 @@ def replan(decision: Decision, bases: Iterable[str]) -> list[Job]:
             continue
         view = decision.view(name)
         jobs = list(view.jobs)
-        while (prediction := decision.predict(jobs, len(view.gpus), view.num_nodes)) is None and len(jobs) > 1:
+        while (prediction := decision.predict_on(jobs, view.gpus)) is None and len(jobs) > 1:
             left.append(jobs.pop())
         if prediction is None:
             left += jobs

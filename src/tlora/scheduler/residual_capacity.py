@@ -119,10 +119,10 @@ def _place_those_who_wait(decision: Decision, waiting: Waiting, displaced: Seque
     """
     settings = decision.settings
     tries = _GAPS_TRIED if settings.elastic or settings.sharing or settings.preemption else 1
-    failures: dict[int, int] = {}
+    failures: dict[tuple[int, float], int] = {}
     stopped = [*displaced]
     held: list[int] = []
-    hopeless: set[int] = set()
+    hopeless: set[tuple[int, float]] = set()
     starving = [job for job in reversed(decision.starving) if job.status == "pending"]
     while True:
         job = waiting.first(hopeless)
@@ -138,15 +138,14 @@ def _place_those_who_wait(decision: Decision, waiting: Waiting, displaced: Seque
         waiting.take(job)
         if decision.is_starving(job):
             continue
-        gpus = job.spec.gpus
-        failed = failures.get(gpus, 0)
+        failed = failures.get(job.lane, 0)
         gave_way = _place(decision, job, gently=failed >= _FAILURES_OF_A_LANE)
         if gave_way is not None:
             stopped += gave_way
             continue
-        failures[gpus] = failed + 1
-        if failures[gpus] >= tries:
-            hopeless.add(gpus)
+        failures[job.lane] = failed + 1
+        if failures[job.lane] >= tries:
+            hopeless.add(job.lane)
     for job in sorted(stopped, key=lambda job: rank(job, decision.state.now, settings, {})):
         _place(decision, job, gently=True)
     decision.draft.give_back(held)
@@ -170,7 +169,7 @@ def _place(decision: Decision, job: Job, gently: bool) -> list[Job] | None:
     settings, draft = decision.settings, decision.draft
     sizes = decision.sizes_alone(job)
     if sizes:
-        gpus = draft.allocate(sizes[-1])
+        gpus = draft.allocate(sizes[-1], job.least_room)
         if gpus is not None:
             decision.open([job], gpus)
             return []
@@ -180,7 +179,7 @@ def _place(decision: Decision, job: Job, gently: bool) -> list[Job] | None:
     if settings.sharing:
         places += _joins(decision, job)
     if not places:  # what it asks for may be whole nodes and a part of another
-        gpus = draft.allocate(job.spec.gpus) if job.spec.gpus in sizes else None
+        gpus = draft.allocate(job.spec.gpus, job.least_room) if job.spec.gpus in sizes else None
         if gpus is None:
             return None
         decision.open([job], gpus)
@@ -191,7 +190,7 @@ def _place(decision: Decision, job: Job, gently: bool) -> list[Job] | None:
         decision.change(best.joins, [*view.jobs, job], view.gpus, best.prediction)
         return []
     stopped = apply(decision, tuple(each for offer in best.offers for each in offer.sacrifices))
-    gpus = tuple([gpu for offer in best.offers for gpu in draft.free_of(offer.node)])[: best.gpus]
+    gpus = tuple([gpu for offer in best.offers for gpu in draft.free_for(offer.node, job.least_room)])[: best.gpus]
     draft.take(gpus)
     decision.open([job], gpus)
     return stopped
@@ -271,7 +270,7 @@ def _joins(decision: Decision, job: Job) -> list[_Place]:
             continue
         view = decision.view(name)
         jobs = [*view.jobs, job]
-        prediction = decision.predict(jobs, len(view.gpus), view.num_nodes)
+        prediction = decision.predict_on(jobs, view.gpus) if decision.can_have([job], view.gpus) else None
         asked = sum([member.spec.gpus for member in jobs])
         if prediction is None or (len(view.gpus) > asked and decision.predict(jobs, asked) is None):
             continue  # or growth could not be taken back any more

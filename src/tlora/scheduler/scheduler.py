@@ -28,6 +28,7 @@ from tlora.protocol import (
     JobHeld,
     JobReleased,
     JobSubmitted,
+    MemoryFound,
     NodeAdded,
     RejectJob,
     StartGroup,
@@ -69,7 +70,7 @@ class Scheduler:
         if decide:
             if state.emptied:
                 actions += self._end_empty_groups()
-            actions += self._decide_for_all_who_wait() if isinstance(event, Tick | BaseMeasured) else self._decide()
+            actions += self._decide_for_all_who_wait() if isinstance(event, Tick | BaseMeasured | MemoryFound) else self._decide()
         return actions
 
     def _decide_for_all_who_wait(self) -> list[Action]:
@@ -136,10 +137,13 @@ class Scheduler:
                 known = event.group_id in state.groups
                 if known:
                     state.end_group(event.group_id)
-                return [], known
+                return self._reject_too_large(), known
             case NodeAdded():
                 state.add_node(event.node, event.rack, event.gpus)
                 return [], True
+            case MemoryFound(gpus, memory_bytes):
+                changed = state.find_memory(gpus, memory_bytes)
+                return self._reject_too_large() if changed else [], changed
             case GpusLost():
                 return [StopGroup(group_id) for group_id in state.lose_gpus(event.gpus)], True
 
@@ -152,6 +156,16 @@ class Scheduler:
             return [RejectJob(spec.job_id, reason)], False
         self.state.submit(spec)
         return [], True
+
+    def _reject_too_large(self) -> list[Action]:
+        """Jobs that wait and for which no GPU has room any more, since less of it was found than was known when they came."""
+        state = self.state
+        names = [name for name in state.pending if state.jobs[name].least_room == math.inf]
+        actions: list[Action] = []
+        for name in names:
+            actions.append(RejectJob(name, why_never(state, state.jobs[name].spec) or "no GPU has room for it"))
+            state.end_job(name)
+        return actions
 
     def _adopt(self, found: GroupFound) -> list[Action]:
         """Its jobs are submitted, and placed as they are. Where that cannot be, the group is stopped and its jobs wait."""
@@ -211,6 +225,8 @@ def why_never(state: ClusterState, spec: JobSubmitted) -> str | None:
     budget = next((tokens for tokens in cost.budgets if tokens >= longest), None)
     if budget is None:
         return f"its longest sample has {longest} tokens, and a micro-batch on a GPU holds at most {cost.budgets[-1]}. Cut its samples"
+    if state.memory.rooms:
+        return state.memory.why_too_large(cost, spec, state.most_gpus)
     if not cost.fits(spec.base_model, profile.adapter_parameters, budget):
         needed = cost.memory_bytes(spec.base_model, profile.adapter_parameters, budget) / 2**30
         return (

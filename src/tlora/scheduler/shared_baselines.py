@@ -41,7 +41,7 @@ def memory_only() -> Policy:
                 no_room.append(job)
                 continue
             jobs = [*draft.members(group.group_id), job]
-            plan = shared_plan(state.cost, group.base_model, len(group.gpus), state.num_nodes(group.gpus), jobs, check_bounds=False)
+            plan = shared_plan(state.cost, len(group.gpus), state.num_nodes(group.gpus), jobs, check_bounds=False)
             assert plan is not None, f"{group.group_id} has no room for {job.spec.job_id}"
             draft.change(group.group_id, jobs, group.gpus, plan)
         return draft.wanted()
@@ -252,7 +252,7 @@ def _join(draft: Draft, group: JobGroup, queue: Sequence[Job]) -> int:
 
     def attempt(count: int) -> ParallelPlan | None:
         jobs = [*members, *queue[:count]]
-        plan = shared_plan(cost, group.base_model, len(group.gpus), nodes, jobs)
+        plan = shared_plan(cost, len(group.gpus), nodes, jobs)
         return plan if plan is not None and _tokens_per_second(cost, group.base_model, plan, nodes, jobs) > before else None
 
     count, plan = _largest(len(queue), attempt)
@@ -304,7 +304,7 @@ def _merge(draft: Draft, seed: JobGroup, others: Sequence[JobGroup]) -> bool:
             rates.append(_tokens_per_second(cost, base, group.plan, state.num_nodes(group.gpus), draft.members(group.group_id)))
         gpus, jobs = _union(draft, groups[: count + 1])
         nodes = state.num_nodes(gpus)
-        plan = shared_plan(cost, base, len(gpus), nodes, jobs)
+        plan = shared_plan(cost, len(gpus), nodes, jobs)
         return plan if plan is not None and _tokens_per_second(cost, base, plan, nodes, jobs) > sum(rates[: count + 1]) else None
 
     count, plan = _largest(len(others), attempt)
@@ -339,7 +339,7 @@ def _release(draft: Draft, sums: _Sums) -> None:
             on_node[state.node_of[gpu]] = on_node.get(state.node_of[gpu], 0) + 1
         gpus = sorted(group.gpus, key=lambda gpu: -on_node[state.node_of[gpu]])
         kept = tuple(sorted(gpus[:count]))
-        plan = shared_plan(state.cost, group.base_model, count, state.num_nodes(kept), draft.members(group.group_id))
+        plan = shared_plan(state.cost, count, state.num_nodes(kept), draft.members(group.group_id))
         if plan is not None:
             draft.give_back(gpus[count:])
             draft.change(group.group_id, draft.members(group.group_id), kept, plan)

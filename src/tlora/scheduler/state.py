@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from tlora.costs.cost import CostModel
 from tlora.costs.sharing import group_step_seconds, lone_step_seconds
 from tlora.protocol import BaseSpeed, JobGroup, JobSubmitted, StepsDone
+from tlora.scheduler.gpu_memory import GpuMemory
 from tlora.scheduler.job import RECENT_SECONDS, Job
 
 REMEMBERED_SECONDS = 3 * RECENT_SECONDS  # for so long a job that has ended is among `ended_late`
@@ -62,6 +63,7 @@ class ClusterState:
     nodes_by_free: dict[int, dict[str, None]] = field(default_factory=dict[int, dict[str, None]])  # number of free GPUs -> nodes
     group_on: dict[int, str] = field(default_factory=dict[int, str])  # GPU that is not free -> whose it is
     latest: dict[str, None] = field(default_factory=dict[str, None])  # groups, who changed or ended last behind; some that have ended
+    memory: GpuMemory = field(default_factory=GpuMemory)
     node_size: int = 0  # GPUs of the largest node
     num_gpus: int = 0
     most_gpus: int = 0  # that there ever were: those that are lost may come back
@@ -105,6 +107,15 @@ class ClusterState:
         self.num_gpus -= len(lost)
         self.node_size = max((len(node.gpus) for node in self.nodes.values()), default=0)
         return ended
+
+    def find_memory(self, gpus: Sequence[int], memory_bytes: Sequence[int]) -> bool:
+        """As `GpuMemory.find`; what was predicted with other memory is forgotten."""
+        changed = self.memory.find(gpus, memory_bytes)
+        if changed:
+            self.cost.times_corrected += 1
+            for base in {job.spec.base_model for job in self.jobs.values()}:
+                self._predict_anew(base)
+        return changed
 
     def _set_free(self, node: Node, free: list[int]) -> None:
         by_free = self.nodes_by_free
@@ -174,6 +185,7 @@ class ClusterState:
         spec, tokens = job.spec, job.spec.profile.tokens_per_step
         job.alone_step_seconds = self.cost.alone_step_seconds(spec.base_model, tokens, spec.gpus, job.alone_nodes)
         job.need = tokens / (spec.max_slowdown * job.alone_step_seconds)
+        job.least_room = self.memory.least_room(self.cost, spec, self.most_gpus)
 
     def end_job(self, job_id: str) -> None:
         """It is finished, failed or cancelled. Its group goes on without it; the caller looks after an empty one."""

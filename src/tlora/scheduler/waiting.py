@@ -12,6 +12,7 @@ from tlora.scheduler.job import Job
 from tlora.scheduler.state import ClusterState
 
 Key = tuple[float, ...]
+_ONE_LANE = (0, 0.0)
 
 _Entry = tuple[Key, int, Job]  # between is the job's `times_unqueued` when it came: one that has left and come back is another entry
 
@@ -22,7 +23,7 @@ def arrival(job: Job) -> Key:
 
 
 class Waiting:
-    """Heaps of the jobs that wait, one for each number of GPUs that they ask for, by `key`, or a single one (`lanes=False`).
+    """Heaps of the jobs that wait, one for each lane (`Job.lane`), by `key`, or a single one (`lanes=False`).
 
     A key ends with the job's number, and must not change while its job waits, except where the cost model is corrected. Rests on two
     facts about `ClusterState.pending`: a job that begins to wait is appended at its end, and one that was placed in between has another
@@ -36,7 +37,7 @@ class Waiting:
         self._forget()
 
     def _forget(self) -> None:
-        self._lanes: dict[int, list[_Entry]] = {}
+        self._lanes: dict[tuple[int, float], list[_Entry]] = {}
         self._known: dict[str, int] = {}  # job -> `times_unqueued`, of all entries
         self._taken: list[_Entry] = []
 
@@ -58,11 +59,11 @@ class Waiting:
             self._known[name] = job.times_unqueued
             heappush(self._lane(job), (self._key(job), job.times_unqueued, job))
 
-    def first(self, without: Collection[int] = ()) -> Job | None:
-        """The first in order of those who ask for a number of GPUs that is not in `without`."""
+    def first(self, without: Collection[tuple[int, float]] = ()) -> Job | None:
+        """The first in order of those whose lane is not in `without`."""
         best: _Entry | None = None
-        for gpus, lane in self._lanes.items():
-            if gpus in without:
+        for own, lane in self._lanes.items():
+            if own in without:
                 continue
             while lane and not _is_waiting(lane[0]):
                 self._drop(heappop(lane))
@@ -77,7 +78,7 @@ class Waiting:
         self._taken.append(entry)
 
     def _lane(self, job: Job) -> list[_Entry]:
-        return self._lanes.setdefault(job.spec.gpus if self._by_gpus else 0, [])
+        return self._lanes.setdefault(job.lane if self._by_gpus else _ONE_LANE, [])
 
     def _drop(self, entry: _Entry) -> None:
         name = entry[2].spec.job_id

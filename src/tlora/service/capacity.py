@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tlora.adapters.targets import resolve, trained_parameters
 from tlora.costs.base_in_parts import least_gpus
-from tlora.costs.cost import ADAPTER_BYTES
+from tlora.costs.cost import ADAPTER_BYTES, BaseMemory
 from tlora.errors import ModelError
 from tlora.service.config import ServerConfig
 from tlora.service.machine import Places
@@ -20,7 +20,7 @@ class Capacity:
 
     def __init__(self, config: ServerConfig, places: Places) -> None:
         self._directory = config.directory / "bases"
-        self._precision = Precision(config.dtype, config.base_precision)
+        self._precision = Precision(config.dtype, config.base_precision, places.device)
         self._place = "a GPU here" if places.device == "cuda" else "this machine"
         self._most, self._gpus = places.memory_bytes, len(places.gpus)
         if config.memory_limit != "auto" and (self._most is None or config.memory_limit < self._most):
@@ -33,6 +33,11 @@ class Capacity:
         outline = known_outline(self._directory, base_model, self._precision)
         if outline is not None:
             self._outlines[name] = outline
+
+    def memory_of(self, name: str) -> BaseMemory | None:
+        """What is known of the base's bytes."""
+        outline = self._outlines.get(name)
+        return None if outline is None else outline.memory
 
     def check(self, order: OrderSpec) -> None:
         """Raises RefusedError for targets that the base has not, and for an adapter that fits beside it on no GPU."""

@@ -71,7 +71,7 @@ class Controller:
         self._inbox: queue.SimpleQueue[Sequence[Row[Any]] | None] = queue.SimpleQueue()  # jobs that were accepted
         self._feeder = threading.Thread(target=self._feed, name="feeder", daemon=True)
         self._outcomes = Outcomes(config.directory, writer, live, self._forget)
-        self._intake = hall.intake(_intake_settings(config), config.directory / "workers" / "intake.log", self._hear)
+        self._intake = hall.intake(_intake_settings(config, hall.places.device), config.directory / "workers" / "intake.log", self._hear)
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
 
     def start(self, bases: Mapping[str, str]) -> None:
@@ -318,6 +318,8 @@ class Controller:
         """The base gets the speeds of the measured one that is nearest in size, and what was observed of itself."""
         if name not in cost.constants:
             cost.add(name, live_cost_model({name: self._sizes[name]}).constants[name])
+            if (memory := self._capacity.memory_of(name)) is not None:
+                cost.memory[name] = memory
             self._learned.teach(cost, name, f"{self._bases[name]} {self._hall.places.device}", now)
 
     def _see(self, now: float, item: Event | Action) -> None:
@@ -349,7 +351,7 @@ def _log(message: str) -> None:
     logging.getLogger(__name__).exception(message)
 
 
-def _intake_settings(config: ServerConfig) -> IntakeSettings:
+def _intake_settings(config: ServerConfig, device: str) -> IntakeSettings:
     limits = config.limits
     return IntakeSettings(
         str(config.directory / "bases"),
@@ -361,4 +363,5 @@ def _intake_settings(config: ServerConfig) -> IntakeSettings:
         limits.intake_seconds,
         limits.line_bytes,
         limits.file_rows,
+        device,
     )

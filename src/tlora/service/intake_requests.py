@@ -11,7 +11,9 @@ from tlora.job import JobSpec
 
 @dataclass(frozen=True, slots=True)
 class IntakeSettings:
-    """`bases_dir` keeps the outlines of bases; `slots` are batches at a time; the others are those of `data.limits.DataLimits`."""
+    """`bases_dir` keeps the outlines of bases, held on a `device`; `slots` are batches at a time; the others are those of
+    `data.limits.DataLimits`.
+    """
 
     bases_dir: str
     dtype: str
@@ -22,6 +24,7 @@ class IntakeSettings:
     seconds: float
     row_characters: int
     rows: int
+    device: str = "cuda"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from tlora.cluster.gpus import list_gpus, visible
+from tlora.cluster.gpus import host_room, list_gpus, room_of, visible
 from tlora.errors import ConfigError
 from tlora.service.config import ServerConfig
 
@@ -15,17 +15,20 @@ NAMES = {"cuda": ("GPU", "GPUs"), "cpu": ("CPU process", "CPU processes")}  # on
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """GPUs by their numbers, or as many processes on a CPU. `memory_bytes`: of the largest of the GPUs, or of the machine."""
+    """GPUs by their numbers, or as many processes on a CPU. `memory_bytes`: of the largest of the GPUs, or of the machine; `room_bytes`:
+    what may be planned for on each place, where that is known.
+    """
 
     device: Literal["cuda", "cpu"]
     gpus: tuple[int, ...]
     memory_bytes: int | None = None
+    room_bytes: tuple[int, ...] = ()
 
 
 def find_places(config: ServerConfig) -> Places:
     """What the config names, else all GPUs, else one process on the CPU. Raises ConfigError for GPUs that there are not."""
     if config.device == "cpu":
-        return Places("cpu", tuple(range(len(config.gpus))) if config.gpus else (0,), _host_bytes())
+        return _on_cpu(tuple(range(len(config.gpus))) if config.gpus else (0,), config)
     gpus = list_gpus()
     found = visible(gpus)
     if not found:
@@ -33,13 +36,18 @@ def find_places(config: ServerConfig) -> Places:
             raise ConfigError(
                 "device: there is no GPU that nvidia-smi lists and CUDA_VISIBLE_DEVICES leaves. Use device: cpu, or repair the driver"
             )
-        return Places("cpu", (0,), _host_bytes())
+        return _on_cpu((0,), config)
     for gpu in config.gpus or ():
         if gpu not in found:
             hidden = " (CUDA_VISIBLE_DEVICES hides it)" if gpu in gpus else ""
             raise ConfigError(f"gpus: there is no GPU {gpu}{hidden}. Choose among: {', '.join(map(str, found))}")
     chosen = found if config.gpus is None else tuple(config.gpus)
-    return Places("cuda", chosen, max(gpus[gpu].memory_bytes for gpu in chosen) or None)
+    room = room_of(chosen, gpus, config.memory_limit)
+    return Places("cuda", chosen, max(gpus[gpu].memory_bytes for gpu in chosen) or None, room)
+
+
+def _on_cpu(numbers: tuple[int, ...], config: ServerConfig) -> Places:
+    return Places("cpu", numbers, _host_bytes(), (host_room(len(numbers), config.memory_limit),) * len(numbers))
 
 
 def _host_bytes() -> int:

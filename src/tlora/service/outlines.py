@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tlora import durable
+from tlora.costs.cost import BaseMemory
 from tlora.errors import CheckpointError, ModelError
 from tlora.json_file import read_object
 from tlora.version import __version__
@@ -31,14 +32,16 @@ class Outline:
     learned_positions: int | None
     longest_safe_sequence: int | None
     max_position_embeddings: int | None
+    memory: BaseMemory
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How a server holds its bases."""
+    """How a server holds its bases, and on what."""
 
     dtype: str = "auto"
     base_precision: str | None = None
+    device: str = "cuda"
 
 
 def find_outline(directory: Path, base_model: str, precision: Precision) -> Outline:
@@ -69,12 +72,12 @@ def _key(base_model: str, precision: Precision) -> str:
     """Changes with the base's config.json, with this program, and with how the base is held."""
     config = Path(base_model) / "config.json"
     content = config.read_bytes() if config.is_file() else b""
-    facts = [base_model, precision.dtype, precision.base_precision, __version__, hashlib.sha256(content).hexdigest()]
+    facts = [base_model, precision.dtype, precision.base_precision, precision.device, __version__, hashlib.sha256(content).hexdigest()]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
 def _make(base_model: str, path: Path, precision: Precision) -> None:
-    arguments = [base_model, str(path), precision.dtype, precision.base_precision or ""]
+    arguments = [base_model, str(path), precision.dtype, precision.base_precision or "", precision.device]
     command = [sys.executable, "-P", "-m", "tlora.planning.base_outline", *arguments]
     try:
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS, check=False)
@@ -103,4 +106,5 @@ def _read(path: Path) -> Outline:
         found["learned_positions"],
         found["longest_safe_sequence"],
         found["max_position_embeddings"],
+        BaseMemory(tuple(map(int, found["bytes_by_gpus"])), *map(float, found["memory"])),
     )

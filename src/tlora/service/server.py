@@ -129,6 +129,7 @@ def _machine(config: ServerConfig, places: Places, base_models: Mapping[str, str
         config.recompute,
         config.memory_limit,
         calibrate=True,
+        memory_bytes=places.room_bytes,
     )
 
 

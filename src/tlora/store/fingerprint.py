@@ -77,8 +77,10 @@ def _config_text(path: Path) -> str:
     text = path.read_text(encoding="utf-8")
     try:
         config = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text  # loading says what is wrong with it
+    if not isinstance(config, dict):
+        return text
     return json.dumps({key: value for key, value in config.items() if key not in _NO_FUNCTION}, sort_keys=True)
 
 

@@ -25,7 +25,7 @@ from tlora.kernels.device import capability_of, is_hopper, runs_kernels
 from tlora.kernels.frozen import BaseWeights
 from tlora.kernels.lora_tables import ADDRESS_FIELDS, RUNS_STEP, Run, Slots, build_tables, rank_width
 from tlora.supermodel.batch import PackedBatch
-from tlora.supermodel.cuda_graphs import HIDES_LAUNCHES, Backward, CudaGraphs, Shape
+from tlora.supermodel.cuda_graphs import HIDES_LAUNCHES, SLOW_HOST, Backward, CudaGraphs, Shape
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import Base, hidden_states, layers_of
 from tlora.supermodel.lora_linear import Context, LinearsOfOneInput, LoraLinear
@@ -93,7 +93,7 @@ class FastPath:
         work = sum(linear.in_features * linear.out_features for linear in linears.values())
         # What experts compute is not known, and other GPUs than Hopper's were not measured: nothing is padded there.
         measured = not expert_modules(base.model) and (device.type != "cuda" or is_hopper(capability_of(device)))
-        self._launch_tokens = int(HIDES_LAUNCHES * self.num_layers / work) if measured else 0
+        self._launch_tokens = int(SLOW_HOST * HIDES_LAUNCHES * self.num_layers / work) if measured else 0
         # A graph has the addresses of weights; those of a shared base change with the slots. It is large enough to do without.
         self._graphs = CudaGraphs(self.run, base.head.weight_VH) if device.type == "cuda" and base.layers is None else None
 

@@ -27,6 +27,7 @@ from tlora.supermodel.fp8_linear import check_fp8, hold_in_fp8
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.layer_values import values_in_layers
 from tlora.supermodel.outlined_experts import OutlinedExperts
+from tlora.supermodel.raw_config import refuse_strange_config
 from tlora.supermodel.tensor_files import unmapped
 from tlora.supermodel.weight_files import check_weights, refuse_incomplete
 
@@ -93,6 +94,8 @@ def load_config(base_model: str) -> Any:
     """The base's transformers config. Raises ModelError."""
     check_path(base_model)
     name, revision = split_revision(base_model)
+    if Path(name).is_dir():
+        refuse_strange_config(Path(name) / "config.json", base_model)
     try:
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     except Exception as error:  # a library's border: what it raises depends on family and version

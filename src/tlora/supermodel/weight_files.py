@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,55 @@ def check_weights(base_model: str, config: Any) -> str | None:
         return f"{files[0].name} has no header that can be read by itself: whether all weights are there shows when they are loaded"
     _compare(_read_headers(files, base_model), config, base_model)
     return None
+
+
+def check_unused(base_model: str, config: Any, allowed: bool) -> list[str]:
+    """In lines, which tensors of the base's files its model leaves out; where there are no headers to read, nothing.
+
+    Raises ModelError for tensors that a model of this family would use, unless they are `allowed`: what is trained would be another model
+    than the files hold. Layers that predict several tokens and towers of other modalities are said only.
+    """
+    directory = Path(base_model) if Path(base_model).is_dir() else _snapshot(base_model)
+    try:
+        files = _weight_files(directory, base_model)
+    except ModelError:
+        return []  # of a hub id, whose files are not here yet; of a directory, `check_weights` says it
+    if files[0].suffix == ".bin":
+        return []
+    tensors = _read_headers(files, base_model)
+    model, found = _compare(tensors, config, base_model)
+    unused, text = sorted(found["unexpected_keys"]), config.get_text_config()
+    layers = getattr(text, "num_hidden_layers", 0), getattr(text, "num_nextn_predict_layers", 0) or 0
+    strange = [name for name in unused if not _is_left_out(name, *layers)]
+    if strange and not allowed:
+        in_layer = _LAYER.search(strange[0]) is not None
+        kept = f"its config.json has num_hidden_layers {layers[0]}" if in_layer else "its config.json makes a model without them"
+        raise ModelError(
+            f"base_model {base_model}: {len(strange)} tensors of its files are not used, {strange[0]} first: {kept}, and another model "
+            "than the files hold would be trained. Compare config.json with the original's, or write `unused_weights: ignore` at "
+            "the top of the jobs file if this is meant"
+        )
+    ignored = sorted(set(tensors) - model.state_dict().keys() - set(unused))
+    ignored = [name for name in ignored if _matches(model._keys_to_ignore_on_load_unexpected, name) and not _BUFFER.search(name)]
+    left = sorted({*unused, *ignored})
+    return [f"{len(left)} tensors of {base_model} are not part of the model that is trained, {left[0]} first"] if left else []
+
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_BUFFER = re.compile(r"inv_freq$|(?:attn|attention)\.(?:masked_)?bias$|position_ids$")
+_ELSEWHERE = re.compile(
+    r"(?:^|[._])(?:vision|visual|image|audio|speech|multi_?modal|mm_projector|talker|code2wav|mtp|nextn|eagle)", re.IGNORECASE
+)
+
+
+def _is_left_out(name: str, num_layers: int, predicting: int) -> bool:
+    """Whether a tensor belongs to another modality, or to one of the layers after the last that predict several tokens."""
+    layer = _LAYER.search(name)
+    return _ELSEWHERE.search(name) is not None or (layer is not None and num_layers <= int(layer[1]) < num_layers + predicting)
+
+
+def _matches(patterns: Any, name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns or ())
 
 
 def find_safetensors(name: str, revision: str | None) -> list[Path]:
@@ -107,8 +157,10 @@ def _read_headers(files: list[Path], base_model: str) -> dict[str, Tensor]:
     return found
 
 
-def _compare(tensors: dict[str, Tensor], config: Any, base_model: str) -> None:
-    """By transformers' own matching of names, which knows what a family renames, ties and fuses."""
+def _compare(tensors: dict[str, Tensor], config: Any, base_model: str) -> tuple[Any, dict[str, Any]]:
+    """The model on the meta device, and what transformers reports of its load: its own matching of names knows what a family renames, ties
+    and fuses.
+    """
     try:
         model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
         model, found = model_class.from_pretrained(
@@ -124,6 +176,7 @@ def _compare(tensors: dict[str, Tensor], config: Any, base_model: str) -> None:
             f"base_model {base_model}: {len(quantized)} tensors are no plain numbers of 16 bits or more, {quantized[0]} first. "
             "Use the original, unquantised model"
         )
+    return model, found
 
 
 def refuse_incomplete(found: dict[str, Any], base_model: str) -> None:

@@ -24,7 +24,7 @@ from tlora.errors import RankError
 from tlora.job import JobSpec
 from tlora.link.flight import FlightRecorder, flight_name, read_flight
 from tlora.protocol import BaseSpeed
-from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Load, Loaded, Measured, Refused, Report, Stepped
+from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Load, Loaded, Measured, Memory, Refused, Report, Stepped
 
 
 class Ranks:
@@ -91,10 +91,12 @@ def test_ranks_are_entered_and_loaded_together(made: Callable[..., Any]) -> None
     assert entered == [(1, "cpu", "the store", False, expected), (0, "cpu", "the store", True, expected)]
     assert ranks.going == {0, 1}
     leader._hear(0, Measured("CPU", BaseSpeed(1.0, 0.1, 0.1, 0.0)))
+    leader._hear(0, Memory((30,)))
     leader._hear(0, Loaded())
     assert told == [Measured("CPU", BaseSpeed(1.0, 0.1, 0.1, 0.0))]
+    leader._hear(1, Memory((20,)))
     leader._hear(1, Loaded())
-    assert told[1:] == [Loaded()]
+    assert told[1:] == [Memory((30, 20)), Loaded()]
 
 
 def test_ranks_on_gpus_have_one_each(made: Callable[..., Any], tmp_path: Path) -> None:

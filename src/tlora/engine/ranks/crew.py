@@ -15,6 +15,7 @@ from tlora.engine.ranks.process import LOOK_SECONDS, ForeignRank, RankProcess
 from tlora.errors import ConfigError, RankError
 
 _MOST_AHEAD = 64  # ranks that are started before anybody has looked how many GPUs there are
+_HELLO_SECONDS = 600.0  # for a rank's first word: its libraries may come over a slow network
 _GONE_SECONDS = 60.0  # for a rank to exit after its last word
 
 
@@ -51,7 +52,7 @@ class Crew:
         self.found: dict[int, Found] = {}
         self.ready: dict[int, Ready] = {}
         self.going: set[int] = set()  # they write
-        self._looked = 0.0
+        self._looked, self._began = 0.0, time.monotonic()
         self.rendezvous: object = None  # kept open for the ranks of a launcher
 
     @property
@@ -70,6 +71,7 @@ class Crew:
         return len(self._own) < self.count
 
     def start(self) -> None:
+        self._began = time.monotonic()
         for rank in self._own:
             environment = {"WORLD_SIZE": str(self.count), "LOCAL_RANK": str(rank)}
             log = self._meeting.directory / f"gpu{rank}.log"
@@ -106,9 +108,16 @@ class Crew:
         if time.monotonic() - self._looked >= LOOK_SECONDS:
             self._looked = time.monotonic()
             for rank in self.living:
-                if rank in self._processes and (reason := self._processes[rank].look()):
+                process = self._processes.get(rank)
+                if (reason := process.look() if process is not None else "") or (reason := self._why_silent(rank)):
                     heard += self._lose(rank, reason)
         return heard
+
+    def _why_silent(self, rank: int) -> str:
+        """Why a rank that has not said Hello is not waited for any longer; "" while it is."""
+        if rank in self.hellos or time.monotonic() - self._began <= _HELLO_SECONDS:
+            return ""
+        return f"has said nothing for {_HELLO_SECONDS:g} s since its start"
 
     def _heard(self, rank: int, report: Report | None) -> list[tuple[int, Report | Lost]]:
         if rank in self.lost:  # it is gone, and its jobs are elsewhere
@@ -135,11 +144,16 @@ class Crew:
 
     def _lose(self, rank: int, reason: str) -> list[tuple[int, Report | Lost]]:
         """Its line has ended, or its process has, or stands still."""
-        process = self._processes[rank]
+        process = self._processes.get(rank)
+        if process is None:  # a launcher's, which never came
+            self.lost[rank] = Lost(reason)
+            return [(rank, self.lost[rank])]
         if not reason:
             process.wait(_GONE_SECONDS if rank in self._broken else 1.0)  # it is about to exit
             reason = process.how_it_ended()
         process.kill()
+        if rank not in self.hellos and self._meeting.problem:
+            reason = f"{reason}; {self._meeting.problem}"
         broken = self._broken.get(rank)
         self.lost[rank] = Lost(broken.reason if broken is not None else reason, broken)
         return [(rank, self.lost[rank])]
@@ -181,7 +195,7 @@ def start_ranks(gpus: str | None, launch: Launched | None = None) -> Iterator[Cr
         if count not in (0, launch.count):
             raise ConfigError(f"--gpus {text}, and {launch.count} ranks are launched. Leave --gpus out, or launch {count}")
         crew = Crew(launch.count, own=[0])
-        crew.rendezvous = tell_ranks(crew.address)
+        crew.rendezvous = tell_ranks(crew.address, launch)
     elif 1 < count <= _MOST_AHEAD:
         crew = Crew(count)
     else:

@@ -9,12 +9,15 @@ import hashlib
 import os
 import socket
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from tlora.errors import ConfigError
 from tlora.job import RunSpec
+from tlora.link.log import note
 
 _KEY = "tlora/owner"
+_MEET_SECONDS = 300.0  # for the processes of a launcher to find each other
 
 
 @dataclass(frozen=True)
@@ -49,16 +52,21 @@ def digest_of(run: RunSpec) -> str:
     return hashlib.sha256(run.model_dump_json().encode()).hexdigest()
 
 
-def tell_ranks(address: str) -> object:
-    """On rank 0: where the others find it. What is returned must be kept until they have come."""
-    store = _rendezvous()
+def tell_ranks(address: str, launch: Launched) -> object:
+    """On rank 0: where the others find it. What is returned must be kept until they have come. Raises ConfigError where they do not."""
+    store = _rendezvous(launch)
     store.set(_KEY, f"{socket.gethostname()}|{address}")
     return store
 
 
 def find_owner(launch: Launched) -> str:
-    """On another rank: the address for `rank.serve`. Raises ConfigError for an owner on another host."""
-    host, _, address = _rendezvous().get(_KEY).decode().partition("|")
+    """On another rank: the address for `rank.serve`. Raises ConfigError for an owner on another host, and where none comes."""
+    store = _rendezvous(launch)
+    try:
+        found = store.get(_KEY)
+    except RuntimeError as error:
+        raise _alone(launch, error) from None
+    host, _, address = found.decode().partition("|")
     if host != socket.gethostname():
         raise ConfigError(
             f"rank {launch.rank} is on {socket.gethostname()}, and rank 0 on {host}: a run is on one host. Launch one for each"
@@ -66,9 +74,27 @@ def find_owner(launch: Launched) -> str:
     return address
 
 
-def _rendezvous() -> Any:
-    """The store that the launcher's environment names."""
+def _rendezvous(launch: Launched) -> Any:
+    """The store that the launcher's environment names, in which all its processes meet."""
+    others, place = launch.count - 1, f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if not os.environ.get("TORCHELASTIC_RUN_ID"):  # else torchrun is there: it has started the others, and ends all when one is lost
+        note(
+            f"RANK={launch.rank} and WORLD_SIZE={launch.count} are set, as by a launcher: waiting up to {_MEET_SECONDS:.0f} s for "
+            f"{others} other process{'es' * (others > 1)} at {place}. To run alone: unset RANK WORLD_SIZE"
+        )
     from torch.distributed import rendezvous
 
-    store, _, _ = next(rendezvous("env://"))
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_MEET_SECONDS)))
+    except (RuntimeError, ValueError) as error:
+        raise _alone(launch, error) from None
     return store
+
+
+def _alone(launch: Launched, error: Exception) -> ConfigError:
+    """Of processes that were not launched, or not all of them."""
+    why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return ConfigError(
+        f"RANK={launch.rank} and WORLD_SIZE={launch.count} are set, and the other processes did not come within {_MEET_SECONDS:.0f} s "
+        f"({why}). Unset RANK and WORLD_SIZE to run alone, or launch all {launch.count} processes"
+    )

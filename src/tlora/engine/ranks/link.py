@@ -13,14 +13,17 @@ import shutil
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 
-from tlora.engine.ranks.messages import Command, Hello, Hold, Report
+from tlora.engine.ranks.messages import Broken, Command, Hello, Hold, Report
 from tlora.errors import ConfigError
+
+_ACCEPT_SECONDS = 0.05  # after a connection that could not be had: too many open files, for a while
 
 
 class Line:
@@ -56,14 +59,16 @@ class Meeting:
     """The owner's end of all lines: where ranks find it, and what they say.
 
     `inbox` gets (rank, report) from a thread per rank, and (rank, None) when its line has ended. `None` may be put in to wake the reader.
+    `problem` says what was wrong with a connection that did not come so far as to say whose it is; "" where there was none.
     """
 
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="tlora-"))  # mode 0700
         self.key = secrets.token_hex(32)
-        self._listener = Listener(str(self.directory / "ranks"), family="AF_UNIX", authkey=bytes.fromhex(self.key))
+        self._listener = Listener(str(self.directory / "ranks"), family="AF_UNIX")
         self.inbox: queue.SimpleQueue[tuple[int, Report | None] | None] = queue.SimpleQueue()
         self.lines: dict[int, Line] = {}
+        self.problem = ""
         self._closed = False
         threading.Thread(target=self._accept, name="ranks", daemon=True).start()
 
@@ -94,23 +99,37 @@ class Meeting:
         while not self._closed:
             try:
                 connection = self._listener.accept()
-            except (AuthenticationError, OSError, EOFError):
+            except OSError:
+                time.sleep(_ACCEPT_SECONDS)
                 continue
-            threading.Thread(target=self._read, args=(connection,), daemon=True).start()
+            try:
+                threading.Thread(target=self._read, args=(connection,), daemon=True).start()
+            except RuntimeError:  # no more threads: its rank hears that the line has ended
+                connection.close()
 
     def _read(self, connection: Connection) -> None:
-        rank, line = None, Line(connection)
+        rank, line, key = None, Line(connection), bytes.fromhex(self.key)
         try:
+            deliver_challenge(connection, key)  # here: one that says nothing must not keep others from being accepted
+            answer_challenge(connection, key)
             hello = connection.recv()
             if not isinstance(hello, Hello):
+                self.problem = f"a rank's first message was {type(hello).__name__}, and not Hello"
                 return
             rank = hello.rank
             self.lines[rank] = line
             self.inbox.put((rank, hello))
             while True:
                 self.inbox.put((rank, connection.recv()))
-        except (EOFError, OSError):
+        except (EOFError, OSError, AuthenticationError):
             if rank is not None:
+                self.inbox.put((rank, None))
+        except Exception as error:  # a message that cannot be read, as of another version of the program
+            reason = f"a message that cannot be read ({type(error).__name__}: {error})"
+            if rank is None:
+                self.problem = f"a rank's Hello was {reason}"
+            else:
+                self.inbox.put((rank, Broken(f"it sent {reason}")))
                 self.inbox.put((rank, None))
         finally:
             line.close()

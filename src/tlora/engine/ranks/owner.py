@@ -66,6 +66,7 @@ from tlora.store.serving import ServingFiles
 from tlora.supermodel.fp8_linear import check_fp8
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
+from tlora.supermodel.weight_files import check_unused
 from tlora.wording.numbers import duration_text
 
 _SHOW_SECONDS = 0.25
@@ -144,6 +145,8 @@ class Owner:
         base = outline(run.base_model, run.dtype, run.base_precision)
         if run.base_precision == "fp8":
             check_fp8(device, base.head.weight_VH.dtype)
+        for line in check_unused(run.base_model, base.model.config, run.unused_weights == "ignore"):
+            order.watcher.note(line)
         model = SuperModel(base)
         self._hear()
         preparation = Preparation(lambda told: self._stage(f"tokenizing {told.key}: {told.rows:,} rows, {told.share:.0%}"), data_worker)

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +56,7 @@ from tlora.engine.ranks.messages import (
     Take,
     Unfollow,
 )
+from tlora.engine.ranks.process import die_with_parent
 from tlora.engine.ranks.spanning import SpanExchange, open_mailbox
 from tlora.engine.ranks.waits import wait_for
 from tlora.engine.run_monitor import RunMonitor
@@ -70,6 +72,8 @@ from tlora.sharing.peers import Peers, Sharing
 from tlora.store.model_card import library_versions
 from tlora.store.serving import ServingFiles
 from tlora.version import __version__
+
+_LAST_SECONDS = 3.0  # for a rank whose owner has ended to save its jobs; what it computes meanwhile is lost
 
 Inbox = queue.SimpleQueue[Command | None]
 
@@ -150,6 +154,7 @@ class Rank:
         run = run.model_copy(update={"cpu_threads": loaded.threads or run.cpu_threads})
         self._line.send(Ready(launch_facts(loaded, place), loaded.threads, loaded.plan.warnings, describe_plan(loaded.plan)))
         self._next(Go)
+        die_with_parent(False)  # from now on there is something to save
         self._session = Session(run, loaded, monitor, ServingFiles(run.base_model), self._guard, exchange=self._exchange)
         self._driver = self._session.driver
         with compute_with(loaded.threads):
@@ -296,17 +301,36 @@ def hello(rank: int, run_digest: str = "") -> Hello:
     return Hello(rank, os.getpid(), socket.gethostname(), versions, run_digest)
 
 
+class _Orphaned:
+    """What becomes of a rank whose owner has ended without a Stop. `hear` runs in the thread that reads commands, so that it is at once,
+    also in the middle of a long step. Before it trains there is nothing to save; then it has a few seconds to save its jobs.
+    """
+
+    def __init__(self) -> None:
+        self._writes = self._stops = False
+
+    def hear(self, command: Command | None) -> None:
+        self._writes |= isinstance(command, Go)
+        self._stops |= isinstance(command, Stop)
+        if command is None and not self._stops:
+            if self._writes:
+                time.sleep(_LAST_SECONDS)
+            note("the process that owns this run has ended: so does this rank")
+            os._exit(1)
+
+
 def serve(address: str, rank: int, count: int, run_digest: str = "") -> int:
     """Train for the owner at `address` until told to stop. Returns the exit status."""
     inbox: Inbox = queue.SimpleQueue()
     signal.signal(signal.SIGTERM, lambda *_: inbox.put(Stop()))  # a SimpleQueue may be entered again by a handler
     for number in (signal.SIGINT, signal.SIGHUP):  # they reach a whole terminal; what follows is the owner's decision
         signal.signal(number, signal.SIG_IGN)
-    guard = RemoteGuard()
+    guard, orphaned = RemoteGuard(), _Orphaned()
 
     def hear(command: Command | None) -> None:
         guard.hear(command)
         inbox.put(command)
+        orphaned.hear(command)
 
     line = connect(address, hear)(hello(rank, run_digest))
     try:
@@ -327,6 +351,7 @@ def main() -> None:
     """Serve and exit."""
     end_imports()
     show_stacks_when_asked()
+    die_with_parent()
     address, rank = sys.stdin.read(), int(os.environ["RANK"])
     logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -189,11 +189,12 @@ class SpanExchange:
         self._teller.tell_when(mark_on(self._boxes[job_id].device), lambda _: published)
 
     def fetch(self, job_id: str, state: AdapterState) -> bool:
-        published, span = self._published.pop(job_id, None), self._spans.get(job_id)
+        published, span = self._published.get(job_id), self._spans.get(job_id)
         if published is None or span is None:
             return False
         for slot, flat_P in enumerate(_flats(state)):
             self._boxes[job_id].read(job_id, span.home, slot, flat_P)
+        del self._published[job_id]
         state.step, state.updates, state.skipped = published.step, published.updates, published.skipped
         self._teller.tell_when(mark_on(self._boxes[job_id].device), lambda _: Fetched(job_id))
         return True

@@ -26,7 +26,7 @@ from tlora.errors import RankError
 from tlora.job import JobSpec
 from tlora.link.flight import forget_flight
 from tlora.link.log import note
-from tlora.worker_protocol import JobEnd, Join, Joined, Left, Load, Loaded, Measured, Report, Stepped
+from tlora.worker_protocol import JobEnd, Join, Joined, Left, Load, Loaded, Measured, Memory, Report, Stepped
 
 _LOOK_SECONDS = 1.0
 MEMBER = "tlora.engine.team.member"
@@ -65,6 +65,7 @@ class Leader:
         self._told: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._jobs: dict[str, _Job] = {}
         self._loaded: set[int] = set()
+        self._limits: dict[int, int] = {}  # bytes that each rank may take of its GPU
         self._beats: dict[int, tuple[Beat, float]] = {}  # the newest of each rank, and when it came
         self._meetings = 0
         self._stopping = False
@@ -128,9 +129,12 @@ class Leader:
                 device = f"{self._load.device}:{rank}" if self._load.device == "cuda" else self._load.device
                 load = replace(self._load, calibrate=self._load.calibrate and rank == 0)  # all GPUs of a group are alike
                 self._crew.send(rank, Enter(load, device, self._crew.store, os.getpid(), self._expected))
+            case Memory(limit_bytes):
+                self._limits[rank] = limit_bytes[0]
             case Loaded():
                 self._loaded.add(rank)
                 if len(self._loaded) == len(self._gpus):
+                    self._send(Memory(tuple([self._limits[each] for each in range(len(self._gpus))])))
                     self._send(report)
             case Beat():
                 self._beats[rank] = report, time.monotonic()

@@ -5,7 +5,6 @@ The address comes on stdin, its number in RANK. It ends with the worker's proces
 
 from __future__ import annotations
 
-import ctypes
 import os
 import queue
 import signal
@@ -26,6 +25,7 @@ from tlora.engine.patience import Patience
 from tlora.engine.pulse import Pulse
 from tlora.engine.ranks.link import Line, connect
 from tlora.engine.ranks.messages import Broken, Bye, Command, Stop
+from tlora.engine.ranks.process import die_with_parent
 from tlora.engine.ranks.rank import hello
 from tlora.engine.team.messages import Beat, Enter
 from tlora.engine.team.parts import Seat
@@ -35,7 +35,6 @@ from tlora.link.flight import flight_name
 from tlora.link.log import leave, note, show_stacks_when_asked
 
 BEAT_SECONDS = 1.0
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
 
 def serve(address: str, number: int, count: int) -> int:
@@ -79,17 +78,11 @@ def _beat(line: Line, pulse: Pulse) -> None:
         time.sleep(BEAT_SECONDS)
 
 
-def _die_with_parent() -> None:
-    """By the kernel, also when this process is stopped. Only Linux does it; elsewhere the end of the line has to do."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
-
-
 def main() -> None:
     """Serve and exit."""
     end_imports()
     show_stacks_when_asked()
-    _die_with_parent()
+    die_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # what follows from them is the worker's decision
     status = 1

@@ -1,0 +1,194 @@
+"""What a rank says first is waited for, but not without end; and a rank without its owner ends at once."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing.connection import Client
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tlora.engine.ranks import crew as crew_module
+from tlora.engine.ranks import external, link, rank
+from tlora.engine.ranks.crew import Crew, Lost
+from tlora.engine.ranks.external import Launched, find_owner, tell_ranks
+from tlora.engine.ranks.link import Meeting
+from tlora.engine.ranks.messages import Broken, Go, Hello, Stop
+from tlora.errors import ConfigError
+
+SILENT = "import time\nwhile True:\n    time.sleep(60)\n"
+STUCK = """
+import signal, time
+from tlora.engine.ranks.process import die_with_parent
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+die_with_parent()
+print("stuck", flush=True)
+while True:
+    time.sleep(60)
+"""
+OWNER = """
+import time
+from tlora.engine.ranks.crew import Crew
+crew = Crew(1, member="stuck_rank")
+crew.start()
+print(crew._processes[0].pid, crew._meeting.directory, flush=True)
+time.sleep(3600)
+"""
+
+
+@pytest.fixture
+def meeting() -> Iterator[Meeting]:
+    made = Meeting()
+    yield made
+    made.close(keep_logs=False)
+
+
+def dial(meeting: Meeting) -> object:
+    path, _, key = meeting.address.rpartition(":")
+    return Client(path, family="AF_UNIX", authkey=bytes.fromhex(key))
+
+
+def module(directory: Path, name: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (directory / f"{name}.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH")])]))
+
+
+def test_a_rank_that_lives_and_never_says_hello_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module(tmp_path, "silent_rank", SILENT, monkeypatch)
+    monkeypatch.setattr(crew_module, "_HELLO_SECONDS", 0.0)
+    monkeypatch.setattr(crew_module, "LOOK_SECONDS", 0.0)
+    crew = Crew(1, member="silent_rank")
+    crew.start()
+    (process,) = crew._processes.values()
+    ((number, lost),) = crew.listen(0.0)
+    assert number == 0 and isinstance(lost, Lost) and lost.reason == "has said nothing for 0 s since its start"
+    assert process.has_ended and crew.living == []
+    crew.close()
+
+
+def test_a_launchers_rank_that_never_comes_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew_module, "_HELLO_SECONDS", 0.0)
+    monkeypatch.setattr(crew_module, "LOOK_SECONDS", 0.0)
+    crew = Crew(2, own=[])
+    assert [(number, type(lost)) for number, lost in crew.listen(0.0)] == [(0, Lost), (1, Lost)]
+    crew.close()
+
+
+def test_a_hello_that_cannot_be_read_ends_its_line_and_is_said(tmp_path: Path, meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    for sent, said in (
+        (b"no pickle", "a rank's Hello was a message that cannot be read (UnpicklingError"),
+        (None, "was str, and not Hello"),
+    ):
+        client = dial(meeting)
+        if sent is None:
+            client.send("hello")  # type: ignore[attr-defined]
+        else:
+            client.send_bytes(sent)  # type: ignore[attr-defined]
+        with pytest.raises((EOFError, ConnectionError)):
+            client.recv()  # type: ignore[attr-defined]
+        assert said in meeting.problem
+    crew = Crew(1, member="no_such_module")
+    crew._meeting.problem = meeting.problem
+    crew.start()
+    (lost,) = crew._lose(0, "")
+    assert isinstance(lost[1], Lost) and lost[1].reason.endswith(meeting.problem)
+    crew.close()
+
+
+def test_a_later_message_that_cannot_be_read_loses_the_rank_with_its_reason(meeting: Meeting) -> None:
+    client = dial(meeting)
+    client.send(Hello(3, os.getpid(), "host", {}))  # type: ignore[attr-defined]
+    client.send_bytes(b"no pickle")  # type: ignore[attr-defined]
+    heard = [meeting.inbox.get() for _ in range(3)]
+    assert heard[0] == (3, Hello(3, os.getpid(), "host", {})) and heard[2] == (3, None)
+    assert heard[1] is not None and isinstance(heard[1][1], Broken) and "cannot be read" in heard[1][1].reason
+
+
+def test_a_connection_that_says_nothing_keeps_no_other_out(meeting: Meeting) -> None:
+    """It was asked for the key where connections are accepted, one after the other."""
+    path = meeting.address.rpartition(":")[0]
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(path)
+        client = dial(meeting)
+        client.send(Hello(1, os.getpid(), "host", {}))  # type: ignore[attr-defined]
+        assert meeting.inbox.get() == (1, Hello(1, os.getpid(), "host", {}))
+
+
+def test_accepting_rests_while_no_file_can_be_had(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    rests: list[float] = []
+    accept, left = type(meeting._listener).accept, [3]
+
+    def full(listener: object) -> object:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(errno.EMFILE, "too many open files")
+        return accept(listener)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(meeting._listener), "accept", full)
+    monkeypatch.setattr(link.time, "sleep", rests.append)
+    dial(meeting)  # the accept that waits already
+    client = dial(meeting)
+    client.send(Hello(1, os.getpid(), "host", {}))  # type: ignore[attr-defined]
+    assert meeting.inbox.get() == (1, Hello(1, os.getpid(), "host", {}))
+    assert rests == [link._ACCEPT_SECONDS] * 3
+
+
+# -- without an owner ------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_of_a_killed_owner_ends_whatever_it_is_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module(tmp_path, "stuck_rank", STUCK, monkeypatch)
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        number, _, directory = owner.stdout.readline().strip().partition(" ")
+        process, log = psutil.Process(int(number)), Path(directory) / "gpu0.log"
+        while "stuck" not in log.read_text():
+            assert process.is_running()
+        os.kill(owner.pid, signal.SIGKILL)
+        psutil.wait_procs([process], timeout=300)
+        assert not process.is_running()
+
+
+def test_an_orphaned_rank_ends_at_once_where_it_has_nothing_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread hears it: the main one may be in the middle of a step of minutes."""
+    done: list[object] = []
+    monkeypatch.setattr(rank.os, "_exit", done.append)
+    monkeypatch.setattr(rank.time, "sleep", lambda seconds: done.append(f"{seconds:g} s"))
+    before, training, stopping = rank._Orphaned(), rank._Orphaned(), rank._Orphaned()
+    before.hear(None)
+    assert done == [1]
+    training.hear(Go({}, True))
+    assert done == [1]
+    training.hear(None)
+    assert done == [1, f"{rank._LAST_SECONDS:g} s", 1]
+    stopping.hear(Go({}, True))
+    stopping.hear(Stop())
+    stopping.hear(None)
+    assert len(done) == 3, "its owner lives, and waits for it to save"
+
+
+# -- RANK and WORLD_SIZE that nobody meant ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "meets"), [(0, tell_ranks), (1, lambda _, launch: find_owner(launch))])
+def test_a_lone_process_with_a_launchers_environment_says_what_it_waits_for_and_gives_up(
+    number: int, meets: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for name, value in {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(external, "_MEET_SECONDS", 1.0)
+    with pytest.raises(ConfigError, match="Unset RANK and WORLD_SIZE to run alone, or launch all 2 processes"):
+        meets("address", Launched(number, 2))  # type: ignore[operator]
+    said = capsys.readouterr().err
+    assert f"RANK={number} and WORLD_SIZE=2 are set" in said
+    assert f"1 other process at 127.0.0.1:{port}. To run alone: unset RANK WORLD_SIZE" in said

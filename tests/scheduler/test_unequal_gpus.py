@@ -1,0 +1,156 @@
+"""GPUs of unequal memory: each group fits on each GPU that it has, and a job that fits on the large ones alone gets one of these."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.scheduler.mirror import BASES, Mirror, made_cost, made_settings, made_spec, tell
+from tlora.costs.cost import BaseMemory, CostModel
+from tlora.protocol import Event, GroupLost, GroupReady, JobFinished, JobSubmitted, MemoryFound, NodeAdded, RejectJob, StartGroup, Tick
+from tlora.scheduler.policies import LIVE_POLICIES
+from tlora.scheduler.residual_capacity import residual_capacity
+from tlora.scheduler.scheduler import Policy, Scheduler
+
+GB = 10**9
+CARDS = (24 * GB, 80 * GB, 24 * GB, 48 * GB)
+SMALL_CARDS = (24 * GB,) * 4
+MEMORY = BaseMemory((16 * GB, 9 * GB, 7 * GB, 6 * GB), 0.5 * GB, 1e6, 1e5)
+"""24 GB hold the base and micro-batches of 4,096 tokens; 48 and 80 GB the largest."""
+
+
+def costs() -> CostModel:
+    cost = made_cost()
+    cost.memory = dict.fromkeys(BASES, MEMORY)
+    return cost
+
+
+def made(policy: Policy, *cards: int) -> tuple[Scheduler, Mirror]:
+    scheduler, mirror = Scheduler(policy, costs()), Mirror()
+    tell(scheduler, mirror, NodeAdded("n", tuple(range(len(cards)))), 0.0)
+    tell(scheduler, mirror, MemoryFound(tuple(range(len(cards))), cards), 0.0)
+    return scheduler, mirror
+
+
+def small(name: str, **others: object) -> JobSubmitted:
+    return made_spec(name, **{"parameters": 10**7, "longest": 512, "tokens": 8000.0, **others})  # type: ignore[arg-type]
+
+
+def all_fit(scheduler: Scheduler) -> None:
+    """Base, adapters and micro-batch of each group on each of its GPUs."""
+    state = scheduler.state
+    for known in state.groups.values():
+        group = known.group
+        jobs = [state.jobs[name].spec for name in group.job_ids]
+        parameters = sum(spec.profile.adapter_parameters for spec in jobs)
+        longest = max(spec.profile.longest_sample_tokens for spec in jobs)
+        tokens, count = group.plan.token_budget // len(group.gpus), len(group.gpus)
+        assert tokens >= longest
+        for gpu in group.gpus:
+            room = state.memory.room_bytes[gpu]
+            of = state.cost.least_bytes if tokens == longest else state.cost.memory_bytes  # a lone sample's layers are computed again
+            assert of(group.base_model, parameters, tokens, count, room) <= room, f"{group} does not fit on GPU {gpu}"
+
+
+@pytest.mark.parametrize("name", LIVE_POLICIES)
+def test_a_job_that_fits_on_large_cards_alone_gets_one(name: str) -> None:
+    """Also where all of these are busy when it comes: it waits, and small jobs that come after it do not wait for it."""
+    scheduler, mirror = made(LIVE_POLICIES[name](), *CARDS)
+    tell(scheduler, mirror, small("wide", longest=16384, tokens=16384.0, parameters=2 * 10**9), 1.0)  # 36 GB of adapter
+    (group,) = [known.group for known in scheduler.state.groups.values() if "wide" in known.group.job_ids]
+    assert group.gpus == (1,), "the only GPU on which it fits"
+    tell(scheduler, mirror, small("second", longest=16384, tokens=16384.0, parameters=2 * 10**9), 2.0)
+    tell(scheduler, mirror, small("third"), 3.0)
+    assert "second" in scheduler.state.pending
+    assert name == "fifo" or scheduler.state.jobs["third"].group_id is not None
+    all_fit(scheduler)
+    tell(scheduler, mirror, JobFinished("wide"), 4.0)
+    (group,) = [known.group for known in scheduler.state.groups.values() if "second" in known.group.job_ids]
+    assert group.gpus == (1,)
+    all_fit(scheduler)
+
+
+def test_small_jobs_leave_large_cards_to_others() -> None:
+    scheduler, mirror = made(LIVE_POLICIES["residual_capacity"](), *CARDS)
+    for index in range(3):
+        tell(scheduler, mirror, small(f"j{index}", tokens=1e5, max_slowdown=1.0), 1.0)
+    assert sorted(gpu for known in scheduler.state.groups.values() for gpu in known.group.gpus) == [0, 2, 3]
+
+
+def test_budgets_are_those_of_the_cards_that_are_there() -> None:
+    """The same job on a card of 24 GB and on one of 80 GB."""
+    budgets = {}
+    for card in (24 * GB, 80 * GB):
+        scheduler, mirror = made(LIVE_POLICIES["residual_capacity"](), card)
+        (start,) = tell(scheduler, mirror, small("a", tokens=16384.0), 1.0)
+        assert isinstance(start, StartGroup)
+        budgets[card] = start.group.plan.token_budget
+    assert budgets == {24 * GB: 4096, 80 * GB: 16384}
+
+
+def test_a_job_whose_smallest_prepared_budget_does_not_fit_gets_its_longest_sample() -> None:
+    """A card with room for 700 tokens, and a job of at most 512."""
+    scheduler, mirror = made(LIVE_POLICIES["residual_capacity"](), int(16.5 * GB + 18e7 + 7e8 + 0.18 * 16.5 * GB))
+    scheduler.state.memory.room_bytes[0] = room = int(16.5 * GB + 18e7 + 7e8)
+    scheduler.state.memory.rooms[:] = [room]
+    scheduler.state.cost.memory = dict.fromkeys(BASES, replace(MEMORY, bytes_by_gpus=(16 * GB, 16 * GB)))
+    (start,) = tell(scheduler, mirror, small("a"), 1.0)
+    assert isinstance(start, StartGroup) and start.group.plan.token_budget == 512
+
+
+@pytest.mark.parametrize("name", LIVE_POLICIES)
+def test_what_fits_on_no_card_is_rejected_with_the_numbers(name: str) -> None:
+    scheduler, mirror = made(LIVE_POLICIES[name](), *SMALL_CARDS)
+    (rejected,) = tell(scheduler, mirror, small("a", parameters=2 * 10**9), 1.0)
+    assert isinstance(rejected, RejectJob) and "take 48.94 GiB" in rejected.reason
+    assert "at most 22.35 GiB may be used of a GPU here" in rejected.reason
+    scheduler, mirror = made(LIVE_POLICIES[name](), *CARDS)
+    (rejected,) = tell(scheduler, mirror, small("a", parameters=2 * 10**9, gpus=2), 1.0)
+    assert isinstance(rejected, RejectJob) and "1 of those here has so much. Ask for 1" in rejected.reason
+    assert tell(scheduler, mirror, small("b", parameters=2 * 10**9, gpus=1), 2.0), "the remedy"
+
+
+def test_less_is_free_than_the_driver_says() -> None:
+    """What a worker finds counts for what is planned next, and a job that waits and has room nowhere any more is told so."""
+    scheduler, mirror = made(LIVE_POLICIES["fifo"](), 80 * GB)
+    tell(scheduler, mirror, small("runs", tokens=16384.0), 1.0)
+    tell(scheduler, mirror, small("waits", parameters=2 * 10**9), 2.0)
+    tell(scheduler, mirror, small("small", tokens=16384.0), 3.0)
+    (rejected,) = tell(scheduler, mirror, MemoryFound((0,), (24 * GB,)), 4.0)
+    assert isinstance(rejected, RejectJob) and rejected.job_id == "waits"
+    (_, start) = tell(scheduler, mirror, JobFinished("runs"), 5.0)
+    assert isinstance(start, StartGroup) and start.group.plan.token_budget == 4096
+    tell(scheduler, mirror, MemoryFound((0,), (90 * GB,)), 6.0)
+    assert scheduler.state.memory.room_bytes == {0: 80 * GB}, "never more than the card has"
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", [*LIVE_POLICIES, "all"])
+def test_whatever_happens_all_groups_fit(name: str, seed: int) -> None:
+    policy = residual_capacity(made_settings()) if name == "all" else LIVE_POLICIES[name]()
+    random_of = random.Random(seed)
+    scheduler, mirror = made(policy, *CARDS, *CARDS)
+    for step in range(60):
+        now = 30.0 * step
+        living = sorted(scheduler.state.jobs)
+        event: Event = Tick()
+        match random_of.randrange(6):
+            case 0 | 1 | 2:
+                parameters = random_of.choice((10**7, 10**8, 10**9, 2 * 10**9))
+                longest, gpus = random_of.choice((512, 3000, 9000)), random_of.choice((1, 1, 2, 3))
+                tokens = random_of.choice((1000.0, 16384.0))
+                event = small(
+                    f"j{step}", parameters=parameters, longest=longest, gpus=gpus, tokens=tokens, priority=random_of.choice((0, 0, 1))
+                )
+            case 3 if living:
+                event = JobFinished(random_of.choice(living))
+            case 4 if scheduler.state.groups:
+                event = GroupReady(random_of.choice(sorted(scheduler.state.groups)))
+            case 5 if scheduler.state.groups and random_of.random() < 0.3:
+                event = GroupLost(random_of.choice(sorted(scheduler.state.groups)), "test")
+            case _:
+                pass
+        tell(scheduler, mirror, event, now)
+        all_fit(scheduler)
