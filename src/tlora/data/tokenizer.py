@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+from tlora.data.base_files import located
 from tlora.errors import ModelError
-from tlora.job import split_revision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,7 +20,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer in a directory, or of a hub id (`org/name@revision` too). Raises ModelError."""
     from transformers import AutoTokenizer
 
-    name, revision = split_revision(path)
+    name, revision = located(path)
     try:
         return cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False))
     except Exception as error:  # transformers raises whatever a broken file makes it raise

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import cached_file
 
+from tlora.data.base_files import located, snapshot
 from tlora.errors import ModelError
 from tlora.garbage import no_collection
 from tlora.job import BasePrecision, split_revision
@@ -72,6 +73,8 @@ def check_path(base_model: str) -> None:
 def find_directory(base_model: str) -> Path:
     """The directory with the base's config.json: for a hub id, the snapshot of its revision in the hub's cache. Raises ModelError."""
     check_path(base_model)
+    if (there := snapshot(base_model)) is not None:
+        return there
     name, revision = split_revision(base_model)
     try:
         found = cached_file(name, "config.json", revision=revision)
@@ -93,7 +96,7 @@ def pin_revision(base_model: str) -> str:
 def load_config(base_model: str) -> Any:
     """The base's transformers config. Raises ModelError."""
     check_path(base_model)
-    name, revision = split_revision(base_model)
+    name, revision = located(base_model)
     if Path(name).is_dir():
         refuse_strange_config(Path(name) / "config.json", base_model)
     try:
@@ -175,7 +178,7 @@ def load_weights(base_model: str, dtype: str = "auto") -> Any:
     pick_dtype(config, dtype, base_model)
     if Path(base_model).is_dir():  # a hub id's files are not here yet
         check_weights(base_model, config)
-    name, revision = split_revision(base_model)
+    name, revision = located(base_model, weights=True)
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
