@@ -275,7 +275,7 @@ def test_a_start_that_does_not_fit_fails_alone(base: Path, wide_base: Path, data
         "rank": (broken("rank", r=4), "another rank"),
         "zero": (broken("zero", r=0, lora_alpha=-1), "r: 0 is not a whole number from 1 to 256; the default is 16; lora_alpha: -1 is not"),
         "words": (broken("words", r="three", lora_alpha=None), "r: "),
-        "pattern": (broken("pattern", target_modules=".*proj"), "is the pattern"),
+        "pattern": (broken("pattern", target_modules=".*proj"), "has no tensor"),
         "no-targets": (broken("no-targets", target_modules=None), "target_modules"),
         "elsewhere": (broken("elsewhere", target_modules=["q_proj", "c_attn"]), "'c_attn' is not in this base model"),
         "fewer": (broken("fewer", target_modules=["q_proj"], rank_pattern={}), "does not train"),
