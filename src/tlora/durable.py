@@ -167,6 +167,14 @@ def newest_verified(parent: Path, prefix: str = "checkpoint-") -> tuple[Path | N
     return None, notes
 
 
+def older_verified(parent: Path, newest: Path, prefix: str = "checkpoint-") -> Generator[Path]:
+    """The directories that verify below the step of `newest`, highest first. Nothing is renamed."""
+    paths = _by_step(parent, prefix)
+    for path in paths[paths.index(newest) + 1 :] if newest in paths else []:
+        if find_damage(path) is None:
+            yield path
+
+
 def find_verified(parent: Path, prefix: str = "checkpoint-") -> Path | None:
     """As `newest_verified`, but nothing is renamed, for a look at a directory that another run may hold.
 

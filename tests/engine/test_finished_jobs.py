@@ -191,3 +191,18 @@ def test_a_kill_between_order_and_result_leaves_no_result_of_the_shorter_order(
     assert resume(base, out, [longer], deterministic=True)[0]["a"].steps == 12
     whole = train(base, tmp_path / "whole", [longer], deterministic=True)
     assert whole["a"].steps == 12 and sha256(out / "a") != ""
+
+
+@pytest.mark.parametrize("foreign", [{"r": 8}, {"data": "b.jsonl"}], ids=["another shape", "other data"])
+def test_a_checkpoint_of_another_job_in_the_newest_place_is_set_aside(
+    base: Path, data: Path, tmp_path: Path, foreign: dict[str, Any]
+) -> None:
+    out, path = tmp_path / "out", str(data / "a.jsonl")
+    train(base, out, [job("a", path, max_steps=4)], deterministic=True)
+    other = job("o", str(data / foreign.get("data", "a.jsonl")), max_steps=9, r=foreign.get("r", 4))
+    train(base, tmp_path / "other", [other], deterministic=True)
+    shutil.copytree(tmp_path / "other" / "o" / "checkpoint-9", out / "a" / "checkpoint-9")
+    results, said = resume(base, out, [job("a", path, max_steps=10)], deterministic=True)
+    assert results["a"].steps == 10 and any("checkpoint-9 is not this job's, and set aside as bad-checkpoint-9" in line for line in said)
+    assert f"a: goes on from {out / 'a' / 'checkpoint-4'}" in said
+    assert [row["step"] for row in rows(out / "a" / "metrics.jsonl")] == list(range(1, 11))

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from tlora import durable
 from tlora.adapters.state import AdapterLayout, AdapterState
-from tlora.errors import ConfigError, DataError
+from tlora.errors import CheckpointError, ConfigError, DataError, ModelError
 from tlora.group.job_run import JobRun
+from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec
 from tlora.objectives import compares_with_start
 from tlora.planning.job_plan import PlannedJob
@@ -52,7 +53,7 @@ def open_run(
     if found is None:
         state = start.result() if start else start_state(job.spec, job.layout, dtype)
     else:
-        state = _load(found, run, job.layout, dtype, note)
+        found, state = _load_newest(found, run, job.layout, dtype, note)
         note(f"{name}: goes on from {found}")
         run.progress = settle_best(job.spec, directory, run.progress, note)
     run.reference = _reference(run, state, directory, resumed=found is not None)
@@ -76,6 +77,23 @@ def _reference(run: JobRun, state: AdapterState, directory: Path, *, resumed: bo
         return None
     params = read_reference(directory, state.layout, state.params.dtype)
     return lambda: params
+
+
+def _load_newest(found: Path, run: JobRun, layout: AdapterLayout, dtype: torch.dtype, note: Note) -> tuple[Path, AdapterState]:
+    """The state in `found`, or, where that is another job's, in the newest older checkpoint that is this job's. Raises as for `found`."""
+    try:
+        return found, _load(found, run, layout, dtype, note)
+    except (CheckpointError, ModelError, DataError) as error:
+        name, directory = run.spec.name, found.parent
+        for older in durable.older_verified(directory, found):
+            state = attempt(_load, older, run, layout, dtype, note)
+            if isinstance(state, Failure):
+                continue
+            while (newest := find_checkpoint(directory, note)) not in (None, older):
+                assert newest is not None
+                note(f"{name}: {newest.name} is not this job's, and set aside as {durable.set_aside(newest).name}: {error}")
+            return older, state
+        raise
 
 
 def _load(found: Path, run: JobRun, layout: AdapterLayout, dtype: torch.dtype, note: Note) -> AdapterState:
