@@ -10,10 +10,10 @@ import pytest
 
 from tests.sim.small_traces import write_trace
 from tlora.errors import ConfigError
-from tlora.sim.mapping import end_of
 from tlora.sim.metrics import metrics
 from tlora.sim.run import run_scenario
 from tlora.sim.scenario import Scenario, scene_of
+from tlora.sim.states import end_of
 
 HEAD = "job_id,submit_s,gpus,duration_s,user,vc,type,state\n"
 
@@ -58,10 +58,10 @@ def test_a_trace_of_which_no_job_can_run_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "state, ends",
     [
-        *((word, "done") for word in ("COMPLETED", "Pass", "done", "", "UNKNOWN")),
-        *((word, "cancelled") for word in ("CANCELLED", "Killed")),
-        *((word, "failed") for word in ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")),
-        *((word, "unknown") for word in ("RUNNING", "Preempted", "CANCELLED by 7", "0")),
+        *((word, "done") for word in ("COMPLETED", "Pass", "done", "", "UNKNOWN", "Unknown", "Succeeded", "Complete", "Terminated")),
+        *((word, "cancelled") for word in ("CANCELLED", "Killed", "CANCELLED by 7", "CANCELLED+", "Canceled", "PREEMPTED", "Evicted")),
+        *((word, "failed") for word in ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "Failed", "OOMKilled", "DEADLINE", "BOOT_FAIL")),
+        *((word, "unknown") for word in ("Vanished", "CANCELLED BYE", "0")),
     ],
 )
 def test_words_for_states(state: str, ends: str) -> None:
@@ -69,15 +69,26 @@ def test_words_for_states(state: str, ends: str) -> None:
 
 
 def test_a_state_that_is_not_listed_is_named_and_left_out_of_jct(tmp_path: Path) -> None:
-    rows = ("a,0,1,400,u,v,sft,COMPLETED", "b,1,1,90000,u,v,sft,Preempted", "c,2,1,90000,u,v,sft,Preempted", "d,3,1,5,u,v,sft,Odd")
+    rows = ("a,0,1,400,u,v,sft,COMPLETED", "b,1,1,90000,u,v,sft,Vanished", "c,2,1,90000,u,v,sft,Vanished", "d,3,1,5,u,v,sft,Odd")
     result = run_scenario(scenario_of(tmp_path, *rows)).result
     assert [job.state for job in result.jobs] == ["done", "unknown", "unknown", "unknown"]
     assert all(math.isfinite(job.finished_seconds) for job in result.jobs)
     found = metrics(result)
     assert found["mean_jct_seconds"] < 1000 and found["jobs_unknown"] == 3 and found["jobs_done"] == 1
     (warning,) = result.warnings
-    assert warning.startswith("3 jobs ended in a state that is not known ('Preempted' (2), 'Odd' (1)); they run")
+    assert warning.startswith("3 jobs ended in a state that is not known ('Vanished' (2), 'Odd' (1)); they run")
 
 
 def test_a_scene_without_oddities_says_nothing(tmp_path: Path) -> None:
     assert scene_of(Scenario(trace=str(write_trace(tmp_path)), nodes=1)).warnings == []
+
+
+def test_a_kubernetes_trace_counts_what_succeeded_and_leaves_out_what_had_not_ended(tmp_path: Path) -> None:
+    ended = ("a,0,1,400,u,v,sft,Succeeded", "b,1,1,300,u,v,sft,Failed", "c,2,1,200,u,v,sft,Unknown")
+    open_ = ("d,3,8,90000,u,v,sft,Running", "e,4,1,,u,v,sft,Pending", "f,5,1,0,u,v,sft,SUSPENDED")
+    found = run_scenario(scenario_of(tmp_path, *ended, *open_)).result
+    assert [job.state for job in found.jobs] == ["done", "failed", "done"]
+    assert found.warnings == []
+    scene = scene_of(scenario_of(tmp_path, *ended, *open_))
+    assert scene.notes["rows left out: never started, or not ended when the log was taken"] == 3
+    assert scene.load == pytest.approx((400 + 300 + 200) / 2 / 8)  # nothing of what has run so far

@@ -93,6 +93,17 @@ def test_helios_has_no_time_zone_and_no_type(tmp_path: Path) -> None:
     assert trace.skipped == {NO_GPU: 1}
 
 
+@pytest.mark.parametrize("state", ["RUNNING", "PENDING", "SUSPENDED", "Waiting"])
+def test_a_logged_job_that_had_not_ended_is_left_out_though_its_row_has_an_end(tmp_path: Path, state: str) -> None:
+    trace = read_trace(written(tmp_path, HELIOS, HELIOS_ROWS[0], HELIOS_ROWS[1].replace("FAILED", state)))
+    assert [job.job_id for job in trace.jobs] == ["1425511"] and trace.skipped == {NEVER_RAN: 1}
+
+
+def test_a_trace_of_jobs_that_had_not_ended_is_refused_with_their_number(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no job in it \(rows skipped: \{'never started, or not ended when the log was taken': 1\}\)"):
+        read_trace(written(tmp_path, OWN, own_row().replace("COMPLETED", "Running")))
+
+
 # -- what is shipped ---------------------------------------------------------------------------------------------------
 
 

@@ -20,26 +20,11 @@ from tlora.protocol import Action, Event, JobProfile, JobSubmitted, RejectJob
 from tlora.scheduler.predictions import most_useful_gpus
 from tlora.scheduler.scheduler import MOST_COUNTED, why_unsound
 from tlora.sim.records import FinalState
+from tlora.sim.states import end_of
 from tlora.sim.trace import Trace, TraceJob
 
 Targets = Literal["all-linear", "attention"]
 _T = TypeVar("_T")
-
-# The words of ACMETrace, Helios, Slurm and Philly. An empty cell and UNKNOWN (the shipped Philly traces) record no state: such a job is
-# replayed as done. Any other word is unknown: the job runs, and is left out of the completion times.
-_ENDS: dict[str, FinalState] = {
-    "": "done",
-    "UNKNOWN": "done",
-    "COMPLETED": "done",
-    "DONE": "done",
-    "PASS": "done",
-    "CANCELLED": "cancelled",
-    "KILLED": "cancelled",
-    "FAILED": "failed",
-    "TIMEOUT": "failed",
-    "NODE_FAIL": "failed",
-    "OUT_OF_MEMORY": "failed",
-}
 
 # Two bases of one shape, as in the reference (tLoRA); the base whose constants each has, for `costs.hardware.cost_model`.
 BASES = {"llama-3-8b": "llama-3-8b", "llama-3-8b-instruct": "llama-3-8b"}
@@ -138,11 +123,6 @@ def logged_jobs(log: Iterable[tuple[float, Event | Action]], anchor: CostModel, 
             empty = replace(order, gpus=min(order.gpus, MOST_COUNTED), profile=JobProfile(0.0, 0, 0, 0))
             jobs.append(MappedJob(seconds, 0.0, 0.0, empty))
     return jobs
-
-
-def end_of(state: str) -> FinalState:
-    """How a job ends whose row has this state; "unknown" for a word that is not listed."""
-    return _ENDS.get(state.strip().upper(), "unknown")
 
 
 def draw_lora(trace_name: str, row: TraceJob, seed: int, rules: DrawRules) -> LoraDraw:

@@ -18,7 +18,8 @@ from tlora.sim.admission import rejections, warning_of
 from tlora.sim.conditions import Conditions
 from tlora.sim.event_log import is_event_log, read_event_log
 from tlora.sim.machines import ClusterShape
-from tlora.sim.mapping import BASES, RULES, MappedJob, end_of, logged_jobs, mapped_jobs
+from tlora.sim.mapping import BASES, RULES, MappedJob, logged_jobs, mapped_jobs
+from tlora.sim.states import end_of
 from tlora.sim.trace import SHIPPED, find_trace, read_trace
 from tlora.sim.workload import at_load, compressed, first, natural_load, only, span_seconds
 from tlora.version import __version__

@@ -19,6 +19,7 @@ from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
 from tlora.errors import DataError
+from tlora.sim.states import is_unfinished
 
 TRACES = Path(__file__).with_name("traces")
 SHIPPED = {
@@ -122,7 +123,7 @@ def read_trace(source: str | Path) -> Trace:
     """The trace in a CSV file (also .gz), its format told by its columns; or a shipped one by its name (`SHIPPED`).
 
     Run time is end minus start in ACMETrace and Helios, as both define it: the column `duration` of ACMETrace's Kalos counts the wait
-    too. Rows without GPUs, and those that never ran, are skipped and counted. A broken row raises DataError with its line.
+    too. Rows without GPUs, and those that never ran or had not ended, are skipped and counted. A broken row raises DataError with its line.
     """
     name, path = find_trace(source)
     text = text_of(path)
@@ -231,7 +232,10 @@ def _layout_of(header: list[str], place: str) -> _Layout:
     )
 
 
-def _own_job(row: _Row) -> TraceJob:
+def _own_job(row: _Row) -> TraceJob | str:
+    """A job, or why the row is none: the seconds that a job has run so far are not its length."""
+    if is_unfinished(row.cells["state"]):
+        return NEVER_RAN
     submit_seconds, gpus, duration_seconds = row.number("submit_s"), row.whole("gpus"), row.number("duration_s")
     if gpus == 0:
         raise row.broken("gpus", "a job needs at least one GPU")
@@ -256,7 +260,7 @@ def _logged_job(row: _Row, zone: timedelta | None) -> TraceJob | str:
     gpus = row.whole("gpu_num")
     if gpus == 0:
         return NO_GPU
-    if not cells["start_time"] or not cells["end_time"]:
+    if is_unfinished(cells["state"]) or not cells["start_time"] or not cells["end_time"]:
         return NEVER_RAN
     times: list[datetime] = []
     for column in ("submit_time", "start_time", "end_time"):
