@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -227,7 +228,7 @@ def test_layers_are_computed_again_where_memory_asks_for_it(base: Path) -> None:
     layouts = [job.layout for job in jobs if job.layout is not None]
     for layers in range(4):
         limit = memory.total_bytes(layouts, 10_000, layers)
-        bound._plan = replace(bound._plan, memory=memory, limit_bytes=limit)
+        bound._plan, bound._measure = replace(bound._plan, memory=memory, limit_bytes=limit), cache(lambda _: memory)
         assert bound.least_recomputed(10_000, jobs) == layers and bound.most_recomputed == 3
         bound._plan = replace(bound._plan, limit_bytes=limit - 1)
         assert bound.least_recomputed(10_000, jobs) == min(layers + 1, 3)
