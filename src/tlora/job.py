@@ -140,6 +140,7 @@ class DataConfig(BaseModel):
     eval_seed: Annotated[int, Field(ge=0, lt=2**32)] = 42  # not the job's seed: jobs of other seeds are evaluated on the same rows
     max_length: Annotated[int, Field(ge=2, le=10**9)] = 1024  # tokens; longer samples are cut at the end
     train_on: Literal["completions", "all"] = "completions"
+    on_bad_rows: Literal["error", "drop"] = "error"  # rows that cannot be used: listed, or left out and counted
     chat_template: str | None = None  # a file with a Jinja template, instead of the base model's own
 
     @model_validator(mode="before")
@@ -194,7 +195,7 @@ class DataConfig(BaseModel):
 SCHEDULED = ("arrival_seconds", "priority", "max_slowdown", "deadline_seconds")
 """Fields of a job that are for a scheduler: no number of a step depends on them."""
 
-_DATA_KEYS = ("max_length", "train_on", "eval_size", "eval_seed", "eval_path", "chat_template", "format")
+_DATA_KEYS = ("max_length", "train_on", "on_bad_rows", "eval_size", "eval_seed", "eval_path", "chat_template", "format")
 
 
 class JobSpec(LoraConfig, TrainConfig):

@@ -58,7 +58,7 @@ jobs:
         ("jobs.yaml:4: rank:", "unknown key", "'r'"),
         ("jobs.yaml:6: ", "'../x'", "[A-Za-z0-9][A-Za-z0-9._-]{0,62}"),
         ("jobs.yaml:6: r:", 0, "1 to 256", 16),
-        ("jobs.yaml:8: data.epochs:", "unknown key", "max_length, name, path, revision, split, train_on"),
+        ("jobs.yaml:8: data.epochs:", "unknown key", "max_length, name, on_bad_rows, path, revision, split, train_on"),
         ("jobs.yaml:8: data.max_length:", 1, "2 to 1000000000", 1024),
         ("jobs.yaml:9: eval_steps:", "'never'", "1 to 1000000000 or 'epoch' or null"),
         ("jobs.yaml:10: learning_rate:", "'fast'", "0.0002"),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import numpy as np
 
 from tlora import durable
+from tlora.data.bad_rows import BadRows
 from tlora.data.columns import format_of, unused_columns
 from tlora.data.dataset import FORMAT_VERSION, Sample, Writer, find_damage, join
 from tlora.data.encode import Encoded, Encoder, encode, encode_labelled, encode_pairs
@@ -47,6 +48,7 @@ class Order:
     cache_dir: Path
     rows: Rows = "samples"
     limits: DataLimits | None = None  # no part of the tokens
+    drop_bad_rows: bool = False
 
     @property
     def called(self) -> str:
@@ -70,6 +72,8 @@ def cache_key(order: Order, encoder: Encoder, file_hash: Callable[[Path], str], 
         parts["rows"] = order.rows
     if version > 2:
         parts["stops"] = sorted(encoder.template.stops)
+    if order.drop_bad_rows:
+        parts["on_bad_rows"] = "drop"
     if len(order.sources) > 1:  # with one source the key is that of earlier versions, so their sets are still found
         parts["sources"] = [len(source.files) for source in order.sources]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
@@ -118,6 +122,7 @@ def _fill(writer: Writer, order: Order, encoder: Encoder, beat: Beat) -> DataRep
     report = DataReport(files=[str(file) for file in order.files], stops=sorted(encoder.template.stops))
     sizes = [sum(file.stat().st_size for file in source.files) for source in order.sources]
     formats: list[str] = []
+    bad = BadRows(order.files)
     for number, source in enumerate(order.sources):
         before, total = sum(sizes[:number]), max(1, sum(sizes))
 
@@ -125,26 +130,31 @@ def _fill(writer: Writer, order: Order, encoder: Encoder, beat: Beat) -> DataRep
             beat(rows, (before + share * size) / total)
 
         samples = report.samples
-        _fill_source(writer, replace(order, sources=(source,)), encoder, report, beat_in_whole)
+        _fill_source(writer, replace(order, sources=(source,)), encoder, report, bad, beat_in_whole)
         formats.append(report.format)
         report.sources.append(report.samples - samples)
+    if bad.count and not order.drop_bad_rows:
+        raise bad.error(order.called, report.rows)
+    report.dropped, report.bad_rows = bad.count, bad.first
     report.format = ", ".join(dict.fromkeys(formats))
     return report
 
 
-def _fill_source(writer: Writer, order: Order, encoder: Encoder, report: DataReport, beat: Beat) -> None:
+def _fill_source(writer: Writer, order: Order, encoder: Encoder, report: DataReport, bad: BadRows, beat: Beat) -> None:
     """Add the samples of the one source of `order`."""
     only_numbers, rows, samples = True, report.rows, report.samples
-    for examples, places, share in _batches(order, report):
+    for examples, places, share in _batches(order, report, bad):
         only_numbers = only_numbers and all(isinstance(example, Text) and _is_number(example.completion) for example in examples)
         report.has_chats = report.has_chats or any(isinstance(_answer(example), Chat) for example in examples)
-        for unit in _encode(encoder, examples, places, order.rows):
+        for unit in _encode_good(encoder, examples, places, order.rows, bad):
             added_before = report.samples
             _add(writer, unit, order.max_length, report, encoder)
             if order.rows == "labelled" and report.samples > added_before:
                 report.count_label(bool(unit[0].sample.loss_weights.min() >= 0))
         beat(report.rows, share)
     rows, samples = report.rows - rows, report.samples - samples
+    if bad.count and not samples:
+        raise bad.error(order.called, rows)
     if only_numbers and report.format == "text":
         raise DataError(f"{order.called}: all {rows} values of column 'text' are numbers; expected text: name the column of text 'text'")
     if not samples:
@@ -175,6 +185,21 @@ def _encode(
     return [(encoded,) for encoded in encode(encoder, cast("list[Example]", examples), places)]
 
 
+def _encode_good(
+    encoder: Encoder, examples: Sequence[Example | Pair | Labelled], places: Sequence[str], rows: Rows, bad: BadRows
+) -> Sequence[Sequence[Encoded]]:
+    """As `_encode`, of those that can be encoded; the others are added to `bad`."""
+    try:
+        return _encode(encoder, examples, places, rows)
+    except DataError as error:
+        if len(examples) == 1:
+            bad.add(error)
+            return []
+    middle = len(examples) // 2
+    halves = (slice(None, middle), slice(middle, None))
+    return [unit for half in halves for unit in _encode_good(encoder, examples[half], places[half], rows, bad)]
+
+
 def _is_number(text: str) -> bool:
     try:
         float(text)
@@ -183,17 +208,26 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _batches(order: Order, report: DataReport) -> Iterator[tuple[list[Example | Pair | Labelled], list[str], float]]:
-    """Rows as examples, some at a time: by number, and by size, so that long rows do not pile up."""
+def _batches(order: Order, report: DataReport, bad: BadRows) -> Iterator[tuple[list[Example | Pair | Labelled], list[str], float]]:
+    """Rows as examples, some at a time: by number, and by size, so that long rows do not pile up. Bad ones are added to `bad`."""
     examples: list[Example | Pair | Labelled] = []
     places: list[str] = []
     data_format, size, share = cast("Format | Literal['auto']", order.format), 0, 0.0
-    for number, row in enumerate(read_files(order.files, order.called), 1):
+
+    def refuse(error: DataError) -> None:
+        report.count_row([])
+        bad.add(error)
+
+    for number, row in enumerate(read_files(order.files, order.called, refuse), 1):
         if order.limits is not None:
             order.limits.check_row(row.place, number, row.value)
-        data_format = report.format = format_of(row, data_format, order.rows)
+        try:
+            data_format = report.format = format_of(row, data_format, order.rows)
+            read = _read(row, data_format, order.rows)
+        except DataError as error:
+            refuse(error)
+            continue
         report.count_columns(unused_columns(row, data_format, order.rows))
-        read = _read(row, data_format, order.rows)
         report.count_row(read)
         examples += read
         places += [row.place] * len(read)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import cast
 
 from tlora import durable
-from tlora.data.rows import choose_splits
+from tlora.data.data_files import choose_splits
 from tlora.data_directory import SUFFIX_LIST, data_suffix
 from tlora.errors import DataError
 from tlora.job import DataSource

@@ -19,6 +19,7 @@ _EXAMPLE_CHARACTERS = 80
 _NEWER = (  # beside the others in meta.json: earlier versions, which may share the cache, do not read them
     *("sources", "has_chats", "pieces", "notes", "equal_pairs", "equal_when_cut", "wanted", "unwanted"),
     *("unstopped", "stops"),
+    *("dropped", "bad_rows"),
 )
 
 
@@ -60,6 +61,8 @@ class DataReport:
     equal_when_cut: int = 0  # of these, those that max_length has made equal
     wanted: int = 0  # of labelled answers
     unwanted: int = 0
+    dropped: int = 0  # rows that are bad, by on_bad_rows: drop
+    bad_rows: list[str] = field(default_factory=list[str])  # what is wrong with the first of these
 
     @staticmethod
     def from_meta(meta: dict[str, object], files: list[str]) -> DataReport:
@@ -130,6 +133,9 @@ class DataReport:
         total = f"{self.pieces:,} samples" if packed else f"{self.rows:,} rows"
         if packed:
             found.append(f"{self.rows:,} rows are packed and are cut into their {self.pieces:,} samples ({place})")
+        if self.dropped:
+            listed = "".join(f"\n  {line}" for line in self.bad_rows)
+            found.append(f"{self.dropped:,} of {self.rows:,} rows are bad and are left out ({place}):{listed}")
         if self.truncated:
             lost = f"{self.trained_tokens_lost:,} trained tokens lost; the longest has {self.longest:,} tokens"
             found.append(f"{self.truncated:,} of {total} are cut to max_length, {lost} ({place})")

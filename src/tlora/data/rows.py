@@ -12,7 +12,7 @@ from __future__ import annotations
 import codecs
 import csv
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
@@ -20,24 +20,14 @@ from typing import IO, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tlora.data.data_files import SUFFIXES, list_files
 from tlora.data.file_bytes import Source, check_head, open_bytes
-from tlora.data_directory import SUFFIX_LIST, check_link, data_suffix, files_below, nearest_name
+from tlora.data_directory import data_suffix
 from tlora.errors import DataError
 
 MAX_ROW_BYTES = 16 << 20  # a row beyond it is no training sample but a broken file: the longest context holds some 4 MB of text
 CHUNK_BYTES = 1 << 16
 ARROW_BATCH_ROWS = 64
-SUFFIXES = {
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".txt": "text",
-}
-ALL_SPLITS = "all"  # a split's name in `datasets`, for every one of them
 _JSON_SPACE = " \t\r\n"
 
 
@@ -50,44 +40,32 @@ class Row:
     share: float
 
 
-def list_files(path: Path, split: str | None = None) -> list[Path]:
-    """The data files behind `path` in reading order: itself, those directly in a directory by name (and below it for the split "all"), or
-    the arrow files of a saved set's `split`.
-
-    Text files of a directory are read only if it holds no other data: they are often notes about it. Raises DataError.
-    """
-    check_link(path)
-    if not path.exists():
-        near = nearest_name(path)
-        hint = f"did you mean {near!r}?" if near else "give a file or directory that exists, or a data set of the hub as org/name"
-        raise DataError(f"{path}: no such file or directory; {hint}")
-    if path.is_file():
-        if not data_suffix(path):
-            raise DataError(f"{path}: unknown file type {path.suffix!r}; rename or convert it to one of {SUFFIX_LIST}")
-        return [path]
-    if (path / "dataset_dict.json").exists():
-        return [file for part in _splits_of(path, split) for file in list_files(part)]
-    if (path / "state.json").exists():
-        return _saved_files(path)
-    files = [file for file in files_below(path) if file.name[0] != "_" and (split == ALL_SPLITS or file.parent == path)]
-    if not files:
-        raise DataError(f"{path}: the directory holds no data file; put files there that end in one of {SUFFIX_LIST}")
-    return [file for file in files if SUFFIXES[data_suffix(file)] != "text"] or files
-
-
 def read_rows(path: Path) -> Iterator[Row]:
     """Every row behind `path`, as `read_files`."""
     return read_files(list_files(path), str(path))
 
 
-def read_files(files: Sequence[Path], called: str) -> Iterator[Row]:
-    """Every row of `files`, streaming. Raises DataError with file and row at the first one that cannot be read, and with the name
-    `called` where there is none.
+def _raise(error: DataError) -> None:
+    raise error
+
+
+Refuse = Callable[[DataError], None]
+
+
+def read_files(files: Sequence[Path], called: str, refuse: Refuse = _raise) -> Iterator[Row]:
+    """Every row of `files`, streaming. `refuse` is called with file and row for each that cannot be read, if those after it can be. Raises
+    DataError where they cannot, and with the name `called` where there is no row.
     """
     sizes = [file.stat().st_size for file in files]
     total, before, count = max(1, sum(sizes)), 0, 0
+
+    def refuse_one(error: DataError) -> None:
+        nonlocal count
+        count += 1
+        refuse(error)
+
     for file, size in zip(files, sizes, strict=True):
-        for row in _read_file(file):
+        for row in _read_file(file, refuse_one):
             count += 1
             yield Row(row.place, row.value, (before + row.share * size) / total)
         before += size
@@ -95,7 +73,7 @@ def read_files(files: Sequence[Path], called: str) -> Iterator[Row]:
         raise DataError(f"{called}: the {'file is empty' if len(files) == 1 else 'files are empty'}; at least one row is needed")
 
 
-def _read_file(file: Path) -> Iterator[Row]:
+def _read_file(file: Path, refuse: Refuse) -> Iterator[Row]:
     kind = SUFFIXES[data_suffix(file)]
     try:
         check_head(file)
@@ -104,13 +82,13 @@ def _read_file(file: Path) -> Iterator[Row]:
         elif kind == "arrow":
             yield from _read_arrow(file)
         elif kind in ("csv", "tsv"):
-            yield from _read_csv(file, "," if kind == "csv" else "\t")
+            yield from _read_csv(file, "," if kind == "csv" else "\t", refuse)
         elif kind == "text":
-            yield from _read_text(file)
+            yield from _read_text(file, refuse)
         elif _first_character(file) == b"[":
-            yield from _read_array(file)
+            yield from _read_array(file, refuse)
         else:
-            yield from _read_lines_of_json(file)
+            yield from _read_lines_of_json(file, refuse)
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror or error}); check the file and its permissions") from error
 
@@ -123,6 +101,7 @@ class _Lines:
     """Decoded, numbered lines of a file; the size limit protects memory from a file without line breaks."""
 
     file: Path
+    refuse: Refuse = _raise  # lines that are not UTF-8
     number: int = 0
     position: int = 0  # bytes read, decompressed
     source: Source | None = None
@@ -136,7 +115,12 @@ class _Lines:
                         f"{self.file}, line {self.number}: longer than {MAX_ROW_BYTES >> 20} MiB; a row is one sample: split it, "
                         "or check that the lines end in a newline"
                     )
-                yield self._decode(raw)
+                try:
+                    line = self._decode(raw)
+                except DataError as error:
+                    self.refuse(error)
+                else:
+                    yield line
 
     def _decode(self, raw: bytes) -> str:
         start = self.position
@@ -153,11 +137,17 @@ class _Lines:
         return Row(f"{self.file}, line {self.number}", value, self.source.share if self.source else 0.0)
 
 
-def _read_lines_of_json(file: Path) -> Iterator[Row]:
-    lines = _Lines(file)
+def _read_lines_of_json(file: Path, refuse: Refuse) -> Iterator[Row]:
+    lines = _Lines(file, refuse)
     for line in lines:
         if line.strip():
-            yield lines.row(_object(_parse(line, f"{file}, line {lines.number}"), f"{file}, line {lines.number}"))
+            place = f"{file}, line {lines.number}"
+            try:
+                value = _object(_parse(line, place), place)
+            except DataError as error:
+                refuse(error)
+            else:
+                yield lines.row(value)
 
 
 def _parse(text: str, place: str) -> object:
@@ -180,15 +170,15 @@ def _short(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _read_text(file: Path) -> Iterator[Row]:
+def _read_text(file: Path, refuse: Refuse) -> Iterator[Row]:
     """A row of column `text` for each line that is not blank, as `datasets` reads text."""
-    lines = _Lines(file)
+    lines = _Lines(file, refuse)
     for line in lines:
         if text := line.rstrip("\r\n"):
             yield lines.row({"text": text})
 
 
-def _read_csv(file: Path, delimiter: str) -> Iterator[Row]:
+def _read_csv(file: Path, delimiter: str, refuse: Refuse) -> Iterator[Row]:
     lines, mark = _Lines(file), "comma" if delimiter == "," else "tab"
     csv.field_size_limit(MAX_ROW_BYTES)  # the module's own limit of 128 KiB refuses long texts
     reader = csv.reader(iter(lines), delimiter=delimiter, strict=True)
@@ -201,11 +191,11 @@ def _read_csv(file: Path, delimiter: str) -> Iterator[Row]:
         for cells in reader:
             if not cells:
                 continue
-            if len(cells) != len(header):
-                raise DataError(
-                    f"{file}, line {lines.number}: {len(cells)} cells where the header has {len(header)}; quote cells that hold {mark}s"
-                )
-            yield lines.row(dict(zip(header, cells, strict=True)))
+            if len(cells) == len(header):
+                yield lines.row(dict(zip(header, cells, strict=True)))
+                continue
+            why = f"{len(cells)} cells where the header has {len(header)}; quote cells that hold {mark}s"
+            refuse(DataError(f"{file}, line {lines.number}: {why}"))
     except csv.Error as error:
         raise DataError(f'{file}, line {lines.number}: broken CSV ({error}); expected {mark}-separated cells, quoted with "') from error
 
@@ -254,7 +244,7 @@ class _Text:
                 return self.text[:1]
 
 
-def _read_array(file: Path) -> Iterator[Row]:
+def _read_array(file: Path, refuse: Refuse) -> Iterator[Row]:
     number = 0
     decoder = json.JSONDecoder()
     with open_bytes(file) as source:
@@ -267,7 +257,12 @@ def _read_array(file: Path) -> Iterator[Row]:
             number += 1
             place = f"{file}, row {number}"
             value = _next_element(window, decoder, place)
-            yield Row(place, _object(value, place), source.share)
+            try:
+                row = _object(value, place)
+            except DataError as error:
+                refuse(error)
+            else:
+                yield Row(place, row, source.share)
             mark = window.skip_space()
             window.text = window.text[1:]
             if mark == "]":
@@ -357,37 +352,3 @@ def _without_absent(value: object) -> object:
         return {key: _without_absent(item) for key, item in value.items() if item is not None}
     holds_records = isinstance(value, list) and any(isinstance(item, dict | list) for item in value)
     return [_without_absent(item) for item in cast("list[object]", value)] if holds_records else value
-
-
-def _splits_of(path: Path, split: str | None) -> list[Path]:
-    splits = _saved_json(path / "dataset_dict.json").get("splits")
-    return [path / name for name in choose_splits(str(path), [str(name) for name in splits] if isinstance(splits, list) else [], split)]
-
-
-def choose_splits(called: str, names: Sequence[str], split: str | None) -> list[str]:
-    """`split`, or else "train", or else the only one of `names`; each of them for "all", as `datasets` has it. Raises DataError."""
-    if split == ALL_SPLITS and names:
-        return list(names)
-    chosen = split or ("train" if "train" in names else names[0] if len(names) == 1 else None)
-    if chosen is not None and chosen in names:
-        return [chosen]
-    found = f"its splits are {', '.join(names) or 'none'}"
-    wrong = f"{split!r} is no split of it, {found}" if split else found
-    raise DataError(f"{called}: {wrong}; name one of them: `split: {names[0] if names else 'train'}`, whole, without a slice")
-
-
-def _saved_files(path: Path) -> list[Path]:
-    entries = _saved_json(path / "state.json").get("_data_files")
-    names = [entry.get("filename") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-    files = [path / Path(str(name)).name for name in names]  # the name only: a saved set never points out of its directory
-    missing = [file.name for file in files if not file.is_file()]
-    if not files or missing:
-        raise DataError(f"{path}: a saved set without {missing or 'data files'}; save it again with save_to_disk")
-    return files
-
-
-def _saved_json(file: Path) -> dict[str, object]:
-    try:
-        return _object(json.loads(file.read_text(encoding="utf-8")), str(file))
-    except ValueError as error:
-        raise DataError(f"{file}: broken JSON ({error}); save the set again with save_to_disk") from error

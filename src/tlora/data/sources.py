@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tlora.data.data_files import ALL_SPLITS, list_files
 from tlora.data.hub import fetch, files_of_directory
-from tlora.data.rows import ALL_SPLITS, list_files
 from tlora.data_directory import files_below, may_have_splits, nearest_name
 from tlora.errors import DataError
 from tlora.job import DataSource, may_be_hub_data

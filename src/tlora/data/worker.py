@@ -102,7 +102,7 @@ class Worker:
         deciding = [str(place), str(base), str(request["tokenizer_path"]), request["vocab_size"]]
         rows = cast("Rows", request["rows"])
         plain = [source.model_dump(exclude={"weight"}) for source in sources]
-        known = json.dumps([*deciding, plain, data.format, data.max_length, data.train_on, data.chat_template, rows])
+        known = json.dumps([*deciding, plain, data.format, data.max_length, data.train_on, data.chat_template, data.on_bad_rows, rows])
         if known in self.sets:
             return dataclasses.replace(self.sets[known], damage=None)
         key = str(request["key"])
@@ -113,7 +113,8 @@ class Worker:
         tokenizer = self.tokenizer(str(request["tokenizer_path"]))
         stops = read_stop_tokens(tokenizer, str(request["tokenizer_path"]))
         encoder = open_encoder(tokenizer, template, data.train_on == "all", int(str(request["vocab_size"])), stops)
-        directory, damage = self.build(Order(opened, data.format, data.max_length, place, rows, _limits(request)), encoder, key)
+        drop = data.on_bad_rows == "drop"
+        directory, damage = self.build(Order(opened, data.format, data.max_length, place, rows, _limits(request), drop), encoder, key)
         self.sets[known] = Made(
             str(directory), [source.commit for source in opened], damage, [note for source in opened for note in source.notes]
         )

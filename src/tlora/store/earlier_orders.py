@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tlora.data.rows import ALL_SPLITS
+from tlora.data.data_files import ALL_SPLITS
 from tlora.data.sources import has_layout
 from tlora.job import DataSource, JobSpec, Sources
 

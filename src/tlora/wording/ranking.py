@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-_TOKENS = ("format", "max_length", "train_on", "chat_template")
+_TOKENS = ("format", "max_length", "train_on", "on_bad_rows", "chat_template")
 _OF_OBJECTIVE = {"dpo": ("beta",), "orpo": ("beta",), "kto": ("beta", "desirable_weight", "undesirable_weight")}
 
 
