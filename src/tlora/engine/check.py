@@ -30,6 +30,7 @@ from tlora.planning.work import choose_replicas, predicted_seconds, trained_toke
 from tlora.store.metrics import check_trackers
 from tlora.store.run_directory import check_run_directory
 from tlora.store.serving import ServingFiles
+from tlora.supermodel.cpu_dtype import settle_dtype
 from tlora.supermodel.fp8_linear import check_fp8
 from tlora.supermodel.load import load_config, outline
 from tlora.supermodel.supermodel import SuperModel
@@ -119,6 +120,9 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
     warnings = _look_at_output(run, problems)
     open_caches(warnings.append)
     try:
+        dtype, line = settle_dtype(run.base_model, run.dtype, run.base_precision, place)
+        run = run.model_copy(update={"dtype": dtype})
+        warnings += [line] if line else []
         base = outline(run.base_model, run.dtype, run.base_precision)
         if run.base_precision == "fp8":
             check_fp8(place, base.head.weight_VH.dtype)

@@ -27,6 +27,7 @@ from tlora.planning.start import adopt_adapter_config
 from tlora.planning.threads import compute_with, default_threads
 from tlora.store.serving import find_prompting
 from tlora.supermodel.base_name import same_base
+from tlora.supermodel.cpu_dtype import settle_dtype
 from tlora.supermodel.inject import find_linears, resolve_targets
 from tlora.supermodel.load import load_config, load_weights, move_model
 
@@ -79,7 +80,9 @@ def open_adapter(directory: Path, *, base_model: str | None = None, device: str 
     except ModelError as error:
         raise (error if base_model else ModelError(f"{error}. The adapter names this base: --base-model says where it is")) from None
     prompting = find_prompting(directory, base)
-    model: Any = move_model(load_weights(base), place).eval()
+    dtype, line = settle_dtype(base, "auto", None, place)
+    notes += [line] if line else []
+    model: Any = move_model(load_weights(base, dtype), place).eval()
     try:
         shape, _ = adopt_adapter_config(JobSpec(name="adapter", data=DataConfig(path="-")), directory)
     except ValueError as error:

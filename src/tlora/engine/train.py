@@ -35,7 +35,7 @@ from tlora.report.run_page import write_report
 from tlora.store.fingerprint import BaseGuard
 from tlora.store.job_result import JobResult
 from tlora.store.metrics import check_trackers
-from tlora.store.run_directory import check_run_directory, earlier_base, hold_run_directory, pin_base, pin_data, write_run_file
+from tlora.store.run_directory import check_run_directory, earlier_base, hold_run_directory, pin_base, pin_data, pin_dtype, write_run_file
 from tlora.store.run_recovery import restore_run_file
 from tlora.store.serving import ServingFiles
 from tlora.supermodel.load import find_directory
@@ -74,7 +74,8 @@ def train(
         restore_run_file(run, watcher.note)
     if scheduled := sorted({field for job in run.jobs for field in job.model_fields_set & set(SCHEDULED)}):
         watcher.note(f"{', '.join(scheduled)}: has a meaning for `tlora cluster` alone; here all jobs begin as soon as there is room")
-    run = pin_base(run, resume)
+    ranks = rank_devices(crew.count if crew is not None and gpus is None else gpus, device)
+    run = pin_dtype(pin_base(run, resume), ranks[0] if ranks else device, resume, watcher.note)
     run = pin_data(run) if resume else run
     check_trackers(list(run.report_to))
     check_run_directory(run, resume, overwrite)
@@ -82,7 +83,6 @@ def train(
     for line in describe_resume(run, ends) if resume else []:
         watcher.note(line)
     run = with_ends(run, ends)
-    ranks = rank_devices(crew.count if crew is not None and gpus is None else gpus, device)
     guard = BaseGuard(run.base_model, find_directory(run.base_model), earlier_base(run, resume))
     ended = {name: end.result for name, end in ends.items()}
     if len(ended) == len(run.jobs):

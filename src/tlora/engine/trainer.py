@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ from tlora.store.run_directory import pin_data
 from tlora.store.serving import ServingFiles
 from tlora.store.writer import Writer
 from tlora.supermodel.base_name import public_name
+from tlora.supermodel.cpu_dtype import settle_dtype
 from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Load, Loaded, Memory, Refused, Report, Stepped
 
 REPORT_SECONDS = 1.0  # between two reports of a job's steps
@@ -97,8 +98,12 @@ class Trainer:
         """`patience` is to be ended with the worker; its pulse gets what this is at. `seat`: among the ranks of a worker; `send` then also
         gets what is for these. For `expected`, the jobs that will join first, kernels are compiled while the base is loaded.
         """
-        self._load, self._inbox, self._send = load, inbox, send
         seat = seat or Seat()
+        dtype, line = settle_dtype(load.base_model, load.dtype, load.base_precision, load.device)
+        if line and seat.number == 0:
+            note(line)
+        load = replace(load, dtype=dtype)
+        self._load, self._inbox, self._send = load, inbox, send
         self._parts = Parts(seat, send)
         self._patience = patience or Patience(Pulse(), note)
         self._pulse = self._patience.pulse

@@ -49,7 +49,7 @@ from tlora.scheduler.scheduler import Scheduler
 from tlora.store.fingerprint import BaseGuard
 from tlora.store.job_result import JobResult
 from tlora.store.metrics import check_trackers
-from tlora.store.run_directory import earlier_base, pin_base, write_run_file
+from tlora.store.run_directory import earlier_base, pin_base, pin_dtype, write_run_file
 from tlora.supermodel.load import Base, find_directory, outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
@@ -89,7 +89,7 @@ def train_on_cluster(
     check_trackers(list(run.report_to))
     out = Path(run.output_dir)
     jobs_here = run.model_copy(update={"output_dir": str(out / "jobs")})
-    jobs_here = pin_base(jobs_here, resume=True)
+    jobs_here = pin_dtype(pin_base(jobs_here, resume=True), places[0], True, watcher.note)
     durable.make_directory(out / "jobs")
     with closing(BaseGuard(run.base_model, find_directory(jobs_here.base_model), earlier_base(jobs_here, resume=True))) as guard:
         guard.start()

@@ -20,18 +20,20 @@ import torch
 
 from tlora import durable
 from tlora.errors import TloraError
-from tlora.job import BasePrecision
+from tlora.job import BasePrecision, DType
 from tlora.planning.memory import count_base
+from tlora.supermodel.cpu_dtype import settle_dtype
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import learned_positions, longest_safe_sequence, max_positions, outline
 from tlora.supermodel.supermodel import SuperModel
 
 
-def describe_base(base_model: str, dtype: str, base_precision: BasePrecision | None, device: str) -> dict[str, Any]:
+def describe_base(base_model: str, dtype: DType, base_precision: BasePrecision | None, device: str) -> dict[str, Any]:
     """Sizes of its linears, names of its modules, its bytes (whole, and in parts on several GPUs), those of a micro-batch on a `device`,
     its vocabulary and how long a sample may be. Raises ModelError.
     """
-    base = outline(base_model, dtype, base_precision)
+    settled, _ = settle_dtype(base_model, dtype, base_precision, device)
+    base = outline(base_model, settled, base_precision)
     found: dict[str, Any] = {
         "modules": [name for name, _ in base.model.named_modules()],
         "experts": expert_modules(base.model),
@@ -56,7 +58,7 @@ def main() -> int:
     """
     base_model, out, dtype, precision, device = sys.argv[1:]
     try:
-        found = describe_base(base_model, dtype, cast("BasePrecision | None", precision or None), device)
+        found = describe_base(base_model, cast("DType", dtype), cast("BasePrecision | None", precision or None), device)
         durable.write_file(Path(out), json.dumps(found))
     except TloraError as error:
         print(error, file=sys.stderr)  # noqa: T201

@@ -13,23 +13,9 @@ _WORDS: tuple[tuple[FinalState, str], ...] = (
     ("cancelled", "CANCELLED CANCELED KILLED KILL PREEMPTED REVOKED EVICTED EVICT INTERRUPTED"),
     ("failed", "FAILED FAIL TIMEOUT NODE_FAIL BOOT_FAIL DEADLINE OUT_OF_MEMORY ERROR OOMKILLED EXIT"),
 )
-_ENDS: dict[str, FinalState] = {"": "done"} | {word: end for end, words in _WORDS for word in words.split()}
-_UNFINISHED = frozenset(
-    [
-        "RUNNING",
-        "PENDING",
-        "WAITING",
-        "QUEUED",
-        "READY",
-        "CONFIGURING",
-        "COMPLETING",
-        "SUSPENDED",
-        "REQUEUED",
-        "RESIZING",
-        "CONTAINERCREATING",
-        "TERMINATING",
-    ]
-)
+_ENDS: dict[str, FinalState] = {"": "done", **{word: end for end, words in _WORDS for word in words.split()}}
+_UNFINISHED = {"RUNNING", "PENDING", "WAITING", "QUEUED", "READY", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING"}
+_UNFINISHED_PODS = {"CONTAINERCREATING", "TERMINATING"}
 
 
 def end_of(state: str) -> FinalState:
@@ -39,7 +25,7 @@ def end_of(state: str) -> FinalState:
 
 def is_unfinished(state: str) -> bool:
     """Whether the job had not ended when the trace was taken: its length is not known."""
-    return _word(state) in _UNFINISHED
+    return _word(state) in _UNFINISHED | _UNFINISHED_PODS
 
 
 def _word(state: str) -> str:

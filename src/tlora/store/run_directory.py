@@ -25,6 +25,7 @@ from tlora.store.fingerprint import BASE_FILE, Fingerprint, read_fingerprint
 from tlora.store.job_result import is_finished
 from tlora.store.model_card import library_versions
 from tlora.store.overwrite import check_links, remove_run
+from tlora.supermodel.cpu_dtype import settle_dtype
 from tlora.supermodel.load import pin_revision
 from tlora.version import __version__
 
@@ -131,6 +132,28 @@ def pin_base(run: RunSpec, resume: bool) -> RunSpec:
         if split_revision(before) != (before, None) and split_revision(before)[0] == name:
             return run.model_copy(update={"base_model": before})
     return run.model_copy(update={"base_model": pin_revision(run.base_model)})
+
+
+def pin_dtype(run: RunSpec, device: str | None, resume: bool, note: Callable[[str], None]) -> RunSpec:
+    """`run` with the dtype that `auto` means on `device`, as in `settle_dtype`: on a resume what it meant where the run began.
+
+    Raises ConfigError and ModelError.
+    """
+    if run.dtype != "auto":
+        return run
+    settled, line = settle_dtype(run.base_model, run.dtype, run.base_precision, device)
+    earlier = Path(run.output_dir) / "run.json"
+    before = read_run_file(earlier)["dtype"] if resume and earlier.is_file() else settled
+    if before not in ("auto", "float32"):
+        return run  # which is refused: another dtype was ordered
+    if before == settled:
+        if line:
+            note(line)
+    elif before == "float32":
+        note("dtype auto: this run began in float32, and goes on in it")
+    else:
+        note("dtype auto: this run began in the dtype of the base's files, and goes on in it; this CPU has no instructions for it")
+    return run.model_copy(update={"dtype": before})
 
 
 def pin_data(run: RunSpec) -> RunSpec:
