@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_templates import make_tokenizer
 from test_build import make, report_of, write
 from test_trained_turns import CHATS, bot, call, ours, read, result, texts, user, with_tokens
+from transformers import AutoTokenizer
 
 from tlora.data.stop_tokens import read_stop_tokens
 
@@ -92,6 +94,26 @@ def test_a_template_without_any_stop_token(tmp_path: Path, tokenizers: Any) -> N
 def test_a_tokenizer_without_an_end_token(tmp_path: Path, tokenizers: Any) -> None:
     (said,) = warnings(None, tmp_path, tokenizers, eos=None)
     assert "no stop token (the base's: none)" in said
+
+
+@pytest.mark.parametrize("row", [{"prompt": "Hello ", "completion": "world"}, {"text": "Hello world"}])
+def test_plain_text_of_a_tokenizer_without_an_end_token(tmp_path: Path, row: dict[str, str], tokenizers: Any) -> None:
+    """Said once for all rows; with the remedy, `eos_token` in tokenizer_config.json, the end is trained and nothing is said."""
+    file, saved = write(tmp_path / "x.jsonl", [row] * 3), tmp_path / "tokenizer"
+    make_tokenizer(None, eos=None).save_pretrained(saved)
+    bare = AutoTokenizer.from_pretrained(saved)
+    report = report_of(make(file, bare))
+    report.files = [str(file)]
+    said = (
+        "3 of 3 rows of plain text get no end token, as the base's tokenizer has none, so the model does not learn to stop. "
+        f"Set eos_token in the base's tokenizer_config.json ({file})"
+    )
+    assert bare.eos_token is None and report.warnings() == [said]
+    config = saved / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text(encoding="utf-8")) | {"eos_token": "</s>"}), encoding="utf-8")
+    ended = report_of(make(file, AutoTokenizer.from_pretrained(saved)))
+    ended.files = [str(file)]
+    assert ended.warnings() == [] and ended.trained_tokens == report.trained_tokens + 3
 
 
 def test_an_end_of_turn_at_which_the_base_does_not_stop(tmp_path: Path, tokenizers: Any) -> None:

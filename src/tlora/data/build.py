@@ -248,6 +248,7 @@ def _add(writer: Writer, unit: Sequence[Encoded], max_length: int, report: DataR
     report.trained_characters += sum(encoded.trained_characters for encoded in unit)
     report.count_changes(change for encoded in unit for change in encoded.changes)
     report.count_unstopped(encoded.unstopped for encoded in unit)
+    report.unended += any(encoded.unended for encoded in unit)
     if longest > max_length:
         report.truncated += 1
         report.trained_tokens_lost += sum(int(np.count_nonzero(sample.loss_weights[max_length:])) for sample in samples)

@@ -46,6 +46,7 @@ class Encoded:
     trained_characters: int = 0  # 0 for token ids
     changes: tuple[Change, ...] = ()
     unstopped: str | None = None  # what ends a trained turn without a stop token: "" for nothing; None if all turns have one
+    unended: bool = False  # a text behind which no end token stands, as the tokenizer has none
 
 
 def open_encoder(
@@ -83,7 +84,8 @@ def encode(encoder: Encoder, examples: Sequence[Example], places: Sequence[str])
         _check_text(cast("Text", examples[i]).prompt + cast("Text", examples[i]).completion, places[i])
     for i, sample in zip(texts, _encode_texts(encoder, [cast("Text", examples[i]) for i in texts]), strict=True):
         example = cast("Text", examples[i])
-        found[i] = Encoded(sample, len(example.completion) + (len(example.prompt) if encoder.train_all else 0))
+        characters = len(example.completion) + (len(example.prompt) if encoder.train_all else 0)
+        found[i] = Encoded(sample, characters, unended=not isinstance(encoder.tokenizer.eos_token_id, int))
     for i, example in enumerate(examples):
         if isinstance(example, Segments):
             _check_text("".join(example.texts), places[i])

@@ -18,7 +18,7 @@ _MOST_NAMED = 12
 _EXAMPLE_CHARACTERS = 80
 _NEWER = (  # beside the others in meta.json: earlier versions, which may share the cache, do not read them
     *("sources", "has_chats", "pieces", "notes", "equal_pairs", "equal_when_cut", "wanted", "unwanted"),
-    *("unstopped", "stops"),
+    *("unstopped", "stops", "unended"),
     *("dropped", "bad_rows"),
 )
 
@@ -54,6 +54,7 @@ class DataReport:
     sources: list[int] = field(default_factory=list)  # samples of each source, in their order; none for a set of an earlier version
     unstopped: dict[str, int] = field(default_factory=dict)  # by what ends a trained turn without a stop token ("": nothing): rows
     stops: list[str] = field(default_factory=list)  # the base's stop tokens
+    unended: int = 0  # rows of plain text without an end token, as the tokenizer has none
     has_chats: bool | None = False  # whether a row goes through the chat template; None for a set of an earlier version
     pieces: int = 0  # samples and skipped ones: more than rows where rows were packed
     notes: list[ChangeCount] = field(default_factory=list)
@@ -165,6 +166,11 @@ class DataReport:
         return found
 
     def _stop_warnings(self) -> Iterator[str]:
+        if self.unended:
+            yield (
+                f"{self.unended:,} of {self.rows:,} rows of plain text get no end token, as the base's tokenizer has none, so the "
+                f"model does not learn to stop. Set eos_token in the base's tokenizer_config.json ({self.files[0]})"
+            )
         known = ", ".join(map(repr, self.stops)) or "none"
         for end, rows in self.unstopped.items():
             head = f"in {rows:,} of {self.rows:,} rows the chat template ends an assistant's turn with"
