@@ -11,6 +11,7 @@ from tlora.data.hub import fetch, files_of_directory
 from tlora.data_directory import files_below, may_have_splits, nearest_name
 from tlora.errors import DataError
 from tlora.job import DataSource, may_be_hub_data
+from tlora.jobs_file.llama_factory import explain_folder
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ def open_source(source: DataSource, base_dir: Path, cache_dir: Path) -> Source:
         found = fetch(source, cache_dir, _hint(source, base_dir))
         return Source(source.called, found.files, found.commit)
     path = base_dir / source.path
+    if answer := explain_folder(path):
+        raise DataError(answer)
     has_splits, is_saved = (path / "dataset_dict.json").exists(), (path / "state.json").exists()
     is_layout = path.is_dir() and not has_splits and not is_saved
     meaning = {"revision": False, "name": is_layout, "split": is_layout or has_splits}  # of each key, for such a path

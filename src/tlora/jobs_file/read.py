@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from tlora.errors import ConfigError
 from tlora.job import SOURCE_KEYS, DataConfig, DataSource, JobSpec, RunSpec, may_be_hub_data
 from tlora.jobs_file.located import Located, Problem, join_problems, plain, read_yaml
+from tlora.jobs_file.other_trainers import explain_file
 from tlora.jobs_file.rules import find_booleans, shown, translate
 from tlora.jobs_file.spelling import suggest
 from tlora.jobs_file.sweep import expand, title_of
@@ -87,6 +88,8 @@ def _open(file: Path, overrides: Sequence[str], problems: list[Problem]) -> tupl
         raise ConfigError(f"{file}: the file is empty; {_EXAMPLE}")
     if not isinstance(root.value, dict):
         raise ConfigError(f"{root.where}: the file is not a mapping of keys to values; {_EXAMPLE}")
+    if answer := explain_file(file, cast("dict[str, object]", plain(root))):
+        raise ConfigError(answer)
     layers = _take_apart(root, problems)
     for override in overrides:
         _override(override, layers, problems)

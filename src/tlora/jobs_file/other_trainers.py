@@ -1,0 +1,172 @@
+"""A training file of axolotl or LLaMA-Factory in the place of a jobs file: recognised, and answered with the jobs file that says the same.
+
+Only what a jobs file has is taken over; the other keys are named. Each value that is written is one that `job.py` accepts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from pydantic import ValidationError
+
+from tlora.job import JobSpec
+from tlora.jobs_file.llama_factory import read_folder, read_set
+
+_SAME = (
+    *("lora_alpha", "lora_dropout", "learning_rate", "lr_scheduler_type", "num_train_epochs", "max_steps", "warmup_steps", "weight_decay"),
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "seed", "logging_steps", "eval_steps", "save_steps", "save_total_limit"),
+)
+_RENAMED = {
+    "lora_r": "r",
+    "lora_rank": "r",
+    "sequence_len": "max_length",
+    "cutoff_len": "max_length",
+    "lora_target_modules": "target_modules",
+    "num_epochs": "num_train_epochs",
+    "lr_scheduler": "lr_scheduler_type",
+    "warmup_ratio": "warmup_steps",
+    "pref_beta": "beta",
+    "val_set_size": "eval_size",
+    "val_size": "eval_size",
+    "lora_target": "target_modules",
+    "peft_use_rslora": "use_rslora",
+    "use_rslora": "use_rslora",
+    "rl_beta": "beta",
+    "lora_model_dir": "adapter_path",
+    "adapter_name_or_path": "adapter_path",
+}
+_DEFAULTS = {"axolotl": {}, "LLaMA-Factory": {"lora_rank": 8, "cutoff_len": 2048, "learning_rate": 5e-5, "num_train_epochs": 3.0}}
+_BATCHES = {"axolotl": ("micro_batch_size", 1), "LLaMA-Factory": ("per_device_train_batch_size", 8)}
+_FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "input_output": "segments", "completion": "text"}
+_READ = (
+    *("base_model", "model_name_or_path", "datasets", "dataset", "dataset_dir", "adapter", "finetuning_type", "output_dir"),
+    *("stage", "rl", "gradient_accumulation_steps", "lora_target_linear", "train_on_inputs", "train_on_prompt", "do_train"),
+)
+
+Settings = Mapping[str, Any]
+
+
+def trainer_of(root: Settings) -> str | None:
+    """Which other trainer's file this is."""
+    if "jobs" in root or "defaults" in root:
+        return None
+    if "finetuning_type" in root or ("model_name_or_path" in root and ("stage" in root or "dataset" in root)):
+        return "LLaMA-Factory"
+    has_sets = isinstance(root.get("datasets"), list) and any(isinstance(each, dict) for each in root["datasets"])
+    return "axolotl" if has_sets or ("base_model" in root and "micro_batch_size" in root) else None
+
+
+def explain_file(file: Path, root: Settings) -> str:
+    """The answer to a file of another trainer; "" for any other."""
+    trainer = trainer_of(root)
+    if trainer is None:
+        return ""
+    job, notes = _job(root, trainer)
+    objective = str((root.get("rl") if trainer == "axolotl" else root.get("stage")) or "sft")
+    if objective in ("dpo", "orpo", "kto"):
+        job["objective"] = objective
+    elif objective != "sft":
+        notes.append(f"{objective!r} is no objective here, so this is sft")
+    data, of_data, name = _axolotl_data(root) if trainer == "axolotl" else _llama_factory_data(root)
+    spec: dict[str, object] = {"base_model": root.get("base_model") or root.get("model_name_or_path") or "path-or-hub-id"}
+    spec |= {"output_dir": root["output_dir"]} if isinstance(root.get("output_dir"), str) else {}
+    spec["jobs"] = [{"name": name, "data": data} | job]
+    batch = _BATCHES[trainer][0]
+    taken = {*_READ, *_SAME, *_RENAMED, batch}
+    if left := [str(key) for key, value in root.items() if key not in taken and value is not None and value is not False]:
+        notes.append(f"not taken over: {', '.join(left)}")
+    text = yaml.safe_dump(spec, sort_keys=False, allow_unicode=True, width=10**6)
+    lines = [*(f"# {note}" for note in [*notes, *of_data]), *text.splitlines()]
+    head = f"{file}: a training file of {trainer}, not a jobs file; write one such as this (batch_size is for one GPU there)"
+    return "\n".join([f"{head}:", *(f"  {line}" for line in lines)])
+
+
+def _job(root: Settings, trainer: str) -> tuple[dict[str, object], list[str]]:
+    """The keys of a job, each tried by `JobSpec`, and which values it does not take."""
+    settings = {**_DEFAULTS[trainer], **{key: value for key, value in root.items() if value is not None}}
+    asked = {key: settings[key] for key in _SAME if key in settings}
+    asked |= {ours: settings[key] for key, ours in _RENAMED.items() if key in settings}
+    per_device, default = _BATCHES[trainer]
+    sizes = settings.get(per_device, default), settings.get("gradient_accumulation_steps", 1)
+    if all(isinstance(size, int) for size in sizes):
+        asked["batch_size"] = sizes[0] * sizes[1]
+    if trainer == "LLaMA-Factory" and "r" in asked and "lora_alpha" not in asked:
+        asked["lora_alpha"] = asked["r"] * 2 if isinstance(asked["r"], int) else asked["r"]
+    target = asked.get("target_modules")
+    if settings.get("lora_target_linear") or target == "all":
+        asked["target_modules"] = "all-linear"
+    elif trainer == "LLaMA-Factory" and isinstance(target, str):
+        asked["target_modules"] = [name.strip() for name in target.split(",")]
+    if settings.get("train_on_inputs") or settings.get("train_on_prompt"):
+        asked["train_on"] = "all"
+    taken: dict[str, object] = {}
+    notes: list[str] = []
+    for key, value in asked.items():
+        number = _number(value)
+        try:
+            JobSpec.model_validate({"name": "job", "data": "x.jsonl", key: number})
+            taken[key] = number
+        except ValidationError:
+            notes.append(f"{key} {value!r} has no counterpart here")
+    return taken, notes
+
+
+def _number(value: object) -> object:
+    """`1e-4` is text to YAML 1.1."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _axolotl_data(root: Settings) -> tuple[object, list[str], str]:
+    """The job's data, what to do first, and a name for it."""
+    sets = [cast("dict[str, Any]", each) for each in cast("list[object]", root.get("datasets") or []) if isinstance(each, dict)]
+    sources: list[dict[str, object]] = []
+    formats: set[str | None] = set()
+    notes: list[str] = []
+    for each in sets:
+        files = each.get("data_files")
+        given = cast("list[object]", files if isinstance(files, list) else [files or each.get("path", "data.jsonl")])
+        options: dict[str, object] = (
+            {key: each[key] for key in ("name", "split", "revision") if isinstance(each.get(key), str)} if not files else {}
+        )
+        sources += [{"path": _path(str(path)), **options} for path in given]
+        kind = str(each.get("type", ""))
+        messages = each.get("field_messages", "messages")
+        of_chat = "chat" if messages == "messages" else "sharegpt" if messages == "conversations" else None
+        formats.add(of_chat if kind == "chat_template" else _FORMATS.get(kind.split(".")[0].split(":")[0]))
+        if kind == "chat_template" and of_chat is None:
+            notes.append(f"rename column {messages!r} to 'messages'")
+        if kind == "completion" and each.get("field", "text") != "text":
+            notes.append(f"rename column {each['field']!r} to 'text'")
+    data: dict[str, object] = {"path": sources or "data.jsonl"}
+    known = formats.pop() if len(formats) == 1 else None
+    return data | ({"format": known} if known else {}), notes, "adapter"
+
+
+def _llama_factory_data(root: Settings) -> tuple[object, list[str], str]:
+    directory = Path(str(root.get("dataset_dir") or "data"))
+    given = root.get("dataset")
+    names = (
+        [name.strip() for name in given.split(",")] if isinstance(given, str) else [str(name) for name in cast("list[object]", given or [])]
+    )
+    info = read_folder(directory)
+    sources: list[dict[str, object]] = []
+    formats: set[object] = set()
+    notes: list[str] = []
+    for name in names:
+        data, _, first = read_set(directory, info[name]) if name in info else ({}, {}, [f"not found in {directory}/dataset_info.json"])
+        notes += [f"{name}: {note}" for note in first]
+        formats.add(data.pop("format", None))
+        sources.append(data or {"path": f"{name}.json"})
+    known = formats.pop() if len(formats) == 1 else None
+    return {"path": sources or "data.jsonl"} | ({"format": known} if known else {}), notes, "adapter"
+
+
+def _path(path: str) -> str:
+    """Absolute where it lies in the current directory, against which other trainers read it."""
+    return str(Path(path).absolute()) if Path(path).exists() else path
