@@ -145,7 +145,7 @@ def test_a_step_that_was_just_saved_is_not_saved_again(base: Path, data: Path, t
     watch_micro_batches(monkeypatch, look)
     jobs = [job("one", str(data / "a.jsonl"), save_steps=2, max_steps=4)]
     for resume in (False, True):
-        result = train(base, tmp_path / "out", jobs, resume=resume)["one"]
+        result = train(base, tmp_path / "out", jobs, resume=resume, token_budget=128)["one"]  # several micro-batches a step
         assert (result.status, result.steps) == ("stopped", 2), result
     where = tmp_path / "out" / "one" / "checkpoint-2"
     assert written == ["checkpoint-2"] and result.reason == f"interrupted at step 2; {where} continues with resume"
@@ -207,7 +207,7 @@ def test_a_bug_in_the_last_checkpoint_takes_nobody_with_it(base: Path, data: Pat
     stumble_at(monkeypatch, 3)
     watch_micro_batches(monkeypatch, look)
     jobs = [job("bad", str(data / "a.jsonl"), save_steps=2, max_steps=40), job("other", str(data / "b.jsonl"), max_steps=40)]
-    results = train(base, tmp_path / "out", jobs)
+    results = train(base, tmp_path / "out", jobs, token_budget=128)  # several micro-batches a step
     assert results["bad"].status == "stopped" and results["bad"].reason == "interrupted at step 3 and not saved: AssertionError: a bug"
     durable.verify(tmp_path / "out" / "bad" / "checkpoint-2")
     assert len(list((tmp_path / "out" / "other").glob("checkpoint-*"))) == 1
