@@ -5,7 +5,8 @@ whole in its cache is read from there, without a further request.
 from __future__ import annotations
 
 import re
-from functools import cache
+from collections.abc import Callable, Container
+from functools import cache, partial
 from pathlib import Path
 
 from tlora.job import split_revision
@@ -24,8 +25,13 @@ def snapshot(base_model: str) -> Path | None:
     name, revision = split_revision(base_model)
     if Path(name).exists() or name.count("/") != 1:
         return None
-    commit = revision if revision and _COMMIT.fullmatch(revision) else _commit(name, revision or "main", _cache_of(name))
-    found = _cache_of(name) / "snapshots" / (commit or "")
+    from huggingface_hub import constants
+
+    if revision and _COMMIT.fullmatch(revision):
+        commit = revision
+    else:  # offline nothing is asked, and the file may change
+        commit = (_known_commit if constants.HF_HUB_OFFLINE else partial(_commit, name))(revision or "main", cache_of(name))
+    found = cache_of(name) / "snapshots" / (commit or "")
     return found if commit and (found / "config.json").is_file() else None
 
 
@@ -34,26 +40,51 @@ def located(base_model: str, *, weights: bool = False) -> tuple[str, str | None]
     or its config and tokenizer.
     """
     found = snapshot(base_model)
-    if found is not None and (_has_weights(found) if weights else any((found / name).is_file() for name in _TOKENIZERS)):
+    if found is not None and (has_weights(found) if weights else has_tokenizer(found)):
         return str(found), None
     return split_revision(base_model)
 
 
-def _has_weights(directory: Path) -> bool:
-    index = directory / "model.safetensors.index.json"
-    if not index.is_file():
-        return (directory / "model.safetensors").is_file()
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a snapshot has the files of a tokenizer."""
+    return any((directory / name).is_file() for name in _TOKENIZERS)
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether a snapshot has each of its weight files."""
     try:
-        names = {str(name) for name in read_object(index)["weight_map"].values()}
+        names = weight_names({path.name for path in directory.iterdir() if path.is_file()}, directory.joinpath)
     except (OSError, ValueError, KeyError, AttributeError):
         return False
-    return all((directory / name).is_file() for name in names)
+    return bool(names) and all((directory / name).is_file() for name in names)
 
 
-def _cache_of(name: str) -> Path:
+def weight_names(files: Container[str], read: Callable[[str], Path]) -> tuple[str, ...]:
+    """The weight files that transformers takes of a base with these `files`, in its order of preference: safetensors before .bin.
+
+    `read`: where an index lies. Raises what an index raises that cannot be read.
+    """
+    for whole in ("model.safetensors", "pytorch_model.bin"):
+        if whole in files:
+            return (whole,)
+        if (index := f"{whole}.index.json") in files:
+            return tuple(sorted({str(name) for name in read_object(read(index))["weight_map"].values()}))
+    return ()
+
+
+def cache_of(base_model: str) -> Path:
+    """The directory of a hub id in the hub's cache."""
     from huggingface_hub import constants
 
-    return Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    return Path(constants.HF_HUB_CACHE) / f"models--{split_revision(base_model)[0].replace('/', '--')}"
+
+
+def _known_commit(revision: str, cached: Path) -> str | None:
+    """What the hub said last."""
+    try:
+        return (cached / "refs" / revision).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None
 
 
 @cache
@@ -62,12 +93,7 @@ def _commit(name: str, revision: str, cached: Path) -> str | None:
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    try:
-        known = (cached / "refs" / revision).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        known = None
-    if constants.HF_HUB_OFFLINE:
-        return known
+    known = _known_commit(revision, cached)
     try:
         return str(HfApi(endpoint=constants.ENDPOINT).model_info(name, revision=revision, timeout=_ASK_SECONDS).sha)
     except (HfHubHTTPError, HFValidationError) as error:

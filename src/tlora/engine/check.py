@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from tlora.cache_directory import open_caches
+from tlora.data.base_download import describe_download, fetch_base
 from tlora.data.order import Mixture, epoch_size
 from tlora.data.prepare import Preparation, Prepared
 from tlora.data.report import DataReport
 from tlora.data.sources import shown_files
 from tlora.engine.ranks.devices import rank_devices
 from tlora.engine.ranks.placement import place as place_jobs
-from tlora.engine.watcher import JobProgress, RunProgress, Watcher
+from tlora.engine.watcher import Watcher
 from tlora.errors import CapacityError, ConfigError, DataError, ModelError
 from tlora.job import JobSpec, RunSpec
 from tlora.planning.form import choose_form
@@ -126,19 +127,21 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
         base = outline(run.base_model, run.dtype, run.base_precision)
         if run.base_precision == "fp8":
             check_fp8(place, base.head.weight_VH.dtype)
+        show = watcher.stages(run)
+        fetch_base(run.base_model, show, weights=False)
         if unknown := check_weights(run.base_model, load_config(run.base_model)):
             warnings.append(unknown)
+            _look_at_download(run.base_model, problems, warnings)
         warnings += check_unused(run.base_model, load_config(run.base_model), run.unused_weights == "ignore")
         sizes = [(p.numel(), p.element_size()) for p in base.model.parameters()]
         base_bytes = sum(count * size for count, size in sizes)
-        jobs = tuple(JobProgress(job.name, "preparing", job.r) for job in run.jobs)
         model = SuperModel(base)
         plan = plan_run(
             run,
             model,
             base_bytes,
             place,
-            Preparation(lambda p: watcher.progress(RunProgress(0.0, jobs, stage=f"tokenizing {p.key}: {p.rows:,} rows, {p.share:.0%}"))),
+            Preparation(lambda p: show(f"tokenizing {p.key}: {p.rows:,} rows, {p.share:.0%}")),
         )
         warnings += ServingFiles(run.base_model).warn([(job.spec, job.data.report) for job in plan.jobs if job.data])
     except (ModelError, ConfigError) as error:
@@ -166,6 +169,15 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
         **_memory(plan, resident),
         **on_gpus,
     )
+
+
+def _look_at_download(base_model: str, problems: list[str], warnings: list[str]) -> None:
+    """What training will download, or that the disk has no room for it."""
+    try:
+        if line := describe_download(base_model):
+            warnings.append(line)
+    except ModelError as error:
+        problems.append(str(error))
 
 
 def _memory(plan: RunPlan, resident: Sequence[PlannedJob]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tlora.cache_directory import open_caches
+from tlora.data.base_download import fetch_base
 from tlora.data.prepare import WorkerProcess
 from tlora.engine.earlier_run import describe_resume, earlier_ends, with_ends, with_plans
 from tlora.engine.interrupts import describe_interrupt, interrupts
@@ -38,7 +39,7 @@ from tlora.store.metrics import check_trackers
 from tlora.store.run_directory import check_run_directory, earlier_base, hold_run_directory, pin_base, pin_data, pin_dtype, write_run_file
 from tlora.store.run_recovery import restore_run_file
 from tlora.store.serving import ServingFiles
-from tlora.supermodel.load import find_directory
+from tlora.supermodel.load import find_directory, load_config
 
 __all__ = ["JobResult", "Jobs", "Results", "resolve_run", "train"]
 
@@ -83,6 +84,9 @@ def train(
     for line in describe_resume(run, ends) if resume else []:
         watcher.note(line)
     run = with_ends(run, ends)
+    if len(ends) < len(run.jobs):
+        load_config(run.base_model)  # or it is refused only when it has been downloaded
+        fetch_base(run.base_model, watcher.stages(run))
     guard = BaseGuard(run.base_model, find_directory(run.base_model), earlier_base(run, resume))
     ended = {name: end.result for name, end in ends.items()}
     if len(ended) == len(run.jobs):

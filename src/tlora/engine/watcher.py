@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from tlora.errors import TloraError
+from tlora.job import RunSpec
 
 JobStatus = Literal["preparing", "queued", "training", "evaluating", "saving", "done", "stopped", "failed"]
 
@@ -67,6 +69,11 @@ class Watcher:
     def progress(self, state: RunProgress) -> None:
         if self._progress:
             self._show(self._progress, state)
+
+    def stages(self, run: RunSpec) -> Callable[[str], None]:
+        """What shows a stage before training, in which all jobs of `run` are prepared."""
+        jobs, began = tuple(JobProgress(job.name, "preparing", job.r) for job in run.jobs), time.monotonic()
+        return lambda stage: self.progress(RunProgress(time.monotonic() - began, jobs, stage=stage))
 
     def note(self, line: str) -> None:
         if self._note:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 
 from tlora.costs.base_in_parts import must_share
+from tlora.data.base_download import fetch_base
 from tlora.job import JobSpec
 from tlora.planning.memory import bytes_when_shared, memory_limit
 from tlora.planning.memory_bound import MemoryBound
@@ -20,6 +23,7 @@ from tlora.supermodel.supermodel import SuperModel
 from tlora.worker_protocol import Load
 
 _FORM = "the base is shared"
+_LINE_SECONDS = 10.0
 
 
 def load_base(
@@ -33,6 +37,7 @@ def load_base(
     check_trackers(list(load.report_to))
     place, compiling = torch.device(load.device), None
     outlined = SuperModel(outline(load.base_model, load.dtype, load.base_precision))
+    fetch_base(load.base_model, _now_and_then(note))
     if place.type == "cuda" and expected:
         compiling = outlined.compile_ahead(place, expected)
     if load.base_precision == "fp8":
@@ -49,6 +54,19 @@ def load_base(
     if compiling is not None:
         compiling.wait()
     return model, bound
+
+
+def _now_and_then(note: Callable[[str], object]) -> Callable[[str], None]:
+    """Writes a line of progress at first, and then every 10 s."""
+    last = -math.inf
+
+    def show(line: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _LINE_SECONDS:
+            last = time.monotonic()
+            note(line)
+
+    return show
 
 
 def _is_shared(sharing: Sharing, base_bytes: int, limit_bytes: int) -> bool:

@@ -28,6 +28,7 @@ from tlora.cluster.reconciler import LocalJob
 from tlora.costs.base_in_parts import least_gpus
 from tlora.costs.cost import BaseMemory
 from tlora.costs.hardware import live_cost_model, nearest_base
+from tlora.data.base_download import fetch_base
 from tlora.engine.earlier_run import earlier_ends
 from tlora.engine.interrupts import describe_interrupt, interrupts
 from tlora.engine.job_opening import refuse
@@ -50,7 +51,7 @@ from tlora.store.fingerprint import BaseGuard
 from tlora.store.job_result import JobResult
 from tlora.store.metrics import check_trackers
 from tlora.store.run_directory import earlier_base, pin_base, pin_dtype, write_run_file
-from tlora.supermodel.load import Base, find_directory, outline
+from tlora.supermodel.load import Base, find_directory, load_config, outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
 
@@ -91,6 +92,8 @@ def train_on_cluster(
     jobs_here = run.model_copy(update={"output_dir": str(out / "jobs")})
     jobs_here = pin_dtype(pin_base(jobs_here, resume=True), places[0], True, watcher.note)
     durable.make_directory(out / "jobs")
+    load_config(jobs_here.base_model)  # or it is refused only when it has been downloaded
+    fetch_base(jobs_here.base_model, watcher.stages(jobs_here))
     with closing(BaseGuard(run.base_model, find_directory(jobs_here.base_model), earlier_base(jobs_here, resume=True))) as guard:
         guard.start()
         guard.wait_for_verdict()  # jobs that go on do so over the base that they began with

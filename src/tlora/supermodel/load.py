@@ -176,8 +176,7 @@ def load_weights(base_model: str, dtype: str = "auto") -> Any:
     """The transformers model, whole: a tensor that is missing would be drawn at random. Raises ModelError."""
     config = load_config(base_model)
     pick_dtype(config, dtype, base_model)
-    if Path(base_model).is_dir():  # a hub id's files are not here yet
-        check_weights(base_model, config)
+    check_weights(base_model, config)
     name, revision = located(base_model, weights=True)
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,8 +38,7 @@ def load_shared_base(base_model: str, dtype: str, device: torch.device, base_pre
         if base_precision == "fp8":
             check_fp8(device, wanted)
         name, revision = split_revision(base_model)
-        if Path(base_model).is_dir():
-            check_weights(base_model, config)
+        check_weights(base_model, config)
         stored = find_tensors(find_safetensors(name, revision))
         model, tensors = _without_shared_weights(base_model, config, wanted, stored)
         offsets = {linear: _offset(tensor, wanted, device) for linear, tensor in tensors.items()}

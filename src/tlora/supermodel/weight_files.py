@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
+from tlora.data.base_files import located, snapshot
 from tlora.errors import ModelError
+from tlora.job import split_revision
 
 # In the order in which transformers looks for them.
 _WHOLE_OR_INDEX = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -101,8 +103,9 @@ def find_safetensors(name: str, revision: str | None) -> list[Path]:
 
     Raises ModelError where there are none.
     """
-    if Path(name).is_dir():
-        files = _weight_files(Path(name), name)
+    there, _ = located(f"{name}@{revision}" if revision else name, weights=True)
+    if Path(there).is_dir():
+        files = _weight_files(Path(there), name)
     else:
         options: Any = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
         get_shards: Any = get_checkpoint_shard_files
@@ -118,7 +121,10 @@ def find_safetensors(name: str, revision: str | None) -> list[Path]:
 
 
 def _snapshot(base_model: str) -> Path:
-    found = cached_file(base_model, "config.json")
+    if (there := snapshot(base_model)) is not None:
+        return there
+    name, revision = split_revision(base_model)
+    found = cached_file(name, "config.json", revision=revision)
     assert found is not None, f"{base_model}: no config.json"
     return Path(found).parent
 
