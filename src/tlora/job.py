@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
@@ -41,6 +42,19 @@ FORMATS: dict[Rows, tuple[str, ...]] = {
 }
 _TAKES: dict[Rows, str] = {"samples": "samples", "pairs": "pairs of answers", "labelled": "answers labelled as wanted or not"}
 BasePrecision = Literal["fp8"]
+TrainOn = Literal["completions", "last", "all"]
+# What is handed to a chat template besides the chat. Names that say what is rendered are not the user's to set.
+RESERVED_KWARGS = frozenset(
+    (
+        *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length", "messages"),
+        *("padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens", "self"),
+        *("tokenize", "tokenizer_kwargs", "tools", "truncation"),
+    )
+)
+TemplateKwargs = dict[
+    Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")],
+    bool | Annotated[int, Field(ge=-(10**9), le=10**9)] | float | Annotated[str, Field(max_length=1000)],
+]
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 COMPRESSED_SUFFIXES = (".gz", ".zst")  # after the suffix of a data file
 Positive = Annotated[int, Field(ge=1, le=10**9)]  # bounded, or ten to the four hundredth would overflow a float somewhere
@@ -100,6 +114,15 @@ class TrainConfig(BaseModel):
         return self.max_steps or max(1, math.ceil(self.num_train_epochs * per_epoch))
 
 
+def check_kwargs(kwargs: Mapping[str, object]) -> None:
+    """Raises ValueError for values that a chat template is given by tlora itself."""
+    if taken := sorted(RESERVED_KWARGS & set(kwargs)):
+        raise ValueError(
+            f"chat_template_kwargs: {taken[0]!r} says what is rendered, which follows from the rows; take it out. "
+            "Variables of the template itself belong here, such as enable_thinking: false"
+        )
+
+
 class DataSource(BaseModel):
     """One of several sources of samples: a file, a directory, a saved set, or a data set of the hub (`org/name`)."""
 
@@ -139,8 +162,9 @@ class DataConfig(BaseModel):
     eval_size: Annotated[float, Field(ge=0)] = 0  # below 1: a share of the rows, else a number of rows; split off by eval_seed
     eval_seed: Annotated[int, Field(ge=0, lt=2**32)] = 42  # not the job's seed: jobs of other seeds are evaluated on the same rows
     max_length: Annotated[int, Field(ge=2, le=10**9)] = 1024  # tokens; longer samples are cut at the end
-    train_on: Literal["completions", "all"] = "completions"
+    train_on: TrainOn = "completions"
     on_bad_rows: Literal["error", "drop"] = "error"  # rows that cannot be used: listed, or left out and counted
+    chat_template_kwargs: TemplateKwargs = {}  # for the chat template, such as enable_thinking: false; a row's own win
     chat_template: str | None = None  # a file with a Jinja template, instead of the base model's own
 
     @model_validator(mode="before")
@@ -152,6 +176,12 @@ class DataConfig(BaseModel):
         if not isinstance(fields.get("path"), str) or len(source) == 1:
             return cast("object", raw)
         return {key: value for key, value in fields.items() if key not in SOURCE_KEYS} | {"path": [source]}
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_kwargs(cls, kwargs: TemplateKwargs) -> TemplateKwargs:
+        check_kwargs(kwargs)
+        return kwargs
 
     @model_validator(mode="after")
     def _check_evaluation(self) -> DataConfig:
@@ -195,7 +225,17 @@ class DataConfig(BaseModel):
 SCHEDULED = ("arrival_seconds", "priority", "max_slowdown", "deadline_seconds")
 """Fields of a job that are for a scheduler: no number of a step depends on them."""
 
-_DATA_KEYS = ("max_length", "train_on", "on_bad_rows", "eval_size", "eval_seed", "eval_path", "chat_template", "format")
+_DATA_KEYS = (
+    "max_length",
+    "train_on",
+    "on_bad_rows",
+    "chat_template_kwargs",
+    "eval_size",
+    "eval_seed",
+    "eval_path",
+    "chat_template",
+    "format",
+)
 
 
 class JobSpec(LoraConfig, TrainConfig):
@@ -252,8 +292,8 @@ class JobSpec(LoraConfig, TrainConfig):
                 f"objective {self.objective} does not learn from format {data.format}: it takes {_TAKES[rows]}. "
                 f"Set format to auto or one of {', '.join(FORMATS[rows])}, or choose another objective"
             )
-        if rows != "samples" and data.train_on == "all":
-            raise ValueError(f"objective {self.objective} learns from answers alone: train_on: all has no meaning. Take it out")
+        if rows != "samples" and data.train_on != "completions":
+            raise ValueError(f"objective {self.objective} learns from answers alone: train_on: {data.train_on} has no meaning. Take it out")
         if rows == "labelled" and self.batch_size == 1:
             raise ValueError(
                 f"objective {self.objective} compares an answer with those of other rows of its batch, and batch_size is 1. Set at least 2"

@@ -49,7 +49,7 @@ def make_and_tell(path: Path, tokenizer: Any, max_length: int = 1024, **settings
         settings.get("template"),
         settings.get("train_all", False),
         settings.get("vocab_size", 1000),
-        settings.get("stops", frozenset()),
+        settings.get("chats"),
     )
     order = Order((source(path),), settings.get("format", "auto"), max_length, path.parent / "cache")
     return build(order, encoder, lambda file: hash_file(file, lambda _rows, _share: None), lambda _rows, _share: None)

@@ -29,6 +29,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "preference": {"prompt": CHAT, "chosen": [{"role": "assistant", "content": "c"}], "rejected": CHAT[1:]},
 }
 VALUES: dict[str, Any] = {
+    "chat_template_kwargs": {"enable_thinking": False},
     "tools": [{"name": "f"}],
     "input": "i",
     "functions": [{"name": "f"}],

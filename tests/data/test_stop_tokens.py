@@ -12,6 +12,7 @@ from test_build import make, report_of, write
 from test_trained_turns import CHATS, bot, call, ours, read, result, texts, user, with_tokens
 from transformers import AutoTokenizer
 
+from tlora.data.encode import ChatSettings
 from tlora.data.stop_tokens import read_stop_tokens
 
 TURNS = CHATS["turns"]
@@ -122,5 +123,5 @@ def test_an_end_of_turn_at_which_the_base_does_not_stop(tmp_path: Path, tokenize
     (said,) = warnings(chatml, tmp_path, tokenizers)
     assert "'<|im_end|>', which is trained but is no stop token of the base ('</s>')" in said
     assert "add it to eos_token_id in the base's generation_config.json" in said
-    report = report_of(make(tmp_path / "x.jsonl", tokenizers(chatml), stops=frozenset({"<|im_end|>"})))
+    report = report_of(make(tmp_path / "x.jsonl", tokenizers(chatml), chats=ChatSettings(stops=frozenset({"<|im_end|>"}))))
     assert not report.unstopped

@@ -15,7 +15,7 @@ from tlora.planning import job_plan, plan
 from tlora.planning.memory import MemoryModel, measure
 from tlora.supermodel.supermodel import SuperModel
 
-_PREPARED: dict[PrepareRequest, Prepared] = {}
+_PREPARED: dict[str, Prepared] = {}
 _MEASURED: dict[tuple[object, ...], MemoryModel] = {}
 
 
@@ -57,5 +57,5 @@ def measure_once(model: SuperModel, base_bytes: int, device: torch.device, rank:
     return _MEASURED[key]
 
 
-def _anonymous(request: PrepareRequest) -> PrepareRequest:
-    return replace(request, key="")
+def _anonymous(request: PrepareRequest) -> str:
+    return repr(replace(request, key=""))

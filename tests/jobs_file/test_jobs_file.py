@@ -75,6 +75,7 @@ OTHER_VALUES: dict[str, Any] = {  # a value of each key that is not its default
     "train_on": "all",
     "on_bad_rows": "drop",
     "chat_template": "/data/chat.jinja",
+    "chat_template_kwargs": {"enable_thinking": False},
     "base_model": "other/base",
     "output_dir": "elsewhere",
     "dtype": "float64",

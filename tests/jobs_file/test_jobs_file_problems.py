@@ -96,7 +96,7 @@ JOB = "base_model: b\njobs:\n  - {{name: a, data: d, {}}}\n"
         ("r: 0o10", ("r: '0o10'", "a whole number from 1 to 256")),
         ("target_modules: q_proj", ("target_modules: 'q_proj'", "'all-linear'", "write `target_modules: [q_proj]`")),
         ("target_modules: []", ("target_modules: []", "default is all-linear")),
-        ("train_on: none", ("data.train_on: 'none'", "'completions' or 'all'")),
+        ("train_on: none", ("data.train_on: 'none'", "one of 'completions', 'last', 'all'")),
         ("use_rslora: maybe", ("use_rslora: 'maybe'", "true or false")),
         ("rank_pattern: {q: 0}", ("rank_pattern: {'q': 0}", "1 to 256", "default is {}")),
         ("gpus: 0", ("gpus: 0", "whole number from 1", "default is 1")),

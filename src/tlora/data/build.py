@@ -70,6 +70,10 @@ def cache_key(order: Order, encoder: Encoder, file_hash: Callable[[Path], str], 
     }
     if order.rows != "samples":
         parts["rows"] = order.rows
+    if encoder.last_turn:
+        parts["train_on"] = "last"
+    if encoder.template.kwargs:
+        parts["template_kwargs"] = dict(encoder.template.kwargs)
     if version > 2:
         parts["stops"] = sorted(encoder.template.stops)
     if order.drop_bad_rows:

@@ -17,7 +17,7 @@ from tlora.data.rows import Row
 from tlora.errors import DataError
 from tlora.job import Rows
 
-_OF_CHATS = (*TOOL_COLUMNS, *SYSTEM_COLUMNS)
+_OF_CHATS = (*TOOL_COLUMNS, *SYSTEM_COLUMNS, "chat_template_kwargs")
 OPTIONAL: dict[Format, tuple[str, ...]] = {
     "tokenized": tokenized.OPTIONAL,
     "chat": _OF_CHATS,
@@ -97,7 +97,7 @@ def unused_columns(row: Row, data_format: Format, rows: Rows = "samples") -> lis
     else:
         used = columns_read(row) | {*_OF_CHATS}
     if data_format == "prompt_completion" and isinstance(row.value.get("prompt"), str):
-        used -= {*TOOL_COLUMNS}  # plain text goes through no template
+        used -= {*TOOL_COLUMNS, "chat_template_kwargs"}  # plain text goes through no template
     return [column for column, value in row.value.items() if column not in used and not is_empty(value)]
 
 

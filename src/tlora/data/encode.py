@@ -6,8 +6,8 @@ tokens. Does not cut to a length and writes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -28,6 +28,15 @@ Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
+class ChatSettings:
+    """How chats are rendered and trained: values for the template, the base's stop tokens, and whether only the last answer is trained."""
+
+    kwargs: Mapping[str, object] = field(default_factory=dict)
+    stops: frozenset[str] = frozenset()
+    last_turn: bool = False
+
+
+@dataclass(frozen=True)
 class Encoder:
     """A tokenizer, a template and which tokens count."""
 
@@ -36,6 +45,7 @@ class Encoder:
     prefix_ids: tuple[int, ...]  # what the tokenizer puts before every text: BOS, or nothing
     train_all: bool
     vocab_size: int  # of the model: rows of its embedding
+    last_turn: bool = False  # of chats only the last answer is trained
 
 
 @dataclass(frozen=True)
@@ -54,21 +64,25 @@ def open_encoder(
     template_source: str | None,
     train_all: bool,
     vocab_size: int,
-    stops: frozenset[str] = frozenset(),
+    chats: ChatSettings | None = None,
 ) -> Encoder:
-    """Make an Encoder: everything that does not depend on the data is computed once here. `stops` as for `open_template`."""
+    """Make an Encoder: everything that does not depend on the data is computed once here."""
+    chats = chats or ChatSettings()
     if not tokenizer.is_fast:
         raise ModelError(
             f"{type(tokenizer).__name__} gives no character offsets, which loss weights need; use a fast tokenizer (tokenizer.json)"
         )
     plain, special = _ids(tokenizer, ["x"])[0], cast("list[int]", tokenizer("x")["input_ids"])
     start = next((i for i in range(len(special)) if special[i : i + len(plain)] == plain), 0)
-    return Encoder(tokenizer, open_template(tokenizer, template_source, stops=stops), tuple(special[:start]), train_all, vocab_size)
+    template = open_template(tokenizer, template_source, chats.kwargs, chats.stops)
+    return Encoder(tokenizer, template, tuple(special[:start]), train_all, vocab_size, chats.last_turn)
 
 
 def encode(encoder: Encoder, examples: Sequence[Example], places: Sequence[str]) -> list[Encoded]:
     """One sample per example, in order. Raises DataError with the place of the first that cannot be encoded."""
     found: list[Encoded | None] = [None] * len(examples)
+    if encoder.last_turn:
+        examples = [_last_turn(example, place) for example, place in zip(examples, places, strict=True)]
     chats = [i for i, example in enumerate(examples) if isinstance(example, Chat)]
     texts = [i for i, example in enumerate(examples) if isinstance(example, Text)]
     for i in chats:
@@ -97,6 +111,16 @@ def encode(encoder: Encoder, examples: Sequence[Example], places: Sequence[str])
     for i in chats + texts:
         _check_vocabulary(encoder, cast("Encoded", found[i]).sample.input_ids, places[i])
     return cast("list[Encoded]", found)
+
+
+def _last_turn(example: Example, place: str) -> Example:
+    """The example with the last answer as its only trained turn."""
+    if isinstance(example, Tokens):
+        raise DataError(f"{place}: train_on: last needs turns, and token ids have none; set train_on: completions, and give labels")
+    if not isinstance(example, Chat):
+        return example
+    last = max((i for i, message in enumerate(example.messages) if message["role"] == "assistant"), default=-1)
+    return replace(example, weights=[weight if i == last else 0.0 for i, weight in enumerate(example.weights)])
 
 
 def encode_pairs(encoder: Encoder, pairs: Sequence[Pair], places: Sequence[str]) -> list[tuple[Encoded, Encoded]]:

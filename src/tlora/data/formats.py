@@ -12,7 +12,7 @@ from typing import Literal
 from tlora.data import pairs
 from tlora.data.cells import fail, found_columns, list_of, text_of
 from tlora.data.examples import Chat, Example, Labelled, Message, Pair, Segments, Text, Tokens
-from tlora.data.messages import notes_on_tools, read_history, read_messages, system_of, tools_of, with_system
+from tlora.data.messages import notes_on_tools, read_history, read_messages, system_of, template_kwargs_of, tools_of, with_system
 from tlora.data.rows import Row
 from tlora.data.tokenized import read_tokens
 from tlora.errors import DataError
@@ -62,7 +62,7 @@ def read_example(row: Row, data_format: Format) -> Example:
     if data_format == "prompt_completion" and not isinstance(row.value["prompt"], list):
         return _plain(row)
     chat, tools = with_system(row, _chat(row, data_format)), tools_of(row)
-    return replace(chat, tools=tools, notes=chat.notes + notes_on_tools(tools))
+    return replace(chat, tools=tools, notes=chat.notes + notes_on_tools(tools), template_kwargs=template_kwargs_of(row))
 
 
 def read_pair(row: Row) -> Pair:

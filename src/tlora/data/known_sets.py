@@ -66,7 +66,7 @@ def _record(request: PrepareRequest) -> Path:
     identities = [_identity(file) for file in _files(request)]
     if time.time() - max(max(changed, modified) for *_, changed, modified in identities) / 1e9 < _SETTLED_SECONDS:
         raise _UnrecordedError
-    settings = [data.format, data.max_length, data.train_on, data.on_bad_rows, request.rows, request.vocab_size]
+    settings = [data.format, data.max_length, data.train_on, data.on_bad_rows, data.chat_template_kwargs, request.rows, request.vocab_size]
     numbers = [[len(list_files(request.base_dir / source.path)) for source in part] for part in (data.sources, data.eval_sources)]
     facts = [__version__, FORMAT_VERSION, [version(name) for name in _VERSIONS], settings, numbers, identities]
     return request.cache_dir / "known" / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]}.json"

@@ -17,6 +17,7 @@ from tlora.data.examples import Chat, Message, Note
 from tlora.data.rows import Row
 from tlora.data.tool_calls import calls_in_text, read_call, read_calls, unparsed
 from tlora.errors import DataError
+from tlora.job import check_kwargs
 
 SYSTEM_COLUMNS = ("system", "system_prompt")
 TOOL_COLUMNS = ("tools", "functions")
@@ -120,6 +121,21 @@ def system_of(row: Row) -> str:
 def tools_of(row: Row) -> list[object] | None:
     column = next((column for column in TOOL_COLUMNS if not is_empty(row.value.get(column))), TOOL_COLUMNS[0])
     return read_tools(row, f"column {column!r}", row.value.get(column))
+
+
+def template_kwargs_of(row: Row) -> dict[str, object]:
+    """The row's own values for its chat template; as JSON in a string too."""
+    raw = row.value.get("chat_template_kwargs")
+    if is_empty(raw):
+        return {}
+    kwargs = from_json(raw) if isinstance(raw, str) else raw
+    if not isinstance(kwargs, dict) or not all(isinstance(key, str) and key.isidentifier() for key in kwargs):
+        fail(row, "column 'chat_template_kwargs'", raw, "an object like {'enable_thinking': false}, also as JSON in a string")
+    try:
+        check_kwargs(kwargs)
+    except ValueError as error:
+        raise DataError(f"{row.place}: {error}") from None
+    return {key: value for key, value in cast("dict[str, object]", kwargs).items() if value is not None}  # Parquet gives all rows all keys
 
 
 def read_tools(row: Row, name: str, raw: object) -> list[object] | None:

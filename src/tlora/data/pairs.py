@@ -9,7 +9,7 @@ from typing import cast
 
 from tlora.data.cells import fail, found_columns, from_json, is_empty, text_of
 from tlora.data.examples import Chat, Example, Message, Pair, Text
-from tlora.data.messages import read_history, read_messages, read_tools, read_turns, system_of, tools_of, with_system
+from tlora.data.messages import read_history, read_messages, read_tools, read_turns, system_of, template_kwargs_of, tools_of, with_system
 from tlora.data.rows import Row
 from tlora.errors import DataError
 
@@ -148,7 +148,7 @@ def _answered(row: Row, asked: Chat, column: str, value: object) -> Chat:
     if not any(weights):
         fail(row, f"column {column!r}", row.value[column], "an answer of the assistant, after the prompt")
     weights = [0.0] * len(asked.messages) + weights
-    return Chat(asked.messages + messages, weights, tools_of(row), notes=asked.notes + answer.notes)
+    return Chat(asked.messages + messages, weights, tools_of(row), asked.notes + answer.notes, template_kwargs_of(row))
 
 
 def _common_start(row: Row, wanted: str, unwanted: str, prompt: str | None) -> Chat:

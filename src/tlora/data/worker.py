@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from tlora import durable
 from tlora.data.build import Order, build, hash_file
 from tlora.data.dataset import SCRATCH_PREFIX
-from tlora.data.encode import Encoder, open_encoder
+from tlora.data.encode import ChatSettings, Encoder, open_encoder
 from tlora.data.limits import DataLimits
 from tlora.data.sources import is_on_hub, open_source
 from tlora.data.stop_tokens import read_stop_tokens
@@ -102,7 +102,8 @@ class Worker:
         deciding = [str(place), str(base), str(request["tokenizer_path"]), request["vocab_size"]]
         rows = cast("Rows", request["rows"])
         plain = [source.model_dump(exclude={"weight"}) for source in sources]
-        known = json.dumps([*deciding, plain, data.format, data.max_length, data.train_on, data.chat_template, data.on_bad_rows, rows])
+        decided = [*deciding, plain, data.format, data.max_length, data.train_on, data.chat_template, data.on_bad_rows, rows]
+        known = json.dumps([*decided, data.chat_template_kwargs])
         if known in self.sets:
             return dataclasses.replace(self.sets[known], damage=None)
         key = str(request["key"])
@@ -112,7 +113,8 @@ class Worker:
         template = _read_template(base / data.chat_template) if data.chat_template else None
         tokenizer = self.tokenizer(str(request["tokenizer_path"]))
         stops = read_stop_tokens(tokenizer, str(request["tokenizer_path"]))
-        encoder = open_encoder(tokenizer, template, data.train_on == "all", int(str(request["vocab_size"])), stops)
+        chats = ChatSettings(data.chat_template_kwargs, stops, data.train_on == "last")
+        encoder = open_encoder(tokenizer, template, data.train_on == "all", int(str(request["vocab_size"])), chats)
         drop = data.on_bad_rows == "drop"
         directory, damage = self.build(Order(opened, data.format, data.max_length, place, rows, _limits(request), drop), encoder, key)
         self.sets[known] = Made(

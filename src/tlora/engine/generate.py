@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 
 from tlora.adapters.peft import load_params, read_config
 from tlora.adapters.state import AdapterLayout, make_layout
-from tlora.data.encode import Encoder, open_encoder
+from tlora.data.encode import ChatSettings, Encoder, open_encoder
 from tlora.errors import ModelError
 from tlora.job import DataConfig, JobSpec
 from tlora.planning.plan import CPU_BUDGET_CAP, pick_device
@@ -92,7 +92,8 @@ def open_adapter(directory: Path, *, base_model: str | None = None, device: str 
     layout = make_layout(shape, resolve_targets(model, find_linears(model), shape))
     precision = torch.float64 if model.dtype == torch.float64 else torch.float32
     params = load_params(directory, layout, precision).to(place)
-    encoder = open_encoder(prompting.tokenizer, prompting.template, False, model.get_input_embeddings().num_embeddings)
+    vocabulary, chats = model.get_input_embeddings().num_embeddings, ChatSettings(prompting.kwargs)
+    encoder = open_encoder(prompting.tokenizer, prompting.template, False, vocabulary, chats)
     return AdaptedModel(model, encoder, layout, params, prompting.raw, (*notes, f"prompt: {prompting.said}"))
 
 
@@ -165,10 +166,8 @@ def _prompt_ids(model: AdaptedModel, prompt: str) -> list[int]:
     if model.raw:
         ids = [int(token) for token in tokenizer(prompt, add_special_tokens=False)["input_ids"]]  # type: ignore[union-attr]
         return [*encoder.prefix_ids, *ids] or [_pad_id(tokenizer)]
-    template = encoder.template
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], chat_template=template.source, add_generation_prompt=True, tokenize=False
-    )
+    kwargs: dict[str, Any] = {**encoder.template.kwargs, "chat_template": encoder.template.source, "add_generation_prompt": True}
+    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, **kwargs)
     return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]  # type: ignore[arg-type, union-attr]
 
 

@@ -41,7 +41,7 @@ def _rule(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     if origin is tuple:
         return f"a list, each {_rule(arguments[0])}"
     if origin is dict:
-        return f"a mapping of module names, each to {_rule(arguments[1])}"
+        return f"a mapping of {'module names' if arguments[0] is str else 'names'}, each to {_rule(arguments[1])}"
     if annotation is JobSpec:
         return "a mapping with name and data"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 _BATCH = "batch_size", "samples per optimizer step; micro-batches are made by the program"
-_TRAIN_ON = "train_on", "'completions' is the default, 'all' trains every token"
+_TRAIN_ON = "train_on", "'completions' is the default, 'last' trains the last answer alone, 'all' every token"
 _SHARE = "warmup_steps", "a value below 1 is a share of all steps"
 _EVAL = "eval_size", "a value below 1 is a share of the rows"
 _DTYPE = "dtype", "'auto', 'float32', 'bfloat16' or 'float16', at the top of the file"

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from tlora.adapter_shape import Alpha, Layer
 from tlora.errors import ConfigError
-from tlora.job import NAME_PATTERN, DataFormat, JobSpec, LoraShape, Positive, TrainConfig
+from tlora.job import NAME_PATTERN, DataFormat, JobSpec, LoraShape, Positive, TemplateKwargs, TrainConfig, TrainOn
 from tlora.jobs_file.located import Located, Problem, join_problems, plain
 from tlora.jobs_file.sweep import expand
 
@@ -57,8 +57,9 @@ class OrderedData(BaseModel):
     eval_size: Annotated[float, Field(ge=0, le=1e9)] = 0
     eval_seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     max_length: Annotated[int, Field(ge=2, le=10**9)] = 1024
-    train_on: Literal["completions", "all"] = "completions"
+    train_on: TrainOn = "completions"
     on_bad_rows: Literal["error", "drop"] = "error"
+    chat_template_kwargs: Annotated[TemplateKwargs, Field(max_length=20)] = {}
 
     @property
     def files(self) -> tuple[OrderedFile, ...]:

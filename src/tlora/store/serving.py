@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -45,9 +45,11 @@ class PromptFormat:
 
     format: str  # of the rows, as a job's `format`
     template: TemplateOrigin | None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # for the template, of the job
 
     def __str__(self) -> str:
-        return _SAID[self.template]
+        given = ", ".join(f"{key}: {json.dumps(value)}" for key, value in self.chat_template_kwargs.items())
+        return _SAID[self.template] + (f" with {given}" if given else "")
 
 
 class ServingFiles:
@@ -99,13 +101,15 @@ class ServingFiles:
     def _contents(self, spec: JobSpec, report: DataReport) -> dict[str, bytes]:
         own = bool(self._tokenizer.chat_template)
         origin: TemplateOrigin = "job" if spec.data.chat_template else "base" if own else "tlora"
-        prompt = PromptFormat(report.format, None if _trains_plain(spec.data, report) else origin)
+        plain = _trains_plain(spec.data, report)
+        prompt = PromptFormat(report.format, None if plain else origin, {} if plain else spec.data.chat_template_kwargs)
         files = dict(self._files)
         if prompt.template in ("job", "tlora"):
             source = Path(spec.data.chat_template).read_text(encoding="utf-8") if spec.data.chat_template else None
             files = {name: content for name, content in files.items() if not name.startswith(_MORE_TEMPLATES)}
             files[_TEMPLATE_FILE] = open_template(self._tokenizer, source).text().encode()
-        return files | {PROMPT_FILE: (json.dumps(asdict(prompt), indent=1) + "\n").encode()}
+        said = {key: value for key, value in asdict(prompt).items() if key != "chat_template_kwargs" or value}
+        return files | {PROMPT_FILE: (json.dumps(said, indent=1) + "\n").encode()}
 
 
 def _trains_plain(data: DataConfig, report: DataReport) -> bool:
@@ -145,6 +149,7 @@ class Prompting:
     template: str | None
     raw: bool
     said: str
+    kwargs: dict[str, Any] = field(default_factory=dict)  # for the template
 
 
 def find_prompting(directory: Path, base_model: str) -> Prompting:
@@ -155,7 +160,9 @@ def find_prompting(directory: Path, base_model: str) -> Prompting:
     for place in (directory, directory.parent):
         found = read_prompt(place)
         if found is not None:
-            return Prompting(load_tokenizer(str(place)), None, found.template is None, f"{found}, as saved with the adapter")
+            return Prompting(
+                load_tokenizer(str(place)), None, found.template is None, f"{found}, as saved with the adapter", found.chat_template_kwargs
+            )
     if (directory / "tokenizer_config.json").is_file():
         tokenizer = load_tokenizer(str(directory))
         if tokenizer.chat_template:
@@ -163,15 +170,16 @@ def find_prompting(directory: Path, base_model: str) -> Prompting:
     tokenizer = load_tokenizer(base_model)
     data = _trained_on(directory)
     source = _template_of(data)
-    prompt = PromptFormat("", "job" if source else "base" if tokenizer.chat_template else "tlora")
+    kwargs = data.chat_template_kwargs if data is not None else {}
+    prompt = PromptFormat("", "job" if source else "base" if tokenizer.chat_template else "tlora", kwargs)
     if data is None:
         return Prompting(tokenizer, source, False, f"{prompt}; how the adapter was trained is not saved with it")
     try:
         raw = is_plain(data, data.format)
     except (DataError, OSError, StopIteration) as error:
         why = f"{prompt}; the training data cannot be read ({error}), and plain text would be prompted without a template"
-        return Prompting(tokenizer, source, False, why)
-    return Prompting(tokenizer, source, raw, str(PromptFormat("", None) if raw else prompt))
+        return Prompting(tokenizer, source, False, why, kwargs)
+    return Prompting(tokenizer, source, raw, str(PromptFormat("", None) if raw else prompt), kwargs)
 
 
 def _trained_on(directory: Path) -> DataConfig | None:
