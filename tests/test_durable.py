@@ -194,8 +194,10 @@ def test_rows_beyond_the_checkpoint_and_a_torn_one_are_dropped(tmp_path: Path) -
     truncate_rows(path, lambda row: True)
     assert path.stat().st_ino == inode  # nothing to change, nothing written
     path.write_bytes(rows[1] + b'\xff\xfe\n[1]\n{"step": 3}')  # bytes of no encoding, no object, a newline lost
-    truncate_rows(path, lambda row: True)
+    assert truncate_rows(path, lambda row: True) == (2, 2)
     assert path.read_bytes() == rows[1] + rows[2]
+    path.write_bytes(rows[1] + rows[3])
+    assert truncate_rows(path, lambda row: True) == (1, 0), "a torn last line is what a kill leaves, no damage"
 
 
 # --- disk full, no permission ---------------------------------------------------------------------------------------

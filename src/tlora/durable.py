@@ -278,20 +278,25 @@ def write_file(path: Path, content: bytes | str, *, mode: int = 0o666, failpoint
         raise _failure(path, error) from error
 
 
-def truncate_rows(path: Path, keep: Callable[[dict[str, object]], bool]) -> None:
+def truncate_rows(path: Path, keep: Callable[[dict[str, object]], bool]) -> tuple[int, int]:
     """Rewrite a file of JSON lines with the rows that `keep` accepts, without a last line torn by a kill.
 
-    No file is no rows. Rows that stay keep their bytes.
+    No file is no rows. Rows that stay keep their bytes. Returns how many stay, and how many others were damaged: a torn last line, which
+    a kill leaves, is not one of them.
     """
     if not path.exists():
-        return
+        return 0, 0
     try:
         old = path.read_bytes()
     except OSError as error:
         raise _failure(path, error) from error
-    new = b"".join(line + b"\n" for line in old.split(b"\n") if (row := _row(line)) is not None and keep(row))
+    *lines, torn = old.split(b"\n")
+    rows = [(line, _row(line)) for line in lines if line.strip()]
+    kept = [line for line, row in [*rows, (torn, _row(torn))] if row is not None and keep(row)]
+    new = b"".join(line + b"\n" for line in kept)
     if new != old:
         write_file(path, new)
+    return len(kept), sum(row is None for _, row in rows)
 
 
 def _row(line: bytes) -> dict[str, object] | None:

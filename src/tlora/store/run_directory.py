@@ -382,5 +382,13 @@ def find_checkpoint(directory: Path, note: Callable[[str], None]) -> Path | None
         return row.get("step", 0) <= (evaluated if "eval_loss" in row else step)
 
     if (directory / "metrics.jsonl").is_file():
-        durable.truncate_rows(directory / "metrics.jsonl", keep)
+        cut_rows(directory / "metrics.jsonl", keep, note)
     return found
+
+
+def cut_rows(path: Path, keep: Callable[[dict[str, Any]], bool], note: Callable[[str], None]) -> None:
+    """Leave the rows that `keep` accepts. Rows that cannot be read are left out and counted in a note."""
+    kept, damaged = durable.truncate_rows(path, keep)
+    if damaged:
+        rows = "1 row is" if damaged == 1 else f"{damaged} rows are"
+        note(f"{path}: {rows} damaged and left out, {kept} kept; the training is not touched by that, only its recorded metrics")
