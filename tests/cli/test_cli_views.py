@@ -262,3 +262,42 @@ def test_a_pipe_is_wide_and_not_live(monkeypatch: pytest.MonkeyPatch):
     console = open_console()
     assert console.width == 200 and not shows_live(console)
     assert not shows_live(Console(force_terminal=True, _environ={"TERM": "dumb"}))
+
+
+@pytest.mark.parametrize("count", [100, 500])
+def test_a_large_sweep_is_summarised(count: int):
+    """Lines, results and sweep of so many jobs, a failed one among them, are read at a glance; small runs lose no row."""
+    names = [f"sweep-{i}" for i in range(1, count + 1)]
+    console = Console(file=io.StringIO(), width=200, markup=False)
+    clock = Clock()
+    view = PlainView(console, clock)
+    for tick in range(200):  # fifty seconds
+        clock.now += 0.25
+        running = tuple(job(name, "done" if i < tick // 4 else "training", step=min(tick, 20)) for i, name in enumerate(names))
+        view.progress(RunProgress(tick / 4, running, tokens_per_second=900.0))
+        view.note(f"{names[tick % count]}: its checkpoint is late")
+    view.note("other: its checkpoint is late")
+    ends = tuple(job(name, "failed" if name == "sweep-77" else "done", step=20) for name in names)
+    for _ in range(2):
+        view.progress(RunProgress(51.0, ends))
+    view.close()
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) <= 20
+    assert lines[-1] == f"[51.0 s] {count} jobs: 1 failed, {count - 1} done, step {20 * count:,}/{20 * count:,} of all"
+    assert lines[0] == "sweep-1: its checkpoint is late" and "other: its checkpoint is late" in lines
+    assert any(line.startswith("sweep-2, sweep-3, sweep-4, sweep-5 and ") and line.endswith(": its checkpoint is late") for line in lines)
+    results = [
+        result(
+            name, "failed" if name == "sweep-77" else "done", reason="row 3" if name == "sweep-77" else "stopped early", sweep_of="sweep"
+        )
+        for name in names
+    ]
+    text = printed(results).splitlines()
+    assert len(text) <= 60
+    assert sum(line.startswith("sweep-77 ") for line in text) == 2, "its row and its reason"
+    assert f"sweep-1, sweep-2, sweep-3, sweep-4 and {count - 5} more: stopped early" in text
+    assert any(line.startswith("… and ") for line in text) and any(line.startswith(f"{names[-1]} ") for line in text)
+    few = printed(results[:40]).splitlines()
+    assert not any("more" in line.split(":")[0] and "…" in line for line in few) and all(
+        any(name in line for line in few) for name in names[:40]
+    )

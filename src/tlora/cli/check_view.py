@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tlora.cli.terminal import bytes_text, open_table, printable
-from tlora.wording.numbers import by_jobs, count_text, duration_text, names_text
+from tlora.wording.numbers import MANY_JOBS, by_jobs, count_text, duration_text, names_text, shortened
 
 if TYPE_CHECKING:
     from tlora.data.report import DataReport
@@ -42,8 +42,13 @@ def print_check(console: Console, check: RunCheck) -> None:
     if check.jobs:
         _print_tables(console, check)
     colour = console.color_system is not None and not console.no_color
-    for jobs in _alike(check):
+    for jobs in shortened(_alike(check)):
         console.print()
+        if isinstance(jobs, int):
+            console.print(
+                Text(f"… the first samples of {jobs} more groups of jobs, each with other data or another template"), soft_wrap=True
+            )
+            continue
         console.print(_sample(jobs, colour), soft_wrap=True)
     console.print()
     if check.gpus:
@@ -69,7 +74,8 @@ def _print_gpus(console: Console, check: RunCheck) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for number, gpu in enumerate(check.gpus):
         rate = count_text(gpu.tokens_per_second) if gpu.seconds else ""
-        names = Text(printable(", ".join([*gpu.jobs, *(f"a part of {name}" for name in gpu.parts)])))
+        begins = [*gpu.jobs, *(f"a part of {name}" for name in gpu.parts)]
+        names = Text(printable(names_text(begins) if len(check.jobs) > MANY_JOBS else ", ".join(begins)))
         table.add_row(str(number), names, bytes_text(gpu.predicted_bytes), duration_text(gpu.seconds), rate)
     console.print(table)
     rough = "roughly" if check.device == "cpu" else "as on an H200"
@@ -105,7 +111,10 @@ def _print_tables(console: Console, check: RunCheck) -> None:
         table.add_column("job", overflow="fold")
         for name in columns:
             table.add_column(name, justify="left" if name == "format" else "right", no_wrap=True)
-        for job in check.jobs:
+        for job in shortened(check.jobs, lambda job: bool(job.problems)):
+            if isinstance(job, int):
+                table.add_row(f"… and {job} more", style="dim")
+                continue
             style = "red" if job.problems else ""
             table.add_row(Text(printable(job.name), style=style), *(cell(job) for cell in columns.values()))
             if columns is not sizes:

@@ -14,7 +14,8 @@ from rich.text import Text
 
 from tlora.cli.terminal import open_table, printable, shows_live
 from tlora.engine.watcher import JobProgress, RunProgress, Watcher
-from tlora.wording.numbers import count_text, duration_text, loss_text, shorten
+from tlora.errors import ConfigError
+from tlora.wording.numbers import MANY_JOBS, count_text, duration_text, loss_text, names_text, shorten
 
 LINE_SECONDS = 10.0  # between two plain lines of one job
 STYLES = {
@@ -40,7 +41,11 @@ def watching(console: Console | None) -> Iterator[Watcher]:
             yield Watcher(live.progress, live.note)
     else:
         plain = PlainView(console)
-        yield Watcher(plain.progress, plain.note)
+        try:
+            yield Watcher(plain.progress, plain.note)
+        finally:
+            with suppress(OSError, ConfigError):  # stdout may be closed; the results say so
+                plain.close()
 
 
 class LiveView:
@@ -67,19 +72,29 @@ class LiveView:
 
 
 class PlainView:
-    """At most one line per job in `LINE_SECONDS`; the end of a job and notes are printed at once."""
+    """At most one line per job in `LINE_SECONDS`; the end of a job and notes are printed at once.
+
+    Of more than `MANY_JOBS` jobs, one line counts them all, and a text that is noted of several of them is printed with its first job and
+    once more with the others.
+    """
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console, clock
         self._last: dict[str, tuple[float, int]] = {}  # job: when it was last printed, and at which step
         self._ended: set[str] = set()
         self._stage, self._stage_at = "", float("-inf")
+        self._many: frozenset[str] = frozenset()  # the names of the jobs, if they are summarised
+        self._noted: dict[str, list[str]] = {}  # texts noted of a job: the names of further jobs, not printed yet
+        self._all_at = float("-inf")
 
     def progress(self, state: RunProgress) -> None:
         now = self._clock()
         if state.stage not in ("", self._stage) and now - self._stage_at >= LINE_SECONDS:
             self._stage, self._stage_at = state.stage, now
             self.note(state.stage)
+        if len(state.jobs) > MANY_JOBS:
+            self._summarise(state, now)
+            return
         for job in state.jobs:
             if job.status in _ENDED:
                 if job.name not in self._ended:
@@ -92,7 +107,42 @@ class PlainView:
                 self.note(plain_line(state.seconds, job))
 
     def note(self, line: str) -> None:
+        name, _, text = line.partition(": ")
+        if name in self._many:
+            if text in self._noted:
+                self._noted[text].append(name)
+                return
+            self._noted[text] = []
+        self._print(line)
+
+    def close(self) -> None:
+        """Print what was held back."""
+        for text, names in self._noted.items():
+            if names:
+                self._print(f"{names_text(names)}: {text}")
+                names.clear()
+
+    def _summarise(self, state: RunProgress, now: float) -> None:
+        self._many = self._many or frozenset(job.name for job in state.jobs)
+        ended = all(job.status in _ENDED for job in state.jobs)
+        begun = any(job.step for job in state.jobs)
+        if (begun and now - self._all_at >= LINE_SECONDS) or (ended and not self._ended):
+            self._all_at = now
+            self._ended = {job.name for job in state.jobs} if ended else set()
+            self.close()
+            self._print(summary_line(state))
+
+    def _print(self, line: str) -> None:
         self._console.print(Text(printable(line)), soft_wrap=True)
+
+
+def summary_line(state: RunProgress) -> str:
+    """All jobs in one line: time, how many are in which state, steps, speed."""
+    counts = Counter(job.status for job in state.jobs)
+    parts = [", ".join(f"{counts[status]} {status}" for status in sorted(counts, key=_URGENCY.__getitem__))]
+    parts += [f"step {sum(job.step for job in state.jobs):,}/{sum(job.total_steps for job in state.jobs):,} of all"]
+    parts += [f"{count_text(state.tokens_per_second)} tokens/s"] if state.tokens_per_second else []
+    return f"[{duration_text(state.seconds)}] {len(state.jobs)} jobs: {', '.join(parts)}"
 
 
 def plain_line(seconds: float, job: JobProgress) -> str:

@@ -18,7 +18,7 @@ from tlora.cli.progress import STYLES
 from tlora.cli.terminal import open_console, open_table, path_text, printable
 from tlora.errors import ConfigError
 from tlora.json_file import read_object
-from tlora.wording.numbers import count_text, duration_text, loss_text, setting_text
+from tlora.wording.numbers import by_jobs, count_text, duration_text, loss_text, names_text, setting_text, shortened
 from tlora.wording.ranking import incomparable
 
 if TYPE_CHECKING:
@@ -39,17 +39,28 @@ def print_results(console: Console, results: Mapping[str, JobResult]) -> None:
     if not wide:
         for parent in dict.fromkeys(Path(result.path).parent for result in results.values() if result.path):
             console.print(Text(f"adapters: {printable(path_text(parent / 'JOB'))}"), soft_wrap=True)
-    for result in results.values():
-        if result.status == "failed" or _lost_steps(result):
-            console.print(Text(f"{printable(result.name)} {result.status}: {printable(result.reason)}", style="red"), soft_wrap=True)
-        elif result.status == "done" and result.reason:  # an early stop
-            console.print(Text(f"{printable(result.name)}: {printable(result.reason)}"), soft_wrap=True)
+    _print_reasons(console, results.values())
     for sweep in dict.fromkeys(result.sweep_of for result in results.values() if result.sweep_of):
         console.print()
         members = [result for result in results.values() if result.sweep_of == sweep]
         console.print(_sweep_table(sweep, members))
         if why := incomparable(_orders(members), _by_eval(members)):
             console.print(Text(printable(why), style="yellow"), soft_wrap=True)
+
+
+def _print_reasons(console: Console, results: Iterable[JobResult]) -> None:
+    """Why jobs failed, lost steps or ended early; jobs with the same reason share a line."""
+    lost: dict[tuple[str, str], list[str]] = {}
+    early: list[tuple[str, str]] = []
+    for result in results:
+        if result.status == "failed" or _lost_steps(result):
+            lost.setdefault((result.status, result.reason), []).append(result.name)
+        elif result.status == "done" and result.reason:
+            early.append((result.name, result.reason))
+    for (status, reason), names in lost.items():
+        console.print(Text(printable(f"{names_text(names)} {status}: {reason}"), style="red"), soft_wrap=True)
+    for line in shortened(by_jobs(early)):
+        console.print(Text(printable(line) if isinstance(line, str) else f"… and {line} more that ended early"), soft_wrap=True)
 
 
 def _orders(results: Iterable[JobResult]) -> list[dict[str, Any]]:
@@ -126,7 +137,10 @@ def _table(results: list[JobResult], wide: bool) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     if wide:
         table.add_column("adapter", overflow="fold")
-    for result in results:
+    for result in shortened(results, lambda result: result.status == "failed"):
+        if isinstance(result, int):
+            table.add_row(f"… and {result} more", style="dim")
+            continue
         table.add_row(
             Text(printable(result.name)),
             Text(result.status, style=STYLES.get(result.status, "")),
@@ -154,7 +168,12 @@ def _sweep_table(sweep: str, results: list[JobResult]) -> Table:
     for name in ("best eval loss", "at step", "train loss"):
         table.add_column(name, justify="right")
     table.add_column("job", overflow="fold")
-    for place, result in enumerate(best_first(results), start=1):
+    places = list(enumerate(best_first(results), start=1))
+    for ranked in shortened(places, lambda ranked: ranked[1].status == "failed"):
+        if isinstance(ranked, int):
+            table.add_row("…", *[""] * (len(fields) + 3), f"and {ranked} more", style="dim")
+            continue
+        place, result = ranked
         best = result.eval_loss_best if result.eval_loss_best is not None else result.eval_loss
         table.add_row(
             str(place) if result.status != "failed" else result.status,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
+Row = TypeVar("Row")
 DASH = "\u2013"  # where there is no value
 MINUS = "\u2212"
 
@@ -62,6 +64,25 @@ def shorten(name: str, length: int = 24) -> str:
 def names_text(names: Sequence[str]) -> str:
     """The first four in full, then how many more: a sweep has hundreds of jobs."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+MANY_JOBS = 40  # more are summarised: their first and last rows, and a count
+_AT_AN_END = 10  # rows at the start and at the end of what is summarised
+
+
+def shortened(rows: Sequence[Row], must_show: Callable[[Row], bool] = lambda _: False) -> list[Row | int]:
+    """All of up to `MANY_JOBS` rows; of more, the first, the last and those that `must_show`. A number counts rows left out there."""
+    if len(rows) <= MANY_JOBS:
+        return list(rows)
+    shown: list[Row | int] = []
+    for index, row in enumerate(rows):
+        if index < _AT_AN_END or index >= len(rows) - _AT_AN_END or must_show(row):
+            shown.append(row)
+        elif shown and isinstance(shown[-1], int):
+            shown[-1] += 1
+        else:
+            shown.append(1)
+    return shown
 
 
 def by_jobs(said: Iterable[tuple[str, str]]) -> list[str]:
