@@ -96,6 +96,19 @@ def test_a_training_file_of_llama_factory(tmp_path: Path) -> None:
     assert job.data.sources == (DataSource(path=str(directory / "identity.json")),)
 
 
+@pytest.mark.parametrize("sets", ["3", "[{path: rows.jsonl, type: chat_template, field_messages: conversations}]"])
+def test_a_file_of_axolotl_for_pairs_or_without_sets(sets: str, tmp_path: Path) -> None:
+    run, _ = remedied(tmp_path / "dpo.yaml", f"base_model: b\nrl: dpo\nmicro_batch_size: 2\ndatasets: {sets}\n")
+    assert (run.jobs[0].objective, run.jobs[0].data.format) == ("dpo", "auto")
+
+
+@pytest.mark.parametrize("dataset", ["3", "identity", "[identity, pairs]"])
+def test_a_training_file_of_llama_factory_for_pairs(dataset: str, tmp_path: Path) -> None:
+    text = f"model_name_or_path: b\nstage: dpo\ndataset: {dataset}\ndataset_dir: {folder(tmp_path / 'data')}\n"
+    run, _ = remedied(tmp_path / "dpo.yaml", text)
+    assert (run.jobs[0].objective, run.jobs[0].data.format) == ("dpo", "auto")
+
+
 def test_a_data_folder_of_llama_factory(tmp_path: Path) -> None:
     directory = folder(tmp_path / "data")
     with pytest.raises(DataError) as caught:

@@ -71,6 +71,10 @@ def explain_file(file: Path, root: Settings) -> str:
     elif objective != "sft":
         notes.append(f"{objective!r} is no objective here, so this is sft")
     data, of_data, name = _axolotl_data(root) if trainer == "axolotl" else _llama_factory_data(root)
+    try:
+        JobSpec.model_validate({"name": name, "data": data} | job)
+    except ValidationError:  # of pairs, say, the format is always `preference`: `auto` finds it
+        data.pop("format", None)
     spec: dict[str, object] = {"base_model": root.get("base_model") or root.get("model_name_or_path") or "path-or-hub-id"}
     spec |= {"output_dir": root["output_dir"]} if isinstance(root.get("output_dir"), str) else {}
     spec["jobs"] = [{"name": name, "data": data} | job]
@@ -122,9 +126,9 @@ def _number(value: object) -> object:
         return value
 
 
-def _axolotl_data(root: Settings) -> tuple[object, list[str], str]:
+def _axolotl_data(root: Settings) -> tuple[dict[str, object], list[str], str]:
     """The job's data, what to do first, and a name for it."""
-    sets = [cast("dict[str, Any]", each) for each in cast("list[object]", root.get("datasets") or []) if isinstance(each, dict)]
+    sets = [cast("dict[str, Any]", each) for each in _list(root.get("datasets")) if isinstance(each, dict)]
     sources: list[dict[str, object]] = []
     formats: set[str | None] = set()
     notes: list[str] = []
@@ -148,12 +152,10 @@ def _axolotl_data(root: Settings) -> tuple[object, list[str], str]:
     return data | ({"format": known} if known else {}), notes, "adapter"
 
 
-def _llama_factory_data(root: Settings) -> tuple[object, list[str], str]:
+def _llama_factory_data(root: Settings) -> tuple[dict[str, object], list[str], str]:
     directory = Path(str(root.get("dataset_dir") or "data"))
     given = root.get("dataset")
-    names = (
-        [name.strip() for name in given.split(",")] if isinstance(given, str) else [str(name) for name in cast("list[object]", given or [])]
-    )
+    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else [str(name) for name in _list(given)]
     info = read_folder(directory)
     sources: list[dict[str, object]] = []
     formats: set[object] = set()
@@ -165,6 +167,10 @@ def _llama_factory_data(root: Settings) -> tuple[object, list[str], str]:
         sources.append(data or {"path": f"{name}.json"})
     known = formats.pop() if len(formats) == 1 else None
     return {"path": sources or "data.jsonl"} | ({"format": known} if known else {}), notes, "adapter"
+
+
+def _list(value: object) -> list[object]:
+    return cast("list[object]", value) if isinstance(value, list) else []
 
 
 def _path(path: str) -> str:
