@@ -303,6 +303,7 @@ def run_check(*jobs: SimpleNamespace, **changes: Any) -> SimpleNamespace:
         "recomputed_layers": 0,
         "num_layers": 0,
         "measured": False,
+        "recompute_choices": (),
     }
     return SimpleNamespace(jobs=jobs, **(fields | changes))
 

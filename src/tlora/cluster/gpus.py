@@ -13,7 +13,7 @@ from typing import Literal
 
 import psutil
 
-from tlora.costs.cost import CPU_SHARE, MEMORY_SHARE
+from tlora.costs.memory_share import CPU_SHARE, GPU_SHARE
 from tlora.errors import ConfigError
 
 _SECONDS = 30.0  # for the driver to answer
@@ -57,7 +57,7 @@ def room_of(gpus: Sequence[int], known: Mapping[int, Gpu], memory_limit: int | L
     found = [known[gpu].memory_bytes if gpu in known else 0 for gpu in gpus]
     if not all(found):
         return ()
-    return tuple([min(int(MEMORY_SHARE * own), own if memory_limit == "auto" else memory_limit) for own in found])
+    return tuple([min(int(GPU_SHARE * own), own if memory_limit == "auto" else memory_limit) for own in found])
 
 
 def host_room(places: int, memory_limit: int | Literal["auto"]) -> int:

@@ -12,13 +12,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from tlora.costs.base_in_parts import must_share
+from tlora.costs.memory_share import GPU_SHARE
 from tlora.errors import ConfigError
 from tlora.protocol import BaseSpeed
 
 ADAPTER_BYTES = 18  # per trained parameter: fp32 master, two moments and gradient, bf16 copy
-MEMORY_SHARE = 0.92  # of a GPU that may be planned for; the rest is the allocator's
-CPU_SHARE = 0.5  # of a CPU's free memory. The rest is for the caches, for others, and for the allocator: glibc keeps freed blocks, and a
-# process has been seen to take 1.9 times its live tensors (docs/design.md)
 LEAST_CORRECTION, MOST_CORRECTION = 0.5, 2.0
 CONSTANTS_COUNT = 10  # observations that the constants weigh as much as: after so many a base's correction is half of what is seen
 BASE_COUNTS = 200  # of one reach, that what is seen of its base weighs as much as: few groups of one reach are no sample of all jobs
@@ -191,7 +189,7 @@ class CostModel:
 
     def room_bytes(self, base: str) -> float:
         """What may be planned for of a GPU of which nothing else is known: a share of the one whose constants the base has."""
-        return MEMORY_SHARE * self._of(base).gpu_bytes
+        return GPU_SHARE * self._of(base).gpu_bytes
 
     def memory_bytes(
         self, base: str, adapter_parameters: float, tokens_per_gpu: float, gpus: int = 1, room_bytes: float | None = None

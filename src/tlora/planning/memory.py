@@ -18,7 +18,8 @@ from torch import Tensor
 from tlora.adapters.bank import ROW_ALIGNMENT
 from tlora.adapters.state import AdapterLayout
 from tlora.costs.base_in_parts import MOST_GPUS
-from tlora.costs.cost import CPU_SHARE, BaseMemory
+from tlora.costs.cost import BaseMemory
+from tlora.costs.memory_share import CPU_SHARE
 from tlora.errors import ModelError
 from tlora.job import LoraConfig, TrainConfig
 from tlora.kernels.linear_cross_entropy import chunk_bytes
