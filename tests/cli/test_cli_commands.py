@@ -453,7 +453,8 @@ def train(run, *, watcher, **_):
         watcher.progress(RunProgress(float(step), jobs, 2345.0, 0.01))
     watcher.note("a note")
     losses = dict.fromkeys(("train_loss_first", "train_loss", "eval_loss_first", "eval_loss"))
-    done = dict(name="polite", status="done", rank=16, steps=3, total_steps=3, num_tokens=9, seconds=1.0, path="out/polite", sweep_of=None, reason="")
+    done = dict(name="polite", status="done", rank=16, steps=3, total_steps=3, num_tokens=9, seconds=1.0, path="out/polite")
+    done |= dict(sweep_of=None, reason="")
     return Results(polite=SimpleNamespace(**done, **losses))
 fake = ModuleType("fake")
 fake.train = train
