@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.engine.tiny_runs import job, run_spec, train
 from tlora.engine.check import check
@@ -93,8 +94,8 @@ def test_attention_code_from_the_hub_is_refused(base: Path, tmp_path: Path) -> N
         ({"hidden_size": "wide"}, "'wide'"),
         ({"vocab_size": 0}, "config.json"),
         ({"num_attention_heads": 0}, "zero"),
-        ({"num_hidden_layers": 0}, "linear layer"),
-        ({"num_key_value_heads": 3}, "do not fit together"),
+        ({"num_hidden_layers": 0}, "9 tensors of its files are not used"),
+        ({"num_key_value_heads": 3}, "of another shape"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised (gptq)"),
     ],
 )
@@ -108,3 +109,15 @@ def test_a_config_that_makes_no_model_is_one_message(base: Path, data: Path, tmp
     found = check(run_spec(odd, tmp_path / "out", jobs), device="cpu")
     assert len(found.problems) == 1 and "\n" not in found.problems[0], found.problems
     assert not (tmp_path / "out").exists()
+
+
+def test_a_base_whose_files_agree_and_whose_layers_do_not(base: Path, data: Path, tmp_path: Path) -> None:
+    odd = Path(shutil.copytree(base, tmp_path / "odd"))
+    edit(odd / "config.json", num_key_value_heads=3)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(odd)).save_pretrained(odd)
+    jobs = [job("a", str(data / "b.jsonl"))]
+    with pytest.raises(ModelError, match="do not fit together"):
+        train(odd, tmp_path / "out", jobs)
+    edit(odd / "config.json", num_key_value_heads=2, num_hidden_layers=0)
+    with pytest.raises(ModelError, match="linear layer"):
+        train(odd, tmp_path / "out", jobs, unused_weights="ignore")

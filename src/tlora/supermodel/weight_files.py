@@ -190,5 +190,6 @@ def refuse_incomplete(found: dict[str, Any], base_model: str) -> None:
     lacking = sorted(str(key[0] if isinstance(key, tuple) else key) for key in (*found["missing_keys"], *found["mismatched_keys"]))
     if lacking:
         raise ModelError(
-            f"base_model {base_model}: {len(lacking)} tensors are missing or of another shape, {lacking[0]} first. Copy it again"
+            f"base_model {base_model}: {len(lacking)} tensors are missing or of another shape, {lacking[0]} first. "
+            "Compare config.json with the original's, or copy the base again"
         )
