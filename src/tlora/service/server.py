@@ -30,7 +30,7 @@ from tlora.service.controller import Controller
 from tlora.service.cursors import Cursors, open_secret
 from tlora.service.database.store import default_url, open_store
 from tlora.service.database.tables import bases
-from tlora.service.database.writer import Failpoint, Writer
+from tlora.service.database.writer import Failpoint, StoreError, Writer, WriterEnd
 from tlora.service.hall import Hall
 from tlora.service.housekeeping import Housekeeping
 from tlora.service.keys import KeyRing, NewKey, write_first_key
@@ -56,6 +56,10 @@ class Opened:
     controller: Controller
     first_key: NewKey | None
     close: Callable[[], None]
+
+    @property
+    def writer_end(self) -> WriterEnd:
+        return self.services.writer.end
 
 
 def open_server(config: ServerConfig, hall: Hall | None = None, failpoint: Failpoint = _pass) -> Opened:
@@ -150,7 +154,9 @@ def _hold(directory: Path) -> int:
 
 
 def serve(config: ServerConfig, say: Callable[[str], None]) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status. `say` gets a line at a time for whoever started the server. Raises TloraError."""
+    """Serve until SIGTERM or SIGINT; the exit status, 0 after SIGTERM. `say` gets a line at a time for whoever started the server. Raises
+    TloraError, also where the store's writer ends: a server that cannot write is of no use.
+    """
     open_caches(say)
     found = open_server(config)
     try:
@@ -175,12 +181,23 @@ def serve(config: ServerConfig, say: Callable[[str], None]) -> int:
     server = uvicorn.Server(uvicorn_config(found.app, config))
     received: list[int] = []
     _note_signals(received)
+
+    def stop(reason: str) -> None:
+        found.services.live.fault = reason
+        server.should_exit = True
+
     try:
-        server.run(sockets=[listener])
+        found.writer_end.tell = stop
+        if found.writer_end.reason is None:
+            server.run(sockets=[listener])
     finally:
         found.close()
         listener.close()
-    return 128 + received[0] if received else 0 if server.started else 1
+    if (reason := found.writer_end.reason) is not None:
+        raise StoreError(f"{reason}. Jobs are checkpointed, and go on when the server is started again")
+    if signal.SIGINT in received:
+        return 128 + signal.SIGINT
+    return 0 if server.started or received else 1
 
 
 def _note_signals(received: list[int]) -> None:

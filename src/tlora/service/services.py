@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -55,8 +55,9 @@ class Bell:
 
     def ring(self) -> None:
         loop = self._loop
-        if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self._wake)
+        if loop is not None:
+            with suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
         self._event.set()
@@ -86,10 +87,21 @@ class Services:
     visits: Visits
     streams: dict[str, int] = field(default_factory=dict[str, int])
     began: float = field(default_factory=time.time)
+    _writes: set[asyncio.Future[Any]] = field(default_factory=set[asyncio.Future[Any]])  # a task that nothing refers to may be collected
 
-    async def write(self, operation: Operation[T]) -> T:
-        """The operation's value, once it is on the disk."""
-        return await asyncio.wrap_future(self.writer.submit(operation))
+    async def write(self, operation: Operation[T], then: Callable[[T], None] = lambda _: None) -> T:
+        """The operation's value, once it is on the disk. `then` gets it before the caller, and also where the caller is cancelled
+        meanwhile: what is committed is announced.
+        """
+        task = asyncio.ensure_future(self._write(operation, then))
+        self._writes.add(task)
+        task.add_done_callback(self._writes.discard)
+        return await asyncio.shield(task)
+
+    async def _write(self, operation: Operation[T], then: Callable[[T], None]) -> T:
+        value = await asyncio.wrap_future(self.writer.submit(operation))
+        then(value)
+        return value
 
     def read(self, query: Operation[T]) -> T:
         """In the calling thread."""

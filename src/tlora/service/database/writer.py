@@ -1,15 +1,18 @@
 """The one thread that writes to the database, with group commit: operations that come together share a transaction and its fsync.
 
-An operation is a function of a connection. Its future gets its value after the commit, so that whoever has the value may tell it.
+An operation is a function of a connection. Its future gets its value after the commit, so that whoever has the value may tell it. One
+whose future is cancelled before its turn is left out. What ends the thread is reported, and fails all that waits: no caller hangs.
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine
@@ -29,19 +32,53 @@ class StoreError(TloraError, OSError):
     """The database cannot be written now: its disk is full, or it cannot be reached. Nothing of the operation is kept."""
 
 
+class LeaseLostError(TloraError):
+    """Another server writes to this database now. The writer that meets this ends."""
+
+
 def _pass(_: str) -> None:
     pass
+
+
+def _no_check(_: Connection) -> None:
+    pass
+
+
+@dataclass
+class WriterEnd:
+    """Why the writer ended before it was closed; None while it has not. `tell` is called with the reason, in the writer's thread."""
+
+    reason: str | None = None
+    tell: Callable[[str], None] = _pass
+
+    def see(self, reason: str) -> None:
+        self.reason = reason
+        self.tell(reason)
+
+
+_Item = tuple[Operation[Any], Future[Any]]
 
 
 class Writer:
     """Operations run one after the other, in the order in which they were given. Use `submit`, and `close` at the end."""
 
-    def __init__(self, engine: Engine, on_commit: Callable[[], None] = lambda: None, failpoint: Failpoint = _pass) -> None:
-        """`on_commit` is called in the writer's thread after each commit, before the futures have their values."""
-        self._engine, self._on_commit, self._failpoint = engine, on_commit, failpoint
-        self._queue: queue.SimpleQueue[tuple[Operation[Any], Future[Any]] | None] = queue.SimpleQueue()
+    def __init__(
+        self,
+        engine: Engine,
+        on_commit: Callable[[], None] = lambda: None,
+        failpoint: Failpoint = _pass,
+        check: Callable[[Connection], None] = _no_check,
+    ) -> None:
+        """`on_commit` is called in the writer's thread after each commit, before the futures have their values. `check` is called at the
+        beginning of each transaction; LeaseLostError from it ends the writer.
+        """
+        self._engine, self._on_commit, self._failpoint, self._check = engine, on_commit, failpoint, check
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._closing = threading.Lock()
-        self._closed = False
+        self._refusal: str | None = None  # why nothing more is taken
+        self._batch: list[_Item] = []  # what is being written
+        self.end = WriterEnd()
+        self.problem: str | None = None  # why the last transaction failed; None after one that did not
         self.commits = self.operations = 0
         self._thread = threading.Thread(target=self._run, name="database writer", daemon=True)
         self._thread.start()
@@ -50,8 +87,8 @@ class Writer:
         """The operation's value, once it is on the disk. What it raises undoes it alone; StoreError if the commit fails."""
         future: Future[T] = Future()
         with self._closing:
-            if self._closed:
-                future.set_exception(StoreError("the server is shutting down; send the request again when it is back"))
+            if self._refusal is not None:
+                future.set_exception(StoreError(f"{self._refusal}; send the request again when the server is back"))
             else:
                 self._queue.put((operation, future))
         return future
@@ -63,22 +100,44 @@ class Writer:
     def close(self) -> None:
         """After all that was submitted."""
         with self._closing:
-            if not self._closed:
-                self._closed = True
+            if self._refusal is None:
+                self._refusal = "the server is shutting down"
                 self._queue.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         busy = False
-        while True:
-            batch, ended = self._gather(busy)
-            if batch:
-                self._write(batch)
-            if ended:
-                return
-            busy = len(batch) > 1
+        try:
+            while True:
+                gathered, ended = self._gather(busy)
+                self._batch = [item for item in gathered if item[1].set_running_or_notify_cancel()]
+                if self._batch:
+                    self._write(self._batch)
+                if ended:
+                    return
+                busy = len(gathered) > 1
+        except BaseException as error:  # nothing else writes: requests would wait for ever
+            self._end(error)
 
-    def _gather(self, busy: bool) -> tuple[list[tuple[Operation[Any], Future[Any]]], bool]:
+    def _end(self, error: BaseException) -> None:
+        """Fail what waits, refuse what comes, and report it."""
+        lost = isinstance(error, LeaseLostError)
+        reason = str(error) if lost else f"the store's writer ended ({type(error).__name__}: {' '.join(str(error).split())})"
+        if not lost:
+            logging.getLogger(__name__).critical("the store's writer ended", exc_info=error)
+        with self._closing:
+            self._refusal = reason
+        waiting = self._batch
+        while not self._queue.empty():
+            item = self._queue.get_nowait()
+            if item is not None and item[1].set_running_or_notify_cancel():
+                waiting = [*waiting, item]
+        for _, future in waiting:
+            if not future.done():
+                future.set_exception(StoreError(f"{reason}; whether this was kept is not known. Ask again when the server is back"))
+        self.end.see(reason)
+
+    def _gather(self, busy: bool) -> tuple[list[_Item], bool]:
         """What to write together. A lone operation is not kept waiting; after a batch the next one is given time to fill."""
         first = self._queue.get()
         if first is None:
@@ -95,16 +154,17 @@ class Writer:
             batch.append(item)
         return batch, False
 
-    def _write(self, batch: list[tuple[Operation[Any], Future[Any]]]) -> None:
+    def _write(self, batch: list[_Item]) -> None:
         done: list[tuple[Future[Any], Any]] = []
         try:
             with self._engine.connect().execution_options(writes=True) as connection, connection.begin():
+                self._check(connection)
                 for operation, future in batch:
                     self._failpoint("operation")
                     try:
                         with connection.begin_nested():
                             value = operation(connection)
-                    except (OperationalError, InterfaceError):  # of the database, not of this operation alone
+                    except (OperationalError, InterfaceError, LeaseLostError):  # of the database, not of this operation alone
                         raise
                     except Exception as error:
                         future.set_exception(error)
@@ -112,21 +172,28 @@ class Writer:
                         done.append((future, value))
                 self._failpoint("before commit")
             self._failpoint("after commit")
+        except LeaseLostError:
+            raise
         except Exception as error:
             self._fail(batch, error)
             return
         self.commits += 1
         self.operations += len(done)
-        self._on_commit()
+        self.problem = None
+        try:
+            self._on_commit()
+        except Exception:  # of the one that is told: what was written stands
+            logging.getLogger(__name__).exception("a commit could not be announced")
         for future, value in done:
             future.set_result(value)
         self._failpoint("answered")
 
-    def _fail(self, batch: list[tuple[Operation[Any], Future[Any]]], error: Exception) -> None:
+    def _fail(self, batch: list[_Item], error: Exception) -> None:
         first: BaseException = error
         while (earlier := first.__cause__ or first.__context__) is not None:  # SQLite rolls back when its disk is full: undoing fails too
             first = earlier
         why = " ".join(str(getattr(first, "orig", first)).split())
+        self.problem = f"the database cannot be written ({why})"
         for _, future in batch:
             if not future.done():
-                future.set_exception(StoreError(f"the database cannot be written ({why}); nothing was kept. Send the request again later"))
+                future.set_exception(StoreError(f"{self.problem}; nothing was kept. Send the request again later"))

@@ -16,7 +16,7 @@ from tlora.service.database.answer_rows import Answer, hash_payload, once
 from tlora.service.keys import new_id
 from tlora.service.orders import Name, OrderSpec, SweepOrder, describe, expand_sweep
 from tlora.service.problems import ErrorBody, RefusedError
-from tlora.service.services import Services, services_of
+from tlora.service.services import Desk, Services, services_of
 from tlora.service.views import JobList, JobView, Status, Sweep
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -72,10 +72,14 @@ async def accept(services: Services, request: Request, orders: list[OrderSpec], 
 
         return once(connection, tenant, key, payload, insert)
 
-    answer = await services.write(work)
+    answer = await services.write(work, lambda _: announce(services, made))
+    return Response(answer.body, answer.status, media_type="application/json")
+
+
+def announce(services: Services, made: list[Row[Any]]) -> None:
+    """Tell the controller of jobs that were committed; a repeated request has made none."""
     if made:
         services.desk.accepted(made)
-    return Response(answer.body, answer.status, media_type="application/json")
 
 
 def check_order(services: Services, order: OrderSpec) -> None:
@@ -117,33 +121,28 @@ def show_job(job_id: JobId, request: Request) -> JobView:
 Change = Callable[[Connection, str, str], Row[Any]]
 
 
-async def _change(request: Request, job_id: str, change: Change) -> tuple[Services, Row[Any]]:
+async def _change(request: Request, job_id: str, change: Change, tell: Callable[[Desk], Callable[[str], None]]) -> JobView:
     services, tenant = services_of(request), caller_of(request).tenant
-    return services, await services.write(lambda connection: change(connection, tenant, job_id))
+    row = await services.write(lambda connection: change(connection, tenant, job_id), lambda _: tell(services.desk)(job_id))
+    return services.view(row)
 
 
 @router.post("/jobs/{job_id}/pause")
 async def pause_job(job_id: JobId, request: Request) -> JobView:
     """The job checkpoints, leaves its GPU and waits for `resume`. One that is paused stays so."""
-    services, row = await _change(request, job_id, job_rows.pause)
-    services.desk.paused(job_id)
-    return services.view(row)
+    return await _change(request, job_id, job_rows.pause, lambda desk: desk.paused)
 
 
 @router.post("/jobs/{job_id}/resume")
 async def resume_job(job_id: JobId, request: Request) -> JobView:
     """A paused job goes on from its checkpoint."""
-    services, row = await _change(request, job_id, job_rows.resume)
-    services.desk.resumed(job_id)
-    return services.view(row)
+    return await _change(request, job_id, job_rows.resume, lambda desk: desk.resumed)
 
 
 @router.post("/jobs/{job_id}/cancel")
 async def cancel_job(job_id: JobId, request: Request) -> JobView:
     """The job ends; its checkpoints stay."""
-    services, row = await _change(request, job_id, job_rows.cancel)
-    services.desk.cancelled(job_id)
-    return services.view(row)
+    return await _change(request, job_id, job_rows.cancel, lambda desk: desk.cancelled)
 
 
 @router.post("/jobs/{job_id}/clone", status_code=201, response_model=JobView)

@@ -66,9 +66,8 @@ async def revoke_key(key_id: Annotated[str, Path(max_length=64, pattern="^[a-z0-
     services = services_of(request)
     if key_id == caller_of(request).key_id:
         raise RefusedError(409, "own_key", "a key cannot revoke itself. Use another admin key, or `tlora keys revoke --local`")
-    if not await services.write(lambda connection: keyring.revoke_key(connection, key_id)):
+    if not await services.write(lambda connection: keyring.revoke_key(connection, key_id), lambda _: services.ring.forget()):
         raise missing("key", key_id)
-    services.ring.forget()
     return Deleted(id=key_id, object="key")
 
 
@@ -91,9 +90,11 @@ async def add_base(order: BaseOrder, request: Request) -> BaseView:
         if path is None:
             connection.execute(bases.insert().values(name=order.name, path=order.path, created=time.time()))
 
-    await services.write(insert)
-    services.bases[order.name] = order.path
-    services.desk.base_added(order.name, order.path)
+    def announce(_: None) -> None:
+        services.bases[order.name] = order.path
+        services.desk.base_added(order.name, order.path)
+
+    await services.write(insert, announce)
     return _view(services, order.name)
 
 

@@ -113,9 +113,7 @@ async def create(creation: Creation, request: Request, retry_count: RetryCount =
         fresh.append(row)
         return row
 
-    row = await services.write(work)
-    if fresh:
-        services.desk.accepted(fresh)
+    row = await services.write(work, lambda _: own.announce(services, fresh))
     # The task runs once the last byte was handed over. The server drops an answer silently whose client has gone: that one is lost.
     gone = await request.is_disconnected()
     sent = BackgroundTask(services.write, lambda connection: answer_rows.mark_sent(connection, row.id))

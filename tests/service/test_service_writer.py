@@ -1,0 +1,173 @@
+"""The only writer of the store, under cancelled requests and at its own end: no caller hangs, and the server says why it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy import Connection, Engine, select
+
+from tests.service.fake_cluster import fake_hall
+from tests.service.served import Served, config_of, until
+from tlora.errors import TloraError
+from tlora.service import server as server_module
+from tlora.service.database.store import open_store
+from tlora.service.database.tables import tenants
+from tlora.service.database.writer import StoreError, Writer
+
+
+@pytest.fixture
+def engine(database_url: str) -> Iterator[Engine]:
+    found = open_store(database_url)
+    yield found
+    found.dispose()
+
+
+class Gate:
+    """An operation that keeps the writer until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def __call__(self, _: Connection) -> str:
+        self.reached.set()
+        self.open.wait()
+        return "written"
+
+
+def add(name: str) -> Any:
+    return lambda connection: connection.execute(tenants.insert().values(id=name, name=name, created=0.0)) and None
+
+
+def names(engine: Engine) -> list[str]:
+    with engine.connect() as connection:
+        return list(connection.execute(select(tenants.c.name).order_by(tenants.c.name)).scalars())
+
+
+def test_cancelled_before_its_turn_an_operation_is_left_out_and_the_next_is_written(engine: Engine) -> None:
+    writer, gate = Writer(engine), Gate()
+    held = writer.submit(gate)
+    gate.reached.wait()
+    cancelled = writer.submit(add("cancelled"))
+    assert cancelled.cancel()
+    gate.open.set()
+    assert held.result() == "written"
+    writer.do(add("next"))
+    assert names(engine) == ["next"] and writer.end.reason is None
+    writer.close()
+
+
+def test_what_is_being_written_can_not_be_cancelled_any_more(engine: Engine) -> None:
+    writer, gate = Writer(engine), Gate()
+    held = writer.submit(gate)
+    gate.reached.wait()
+    assert not held.cancel()
+    gate.open.set()
+    assert held.result() == "written"
+    writer.close()
+
+
+@pytest.mark.soak
+def test_cancelled_at_any_moment_nothing_is_half_told(engine: Engine) -> None:
+    """Thousands of operations of which a third is cancelled from another thread: written if and only if not cancelled."""
+    writer = Writer(engine)
+    futures = {f"t{number:05d}": writer.submit(add(f"t{number:05d}")) for number in range(3000)}
+    cancelled = {name for number, (name, future) in enumerate(futures.items()) if number % 3 == 0 and future.cancel()}
+    writer.do(lambda _: None)
+    assert set(names(engine)) == set(futures) - cancelled
+    assert all(future.result() is None for name, future in futures.items() if name not in cancelled)
+    writer.close()
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), MemoryError("of the thread")], ids=lambda one: type(one).__name__)
+def test_an_end_of_the_writer_fails_all_that_waits_and_is_reported(engine: Engine, error: BaseException) -> None:
+    told: list[str] = []
+    gate, calls = Gate(), list[str]()
+
+    def fail(point: str) -> None:
+        calls.append(point)
+        if point == "answered" and len(calls) > 3:
+            raise error
+
+    writer = Writer(engine, failpoint=fail)
+    writer.end.tell = told.append
+    held = writer.submit(gate)
+    gate.reached.wait()
+    later = [writer.submit(add("first")), writer.submit(add("second"))]
+    gate.open.set()
+    assert held.result() == "written"
+    for future in later:
+        assert isinstance(future.exception(), StoreError)
+    with pytest.raises(StoreError, match="ended"):
+        writer.do(add("too late"))
+    until(lambda: told)
+    assert told == [writer.end.reason] and type(error).__name__ in told[0]
+    writer.close()
+
+
+def test_a_bell_that_cannot_ring_ends_nothing(engine: Engine) -> None:
+    def break_bell() -> None:
+        raise RuntimeError("no loop")
+
+    writer = Writer(engine, break_bell)
+    writer.do(add("a"))
+    writer.do(add("b"))
+    assert names(engine) == ["a", "b"]
+    writer.close()
+
+
+def test_a_request_that_is_cancelled_after_its_commit_is_announced_all_the_same(served: Served) -> None:
+    services, gate, told = served.opened.services, Gate(), list[str]()
+
+    async def run() -> None:
+        request = asyncio.create_task(services.write(gate, told.append))
+        await asyncio.to_thread(gate.reached.wait)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        gate.open.set()
+        while not told:
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert told == ["written"]
+    served.submit("alice")  # the writer goes on
+
+
+def test_the_writers_end_ends_the_server_with_a_message_and_answers_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own: `serve` until its end."""
+    config = config_of(tmp_path / "server", port=0)
+    trigger, said = tmp_path / "trigger", tmp_path / "said"
+
+    def fail(point: str) -> None:
+        if trigger.exists() and point == "operation":
+            raise SystemExit("of the thread alone")
+
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            hall, _, _ = fake_hall(config.directory)
+            opened = server_module.open_server
+            monkeypatch.setattr(server_module, "open_server", lambda found: opened(found, hall, fail))
+            server_module.serve(config, lambda _: None)
+        except TloraError as error:
+            said.write_text(str(error))
+            status = 2
+        finally:
+            os._exit(status)
+    address = until(lambda: (config.directory / "address").is_file() and (config.directory / "address").read_text().strip())
+    key = (config.directory / "first-key").read_text().strip()
+    with httpx.Client(base_url=address, headers={"X-API-Key": key}, timeout=60) as client:
+        until(lambda: client.get("/readyz").status_code == 200)
+        trigger.touch()
+        answer = client.post("/v1/keys", json={"name": "one"})
+    assert answer.status_code == 503 and answer.headers["Retry-After"], answer.text
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    assert "writer ended (SystemExit" in said.read_text() and "started again" in said.read_text()
