@@ -163,6 +163,7 @@ class DataConfig(BaseModel):
     eval_seed: Annotated[int, Field(ge=0, lt=2**32)] = 42  # not the job's seed: jobs of other seeds are evaluated on the same rows
     max_length: Annotated[int, Field(ge=2, le=10**9)] = 1024  # tokens; longer samples are cut at the end
     train_on: TrainOn = "completions"
+    packing: bool = False  # samples share rows of max_length tokens, and batch_size counts rows
     on_bad_rows: Literal["error", "drop"] = "error"  # rows that cannot be used: listed, or left out and counted
     chat_template_kwargs: TemplateKwargs = {}  # for the chat template, such as enable_thinking: false; a row's own win
     chat_template: str | None = None  # a file with a Jinja template, instead of the base model's own
@@ -228,6 +229,7 @@ SCHEDULED = ("arrival_seconds", "priority", "max_slowdown", "deadline_seconds")
 _DATA_KEYS = (
     "max_length",
     "train_on",
+    "packing",
     "on_bad_rows",
     "chat_template_kwargs",
     "eval_size",
@@ -294,6 +296,11 @@ class JobSpec(LoraConfig, TrainConfig):
             )
         if rows != "samples" and data.train_on != "completions":
             raise ValueError(f"objective {self.objective} learns from answers alone: train_on: {data.train_on} has no meaning. Take it out")
+        if rows != "samples" and data.packing:
+            raise ValueError(
+                f"objective {self.objective} takes batches of {_TAKES[rows]}, and packing makes batches of rows that hold several samples. "
+                "Take packing out"
+            )
         if rows == "labelled" and self.batch_size == 1:
             raise ValueError(
                 f"objective {self.objective} compares an answer with those of other rows of its batch, and batch_size is 1. Set at least 2"

@@ -148,6 +148,7 @@ def test_data_of_the_other_kind_fails_its_job_alone(
     ("fields", "words"),
     [
         ({"objective": "dpo", "data": {"path": "x", "train_on": "all"}}, "train_on: all has no meaning"),
+        ({"objective": "kto", "data": {"path": "x", "packing": True}}, "Take packing out"),
         ({"objective": "dpo", "data": {"path": "x", "format": "chat"}}, "does not learn from format chat"),
         ({"data": {"path": "x", "format": "preference"}}, "does not learn from format preference"),
         ({"objective": "dpo", "beta": 0}, "beta"),

@@ -73,6 +73,7 @@ OTHER_VALUES: dict[str, Any] = {  # a value of each key that is not its default
     "eval_seed": 7,
     "max_length": 99,
     "train_on": "all",
+    "packing": True,
     "on_bad_rows": "drop",
     "chat_template": "/data/chat.jinja",
     "chat_template_kwargs": {"enable_thinking": False},

@@ -19,7 +19,7 @@ from tlora.errors import ConfigError, TloraError
 from tlora.job import DataSource
 from tlora.jobs_file import read_settings
 
-_DATA_KEYS = ("format", "eval_size", "eval_seed", "max_length", "train_on", "on_bad_rows")
+_DATA_KEYS = ("format", "eval_size", "eval_seed", "max_length", "train_on", "packing", "on_bad_rows")
 
 
 def submit_plan(connection: Connection, plan: Plan, start_from: str | None, console: Console, notes: Console) -> list[RemoteJob]:

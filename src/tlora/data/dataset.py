@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tlora import durable
-from tlora.data.order import Mixture
+from tlora.data.order import Epoch
 from tlora.errors import DataError
 
 FORMAT_VERSION = 3  # part of every cache key: raise it when the same input gives other tokens, weights or files
@@ -63,10 +63,10 @@ class Dataset:
     """Samples of a finished set, or of the part of it that `indices` names.
 
     `lengths` are tokens a sample, of all its sequences; `trained` is the sum of the loss weights of a sample's targets. `epoch` is what
-    an epoch takes: all samples, or those of a mixture.
+    an epoch takes: by default all samples.
     """
 
-    def __init__(self, directory: Path, indices: npt.NDArray[np.int64] | None = None, mixture: Mixture | None = None) -> None:
+    def __init__(self, directory: Path, indices: npt.NDArray[np.int64] | None = None, epoch: Epoch | None = None) -> None:
         """Raises DataError for a set whose files have been cut or changed."""
         offsets, trained = _shared(directory / "offsets.npy", _load), _shared(directory / "trained.npy", _load)
         starts, ends = (offsets[:-1], offsets[1:]) if indices is None else (offsets[indices], offsets[indices + 1])
@@ -77,7 +77,7 @@ class Dataset:
             raise _changed(directory / "meta.json", str(error)) from error
         self.lengths: npt.NDArray[np.int64] = np.asarray(ends - starts)
         self.trained: npt.NDArray[np.float64] = np.asarray(trained if indices is None else trained[indices])
-        self.epoch: int | Mixture = mixture or len(starts)
+        self.epoch: Epoch = len(starts) if epoch is None else epoch
         self.max_token_id = int(str(self.meta["max_token_id"]))
         self._starts = starts
         ends = directory / "sequence_ends.npy"

@@ -1,6 +1,7 @@
 """The order of samples in an epoch (also of a mixture), the global batches cut from it, and the train/eval split.
 
-Counter-based: every answer depends on its arguments only, so a resumed job needs no random state.
+Counter-based: every answer depends on its arguments only, so a resumed job needs no random state. Which samples share a packed row is
+`packed_rows.py`'s.
 """
 
 from __future__ import annotations
@@ -26,6 +27,19 @@ class Mixture:
     takes: tuple[int, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Samples grouped in rows, each in one: row i is `samples[starts[i]:starts[i + 1]]`. An epoch takes `rows` of them."""
+
+    rows: int | Mixture
+    samples: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+
+
+Epoch = int | Mixture | PackedRows
+"""What an epoch takes: all of so many samples, samples of several sources, or rows of samples."""
+
+
 def mix(sizes: Sequence[int], weights: Sequence[float]) -> Mixture:
     """An epoch takes samples in proportion to `weights`: as many as possible without taking one twice, so at least one source is used up.
 
@@ -37,9 +51,21 @@ def mix(sizes: Sequence[int], weights: Sequence[float]) -> Mixture:
     return Mixture(tuple(sizes), tuple(takes))
 
 
-def epoch_size(samples: int | Mixture) -> int:
-    """Samples of one epoch."""
-    return samples if isinstance(samples, int) else sum(samples.takes)
+def epoch_size(epoch: Epoch) -> int:
+    """Samples of one epoch, or rows where they are packed: what `batch_size` counts."""
+    if isinstance(epoch, PackedRows):
+        return epoch_size(epoch.rows)
+    return epoch if isinstance(epoch, int) else sum(epoch.takes)
+
+
+def takes_all(epoch: Epoch) -> bool:
+    """Whether each epoch takes each sample once."""
+    return isinstance(epoch.rows if isinstance(epoch, PackedRows) else epoch, int)
+
+
+def row_tokens(lengths: npt.NDArray[np.int64], epoch: Epoch) -> npt.NDArray[np.int64]:
+    """Tokens of each thing that `batch_size` counts: of samples of so many tokens, or of the rows that they are packed in."""
+    return np.add.reduceat(lengths[epoch.samples], epoch.starts[:-1]) if isinstance(epoch, PackedRows) else lengths
 
 
 def epoch_order(seed: int, epoch: int, num_samples: int) -> npt.NDArray[np.int64]:
@@ -73,14 +99,17 @@ def _stretch(seed: int, begin: int, count: int, size: int) -> npt.NDArray[np.int
     return order if len(order) == count else np.concatenate([order, epoch_order(seed, turn + 1, size)[: count - len(order)]])
 
 
-def global_batch(step: int, samples: int | Mixture, batch_size: int, seed: int) -> list[int]:
-    """Sample indices of optimizer step `step` (from 0), of so many `samples`. Epochs follow one another; an epoch's last batch may be
-    smaller.
+def global_batch(step: int, epoch: Epoch, batch_size: int, seed: int) -> list[int]:
+    """Sample indices of optimizer step `step` (from 0): of `batch_size` samples, or of the samples in so many rows. Epochs follow one
+    another; an epoch's last batch may be smaller.
     """
-    size = epoch_size(samples)
-    assert step >= 0 and size > 0 and batch_size > 0, (step, samples, batch_size)
-    epoch, batch = divmod(step, -(-size // batch_size))
-    return _order_of_epoch(seed, epoch, samples)[batch * batch_size : (batch + 1) * batch_size].tolist()
+    if isinstance(epoch, PackedRows):
+        rows = global_batch(step, epoch.rows, batch_size, seed)
+        return [sample for row in rows for sample in epoch.samples[epoch.starts[row] : epoch.starts[row + 1]].tolist()]
+    size = epoch_size(epoch)
+    assert step >= 0 and size > 0 and batch_size > 0, (step, epoch, batch_size)
+    number, batch = divmod(step, -(-size // batch_size))
+    return _order_of_epoch(seed, number, epoch)[batch * batch_size : (batch + 1) * batch_size].tolist()
 
 
 @lru_cache(maxsize=64)  # 8 bytes a sample; one epoch of each of 64 jobs

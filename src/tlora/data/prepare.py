@@ -26,8 +26,9 @@ import numpy.typing as npt
 from tlora.data import known_sets
 from tlora.data.dataset import SCRATCH_PREFIX, Dataset
 from tlora.data.limits import DataLimits, describe_signal
-from tlora.data.order import Mixture, mix, split
+from tlora.data.order import Epoch, PackedRows, epoch_size, mix, split
 from tlora.data.overlap import count_shared
+from tlora.data.packed_rows import join_rows, pack_rows
 from tlora.data.report import DataReport
 from tlora.data.sources import shown_files
 from tlora.errors import DataError, ModelError
@@ -286,9 +287,9 @@ def open_sets(request: PrepareRequest, train_set: Path, eval_set: Path | None) -
         elif data.eval_size:
             train, held_out = split(len(whole), data.eval_size, data.eval_seed)
             evaluation = Dataset(train_set, held_out)
-        mixture = _mixture(data.sources, report.sources, train)
+        epoch = _epoch(data, report.sources, train_set, train)
         shared = _count_shared(train_set, eval_set if data.eval_path else None, data.eval_size, data.eval_seed)
-        return Prepared(Dataset(train_set, train, mixture), evaluation, report, data, eval_report, shared=shared)
+        return Prepared(Dataset(train_set, train, epoch), evaluation, report, data, eval_report, shared=shared)
     except DataError as error:
         return DataError(f"{data.called}: {error}")
 
@@ -304,16 +305,28 @@ def _count_shared(train_set: Path, eval_set: Path | None, eval_size: float, seed
     return count_shared(Dataset(train_set, train), Dataset(train_set, held_out))
 
 
-def _mixture(sources: Sequence[DataSource], counts: Sequence[int], train: npt.NDArray[np.int64] | None) -> Mixture | None:
-    """What an epoch takes of weighted `sources` with so many samples each, of which those in `train` are trained on (None: all)."""
-    weights = [source.weight for source in sources if source.weight is not None]
+def _epoch(data: DataConfig, counts: Sequence[int], train_set: Path, train: npt.NDArray[np.int64] | None) -> Epoch | None:
+    """What an epoch takes of sources with so many samples each, of which those in `train` are trained on (None: all)."""
+    weights = [source.weight for source in data.sources if source.weight is not None]
     if len(weights) < 2:
-        return None
+        return _pack(train_set, data.eval_size, data.eval_seed, data.max_length)[0] if data.packing else None
     sizes = list(counts) if train is None else np.diff(np.searchsorted(train, np.cumsum([0, *counts]))).tolist()
-    for source, size in zip(sources, sizes, strict=True):
+    for source, size in zip(data.sources, sizes, strict=True):
         if not size:
             raise DataError(f"eval_size takes all samples of {source.called} and leaves none to train on; lower it or add rows")
-    return mix(sizes, weights)
+    if not data.packing:
+        return mix(sizes, weights)
+    parts = _pack(train_set, data.eval_size, data.eval_seed, data.max_length, tuple(sizes))
+    return replace(join_rows(parts), rows=mix([epoch_size(part) for part in parts], weights))
+
+
+@lru_cache(maxsize=64)  # two seconds for a million samples, and the jobs of a sweep ask for the same
+def _pack(train_set: Path, eval_size: float, eval_seed: int, max_length: int, sizes: tuple[int, ...] = ()) -> list[PackedRows]:
+    """The training samples of a set in rows; those of sources of so many samples each for themselves."""
+    whole = Dataset(train_set)
+    train = split(len(whole), eval_size, eval_seed)[0] if eval_size else slice(None)
+    lengths = whole.lengths[train]
+    return [pack_rows(part, max_length) for part in np.split(lengths, np.cumsum(sizes[:-1]))]
 
 
 def _report(request: PrepareRequest, sources: Sequence[DataSource], dataset: Dataset) -> DataReport:

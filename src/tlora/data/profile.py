@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tlora.data.dataset import Dataset
-from tlora.data.order import Mixture, epoch_size, global_batch
+from tlora.data.order import Epoch, epoch_size, global_batch, takes_all
 from tlora.job import JobSpec
 from tlora.protocol import JobProfile
 
@@ -25,13 +25,13 @@ def profile_of(train: Dataset, spec: JobSpec, longest_tokens: int, adapter_param
     )
 
 
-def tokens_of_steps(lengths: npt.NDArray[np.int64], samples: int | Mixture, spec: JobSpec, steps: int) -> int:
-    """Tokens of the job's first `steps` global batches; `samples` is what an epoch takes. Whole epochs take all samples, unless they are
-    drawn from a mixture; batches of other epochs are looked up.
+def tokens_of_steps(lengths: npt.NDArray[np.int64], epoch: Epoch, spec: JobSpec, steps: int) -> int:
+    """Tokens of the job's first `steps` global batches. Whole epochs take all samples, unless they are drawn from a mixture; batches of
+    other epochs are looked up.
     """
-    steps_per_epoch = math.ceil(epoch_size(samples) / spec.batch_size)
-    epochs = steps // steps_per_epoch if isinstance(samples, int) else 0
-    rest = (global_batch(step, samples, spec.batch_size, spec.seed) for step in range(epochs * steps_per_epoch, steps))
+    steps_per_epoch = math.ceil(epoch_size(epoch) / spec.batch_size)
+    epochs = steps // steps_per_epoch if takes_all(epoch) else 0
+    rest = (global_batch(step, epoch, spec.batch_size, spec.seed) for step in range(epochs * steps_per_epoch, steps))
     return epochs * int(lengths.sum()) + sum(int(lengths[samples].sum()) for samples in rest)
 
 

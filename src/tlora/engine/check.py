@@ -13,7 +13,7 @@ import torch
 
 from tlora.cache_directory import open_caches
 from tlora.data.base_download import describe_download, fetch_base
-from tlora.data.order import Mixture, epoch_size
+from tlora.data.order import Mixture, PackedRows, epoch_size
 from tlora.data.prepare import Preparation, Prepared
 from tlora.data.report import DataReport
 from tlora.data.sources import shown_files
@@ -40,7 +40,9 @@ from tlora.supermodel.weight_files import check_unused, check_weights
 
 @dataclass(frozen=True)
 class SourceCheck:
-    """One of several data sources of a job: its samples, and how many of them an epoch takes (None: all that are not held out)."""
+    """One of several data sources of a job: its samples, and how many (with `packing`, of their rows) an epoch takes; None: all that are
+    not held out.
+    """
 
     name: str
     samples: int
@@ -265,6 +267,7 @@ def _job_check(job: PlannedJob, plan: RunPlan) -> JobCheck:
 def _source_checks(data: Prepared) -> tuple[SourceCheck, ...]:
     """Nothing for a single source, and for a cached set of an earlier version, which did not count them."""
     named, counts, epoch = data.data.sources, data.report.sources, data.train.epoch
+    epoch = epoch.rows if isinstance(epoch, PackedRows) else epoch
     if len(named) < 2 or len(counts) != len(named):
         return ()
     takes = epoch.takes if isinstance(epoch, Mixture) else [None] * len(named)

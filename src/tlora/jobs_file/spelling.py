@@ -37,6 +37,7 @@ _OLD: dict[str, tuple[str, str]] = {
         _BATCH,
     ),
     **dict.fromkeys(("completion_only_loss", "assistant_only_loss", "train_on_inputs", "mask_prompt", "train_on_prompt"), _TRAIN_ON),
+    **dict.fromkeys(("sample_packing", "neat_packing", "pack"), ("packing", "rows of max_length tokens, which batch_size counts")),
     **dict.fromkeys(("val_set_size", "val_size", "test_size", "eval_split", "validation_split"), _EVAL),
     **dict.fromkeys(("eval_dataset", "eval_data", "eval_file", "validation_file", "val_data"), ("eval_path", "")),
     **dict.fromkeys(("dataset", "datasets", "train_file", "train_dataset", "data_path", "dataset_path", "path", "file"), ("data", "")),

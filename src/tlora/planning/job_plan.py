@@ -16,7 +16,8 @@ from tlora.adapters.peft import load_params, read_config
 from tlora.adapters.state import AdapterLayout
 from tlora.batching.replicas import Span
 from tlora.cache_directory import cache_dir
-from tlora.data.order import epoch_size
+from tlora.data.dataset import Dataset
+from tlora.data.order import PackedRows, epoch_size, row_tokens
 from tlora.data.prepare import Preparation, Prepared, PrepareRequest, prepare
 from tlora.errors import DataError
 from tlora.group.wall import Failure, attempt
@@ -83,7 +84,10 @@ def _take_data(job: PlannedJob, data: Prepared | DataError, model: Any) -> None:
     job.data, job.longest = data, longest_sample(data)
     job.spec = job.spec.model_copy(update={"data": data.data})
     job.warnings += (
-        _warmup_warnings(job.spec, epoch_size(data.train.epoch)) + data.warnings() + _position_warnings(data, max_positions(model))
+        _warmup_warnings(job.spec, epoch_size(data.train.epoch))
+        + _packing_notes(job.spec, data.train)
+        + data.warnings()
+        + _position_warnings(data, max_positions(model))
     )
 
 
@@ -126,6 +130,19 @@ def _warmup_warnings(spec: JobSpec, epoch: int) -> list[str]:
     return [
         f"warmup_steps {spec.warmup_steps:g} is {warmup} steps, and the run has {steps}: its learning rate comes to {highest:.3g} of "
         f"{spec.learning_rate:g} and never falls. Write fewer, or a share such as warmup_steps: 0.1"
+    ]
+
+
+def _packing_notes(spec: JobSpec, train: Dataset) -> list[str]:
+    """How much more than `batch_size` samples a batch of packed rows holds: it trains something else than a batch of samples."""
+    if not isinstance(train.epoch, PackedRows):
+        return []
+    tokens = row_tokens(train.lengths, train.epoch)
+    rows, samples, most = len(tokens), len(train), spec.data.max_length
+    batch = min(spec.batch_size, rows)
+    return [
+        f"packing: {samples:,} samples make {rows:,} rows of up to {most:,} tokens ({tokens.sum() / (rows * most):.0%} full); a batch of "
+        f"{batch} rows holds about {batch * samples / rows:,.0f} samples, {tokens.mean() * batch:,.0f} tokens"
     ]
 
 

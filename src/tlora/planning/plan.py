@@ -15,6 +15,7 @@ import torch
 from tlora.adapters.state import AdapterLayout
 from tlora.batching.pack import auto_token_budget
 from tlora.batching.replicas import Span
+from tlora.data.order import row_tokens
 from tlora.data.prepare import Preparation
 from tlora.errors import CapacityError, ModelError
 from tlora.job import JobSpec, Recompute, RunSpec
@@ -215,9 +216,9 @@ def _budgets(run: RunSpec, jobs: Sequence[PlannedJob], longest: int, memory: Mem
 def _replica_batch(job: PlannedJob) -> tuple[float, float]:
     """Mean and standard deviation of the tokens of one replica's part of a global batch, which is drawn without replacement."""
     assert job.data is not None
-    lengths = job.data.train.lengths
-    samples = min(job.spec.batch_size, len(lengths)) / job.replicas
-    return float(lengths.mean()) * samples, float(lengths.std()) * math.sqrt(samples * (1 - samples / len(lengths)))
+    tokens = row_tokens(job.data.train.lengths, job.data.train.epoch)
+    rows = min(job.spec.batch_size, len(tokens)) / job.replicas
+    return float(tokens.mean()) * rows, float(tokens.std()) * math.sqrt(rows * (1 - rows / len(tokens)))
 
 
 def _depths(run: RunSpec, memory: MemoryModel) -> Sequence[int]:

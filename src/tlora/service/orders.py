@@ -58,6 +58,7 @@ class OrderedData(BaseModel):
     eval_seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     max_length: Annotated[int, Field(ge=2, le=10**9)] = 1024
     train_on: TrainOn = "completions"
+    packing: bool = False
     on_bad_rows: Literal["error", "drop"] = "error"
     chat_template_kwargs: Annotated[TemplateKwargs, Field(max_length=20)] = {}
 

@@ -29,7 +29,7 @@ _NOT_TOLD = {
     "save_total_limit",
     *SCHEDULED,
 }
-_DATA_TOLD = ("max_length", "train_on", "chat_template_kwargs")
+_DATA_TOLD = ("max_length", "packing", "train_on", "chat_template_kwargs")
 
 
 def model_card(spec: JobSpec, base_model: str, report: dict[str, Any], result: dict[str, Any], directory: Path) -> str:
