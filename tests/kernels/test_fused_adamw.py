@@ -105,7 +105,7 @@ class World:
 
 
 def config_of(rule: StepRule) -> TrainConfig:
-    return TrainConfig(
+    return TrainConfig.model_construct(  # an order may not have 1e300
         learning_rate=rule.learning_rate,
         lr_scheduler_type="constant",
         weight_decay=rule.weight_decay,
