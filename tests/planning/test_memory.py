@@ -18,6 +18,7 @@ from tests.tiny import SHAPE
 from tlora.adapters.state import AdapterLayout, AdapterShape
 from tlora.batching.replicas import Span
 from tlora.costs.hardware import live_cost_model
+from tlora.data.packed_rows import pack_rows
 from tlora.engine import session as training
 from tlora.engine.check import check
 from tlora.engine.watcher import Watcher
@@ -160,12 +161,20 @@ def test_a_reference_of_its_own_is_counted() -> None:
 
 
 def test_a_job_of_several_replicas_offers_a_replica_at_a_time() -> None:
-    data: Any = SimpleNamespace(train=np.recarray(100, [("lengths", "i4")]))
-    data.train.lengths[:] = 200
+    data: Any = SimpleNamespace(train=SimpleNamespace(lengths=np.full(100, 200), epoch=100))
     for gpus, budget in ((1, 3200), (2, 1664)):
         spec = JobSpec.model_validate({"name": "a", "data": "d", "batch_size": 16, "gpus": gpus})
         run = RunSpec.model_validate({"base_model": "b", "jobs": [spec]})
         assert _budgets(run, [PlannedJob(spec, data)], 300, MODEL, GPU)[0] == budget
+
+
+def test_a_job_that_is_packed_offers_whole_rows() -> None:
+    """16 samples of 200 tokens fill a row of 3,200, of which a batch takes 2."""
+    lengths = np.full(96, 200)
+    data: Any = SimpleNamespace(train=SimpleNamespace(lengths=lengths, epoch=pack_rows(lengths, 3200)))
+    spec = JobSpec.model_validate({"name": "a", "data": "d", "batch_size": 2})
+    run = RunSpec.model_validate({"base_model": "b", "jobs": [spec]})
+    assert _budgets(run, [PlannedJob(spec, data)], 300, MODEL, GPU)[0] == 6400
 
 
 @pytest.mark.parametrize(
@@ -177,8 +186,7 @@ def test_micro_batches_may_vary_in_size_where_the_gpu_hides_their_launches(layer
     """Four jobs of 8 samples of 200 tokens: all that they offer, or two thirds of what all but the largest do."""
     specs = [JobSpec.model_validate({"name": f"job{i}", "data": "d", "batch_size": 8}) for i in range(4)]
     run = RunSpec.model_validate({"base_model": "b", "jobs": specs})
-    data: Any = SimpleNamespace(train=np.recarray(100, [("lengths", "i4")]))
-    data.train.lengths[:] = 200
+    data: Any = SimpleNamespace(train=SimpleNamespace(lengths=np.full(100, 200), epoch=100))
     jobs = [PlannedJob(spec, data) for spec in specs]
     assert _budgets(run, jobs, 300, replace(MODEL, layer_weights=layer_weights), torch.device(device))[0] == budget
 
