@@ -33,6 +33,7 @@ from tlora.service.intake_requests import parse_request
 from tlora.service.machine import Places
 
 STEPS = 10
+TOKENS, TOKEN_BYTES = "0a1b2c", 5000  # of all jobs of a tenant, as if they learned from the same
 PROFILE = {"tokens_per_step": 100.0, "steps": STEPS, "longest_sample_tokens": 30, "adapter_parameters": 1000, "length_histogram": [0, 1]}
 
 
@@ -184,7 +185,10 @@ class FakeIntake:
                 path = request.spec.data.sources[0].path
                 self._answer({"key": request.key, "problem": f"{path}, line 3: not JSON; correct it"})
             else:
-                sets = {"train_set": "t", "eval_set": None, "samples": 80, "warnings": []}
+                tokens = Path(request.tokens_dir) / TOKENS
+                tokens.mkdir(parents=True, exist_ok=True)
+                (tokens / "tokens.bin").write_bytes(bytes(TOKEN_BYTES))
+                sets = {"train_set": str(tokens), "eval_set": None, "samples": 80, "warnings": []}
                 self._answer({"key": request.key, "profile": PROFILE} | sets)
 
 

@@ -76,7 +76,7 @@ def test_a_jobs_data_is_read_until_it_has_been_read(seen: Seen) -> None:
     assert "read" not in (seen.live.waiting_for("a", "queued") or ""), "whatever the picture still shows"
     seen.outcomes.read("a")
     until(lambda: not seen.live.picture.reading)
-    seen.outcomes.wait_for_room("a")
+    seen.outcomes.wait_for("a", "room on the server's disk")
     seen.waits("a", "preparing", "room on the server's disk")
 
 

@@ -70,9 +70,9 @@ def test_an_older_sqlite_store_is_copied_before_it_is_changed(tmp_path: Path, mo
     with engine.begin() as connection:
         add_tenant(connection, "kept")
     engine.dispose()
-    monkeypatch.setattr(store, "SCHEMA", "0002")  # as if this program had one more
+    monkeypatch.setattr(store, "SCHEMA", "0003")  # as if this program had one more
     open_store(url).dispose()
-    (copy,) = tmp_path.glob("tlora.db.before-0002-*")
+    (copy,) = tmp_path.glob("tlora.db.before-0003-*")
     with sqlite3.connect(copy) as found:
         assert found.execute("SELECT name FROM tenants").fetchall() == [("kept",)]
     found.close()
@@ -284,5 +284,11 @@ def test_a_row_with_text_that_the_database_cannot_hold_fails_alone(engine: Engin
 
 
 def test_no_table_is_without_a_tenant_but_those_of_the_operator() -> None:
-    assert {name for name, table in metadata.tables.items() if "tenant" not in table.c} == {"tenants", "job_files", "bases"}
+    assert {name for name, table in metadata.tables.items() if "tenant" not in table.c} == {
+        "tenants",
+        "job_files",
+        "job_tokens",
+        "bases",
+        "store",
+    }
     assert jobs.c.tenant.nullable is False

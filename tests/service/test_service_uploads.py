@@ -212,7 +212,7 @@ def test_an_endless_chunked_upload_and_one_that_breaks_off_leave_nothing(tmp_pat
         assert served.ask("alice", "GET", "/v1/files", 200)["data"] == []
 
 
-def test_a_file_in_use_stays_and_what_nobody_uses_goes_after_a_grace_period(tmp_path: Path) -> None:
+def test_a_file_in_use_stays_and_what_nobody_uses_goes_after_a_grace_period(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with serving(tmp_path, eager=False) as served:
         keeper, file = Housekeeping(served.opened.services), served.upload("alice")
         job = served.submit("alice", file=file)["id"]
@@ -228,10 +228,22 @@ def test_a_file_in_use_stays_and_what_nobody_uses_goes_after_a_grace_period(tmp_
         assert len(kept(served)) == 3, "all are younger than the grace period"
         later = kept(served)[0].stat().st_mtime + 3601
         keeper.sweep(later)
-        assert len(kept(served)) == 1, "the twin's bytes"
+        assert len(kept(served)) == 2, "the twin's bytes, and what the store has no record of"
         served.ask("alice", "DELETE", f"/v1/files/{twin}", 200)
         keeper.sweep(later)
-        assert kept(served) == []
+        assert kept(served) == [orphan], "never deleted without a record"
+        assert [record.message for record in caplog.records if "no record" in record.message] == [
+            f"{orphan}: the store has no record of it; it is left alone. Remove it by hand"
+        ], "listed once"
+
+
+def test_an_upload_beyond_the_storage_leaves_no_bytes_behind(tmp_path: Path) -> None:
+    with serving(tmp_path, limits={"storage_bytes": len(ROW)}) as served:
+        served.upload("alice", ROW)
+        found = served.ask("alice", "POST", "/v1/files", 413, files={"file": ("a.jsonl", ROW * 2)}, data={"purpose": "fine-tune"})
+        assert found["error"]["code"] == "storage_full" and len(kept(served)) == 1
+        served.ask("alice", "POST", "/v1/files", 413, files={"file": ("a.jsonl", ROW)}, data={"purpose": "fine-tune"})
+        assert len(kept(served)) == 1, "the first file's own bytes stay"
 
 
 def test_jobs_past_their_retention_go_with_their_directories(tmp_path: Path) -> None:

@@ -162,7 +162,8 @@ def test_the_writers_end_ends_the_server_with_a_message_and_answers_what_waits(t
             status = 2
         finally:
             os._exit(status)
-    address = until(lambda: (config.directory / "address").is_file() and (config.directory / "address").read_text().strip())
+    until((config.directory / "address").is_file)
+    address = (config.directory / "address").read_text().strip()
     key = (config.directory / "first-key").read_text().strip()
     with httpx.Client(base_url=address, headers={"X-API-Key": key}, timeout=60) as client:
         until(lambda: client.get("/readyz").status_code == 200)

@@ -19,6 +19,7 @@ from pathlib import Path
 from tlora import durable, manifest
 from tlora.errors import ConfigError, DataError
 from tlora.json_file import read_object
+from tlora.service import store_id
 from tlora.service.config import ServerConfig
 from tlora.service.database.store import SCHEMA
 from tlora.version import __version__
@@ -26,7 +27,7 @@ from tlora.version import __version__
 INDEX = "BACKUP.json"
 _DATABASE = "tlora.db"
 _COPIED = ("files", "jobs", "bases")
-_SECRETS = ("secret", "first-key")
+_SECRETS = ("secret", "first-key", store_id.FILE)
 _CHUNK = 1 << 20
 _ROUNDS = 5  # over a job whose checkpoints change while they are copied
 
@@ -225,6 +226,8 @@ def _reopen(database: Path) -> list[str]:
     try:
         with connection:
             connection.execute("UPDATE jobs SET intake = NULL WHERE ended IS NULL")
+            if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'store'").fetchone():  # not in backups of older versions
+                connection.execute("UPDATE store SET holder = '', place = ''")  # of the server that was copied
             connection.execute("UPDATE jobs SET status = 'preparing' WHERE ended IS NULL AND status != 'paused'")
             return [str(row[0]) for row in connection.execute("SELECT id FROM jobs WHERE ended IS NULL")]
     finally:

@@ -155,13 +155,18 @@ class Controller:
     def _take_up(self, rows: Sequence[Row[Any]]) -> None:
         """Through intake, or, where their data has been read before, to the cluster."""
         for row in rows:
-            if row.intake is not None:
+            if self._reader.has_tokens(row):
                 self._admit(row)
                 continue
+            if row.intake is not None:
+                self._outcomes.read_again(row.id)
             try:
                 spec = self._reader.spec(row, self._bases)
             except (TloraError, ValueError, KeyError) as error:
                 self._outcomes.fail(row.id, str(error))
+                continue
+            if missing := self._reader.missing(row, spec):
+                self._wait_for_files(row.id, missing)
                 continue
             tokens = str(self._directory / "tokens" / row.tenant)
             request = IntakeRequest(row.id, self._bases[row.base_model], row.tenant, spec, tokens)
@@ -186,19 +191,43 @@ class Controller:
         elif "rows" in answer:
             self._outcomes.reading(key, answer["rows"], answer["share"])
         elif answer.get("disk_full"):
-            self._read_later(key)
+            self._read_later(key, "room on the server's disk, for what is made of its data")
         elif "problem" in answer:
-            self._outcomes.fail(key, self._reader.in_tenants_words(key, answer["problem"]))
+            self._see_problem(key, answer["problem"])
         else:
             self._see_profile(key, {name: value for name, value in answer.items() if name != "key"})
 
-    def _read_later(self, job_id: str) -> None:
-        """What is made of its data has no room on the disk now: the job waits, and nothing of it is lost."""
+    def _see_problem(self, job_id: str, problem: str) -> None:
         with self._engine.connect() as connection:
             row = job_rows.row_of(connection, job_id)
+        missing = self._reader.missing(row) if row is not None and row.ended is None else []
+        if missing:
+            self._wait_for_files(job_id, missing)
+        else:
+            self._outcomes.fail(job_id, self._reader.in_tenants_words(job_id, problem))
+
+    def _wait_for_files(self, job_id: str, missing: list[str]) -> None:
+        """A job is never failed for what the server has lost: a disk may not be mounted, a backup not be back yet."""
+        more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
+        logging.getLogger(__name__).warning("%s waits: %s%s is not in %s", job_id, missing[0], more, self._directory)
+        self._read_later(job_id, f"{missing[0]}{more}, which the server has lost: its operator must bring it back")
+
+    def _read_later(self, job_id: str, waits_for: str) -> None:
+        """Its data cannot be read now, for reasons of the server's: the job waits, and nothing of it is lost."""
+        self._outcomes.wait_for(job_id, waits_for)
+        _later(self._look_again, job_id)
+
+    def _look_again(self, job_id: str) -> None:
+        if self._closing:
+            return
+        try:
+            with self._engine.connect() as connection:
+                row = job_rows.row_of(connection, job_id)
+        except SQLAlchemyError:
+            _later(self._look_again, job_id)
+            return
         if row is not None and row.ended is None:
-            self._outcomes.wait_for_room(job_id)
-            _later(self._inbox.put, [row])
+            self._inbox.put([row])
 
     def _see_base(self, name: str, answer: Answer) -> None:
         with self._lock:

@@ -9,10 +9,12 @@ import hmac
 import secrets
 from pathlib import Path
 
+from tlora.errors import ConfigError
 from tlora.service.keys import write_secret
 from tlora.service.problems import RefusedError
 
 _MAC_BYTES = 16
+_SECRET_BYTES = 32
 
 
 class Cursors:
@@ -43,8 +45,17 @@ class Cursors:
 
 
 def open_secret(directory: Path) -> bytes:
-    """The server's own secret, made at its first start (0600)."""
+    """The server's own secret, made at its first start (0600). Raises ConfigError for a file that holds none: it is never replaced."""
     path = directory / "secret"
-    if not path.is_file():
-        write_secret(path, secrets.token_hex(32))
-    return bytes.fromhex(path.read_text(encoding="ascii").strip())
+    if not path.exists():
+        write_secret(path, secrets.token_hex(_SECRET_BYTES))
+    try:
+        found = bytes.fromhex(path.read_text(encoding="ascii").strip())
+    except (OSError, ValueError):
+        found = b""
+    if len(found) != _SECRET_BYTES:
+        raise ConfigError(
+            f"{path}: does not hold {2 * _SECRET_BYTES} hexadecimal digits; it was cut or cannot be read. Put it back from a backup, or "
+            "remove it for a new one: browsers then have to log in again, and cursors of pages begin anew. Keys and jobs are not concerned"
+        )
+    return found

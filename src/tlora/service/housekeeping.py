@@ -28,6 +28,7 @@ class Housekeeping:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._ended = threading.Event()
+        self._unknown: set[Path] = set()  # content without a record, which has been listed
         self._thread = threading.Thread(target=self._run, name="housekeeping", daemon=True)
 
     def start(self) -> None:
@@ -57,7 +58,9 @@ class Housekeeping:
                 logging.getLogger(__name__).exception("housekeeping is tried again later")
 
     def _collect_files(self, now: float) -> None:
-        """Scratch files and content without a row, both older than the grace period: an upload may be under way."""
+        """Scratch files, and content that was deleted, both older than the grace period: an upload may be under way. Content without a
+        record is listed once and left alone: the store may be an old one that was put back.
+        """
         root, grace = self._services.config.directory / "files", self._services.config.retention.deleted_files_seconds
         for path in [path for tenant in root.iterdir() if tenant.is_dir() for path in tenant.iterdir()]:
             try:
@@ -67,7 +70,10 @@ class Housekeeping:
             if old and path.name.startswith(SCRATCH):
                 path.unlink(missing_ok=True)
             elif old:
-                self._services.writer.do(lambda connection, path=path: _unlink_unused(connection, path, now - grace))
+                known = self._services.writer.do(lambda connection, path=path: unlink_unused(connection, path, now - grace))
+                if not known and path not in self._unknown:
+                    self._unknown.add(path)
+                    logging.getLogger(__name__).warning("%s: the store has no record of it; it is left alone. Remove it by hand", path)
 
     def _remove_jobs(self, before: float) -> None:
         """Jobs that ended before that time: their directories first, then their rows, so that a stop between leaves no orphan."""
@@ -88,15 +94,20 @@ class Housekeeping:
         services.writer.do(forget)
 
 
-def _unlink_unused(connection: Connection, path: Path, before: float) -> None:
-    """In the writer's turn: no row can be added meanwhile. A new upload of the same content has made the file young again."""
+def unlink_unused(connection: Connection, path: Path, before: float) -> bool:
+    """In the writer's turn: no row can be added meanwhile. A new upload of the same content has made the file young again. False for
+    content that the store has no record of, which is left alone.
+    """
     sha256, suffix, tenant = path.stem, path.suffix, path.parent.name
     query = select(files.c.id).where(files.c.tenant == tenant, files.c.sha256 == sha256, files.c.suffix == suffix)
+    if connection.execute(query.limit(1)).first() is None:
+        return False
     if connection.execute(query.where(files.c.deleted.is_(None)).limit(1)).first() is not None:
-        return
+        return True
     in_use = query.join(job_files, job_files.c.file == files.c.id).join(jobs, jobs.c.id == job_files.c.job).where(jobs.c.ended.is_(None))
     if connection.execute(in_use.limit(1)).first() is None and path.stat().st_mtime < before:
         path.unlink(missing_ok=True)
+    return True
 
 
 def cut_log(path: Path, most: int) -> None:

@@ -37,6 +37,28 @@ class OrderReader:
         start = self._directory / "jobs" / order.start_from if order.start_from else None
         return job_spec(order, row.id, paths, start)
 
+    def missing(self, row: Row[Any], spec: JobSpec | None = None) -> list[str]:
+        """What the job needs, was not removed, and yet does not lie in the server's directory, as its tenant calls it. With the job's
+        `spec` the store is asked only where something is missing.
+        """
+        if spec is not None:
+            sources = [source.path for source in (*spec.data.sources, *spec.data.eval_sources)]
+            if all(Path(path).exists() for path in (*sources, *([spec.adapter_path] if spec.adapter_path else []))):
+                return []
+        order = OrderSpec.model_validate(row.order)
+        with self._engine.connect() as connection:
+            paths = file_rows.paths_of(connection, self._directory, row.tenant, order.data.file_ids)
+            found = [f"file {file_rows.name_of(connection, file)}" for file, path in paths.items() if not path.is_file()]
+            source = job_rows.row_of(connection, order.start_from) if order.start_from else None
+            if source is not None and source.removed is None and not (self._directory / "jobs" / source.id).is_dir():
+                found.append(f"the adapter of {source.id}")
+        return found
+
+    @staticmethod
+    def has_tokens(row: Row[Any]) -> bool:
+        """Whether its data has been read, and what was made of it is there still."""
+        return row.intake is not None and all(Path(row.intake[key]).is_dir() for key in ("train_set", "eval_set") if row.intake[key])
+
     def in_tenants_words(self, job_id: str, message: str) -> str:
         """Files by the names that the tenant gave them, not by where they lie."""
         with self._engine.connect() as connection:

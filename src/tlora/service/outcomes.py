@@ -96,10 +96,14 @@ class Outcomes:
         self._reading[job_id] = f"its data is being read: {rows:,} rows, {share:.0%}"
         self._show()
 
-    def wait_for_room(self, job_id: str) -> None:
-        """What is made of its data does not fit onto the disk now."""
-        self._reading[job_id] = "room on the server's disk, for what is made of its data"
+    def wait_for(self, job_id: str, what: str) -> None:
+        """Its data cannot be read yet."""
+        self._reading[job_id] = what
         self._show()
+
+    def read_again(self, job_id: str) -> None:
+        """What was made of its data before is gone."""
+        self._change(job_id, ("queued",), "preparing", "what was made of its data is gone, so that it is read again")
 
     def read(self, job_id: str) -> None:
         """Its data has been read."""

@@ -28,6 +28,7 @@ from tlora.service.app import make_app
 from tlora.service.config import ServerConfig
 from tlora.service.controller import Controller
 from tlora.service.cursors import Cursors, open_secret
+from tlora.service.database.lease import Heart, take_lease, this_server
 from tlora.service.database.store import default_url, open_store
 from tlora.service.database.tables import bases
 from tlora.service.database.writer import Failpoint, StoreError, Writer, WriterEnd
@@ -37,6 +38,7 @@ from tlora.service.keys import KeyRing, NewKey, write_first_key
 from tlora.service.live_state import LiveState
 from tlora.service.machine import Places, find_places
 from tlora.service.services import Bell, Services
+from tlora.service.store_id import StoreId
 from tlora.service.visits import Visits, oldest_key
 
 _GRACE_SECONDS = 5  # for requests that are being answered when the server ends
@@ -73,14 +75,19 @@ def open_server(config: ServerConfig, hall: Hall | None = None, failpoint: Failp
     lock = _hold(directory)
     engine: Engine | None = None
     try:
-        engine = open_store(config.database_url or default_url(directory))
+        secret = open_secret(directory)
+        identity, url = StoreId(directory), config.database_url or default_url(directory)
+        identity.refuse_missing(url)
+        engine = open_store(url)
         hall = hall or local_hall(config)
         bell, live = Bell(), LiveState(len(hall.places.gpus))
-        writer = Writer(engine, bell.ring, failpoint)
+        lease = take_lease(engine, this_server(directory), identity.settle)
+        identity.keep()
+        writer = Writer(engine, bell.ring, failpoint, lease.check)
         first = writer.do(lambda connection: write_first_key(connection, directory / FIRST_KEY))
         known = config.base_models | _stored_bases(engine)
         controller = Controller(config, engine, writer, live, hall)
-        ring, secret = KeyRing(engine), open_secret(directory)
+        ring = KeyRing(engine)
         visits = Visits(secret, ring)
         services = Services(config, engine, writer, ring, Cursors(secret), live, controller, bell, dict(known), visits)
     except BaseException:
@@ -88,7 +95,7 @@ def open_server(config: ServerConfig, hall: Hall | None = None, failpoint: Failp
             engine.dispose()
         os.close(lock)
         raise
-    keeper, closing = Housekeeping(services), threading.Lock()
+    keeper, heart, closing = Housekeeping(services), Heart(lease, writer), threading.Lock()
     closed = False
 
     def start() -> None:
@@ -102,6 +109,7 @@ def open_server(config: ServerConfig, hall: Hall | None = None, failpoint: Failp
                 closed = True
                 keeper.close()
                 controller.close()
+                heart.close()
                 writer.close()
                 engine.dispose()
                 os.close(lock)

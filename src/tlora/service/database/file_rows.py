@@ -52,6 +52,13 @@ def insert_file(connection: Connection, upload: Upload, limits: Limits) -> Row[A
     return find_file(connection, upload.tenant, file_id)
 
 
+def drop_unrecorded(connection: Connection, directory: Path, upload: Upload) -> None:
+    """The bytes of an upload that was refused, unless a row of the tenant's names the same. In the writer's turn."""
+    same = (files.c.tenant == upload.tenant, files.c.sha256 == upload.sha256, files.c.suffix == upload.suffix)
+    if connection.execute(select(files.c.id).where(*same).limit(1)).first() is None:
+        content_path(directory, upload.tenant, upload.sha256, upload.suffix).unlink(missing_ok=True)
+
+
 def check_storage(connection: Connection, tenant: str, more: int, limits: Limits) -> None:
     """Bytes count once for each file that names them: a tenant can see what it has used."""
     used = int(connection.execute(select(func.sum(files.c.bytes)).where(files.c.tenant == tenant, files.c.deleted.is_(None))).scalar() or 0)

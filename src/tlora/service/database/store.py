@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from tlora.errors import ConfigError
 
-SCHEMA = "0001"  # the newest of `migrations/versions`
+SCHEMA = "0002"  # the newest of `migrations/versions`
 BUSY_SECONDS = 30.0  # that a writer waits for another process, such as `tlora keys create --local`
+_IDLE_MILLISECONDS = 30_000
 _NETWORK_SYSTEMS = (
     "nfs",
     "nfs4",
@@ -46,7 +47,7 @@ def default_url(directory: Path) -> str:
 def open_store(url: str) -> Engine:
     """The database behind `url`, made or migrated as needed. Raises ConfigError where it cannot be used, and says why."""
     engine = _engine(url)
-    path = _sqlite_path(engine)
+    path = sqlite_file(engine.url)
     if path is not None:
         refuse_network_system(path)
     try:
@@ -89,7 +90,11 @@ def _engine(url: str) -> Engine:
         raise ConfigError("database_url: is not a database's address; write postgresql://user:password@host/name") from None
     if parsed.get_backend_name() == "postgresql":
         # pool_pre_ping: a connection that the server has closed meanwhile is replaced, not handed out
-        return create_engine(parsed.set(drivername="postgresql+psycopg"), pool_size=8, max_overflow=8, pool_pre_ping=True)
+        # a server that is stopped in the middle of a transaction must not keep its locks for ever
+        idle = {"options": f"-c idle_in_transaction_session_timeout={_IDLE_MILLISECONDS}"}
+        options = {} if "options" in parsed.query else idle
+        address = parsed.set(drivername="postgresql+psycopg")
+        return create_engine(address, pool_size=8, max_overflow=8, pool_pre_ping=True, connect_args=options)
     engine = create_engine(parsed, pool_size=8, max_overflow=8, connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False})
     event.listen(engine, "connect", _set_up)
     event.listen(engine, "begin", _begin)
@@ -107,9 +112,14 @@ def _begin(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options().get("writes") else "BEGIN")
 
 
-def _sqlite_path(engine: Engine) -> Path | None:
-    database = engine.url.database
-    return Path(database) if engine.url.get_backend_name() == "sqlite" and database not in (None, "", ":memory:") else None
+def sqlite_file(url: str | URL) -> Path | None:
+    """The file of an SQLite database; None for another database, and for what is no address."""
+    try:
+        parsed = make_url(url)
+    except ArgumentError:
+        return None
+    database = parsed.database
+    return Path(database) if parsed.get_backend_name() == "sqlite" and database not in (None, "", ":memory:") else None
 
 
 def _migrate(connection: Connection, path: Path | None) -> None:

@@ -129,3 +129,31 @@ bases = Table(
     Column("path", Text, nullable=False),
     Column("created", Float, nullable=False),
 )
+
+store = Table(  # one row: which store this is, and the server that may write to it
+    "store",
+    metadata,
+    Column("one", Integer, primary_key=True, autoincrement=False),  # 1
+    Column("id", _ID, nullable=False),  # also in `store.json` of the data directory
+    Column("epoch", BigInteger, nullable=False),  # counts the servers that there have been
+    Column("holder", Text, nullable=False),  # the server in words; empty without one
+    Column("place", Text, nullable=False),  # host and data directory of the holder
+    Column("since", Float, nullable=False),
+    Column("heartbeat", Float, nullable=False),  # of the holder, on the database's clock
+)
+
+token_sets = Table(  # directories under `tokens/<tenant>`: made of files, and gone with the last of them
+    "token_sets",
+    metadata,
+    Column("tenant", _ID, primary_key=True),
+    Column("name", String(200), primary_key=True),
+    Column("bytes", BigInteger, nullable=False),
+)
+
+job_tokens = Table(
+    "job_tokens",
+    metadata,
+    Column("job", _ID, primary_key=True),
+    Column("name", String(200), primary_key=True),
+    Index("jobs_of_tokens", "name"),
+)

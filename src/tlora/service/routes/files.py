@@ -51,11 +51,17 @@ async def upload_file(request: Request, idempotency_key: IdempotencyKey = None) 
 
     def work(connection: Connection) -> Answer:
         def insert() -> Answer:
+            if not file_rows.content_path(services.config.directory, tenant, upload.sha256, upload.suffix).is_file():
+                raise RefusedError(503, "upload_lost", "the same bytes were refused and removed at this moment; send the file again")
             return Answer(200, file_view(file_rows.insert_file(connection, upload, limits)).model_dump_json())
 
         return once(connection, tenant, idempotency_key, payload, insert)
 
-    answer = await services.write(work)
+    try:
+        answer = await services.write(work)
+    except RefusedError:  # beyond the tenant's storage: bytes without a row would stay for ever
+        await services.write(lambda connection: file_rows.drop_unrecorded(connection, services.config.directory, upload))
+        raise
     return Response(answer.body, answer.status, media_type="application/json")
 
 
