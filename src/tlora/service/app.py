@@ -16,11 +16,11 @@ from tlora.service import problems
 from tlora.service.access import OPEN_PATHS, Guard
 from tlora.service.database.writer import StoreError
 from tlora.service.problems import RefusedError
-from tlora.service.routes import cluster, files, jobs, keys, openai, page, streams
+from tlora.service.routes import cluster, files, jobs, keys, models, openai, page, streams
 from tlora.service.services import Services
 from tlora.version import __version__
 
-ROUTERS = (files.router, jobs.router, streams.router, keys.router, cluster.router, openai.router, page.router)
+ROUTERS = (files.router, jobs.router, streams.router, keys.router, cluster.router, openai.router, models.router, page.router)
 _SECURITY = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "A key, tml-..."},
     "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},

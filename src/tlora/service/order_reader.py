@@ -16,6 +16,12 @@ from tlora.service.orders import OrderSpec, job_spec
 _MOST_PATHS = 10_000
 
 
+def start_path(directory: Path, start_from: str) -> Path:
+    """Where the adapter lies that an order starts from: a job's own, or one of its checkpoints."""
+    job_id, _, checkpoint = start_from.partition(":")
+    return directory / "jobs" / job_id / checkpoint
+
+
 class OrderReader:
     """Remembers where files lie: their bytes never change. The caller sees to it that `spec` is asked by one thread at a time."""
 
@@ -34,7 +40,7 @@ class OrderReader:
             with self._engine.connect() as connection:
                 self._paths |= file_rows.paths_of(connection, self._directory, row.tenant, order.data.file_ids)
         paths = {file: self._paths[file] for file in order.data.file_ids}
-        start = self._directory / "jobs" / order.start_from if order.start_from else None
+        start = start_path(self._directory, order.start_from) if order.start_from else None
         return job_spec(order, row.id, paths, start)
 
     def missing(self, row: Row[Any], spec: JobSpec | None = None) -> list[str]:

@@ -5,26 +5,30 @@ Here are the order, its sweep, and the way from it to a `JobSpec`. What there is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from tlora.adapter_shape import Alpha, Layer
 from tlora.errors import ConfigError
 from tlora.job import NAME_PATTERN, DataFormat, JobSpec, LoraShape, Positive, TemplateKwargs, TrainConfig, TrainOn
+from tlora.jobs_file import suggest
 from tlora.jobs_file.located import Located, Problem, join_problems, plain
 from tlora.jobs_file.sweep import expand
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 MOST_SOURCES = 100
 Name = Annotated[str, Field(min_length=1, max_length=63, pattern=f"^{NAME_PATTERN.pattern}$")]
+StartId = Annotated[str, Field(min_length=1, max_length=90, pattern="^[a-z]+-[0-9a-z]{1,56}(:checkpoint-[0-9]{1,12})?$")]
 ObjectId = Annotated[str, Field(min_length=1, max_length=64, pattern="^[a-z]+-[0-9a-z]{1,56}$")]
 BaseName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._@/-]*$")]
 # The engine's own bounds allow longer lists and names than a tenant has use for.
 ModuleName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.]+$")]
 ModulePattern = Annotated[str, Field(min_length=1, max_length=1000, pattern=r"^[!-~]+$")]
+
+Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)]
 
 _PATTERNS = Field(max_length=1000, json_schema_extra={"additionalProperties": False})
 
@@ -96,7 +100,13 @@ class OrderSpec(LoraShape, TrainConfig):
     priority: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.0  # of those that wait the highest goes first
     max_slowdown: Annotated[float, Field(ge=1, le=1e6)] = 1.5
     deadline_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None  # after its submission
-    start_from: ObjectId | None = None  # a job that has succeeded: its adapter is continued
+    start_from: StartId | None = None  # a job that has succeeded, or JOB:checkpoint-STEP of one that has ended: its adapter is continued
+    metadata: Metadata = {}  # the tenant's own keys: kept and shown, and of no effect
+
+    @property
+    def start_job(self) -> str | None:
+        """The job that it starts from, without the checkpoint."""
+        return self.start_from.partition(":")[0] if self.start_from else None
 
     @field_validator("name")
     @classmethod
@@ -124,7 +134,7 @@ class SweepOrder(BaseModel):
     sweep: Annotated[dict[str, Annotated[list[Any], Field(min_length=1, max_length=1000)]], Field(min_length=1, max_length=20)]
 
 
-_SWEPT = tuple(key for key in OrderSpec.model_fields if key not in ("name", "base_model"))
+_SWEPT = tuple(key for key in OrderSpec.model_fields if key not in ("name", "base_model", "metadata"))
 _SWEPT_DATA = tuple(key for key in OrderedData.model_fields if key not in ("file", "eval_file"))
 
 
@@ -158,13 +168,32 @@ def describe(error: ValidationError) -> str:
     for item in error.errors(include_url=False, include_context=False):
         where = ".".join(str(part) for part in item["loc"])
         text = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            text = f"unknown key; {suggest(str(item['loc'][-1]), known_keys(OrderSpec, item['loc']))}"
         found[f"{where}: {text}" if where else text] = None
     return "; ".join(found)
 
 
+def known_keys(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[str, ...]:
+    """The keys that `model` has where pydantic's `loc` points: beside its last part."""
+    found = model
+    for part in loc[:-1]:
+        field = found.model_fields.get(str(part))
+        inner = _model_in(field.annotation) if field is not None else None
+        found = inner or found
+    return tuple(found.model_fields)
+
+
+def _model_in(annotation: object) -> type[BaseModel] | None:
+    """The model of an annotation, or within its union or list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _model_in(part)) is not None), None)
+
+
 def job_spec(order: OrderSpec, job_id: str, files: Mapping[str, Path], adapter: Path | None) -> JobSpec:
     """The order as the engine takes it, with `job_id` as its name; `files` are paths by id, `adapter` is where it starts from."""
-    own = {"base_model", "data", "start_from", "name", "gpus"}
+    own = {"base_model", "data", "start_from", "name", "gpus", "metadata"}
     fields = order.model_dump(exclude_unset=True, exclude=own)
     asked = order.data.model_dump(exclude_unset=True, exclude={"file", "eval_file"})
     data: dict[str, Any] = asked | {"path": _sources(order.data.files, files)}

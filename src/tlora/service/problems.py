@@ -15,7 +15,7 @@ from starlette.routing import Match
 from tlora.errors import TloraError
 from tlora.jobs_file import suggest
 from tlora.service.database.writer import StoreError
-from tlora.service.orders import OrderedData, OrderSpec
+from tlora.service.orders import OrderedData, OrderSpec, known_keys
 
 _MOST_SHOWN = 200  # characters of a value that is refused
 _MOST_PROBLEMS = 20
@@ -90,9 +90,10 @@ def _methods_of(request: Request) -> list[str]:
     return sorted({method for route in fitting for method in getattr(route, "methods", None) or ()})
 
 
-async def on_invalid(_: Request, error: Exception) -> JSONResponse:
+async def on_invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    problems = list(dict.fromkeys(_told(item) for item in error.errors()))
+    body = _body_of(request)
+    problems = list(dict.fromkeys(_told(item, body) for item in error.errors()))
     first = error.errors()[0]["loc"] if error.errors() else ()
     param = ".".join(str(part) for part in first[1:]) or None
     more = [] if len(problems) <= _MOST_PROBLEMS else [f"and {len(problems) - _MOST_PROBLEMS} more"]
@@ -104,16 +105,24 @@ async def on_bug(_: Request, error: Exception) -> JSONResponse:
     return answer(500, "internal", f"the server failed ({type(error).__name__}); its log has the traceback")
 
 
-def _told(item: Mapping[str, Any]) -> str:
+def _body_of(request: Request) -> type[BaseModel]:
+    """What the route takes for a body; an order where it takes none."""
+    dependant = getattr(request.scope.get("route"), "dependant", None)
+    for field in getattr(dependant, "body_params", ()):
+        if isinstance(model := field.field_info.annotation, type) and issubclass(model, BaseModel):
+            return model
+    return OrderSpec
+
+
+def _told(item: Mapping[str, Any], body: type[BaseModel]) -> str:
     """One of pydantic's problems in words. A value that is no text for JSON is shown escaped."""
     loc: Sequence[Any] = item["loc"]
     where = ".".join(str(part) for part in (loc[1:] or loc)).encode("ascii", "backslashreplace").decode()[:_MOST_SHOWN]
     text = str(item["msg"]).removeprefix("Value error, ")
     if item["type"] == "extra_forbidden":
-        if "data" not in loc and loc[-1] in OrderedData.model_fields:
+        if body is OrderSpec and "data" not in loc and loc[-1] in OrderedData.model_fields:
             return f'{where}: unknown key; it belongs in data: {{"data": {{"{loc[-1]}": ...}}}}'
-        known = OrderedData.model_fields if "data" in loc else OrderSpec.model_fields
-        return f"{where}: unknown key; {suggest(str(loc[-1]), known)}"
+        return f"{where}: unknown key; {suggest(str(loc[-1]), known_keys(body, loc[1:]))}"
     if item["type"] == "value_error":
         return text
     if item["type"] == "missing":

@@ -223,6 +223,11 @@ def _place(form: _Form, scratch: _Scratch, directory: Path, tenant: str) -> Uplo
     filename, purpose = form.filename, form.value("purpose")
     if filename is None:
         raise _malformed("it has no file in the field `file`")
+    for part in form.parts:
+        if part.name not in ("file", "purpose"):
+            name = part.name.partition("[")[0][:80]
+            why = "not offered here; a file is kept until it is deleted" if name == "expires_after" else "unknown field of the form"
+            raise RefusedError(400, "unknown_field", f"{name.encode('ascii', 'backslashreplace').decode()}: {why}. Leave it out", name)
     if purpose not in PURPOSES:
         raise RefusedError(400, "bad_purpose", f"purpose {ascii(purpose)[:80]}: must be one of {', '.join(PURPOSES)}", "purpose")
     if not scratch.bytes:

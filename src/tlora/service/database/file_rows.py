@@ -75,18 +75,25 @@ def find_file(connection: Connection, tenant: str, file_id: str) -> Row[Any]:
     return row
 
 
-def list_files(
-    connection: Connection, tenant: str, before: int | None, count: int, purpose: str | None, sha256: str | None = None
-) -> Sequence[Row[Any]]:
-    """The newest first, from those before the serial number `before`."""
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which of a tenant's files; the newest first, or the oldest."""
+
+    purpose: str | None = None
+    sha256: str | None = None
+    oldest_first: bool = False
+
+
+def list_files(connection: Connection, tenant: str, beyond: int | None, count: int, wanted: Wanted) -> Sequence[Row[Any]]:
+    """Those that come after the serial number `beyond` in their order."""
     query = select(files).where(files.c.tenant == tenant, files.c.deleted.is_(None))
-    if before is not None:
-        query = query.where(files.c.serial < before)
-    if purpose is not None:
-        query = query.where(files.c.purpose == purpose)
-    if sha256 is not None:
-        query = query.where(files.c.sha256 == sha256)
-    return connection.execute(query.order_by(files.c.serial.desc()).limit(count)).all()
+    if beyond is not None:
+        query = query.where(files.c.serial > beyond if wanted.oldest_first else files.c.serial < beyond)
+    if wanted.purpose is not None:
+        query = query.where(files.c.purpose == wanted.purpose)
+    if wanted.sha256 is not None:
+        query = query.where(files.c.sha256 == wanted.sha256)
+    return connection.execute(query.order_by(files.c.serial if wanted.oldest_first else files.c.serial.desc()).limit(count)).all()
 
 
 def delete_file(connection: Connection, tenant: str, file_id: str) -> None:

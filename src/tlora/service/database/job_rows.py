@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, select, update
+from sqlalchemy import Connection, Row, Text, cast, func, select, update
 
 from tlora.service.config import Limits
 from tlora.service.database.event_rows import add_event, add_events
@@ -19,6 +19,7 @@ from tlora.service.problems import RefusedError, missing
 
 _OPEN = ("preparing", "queued", "running", "paused")
 _STARTABLE = ("preparing", "queued", "running")
+_PAGE = 500  # rows that are looked at together
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +88,12 @@ def _check_files(connection: Connection, tenant: str, wanted: Collection[str]) -
 
 
 def _check_start(connection: Connection, tenant: str, order: OrderSpec) -> None:
-    assert order.start_from is not None
-    source = find_job(connection, tenant, order.start_from)
-    if source.status != "succeeded" or source.removed is not None:
+    assert order.start_job is not None
+    source = find_job(connection, tenant, order.start_job)
+    if order.start_from != order.start_job and source.status in _OPEN:
+        message = f"start_from {order.start_from!r}: the job is {source.status} and may replace its checkpoints. Wait until it has ended"
+        raise RefusedError(409, "no_adapter", message)
+    if (order.start_from == order.start_job and source.status != "succeeded") or source.removed is not None:
         raise RefusedError(
             409, "no_adapter", f"start_from {source.id!r}: the job is {source.status}, and has no adapter. Name one that succeeded"
         )
@@ -118,6 +122,26 @@ def list_jobs(
     if name is not None:
         query = query.where(jobs.c.name == name)
     return connection.execute(query.order_by(jobs.c.serial.desc()).limit(count)).all()
+
+
+def list_by_metadata(connection: Connection, tenant: str, before: int | None, count: int, wanted: Mapping[str, str]) -> list[Row[Any]]:
+    """The newest first, from those before the serial number `before`: those whose metadata has all that is `wanted`; without any wanted,
+    those that have no metadata.
+    """
+    query = select(jobs).where(jobs.c.tenant == tenant).order_by(jobs.c.serial.desc()).limit(_PAGE)
+    if wanted:
+        query = query.where(cast(jobs.c.order, Text).like('%"metadata"%'))  # which others cannot have; looked at below
+    found: list[Row[Any]] = []
+    while len(found) < count:
+        rows = connection.execute(query if before is None else query.where(jobs.c.serial < before)).all()
+        for row in rows:
+            own: dict[str, str] = row.order.get("metadata", {})
+            if all(own.get(key) == value for key, value in wanted.items()) and (wanted or not own):
+                found.append(row)
+        if len(rows) < _PAGE:
+            break
+        before = rows[-1].serial
+    return found[:count]
 
 
 def open_jobs(connection: Connection) -> Sequence[Row[Any]]:

@@ -10,10 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sqlalchemy import Connection, Row
 
 from tlora.errors import ConfigError
+from tlora.manifest import MANIFEST
 from tlora.service.access import caller_of
 from tlora.service.database import job_rows
 from tlora.service.database.answer_rows import Answer, hash_payload, once
 from tlora.service.keys import new_id
+from tlora.service.order_reader import start_path
 from tlora.service.orders import Name, OrderSpec, SweepOrder, describe, expand_sweep
 from tlora.service.problems import ErrorBody, RefusedError
 from tlora.service.services import Desk, Services, services_of
@@ -59,6 +61,8 @@ async def accept(services: Services, request: Request, orders: list[OrderSpec], 
     for order in orders:
         check_order(services, order)
     tenant, made = caller_of(request).tenant, list[Row[Any]]()
+    for order in orders:
+        check_checkpoint(services, tenant, order)
     body = b"\n".join(order.model_dump_json(exclude_unset=True).encode() for order in orders)
     payload = hash_payload(f"{request.method} {request.url.path}", body)
 
@@ -97,6 +101,19 @@ def check_order(services: Services, order: OrderSpec) -> None:
     if order.gpus > there:
         raise RefusedError(400, "too_many_gpus", f"gpus: {order.gpus} is more than this server's {there}. Set at most {there}", "gpus")
     services.desk.check(order)
+
+
+def check_checkpoint(services: Services, tenant: str, order: OrderSpec) -> None:
+    """That the checkpoint is there from which it starts, if it starts from one. Raises RefusedError."""
+    job_id = order.start_job
+    if job_id is None or order.start_from is None or order.start_from == job_id:
+        return
+    services.read(lambda connection: job_rows.find_job(connection, tenant, job_id))
+    if not (start_path(services.config.directory, order.start_from) / MANIFEST).is_file():
+        message = (
+            f"start_from {order.start_from!r}: there is no such checkpoint now. GET /v1/fine_tuning/jobs/{job_id}/checkpoints lists them"
+        )
+        raise RefusedError(404, "not_found", message, "start_from")
 
 
 @router.get("/jobs")

@@ -158,7 +158,7 @@ def _tenants_names(services: Services, row: Row[Any], connection: Connection) ->
     order = OrderSpec.model_validate(row.order)
     paths = file_rows.paths_of(connection, services.config.directory, row.tenant, order.data.file_ids)
     names = {path.name: file_rows.name_of(connection, file) for file, path in paths.items()}
-    start = job_rows.row_of(connection, order.start_from) if order.start_from else None
+    start = job_rows.row_of(connection, order.start_job) if order.start_job else None
     if start is not None:
         names[start.id] = start.name
     return names | {Path(services.bases.get(row.base_model, "")).name: row.base_model, row.id: row.name}
