@@ -281,7 +281,7 @@ def test_format_overrides_detection(tmp_path: Path, tokenizers: Any) -> None:
 def test_same_input_is_not_tokenized_again(tmp_path: Path, tokenizers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "x.jsonl", [{"text": "Hello!"}])
     first = make(path, tokenizers(CHATML))
-    monkeypatch.setattr(build_module, "encode", lambda *_: pytest.fail("tokenized again"))
+    monkeypatch.setattr(build_module, "encode_blocks", lambda *_: pytest.fail("tokenized again"))
     assert make(path, tokenizers(CHATML)) == first
     moved = path.rename(tmp_path / "moved.jsonl")
     assert make(moved, tokenizers(CHATML)) == first

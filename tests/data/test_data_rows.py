@@ -260,7 +260,7 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     refused(tmp_path / "x.jsonl", "the directory holds no data file")
     path = write_jsonl(tmp_path / "y.jsonl")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "_read_lines_of_json", lambda file, refuse: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+        patch.setattr(rows, "_blocks_of_lines", lambda file: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
         refused(path, r"cannot be read \(Permission denied\); check the file")
 
 

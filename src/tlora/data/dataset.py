@@ -59,6 +59,39 @@ def join(sequences: Sequence[Sample]) -> Sample:
     return Sample(ids, weights, tuple(len(s.input_ids) for s in sequences))
 
 
+@dataclass(frozen=True)
+class PackedSamples:
+    """Samples one after another in one array, as the files of a set have them: quick to write, and to send to another process.
+
+    `lengths` are tokens a sample, `trained` the sums of its loss weights; `ends` are those of each sample's sequences, of pairs only.
+    """
+
+    input_ids: npt.NDArray[np.int32]
+    loss_weights: npt.NDArray[np.float32]
+    lengths: npt.NDArray[np.int64]
+    trained: npt.NDArray[np.float64]
+    ends: npt.NDArray[np.int64] | None = None
+
+
+def pack(samples: Sequence[Sample]) -> PackedSamples:
+    """All of them are pairs, or none is."""
+    if not samples:
+        return PackedSamples(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int64), np.empty(0, np.float64))
+    for sample in samples:
+        assert sample.input_ids.dtype == np.int32 and sample.loss_weights.dtype == np.float32, (
+            sample.input_ids.dtype,
+            sample.loss_weights.dtype,
+        )
+        assert sample.input_ids.shape == sample.loss_weights.shape, (sample.input_ids.shape, sample.loss_weights.shape)
+    return PackedSamples(
+        np.concatenate([sample.input_ids for sample in samples]),
+        np.concatenate([sample.loss_weights for sample in samples]),
+        np.array([len(sample.input_ids) for sample in samples], dtype=np.int64),
+        np.array([sample.trained for sample in samples], dtype=np.float64),
+        np.stack([np.cumsum(sample.lengths) for sample in samples]) if samples[0].lengths else None,
+    )
+
+
 class Dataset:
     """Samples of a finished set, or of the part of it that `indices` names.
 
@@ -201,18 +234,18 @@ class Writer:
         self._weights = (self.scratch / "weights.bin").open("wb")
 
     def add(self, sample: Sample) -> None:
-        assert sample.input_ids.dtype == np.int32 and sample.loss_weights.dtype == np.float32, (
-            sample.input_ids.dtype,
-            sample.loss_weights.dtype,
-        )
-        assert sample.input_ids.shape == sample.loss_weights.shape, (sample.input_ids.shape, sample.loss_weights.shape)
-        self._tokens.write(sample.input_ids.tobytes())
-        self._weights.write(sample.loss_weights.tobytes())
-        self.offsets.append(self.offsets[-1] + len(sample.input_ids))
-        self.trained.append(sample.trained)
-        if sample.lengths:
-            self._ends.append(np.cumsum(sample.lengths))
-        self.max_token_id = max(self.max_token_id, int(sample.input_ids.max(initial=-1)))
+        self.extend(pack([sample]))
+
+    def extend(self, samples: PackedSamples) -> None:
+        if not len(samples.lengths):
+            return
+        self._tokens.write(samples.input_ids.tobytes())
+        self._weights.write(samples.loss_weights.tobytes())
+        self.offsets.extend((self.offsets[-1] + np.cumsum(samples.lengths)).tolist())
+        self.trained.extend(samples.trained.tolist())
+        if samples.ends is not None:
+            self._ends.append(samples.ends)
+        self.max_token_id = max(self.max_token_id, int(samples.input_ids.max(initial=-1)))
 
     def finish(self, meta: dict[str, object]) -> None:
         """Write the index and `meta`, flush all to the disk, rename. When another process was faster, its equal set stays."""
@@ -221,7 +254,7 @@ class Writer:
         np.save(self.scratch / "offsets.npy", np.frombuffer(self.offsets, dtype=np.int64))
         np.save(self.scratch / "trained.npy", np.frombuffer(self.trained, dtype=np.float64))
         if self._ends:
-            np.save(self.scratch / "sequence_ends.npy", np.stack(self._ends))
+            np.save(self.scratch / "sequence_ends.npy", np.concatenate(self._ends))
         whole = meta | {"max_token_id": self.max_token_id}
         (self.scratch / "meta.json").write_text(json.dumps(whole, ensure_ascii=False), encoding="utf-8")
         durable.write_manifest(self.scratch)

@@ -16,6 +16,10 @@ from tlora.data.template_changes import Change
 _MOST_KINDS = 100  # of columns, or of changes: a file of random keys must not fill the report
 _MOST_NAMED = 12
 _EXAMPLE_CHARACTERS = 80
+_SUMMED = (
+    *("rows", "samples", "skipped", "truncated", "tokens", "trained_tokens", "trained_tokens_lost", "trained_characters", "unended"),
+    *("pieces", "equal_pairs", "equal_when_cut", "wanted", "unwanted"),
+)
 _NEWER = (  # beside the others in meta.json: earlier versions, which may share the cache, do not read them
     *("sources", "has_chats", "pieces", "notes", "equal_pairs", "equal_when_cut", "wanted", "unwanted"),
     *("unstopped", "stops", "unended"),
@@ -103,8 +107,7 @@ class DataReport:
     def count_columns(self, columns: Iterable[str]) -> None:
         """One more row in which `columns` hold something that is not used."""
         for column in columns:
-            if column in self.unused_columns or len(self.unused_columns) < _MOST_KINDS:
-                self.unused_columns[column] = self.unused_columns.get(column, 0) + 1
+            self.unused_columns[column] = self.unused_columns.get(column, 0) + 1
 
     def count_changes(self, changes: Iterable[Change]) -> None:
         """One more row with these changes."""
@@ -113,8 +116,6 @@ class DataReport:
         for change in changes:
             count = by_kind.get(change.what)
             if count is None:
-                if len(by_kind) == _MOST_KINDS:
-                    continue
                 count = by_kind[change.what] = ChangeCount(change.what, example=change.example)
                 self.changes.append(count)
             count.rows += change.what not in seen
@@ -123,9 +124,22 @@ class DataReport:
 
     def count_unstopped(self, ends: Iterable[str | None]) -> None:
         """One more row whose trained turns end in these (see `unstopped`); None where they end in a stop token."""
-        for end in {end for end in ends if end is not None}:
-            if end in self.unstopped or len(self.unstopped) < _MOST_KINDS:
-                self.unstopped[end] = self.unstopped.get(end, 0) + 1
+        for end in dict.fromkeys(end for end in ends if end is not None):
+            self.unstopped[end] = self.unstopped.get(end, 0) + 1
+
+    def add(self, later: DataReport) -> None:
+        """The rows of `later` follow: each count grows by its own. Of columns, changes and ends at most 100 kinds are kept, the first."""
+        for name in _SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(later, name))
+        self.longest = max(self.longest, later.longest)
+        self.format, self.rendered = later.format or self.format, self.rendered or later.rendered
+        self.has_chats = self.has_chats or later.has_chats
+        for ours, theirs in ((self.unused_columns, later.unused_columns), (self.unstopped, later.unstopped)):
+            for kind, rows in theirs.items():
+                if kind in ours or len(ours) < _MOST_KINDS:
+                    ours[kind] = ours.get(kind, 0) + rows
+        _add_counts(self.changes, later.changes, _MOST_KINDS)
+        _add_counts(self.notes, later.notes)
 
     def warnings(self) -> list[str]:
         """What training does not see of the rows, one line each."""
@@ -194,6 +208,16 @@ class DataReport:
             f"  {count.what}: {count.characters:,} characters in {count.rows:,} of {self.rows:,} rows, such as {count.example!r}"
             for count in self.changes[:_MOST_NAMED]
         ]
+
+
+def _add_counts(ours: list[ChangeCount], theirs: Sequence[ChangeCount], most: int | None = None) -> None:
+    known = {count.what: count for count in ours}
+    for count in theirs:
+        if (same := known.get(count.what)) is not None:
+            same.rows += count.rows
+            same.characters += count.characters
+        elif most is None or len(ours) < most:
+            ours.append(count)
 
 
 def _answers(example: Example | Pair | Labelled) -> Sequence[Example]:

@@ -1,7 +1,8 @@
 """Reads rows from data files one at a time, each with its file and line or row number.
 
 Owns containers (JSONL, JSON array, CSV, text, Parquet, a directory of them, a saved `datasets` set) and what can be wrong with
-their bytes. Knows nothing of what the columns mean (`formats.py`). Never holds more than one row, or one small batch.
+their bytes. Knows nothing of what the columns mean (`formats.py`). Never holds more than one block of rows. To read blocks is quick; rows
+of lines and Arrow records are parsed apart from that, in whichever process `rows_of` is called.
 
 JSON is read here and not by `datasets` or pyarrow: those give all rows of a column one type, and write text that looks like a date,
 numbers and absent keys anew (docs/design.md, "Rows as they stand in the file").
@@ -12,14 +13,14 @@ from __future__ import annotations
 import codecs
 import csv
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, TypeVar, cast
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from tlora.data.arrow_records import read_arrow, read_parquet, records_of
 from tlora.data.data_files import SUFFIXES, list_files
 from tlora.data.file_bytes import Source, check_head, open_bytes
 from tlora.data_directory import data_suffix
@@ -27,17 +28,35 @@ from tlora.errors import DataError
 
 MAX_ROW_BYTES = 16 << 20  # a row beyond it is no training sample but a broken file: the longest context holds some 4 MB of text
 CHUNK_BYTES = 1 << 16
-ARROW_BATCH_ROWS = 64
+BLOCK_ROWS = 128
+BLOCK_BYTES = 1 << 19
 _JSON_SPACE = " \t\r\n"
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row as read. `share` is the part of all bytes (or rows) read so far, for progress."""
+    """One row as read. `share` is the part of all bytes (or rows) read so far, for progress: of a block all have that of its end."""
 
     place: str  # file and row as a person looks for it: "sql.jsonl, line 3" or "sql.parquet, row 3" (both count from 1)
     value: dict[str, object]
     share: float
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of a file one after another, as `read_blocks` gives them: lines (bytes) or Arrow records still to be parsed, or parsed rows and
+    the errors of those that cannot be. `share` is the part of all bytes (or rows) read with it, for progress.
+    """
+
+    file: Path
+    content: tuple[bytes, ...] | pa.RecordBatch | tuple[Row | DataError, ...]
+    before: int = 0  # lines or records of the file before it
+    start: int = 0  # bytes before it
+    share: float = 0.0
+
+
+Refuse = Callable[[DataError], None]
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -45,52 +64,115 @@ def read_rows(path: Path) -> Iterator[Row]:
     return read_files(list_files(path), str(path))
 
 
-def _raise(error: DataError) -> None:
-    raise error
-
-
-Refuse = Callable[[DataError], None]
-
-
-def read_files(files: Sequence[Path], called: str, refuse: Refuse = _raise) -> Iterator[Row]:
-    """Every row of `files`, streaming. `refuse` is called with file and row for each that cannot be read, if those after it can be. Raises
-    DataError where they cannot, and with the name `called` where there is no row.
+def read_files(files: Sequence[Path], called: str) -> Iterator[Row]:
+    """Every row of `files`, streaming. Raises DataError with file and row for the first that cannot be read, and with the name `called`
+    where there is none.
     """
-    sizes = [file.stat().st_size for file in files]
-    total, before, count = max(1, sum(sizes)), 0, 0
-
-    def refuse_one(error: DataError) -> None:
-        nonlocal count
-        count += 1
-        refuse(error)
-
-    for file, size in zip(files, sizes, strict=True):
-        for row in _read_file(file, refuse_one):
+    count = 0
+    for block in read_blocks(files):
+        for row in rows_of(block):
+            if isinstance(row, DataError):
+                raise row
             count += 1
-            yield Row(row.place, row.value, (before + row.share * size) / total)
-        before += size
+            yield row
     if not count:
-        raise DataError(f"{called}: the {'file is empty' if len(files) == 1 else 'files are empty'}; at least one row is needed")
+        raise no_rows(files, called)
 
 
-def _read_file(file: Path, refuse: Refuse) -> Iterator[Row]:
+def no_rows(files: Sequence[Path], called: str) -> DataError:
+    return DataError(f"{called}: the {'file is empty' if len(files) == 1 else 'files are empty'}; at least one row is needed")
+
+
+def read_blocks(files: Sequence[Path]) -> Iterator[Block]:
+    """All rows of `files` in blocks; the same blocks for the same contents. Raises DataError where those after a row cannot be read."""
+    sizes = [file.stat().st_size for file in files]
+    total, before = max(1, sum(sizes)), 0
+    for file, size in zip(files, sizes, strict=True):
+        for block in _blocks_of(file):
+            yield replace(block, share=(before + block.share * size) / total)
+        before += size
+
+
+def rows_of(block: Block) -> Iterator[Row | DataError]:
+    """The rows of a block in their order, and errors with file and row in place of those that cannot be read."""
+    if isinstance(block.content, pa.RecordBatch):
+        records = records_of(block.content, block.file, block.before)
+        yield from (Row(f"{block.file}, row {number}", value, block.share) for number, value in enumerate(records, block.before + 1))
+        return
+    is_text, start = SUFFIXES[data_suffix(block.file)] == "text", block.start
+    for number, item in enumerate(block.content, block.before + 1):
+        if isinstance(item, bytes):
+            place = f"{block.file}, line {number}"
+            try:
+                line = _decode(item, start, place)
+                value = _text_line(line) if is_text else _parse_line(line, place)
+            except DataError as error:
+                yield error
+            else:
+                if value is not None:
+                    yield Row(place, value, block.share)
+            start += len(item)
+        else:
+            yield Row(item.place, item.value, block.share) if isinstance(item, Row) else item
+
+
+def _blocks_of(file: Path) -> Iterator[Block]:
     kind = SUFFIXES[data_suffix(file)]
     try:
         check_head(file)
-        if kind == "parquet":
-            yield from _read_parquet(file)
-        elif kind == "arrow":
-            yield from _read_arrow(file)
+        if kind in ("parquet", "arrow"):
+            number = 0
+            for batch, share in read_parquet(file) if kind == "parquet" else read_arrow(file):
+                yield Block(file, batch, number, share=share)
+                number += batch.num_rows
         elif kind in ("csv", "tsv"):
-            yield from _read_csv(file, "," if kind == "csv" else "\t", refuse)
-        elif kind == "text":
-            yield from _read_text(file, refuse)
-        elif _first_character(file) == b"[":
-            yield from _read_array(file, refuse)
+            yield from _blocks_of_rows(file, lambda refuse: _read_csv(file, "," if kind == "csv" else "\t", refuse))
+        elif kind != "text" and _first_character(file) == b"[":
+            yield from _blocks_of_rows(file, lambda refuse: _read_array(file, refuse))
         else:
-            yield from _read_lines_of_json(file, refuse)
+            yield from _blocks_of_lines(file)
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror or error}); check the file and its permissions") from error
+
+
+def _blocks_of_lines(file: Path) -> Iterator[Block]:
+    lines, before, start = _Lines(file), 0, 0
+    for held in _groups(lines.raw(), len):
+        yield Block(file, tuple(held), before, start, lines.share)
+        before, start = lines.number, lines.position
+
+
+def _blocks_of_rows(file: Path, read: Callable[[Refuse], Iterator[Row]]) -> Iterator[Block]:
+    """Of rows that are parsed as they are read, as one cannot tell where they end without it."""
+    refused: list[DataError] = []
+
+    def items() -> Iterator[Row | DataError]:
+        for row in read(refused.append):
+            yield from refused
+            refused.clear()
+            yield row
+        yield from refused
+
+    for held in _groups(items(), _characters):
+        rows = [item for item in held if isinstance(item, Row)]
+        yield Block(file, tuple(held), share=rows[-1].share if rows else 0.0)
+
+
+def _characters(item: Row | DataError) -> int:
+    return sum(len(value) for value in item.value.values() if isinstance(value, str | list)) if isinstance(item, Row) else 0
+
+
+def _groups(items: Iterable[_T], size_of: Callable[[_T], int]) -> Iterator[list[_T]]:
+    """By number, and by size, so that long ones do not pile up."""
+    held, size = list[_T](), 0
+    for item in items:
+        held.append(item)
+        size += size_of(item)
+        if len(held) >= BLOCK_ROWS or size >= BLOCK_BYTES:
+            yield held
+            held, size = [], 0
+    if held:
+        yield held
 
 
 # --- lines ---
@@ -98,15 +180,14 @@ def _read_file(file: Path, refuse: Refuse) -> Iterator[Row]:
 
 @dataclass
 class _Lines:
-    """Decoded, numbered lines of a file; the size limit protects memory from a file without line breaks."""
+    """Numbered lines of a file; the size limit protects memory from a file without line breaks."""
 
     file: Path
-    refuse: Refuse = _raise  # lines that are not UTF-8
     number: int = 0
     position: int = 0  # bytes read, decompressed
     source: Source | None = None
 
-    def __iter__(self) -> Iterator[str]:
+    def raw(self) -> Iterator[bytes]:
         with open_bytes(self.file) as self.source:
             while raw := self.source.stream.readline(MAX_ROW_BYTES + 1):
                 self.number += 1
@@ -115,39 +196,41 @@ class _Lines:
                         f"{self.file}, line {self.number}: longer than {MAX_ROW_BYTES >> 20} MiB; a row is one sample: split it, "
                         "or check that the lines end in a newline"
                     )
-                try:
-                    line = self._decode(raw)
-                except DataError as error:
-                    self.refuse(error)
-                else:
-                    yield line
+                self.position += len(raw)
+                yield raw
+        self.source = None
 
-    def _decode(self, raw: bytes) -> str:
-        start = self.position
-        self.position += len(raw)
-        try:
-            return raw.decode("utf-8-sig" if start == 0 else "utf-8")
-        except UnicodeDecodeError as error:
-            where = f"{self.file}, line {self.number}, byte {start + error.start}"
-            raise DataError(
-                f"{where}: not UTF-8 ({error.reason}, {raw[error.start : error.start + 1]!r}); convert the file to UTF-8"
-            ) from error
-
-    def row(self, value: dict[str, object]) -> Row:
-        return Row(f"{self.file}, line {self.number}", value, self.source.share if self.source else 0.0)
-
-
-def _read_lines_of_json(file: Path, refuse: Refuse) -> Iterator[Row]:
-    lines = _Lines(file, refuse)
-    for line in lines:
-        if line.strip():
-            place = f"{file}, line {lines.number}"
+    def decoded(self, refuse: Refuse) -> Iterator[str]:
+        """`refuse` gets the errors of those that are not UTF-8."""
+        for raw in self.raw():
             try:
-                value = _object(_parse(line, place), place)
+                yield _decode(raw, self.position - len(raw), f"{self.file}, line {self.number}")
             except DataError as error:
                 refuse(error)
-            else:
-                yield lines.row(value)
+
+    @property
+    def share(self) -> float:
+        return self.source.share if self.source else 1.0
+
+
+def _decode(raw: bytes, start: int, place: str) -> str:
+    try:
+        return raw.decode("utf-8-sig" if start == 0 else "utf-8")
+    except UnicodeDecodeError as error:
+        where = f"{place}, byte {start + error.start}"
+        raise DataError(
+            f"{where}: not UTF-8 ({error.reason}, {raw[error.start : error.start + 1]!r}); convert the file to UTF-8"
+        ) from error
+
+
+def _text_line(line: str) -> dict[str, object] | None:
+    """A row of column `text` for each line that is not blank, as `datasets` reads text."""
+    text = line.rstrip("\r\n")
+    return {"text": text} if text else None
+
+
+def _parse_line(line: str, place: str) -> dict[str, object] | None:
+    return _object(_parse(line, place), place) if line.strip() else None
 
 
 def _parse(text: str, place: str) -> object:
@@ -170,18 +253,10 @@ def _short(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _read_text(file: Path, refuse: Refuse) -> Iterator[Row]:
-    """A row of column `text` for each line that is not blank, as `datasets` reads text."""
-    lines = _Lines(file, refuse)
-    for line in lines:
-        if text := line.rstrip("\r\n"):
-            yield lines.row({"text": text})
-
-
 def _read_csv(file: Path, delimiter: str, refuse: Refuse) -> Iterator[Row]:
     lines, mark = _Lines(file), "comma" if delimiter == "," else "tab"
     csv.field_size_limit(MAX_ROW_BYTES)  # the module's own limit of 128 KiB refuses long texts
-    reader = csv.reader(iter(lines), delimiter=delimiter, strict=True)
+    reader = csv.reader(lines.decoded(refuse), delimiter=delimiter, strict=True)
     try:
         header = next(reader, None)
         if header is None:
@@ -192,7 +267,7 @@ def _read_csv(file: Path, delimiter: str, refuse: Refuse) -> Iterator[Row]:
             if not cells:
                 continue
             if len(cells) == len(header):
-                yield lines.row(dict(zip(header, cells, strict=True)))
+                yield Row(f"{file}, line {lines.number}", dict(zip(header, cells, strict=True)), lines.share)
                 continue
             why = f"{len(cells)} cells where the header has {len(header)}; quote cells that hold {mark}s"
             refuse(DataError(f"{file}, line {lines.number}: {why}"))
@@ -302,53 +377,3 @@ def _next_element(window: _Text, decoder: json.JSONDecoder, place: str) -> objec
             if not (cut_off and window.fill()):
                 _check_utf8(window, place)
                 raise DataError(f"{place}: broken JSON ({error}, counted from the row's start); expected an array of objects") from error
-
-
-# --- Arrow ---
-
-
-def _read_parquet(file: Path) -> Iterator[Row]:
-    if file.stat().st_size == 0:
-        return
-    try:
-        parquet = pq.ParquetFile(file, buffer_size=CHUNK_BYTES, pre_buffer=False)  # not mapped: the file may be cut meanwhile
-        total = parquet.metadata.num_rows
-        yield from _read_batches(file, parquet.iter_batches(batch_size=ARROW_BATCH_ROWS), total)
-    except pa.ArrowException as error:
-        raise DataError(f"{file}: not a readable Parquet file ({_short(str(error))}); write it again") from error
-
-
-def _read_arrow(file: Path) -> Iterator[Row]:
-    if file.stat().st_size == 0:
-        return
-    try:
-        with pa.OSFile(str(file), "rb") as source:  # not mapped: the file may be cut meanwhile
-            yield from _read_batches(file, iter(pa.ipc.open_stream(source)), None)
-    except pa.ArrowException as error:
-        raise DataError(f"{file}: not a readable Arrow stream ({_short(str(error))}); save the set again with save_to_disk") from error
-
-
-def _read_batches(file: Path, batches: Iterator[pa.RecordBatch], total: int | None) -> Iterator[Row]:
-    number = 0
-    for batch in batches:
-        for start in range(0, batch.num_rows, ARROW_BATCH_ROWS):
-            for value in _python_rows(batch.slice(start, ARROW_BATCH_ROWS), file, number):
-                number += 1
-                yield Row(f"{file}, row {number}", value, number / total if total else 0.0)
-
-
-def _python_rows(batch: pa.RecordBatch, file: Path, before: int) -> list[dict[str, object]]:
-    try:
-        return [{column: _without_absent(value) for column, value in row.items()} for row in batch.to_pylist()]
-    except UnicodeDecodeError as error:
-        if batch.num_rows == 1:
-            raise DataError(f"{file}, row {before + 1}: text that is not UTF-8 ({error.reason}); convert it") from error
-        return [row for i in range(batch.num_rows) for row in _python_rows(batch.slice(i, 1), file, before + i)]
-
-
-def _without_absent(value: object) -> object:
-    """Without the null that Arrow puts where a record lacks a field of other records; one that was written cannot be told from it."""
-    if isinstance(value, dict):
-        return {key: _without_absent(item) for key, item in value.items() if item is not None}
-    holds_records = isinstance(value, list) and any(isinstance(item, dict | list) for item in value)
-    return [_without_absent(item) for item in cast("list[object]", value)] if holds_records else value

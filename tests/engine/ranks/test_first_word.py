@@ -26,7 +26,7 @@ from tlora.errors import ConfigError
 SILENT = "import time\nwhile True:\n    time.sleep(60)\n"
 STUCK = """
 import signal, time
-from tlora.engine.ranks.process import die_with_parent
+from tlora.processes import die_with_parent
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 die_with_parent()
 print("stuck", flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -19,7 +18,6 @@ LOOK_SECONDS = 1.0  # between two looks whether a process is stopped
 _LOOKS_STOPPED = 5  # in a row, after which a stopped process counts as lost
 _KILL_SECONDS = 30.0  # for the kernel to end a process that has been killed
 _TAIL_BYTES = 4000
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
 
 class RankProcess:
@@ -114,14 +112,6 @@ class ForeignRank:
 
     def how_it_ended(self) -> str:
         return "has ended; its launcher knows how" if self.has_ended else "has not ended"
-
-
-def die_with_parent(yes: bool = True) -> None:
-    """The kernel ends this process as soon as the one that started it has ended, whatever this one is at. To be called by the main thread.
-    Only Linux does it; elsewhere the end of the line has to do.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, int(signal.SIGKILL) if yes else 0, 0, 0, 0)
 
 
 def is_stopped(pid: int) -> bool:

@@ -56,7 +56,6 @@ from tlora.engine.ranks.messages import (
     Take,
     Unfollow,
 )
-from tlora.engine.ranks.process import die_with_parent
 from tlora.engine.ranks.spanning import SpanExchange, open_mailbox
 from tlora.engine.ranks.waits import wait_for
 from tlora.engine.run_monitor import RunMonitor
@@ -68,6 +67,7 @@ from tlora.link.log import leave, note, show_stacks_when_asked
 from tlora.planning.memory import memory_limit
 from tlora.planning.plan import describe_plan
 from tlora.planning.threads import compute_with
+from tlora.processes import die_with_parent
 from tlora.sharing.peers import Peers, Sharing
 from tlora.store.model_card import library_versions
 from tlora.store.serving import ServingFiles

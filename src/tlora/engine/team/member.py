@@ -25,7 +25,6 @@ from tlora.engine.patience import Patience
 from tlora.engine.pulse import Pulse
 from tlora.engine.ranks.link import Line, connect
 from tlora.engine.ranks.messages import Broken, Bye, Command, Stop
-from tlora.engine.ranks.process import die_with_parent
 from tlora.engine.ranks.rank import hello
 from tlora.engine.team.messages import Beat, Enter
 from tlora.engine.team.parts import Seat
@@ -33,6 +32,7 @@ from tlora.engine.worker import open_trainer
 from tlora.errors import TloraError
 from tlora.link.flight import flight_name
 from tlora.link.log import leave, note, show_stacks_when_asked
+from tlora.processes import die_with_parent
 
 BEAT_SECONDS = 1.0
 

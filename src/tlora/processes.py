@@ -1,0 +1,118 @@
+"""Pools of processes on the cores of this machine, which end with the program, however it ends. Knows nothing of what they compute."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import active_children, get_context, parent_process
+from multiprocessing.process import BaseProcess
+from threading import Thread
+from typing import Any, Literal, TypeVar
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
+
+
+class LostProcessError(Exception):
+    """A process of a pool was killed; the text says by what."""
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def die_with_parent(yes: bool = True) -> None:
+    """The kernel ends this process as soon as the thread that started it has ended, whatever this one is at. To be called by the main
+    thread. Only Linux does it; elsewhere it has no effect.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, int(signal.SIGKILL) if yes else 0, 0, 0, 0)
+
+
+class Pool:
+    """Processes that `open_pool` has started."""
+
+    def __init__(self, executor: ProcessPoolExecutor) -> None:
+        self._executor = executor
+        self._before = set[BaseProcess](active_children())
+        self._started = set[BaseProcess]()
+
+    def submit(self, function: Callable[[_T], _R], task: _T) -> Future[_R]:
+        """`function` is one of a module; it and `task` are pickled."""
+        with warnings.catch_warnings():  # Python 3.12 warns of any fork beside other threads; a caller that forks knows its threads
+            warnings.simplefilter("ignore", DeprecationWarning)
+            future = self._executor.submit(function, task)
+        self._started |= set(active_children()) - self._before
+        return future
+
+    def map_in_order(self, function: Callable[[_T], _R], tasks: Iterable[_T], most_waiting: int) -> Iterator[_R]:
+        """The results in the order of `tasks`, which are taken while at most `most_waiting` results are not.
+
+        Raises what `function` raised.
+        """
+        waiting: deque[Future[_R]] = deque()
+        for task in tasks:
+            waiting.append(self.submit(function, task))
+            if len(waiting) >= most_waiting:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+    def kill(self) -> None:
+        for process in self._started:
+            process.kill()
+
+    def how_it_broke(self) -> str:
+        """The others have been terminated by the pool itself."""
+        codes = [process.exitcode for process in self._started]
+        ends = [code for code in codes if code not in (None, 0, -signal.SIGTERM)] or [-signal.SIGTERM]
+        return f"was killed by signal {-ends[0]}" if ends[0] < 0 else f"ended with exit status {ends[0]}"
+
+
+@contextmanager
+def open_pool(workers: int, method: Literal["fork", "spawn"], begin: Callable[..., None] | None = None, *arguments: Any) -> Generator[Pool]:
+    """So many processes, in each of which `begin(*arguments)` is called first. They ignore Ctrl-C, which reaches all processes of a
+    terminal: an exception in this block ends them at once.
+
+    Raises LostProcessError when one of them was killed.
+    """
+    executor = ProcessPoolExecutor(workers, get_context(method), initializer=_begin, initargs=(begin, arguments))
+    pool = Pool(executor)
+    try:
+        yield pool
+    except BrokenProcessPool:
+        executor.shutdown(cancel_futures=True)
+        raise LostProcessError(pool.how_it_broke()) from None
+    except BaseException:  # the closing of a generator is one as well
+        pool.kill()
+        raise
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _begin(begin: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    assert parent is not None, "not a process of a pool"
+    die_with_parent()
+    if not parent.is_alive():  # it has ended before the kernel was asked
+        os._exit(1)
+    if sys.platform != "linux":
+        Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    if begin is not None:
+        begin(*arguments)
+
+
+def _end_with_parent(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
