@@ -133,3 +133,13 @@ def test_pages_of_events(live: tuple[Served, str]) -> None:
     assert [event["kind"] for event in rest["data"]] == ["queued"] and not rest["has_more"]
     after = served.ask("alice", "GET", f"/v1/jobs/{job}/events", 200, params={"after": page["data"][0]["id"]})
     assert after["data"] == rest["data"]
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_stream_that_begins_at_or_after_the_last_event_of_an_ended_job_ends(served: Served, after: int) -> None:
+    job = served.submit("alice")["id"]
+    served.wait("alice", job, "succeeded")
+    last = served.ask("alice", "GET", f"/v1/jobs/{job}/events", 200)["data"][-1]["id"]
+    found = served.ask("alice", "GET", f"/v1/jobs/{job}/events/stream", 200, headers={"Last-Event-ID": str(last + after)})
+    assert "data:" not in found.text
+    assert not any(served.opened.services.streams.values()), "its slot is free again"

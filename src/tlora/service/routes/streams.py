@@ -97,12 +97,21 @@ async def _server_sent(services: Services, caller: Caller, job: str | None, afte
                 yield f"id: {row.serial}\nevent: {row.kind}\ndata: {event_view(row).model_dump_json()}\n\n"
                 if job is not None and row.kind in ENDED:
                     return
+            if not rows and job is not None and await run_in_threadpool(services.read, partial(_has_ended, caller.tenant, job)):
+                rows = await run_in_threadpool(services.read, partial(_next_events, caller.tenant, job, after))
+                if not rows:  # its last event was known to the client before
+                    return
+                continue  # it has ended between the two looks
             if not rows:
                 await services.bell.wait(_ALIVE_SECONDS)
                 looks += 1
                 if looks % _COMMENT_EVERY == 0:
                     yield ": alive\n\n"
     yield 'event: end\ndata: {"reason": "the key was revoked"}\n\n'
+
+
+def _has_ended(tenant: str, job: str, connection: Connection) -> bool:
+    return job_rows.find_job(connection, tenant, job).ended is not None
 
 
 def _next_events(tenant: str, job: str | None, after: int, connection: Connection) -> Sequence[Row[Any]]:
