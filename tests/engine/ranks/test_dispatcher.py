@@ -153,6 +153,17 @@ def test_a_rank_that_is_not_full_keeps_what_it_is_about_to_let_in() -> None:
     assert dispatcher.commands == [(0, LetGo("c"))]
 
 
+def test_the_only_job_of_a_rank_is_not_taken_before_it_begins() -> None:
+    seconds = {"a": 10.0, "b": 9.0}
+    alone = Dispatcher({"a": 10.0}, place({"a": 10.0}, 2))
+    alone.room(1)
+    assert alone.commands == []
+    lighter = Dispatcher(seconds, place(seconds, 1))
+    lighter._ranks[1] = type(lighter._ranks[0])()  # pyright: ignore[reportPrivateUsage]
+    lighter.room(1)
+    assert lighter.commands == [(0, LetGo("b"))]  # a is left to rank 0
+
+
 def test_a_job_that_ends_while_it_is_let_go_goes_nowhere() -> None:
     seconds = {"a": 100.0, "b": 90.0, "c": 1.0}
     dispatcher = Dispatcher(seconds, place(seconds, 2))  # a on one, b and c on the other

@@ -29,6 +29,11 @@ class _Rank:
         return [*self.waiting, *self.running]
 
     @property
+    def keeps_one(self) -> bool:
+        """It has something to do without the last of its jobs that wait."""
+        return len(self.jobs) - len(self.leaving) + len(self.following) > 1
+
+    @property
     def dry(self) -> bool:
         """It has nothing to compute, whatever waits."""
         return not self.running and not self.following
@@ -113,9 +118,11 @@ class Dispatcher:
                 self._move(*found, rank)
 
     def _waiting_elsewhere(self, rank: int) -> tuple[int, str] | None:
-        """The last job that waits on the rank with the most left to do: one that is full, or any for a rank that has nothing at all."""
+        """The last job that waits on the rank with the most left to do: one that is full or, for a rank that has nothing at all, any that
+        keeps another job.
+        """
         dry = self._ranks[rank].dry
-        others = [r for r, held in self._ranks.items() if r != rank and (held.is_full or dry) and self._can_move(r)]
+        others = [r for r, held in self._ranks.items() if r != rank and (held.is_full or (dry and held.keeps_one)) and self._can_move(r)]
         if not others:
             return None
         full = max(others, key=self._load)
