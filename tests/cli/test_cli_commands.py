@@ -188,7 +188,7 @@ def test_train_hands_its_options_on_and_ends_with_0(jobs_file: Path, use: Callab
     assert engine.run and engine.run.output_dir == "other" and [job.r for job in engine.run.jobs] == [16, 3]
     assert engine.options == {"resume": True, "overwrite": False, "device": "cpu", "gpus": None}
     assert engine.data_worker is not None and engine.data_worker.poll() is not None, "the process that prepares data outlives the command"
-    assert "a notable line" in out and "[1.0 s] polite: training, step 1/5, loss 2.0000" in out
+    assert "a notable line" in out and "[1.0 s] polite: training, step 1/5, train loss 2.0000" in out
     assert "out/sql" in out and "report: out/report.html" in out and "\x1b" not in out
 
 

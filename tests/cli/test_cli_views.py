@@ -35,7 +35,7 @@ def test_the_table_has_a_row_per_job_and_a_total():
         job("x" * 63, "failed", reason="bad"),
     )
     lines = drawn(RunProgress(61.0, jobs, tokens_per_second=4936.0, padding=0.0123))
-    assert lines[0].split() == ["job", "status", "step", "loss", "eval", "loss", "tokens/s", "share", "ETA"]
+    assert lines[0].split() == ["job", "status", "step", "train", "loss", "eval", "loss", "tokens/s", "share", "ETA"]
     polite = [word for word in lines[1].split() if "━" not in word and word not in "╸╺"]
     assert polite == ["polite", "training", "5/20", "1.2500", "0.5000", "1,234", "25%", "2:19"]
     assert "━" in lines[1]
@@ -111,10 +111,10 @@ def test_plain_lines_come_at_most_every_ten_seconds_for_a_job():
     view.progress(RunProgress(101.0, (job("a", "done"), job("b", "failed"))))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) == 100 / LINE_SECONDS + 2
-    assert lines[0] == "[0.0 s] a: training, step 1/20, loss 1.2500, 10 tokens/s, share 50%, ETA 60.0 s"
+    assert lines[0] == "[0.0 s] a: training, step 1/20, train loss 1.2500, 10 tokens/s, share 50%, ETA 60.0 s"
     assert lines[-2:] == [
-        "[1 min 40 s] a: done, step 400/20, loss 1.2500, eval loss 0.5000, 5,000 tokens",
-        "[1 min 40 s] b: failed, step 5/20, loss 1.2500, 0 tokens",
+        "[1 min 40 s] a: done, step 400/20, train loss 1.2500, eval loss 0.5000, 5,000 tokens",
+        "[1 min 40 s] b: failed, step 5/20, train loss 1.2500, 0 tokens",
     ]
 
 

@@ -74,7 +74,8 @@ def test_jobs_arrive_and_end_with_the_bytes_of_one_process(world: World, tmp_pat
     assert submitted["late"][0] >= 0.5 and submitted["late"][1].max_slowdown == 3 and submitted["brief"][1].priority == 2
     assert {item.job_id for _, item in log if isinstance(item, JobFinished)} == set(results)
     assert {gpu for _, item in log if isinstance(item, StartGroup) for gpu in item.group.gpus} == {0, 1}
-    assert {row.status for row in seen[-1].jobs} == {"done"} and all(row.loss is not None for row in seen[-1].jobs)
+    assert {row.status for row in seen[-1].jobs} == {"done"}
+    assert {row.name: row.loss for row in seen[-1].jobs} == pytest.approx({name: found.train_loss for name, found in results.items()})
     assert results.report == tmp_path / "jobs" / "report.html" and results.report.is_file()
     assert read_object(tmp_path / "jobs" / "run.json")["status"] == "done"
 

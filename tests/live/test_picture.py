@@ -43,14 +43,16 @@ def test_a_job_waits_trains_moves_and_ends(tmp_path: Path) -> None:
     picture.see(StartGroup(group("a", "b")))
     assert shown()["a"] == ("preparing", 1, 0)
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "metrics.jsonl").write_text(json.dumps({"step": 10, "loss": 2.5, "num_tokens": 1000}) + '\n{"torn')
+    (tmp_path / "a" / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, "loss": 3.0 + step / 8, "num_tokens": 100 * step}) + "\n" for step in range(1, 13)) + '{"torn'
+    )
     picture.see(StepsDone("a", "g1", 10, 0.5))
     row = picture.progress(1.0).jobs[0]
     assert (row.status, row.step, row.total_steps, row.loss, row.tokens_per_second, row.eta_seconds) == (
         "training",
         10,
         50,
-        2.5,
+        3.9375,  # the mean of the last ten rows
         200.0,
         20.0,
     )

@@ -241,8 +241,11 @@ def test_a_run_that_is_going_on(tmp_path: Path) -> None:
     for torn in (tmp_path / "going" / "metrics.jsonl", tmp_path / "run.jsonl"):
         with torn.open("a") as file:
             file.write('{"step": 13, "loss": 1.')
-    going, waiting = PageReader(report(tmp_path)).table("job", "status")
-    assert going[:2] == ["going", "training"] and f"{train[0]['loss']:.4f} → {train[-1]['loss']:.4f}" in going[2]
+    recent = sum(row["loss"] for row in train[-10:]) / 10
+    page = report(tmp_path)
+    assert "the mean over the last 10 steps" in page
+    going, waiting = PageReader(page).table("job", "status")
+    assert going[:2] == ["going", "training"] and f"{train[0]['loss']:.4f} → {recent:.4f}" in going[2]
     assert going[5:8] == ["2.4000 @12", "12", "16"]  # best of the rows: there is no result yet
     assert waiting[:2] == ["waiting", "queued"] and waiting[6:8] == ["0", "16"]
 

@@ -53,9 +53,9 @@ def test_a_sweep_that_trains_knows_its_values_leader_and_end(tmp_path: Path) -> 
     going_on(tmp_path, dict(zip(RATES, ([3.0, 2.9, 2.9, 2.8], [3.0, 2.0, 1.5, 1.0], [3.0, 3.5, 4.0, 5.0]), strict=True)), max_steps=10)
     reader = PageReader(report_page(read_run(tmp_path)))
     rows = reader.table("place", "job", "learning_rate", "last train loss", "status")
-    assert [row[:4] for row in rows] == [["1", "s-lr0.001", "0.001", "1.0000"], ["2", "s-lr0.0001", "0.0001", "2.8000"], *[rows[2][:4]]]
-    assert "Best so far: s-lr0.001 (learning_rate 0.001), last train loss 1.0000; the next best, s-lr0.0001: 2.8000." in reader.text
-    assert "Diverged or failed, 1 of 3: s-lr0.01 (loss rose from 3.0000 to 5.0000)." in reader.text
+    assert [row[:4] for row in rows] == [["1", "s-lr0.001", "0.001", "1.8750"], ["2", "s-lr0.0001", "0.0001", "2.9000"], *[rows[2][:4]]]
+    assert "Best so far: s-lr0.001 (learning_rate 0.001), last train loss 1.8750; the next best, s-lr0.0001: 2.9000." in reader.text
+    assert "Diverged or failed, 1 of 3: s-lr0.01 (loss rose from 3.0000 to 3.8750)." in reader.text
     assert all(row[4] == "trainingabout 6.0 s left" for row in rows)  # six steps to go, one a second
     assert "3 of 3 still running, about 6.0 s left." in reader.text and "about 6.0 s left, as of the last row" in reader.text
 

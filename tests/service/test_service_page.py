@@ -159,9 +159,9 @@ def test_groups_the_queue_and_a_jobs_live_loss(served_slowly: Served) -> None:
     _write_metrics(served, job["id"], [{"step": step, "loss": 3.0 - step / 10, "tokens_per_second": 99.0} for step in range(1, 5)])
     until(lambda: served.cluster.tick() or "step 4 of 10" in Elements(served.client.get("/", headers=alice).text).text)
     page = Elements(served.client.get("/", headers=alice).text)
-    assert "loss 2.6000" in page.text and "99 tokens/s" in page.text and "polyline" in page.names
+    assert "loss 2.7500" in page.text and "99 tokens/s" in page.text and "polyline" in page.names
     assert "paused by its owner" in page.text and "second" not in page.text and "of other tenants" in page.text
-    assert "train loss 2.6000" in Elements(served.client.get(f"/jobs/{job['id']}", headers=alice).text).text
+    assert "train loss 2.7500" in Elements(served.client.get(f"/jobs/{job['id']}", headers=alice).text).text
     _write_metrics(served, job["id"], [{"step": 1, "loss": 1.5}, {"step": 1, "eval_loss": 1.25}])
     later = Elements(served.client.get(f"/jobs/{job['id']}", headers=alice).text)
     assert "train loss 1.5000" in later.text and "eval loss 1.2500" in later.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -16,14 +17,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.data.chat_templates import CHATML
 from tests.engine.tiny_runs import job, run_spec, train, write_rows
 from tlora.data.chat import DEFAULT_TEMPLATE
+from tlora.data.report import DataReport
 from tlora.engine.check import check
 from tlora.engine.generate import Sampling, _prompt_ids, answer, open_adapter
 from tlora.engine.watcher import Watcher
 from tlora.errors import ModelError
+from tlora.job import JobSpec
 from tlora.store.serving import PROMPT_FILE, ServingFiles
 from tlora.supermodel.base_name import public_name
 from tlora.wording.card_seal import CARD_FILE
 
+DEMO = Path(__file__).parents[2] / "demo" / "base"  # whose tokenizer has the size of a small real one
 OWN = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 
 
@@ -31,6 +35,64 @@ def write_chats(path: Path) -> Path:
     turns = [{"role": "user", "content": "red boat"}, {"role": "assistant", "content": "blue house"}]
     path.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(4)))
     return path
+
+
+def write_serving(serving: ServingFiles, directory: Path, **data: Any) -> Path:
+    """As a job that begins in `directory`."""
+    said: list[str] = []
+    spec = JobSpec.model_validate({"name": directory.name, "data": {"path": "d.jsonl"} | data})
+    serving.write(directory, spec, DataReport(format="chat", has_chats=True), said.append)
+    assert not said
+    return directory
+
+
+def test_jobs_share_the_file_of_the_tokenizer_and_nothing_that_is_edited(tmp_path: Path) -> None:
+    """One copy for all; a later write to one of them leaves the others as they are, and so does the end of the first."""
+    serving, own = ServingFiles(str(DEMO)), tmp_path / "own.jinja"
+    own.write_text(OWN)
+    first, second = (write_serving(serving, tmp_path / name) for name in ("first", "second"))
+    third = write_serving(serving, tmp_path / "third", chat_template=str(own))
+    content = (first / "tokenizer.json").read_bytes()
+    assert len(content) > 100_000
+    assert len({(place / "tokenizer.json").stat().st_ino for place in (first, second, third)}) == 1
+    names = {path.name for path in first.iterdir()} - {"tokenizer.json"}
+    assert {"tokenizer_config.json", "chat_template.jinja", PROMPT_FILE} <= names
+    assert all((first / name).stat().st_ino != (second / name).stat().st_ino for name in names)
+    assert (third / "chat_template.jinja").read_text() == OWN != (first / "chat_template.jinja").read_text()
+
+    (second / "tokenizer.json").unlink()
+    (second / "tokenizer.json").write_text("{}")  # an edit, as editors make it
+    write_serving(serving, second)  # a resumed job
+    assert all((place / "tokenizer.json").read_bytes() == content for place in (first, second, third))
+    shutil.rmtree(first)
+    write_serving(serving, tmp_path / "fourth")
+    assert all((place / "tokenizer.json").read_bytes() == content for place in (second, third, tmp_path / "fourth"))
+    assert "blue" in AutoTokenizer.from_pretrained(tmp_path / "fourth").decode(
+        AutoTokenizer.from_pretrained(third)("a blue house")["input_ids"]
+    )
+
+
+def test_a_new_tokenizer_leaves_what_was_linked(tmp_path: Path) -> None:
+    """A run over a changed base writes its file in place of the job's, and other jobs keep the one that they were trained with."""
+    changed = Path(shutil.copytree(DEMO, tmp_path / "changed"))
+    serving = ServingFiles(str(DEMO))
+    first, second = (write_serving(serving, tmp_path / name) for name in ("first", "second"))
+    before = (first / "tokenizer.json").read_bytes()
+    tokenizer = json.loads(before)
+    tokenizer["added_tokens"][-1]["content"] += "x"
+    (changed / "tokenizer.json").write_text(json.dumps(tokenizer))
+    write_serving(ServingFiles(str(changed)), second)
+    assert (first / "tokenizer.json").read_bytes() == before != (second / "tokenizer.json").read_bytes()
+
+
+def test_a_file_system_without_hard_links_gets_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, target: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(target))
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    serving = ServingFiles(str(DEMO))
+    first, second = (write_serving(serving, tmp_path / name) / "tokenizer.json" for name in ("first", "second"))
+    assert first.read_bytes() == second.read_bytes() and first.stat().st_ino != second.stat().st_ino
 
 
 def prompt_of(model: Any) -> str:

@@ -69,7 +69,7 @@ class PlainFollower:
         self._status[job.id], self._told[job.id] = job.status, now
         parts = [f"{job.name}: {job.status}"]
         parts += [f"step {steps_text(job)}"] if job.steps else []
-        parts += [f"loss {loss_text(loss)}"] if loss is not None else []
+        parts += [f"train loss {loss_text(loss)}"] if loss is not None else []
         parts += [f"waits for {job.waiting_for}"] if job.status == "queued" and job.waiting_for else []
         parts += [job.reason] if job.reason else []
         self._say(", ".join(parts), STYLES.get(job.status, "") if job.has_ended else "")
@@ -85,9 +85,9 @@ def follow_table(sight: Sight, width: int, height: int) -> Group:
     table.add_column("job", no_wrap=True)
     table.add_column("status", no_wrap=True)
     table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("loss", justify="right", no_wrap=True)
+    table.add_column("train loss", justify="right", no_wrap=True)
     table.add_column("why", no_wrap=True, overflow="ellipsis")
-    name_width = max(12, min(40, width - 60))
+    name_width = max(12, min(40, width - 64))
     for job in shown:
         table.add_row(
             Text(printable(shorten(job.name, name_width))),

@@ -149,7 +149,7 @@ def plain_line(seconds: float, job: JobProgress) -> str:
     """One job in one line: time, name, step, losses, speed."""
     where = f" on GPU {job.gpus_text}" if job.gpus_text else ""
     parts = [f"{job.name}: {job.status}{where}", f"step {job.step}/{job.total_steps}"]
-    parts += [f"loss {loss_text(job.loss)}"] if job.loss is not None else []
+    parts += [f"train loss {loss_text(job.loss)}"] if job.loss is not None else []
     parts += [f"eval loss {loss_text(job.eval_loss)}"] if job.eval_loss is not None else []
     if job.status in _ENDED:
         parts += [f"{count_text(job.num_tokens)} tokens"]  # the reason of a failure is printed as a note and with the results
@@ -164,7 +164,7 @@ def progress_view(state: RunProgress, width: int, height: int) -> Group:
     shown = _with_room(state.jobs, height - _AROUND_ROWS)
     wide = width >= 110
     placed = any(job.gpu is not None for job in state.jobs)
-    name_width = max(12, min(40, width - (96 if wide else 67) - 6 * placed))  # what the other columns leave free
+    name_width = max(12, min(40, width - (100 if wide else 67) - 6 * placed))  # what the other columns leave free
     table = open_table(show_footer=True, footer_style="bold")
     table.add_column("job", f"{len(state.jobs)} jobs", no_wrap=True)
     table.add_column("status", "", no_wrap=True)
@@ -173,7 +173,7 @@ def progress_view(state: RunProgress, width: int, height: int) -> Group:
     if wide:
         table.add_column("", "", width=20)
     table.add_column("step", _steps(state.jobs), justify="right", no_wrap=True)
-    table.add_column("loss", "", justify="right", no_wrap=True)
+    table.add_column("train loss" if wide else "train", "", justify="right", no_wrap=True)
     table.add_column("eval loss" if wide else "eval", "", justify="right", no_wrap=True)
     table.add_column("tokens/s" if wide else "tok/s", count_text(state.tokens_per_second), justify="right", no_wrap=True)
     table.add_column("share", "", justify="right", no_wrap=True)

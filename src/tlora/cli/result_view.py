@@ -20,6 +20,7 @@ from tlora.errors import ConfigError
 from tlora.json_file import read_object
 from tlora.wording.numbers import by_jobs, count_text, duration_text, loss_text, names_text, setting_text, shortened
 from tlora.wording.ranking import incomparable
+from tlora.wording.recent_loss import RECENT_STEPS
 
 if TYPE_CHECKING:
     from tlora.engine.train import JobResult, Results
@@ -36,6 +37,9 @@ def print_results(console: Console, results: Mapping[str, JobResult]) -> None:
     """The jobs in the order of the file, then what went wrong, then the sweeps."""
     wide = console.width >= 110
     console.print(_table(list(results.values()), wide))
+    if any(result.train_loss is not None for result in results.values()):
+        shown = "first step → mean of the last" if wide else "mean of the last"
+        console.print(Text(f"train loss: {shown} {RECENT_STEPS} steps", style="dim"))
     if not wide:
         for parent in dict.fromkeys(Path(result.path).parent for result in results.values() if result.path):
             console.print(Text(f"adapters: {printable(path_text(parent / 'JOB'))}"), soft_wrap=True)

@@ -6,11 +6,13 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tlora.client.answers import EventPage, JobPage, Metrics, RemoteEvent, RemoteJob
 from tlora.client.connection import Connection
 from tlora.client.event_bell import EventBell
 from tlora.errors import ServiceError
+from tlora.wording.recent_loss import RECENT_STEPS, recent_loss
 
 _ID = re.compile(r"job-[0-9a-f]{24}")
 _PAGE = 100
@@ -58,7 +60,7 @@ def list_events(connection: Connection, job_id: str) -> Iterator[RemoteEvent]:
 
 
 def newest_loss(connection: Connection, job: RemoteJob) -> float | None:
-    """The training loss of its last logged step; None before there is one."""
+    """The train loss: the mean over its last logged steps; None before there is one."""
     reader = _Losses(connection)
     while True:
         offset = reader.offset(job.id)
@@ -69,7 +71,7 @@ def newest_loss(connection: Connection, job: RemoteJob) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Jobs at one moment, in the order in which they are watched. `losses`: the newest training loss, by id. `away`: why the server does
+    """Jobs at one moment, in the order in which they are watched. `losses`: the train loss, by id. `away`: why the server does
     not answer just now; the jobs are then as they were.
     """
 
@@ -127,11 +129,12 @@ def _look(connection: Connection, ids: Sequence[str]) -> dict[str, RemoteJob]:
 
 
 class _Losses:
-    """The newest loss of each running job; each row is read once."""
+    """The train loss of each running job; each row is read once."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._offsets: dict[str, int] = {}
+        self._rows: dict[str, list[dict[str, Any]]] = {}  # the last ones with a loss
         self.losses: dict[str, float] = {}
 
     def offset(self, job_id: str) -> int:
@@ -142,9 +145,10 @@ class _Losses:
         for job_id in running:
             found = self._connection.get(f"/v1/jobs/{job_id}/metrics", Metrics, offset=self._offsets.get(job_id, 0))
             self._offsets[job_id] = found.next_offset
-            for row in found.data:
-                if isinstance(loss := row.get("loss"), int | float):
-                    self.losses[job_id] = float(loss)
+            rows = [*self._rows.get(job_id, ()), *(row for row in found.data if "loss" in row)][-RECENT_STEPS:]
+            self._rows[job_id] = rows
+            if (loss := recent_loss(rows)) is not None:
+                self.losses[job_id] = loss
         for job in jobs.values():
             if job.result and isinstance(loss := job.result.get("train_loss"), int | float):
                 self.losses[job.id] = float(loss)

@@ -20,7 +20,9 @@ Shown = TypeVar("Shown")
 
 @dataclass(frozen=True)
 class JobProgress:
-    """One job's row. Losses are means per trained token; `share` is this job's part of the last seconds' tokens."""
+    """One job's row. Losses are means per trained token, `loss` over the last ten steps as in `JobResult`; `share` is this job's part of
+    the last seconds' tokens.
+    """
 
     name: str
     status: JobStatus

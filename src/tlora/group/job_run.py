@@ -24,8 +24,8 @@ from tlora.job import JobSpec
 from tlora.objectives import Objective, Unit, UnitLoss, objective_of
 from tlora.supermodel.batch import BatchRow
 from tlora.supermodel.supermodel import JobLoss
+from tlora.wording.recent_loss import RECENT_STEPS
 
-RECENT_STEPS = 10  # "train loss" of a result is the mean over so many last steps
 QUARANTINE_AFTER = 3  # optimizer steps in a row without a finite gradient
 
 

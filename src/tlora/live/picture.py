@@ -29,8 +29,9 @@ from tlora.protocol import (
     StopGroup,
 )
 from tlora.store.job_result import JobResult
+from tlora.wording.recent_loss import recent_loss
 
-_TAIL_BYTES = 4096  # of metrics.jsonl: holds its last row
+_TAIL_BYTES = 16384  # of metrics.jsonl: holds the rows of its last steps, with the metrics of pairs
 
 
 class Picture:
@@ -99,7 +100,8 @@ class Picture:
                 self._change(name, gpu=None, parts_on=(), status="queued", tokens_per_second=0.0, eta_seconds=None)
 
     def _losses(self, name: str) -> dict[str, Any]:
-        """Of the newest row of the job's metrics."""
+        """Of the end of the job's metrics."""
+        rows: list[dict[str, Any]] = []
         found: dict[str, Any] = {}
         with suppress(OSError, ValueError, TypeError):
             path = self._directory / name / "metrics.jsonl"
@@ -108,6 +110,7 @@ class Picture:
                 for line in file.read().splitlines():
                     with suppress(ValueError):
                         row = json.loads(line)
-                        found |= {"loss": float(row["loss"]), "num_tokens": int(row["num_tokens"])} if "loss" in row else {}
+                        rows += [row] if "loss" in row else []
+                        found |= {"num_tokens": int(row["num_tokens"])} if "loss" in row else {}
                         found |= {"eval_loss": float(row["eval_loss"])} if "eval_loss" in row else {}
-        return found
+        return found | {"loss": recent_loss(rows)} if rows else found

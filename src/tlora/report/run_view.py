@@ -12,6 +12,7 @@ from typing import Any
 
 from tlora.errors import ConfigError
 from tlora.report.rows import JsonObject, column, merge_gpus, number, read_json, read_rows
+from tlora.wording.recent_loss import recent_loss
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def _read_job(directory: Path, name: str, specs: Mapping[str, JsonObject], run_s
         steps=_whole(result.get("steps"), last.get("step")) or 0,
         total_steps=_whole(result.get("total_steps"), None),
         train_loss_first=_first_number(result, "train_loss_first", losses[:1]),
-        train_loss=_first_number(result, "train_loss", losses[-1:]),
+        train_loss=_first_number(result, "train_loss", [] if (recent := recent_loss(train)) is None else [recent]),
         eval_loss_first=_first_number(result, "eval_loss_first", eval_losses[:1]),
         eval_loss=_first_number(result, "eval_loss", eval_losses[-1:]),
         eval_loss_best=_first_number(result, "eval_loss_best", [] if best is None else [eval_losses[best]]),

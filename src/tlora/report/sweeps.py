@@ -15,7 +15,7 @@ from tlora.report.page import Chart, Section
 from tlora.report.rows import number
 from tlora.report.run_view import JobView
 from tlora.report.sparklines import spark_scale
-from tlora.report.tables import RESULT_HEADS, Cell, Line, name_cell, result_cells, table, trend_note
+from tlora.report.tables import RESULT_HEADS, Cell, Line, loss_note, name_cell, result_cells, table, trend_note
 from tlora.wording.numbers import DASH, duration_text, loss_text, setting_text, settings_text
 from tlora.wording.ranking import incomparable
 
@@ -87,7 +87,7 @@ def sweep_table(jobs: Sequence[JobView], looks: Mapping[str, Look], window: int)
         )
         rows.append(Line(cells, "winner" if place == 1 and score is not None else ""))
     heads = ("#place", "job", *(f"#{field}" for field in fields), f"#{score_name(jobs)}", *(RESULT_HEADS[at] for at in kept))
-    return table(heads, rows) + trend_note(scale)
+    return table(heads, rows) + loss_note(jobs) + trend_note(scale)
 
 
 def score_of(job: JobView, jobs: Sequence[JobView]) -> float | None:

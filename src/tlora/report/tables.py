@@ -15,6 +15,7 @@ from tlora.report.run_view import JobView, RunView
 from tlora.report.sparklines import SparkScale, spark_scale, sparkline
 from tlora.report.templates import render
 from tlora.wording.numbers import DASH, MINUS, count_text, duration_text, loss_text
+from tlora.wording.recent_loss import RECENT_STEPS
 
 _SHOWN_ELSEWHERE = ("jobs", "versions", "status", "started", "base_parameters", "gpus", "homes", "spans")
 
@@ -46,7 +47,7 @@ def results_table(jobs: Sequence[JobView], looks: Mapping[str, Look], window: in
     """A row per job, in the order of the jobs file; the page's script sorts it by any column."""
     scale = spark_scale(jobs, window)
     rows = [Line((name_cell(job, looks[job.name]), *result_cells(job, scale, looks[job.name]))) for job in jobs]
-    return table(("job", *RESULT_HEADS), rows) + trend_note(scale)
+    return table(("job", *RESULT_HEADS), rows) + loss_note(jobs) + trend_note(scale)
 
 
 def name_cell(job: JobView, look: Look) -> Cell:
@@ -69,6 +70,12 @@ def result_cells(job: JobView, scale: SparkScale | None, look: Look) -> list[Cel
         Cell(f"{job.num_tokens:,}", job.num_tokens),
         Cell(duration_text(job.seconds), job.seconds),
     ]
+
+
+def loss_note(jobs: Sequence[JobView]) -> Markup:
+    """The caption of the column of train losses; empty where no job has one."""
+    text = '<p class="faint">Train loss: of the first step, and the mean over the last {} steps.</p>'
+    return Markup(text).format(RECENT_STEPS) if any(job.train_loss is not None for job in jobs) else Markup()
 
 
 def trend_note(scale: SparkScale | None) -> Markup:

@@ -9,15 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from tlora.wording.recent_loss import recent_loss
+
 Points = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """(step, loss) in order. Steps from `first` to `last`, losses from `low` to `high`; `tokens_per_second` is of the last row."""
+    """(step, loss) in order. `train_loss` is the mean over the last steps; `tokens_per_second` is of the last row."""
 
     train: Points = ()
     evaluation: Points = ()
+    train_loss: float | None = None
     tokens_per_second: float | None = None
 
     @property
@@ -60,7 +63,7 @@ def read_losses(path: Path, most_bytes: int, most_points: int) -> Losses:
     rows = [_row(line) for line in (lines if size <= most_bytes else lines[1:])]
     train, evaluation = _points(rows, "loss"), _points(rows, "eval_loss")
     rates = [float(rate) for row in rows if isinstance(rate := row.get("tokens_per_second"), int | float)]
-    return Losses(_thinned(train, most_points), _thinned(evaluation, most_points), rates[-1] if rates else None)
+    return Losses(_thinned(train, most_points), _thinned(evaluation, most_points), recent_loss(rows), rates[-1] if rates else None)
 
 
 def _row(line: bytes) -> dict[str, Any]:

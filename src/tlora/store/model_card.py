@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -11,7 +12,7 @@ import yaml
 
 from tlora.adapters.pattern_warnings import other_readers
 from tlora.job import SCHEDULED, DataSource, JobSpec
-from tlora.objectives import compares_with_start
+from tlora.objectives import OBJECTIVES, compares_with_start
 from tlora.store.serving import read_prompt
 from tlora.supermodel.base_name import is_hub_id
 from tlora.version import __version__
@@ -32,8 +33,10 @@ _NOT_TOLD = {
 _DATA_TOLD = ("max_length", "packing", "train_on", "chat_template_kwargs")
 
 
-def model_card(spec: JobSpec, base_model: str, report: dict[str, Any], result: dict[str, Any], directory: Path) -> str:
-    """`report` is that of the training set, `result` the job's; `directory` holds its `prompt.json`. Contains file names, never paths."""
+def model_card(spec: JobSpec, base_model: str, report: dict[str, Any] | None, result: dict[str, Any], directory: Path) -> str:
+    """`report` is that of the training set, where it has one, `result` the job's; `directory` holds its `prompt.json`. Contains file names,
+    never paths, and of the settings those that the job reads.
+    """
     public = is_hub_id(base_model)
     shown = base_model if public else Path(base_model).name
     head: dict[str, Any] = {"base_model": base_model} if public else {}
@@ -48,7 +51,7 @@ def model_card(spec: JobSpec, base_model: str, report: dict[str, Any], result: d
         f"A LoRA adapter for `{shown}`{origin}, in PEFT's format. {asked} The tokenizer and its chat template are beside it.\n",
         *(f"{line}.\n" for line in other_readers(spec, (*spec.rank_pattern, *spec.alpha_pattern))),
         f"## Data\n\n{_data(spec, report)}\n",
-        f"## Settings\n\n{_table(_settings(spec))}\n",
+        f"## Settings\n\n{_table(_settings(spec, '' if report is None else report['format']))}\n",
         f"## Result\n\n{_table(_result(result))}\n",
         f"Trained with tlora {__version__}, {' and '.join(f'{name} {of}' for name, of in library_versions().items())}.\n",
     ]
@@ -69,11 +72,13 @@ def is_unedited(path: Path) -> bool:
         return False
 
 
-def _data(spec: JobSpec, report: dict[str, Any]) -> str:
+def _data(spec: JobSpec, report: dict[str, Any] | None) -> str:
     sources = {"Trained on": spec.data.sources, "evaluated on": spec.data.eval_sources}
     told = [f"{what} {', '.join(map(_source, found))}" for what, found in sources.items() if found]
     if spec.data.eval_size:
         told.append(f"evaluated on {spec.data.eval_size:g} {'of its rows' if spec.data.eval_size < 1 else 'rows of it'}")
+    if report is None:
+        return f"{', '.join(told)}."
     counts = f"{report['rows']:,} rows of format {report['format']}, {report['tokens']:,} tokens"
     return f"{', '.join(told)}: {counts}, {report['trained_tokens']:,} of them trained on."
 
@@ -89,12 +94,30 @@ def _source(source: DataSource) -> str:
     return shown + (f" ({', '.join([*told, *filter(None, [weight])])})" if told or weight else "")
 
 
-def _settings(spec: JobSpec) -> dict[str, Any]:
-    found = {key: value for key, value in spec.model_dump().items() if key not in _NOT_TOLD and value not in (None, {})}
+def _settings(spec: JobSpec, data_format: str) -> dict[str, Any]:
+    """Those that the job reads; `data_format` is that of its rows, where it is known."""
+    hidden = _NOT_TOLD | _not_read(spec)
+    found = {key: value for key, value in spec.model_dump().items() if key not in hidden and value not in (None, {})}
+    data = {key: value for key in _DATA_TOLD if (value := getattr(spec.data, key)) not in (None, {}, False)}
+    if spec.learns_from != "samples" or data_format == "text":
+        del data["train_on"]  # an answer's tokens are trained, or all of a text
     started = {"started from": Path(spec.adapter_path).name} if spec.adapter_path else {}
     if compares_with_start(spec):
         started["compared with"] = "what it started from"
-    return found | {key: getattr(spec.data, key) for key in _DATA_TOLD} | started
+    return found | data | started
+
+
+def _not_read(spec: JobSpec) -> set[str]:
+    """Settings that change nothing in the job, by its other settings."""
+    own = {field.name for name, kind in OBJECTIVES.items() if name == spec.objective for field in fields(kind)}
+    found = {field.name for kind in OBJECTIVES.values() for field in fields(kind)} - own
+    if spec.lr_scheduler_type != "cosine_with_min_lr":
+        found.add("min_lr_rate")
+    if spec.lr_scheduler_type == "constant":
+        found.add("warmup_steps")
+    if spec.max_steps is not None:
+        found.add("num_train_epochs")
+    return found
 
 
 def _result(result: dict[str, Any]) -> dict[str, Any]:

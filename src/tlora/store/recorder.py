@@ -352,7 +352,7 @@ class Recorder:
 
         def write() -> None:
             if not path.exists() or is_unedited(path):
-                report = cast("dict[str, Any]", run.train.meta["report"])
+                report = cast("dict[str, Any] | None", run.train.meta.get("report"))
                 durable.write_file(
                     path, model_card(run.spec, self._context.base_model, report, asdict(result), self._directory), failpoint=self._fence
                 )

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROMPT_FILE = "prompt.json"
+_LINKED_BYTES = 64 << 10  # the least of a file that adapters share: smaller ones are those that people edit
 _TEMPLATE_FILE, _MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 TemplateOrigin = Literal["job", "base", "tlora"]
 _SAID: dict[str | None, str] = {
@@ -53,10 +54,13 @@ class PromptFormat:
 
 
 class ServingFiles:
-    """Writes them for jobs over one base, whose tokenizer is loaded once."""
+    """Writes them for jobs over one base, whose tokenizer is loaded once. A large file, such as the tokenizer's vocabulary, is stored once:
+    the jobs' directories have hard links to it, where the file system can.
+    """
 
     def __init__(self, base_model: str) -> None:
         self._base_model = base_model
+        self._stored: dict[str, Path] = {}  # a job's copy of each file, which the next job's is linked to
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
@@ -74,12 +78,20 @@ class ServingFiles:
         """Into the job's directory; `report` is of its rows. What cannot be written costs a note: the adapter is worth more."""
         try:
             for name, content in self._contents(spec, report).items():
-                path = directory / name
-                if not (path.is_file() and path.read_bytes() == content):
-                    durable.make_directory(path.parent)
-                    durable.write_file(path, content)
+                self._store(name, content, directory / name)
         except (TloraError, OSError) as error:
             note(f"{spec.name}: its tokenizer and chat template are not saved beside its adapter: {error}")
+
+    def _store(self, name: str, content: bytes, path: Path) -> None:
+        """At `path`, by a rename: what was linked to the file that it replaces stays as it is."""
+        if not _holds(path, content):
+            durable.make_directory(path.parent)
+            stored = self._stored.get(name)
+            if stored is not None and len(content) >= _LINKED_BYTES and _holds(stored, content):
+                durable.link_file(stored, path)
+            else:
+                durable.write_file(path, content)
+        self._stored[name] = path
 
     def warn(self, jobs: Sequence[tuple[JobSpec, DataReport]]) -> list[str]:
         """Of jobs (with the report of their rows) that get a template which is neither theirs nor the base's, and of a name of the base
@@ -110,6 +122,10 @@ class ServingFiles:
             files[_TEMPLATE_FILE] = open_template(self._tokenizer, source).text().encode()
         said = {key: value for key, value in asdict(prompt).items() if key != "chat_template_kwargs" or value}
         return files | {PROMPT_FILE: (json.dumps(said, indent=1) + "\n").encode()}
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    return path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content
 
 
 def _trains_plain(data: DataConfig, report: DataReport) -> bool:
