@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fastapi.routing import APIRoute
+from sqlalchemy import create_engine
 from starlette.exceptions import HTTPException
 
 from tests.service.served import ROW, Served, config_of, serving, until
@@ -65,7 +66,7 @@ def test_every_route_is_documented(served: Served) -> None:
 
 def test_every_route_against_every_credential(served: Served) -> None:
     """Without a key, with an unknown one, a revoked one, and one of each scope: what is not allowed is refused before anything is done."""
-    ids = {"job_id": served.submit("alice")["id"], "file_id": served.upload("alice"), "key_id": "key-0"}
+    ids = {"job_id": served.submit("alice")["id"], "file_id": served.upload("alice"), "key_id": "key-0", "name": "base"}
     revoked = served.key("alice", "read", "submit", "admin")
     by_scope = {scope: served.key("mallory", scope) for scope in ("read", "submit", "admin")}
     services = served.opened.services
@@ -98,7 +99,8 @@ def test_two_tenants_and_every_route_have_no_leak(served: Served) -> None:
     job = served.submit("alice", name="secret-plan")
     served.wait("alice", job["id"], "succeeded")
     file = served.upload("alice", ROW * 3, "secret-data.jsonl")
-    own, unknown = {"job_id": job["id"], "file_id": file, "key_id": "key-0"}, {"job_id": "job-0", "file_id": "file-0", "key_id": "key-0"}
+    own = {"job_id": job["id"], "file_id": file, "key_id": "key-0", "name": job["id"]}
+    unknown = {"job_id": "job-0", "file_id": "file-0", "key_id": "key-0", "name": "job-0"}
     words = ("secret", job["id"], file, job["name"])
     checked = 0
     for method, path in sorted({*routes(served), *documented(served)}):
@@ -110,7 +112,8 @@ def test_two_tenants_and_every_route_have_no_leak(served: Served) -> None:
         answers = [served.ask("bob", method, concrete(path, ids), **body) for ids in (own, unknown)]
         if "{" in path:
             foreign, missing = answers
-            assert foreign["error"]["code"] == missing["error"]["code"] == "not_found", (method, path, foreign)
+            wanted = "model_not_found" if "{name}" in path else "not_found"
+            assert foreign["error"]["code"] == missing["error"]["code"] == wanted, (method, path, foreign)
             assert foreign["error"]["message"].replace(own["job_id"], "X").replace(own["file_id"], "X") == missing["error"][
                 "message"
             ].replace("job-0", "X").replace("file-0", "X")
@@ -279,3 +282,21 @@ def test_health_readiness_and_numbers(served: Served) -> None:
     answer = served.client.get("/readyz")
     assert (answer.status_code, answer.text) == (503, "the controller ended\n")
     served.opened.services.engine.dispose()
+
+
+def test_a_store_that_is_down_is_said(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads are answered 503 with the driver's words and when to ask again, and whoever asks whether the server is ready hears it."""
+    services = served.opened.services
+    headers = {"X-API-Key": served.key("alice")}
+    with monkeypatch.context() as patch:
+        patch.setattr(services.writer, "problem", "the database cannot be written (disk full)")
+        answer = served.client.get("/readyz")
+        assert (answer.status_code, answer.text) == (503, "the database cannot be written (disk full)\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(services, "engine", create_engine(f"sqlite:///{tmp_path / 'gone' / 'tlora.db'}"))
+        for path in ("/v1/jobs", "/v1/files", "/v1/fine_tuning/jobs"):
+            answer = served.client.get(path, headers=headers)
+            assert answer.status_code == 503 and answer.headers["retry-after"] == "5", answer.text
+            assert "unable to open database file" in answer.json()["error"]["message"]
+        assert served.client.get("/readyz").status_code == 503
+    assert served.client.get("/readyz").text == "ready\n" and served.client.get("/v1/jobs", headers=headers).status_code == 200

@@ -225,3 +225,21 @@ def test_an_answer_that_cannot_be_taken_costs_no_other(tmp_path: Path, monkeypat
     until(lambda: taken)
     intake.close()
     assert taken == ["two"]
+
+
+def test_an_intake_that_says_nothing_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that was stopped by a signal: no line, and no end."""
+    script = tmp_path / "silent-once"
+    begun = tmp_path / "begun"
+    script.write_text(
+        f"""#!/bin/sh\nmkdir {begun} 2>/dev/null && exec cat >/dev/null\necho '{{"key": "one", "problem": "x"}}'\nexec cat\n"""
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(script))
+    taken: list[str] = []
+    intake = Intake(SETTINGS, tmp_path / "intake.log", lambda answer: taken.append(answer["key"]), stall_seconds=0.5)
+    intake.put("one", b"\n")
+    intake.start()
+    until(lambda: taken)
+    intake.close()
+    assert taken == ["one"]

@@ -9,6 +9,8 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
 
 from tlora.errors import TloraError
@@ -47,6 +49,7 @@ def make_app(services: Services, start: Callable[[], None] = lambda: None, stop:
     handlers: dict[Any, Any] = {
         RefusedError: problems.on_problem,
         StoreError: problems.on_store_error,
+        **dict.fromkeys((OperationalError, InterfaceError, PoolTimeoutError), problems.on_database_error),
         TloraError: problems.on_tlora_error,
         HTTPException: problems.on_http_exception,
         RequestValidationError: problems.on_invalid,

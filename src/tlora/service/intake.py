@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import IO, Any
 
 from tlora.service.intake_requests import IntakeSettings
 
+STALL_SECONDS = 180.0  # without a line while something is asked, after which the process is ended: it was stopped, or hangs
 MOST_DEATHS = 3  # of the process in a row without an answer: then what it was asked is answered as failed
 Answer = dict[str, Any]
 
@@ -23,21 +25,29 @@ Answer = dict[str, Any]
 class Intake:
     """`put` asks, `on_answer` gets each answer in a thread of this object. What has no answer is asked again of a new process."""
 
-    def __init__(self, settings: IntakeSettings, log: Path, on_answer: Callable[[Answer], None]) -> None:
-        self._settings, self._log, self._on_answer = settings, log, on_answer
+    def __init__(
+        self, settings: IntakeSettings, log: Path, on_answer: Callable[[Answer], None], stall_seconds: float = STALL_SECONDS
+    ) -> None:
+        self._settings, self._log, self._on_answer, self._stall_seconds = settings, log, on_answer, stall_seconds
+        self._heard = time.monotonic()  # the last line, or the first question after there was none
+        self._closed = threading.Event()
         self._lock = threading.Lock()
         self._open: dict[str, bytes] = {}  # by key, in their order
         self._closing = False
         self._deaths = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._reader = threading.Thread(target=self._run, name="intake", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="intake watch", daemon=True)
 
     def start(self) -> None:
         self._reader.start()
+        self._watcher.start()
 
     def put(self, key: str, line: bytes) -> None:
         """Ask, in any thread. `line` is a `request_line`."""
         with self._lock:
+            if not self._open:
+                self._heard = time.monotonic()
             self._open[key] = line
             self._send(line)
 
@@ -55,6 +65,7 @@ class Intake:
         with self._lock:
             self._closing = True
             process = self._process
+        self._closed.set()
         if process is not None:
             process.kill()
         if self._reader.ident is not None:
@@ -86,6 +97,16 @@ class Intake:
                 process.stdin.close()
             self._see_death()
 
+    def _watch(self) -> None:
+        """End a process that says nothing: the next one is asked again."""
+        while not self._closed.wait(self._stall_seconds / 10):
+            with self._lock:
+                silent = time.monotonic() - self._heard
+                if self._open and self._process is not None and silent > self._stall_seconds:
+                    logging.getLogger(__name__).error("intake has said nothing for %.0f s and is started again", silent)
+                    self._heard = time.monotonic()
+                    self._process.kill()
+
     def _start(self, log: IO[bytes]) -> subprocess.Popen[bytes] | None:
         command = [sys.executable, "-P", "-m", "tlora.service.intake_process", json.dumps(asdict(self._settings))]
         with self._lock:
@@ -95,12 +116,14 @@ class Intake:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=os.environ | _ENVIRONMENT, start_new_session=True
             )
+            self._heard = time.monotonic()
             for line in self._open.values():
                 self._send(line)
             return self._process
 
     def _hear(self, answer: Answer) -> None:
         with self._lock:
+            self._heard = time.monotonic()
             if answer["key"] not in self._open:
                 return  # forgotten, or answered before its process died
             if "rows" not in answer:  # not mere progress

@@ -79,14 +79,15 @@ async def healthz() -> str:
 
 @router.get("/readyz", response_class=PlainTextResponse, tags=["health"])
 def readyz(request: Request) -> Response:
-    """Whether jobs are accepted and scheduled: the store answers and the controller runs."""
+    """Whether jobs are accepted and scheduled: the store answers and can be written, and the controller runs."""
     services = services_of(request)
     try:
         services.read(lambda connection: connection.execute(select(1)).scalar_one())
     except Exception as error:
         return PlainTextResponse(f"the database does not answer: {type(error).__name__}\n", 503)
-    if services.live.fault is not None:
-        return PlainTextResponse(f"{services.live.fault}\n", 503)
+    for fault in (services.live.fault, services.writer.problem):
+        if fault is not None:
+            return PlainTextResponse(f"{fault}\n", 503)
     return PlainTextResponse("ready\n")
 
 
