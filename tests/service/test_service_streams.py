@@ -123,6 +123,38 @@ def test_streams_of_a_tenant_are_counted(tmp_path: Path) -> None:
         assert served.upload("alice", ROW)
 
 
+def test_of_a_burst_of_streams_those_above_the_limit_are_refused_and_none_is_cut(tmp_path: Path) -> None:
+    with listening(tmp_path / "server", eager=False, limits={"streams": 3}) as (served, _):
+        key, over, found = {"X-API-Key": served.key("alice")}, threading.Event(), list[int]()
+        begin = threading.Barrier(12)
+
+        def watch() -> None:
+            begin.wait()
+            with served.client.stream("GET", "/v1/events/stream", headers=key) as answer:
+                found.append(answer.status_code)
+                over.wait()
+
+        threads = [threading.Thread(target=watch) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        until(lambda: len(found) == 12)
+        assert sorted(found) == [200] * 3 + [429] * 9
+        over.set()
+        for thread in threads:
+            thread.join()
+        until(lambda: served.opened.services.streams[_tenant(served)] == 0)
+
+
+@pytest.mark.parametrize("number", ["9" * 18, "9" * 19, "9" * 400])
+def test_an_event_that_no_store_can_number_is_refused_or_waited_for(served: Served, number: str) -> None:
+    job = served.submit("alice")["id"]
+    served.wait("alice", job, "succeeded")
+    headers = {"X-API-Key": served.key("alice"), "Last-Event-ID": number}
+    answer = served.client.get(f"/v1/jobs/{job}/events/stream", headers=headers)
+    assert answer.status_code == (200 if len(number) == 18 else 422), answer.text
+    assert served.client.get("/v1/events", headers=headers, params={"after": number}).status_code in (200, 422)
+
+
 def test_pages_of_events(live: tuple[Served, str]) -> None:
     served, _ = live
     job = served.submit("alice")["id"]

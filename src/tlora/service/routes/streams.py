@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import StreamingResponse
 from sqlalchemy import Connection, Row
 from starlette.concurrency import run_in_threadpool
+from starlette.types import Receive, Scope, Send
 
 from tlora.service.access import caller_of
 from tlora.service.archives import entries_of, stream_tar, tar_bytes
@@ -27,7 +29,7 @@ from tlora.service.views import ENDED, EventList, LogText, MetricList, event_vie
 router = APIRouter(prefix="/v1", tags=["streams"], responses=REFUSALS)
 EventLimit = Annotated[int, Query(ge=1, le=1000)]
 After = Annotated[int | None, Query(ge=0, le=2**62, description="The id of the last event that is known.")]
-LastEventId = Annotated[str | None, Header(max_length=20, pattern="^[0-9]{1,19}$")]
+LastEventId = Annotated[str | None, Header(max_length=20, pattern="^[0-9]{1,18}$")]
 _ALIVE_SECONDS = 2.0  # between two looks whether the key is still good
 _COMMENT_EVERY = 5  # of these looks a comment keeps proxies from closing the stream
 _PAGE = 500
@@ -80,33 +82,42 @@ async def stream_job_events(job_id: JobId, request: Request, after: After = None
 
 def _stream(request: Request, job: str | None, after: int) -> StreamingResponse:
     services, caller = services_of(request), caller_of(request)
-    if services.streams.get(caller.tenant, 0) >= services.config.limits.streams:
-        raise RefusedError(429, "too_many_streams", f"{services.config.limits.streams} streams of this tenant are open; close one")
-    return StreamingResponse(_server_sent(services, caller, job, after), media_type="text/event-stream", headers=_UNBUFFERED)
+    found = _Counted(_server_sent(services, caller, job, after), media_type="text/event-stream", headers=_UNBUFFERED)
+    found.room = partial(services.stream_of, caller)
+    return found
+
+
+class _Counted(StreamingResponse):
+    """A stream that takes its room before its status is sent: of a burst those above the limit are refused, and none is cut."""
+
+    room: Callable[[], AbstractAsyncContextManager[None]]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.room():
+            await super().__call__(scope, receive, send)
 
 
 async def _server_sent(services: Services, caller: Caller, job: str | None, after: int) -> AsyncIterator[str]:
     """Events as they are committed. Ends with the job, or within seconds after the key is revoked."""
     looks = 0
     yield ": open\n\n"
-    async with services.stream_of(caller):
-        while await run_in_threadpool(services.still_valid, caller):
+    while await run_in_threadpool(services.still_valid, caller):
+        rows = await run_in_threadpool(services.read, partial(_next_events, caller.tenant, job, after))
+        for row in rows:
+            after = row.serial
+            yield f"id: {row.serial}\nevent: {row.kind}\ndata: {event_view(row).model_dump_json()}\n\n"
+            if job is not None and row.kind in ENDED:
+                return
+        if not rows and job is not None and await run_in_threadpool(services.read, partial(_has_ended, caller.tenant, job)):
             rows = await run_in_threadpool(services.read, partial(_next_events, caller.tenant, job, after))
-            for row in rows:
-                after = row.serial
-                yield f"id: {row.serial}\nevent: {row.kind}\ndata: {event_view(row).model_dump_json()}\n\n"
-                if job is not None and row.kind in ENDED:
-                    return
-            if not rows and job is not None and await run_in_threadpool(services.read, partial(_has_ended, caller.tenant, job)):
-                rows = await run_in_threadpool(services.read, partial(_next_events, caller.tenant, job, after))
-                if not rows:  # its last event was known to the client before
-                    return
-                continue  # it has ended between the two looks
-            if not rows:
-                await services.bell.wait(_ALIVE_SECONDS)
-                looks += 1
-                if looks % _COMMENT_EVERY == 0:
-                    yield ": alive\n\n"
+            if not rows:  # its last event was known to the client before
+                return
+            continue  # it has ended between the two looks
+        if not rows:
+            await services.bell.wait(_ALIVE_SECONDS)
+            looks += 1
+            if looks % _COMMENT_EVERY == 0:
+                yield ": alive\n\n"
     yield 'event: end\ndata: {"reason": "the key was revoked"}\n\n'
 
 
