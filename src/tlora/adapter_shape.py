@@ -23,6 +23,7 @@ class Words:
     text: str
 
 
+_IN_NO_LIST = frozenset({"all", "all-linear", "all_linear"})
 NamePattern = Annotated[str, Field(min_length=1, max_length=1000), Words("a regular expression of whole names")]
 Alpha = Annotated[float, Field(ge=1e-6, le=1e6)]  # 1e308 is no number in fp32, and no scale is meant to be 1e-300
 Layer = Annotated[int, Field(ge=0, le=10**6)]
@@ -56,6 +57,11 @@ class LoraShape(BaseModel):
                 re.compile(pattern)
             except (re.error, RecursionError, OverflowError) as error:
                 raise ValueError(f"{key}: {pattern!r} is no regular expression ({error}); write a list of names, or correct it") from None
+        if key == "target_modules" and isinstance(value, list) and (listed := _IN_NO_LIST & {name.lower() for name in value}):
+            raise ValueError(
+                f"target_modules: {min(listed)!r} in a list is a module's name, and stands for every layer only without brackets; "
+                f"write `target_modules: {ALL_LINEAR}`"
+            )
         if key != "layers_pattern" and isinstance(value, str) and value != ALL_LINEAR and re.fullmatch(r"[\w-]+", value):
             meant = ALL_LINEAR if key == "target_modules" and value.lower() in _ALL_LINEAR_MISSPELT else f"[{value}]"
             raise ValueError(

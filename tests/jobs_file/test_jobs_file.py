@@ -308,7 +308,8 @@ def test_no_trackers_as_transformers_writes_it(tmp_path: Path, written: str):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("target_modules", "q_proj"), ("target_modules", "all"), ("exclude_modules", "o_proj"), ("r", "010"), ("learning_rate", "'x'"),
+    [("target_modules", "q_proj"), ("target_modules", "all"), ("target_modules", "[all]"), ("target_modules", "[q_proj, all-linear]"),
+     ("exclude_modules", "o_proj"), ("r", "010"), ("learning_rate", "'x'"),
      ("layers_to_transform", "'last'"), ("max_steps", "1:30")],
 )  # fmt: skip
 def test_what_an_error_says_to_write_is_taken(tmp_path: Path, key: str, value: str):
