@@ -64,7 +64,8 @@ class OrderedData(BaseModel):
     train_on: TrainOn = "completions"
     packing: bool = False
     on_bad_rows: Literal["error", "drop"] = "error"
-    chat_template_kwargs: Annotated[TemplateKwargs, Field(max_length=20)] = {}
+    # pydantic leaves names that do not fit out of its schema, which then allows them
+    chat_template_kwargs: Annotated[TemplateKwargs, Field(max_length=20, json_schema_extra={"additionalProperties": False})] = {}
 
     @property
     def files(self) -> tuple[OrderedFile, ...]:
