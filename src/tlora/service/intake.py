@@ -33,7 +33,6 @@ class Intake:
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._open: dict[str, bytes] = {}  # by key, in their order
-        self._closing = False
         self._deaths = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._reader = threading.Thread(target=self._run, name="intake", daemon=True)
@@ -63,9 +62,8 @@ class Intake:
 
     def close(self) -> None:
         with self._lock:
-            self._closing = True
+            self._closed.set()
             process = self._process
-        self._closed.set()
         if process is not None:
             process.kill()
         if self._reader.ident is not None:
@@ -79,7 +77,7 @@ class Intake:
                 process.stdin.flush()
 
     def _run(self) -> None:
-        while not self._closing:
+        while not self._closed.is_set():
             with self._log.open("ab") as log:
                 process = self._start(log)
             if process is None:
@@ -110,7 +108,7 @@ class Intake:
     def _start(self, log: IO[bytes]) -> subprocess.Popen[bytes] | None:
         command = [sys.executable, "-P", "-m", "tlora.service.intake_process", json.dumps(asdict(self._settings))]
         with self._lock:
-            if self._closing:
+            if self._closed.is_set():
                 return None
             # a session of its own: Ctrl-C is the server's
             self._process = subprocess.Popen(
@@ -135,7 +133,7 @@ class Intake:
         """What was open when several processes in a row ended without an answer is not asked again."""
         with self._lock:
             self._process = None
-            if self._closing:
+            if self._closed.is_set():
                 return
             self._deaths += 1
             given_up = list(self._open) if self._deaths >= MOST_DEATHS else []

@@ -67,14 +67,17 @@ async def on_problem(_: Request, error: Exception) -> JSONResponse:
 
 async def on_store_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, StoreError)
-    return answer(503, "store_unavailable", str(error), headers={"Retry-After": "5"})
+    return _unavailable(str(error))
 
 
 async def on_database_error(_: Request, error: Exception) -> JSONResponse:
     """A read that the database did not answer. What failed is the connection, so the words are the driver's own."""
     assert isinstance(error, SQLAlchemyError)
     why = " ".join(str(getattr(error, "orig", None) or error).split())
-    message = f"the database does not answer ({why}). Send the request again later"
+    return _unavailable(f"the database does not answer ({why}). Send the request again later")
+
+
+def _unavailable(message: str) -> JSONResponse:
     return answer(503, "store_unavailable", message, headers={"Retry-After": "5"})
 
 
