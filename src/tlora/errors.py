@@ -42,3 +42,9 @@ class ServiceError(TloraError, ConnectionError):
     def __init__(self, message: str, status: int = 0, code: str = "") -> None:
         super().__init__(message)
         self.status, self.code = status, code
+
+
+def shown(value: object) -> str:
+    """A value as a message quotes it: 80 characters at most."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

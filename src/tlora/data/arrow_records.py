@@ -9,7 +9,7 @@ from typing import cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tlora.errors import DataError
+from tlora.errors import DataError, shown
 
 BATCH_ROWS = 64
 _BATCH_BYTES = 1 << 20
@@ -27,7 +27,7 @@ def read_parquet(file: Path) -> Iterator[tuple[pa.RecordBatch, float]]:
             number += batch.num_rows
             yield batch, number / total
     except pa.ArrowException as error:
-        raise DataError(f"{file}: not a readable Parquet file ({_short(error)}); write it again") from error
+        raise DataError(f"{file}: not a readable Parquet file ({shown(str(error))}); write it again") from error
 
 
 def read_arrow(file: Path) -> Iterator[tuple[pa.RecordBatch, float]]:
@@ -38,7 +38,7 @@ def read_arrow(file: Path) -> Iterator[tuple[pa.RecordBatch, float]]:
         with pa.OSFile(str(file), "rb") as source:  # not mapped: the file may be cut meanwhile
             yield from ((batch, 0.0) for batch in _small(iter(pa.ipc.open_stream(source))))
     except pa.ArrowException as error:
-        raise DataError(f"{file}: not a readable Arrow stream ({_short(error)}); save the set again with save_to_disk") from error
+        raise DataError(f"{file}: not a readable Arrow stream ({shown(str(error))}); save the set again with save_to_disk") from error
 
 
 def _small(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -63,8 +63,3 @@ def _without_absent(value: object) -> object:
         return {key: _without_absent(item) for key, item in value.items() if item is not None}
     holds_records = isinstance(value, list) and any(isinstance(item, dict | list) for item in value)
     return [_without_absent(item) for item in cast("list[object]", value)] if holds_records else value
-
-
-def _short(error: Exception) -> str:
-    text = repr(str(error))
-    return text if len(text) <= 80 else text[:77] + "..."

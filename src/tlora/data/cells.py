@@ -6,14 +6,12 @@ import json
 from typing import NoReturn, cast
 
 from tlora.data.rows import Row
-from tlora.errors import DataError
+from tlora.errors import DataError, shown
 
 
 def fail(row: Row, name: str, value: object, expected: str) -> NoReturn:
     """Raise a DataError: the value called `name` in `row` is not what was `expected`."""
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    raise DataError(f"{row.place}: {name} is {shown} ({type(value).__name__}); expected {expected}")
+    raise DataError(f"{row.place}: {name} is {shown(value)} ({type(value).__name__}); expected {expected}")
 
 
 def is_empty(value: object) -> bool:

@@ -24,7 +24,7 @@ from tlora.data.arrow_records import read_arrow, read_parquet, records_of
 from tlora.data.data_files import SUFFIXES, list_files
 from tlora.data.file_bytes import Source, check_head, open_bytes
 from tlora.data_directory import data_suffix
-from tlora.errors import DataError
+from tlora.errors import DataError, shown
 
 MAX_ROW_BYTES = 16 << 20  # a row beyond it is no training sample but a broken file: the longest context holds some 4 MB of text
 CHUNK_BYTES = 1 << 16
@@ -244,13 +244,8 @@ def _parse(text: str, place: str) -> object:
 
 def _object(value: object, place: str) -> dict[str, object]:
     if not isinstance(value, dict):
-        raise DataError(f'{place}: {_short(value)} is no JSON object; expected a row like {{"text": ...}}')
+        raise DataError(f'{place}: {shown(value)} is no JSON object; expected a row like {{"text": ...}}')
     return cast("dict[str, object]", value)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _read_csv(file: Path, delimiter: str, refuse: Refuse) -> Iterator[Row]:
@@ -262,7 +257,7 @@ def _read_csv(file: Path, delimiter: str, refuse: Refuse) -> Iterator[Row]:
         if header is None:
             return
         if len(set(header)) != len(header) or not all(header):
-            raise DataError(f"{file}, line 1: the header {_short(header)} needs a different name for every column")
+            raise DataError(f"{file}, line 1: the header {shown(header)} needs a different name for every column")
         for cells in reader:
             if not cells:
                 continue
