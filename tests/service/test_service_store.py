@@ -287,7 +287,6 @@ def test_no_table_is_without_a_tenant_but_those_of_the_operator() -> None:
     assert {name for name, table in metadata.tables.items() if "tenant" not in table.c} == {
         "tenants",
         "job_files",
-        "job_tokens",
         "bases",
         "store",
     }

@@ -141,19 +141,3 @@ store = Table(  # one row: which store this is, and the server that may write to
     Column("since", Float, nullable=False),
     Column("heartbeat", Float, nullable=False),  # of the holder, on the database's clock
 )
-
-token_sets = Table(  # directories under `tokens/<tenant>`: made of files, and gone with the last of them
-    "token_sets",
-    metadata,
-    Column("tenant", _ID, primary_key=True),
-    Column("name", String(200), primary_key=True),
-    Column("bytes", BigInteger, nullable=False),
-)
-
-job_tokens = Table(
-    "job_tokens",
-    metadata,
-    Column("job", _ID, primary_key=True),
-    Column("name", String(200), primary_key=True),
-    Index("jobs_of_tokens", "name"),
-)
