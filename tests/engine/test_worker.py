@@ -299,6 +299,7 @@ def test_data_is_prepared_where_it_was_not_before(made: Orders, tmp_path: Path) 
     told = work(made.load(tmp_path), [Join(short.job, train_set=str(tmp_path / "gone")), Join(mover.job, mover.train_set)])
     for name in ("short", "mover"):
         assert of(told, Finished, name) and sha256(tmp_path / name) == made.shas[name]
+    assert (tmp_path / Path(str(short.train_set)).name / "meta.json").is_file(), "where it was meant to be, so that its owner can remove it"
 
 
 def test_steps_are_paced_by_the_moment_that_they_were_through() -> None:

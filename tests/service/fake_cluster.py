@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import queue
 import time
 from collections.abc import Callable, Mapping
@@ -33,7 +35,7 @@ from tlora.service.intake_requests import parse_request
 from tlora.service.machine import Places
 
 STEPS = 10
-TOKENS, TOKEN_BYTES = "0a1b2c", 5000  # of all jobs of a tenant, as if they learned from the same
+TOKEN_BYTES = 5000  # of a set, without what it says of itself
 PROFILE = {"tokens_per_step": 100.0, "steps": STEPS, "longest_sample_tokens": 30, "adapter_parameters": 1000, "length_histogram": [0, 1]}
 
 
@@ -185,11 +187,29 @@ class FakeIntake:
                 path = request.spec.data.sources[0].path
                 self._answer({"key": request.key, "problem": f"{path}, line 3: not JSON; correct it"})
             else:
-                tokens = Path(request.tokens_dir) / TOKENS
-                tokens.mkdir(parents=True, exist_ok=True)
-                (tokens / "tokens.bin").write_bytes(bytes(TOKEN_BYTES))
-                sets = {"train_set": str(tokens), "eval_set": None, "samples": 80, "warnings": []}
+                data = request.spec.data
+                made = [
+                    make_set(Path(request.tokens_dir), [one.path for one in part], data.max_length)
+                    for part in (data.sources, data.eval_sources)
+                ]
+                sets = {"train_set": made[0], "eval_set": made[1], "samples": 80, "warnings": []}
                 self._answer({"key": request.key, "profile": PROFILE} | sets)
+
+
+def make_set(place: Path, files: list[str], max_length: int) -> str | None:
+    """As intake leaves it, in a directory whose name follows from what it is made of; None where that is nothing."""
+    if not files:
+        return None
+    final = place / hashlib.sha256(f"{[Path(file).name for file in files]} {max_length}".encode()).hexdigest()[:32]
+    if not final.exists():
+        scratch = place / f"tmp-{os.getpid()}-{final.name}"
+        scratch.mkdir(parents=True)
+        (scratch / "tokens.bin").write_bytes(bytes(TOKEN_BYTES))
+        (scratch / "meta.json").write_text(json.dumps({"report": {"files": files, "rendered": [["a sample in clear", 1.0]]}}))
+        (place / "known").mkdir(exist_ok=True)
+        (place / "known" / f"{final.name}.json").write_text(json.dumps({"train": final.name, "eval": None}))
+        scratch.rename(final)
+    return str(final)
 
 
 def fake_hall(directory: Path, eager: bool = True, held: bool = False) -> tuple[Hall, list[FakeCluster], list[FakeIntake]]:

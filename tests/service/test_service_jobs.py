@@ -213,10 +213,10 @@ def test_bad_orders_get_one_clear_refusal_and_nothing_is_kept(served: Served, fi
 
 
 def test_limits_of_the_server(tmp_path: Path) -> None:
-    with serving(tmp_path, eager=False, limits={"rank": 16, "open_jobs": 2, "storage_bytes": 600, "sweep_jobs": 3}) as served:
+    with serving(tmp_path, eager=False, limits={"rank": 16, "open_jobs": 2, "storage_bytes": 6000, "sweep_jobs": 3}) as served:
         file = served.upload("alice", ROW * 8)
         assert served.ask("alice", "POST", "/v1/jobs", 400, json=served.order("alice", file, r=32))["error"]["code"] == "rank_too_large"
-        full = served.ask("alice", "POST", "/v1/files", 413, files={"file": ("b.jsonl", ROW * 16)}, data={"purpose": "fine-tune"})
+        full = served.ask("alice", "POST", "/v1/files", 413, files={"file": ("b.jsonl", ROW * 170)}, data={"purpose": "fine-tune"})
         assert full["error"]["code"] == "storage_full"
         wide = {"job": served.order("alice", file), "sweep": {"r": [1, 2, 3, 4]}}
         assert "more than 3" in served.ask("alice", "POST", "/v1/sweeps", 400, json=wide)["error"]["message"]

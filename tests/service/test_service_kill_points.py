@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from tests.service.postgres import make_database
 from tests.service.served import ROW, Served, serving, until
+from tlora.service.housekeeping import Housekeeping
 
 KILLED = 9
 ORDER = {"name": "a", "base_model": "base", "r": 8}
@@ -91,6 +93,20 @@ def check(served: Served, acknowledged: dict[str, Any]) -> None:
         ends = [event["kind"] for event in events if event["kind"] in ("succeeded", "failed", "cancelled")]
         assert ends == [ended["status"]], events
         assert sum(event["kind"] == "created" for event in events) == 1
+    check_storage(served)
+
+
+def check_storage(served: Served) -> None:
+    """The one set of the one file is there, is counted, and goes with the file."""
+    place, keeper = served.opened.services.config.directory, Housekeeping(served.opened.services)
+    for deleted in (False, True):
+        keeper.sweep(time.time() + 4000)
+        made = [path for path in place.glob("tokens/*/*") if path.name != "known"]
+        assert len(made) == int(not deleted) == len(list(place.glob("files/*/*"))), made
+        counted = served.ask("alice", "GET", "/v1/storage", 200)["tokenized_bytes"]
+        assert counted == sum(path.stat().st_size for one in made for path in one.iterdir())
+        for file in served.ask("alice", "GET", "/v1/files", 200)["data"]:
+            served.ask("alice", "DELETE", f"/v1/files/{file['id']}", 200)
 
 
 def kill_at_every_point(directory: Path, first: int = 1, step: int = 1, **changes: Any) -> int:

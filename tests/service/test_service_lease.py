@@ -252,7 +252,7 @@ def test_a_job_whose_files_the_server_has_lost_waits_and_is_not_failed(tmp_path:
     (upload,) = (place / "files").glob("*/*.jsonl")
     upload.rename(tmp_path / "mounted later")
     for tokens in (place / "tokens").glob("*/*"):
-        tokens.rename(tmp_path / "tokens of the same disk")
+        tokens.rename(tmp_path / f"{tokens.name} of the same disk")
     with serving(place) as served:
         served.keys = keys
         found = until(lambda: one if "lost" in ((one := served.ask("alice", "GET", f"/v1/jobs/{job}"))["waiting_for"] or "") else None)

@@ -233,7 +233,7 @@ def test_a_file_in_use_stays_and_what_nobody_uses_goes_after_a_grace_period(tmp_
         keeper.sweep(later)
         assert kept(served) == [orphan], "never deleted without a record"
         assert [record.message for record in caplog.records if "no record" in record.message] == [
-            f"{orphan}: the store has no record of it; it is left alone. Remove it by hand"
+            f"{orphan}: the store has no record of it; it is left alone. Put the newest copy of the database back, or remove it by hand"
         ], "listed once"
 
 

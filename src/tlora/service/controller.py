@@ -30,16 +30,17 @@ from tlora.service.capacity import Capacity
 from tlora.service.config import ServerConfig
 from tlora.service.database import job_rows
 from tlora.service.database.writer import Operation, StoreError, Writer
-from tlora.service.hall import Cluster, Hall
+from tlora.service.hall import Cluster, Hall, intake_settings
 from tlora.service.intake import Answer
-from tlora.service.intake_requests import IntakeRequest, IntakeSettings, request_line
+from tlora.service.intake_requests import IntakeRequest, request_line
 from tlora.service.live_state import LiveState
 from tlora.service.order_reader import OrderReader
 from tlora.service.orders import OrderSpec
 from tlora.service.outcomes import Outcomes, Recorded
+from tlora.service.problems import RefusedError
+from tlora.service.storage import Storage
 
 T = TypeVar("T")
-_INTAKE_SLOTS = 2  # batches of jobs whose data is read at a time: one tenant never holds both
 _BASES_SECONDS = 120.0  # for bases of accepted jobs to be looked at, before workers that are found are taken over without their jobs
 _STORE_SECONDS = 2.0  # between two tries to write to a store that cannot be written
 _ROOM_SECONDS = 10.0  # between two tries to read data whose tokens have no room on the disk
@@ -67,11 +68,12 @@ class Controller:
         self._closing = False
         self._reader = OrderReader(engine, config.directory)
         self._capacity = Capacity(config, hall.places)
+        self.storage = Storage(config.directory, config.limits)
         self._learned = LearnedCosts(config.directory, logging.getLogger(__name__).warning)
         self._inbox: queue.SimpleQueue[Sequence[Row[Any]] | None] = queue.SimpleQueue()  # jobs that were accepted
         self._feeder = threading.Thread(target=self._feed, name="feeder", daemon=True)
         self._outcomes = Outcomes(config.directory, writer, live, self._forget)
-        self._intake = hall.intake(_intake_settings(config, hall.places.device), config.directory / "workers" / "intake.log", self._hear)
+        self._intake = hall.intake(intake_settings(config, hall.places.device), config.directory / "workers" / "intake.log", self._hear)
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
 
     def start(self, bases: Mapping[str, str]) -> None:
@@ -248,11 +250,18 @@ class Controller:
         intake["warnings"] = [self._reader.in_tenants_words(job_id, warning) for warning in intake["warnings"]]
 
         def take(connection: Connection) -> Row[Any] | None:
+            row = job_rows.row_of(connection, job_id)
+            if row is not None:
+                self.storage.admit(connection, row.tenant, [intake[key] for key in ("train_set", "eval_set") if intake[key]])
             status = job_rows.take_intake(connection, job_id, intake)
             return None if status is None else job_rows.row_of(connection, job_id)
 
         self._outcomes.read(job_id)
-        row = self._insist(take)
+        try:
+            row = self._insist(take)
+        except RefusedError as error:
+            self._outcomes.fail(job_id, f"there is no room for its tokenized data: {error.message}, and clone the job")
+            return
         if row is not None:
             with self._lock:
                 self._admit(row)
@@ -378,19 +387,3 @@ def _later(what: Callable[[T], object], argument: T) -> None:
 def _log(message: str) -> None:
     """With the error that is handled. Where the log cannot be written, as on a full disk, nothing else ends for that."""
     logging.getLogger(__name__).exception(message)
-
-
-def _intake_settings(config: ServerConfig, device: str) -> IntakeSettings:
-    limits = config.limits
-    return IntakeSettings(
-        str(config.directory / "bases"),
-        config.dtype,
-        config.base_precision,
-        _INTAKE_SLOTS,
-        limits.intake_memory_bytes,
-        limits.intake_cpu_seconds,
-        limits.intake_seconds,
-        limits.line_bytes,
-        limits.file_rows,
-        device,
-    )

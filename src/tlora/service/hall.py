@@ -10,9 +10,12 @@ from typing import Protocol
 from tlora.cluster.backend import Backend
 from tlora.cluster.reconciler import LocalJob
 from tlora.protocol import JobSubmitted
+from tlora.service.config import ServerConfig
 from tlora.service.intake import Answer, Intake
 from tlora.service.intake_requests import IntakeSettings
 from tlora.service.machine import Places
+
+_INTAKE_SLOTS = 2  # batches of jobs whose data is read at a time: one tenant never holds both
 
 
 class Cluster(Backend, Protocol):
@@ -49,3 +52,20 @@ class Hall:
     places: Places
     make: Callable[[Mapping[str, str]], Cluster]
     intake: Callable[[IntakeSettings, Path, Callable[[Answer], None]], ReadsData] = Intake
+
+
+def intake_settings(config: ServerConfig, device: str) -> IntakeSettings:
+    """Of the intake process, on a machine with that device."""
+    limits = config.limits
+    return IntakeSettings(
+        str(config.directory / "bases"),
+        config.dtype,
+        config.base_precision,
+        _INTAKE_SLOTS,
+        limits.intake_memory_bytes,
+        limits.intake_cpu_seconds,
+        limits.intake_seconds,
+        limits.line_bytes,
+        limits.file_rows,
+        device,
+    )

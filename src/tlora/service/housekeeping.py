@@ -1,4 +1,7 @@
-"""What is done beside, every minute: bytes that no file refers to, old answers, jobs past their retention, long logs."""
+"""What is removed every minute: bytes and tokenized data of deleted files, old answers, jobs past their retention, long logs.
+
+What the store has no record of is listed once and left alone: the store may be an old one that was put back.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class Housekeeping:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._ended = threading.Event()
-        self._unknown: set[Path] = set()  # content without a record, which has been listed
+        self._unknown: set[Path] = set()  # what has no record and has been listed
         self._thread = threading.Thread(target=self._run, name="housekeeping", daemon=True)
 
     def start(self) -> None:
@@ -44,7 +47,8 @@ class Housekeeping:
         services, at = self._services, time.time() if now is None else now
         keep = services.config.retention
         services.writer.do(lambda connection: forget_answers(connection, keep.answers_seconds))
-        self._collect_files(at)
+        unknown = [*self._collect_files(at), *self._unknown_jobs(), *services.storage.sweep(services.writer, at)]
+        self._list_unknown(unknown)
         if keep.ended_jobs_seconds is not None:
             self._remove_jobs(at - keep.ended_jobs_seconds)
         for log in (services.config.directory / "workers").glob("*.log"):
@@ -57,11 +61,12 @@ class Housekeeping:
             except (StoreError, OSError, SQLAlchemyError):  # a full disk, a store that does not answer: next time
                 logging.getLogger(__name__).exception("housekeeping is tried again later")
 
-    def _collect_files(self, now: float) -> None:
+    def _collect_files(self, now: float) -> list[Path]:
         """Scratch files, and content that was deleted, both older than the grace period: an upload may be under way. Content without a
-        record is listed once and left alone: the store may be an old one that was put back.
+        record is left alone, and returned.
         """
         root, grace = self._services.config.directory / "files", self._services.config.retention.deleted_files_seconds
+        unknown: list[Path] = []
         for path in [path for tenant in root.iterdir() if tenant.is_dir() for path in tenant.iterdir()]:
             try:
                 old = now - path.stat().st_mtime > grace
@@ -69,28 +74,52 @@ class Housekeeping:
                 continue
             if old and path.name.startswith(SCRATCH):
                 path.unlink(missing_ok=True)
-            elif old:
-                known = self._services.writer.do(lambda connection, path=path: unlink_unused(connection, path, now - grace))
-                if not known and path not in self._unknown:
-                    self._unknown.add(path)
-                    logging.getLogger(__name__).warning("%s: the store has no record of it; it is left alone. Remove it by hand", path)
+            elif old and not self._services.writer.do(lambda connection, path=path: unlink_unused(connection, path, now - grace)):
+                unknown.append(path)
+        return unknown
+
+    def _unknown_jobs(self) -> list[Path]:
+        """Directories of jobs that have no row; a row comes before its directory and goes after it."""
+        root = self._services.config.directory / "jobs"
+        places = {
+            path.name: path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".") and path not in self._unknown
+        }
+        names = sorted(places)
+        known = set[str]()
+        for start in range(0, len(names), _MOST_AT_ONCE):
+            query = select(jobs.c.id).where(jobs.c.id.in_(names[start : start + _MOST_AT_ONCE]))
+            known |= set(self._services.read(lambda connection, query=query: connection.execute(query).scalars().all()))
+        return [places[name] for name in names if name not in known]
+
+    def _list_unknown(self, paths: list[Path]) -> None:
+        new = [path for path in paths if path not in self._unknown]
+        self._unknown |= set(new)
+        if not new:
+            return
+        more, it, are = (f" and {len(new) - 1:,} more", "them", "they are") if len(new) > 1 else ("", "it", "it is")
+        remedy = f"Put the newest copy of the database back, or remove {it} by hand"
+        logging.getLogger(__name__).warning(f"{new[0]}{more}: the store has no record of {it}; {are} left alone. {remedy}")
 
     def _remove_jobs(self, before: float) -> None:
         """Jobs that ended before that time: their directories first, then their rows, so that a stop between leaves no orphan."""
-        services = self._services
+        services, root = self._services, self._services.config.directory / "jobs"
         query = select(jobs.c.id).where(jobs.c.ended < before).order_by(jobs.c.serial).limit(_MOST_AT_ONCE)
         ids = services.read(lambda connection: connection.execute(query).scalars().all())
         if not ids:
             return
 
-        def forget(connection: Connection) -> None:
-            connection.execute(delete(events).where(events.c.job.in_(ids)))
-            connection.execute(delete(job_files).where(job_files.c.job.in_(ids)))
-            connection.execute(delete(jobs).where(jobs.c.id.in_(ids)))
-
         services.writer.do(lambda connection: connection.execute(update(jobs).where(jobs.c.id.in_(ids)).values(removed=time.time())))
         for job_id in ids:
-            shutil.rmtree(services.config.directory / "jobs" / job_id, ignore_errors=True)
+            shutil.rmtree(root / job_id, ignore_errors=True)
+        gone = [job_id for job_id in ids if not (root / job_id).exists()]
+        if len(gone) < len(ids):
+            logging.getLogger(__name__).warning("%s: %d of its jobs cannot be removed; check its rights", root, len(ids) - len(gone))
+
+        def forget(connection: Connection) -> None:
+            connection.execute(delete(events).where(events.c.job.in_(gone)))
+            connection.execute(delete(job_files).where(job_files.c.job.in_(gone)))
+            connection.execute(delete(jobs).where(jobs.c.id.in_(gone)))
+
         services.writer.do(forget)
 
 

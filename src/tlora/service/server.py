@@ -89,7 +89,8 @@ def open_server(config: ServerConfig, hall: Hall | None = None, failpoint: Failp
         controller = Controller(config, engine, writer, live, hall)
         ring = KeyRing(engine)
         visits = Visits(secret, ring)
-        services = Services(config, engine, writer, ring, Cursors(secret), live, controller, bell, dict(known), visits)
+        rest = (bell, dict(known), visits, controller.storage)
+        services = Services(config, engine, writer, ring, Cursors(secret), live, controller, *rest)
     except BaseException:
         if engine is not None:
             engine.dispose()

@@ -28,7 +28,8 @@ class StoreId:
     def __init__(self, directory: Path) -> None:
         """Raises ConfigError for a file that is damaged."""
         self._directory = directory
-        self._id, self._settled = _read(directory / FILE)
+        self._id, self._settled, self._filled = _read(directory / FILE)
+        self._written = (self._settled, self._filled)
 
     def refuse_missing(self, url: str) -> None:
         """Raises ConfigError where SQLite would make a new file in place of one that is gone."""
@@ -42,6 +43,7 @@ class StoreId:
         if found is not None and found != self._id:
             raise ConfigError(self._foreign(found, database))
         if found is not None:
+            self._refuse_emptied(connection, database)
             return found
         here = _is_used(self._directory)
         if (self._id is not None and self._settled) or (here and not _has(connection, select(files.c.id), select(jobs.c.id))):
@@ -56,14 +58,24 @@ class StoreId:
             self._write(settled=False)  # before the row: a stop between the two leaves an id that is the store's at the next start
         return self._id
 
+    def _refuse_emptied(self, connection: Connection, database: str) -> None:
+        """The rows of files are never removed, and those of jobs after their directories."""
+        has_files, has_jobs = (_has(connection, select(table.c.id)) for table in (files, jobs))
+        trained = _has_trained(self._directory)
+        lost = [name for name, is_lost in (("uploads", self._filled and not has_files), ("jobs", trained and not has_jobs)) if is_lost]
+        if lost:
+            raise ConfigError(self._without_store(f"{database} has no {' and no '.join(lost)} any more: it was emptied, or is an old copy"))
+        self._filled = has_files
+
     def keep(self) -> None:
         """The database has the id."""
-        if not self._settled:
+        if self._written != (True, self._filled):
             self._write(settled=True)
 
     def _write(self, *, settled: bool) -> None:
-        durable.write_file(self._directory / FILE, json.dumps({"store": self._id, "settled": settled}) + "\n", mode=0o600)
-        self._settled = settled
+        content = {"store": self._id, "settled": settled, "filled": self._filled}
+        durable.write_file(self._directory / FILE, json.dumps(content) + "\n", mode=0o600)
+        self._settled, self._written = settled, (settled, self._filled)
 
     def _without_store(self, why: str) -> str:
         return (
@@ -82,12 +94,13 @@ class StoreId:
         )
 
 
-def _read(path: Path) -> tuple[str | None, bool]:
+def _read(path: Path) -> tuple[str | None, bool, bool]:
+    """The id, whether the database has it, and whether the database has had files: it keeps a row of each."""
     if not path.exists():
-        return None, False
+        return None, False, False
     try:
         found = read_object(path)
-        return str(found["store"]), bool(found["settled"])
+        return str(found["store"]), bool(found["settled"]), bool(found.get("filled", False))  # not in files of older versions
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path}: is damaged ({error}): which database this directory belongs to cannot be told. Put it back from a backup, or write "
@@ -97,6 +110,12 @@ def _read(path: Path) -> tuple[str | None, bool]:
 
 def _is_used(directory: Path) -> bool:
     return any((directory / name).is_dir() and any(_below(directory / name)) for name in _CONTENT)
+
+
+def _has_trained(directory: Path) -> bool:
+    """Whether there is what came of a job: its row was there before, and goes after it."""
+    place = directory / "jobs"
+    return place.is_dir() and any(path.is_dir() and not path.name.startswith(".") for path in place.iterdir())
 
 
 def _below(directory: Path) -> list[Path]:

@@ -39,6 +39,15 @@ class FileList(BaseModel):
     last_id: str | None = None
 
 
+class StorageView(BaseModel):
+    """What a tenant's data takes: its files, and what was made of them for jobs."""
+
+    object: Literal["storage"] = "storage"
+    files_bytes: int
+    tokenized_bytes: int
+    limit_bytes: int
+
+
 class Deleted(BaseModel):
     id: str
     object: str

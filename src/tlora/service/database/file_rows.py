@@ -10,10 +10,11 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, func, select, update
 
-from tlora.service.config import Limits
 from tlora.service.database.tables import files, job_files, jobs
 from tlora.service.keys import new_id
 from tlora.service.problems import RefusedError, missing
+
+_PART = 500  # values in one query: a database bounds their number
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,8 @@ def content_path(directory: Path, tenant: str, sha256: str, suffix: str) -> Path
     return directory / "files" / tenant / f"{sha256}{suffix}"
 
 
-def insert_file(connection: Connection, upload: Upload, limits: Limits) -> Row[Any]:
-    """Raises RefusedError beyond the tenant's storage."""
-    check_storage(connection, upload.tenant, upload.bytes, limits)
+def insert_file(connection: Connection, upload: Upload) -> Row[Any]:
+    """Of bytes that the tenant has room for."""
     file_id = new_id("file")
     connection.execute(
         files.insert().values(
@@ -59,12 +59,23 @@ def drop_unrecorded(connection: Connection, directory: Path, upload: Upload) -> 
         content_path(directory, upload.tenant, upload.sha256, upload.suffix).unlink(missing_ok=True)
 
 
-def check_storage(connection: Connection, tenant: str, more: int, limits: Limits) -> None:
+def live_bytes(connection: Connection, tenant: str) -> int:
     """Bytes count once for each file that names them: a tenant can see what it has used."""
-    used = int(connection.execute(select(func.sum(files.c.bytes)).where(files.c.tenant == tenant, files.c.deleted.is_(None))).scalar() or 0)
-    if used + more > limits.storage_bytes:
-        message = f"this tenant's files have {used:,} bytes, and {more:,} more would exceed its {limits.storage_bytes:,}; delete some"
-        raise RefusedError(413, "storage_full", message)
+    query = select(func.sum(files.c.bytes)).where(files.c.tenant == tenant, files.c.deleted.is_(None))
+    return int(connection.execute(query).scalar() or 0)
+
+
+def find_contents(connection: Connection, tenant: str, hashes: Collection[str]) -> tuple[set[str], set[str]]:
+    """Those of `hashes` that a file of the tenant's has or had, and those that one has that is not deleted."""
+    recorded, live = set[str](), set[str]()
+    wanted = sorted(hashes)
+    for start in range(0, len(wanted), _PART):
+        query = select(files.c.sha256, files.c.deleted).where(files.c.tenant == tenant, files.c.sha256.in_(wanted[start : start + _PART]))
+        for sha256, deleted in connection.execute(query):
+            recorded.add(sha256)
+            if deleted is None:
+                live.add(sha256)
+    return recorded, live
 
 
 def find_file(connection: Connection, tenant: str, file_id: str) -> Row[Any]:

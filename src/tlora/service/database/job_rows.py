@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, Text, cast, func, select, update
+from sqlalchemy import Connection, Row, Text, cast, func, or_, select, update
 
 from tlora.service.config import Limits
 from tlora.service.database.event_rows import add_event, add_events
@@ -147,6 +147,21 @@ def list_by_metadata(connection: Connection, tenant: str, before: int | None, co
 def open_jobs(connection: Connection) -> Sequence[Row[Any]]:
     """Of all tenants, in the order of their submission."""
     return connection.execute(select(jobs).where(jobs.c.ended.is_(None)).order_by(jobs.c.serial)).all()
+
+
+def find_needed(connection: Connection, tenant: str, since: float) -> tuple[set[str], set[frozenset[str]]]:
+    """What the tenant's unfinished jobs need: the tokenized sets of those whose data has been read, and of each of the others the SHA-256
+    of its files. One that ended after the time `since` needs its sets still: its worker may not have heard of it.
+    """
+    needy = (jobs.c.tenant == tenant, or_(jobs.c.ended.is_(None), jobs.c.ended > since))
+    sets = (jobs.c.intake[name].as_string() for name in ("train_set", "eval_set"))
+    named = {path for row in connection.execute(select(*sets).where(*needy)) for path in row if path is not None}
+    reading = (jobs.c.tenant == tenant, jobs.c.ended.is_(None), or_(jobs.c.status == "preparing", jobs.c.intake.is_(None)))
+    used = select(jobs.c.id, files.c.sha256).join(job_files, job_files.c.job == jobs.c.id).join(files, files.c.id == job_files.c.file)
+    unread: dict[str, set[str]] = {}
+    for job_id, sha256 in connection.execute(used.where(*reading)):
+        unread.setdefault(job_id, set()).add(sha256)
+    return named, {frozenset(hashes) for hashes in unread.values()}
 
 
 def change(connection: Connection, job_id: str, before: Collection[str], status: str, message: str = "", **values: Any) -> bool:

@@ -103,7 +103,14 @@ def _engine(url: str) -> Engine:
 
 def _set_up(connection: Any, _: object) -> None:
     connection.isolation_level = None  # transactions begin where SQLAlchemy says so, not where sqlite3 thinks so
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "cache_size=-8000", "journal_size_limit=67108864"):
+    for pragma in (
+        "journal_mode=WAL",
+        "synchronous=FULL",
+        "foreign_keys=ON",
+        "cache_size=-8000",
+        "journal_size_limit=67108864",
+        "secure_delete=ON",
+    ):
         connection.execute(f"PRAGMA {pragma}").close()
 
 

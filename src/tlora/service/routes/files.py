@@ -17,7 +17,7 @@ from tlora.service.problems import ErrorBody, RefusedError
 from tlora.service.routes.jobs import REFUSALS, Cursor, IdempotencyKey
 from tlora.service.services import services_of
 from tlora.service.uploads import receive_upload
-from tlora.service.views import Deleted, FileList, FileView, Purpose, file_view
+from tlora.service.views import Deleted, FileList, FileView, Purpose, StorageView, file_view
 
 router = APIRouter(prefix="/v1", tags=["files"], responses=REFUSALS | {507: {"model": ErrorBody}})
 FileId = Annotated[str, Path(min_length=1, max_length=64, pattern="^[a-z0-9-]+$", description="The file's id.")]
@@ -47,15 +47,15 @@ _BYTES: dict[int | str, dict[str, Any]] = {
 async def upload_file(request: Request, idempotency_key: IdempotencyKey = None) -> Response:
     """Keep a file. It is on the disk when this is answered."""
     services, tenant = services_of(request), caller_of(request).tenant
-    limits = services.config.limits
-    upload = await receive_upload(request, services.config.directory, tenant, limits)
+    upload = await receive_upload(request, services.config.directory, tenant, services.config.limits)
     payload = hash_payload("POST /v1/files", f"{upload.sha256}\0{upload.filename}\0{upload.purpose}".encode())
 
     def work(connection: Connection) -> Answer:
         def insert() -> Answer:
             if not file_rows.content_path(services.config.directory, tenant, upload.sha256, upload.suffix).is_file():
                 raise RefusedError(503, "upload_lost", "the same bytes were refused and removed at this moment; send the file again")
-            return Answer(200, file_view(file_rows.insert_file(connection, upload, limits)).model_dump_json())
+            services.storage.check(connection, tenant, upload.bytes)
+            return Answer(200, file_view(file_rows.insert_file(connection, upload)).model_dump_json())
 
         return once(connection, tenant, idempotency_key, payload, insert)
 
@@ -97,6 +97,14 @@ def list_files(
     following = services.cursors.make(tenant, kind, shown[-1].serial) if more else None
     ids = (found[0].id, found[-1].id) if found else (None, None)
     return FileList(data=found, has_more=more, next_cursor=following, first_id=ids[0], last_id=ids[1])
+
+
+@router.get("/storage")
+def show_storage(request: Request) -> StorageView:
+    """What counts in the tenant's storage. Tokenized data that no unfinished job needs is removed where room is needed."""
+    services, tenant = services_of(request), caller_of(request).tenant
+    used = services.read(lambda connection: services.storage.used(connection, tenant))
+    return StorageView(files_bytes=used.files, tokenized_bytes=used.tokens, limit_bytes=services.config.limits.storage_bytes)
 
 
 @router.get("/files/{file_id}")
