@@ -70,9 +70,9 @@ def test_an_older_sqlite_store_is_copied_before_it_is_changed(tmp_path: Path, mo
     with engine.begin() as connection:
         add_tenant(connection, "kept")
     engine.dispose()
-    monkeypatch.setattr(store, "SCHEMA", "0003")  # as if this program had one more
+    monkeypatch.setattr(store, "SCHEMA", "0004")  # as if this program had one more
     open_store(url).dispose()
-    (copy,) = tmp_path.glob("tlora.db.before-0003-*")
+    (copy,) = tmp_path.glob("tlora.db.before-0004-*")
     with sqlite3.connect(copy) as found:
         assert found.execute("SELECT name FROM tenants").fetchall() == [("kept",)]
     found.close()

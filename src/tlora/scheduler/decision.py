@@ -7,7 +7,8 @@ nothing by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from tlora.scheduler.draft import Draft
@@ -29,7 +30,7 @@ class Standing(NamedTuple):
     """The groups of a node: `narrow` are on it alone, `wide` are on others too, with their GPUs here.
 
     `worth` is that of the narrow ones, `urgency` the highest of them, inf if one has not rested; `priority` is that of all, None if they
-    differ; `starving`: somebody in a narrow one is.
+    differ; `starving`: a job in a narrow one is; `below_share`: the tenant of one is.
     """
 
     narrow: tuple[View, ...]
@@ -38,15 +39,26 @@ class Standing(NamedTuple):
     urgency: float
     priority: float | None
     starving: bool
+    below_share: bool
 
 
 class Decision:
     """`touched` are the groups that it has changed: none changes twice in one decision. What it has worked out it remembers."""
 
     def __init__(
-        self, state: ClusterState, settings: Settings, predictions: Predictions, index: GroupIndex, starving: Sequence[Job] = ()
+        self,
+        state: ClusterState,
+        settings: Settings,
+        predictions: Predictions,
+        index: GroupIndex,
+        starving: Sequence[Job] = (),
+        levels: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
+        """`levels`: as `Tenants.levels` has them."""
         self.state, self.settings, self.index, self.starving = state, settings, index, starving
+        self._levels = levels
+        self._kept_for: Job | None = None
+        self._kept: Collection[str] = ()
         self.draft = Draft(state)
         self.touched: set[str] = set()
         self.node_size = max(1, state.node_size)
@@ -73,6 +85,38 @@ class Decision:
     def is_starving(self, job: Job) -> bool:
         """Whether it goes before all others of its priority."""
         return job.number in self._starving
+
+    def is_below_share(self, job: Job) -> bool:
+        """Whether its tenant has had less than its share, and another one more."""
+        return self._levels.get(job.spec.tenant, 0) < 0
+
+    def keep_room_for(self, job: Job) -> list[int]:
+        """Keep the nodes on which it will soonest find room, those freest now, from jobs at their share, where it is the first below its
+        own to find no place. Else each of its chances would be taken by the next of them. Returns the free GPUs there, which are taken.
+        """
+        if self._kept_for is not None or not self.is_below_share(job):
+            return []
+        self._kept_for, self._kept = job, self.freest_nodes(job.spec.gpus)
+        return self.take_free(self._kept)
+
+    def is_kept_from(self, node: str, job: Job) -> bool:
+        """Whether the node is kept for another one that comes first."""
+        return (
+            node in self._kept
+            and self._kept_for is not None
+            and self._kept_for.spec.priority >= job.spec.priority
+            and not self.is_below_share(job)
+        )
+
+    def freest_nodes(self, gpus: int) -> list[str]:
+        """As many as `gpus` GPUs take, with the most GPUs free."""
+        return sorted(self.state.nodes, key=lambda name: (-len(self.draft.free_of(name)), name))[: self.nodes_for(gpus)]
+
+    def take_free(self, nodes: Iterable[str]) -> list[int]:
+        """Their free GPUs, which are no longer free in this decision."""
+        found = [gpu for name in nodes for gpu in self.draft.free_of(name)]
+        self.draft.take(found)
+        return found
 
     def value(self, jobs: Sequence[Job], slowdowns: Iterable[float]) -> float:
         """What it is worth that they run as fast: sum of urgency / slowdown."""
@@ -192,13 +236,14 @@ class Decision:
             max([self.urgency_of(view) if self.rested(view) else math.inf for view in narrow], default=0.0),
             priorities.pop() if len(priorities) == 1 else None,
             bool(self._starving) and any(self.is_starving(job) for view in narrow for job in view.jobs),
+            bool(self._levels) and any(self.is_below_share(job) for view in narrow for job in view.jobs),
         )
 
     def all_yield(self, standing: Standing, job: Job) -> bool:
         """Whether all narrow groups there give way to `job`."""
         if standing.priority != job.spec.priority:
             return all(self.yields(view, job) for view in standing.narrow)
-        if standing.starving:
+        if standing.starving or (standing.below_share and not self.is_below_share(job)):
             return False
         return self.is_starving(job) or standing.urgency * self.settings.preemption_ratio <= self.urgency(job)
 
@@ -216,6 +261,8 @@ class Decision:
         """Whether a group that is far less urgent may be slowed down or stopped for `job`, which waits."""
         if view.priority != job.spec.priority:
             return view.priority < job.spec.priority
+        if self._levels and not self.is_below_share(job) and any(self.is_below_share(other) for other in view.jobs):
+            return False
         return not any(self.is_starving(other) for other in view.jobs)
 
     def view(self, group_id: str) -> View:

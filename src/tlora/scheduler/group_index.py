@@ -1,5 +1,4 @@
-"""Groups as they stand: by base and residual capacity, by nodes where they can grow, and what tenants hold. Follows the state without
-looking at every group.
+"""Groups as they stand: by base and residual capacity, and by nodes where they can grow. Follows the state without looking at every group.
 
 A cache of `ClusterState`: reading it gives the same as building it anew each time.
 """
@@ -44,7 +43,7 @@ class View:
 
 
 class GroupIndex:
-    """`gpus_of` are the GPUs of each tenant: a group's are its members' in equal parts."""
+    """See the module."""
 
     def __init__(self, predictions: Predictions) -> None:
         self._predictions = predictions
@@ -57,7 +56,6 @@ class GroupIndex:
         self._sorted: defaultdict[str, list[tuple[float, str]]] = defaultdict(list)  # base -> residual and group of one node, rising
         self._shared: dict[str, None] = {}
         self._growing: dict[str, dict[str, View]] = {}  # node -> groups on it
-        self.gpus_of: dict[str, float] = {}
 
     def follow(self, state: ClusterState) -> None:
         """Take in the groups that have changed or ended since the last time: those at the end of `latest`, up to one that has not."""
@@ -116,10 +114,6 @@ class GroupIndex:
         if len(group.gpus) < view.most_useful:
             for node in view.nodes:
                 self._growing.setdefault(node, {})[name] = view
-        each = len(group.gpus) / len(group.job_ids)
-        for job in view.jobs:
-            tenant = job.spec.tenant
-            self.gpus_of[tenant] = self.gpus_of.get(tenant, 0.0) + each
 
     def _view(self, state: ClusterState, found: Group) -> View:
         group = found.group
@@ -148,12 +142,6 @@ class GroupIndex:
                 del self._growing[node][name]
                 if not self._growing[node]:
                     del self._growing[node]
-        each = len(view.gpus) / len(view.jobs)
-        for job in view.jobs:
-            tenant = job.spec.tenant
-            self.gpus_of[tenant] -= each
-            if self.gpus_of[tenant] < 1e-6:  # a part of a GPU this small is rounding
-                del self.gpus_of[tenant]
 
 
 def residual_capacity_of(state: ClusterState, found: Group) -> float:

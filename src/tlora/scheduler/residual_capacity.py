@@ -7,7 +7,7 @@ the index of groups `group_index.py`'s. Pure but for what it remembers, all of w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tlora.protocol import JobGroup
@@ -22,7 +22,7 @@ from tlora.scheduler.scheduler import Policy
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.starvation import Starvation
 from tlora.scheduler.state import ClusterState
-from tlora.scheduler.urgency import excess_of_tenants, rank
+from tlora.scheduler.urgency import rank
 from tlora.scheduler.waiting import Waiting
 from tlora.scheduler.whole_nodes import WholeNodes
 
@@ -52,10 +52,11 @@ def residual_capacity(settings: Settings = Settings()) -> Policy:  # noqa: B008 
         predictions.follow(state)
         index.follow(state)
         memory.starvation.follow(state)
-        decision = Decision(state, settings, predictions, index, memory.starvation.first(state))
+        levels = state.tenants.levels(state.now)
+        decision = Decision(state, settings, predictions, index, memory.starvation.first(state), levels)
         displaced = replan(decision, state.newly_measured)
         if state.pending or displaced:
-            _place_those_who_wait(decision, memory.queue(state), displaced)
+            _place_those_who_wait(decision, memory.queue(state, levels), displaced)
         if decision.draft.num_free:
             part(decision)
             if settings.elastic:
@@ -77,6 +78,7 @@ class _Memory:
         self._settings = settings
         self._queue: Waiting | None = None
         self._ordered_at = -math.inf
+        self._levels: Mapping[str, int] = {}
         self._idle: tuple[int, ...] = ()
         self._idle_until = -math.inf
 
@@ -88,12 +90,12 @@ class _Memory:
         self._idle = _happenings(state)
         self._idle_until = -math.inf if wanted else min(state.now + _RETHINK_SECONDS, self.starvation.next_at)
 
-    def queue(self, state: ClusterState) -> Waiting:
-        """Those who wait in order: as it is now, but that of a long queue as it was a short time ago."""
-        if self._queue is None or len(state.pending) <= _LONG_QUEUE or not 0 <= state.now - self._ordered_at < _REORDER_SECONDS:
-            excess = excess_of_tenants(state, self.index.gpus_of)
-            self._ordered_at = state.now
-            self._queue = Waiting(lambda job: rank(job, state.now, self._settings, excess))
+    def queue(self, state: ClusterState, levels: Mapping[str, int]) -> Waiting:
+        """Those who wait in order: as it is now, but that of a long queue as it was a short time ago, where tenants stand as they did."""
+        recent = len(state.pending) > _LONG_QUEUE and 0 <= state.now - self._ordered_at < _REORDER_SECONDS
+        if self._queue is None or not recent or levels != self._levels:
+            self._ordered_at, self._levels = state.now, levels
+            self._queue = Waiting(lambda job: rank(job, state.now, self._settings, levels))
         self._queue.follow(state)
         return self._queue
 
@@ -126,11 +128,11 @@ def _place_those_who_wait(decision: Decision, waiting: Waiting, displaced: Seque
     starving = [job for job in reversed(decision.starving) if job.status == "pending"]
     while True:
         job = waiting.first(hopeless)
-        if starving and (job is None or starving[-1].spec.priority >= job.spec.priority):
+        if starving and (job is None or _goes_before(decision, starving[-1], job)):
             late = starving.pop()
             gave_way = _place(decision, late, gently=False)
             if gave_way is None:
-                held += _hold_back(decision, late)
+                held += decision.keep_room_for(late) + decision.take_free(decision.freest_nodes(late.spec.gpus))
             stopped += gave_way or []
             continue
         if job is None:
@@ -143,12 +145,20 @@ def _place_those_who_wait(decision: Decision, waiting: Waiting, displaced: Seque
         if gave_way is not None:
             stopped += gave_way
             continue
+        held += decision.keep_room_for(job)
         failures[job.lane] = failed + 1
         if failures[job.lane] >= tries:
             hopeless.add(job.lane)
     for job in sorted(stopped, key=lambda job: rank(job, decision.state.now, settings, {})):
         _place(decision, job, gently=True)
     decision.draft.give_back(held)
+
+
+def _goes_before(decision: Decision, late: Job, job: Job) -> bool:
+    """Whether one that starves goes before the first of the queue: not where its tenant has had its share, and that of the other not."""
+    if late.spec.priority != job.spec.priority:
+        return late.spec.priority > job.spec.priority
+    return decision.is_below_share(late) or not decision.is_below_share(job)
 
 
 # -- a place for one -----------------------------------------------------------------------------------------------------
@@ -204,6 +214,8 @@ def _narrow_places(decision: Decision, job: Job, sizes: Sequence[int], gently: b
     if not narrow or not decision.may_look_at(len(nodes)):
         return found
     for node in nodes:
+        if decision.is_kept_from(node, job):
+            continue
         for offer in offers(decision, node, job, narrow[-1], gently):
             gpus = max((gpus for gpus in narrow if gpus <= offer.gpus), default=0)
             if gpus:
@@ -269,21 +281,14 @@ def _joins(decision: Decision, job: Job) -> list[_Place]:
         if name in decision.touched:
             continue
         view = decision.view(name)
+        if decision.is_kept_from(view.nodes[0], job):
+            continue
         jobs = [*view.jobs, job]
         prediction = decision.predict_on(jobs, view.gpus) if decision.can_have([job], view.gpus) else None
         asked = sum([member.spec.gpus for member in jobs])
         if prediction is None or (len(view.gpus) > asked and decision.predict(jobs, asked) is None):
             continue  # or growth could not be taken back any more
         net = decision.value(jobs, prediction.slowdowns) - decision.worth(view)
-        if net > 0:
+        if net > 0 or decision.is_below_share(job):
             found.append(_Place(net, joins=name, prediction=prediction))
     return found
-
-
-def _hold_back(decision: Decision, job: Job) -> list[int]:
-    """Take, until the decision is over, the free GPUs of the nodes on which a starving job will soonest find room: those freest now."""
-    count = decision.nodes_for(job.spec.gpus)
-    nodes = sorted(decision.state.nodes, key=lambda name: (-len(decision.draft.free_of(name)), name))[:count]
-    held = [gpu for name in nodes for gpu in decision.draft.free_of(name)]
-    decision.draft.take(held)
-    return held

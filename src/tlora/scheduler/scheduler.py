@@ -38,6 +38,7 @@ from tlora.protocol import (
 )
 from tlora.scheduler.draft import has_room
 from tlora.scheduler.state import ClusterState, without_job
+from tlora.scheduler.tenants import Tenants
 from tlora.scheduler.wanted import why_impossible
 
 MOST_COUNTED = 2**53  # above it a float does not tell a whole number from the next
@@ -53,12 +54,14 @@ class Scheduler:
     What it believes of costs is a copy of `cost`, which reports of steps correct.
     """
 
-    def __init__(self, policy: Policy, cost: CostModel, on_fault: Callable[[str], object] | None = None) -> None:
+    def __init__(
+        self, policy: Policy, cost: CostModel, on_fault: Callable[[str], object] | None = None, tenants: Tenants | None = None
+    ) -> None:
         """`on_fault` is told why a decision was left out, where the policy raised or wants what cannot be. All else that an event brings
-        has been done then, and the next event asks again. Without it, such a policy raises.
+        has been done then, and the next event asks again. Without it, such a policy raises. `tenants` has what they used before.
         """
         self._on_fault = on_fault
-        self.state, self._policy = ClusterState(copy.deepcopy(cost)), policy
+        self.state, self._policy = ClusterState(copy.deepcopy(cost), tenants=tenants or Tenants()), policy
         self._seen: set[str] = set()
 
     def handle(self, event: Event, now: float) -> list[Action]:

@@ -16,6 +16,7 @@ from tlora.costs.sharing import group_step_seconds, lone_step_seconds
 from tlora.protocol import BaseSpeed, JobGroup, JobSubmitted, StepsDone
 from tlora.scheduler.gpu_memory import GpuMemory
 from tlora.scheduler.job import RECENT_SECONDS, Job
+from tlora.scheduler.tenants import Tenants
 
 REMEMBERED_SECONDS = 3 * RECENT_SECONDS  # for so long a job that has ended is among `ended_late`
 LONG_WAIT_SECONDS = 3600.0
@@ -64,6 +65,7 @@ class ClusterState:
     group_on: dict[int, str] = field(default_factory=dict[int, str])  # GPU that is not free -> whose it is
     latest: dict[str, None] = field(default_factory=dict[str, None])  # groups, who changed or ended last behind; some that have ended
     memory: GpuMemory = field(default_factory=GpuMemory)
+    tenants: Tenants = field(default_factory=Tenants)
     node_size: int = 0  # GPUs of the largest node
     num_gpus: int = 0
     most_gpus: int = 0  # that there ever were: those that are lost may come back
@@ -179,6 +181,7 @@ class ClusterState:
         self._measure_alone(job)
         self.jobs[spec.job_id] = job
         self.jobs_submitted += 1
+        self.tenants.add_job(spec.tenant)
         self.pending[spec.job_id] = None
 
     def _measure_alone(self, job: Job) -> None:
@@ -191,14 +194,17 @@ class ClusterState:
         """It is finished, failed or cancelled. Its group goes on without it; the caller looks after an empty one."""
         job = self.jobs.pop(job_id)
         self.pending.pop(job_id, None)
-        self.held.discard(job_id)
+        if job_id in self.held:
+            self.held.discard(job_id)
+        else:
+            self.tenants.drop_job(job.spec.tenant)
         if job.group_id is not None:
             group = self.groups[job.group_id]
             self._leave(group, job_id)
             self._begin_stretch(group)
             self.emptied.append(job.group_id)
             job.settle(self.now)
-            job.step_seconds, job.gpu_share = 0.0, 0.0
+            self._run(job, 0.0, 0.0)
             self._remember(job)
         job.status = "ended"
 
@@ -213,11 +219,13 @@ class ClusterState:
         """Take a job that waits out of the queue, until `release`."""
         job = self.jobs[job_id]
         self._unqueue(job)
+        self.tenants.drop_job(job.spec.tenant)
         self.held.add(job_id)
         job.status = "held"
 
     def release(self, job_id: str) -> None:
         self.held.remove(job_id)
+        self.tenants.add_job(self.jobs[job_id].spec.tenant)
         self._wait(job_id)
 
     def see_steps(self, event: StepsDone) -> None:
@@ -329,7 +337,8 @@ class ClusterState:
         if job is None:
             return
         job.settle(self.now)
-        job.status, job.group_id, job.step_seconds, job.gpu_share = "pending", None, 0.0, 0.0
+        self._run(job, 0.0, 0.0)
+        job.status, job.group_id = "pending", None
         self.pending[job_id] = None
 
     def _leave(self, known: Group, job_id: str) -> None:
@@ -349,7 +358,13 @@ class ClusterState:
         share = len(group.gpus) / len(jobs)
         for job, seconds in zip(jobs, known.step_seconds, strict=True):
             job.settle(self.now)
-            job.step_seconds, job.gpu_share = seconds, share
+            self._run(job, seconds, share)
+
+    def _run(self, job: Job, step_seconds: float, gpu_share: float) -> None:
+        """From now on; its tenant is charged for no more GPUs than it asked for: what it has beyond that is lent, and taken back."""
+        asked = job.spec.gpus
+        self.tenants.hold_gpus(job.spec.tenant, min(gpu_share, asked) - min(job.gpu_share, asked), self.now)
+        job.step_seconds, job.gpu_share = step_seconds, gpu_share
 
     def _has_changed(self, group_id: str) -> None:
         self.latest.pop(group_id, None)

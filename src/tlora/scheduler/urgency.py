@@ -1,4 +1,4 @@
-"""Who comes first: urgency, and shares between tenants. Not here: who starves (`starvation.py`), and what anybody gets."""
+"""Which job comes first. Not here: what tenants have used (`tenants.py`), which jobs starve (`starvation.py`), and what a job gets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from tlora.scheduler.job import Job
 from tlora.scheduler.settings import Settings
-from tlora.scheduler.state import ClusterState
 
 _MOST_PRESSED = 10.0  # times as urgent as without a deadline
 _OVERRUN_SHARE = 0.1  # of the time that it has run, a job that goes on beyond its steps is taken to need once more
@@ -38,25 +37,9 @@ def remaining_seconds(job: Job, now: float, settings: Settings) -> float:
     return max(told, _OVERRUN_SHARE * job.ran_at(now))
 
 
-def rank(job: Job, now: float, settings: Settings, excess: Mapping[str, float]) -> tuple[float, ...]:
-    """The key of those that wait, the least first: priority; urgency; residual capacity alone.
-
-    `excess` tells of tenants how many times their share of the GPUs they have: their jobs count as so many times less urgent.
-    """
+def rank(job: Job, now: float, settings: Settings, levels: Mapping[str, int]) -> tuple[float, ...]:
+    """The key of those that wait, the least first: priority; its tenant's level (`Tenants.levels`); urgency; residual capacity alone."""
     if settings.order == "arrival":
         return -job.spec.priority, job.number
-    own = urgency(job, now, settings) / excess.get(job.spec.tenant, 1.0)
     residual = job.spec.profile.tokens_per_step / job.alone_step_seconds - job.need
-    return -job.spec.priority, -own, residual, job.number
-
-
-def excess_of_tenants(state: ClusterState, gpus_of: Mapping[str, float]) -> dict[str, float]:
-    """How many times its share of the cluster a tenant has, where that is more than once. Shares are equal between those with jobs here.
-
-    GPU-seconds are counted as they are spent: what was spent before is not held against anybody.
-    """
-    tenants = {*gpus_of, *(state.jobs[name].spec.tenant for name in state.pending)}
-    if len(tenants) < 2:
-        return {}
-    share = state.num_gpus / len(tenants)
-    return {tenant: gpus / share for tenant, gpus in gpus_of.items() if gpus > share}
+    return -job.spec.priority, levels.get(job.spec.tenant, 0), -urgency(job, now, settings), residual, job.number

@@ -99,7 +99,7 @@ class WholeNodes:
         if not self.decision.may_look_at(len(nodes)):
             return None
         for node in nodes:
-            if node in self.chosen:
+            if node in self.chosen or self.decision.is_kept_from(node, self.job):
                 continue
             for offer in offers(self.decision, node, self.job, rest, self.gently):
                 if offer.gpus < rest or any(each.group_id in self.givers for each in offer.sacrifices):
@@ -127,6 +127,8 @@ class WholeNodes:
     def _loss(self, node: str) -> float:
         """That all of the node comes free; inf where it cannot."""
         decision = self.decision
+        if decision.is_kept_from(node, self.job):
+            return math.inf
         if len(decision.draft.free_of(node)) == decision.node_size:
             return 0.0
         standing = decision.standing(node)

@@ -70,6 +70,7 @@ class ServerConfig(BaseModel):
     device: Literal["cuda", "cpu"] | None = None  # None: the GPUs, or a CPU where there are none
     gpus: list[Annotated[int, Field(ge=0, le=1023)]] | None = None  # None: all; of a CPU: as many processes
     policy: PolicyName = "residual_capacity"
+    usage_half_life_seconds: Seconds = 86_400.0  # of the GPU time that a tenant has used: so old, it counts half
     dtype: DType = "auto"
     base_precision: BasePrecision | None = None
     deterministic: bool = False

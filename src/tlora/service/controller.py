@@ -39,6 +39,7 @@ from tlora.service.orders import OrderSpec
 from tlora.service.outcomes import Outcomes, Recorded
 from tlora.service.problems import RefusedError
 from tlora.service.storage import Storage
+from tlora.service.usage import Usage
 
 T = TypeVar("T")
 _BASES_SECONDS = 120.0  # for bases of accepted jobs to be looked at, before workers that are found are taken over without their jobs
@@ -69,6 +70,7 @@ class Controller:
         self._reader = OrderReader(engine, config.directory)
         self._capacity = Capacity(config, hall.places)
         self.storage = Storage(config.directory, config.limits)
+        self._usage = Usage(writer, config.usage_half_life_seconds)
         self._learned = LearnedCosts(config.directory, logging.getLogger(__name__).warning)
         self._inbox: queue.SimpleQueue[Sequence[Row[Any]] | None] = queue.SimpleQueue()  # jobs that were accepted
         self._feeder = threading.Thread(target=self._feed, name="feeder", daemon=True)
@@ -318,8 +320,10 @@ class Controller:
     def _run(self) -> None:
         try:
             cluster = self._hall.make(self._bases)
-            scheduler = Scheduler(LIVE_POLICIES[self._config.policy](), live_cost_model({}), self._see_fault)
+            scheduler = Scheduler(LIVE_POLICIES[self._config.policy](), live_cost_model({}), self._see_fault, self._usage.tenants)
             try:
+                with self._engine.connect() as connection:
+                    self._usage.recall(connection, cluster.now())
                 with self._lock:
                     self._cluster, self._scheduler = cluster, scheduler
                     if self._closing:  # `close` came too early to stop it
@@ -338,6 +342,7 @@ class Controller:
                 with self._lock:
                     self._cluster = None
                     self._learned.see(scheduler.state.cost, cluster.now(), at_once=True)
+                self._usage.save(cluster.now(), at_once=True)
                 cluster.close()
         except Exception as error:
             _log("the controller ended")
@@ -362,6 +367,7 @@ class Controller:
 
     def _see(self, now: float, item: Event | Action) -> None:
         self._outcomes.see(item)
+        self._usage.save(now)
         if isinstance(item, Tick) and self._scheduler is not None:
             with self._lock:  # a base may be added meanwhile
                 self._learned.see(self._scheduler.state.cost, now)

@@ -17,7 +17,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from tlora.errors import ConfigError
 
-SCHEMA = "0002"  # the newest of `migrations/versions`
+SCHEMA = "0003"  # the newest of `migrations/versions`
 BUSY_SECONDS = 30.0  # that a writer waits for another process, such as `tlora keys create --local`
 _IDLE_MILLISECONDS = 30_000
 _NETWORK_SYSTEMS = (

@@ -17,6 +17,8 @@ tenants = Table(
     Column("id", _ID, primary_key=True),
     Column("name", String(63), nullable=False, unique=True),
     Column("created", Float, nullable=False),
+    Column("gpu_seconds", Float, nullable=False, default=0.0, server_default="0"),  # used, decayed to `gpu_seconds_at`
+    Column("gpu_seconds_at", Float, nullable=False, default=0.0, server_default="0"),
 )
 
 keys = Table(
