@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -101,23 +102,25 @@ def serving(
 
 
 @contextmanager
-def listening(directory: Path, *, eager: bool = True, held: bool = False, **changes: Any) -> Iterator[tuple[Served, str]]:
+def listening(
+    directory: Path, *, eager: bool = True, held: bool = False, tls: ssl.SSLContext | None = None, **changes: Any
+) -> Iterator[tuple[Served, str]]:
     """A server on a socket of its own, and its URL: for clients that are somebody else's, and for streams."""
     config = config_of(directory, **changes)
     hall, clusters, intakes = fake_hall(config.directory, eager, held)
     opened = open_server(config, hall)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    listener.listen(128)
-    settings = uvicorn_config(opened.app, config)
+    listener.listen(2048)
+    settings = uvicorn_config(opened.app, config, opened.services.connections, tls)
     settings.timeout_graceful_shutdown = 1
     server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    url = f"{'https' if tls else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
     try:
         until(lambda: opened.services.live.fault is None)
-        with httpx.Client(base_url=url, timeout=60) as client:
+        with httpx.Client(base_url=url, timeout=60, verify=not tls) as client:
             yield Served(opened, client, clusters, intakes), url
     finally:
         server.should_exit = True

@@ -11,7 +11,7 @@ from tlora.cluster.gpus import Gpu
 from tlora.errors import ConfigError
 from tlora.service import config as config_module
 from tlora.service import machine
-from tlora.service.config import Limits, ServerConfig, default_directory, read_config
+from tlora.service.config import ConnectionLimits, Limits, ServerConfig, default_directory, read_config
 from tlora.service.machine import Places, find_places
 
 
@@ -45,6 +45,8 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
         ("- a", "is not a mapping"),
         ("a: [", "is not valid YAML"),
         ("policy: magic", "policy"),
+        ("trusted_proxies: [proxy.example.org]", "must be an address or a network"),
+        ("connections: {per_adress: 1}", "did you mean 'per_address'"),
         ("policy: residual_capacity-growth\ndeterministic: true", "do not make it faster"),
     ],
 )
@@ -80,7 +82,7 @@ def test_a_prefix_is_a_plain_path(path: str) -> None:
 def test_the_settings_are_frozen_names() -> None:
     """A change here is a change of the documented file: docs/service.md."""
     text = (Path(__file__).parents[2] / "docs" / "service.md").read_text()
-    for name in (*ServerConfig.model_fields, *Limits.model_fields):
+    for name in (*ServerConfig.model_fields, *Limits.model_fields, *ConnectionLimits.model_fields):
         assert name in text, name
 
 

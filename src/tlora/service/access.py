@@ -16,6 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tlora.service.config import Limits, ServerConfig
+from tlora.service.connection_protocol import connection_of
+from tlora.service.connections import Body, shared_address
 from tlora.service.keys import Caller, KeyRing
 from tlora.service.problems import answer
 from tlora.service.visits import Visits
@@ -33,6 +35,7 @@ _SECURITY = (
     (b"referrer-policy", b"no-referrer"),
     (b"tlora-version", __version__.encode()),
 )
+_Refusal = tuple[int, str, str, Mapping[str, str]]  # status, code, message, headers
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", re.IGNORECASE)
 
 
@@ -53,13 +56,6 @@ class _Bucket:
         return True
 
 
-@dataclass(slots=True)
-class _Body:
-    """Whether all of a request's body has been received."""
-
-    ended: bool
-
-
 class Guard:
     """ASGI around the application."""
 
@@ -70,6 +66,7 @@ class Guard:
         self._app, self._ring, self._visits, self._welcome = app, ring, visits, welcome
         self._hosts, self._limits, self._tls = config.hosts, config.limits, bool(config.tls_certificate)
         self._root = config.root_path
+        self._at_once, self._most_at_once = dict[str, int](), config.connections.per_address
         self._buckets: dict[str, _Bucket] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,10 +76,26 @@ class Guard:
         if scope["type"] != "http":  # there is no web socket
             await send({"type": "websocket.close", "code": 1008})
             return
+        address = shared_address(scope["client"][0]) if scope.get("client") else None
+        if address is None:
+            await self._answer(scope, receive, send, None)
+            return
+        self._at_once[address] = self._at_once.get(address, 0) + 1
+        try:
+            await self._answer(scope, receive, send, address)
+        finally:
+            self._at_once[address] -= 1
+            if not self._at_once[address]:
+                del self._at_once[address]
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, address: str | None) -> None:
         scope = _under_prefix(scope, self._root)
-        body = _Body(scope["method"] in ("GET", "HEAD", "DELETE"))
+        body = Body(scope["method"] in ("GET", "HEAD", "DELETE"), self._limits.body_seconds, self._limits.body_bytes_per_second)
+        connection = connection_of(scope)
+        if connection is not None:
+            connection.body = body
         secured = _secure(send, body)
-        refusal = await self._judge(scope)
+        refusal = self._judge_address(address) or await self._judge(scope)
         if refusal is not None and self._welcome is not None and _is_browser(scope, refusal[0]):
             await self._welcome(scope, receive, secured)
             return
@@ -92,8 +105,16 @@ class Guard:
             return
         await self._app(scope, self._bound(scope, receive, body), secured)
 
-    async def _judge(self, scope: Scope) -> tuple[int, str, str, Mapping[str, str]] | None:
-        """Status, code, message and headers of a refusal; None for a request that may pass. Leaves the caller in the scope's state."""
+    def _judge_address(self, address: str | None) -> _Refusal | None:
+        """Directly connected ones are bounded before; a proxy's clients are here."""
+        most = self._most_at_once
+        if address is None or self._at_once[address] <= most:
+            return None
+        message = f"more than {most} requests of {address} are being answered; wait until some have been"
+        return 429, "too_many_connections", message, {"Retry-After": "1"}
+
+    async def _judge(self, scope: Scope) -> _Refusal | None:
+        """None for a request that may pass. Leaves the caller in the scope's state."""
         headers = _headers(scope)
         host = headers.get("host", "")
         named = _HOST.fullmatch(host)
@@ -126,12 +147,11 @@ class Guard:
         rate = self._limits.requests_per_second
         return self._buckets.setdefault(tenant, _Bucket(rate)).take(rate)
 
-    def _bound(self, scope: Scope, receive: Receive, body: _Body) -> Receive:
+    def _bound(self, scope: Scope, receive: Receive, body: Body) -> Receive:
         """`receive`, cut where the body is longer than its limit, or comes too slowly."""
         limit = _body_limit(scope, self._limits)
         claimed = _headers(scope).get("content-length", "")
         received = int(claimed) if claimed.isdecimal() and int(claimed) > limit else 0
-        seconds = self._limits.body_seconds
 
         async def bounded() -> Message:
             nonlocal received
@@ -139,10 +159,14 @@ class Guard:
                 return await receive()
             if received > limit:
                 raise _too_large(limit)
+            body.wait()
             try:
-                message = await asyncio.wait_for(receive(), seconds)
+                async with asyncio.timeout(body.left):
+                    message = await receive()
             except TimeoutError:
-                raise HTTPException(408, f"no part of the body came for {seconds:g} seconds; send it faster") from None
+                rate, seconds = self._limits.body_bytes_per_second, self._limits.body_seconds
+                raise HTTPException(408, f"the body came at less than {rate:g} bytes a second for {seconds:g} s; send it faster") from None
+            body.take(len(message.get("body", b"")))
             received += len(message.get("body", b""))
             body.ended = not message.get("more_body", False)
             if received > limit:
@@ -214,7 +238,7 @@ def _too_large(limit: int) -> HTTPException:
     return HTTPException(413, f"the body has more than {limit:,} bytes; send less")
 
 
-def _secure(send: Send, body: _Body) -> Send:
+def _secure(send: Send, body: Body) -> Send:
     """With the headers of every answer. The connection is closed where a body is refused that has not been read: it may have no end."""
 
     async def secured(message: Message) -> None:

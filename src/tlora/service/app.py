@@ -12,6 +12,7 @@ from fastapi.openapi.utils import get_openapi
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from tlora.errors import TloraError
 from tlora.service import problems
@@ -50,6 +51,7 @@ def make_app(services: Services, start: Callable[[], None] = lambda: None, stop:
         RefusedError: problems.on_problem,
         StoreError: problems.on_store_error,
         **dict.fromkeys((OperationalError, InterfaceError, PoolTimeoutError), problems.on_database_error),
+        ClientDisconnect: problems.on_gone,
         TloraError: problems.on_tlora_error,
         HTTPException: problems.on_http_exception,
         RequestValidationError: problems.on_invalid,

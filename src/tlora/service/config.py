@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,11 +41,24 @@ class Limits(BaseModel):
     open_jobs: Count = 10_000  # of a tenant: accepted and not ended
     storage_bytes: Bytes = 200 << 30  # of a tenant's files
     requests_per_second: Annotated[float, Field(gt=0, le=1e6)] = 1_000.0  # of a tenant, with bursts of as many
-    body_seconds: Seconds = 30.0  # between two parts of a request's body
+    body_seconds: Seconds = 30.0  # that a request's body may be waited for, beyond what its bytes are worth
+    body_bytes_per_second: Annotated[float, Field(gt=0, le=1e9)] = 1_024.0  # what they are worth: slower bodies are cut
     streams: Count = 100  # of a tenant that are open at a time: events, metrics, adapters
     intake_memory_bytes: Bytes = 4 << 30  # of the process that reads a tenant's file
     intake_cpu_seconds: Count = 3_600  # of one job's data
     intake_seconds: Seconds = 7_200.0  # of one job's data
+
+
+class ConnectionLimits(BaseModel):
+    """How many connections there may be, and how long one may keep the server waiting, whoever is at its other end."""
+
+    model_config = _STRICT
+
+    most: Count = 4_096
+    per_address: Count = 512  # of one address, or IPv6 /64; behind a trusted proxy: of requests at a time
+    header_seconds: Seconds = 10.0  # from a connection, or a next request's first byte, until its header has come, TLS included
+    keep_alive_seconds: Seconds = 30.0  # that a connection is kept for a next request
+    write_seconds: Seconds = 60.0  # in which a client must have read something of its answer
 
 
 class Retention(BaseModel):
@@ -78,11 +92,12 @@ class ServerConfig(BaseModel):
     memory_limit: MemoryLimit = "auto"
     allowed_hosts: list[str] = []  # names in the Host header, beside the address that is listened on
     root_path: str = ""  # the prefix at a proxy
-    trusted_proxies: list[str] = []  # addresses whose X-Forwarded-* headers count
+    trusted_proxies: list[str] = []  # addresses or networks whose X-Forwarded-* headers count; "*": all
     tls_certificate: str | None = None
     tls_key: str | None = None
     worker_listen: str | None = None  # tcp://host:port, where workers may come over TLS; None: over the unix socket only
     limits: Limits = Limits()
+    connections: ConnectionLimits = ConnectionLimits()
     retention: Retention = Retention()
 
     @field_validator("database_url")
@@ -98,6 +113,16 @@ class ServerConfig(BaseModel):
         if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)*", path):
             raise ValueError(f"root_path {path!r}: must be a prefix such as /tlora, without a slash at its end")
         return path
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _check_trusted_proxies(cls, proxies: list[str]) -> list[str]:
+        for proxy in proxies:
+            try:
+                ipaddress.ip_network("0.0.0.0/0" if proxy == "*" else proxy)
+            except ValueError:
+                raise ValueError(f"trusted_proxies {proxy!r}: must be an address or a network such as 10.0.0.0/8, or *") from None
+        return proxies
 
     @field_validator("worker_listen")
     @classmethod
@@ -156,7 +181,11 @@ def read_config(path: Path | None, options: Mapping[str, object]) -> ServerConfi
 def _told(error: Any) -> str:
     keys = [str(part) for part in error["loc"]]
     if error["type"] == "extra_forbidden":
-        model = {"limits": Limits, "retention": Retention}.get(keys[0], ServerConfig) if len(keys) > 1 else ServerConfig
+        model = (
+            {"limits": Limits, "connections": ConnectionLimits, "retention": Retention}.get(keys[0], ServerConfig)
+            if len(keys) > 1
+            else ServerConfig
+        )
         return f"{'.'.join(keys)}: unknown key; {suggest(keys[-1], model.model_fields)}"
     text = str(error["msg"]).removeprefix("Value error, ")
     return text if not keys or error["type"] == "value_error" else f"{'.'.join(keys)}: {error['input']!r} is refused: {text}"

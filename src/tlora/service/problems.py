@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi import Request
+from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
 from tlora.errors import TloraError
@@ -100,6 +101,12 @@ def _methods_of(request: Request) -> list[str]:
     nested = [route for outer in request.app.routes for route in getattr(outer, "routes", [outer])]
     fitting = [route for route in nested if route.matches(request.scope)[0] is not Match.NONE]
     return sorted({method for route in fitting for method in getattr(route, "methods", None) or ()})
+
+
+async def on_gone(_: Request, error: Exception) -> Response:
+    """The client has gone before the end of its body: no answer reaches it."""
+    assert isinstance(error, ClientDisconnect)
+    return Response(status_code=400)
 
 
 async def on_invalid(request: Request, error: Exception) -> JSONResponse:

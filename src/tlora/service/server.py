@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import resource
 import signal
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -26,6 +28,8 @@ from tlora.link.address import tcp_place
 from tlora.server_directory import ADDRESS, FIRST_KEY
 from tlora.service.app import make_app
 from tlora.service.config import ServerConfig
+from tlora.service.connection_protocol import ConnectionFactory
+from tlora.service.connections import Connections
 from tlora.service.controller import Controller
 from tlora.service.cursors import Cursors, open_secret
 from tlora.service.database.lease import Heart, take_lease, this_server
@@ -43,6 +47,7 @@ from tlora.service.visits import Visits, oldest_key
 
 _GRACE_SECONDS = 5  # for requests that are being answered when the server ends
 _TICK_SECONDS = 10.0
+_OTHER_FILES = 1024  # beside connections: the store's, workers', those that are read
 
 
 def _pass(_: str) -> None:
@@ -89,7 +94,7 @@ def open_server(config: ServerConfig, hall: Hall | None = None, failpoint: Failp
         controller = Controller(config, engine, writer, live, hall)
         ring = KeyRing(engine)
         visits = Visits(secret, ring)
-        rest = (bell, dict(known), visits, controller.storage)
+        rest = (bell, dict(known), visits, controller.storage, Connections(config.connections))
         services = Services(config, engine, writer, ring, Cursors(secret), live, controller, *rest)
     except BaseException:
         if engine is not None:
@@ -167,6 +172,7 @@ def serve(config: ServerConfig, say: Callable[[str], None]) -> int:
     TloraError, also where the store's writer ends: a server that cannot write is of no use.
     """
     open_caches(say)
+    tls = _open_tls(config)
     found = open_server(config)
     try:
         listener = _listen(config)
@@ -187,7 +193,11 @@ def serve(config: ServerConfig, say: Callable[[str], None]) -> int:
     if sys.stdout.isatty() and (key := oldest_key(found.services.engine)) is not None:
         where = url if not config.root_path else f"(your proxy's address){config.root_path}"
         say(f"its page: {where}{found.services.visits.make_link(*key)}")
-    server = uvicorn.Server(uvicorn_config(found.app, config))
+    most = raise_file_limit(config.connections.most)
+    if most < config.connections.most:
+        say(f"{most} connections at most: this process may not open more files (ulimit -Hn)")
+    found.services.connections.most = most
+    server = uvicorn.Server(uvicorn_config(found.app, config, found.services.connections, tls))
     received: list[int] = []
     _note_signals(received)
 
@@ -215,21 +225,51 @@ def _note_signals(received: list[int]) -> None:
         signal.signal(number, lambda caught, _: received.append(caught))
 
 
-def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+def uvicorn_config(app: FastAPI, config: ServerConfig, connections: Connections, tls: ssl.SSLContext | None = None) -> uvicorn.Config:
     """How the application is served."""
+    protocol = ConnectionFactory(connections, config.trusted_proxies, tls)
     return uvicorn.Config(
         app,
+        http=protocol,  # type: ignore[arg-type] # uvicorn calls it, whatever makes the protocol
+        ws="none",
+        # uvloop reads from a new connection before TLS can begin on it, and the handshake then never ends
+        loop="asyncio" if tls is not None else "auto",
         log_level="warning",
         access_log=False,
         proxy_headers=bool(config.trusted_proxies),
         forwarded_allow_ips=list(config.trusted_proxies),
         server_header=False,
-        timeout_keep_alive=30,
+        timeout_keep_alive=config.connections.keep_alive_seconds,  # type: ignore[arg-type] # which may be a float
         timeout_graceful_shutdown=_GRACE_SECONDS,
-        ssl_certfile=config.tls_certificate,
-        ssl_keyfile=config.tls_key,
         lifespan="on",
     )
+
+
+def _open_tls(config: ServerConfig) -> ssl.SSLContext | None:
+    """Raises ConfigError for a certificate or key that cannot be used."""
+    if config.tls_certificate is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(config.tls_certificate, config.tls_key)
+    except OSError as error:  # SSLError is one
+        raise ConfigError(
+            f"tls_certificate {config.tls_certificate}, tls_key {config.tls_key}: cannot be used: {error.strerror or error}. "
+            "Give PEM files of a certificate chain and its key"
+        ) from None
+    return context
+
+
+def raise_file_limit(connections: int) -> int:
+    """Let this process open as many files as so many connections need, each with an upload; how many of them it then may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * connections + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted and soft != hard:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return connections
+    return max(1, (soft - min(_OTHER_FILES, soft // 2)) // 2)
 
 
 def _listen(config: ServerConfig) -> socket.socket:

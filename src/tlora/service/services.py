@@ -13,6 +13,7 @@ from fastapi import Request
 from sqlalchemy import Engine, Row
 
 from tlora.service.config import ServerConfig
+from tlora.service.connections import Connections
 from tlora.service.cursors import Cursors
 from tlora.service.database.writer import Operation, Writer
 from tlora.service.keys import Caller, KeyRing
@@ -87,6 +88,7 @@ class Services:
     bases: dict[str, str]
     visits: Visits
     storage: Storage
+    connections: Connections
     streams: dict[str, int] = field(default_factory=dict[str, int])
     began: float = field(default_factory=time.time)
     _writes: set[asyncio.Future[Any]] = field(default_factory=set[asyncio.Future[Any]])  # a task that nothing refers to may be collected

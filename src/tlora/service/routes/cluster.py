@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from pydantic import BaseModel, ConfigDict
 from sqlalchemy import func, select
 
@@ -110,12 +110,17 @@ def _numbers(services: Services) -> bytes:
         "tlora_groups": ("Groups that share a base.", len(picture.groups)),
         "tlora_writer_commits": ("Transactions since the start.", services.writer.commits),
         "tlora_writer_operations": ("Operations in these.", services.writer.operations),
+        "tlora_connections": ("Open connections.", services.connections.count),
         "tlora_streams": ("Open streams.", sum(services.streams.values())),
         "tlora_ready": ("1 while jobs are scheduled.", int(services.live.fault is None)),
         "tlora_start_time_seconds": ("Unix time of the server's start.", services.began),
     }
     for name, (text, value) in plain.items():
         Gauge(name, text, registry=registry).set(value)
+    closed = Counter("tlora_connections_ended", "Connections that the server has ended since the start.", ["reason"], registry=registry)
+    kept = services.connections
+    for reason, count in {"refused": kept.refused, "dropped": kept.dropped, "timed_out": kept.timed_out}.items():
+        closed.labels(reason).inc(count)
     counted = Gauge("tlora_events", "What has happened since the start.", ["kind"], registry=registry)
     for kind, count in dict(services.live.counts).items():
         counted.labels(kind).set(count)
