@@ -81,7 +81,7 @@ class Worker:
             self.send("model_error" if isinstance(error, ModelError) else "data_error", key, message=str(error))
         except OSError as error:
             full = durable.is_full(error)
-            self.send("data_error", key, message=_trouble(error, Path(str(request["cache_dir"]))), disk_full=full)
+            self.send("data_error", key, message=_trouble(error, Path(str(request["cache_dir"])), limits is not None), disk_full=full)
         except MemoryError:
             most = MEMORY_LIMIT_BYTES if limits is None else limits.memory_bytes
             self.send(
@@ -164,9 +164,13 @@ def _limits(request: _Request) -> DataLimits | None:
     return DataLimits(**cast("dict[str, Any]", given)) if given is not None else None
 
 
-def _trouble(error: OSError, cache_dir: Path) -> str:
-    """A message for an OSError. One without a file name came from writing: read errors are DataErrors that name the file."""
+def _trouble(error: OSError, cache_dir: Path, served: bool = False) -> str:
+    """A message for an OSError. One without a file name came from writing: read errors are DataErrors that name the file. `served`: the
+    data is somebody else's, and the disk is not.
+    """
     reason, place = error.strerror or str(error), Path(str(error.filename or cache_dir))
+    if served:
+        return f"the server's disk: {reason}, so that this data cannot be read and tokenized; ask the server's operator, then clone the job"
     if place == cache_dir or cache_dir in place.parents or place in cache_dir.parents:
         return (
             f"{place}: {reason}; tokenized data is kept in {cache_dir}: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tlora.service.database import file_rows, job_rows
 from tlora.service.orders import OrderSpec, job_spec
 
 _MOST_PATHS = 10_000
+_KEYS = {"eval_path": "eval_file", "adapter_path": "start_from"}  # of a jobs file
 
 
 def start_path(directory: Path, start_from: str) -> Path:
@@ -66,7 +68,9 @@ class OrderReader:
         return row.intake is not None and all(Path(row.intake[key]).is_dir() for key in ("train_set", "eval_set") if row.intake[key])
 
     def in_tenants_words(self, job_id: str, message: str) -> str:
-        """Files by the names that the tenant gave them, not by where they lie."""
+        """Files by the names that the tenant gave them, not by where they lie, and keys as an order has them."""
+        for key, ours in _KEYS.items():
+            message = re.sub(rf"(?<![\w'\"]){key}\b", ours, message)
         with self._engine.connect() as connection:
             row = job_rows.row_of(connection, job_id)
             if row is None:

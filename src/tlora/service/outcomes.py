@@ -41,6 +41,7 @@ from tlora.service.database.tables import jobs
 from tlora.service.database.writer import Operation, StoreError, Writer
 from tlora.service.live_state import LiveState, Picture
 from tlora.service.machine import NAMES, Places
+from tlora.service.remedies import in_service_words
 
 _OPEN = ("preparing", "queued", "running", "paused")
 _SHOW_SECONDS = 0.5  # between two pictures: with thousands of jobs one takes milliseconds
@@ -152,7 +153,7 @@ class Outcomes:
             case JobFinished(job_id):
                 self._finish(job_id)
             case JobFailed(job_id, reason) | RejectJob(job_id, reason):
-                self.fail(job_id, reason)
+                self.fail(job_id, in_service_words(reason))
             case JobCancelled(job_id):
                 self.ended(job_id)
             case Tick():
