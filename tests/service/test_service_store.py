@@ -231,11 +231,16 @@ def test_jobs_change_by_compare_and_set(engine: Engine, writer: Writer) -> None:
         assert job_rows.open_jobs(connection) == []
 
 
-def test_jobs_keep_the_order_of_their_submission_and_steps_never_go_back(engine: Engine, writer: Writer) -> None:
+@pytest.mark.parametrize("returning", [True, False], ids=["", "a database that returns no inserted rows"])
+def test_jobs_keep_the_order_of_their_submission_and_steps_never_go_back(
+    engine: Engine, writer: Writer, returning: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not returning:
+        monkeypatch.setattr(engine.dialect, "insert_executemany_returning_sort_by_parameter_order", False)
     writer.do(prepare)
     made = writer.do(lambda connection: job_rows.insert_jobs(connection, "t", [ORDER] * 1200, Limits()))
     with engine.connect() as connection:
-        assert [row.id for row in job_rows.open_jobs(connection)] == [row.id for row in made]
+        assert job_rows.open_jobs(connection) == made and [row.steps for row in made] == [0] * 1200
     for steps in ({made[0].id: 5, made[1].id: 7}, {made[0].id: 3}):
         writer.do(lambda connection, steps=steps: job_rows.set_steps(connection, steps))
     with engine.connect() as connection:

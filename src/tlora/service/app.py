@@ -23,7 +23,8 @@ from tlora.service.routes import cluster, files, jobs, keys, models, openai, pag
 from tlora.service.services import Services
 from tlora.version import __version__
 
-ROUTERS = (files.router, jobs.router, streams.router, keys.router, cluster.router, openai.router, models.router, page.router)
+# jobs first: routes are tried in their order, and most requests are orders
+ROUTERS = (jobs.router, files.router, streams.router, keys.router, cluster.router, openai.router, models.router, page.router)
 _SECURITY = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "A key, tml-..."},
     "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},

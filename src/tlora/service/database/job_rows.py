@@ -54,20 +54,23 @@ def insert_jobs(
         }
         for job_id, order in zip(ids, orders, strict=True)
     ]
-    connection.execute(jobs.insert(), rows)
+    found = _insert(connection, rows)
     uses = [{"job": job_id, "file": file} for job_id, order in zip(ids, orders, strict=True) for file in order.data.file_ids]
     connection.execute(job_files.insert(), uses)
     add_events(connection, [(tenant, job_id, "created", "accepted; its data will be read") for job_id in ids])
-    found = {row.id: row for row in connection.execute(select(jobs).where(jobs.c.id.in_(ids)))} if len(ids) <= 500 else _of(connection, ids)
-    return [found[job_id] for job_id in ids]
-
-
-def _of(connection: Connection, ids: Sequence[str]) -> dict[str, Row[Any]]:
-    """In parts: a database bounds the parameters of a query."""
-    found: dict[str, Row[Any]] = {}
-    for start in range(0, len(ids), 500):
-        found |= {row.id: row for row in connection.execute(select(jobs).where(jobs.c.id.in_(ids[start : start + 500])))}
     return found
+
+
+def _insert(connection: Connection, rows: list[dict[str, Any]]) -> list[Row[Any]]:
+    """As the database has them then, in their order."""
+    if connection.dialect.insert_executemany_returning_sort_by_parameter_order:
+        return list(connection.execute(jobs.insert().returning(jobs, sort_by_parameter_order=True), rows))
+    connection.execute(jobs.insert(), rows)  # SQLite before 3.35
+    found: dict[str, Row[Any]] = {}
+    for start in range(0, len(rows), _PAGE):  # a database bounds the parameters of a query
+        ids = [row["id"] for row in rows[start : start + _PAGE]]
+        found |= {row.id: row for row in connection.execute(select(jobs).where(jobs.c.id.in_(ids)))}
+    return [found[row["id"]] for row in rows]
 
 
 def _check_quota(connection: Connection, tenant: str, more: int, limits: Limits) -> None:
@@ -80,10 +83,9 @@ def _check_quota(connection: Connection, tenant: str, more: int, limits: Limits)
 
 
 def _check_files(connection: Connection, tenant: str, wanted: Collection[str]) -> None:
-    query = select(files.c.id).where(files.c.tenant == tenant, files.c.id.in_(wanted), files.c.deleted.is_(None))
-    known = set(connection.execute(query).scalars())
     for file in sorted(wanted):
-        if file not in known:
+        query = select(files.c.id).where(files.c.tenant == tenant, files.c.id == file, files.c.deleted.is_(None))
+        if connection.execute(query).first() is None:
             raise missing("file", file)
 
 

@@ -161,15 +161,17 @@ class Writer:
                 self._check(connection)
                 for operation, future in batch:
                     self._failpoint("operation")
+                    connection.exec_driver_sql("SAVEPOINT operation")  # as text: SQLAlchemy's own compiles each anew
                     try:
-                        with connection.begin_nested():
-                            value = operation(connection)
+                        value = operation(connection)
                     except (OperationalError, InterfaceError, LeaseLostError):  # of the database, not of this operation alone
                         raise
                     except Exception as error:
+                        connection.exec_driver_sql("ROLLBACK TO SAVEPOINT operation")
                         future.set_exception(error)
                     else:
                         done.append((future, value))
+                    connection.exec_driver_sql("RELEASE SAVEPOINT operation")
                 self._failpoint("before commit")
             self._failpoint("after commit")
         except LeaseLostError:

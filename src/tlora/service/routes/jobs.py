@@ -63,8 +63,10 @@ async def accept(services: Services, request: Request, orders: list[OrderSpec], 
     tenant, made = caller_of(request).tenant, list[Row[Any]]()
     for order in orders:
         check_checkpoint(services, tenant, order)
-    body = b"\n".join(order.model_dump_json(exclude_unset=True).encode() for order in orders)
-    payload = hash_payload(f"{request.method} {request.url.path}", body)
+    payload = ""
+    if key is not None:
+        body = b"\n".join(order.model_dump_json(exclude_unset=True).encode() for order in orders)
+        payload = hash_payload(f"{request.method} {request.url.path}", body)
 
     def work(connection: Connection) -> Answer:
         def insert() -> Answer:
