@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, delete, select, update
+from sqlalchemy import Connection, bindparam, delete, select, update
 
 from tlora.service.database.tables import answers, creations
 from tlora.service.problems import RefusedError
 
+_FIND = select(answers).where(answers.c.tenant == bindparam("tenant"), answers.c.key == bindparam("key"))
+_INSERT = answers.insert()
 RETRY_SECONDS = 600.0  # that a retry without a key finds the creation it repeats
 
 
@@ -33,7 +35,7 @@ def once(connection: Connection, tenant: str, key: str | None, payload: str, wor
     """
     if key is None:
         return work()
-    known = connection.execute(select(answers).where(answers.c.tenant == tenant, answers.c.key == key)).first()
+    known = connection.execute(_FIND, {"tenant": tenant, "key": key}).first()
     if known is not None:
         if known.payload != payload:
             message = f"Idempotency-Key {key!a} was used for another request. Take a new key for a new request"
@@ -41,7 +43,7 @@ def once(connection: Connection, tenant: str, key: str | None, payload: str, wor
         return Answer(known.status, known.body)
     found = work()
     row = {"tenant": tenant, "key": key, "payload": payload, "status": found.status, "body": found.body, "created": time.time()}
-    connection.execute(answers.insert().values(row))
+    connection.execute(_INSERT, row)
     return found
 
 

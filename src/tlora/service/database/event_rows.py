@@ -10,6 +10,8 @@ from sqlalchemy import Connection, Row, func, select
 
 from tlora.service.database.tables import events
 
+_INSERT = events.insert()
+
 
 def add_event(connection: Connection, tenant: str, job: str | None, kind: str, message: str, data: dict[str, Any] | None = None) -> None:
     connection.execute(events.insert().values(tenant=tenant, job=job, time=time.time(), kind=kind, message=message, data=data))
@@ -19,7 +21,7 @@ def add_events(connection: Connection, found: Sequence[tuple[str, str | None, st
     """Several at once: tenant, job, kind, message."""
     now = time.time()
     rows = [{"tenant": tenant, "job": job, "time": now, "kind": kind, "message": message} for tenant, job, kind, message in found]
-    connection.execute(events.insert(), rows)
+    connection.execute(_INSERT, rows)
 
 
 def list_events(connection: Connection, tenant: str, job: str | None, after: int, count: int) -> Sequence[Row[Any]]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, Text, cast, func, or_, select, update
+from sqlalchemy import Connection, Row, Text, bindparam, cast, func, or_, select, update
 
 from tlora.service.config import Limits
 from tlora.service.database.event_rows import add_event, add_events
@@ -20,6 +19,11 @@ from tlora.service.problems import RefusedError, missing
 _OPEN = ("preparing", "queued", "running", "paused")
 _STARTABLE = ("preparing", "queued", "running")
 _PAGE = 500  # rows that are looked at together
+# of every order: made once, as making them takes longer than the database does
+_COUNT_OPEN = select(func.count()).where(jobs.c.tenant == bindparam("tenant"), jobs.c.ended.is_(None))
+_FIND_FILE = select(files.c.id).where(files.c.tenant == bindparam("tenant"), files.c.id == bindparam("file"), files.c.deleted.is_(None))
+_INSERT_JOBS, _INSERT_USES = jobs.insert(), job_files.insert()
+_INSERT_AND_RETURN = _INSERT_JOBS.returning(jobs, sort_by_parameter_order=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ def insert_jobs(
             "name": order.name,
             "status": "preparing",
             "base_model": order.base_model,
-            "order": json.loads(order.model_dump_json(exclude_unset=True)),
+            "order": order.model_dump(mode="json", exclude_unset=True),
             "sweep": origin.sweep,
             "cloned_from": origin.cloned_from,
             "created": now,
@@ -56,7 +60,7 @@ def insert_jobs(
     ]
     found = _insert(connection, rows)
     uses = [{"job": job_id, "file": file} for job_id, order in zip(ids, orders, strict=True) for file in order.data.file_ids]
-    connection.execute(job_files.insert(), uses)
+    connection.execute(_INSERT_USES, uses)
     add_events(connection, [(tenant, job_id, "created", "accepted; its data will be read") for job_id in ids])
     return found
 
@@ -64,8 +68,8 @@ def insert_jobs(
 def _insert(connection: Connection, rows: list[dict[str, Any]]) -> list[Row[Any]]:
     """As the database has them then, in their order."""
     if connection.dialect.insert_executemany_returning_sort_by_parameter_order:
-        return list(connection.execute(jobs.insert().returning(jobs, sort_by_parameter_order=True), rows))
-    connection.execute(jobs.insert(), rows)  # SQLite before 3.35
+        return list(connection.execute(_INSERT_AND_RETURN, rows))
+    connection.execute(_INSERT_JOBS, rows)  # SQLite before 3.35
     found: dict[str, Row[Any]] = {}
     for start in range(0, len(rows), _PAGE):  # a database bounds the parameters of a query
         ids = [row["id"] for row in rows[start : start + _PAGE]]
@@ -74,7 +78,7 @@ def _insert(connection: Connection, rows: list[dict[str, Any]]) -> list[Row[Any]
 
 
 def _check_quota(connection: Connection, tenant: str, more: int, limits: Limits) -> None:
-    count = connection.execute(select(func.count()).where(jobs.c.tenant == tenant, jobs.c.ended.is_(None))).scalar_one()
+    count = connection.execute(_COUNT_OPEN, {"tenant": tenant}).scalar_one()
     if count + more > limits.open_jobs:
         message = (
             f"{count} jobs of this tenant have not ended, and {more} more would exceed its {limits.open_jobs}; wait for some, or cancel"
@@ -84,8 +88,7 @@ def _check_quota(connection: Connection, tenant: str, more: int, limits: Limits)
 
 def _check_files(connection: Connection, tenant: str, wanted: Collection[str]) -> None:
     for file in sorted(wanted):
-        query = select(files.c.id).where(files.c.tenant == tenant, files.c.id == file, files.c.deleted.is_(None))
-        if connection.execute(query).first() is None:
+        if connection.execute(_FIND_FILE, {"tenant": tenant, "file": file}).first() is None:
             raise missing("file", file)
 
 

@@ -24,6 +24,7 @@ from tlora.service.database.writer import LeaseLostError, StoreError, Writer
 BEAT_SECONDS = 5.0
 LEASE_SECONDS = 30.0  # without a beat until another server may take it: a start of a busy machine's disk is far shorter
 _LOOK_SECONDS = 0.25
+_HELD = select(store).with_for_update(read=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Lease:
 
     def check(self, connection: Connection) -> None:
         """At the beginning of a transaction, which no other server can then overtake. Raises LeaseLostError."""
-        row = connection.execute(select(store).with_for_update(read=True)).first()
+        row = connection.execute(_HELD).first()
         if row is None or row.id != self.store_id:
             raise LeaseLostError("the database was emptied or replaced while the server ran, so that nothing more is written. Restore it")
         if row.epoch != self.epoch:
