@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from tests.service.served import ROW, Served, listening, until
 from tlora import manifest
+from tlora.cli import server_commands
 from tlora.cli.commands import app
 from tlora.jobs_file import read_jobs_file
 
@@ -278,6 +279,27 @@ def test_drain_refuses_new_jobs_until_it_is_undone(desk: Desk) -> None:
     assert "drained" in desk("submit", "jobs.yaml", status=2).output and "accepts no new jobs" in desk("queue").output
     assert "accepts jobs" in desk("drain", "--undo", tenant="operator").output
     desk("submit", "jobs.yaml")
+
+
+def test_a_drain_that_waits_leaves_anothers_undo_alone(slow_desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = slow_desk
+    desk("submit", "jobs.yaml")
+    key = desk.served.key("operator", "read", "submit", "admin")
+
+    def undo(_: float) -> None:
+        desk.served.ask("operator", "PUT", "/v1/drain", 200, json={"draining": False}, headers={"Authorization": f"Bearer {key}"})
+
+    monkeypatch.setattr(server_commands.time, "sleep", undo)
+    ended = desk("drain", "--wait", tenant="operator", status=1)
+    assert "accepts jobs again (the drain was undone, or the server was started anew); 6 have not ended" in ended.output
+    assert not desk.asked("/v1/cluster")["draining"]
+
+    def end_all(_: float) -> None:
+        for job in desk.asked("/v1/jobs?limit=100")["data"]:
+            desk.served.ask("alice", "POST", f"/v1/jobs/{job['id']}/cancel")
+
+    monkeypatch.setattr(server_commands.time, "sleep", end_all)
+    assert "refuses new jobs; 0 have not ended" in desk("drain", "--wait", tenant="operator").output
 
 
 def test_the_queue_shows_groups_and_reasons(slow_desk: Desk) -> None:

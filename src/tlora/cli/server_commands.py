@@ -181,20 +181,24 @@ def drain(
     wait: Annotated[bool, typer.Option("--wait", help="Return when all jobs have ended.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Let the server refuse new jobs; those that it has accepted are trained. It lasts until --undo or a restart."""
+    """Let the server refuse new jobs; those that it has accepted are trained. It lasts until --undo or a restart; --wait then ends
+    with status 1."""
     from tlora.cli.terminal import exit_on_error, open_console
 
     with exit_on_error(debug), connected() as connection:
         from tlora.client.answers import Drained
 
         console = open_console()
-        while True:
-            found = connection.send("PUT", "/v1/drain", Drained, {"draining": not undo})
-            if not wait or undo or not found.open_jobs:
-                break
+        found = connection.send("PUT", "/v1/drain", Drained, {"draining": not undo})
+        while wait and found.draining and found.open_jobs:
             time.sleep(2.0)
-        state = "refuses new jobs" if found.draining else "accepts jobs"
+            found = connection.get("/v1/drain", Drained)
+        undone = not undo and not found.draining
+        again = " again (the drain was undone, or the server was started anew)" if undone else ""
+        state = "refuses new jobs" if found.draining else f"accepts jobs{again}"
         console.print(f"the server {state}; {found.open_jobs} have not ended", soft_wrap=True)
+        if undone:
+            raise typer.Exit(1)
 
 
 def backup(

@@ -67,8 +67,15 @@ def drain(order: DrainOrder, request: Request) -> Drained:
     """Refuse new orders, or accept them again; what was accepted is trained."""
     services = services_of(request)
     services.live.draining = order.draining
+    return show_drain(request)
+
+
+@router.get("/v1/drain", tags=["cluster"])
+def show_drain(request: Request) -> Drained:
+    """Changes nothing: another operator may have decided meanwhile."""
+    services = services_of(request)
     query = select(func.count()).where(jobs.c.ended.is_(None))
-    return Drained(draining=order.draining, open_jobs=services.read(lambda connection: connection.execute(query).scalar_one()))
+    return Drained(draining=services.live.draining, open_jobs=services.read(lambda connection: connection.execute(query).scalar_one()))
 
 
 @router.get("/healthz", response_class=PlainTextResponse, tags=["health"])
