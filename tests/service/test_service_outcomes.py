@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
 from tests.service.fake_cluster import FakeCluster, FakeIntake
-from tests.service.served import config_of, serving
+from tests.service.served import Served, config_of, serving, until
 from tlora.protocol import (
     ChangeGroup,
     Event,
@@ -168,6 +169,33 @@ def test_a_server_that_is_ended_while_it_looks_for_workers_ends(tmp_path: Path) 
         pass
     found.set()
     closing.join()
+
+
+def test_what_ran_before_is_shown_so_until_its_worker_is_known_to_be_gone(tmp_path: Path) -> None:
+    place = tmp_path / "server"
+    with serving(place, eager=False) as served:
+        job = served.submit("alice")["id"]
+        until(lambda: job in served.cluster._open)
+        served.cluster.step(job, 3)
+        served.wait("alice", job, "running")
+        key = served.key("alice")
+    with sqlite3.connect(place / "tlora.db") as connection:
+        assert connection.execute("SELECT status FROM jobs").fetchall() == [("queued",)], "after an orderly end"
+        connection.execute("UPDATE jobs SET status = 'running'")  # as a kill leaves it
+    connection.close()
+    found = threading.Event()
+
+    def make(_: object) -> FakeCluster:
+        found.wait()
+        return FakeCluster(tmp_path, eager=False)
+
+    hall = Hall(Places("cpu", (0, 1)), make, lambda _, __, on_answer: FakeIntake(on_answer))
+    opened = open_server(config_of(place), hall)
+    with TestClient(opened.app) as client:
+        served = Served(opened, client, [], [], {"alice ()": key})
+        assert served.ask("alice", "GET", f"/v1/jobs/{job}", 200)["status"] == "running"
+        found.set()
+        served.wait("alice", job, "queued")
 
 
 def test_requests_and_the_cluster_may_tell_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,8 @@ def drain(
     debug: Debug = False,
 ) -> None:
     """Let the server refuse new jobs; those that it has accepted are trained. It lasts until --undo or a restart; --wait then ends
-    with status 1."""
+    with status 1.
+    """
     from tlora.cli.terminal import exit_on_error, open_console
 
     with exit_on_error(debug), connected() as connection:

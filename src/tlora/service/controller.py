@@ -86,7 +86,6 @@ class Controller:
                 self.base_added(name, path)
             with self._engine.connect() as connection:
                 rows = job_rows.open_jobs(connection)
-            self._writer.do(self._outcomes.requeue)
             self._take_up(rows)
         self._feeder.start()
         self._thread.start()
@@ -103,6 +102,7 @@ class Controller:
         if self._thread.ident is not None:
             self._thread.join()
         self._intake.close()
+        self._outcomes.requeue()
         self._outcomes.flush()
 
     # -- told by requests ----------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ class Controller:
                 self._outcomes.begin(self._hall.places)
                 self._live.fault = None
                 self._wait_for_bases()
-                run_controller(scheduler, Recorded(cluster, self._outcomes.settle), self._see)
+                run_controller(scheduler, Recorded(cluster, self._outcomes.settle, self._outcomes.requeue), self._see)
             finally:
                 with self._lock:
                     self._cluster = None
@@ -346,6 +346,7 @@ class Controller:
                 cluster.close()
         except Exception as error:
             _log("the controller ended")
+            self._outcomes.requeue()
             self._live.fault = f"the controller ended ({type(error).__name__}: {error}); jobs are accepted, and trained after a restart"
         else:
             self._live.fault = "the server is shutting down"

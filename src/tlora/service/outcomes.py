@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, update
+from sqlalchemy import update
 
 from tlora.cluster.backend import Backend
 from tlora.cluster.remote_worker import called
@@ -53,13 +53,19 @@ _NOT_SHOWN = ("path", "settings", "name", "sweep_of", "status", "reason")  # of 
 class Recorded:
     """A cluster whose reports are in the store before it is asked for more: workers forget only what the store has."""
 
-    def __init__(self, cluster: Backend, settle: Callable[[], None]) -> None:
-        self._cluster, self._settle = cluster, settle
+    def __init__(self, cluster: Backend, settle: Callable[[], None], begin: Callable[[Collection[str]], None]) -> None:
+        """`begin` is called with the jobs of the groups that were found, before anything else is reported."""
+        self._cluster, self._settle, self._begin = cluster, settle, begin
+        self._begun = False
         self.now, self.execute = cluster.now, cluster.execute
 
     def poll(self) -> list[Event]:
         self._settle()
-        return self._cluster.poll()
+        events = self._cluster.poll()
+        if not self._begun:
+            self._begun = True
+            self._begin({job_id for event in events if isinstance(event, GroupFound) for job_id in event.group.job_ids})
+        return events
 
 
 class Outcomes:
@@ -85,10 +91,10 @@ class Outcomes:
         self._places = places
         self._show(at_once=True)
 
-    @staticmethod
-    def requeue(connection: Connection) -> None:
-        """At a start: what ran then is not known to run now. It is told once it does."""
-        connection.execute(update(jobs).where(jobs.c.status == "running").values(status="queued"))
+    def requeue(self, found: Collection[str] = ()) -> None:
+        """What ran before does not run now, but for the jobs that workers were found with; until they are, jobs are shown as they were."""
+        gone = (jobs.c.status == "running", jobs.c.id.not_in(found))
+        self._write(lambda connection: connection.execute(update(jobs).where(*gone).values(status="queued")))
 
     # -- of jobs that are on their way ---------------------------------------------------------------------------------
 
@@ -104,7 +110,7 @@ class Outcomes:
 
     def read_again(self, job_id: str) -> None:
         """What was made of its data before is gone."""
-        self._change(job_id, ("queued",), "preparing", "what was made of its data is gone, so that it is read again")
+        self._change(job_id, ("queued", "running"), "preparing", "what was made of its data is gone, so that it is read again")
 
     def read(self, job_id: str) -> None:
         """Its data has been read."""
@@ -188,7 +194,7 @@ class Outcomes:
         self._place(group)
         for job_id in group.job_ids:
             self._running.add(job_id)
-            self._change(job_id, ("queued",), "running", "trains; it did so while the server was away")
+            self._change(job_id, ("queued", "running"), "running", "trains; it did so while the server was away")
 
     def _leave(self, before: JobGroup | None, stay: frozenset[str]) -> None:
         for job_id in before.job_ids if before is not None else ():
