@@ -132,9 +132,9 @@ def accept_with_clients(server: Server, file: str, clients: int, jobs: int) -> d
         await asyncio.gather(*(client() for _ in range(clients)))
         return time.monotonic() - began
 
-    before = server.number("tlora_writer_commits")
+    before = server.number("tlora_writer_commits_total")
     seconds = asyncio.run(run())
-    commits = server.number("tlora_writer_commits") - before
+    commits = server.number("tlora_writer_commits_total") - before
     return {
         "clients": clients,
         "jobs": jobs,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fastapi.routing import APIRoute
+from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import create_engine
 from starlette.exceptions import HTTPException
 
@@ -284,14 +285,37 @@ def test_health_readiness_and_numbers(served: Served) -> None:
     served.opened.services.engine.dispose()
 
 
+def test_prometheus_reads_counters_latencies_codes_and_tenants(served: Served) -> None:
+    served.wait("alice", served.submit("alice")["id"], "succeeded")
+    served.ask("bob", "GET", "/v1/jobs/job-0", 404)
+    assert served.client.get("/v1/jobs").status_code == 401
+    text = served.client.get("/metrics", headers={"X-API-Key": served.key("operator", "admin")}).text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    kinds = {name: family.type for name, family in families.items()}
+    for name in ("tlora_writer_commits", "tlora_writer_operations", "tlora_connections_ended", "tlora_events", "tlora_requests"):
+        assert kinds[name] == "counter", name
+    assert kinds["tlora_jobs"] == kinds["tlora_ready"] == "gauge" and kinds["tlora_request_seconds"] == "histogram"
+    tenant = {name: served.opened.services.ring.find(served.key(name)).tenant for name in ("alice", "bob")}  # type: ignore[union-attr]
+    counted = {tuple(sorted(sample.labels.items())): sample.value for sample in families["tlora_requests"].samples}
+
+    def count(method: str, code: str, tenant: str) -> float:
+        return counted.get((("code", code), ("method", method), ("tenant", tenant)), 0.0)
+
+    assert count("POST", "201", tenant["alice"]) == 1 and count("GET", "404", tenant["bob"]) == 1 and count("GET", "401", "") == 1
+    posts = [sample for sample in families["tlora_request_seconds"].samples if sample.labels.get("method") == "POST"]
+    assert next(sample.value for sample in posts if sample.name.endswith("_count")) == 2, "an upload and an order"
+
+
 def test_a_store_that_is_down_is_said(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads are answered 503 with the driver's words and when to ask again, and whoever asks whether the server is ready hears it."""
     services = served.opened.services
     headers = {"X-API-Key": served.key("alice")}
+    operator = {"X-API-Key": served.key("operator", "admin")}
     with monkeypatch.context() as patch:
         patch.setattr(services.writer, "problem", "the database cannot be written (disk full)")
         answer = served.client.get("/readyz")
         assert (answer.status_code, answer.text) == (503, "the database cannot be written (disk full)\n")
+        assert "\ntlora_ready 0.0\n" in served.client.get("/metrics", headers=operator).text
     with monkeypatch.context() as patch:
         patch.setattr(services, "engine", create_engine(f"sqlite:///{tmp_path / 'gone' / 'tlora.db'}"))
         for path in ("/v1/jobs", "/v1/files", "/v1/fine_tuning/jobs"):

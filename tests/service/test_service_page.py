@@ -199,6 +199,20 @@ def test_each_job_stands_in_one_place_with_what_it_waits_for(served_slowly: Serv
     assert "No job of yours waits." in queue and "rests" in rest and f"tlora resume {paused['id']}" in rest
 
 
+def test_pages_are_compressed_for_clients_that_take_it_and_name_their_icon(served: Served) -> None:
+    visitor = log_in(served, "alice")
+    for path in ("/", f"/jobs/{served.submit('alice', metadata={'note': 'x' * 500})['id']}"):
+        packed = served.client.get(path, headers=visitor | {"Accept-Encoding": "gzip"})
+        plain = served.client.get(path, headers=visitor | {"Accept-Encoding": "identity"})
+        assert packed.headers["content-encoding"] == "gzip" and "content-encoding" not in plain.headers
+        assert packed.headers["vary"] == plain.headers["vary"] == "Accept-Encoding"
+        assert int(packed.headers["content-length"]) < len(plain.content) and "</html>" in packed.text
+    icon = re.search('<link rel="icon" href="([^"]+)">', plain.text)
+    assert icon is not None
+    answer = served.client.get(icon[1])  # a browser may send no cookie for it
+    assert answer.status_code == 200 and answer.headers["content-type"] == "image/svg+xml"
+
+
 def test_files_of_the_page_hold_no_inline_script_or_style(served: Served) -> None:
     for path, kind in (("/page/page.css", "text/css"), ("/page/page.js", "text/javascript"), ("/page/login.js", "text/javascript")):
         found = served.client.get(path)

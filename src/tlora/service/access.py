@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from fastapi import Request
@@ -20,10 +20,11 @@ from tlora.service.connection_protocol import connection_of
 from tlora.service.connections import Body, shared_address
 from tlora.service.keys import Caller, KeyRing
 from tlora.service.problems import answer
+from tlora.service.request_numbers import RequestNumbers
 from tlora.service.visits import Visits
 from tlora.version import __version__
 
-PAGE_FILES = ("/page/page.css", "/page/page.js", "/page/login.js")
+PAGE_FILES = ("/page/page.css", "/page/page.js", "/page/login.js", "/page/icon.svg")
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/login", *PAGE_FILES})  # all else needs a key, or a visitor's cookie
 UPLOADS = frozenset({"/v1/files"})
 _ADMIN = ("/v1/keys", "/metrics", "/v1/drain")  # and everything outside of /v1
@@ -60,10 +61,17 @@ class Guard:
     """ASGI around the application."""
 
     def __init__(
-        self, app: ASGIApp, config: ServerConfig, ring: KeyRing, visits: Visits | None = None, welcome: ASGIApp | None = None
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        ring: KeyRing,
+        visits: Visits | None = None,
+        welcome: ASGIApp | None = None,
+        numbers: RequestNumbers | None = None,
     ) -> None:
-        """`welcome` is what a browser without a cookie gets."""
+        """`welcome` is what a browser without a cookie gets; `numbers` sees all answers."""
         self._app, self._ring, self._visits, self._welcome = app, ring, visits, welcome
+        self._numbers = numbers or RequestNumbers()
         self._hosts, self._limits, self._tls = config.hosts, config.limits, bool(config.tls_certificate)
         self._root = config.root_path
         self._at_once, self._most_at_once = dict[str, int](), config.connections.per_address
@@ -94,7 +102,13 @@ class Guard:
         connection = connection_of(scope)
         if connection is not None:
             connection.body = body
-        secured = _secure(send, body)
+        began = time.monotonic()
+
+        def see(code: int) -> None:
+            caller = scope.get("state", {}).get("caller")
+            self._numbers.see(scope["method"], code, caller.tenant if caller is not None else "", time.monotonic() - began)
+
+        secured = _secure(send, body, see)
         refusal = self._judge_address(address) or await self._judge(scope)
         if refusal is not None and self._welcome is not None and _is_browser(scope, refusal[0]):
             await self._welcome(scope, receive, secured)
@@ -238,11 +252,12 @@ def _too_large(limit: int) -> HTTPException:
     return HTTPException(413, f"the body has more than {limit:,} bytes; send less")
 
 
-def _secure(send: Send, body: Body) -> Send:
+def _secure(send: Send, body: Body, see: Callable[[int], None]) -> Send:
     """With the headers of every answer. The connection is closed where a body is refused that has not been read: it may have no end."""
 
     async def secured(message: Message) -> None:
         if message["type"] == "http.response.start":
+            see(message["status"])
             names = {name for name, _ in message["headers"]}
             added = [pair for pair in _SECURITY if pair[0] not in names]
             if message["status"] >= 400 and not body.ended:

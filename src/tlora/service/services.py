@@ -20,6 +20,7 @@ from tlora.service.keys import Caller, KeyRing
 from tlora.service.live_state import LiveState
 from tlora.service.orders import OrderSpec
 from tlora.service.problems import RefusedError
+from tlora.service.request_numbers import RequestNumbers
 from tlora.service.storage import Storage
 from tlora.service.views import JobView, job_view
 from tlora.service.visits import Visits
@@ -89,6 +90,7 @@ class Services:
     visits: Visits
     storage: Storage
     connections: Connections
+    numbers: RequestNumbers = field(default_factory=RequestNumbers)
     streams: dict[str, int] = field(default_factory=dict[str, int])
     began: float = field(default_factory=time.time)
     _writes: set[asyncio.Future[Any]] = field(default_factory=set[asyncio.Future[Any]])  # a task that nothing refers to may be collected

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client.core import CounterMetricFamily
 from pydantic import BaseModel, ConfigDict
 from sqlalchemy import func, select
 
@@ -87,15 +91,17 @@ async def healthz() -> str:
 @router.get("/readyz", response_class=PlainTextResponse, tags=["health"])
 def readyz(request: Request) -> Response:
     """Whether jobs are accepted and scheduled: the store answers and can be written, and the controller runs."""
-    services = services_of(request)
+    fault = _fault(services_of(request))
+    return PlainTextResponse("ready\n") if fault is None else PlainTextResponse(f"{fault}\n", 503)
+
+
+def _fault(services: Services) -> str | None:
+    """Why jobs are not accepted and scheduled; None while they are."""
     try:
         services.read(lambda connection: connection.execute(select(1)).scalar_one())
     except Exception as error:
-        return PlainTextResponse(f"the database does not answer: {type(error).__name__}\n", 503)
-    for fault in (services.live.fault, services.writer.problem):
-        if fault is not None:
-            return PlainTextResponse(f"{fault}\n", 503)
-    return PlainTextResponse("ready\n")
+        return f"the database does not answer: {type(error).__name__}"
+    return services.live.fault or services.writer.problem
 
 
 @router.get("/metrics", response_class=PlainTextResponse, tags=["health"])
@@ -105,7 +111,7 @@ def metrics(request: Request) -> Response:
 
 
 def _numbers(services: Services) -> bytes:
-    """In a registry of its own: one process may run several servers, as the tests do."""
+    """Of what is there now, in a registry of its own: one process may run several servers, as the tests do. Then those of requests."""
     registry = CollectorRegistry()
     by_status = Gauge("tlora_jobs", "Jobs in the store.", ["status"], registry=registry)
     query = select(jobs.c.status, func.count()).group_by(jobs.c.status)
@@ -115,20 +121,40 @@ def _numbers(services: Services) -> bytes:
     plain = {
         "tlora_gpus": ("GPUs, or processes on a CPU.", len(picture.gpus)),
         "tlora_groups": ("Groups that share a base.", len(picture.groups)),
-        "tlora_writer_commits": ("Transactions since the start.", services.writer.commits),
-        "tlora_writer_operations": ("Operations in these.", services.writer.operations),
         "tlora_connections": ("Open connections.", services.connections.count),
         "tlora_streams": ("Open streams.", sum(services.streams.values())),
-        "tlora_ready": ("1 while jobs are scheduled.", int(services.live.fault is None)),
+        "tlora_ready": ("1 while jobs are accepted and scheduled, as /readyz says.", int(_fault(services) is None)),
         "tlora_start_time_seconds": ("Unix time of the server's start.", services.began),
     }
     for name, (text, value) in plain.items():
         Gauge(name, text, registry=registry).set(value)
-    closed = Counter("tlora_connections_ended", "Connections that the server has ended since the start.", ["reason"], registry=registry)
-    kept = services.connections
-    for reason, count in {"refused": kept.refused, "dropped": kept.dropped, "timed_out": kept.timed_out}.items():
-        closed.labels(reason).inc(count)
-    counted = Gauge("tlora_events", "What has happened since the start.", ["kind"], registry=registry)
-    for kind, count in dict(services.live.counts).items():
-        counted.labels(kind).set(count)
-    return generate_latest(registry)
+    kept, writer = services.connections, services.writer
+    ended = {"refused": kept.refused, "dropped": kept.dropped, "timed_out": kept.timed_out}
+    counters = _Counters(
+        [
+            _counter("tlora_writer_commits", "Transactions since the start.", None, {"": writer.commits}),
+            _counter("tlora_writer_operations", "Operations in these.", None, {"": writer.operations}),
+            _counter("tlora_connections_ended", "Connections that the server has ended since the start.", "reason", ended),
+            _counter("tlora_events", "What has happened since the start.", "kind", dict(services.live.counts)),
+        ]
+    )
+    registry.register(counters)
+    return generate_latest(registry) + generate_latest(services.numbers.registry)
+
+
+@dataclass(frozen=True, eq=False)
+class _Counters:
+    """Counters whose values are kept elsewhere."""
+
+    families: list[CounterMetricFamily]
+
+    def collect(self) -> list[CounterMetricFamily]:
+        return self.families
+
+
+def _counter(name: str, text: str, label: str | None, values: Mapping[str, float]) -> CounterMetricFamily:
+    """A value for each of the label's; without a label the only one."""
+    family = CounterMetricFamily(name, text, labels=[label] if label else [])
+    for value, count in values.items():
+        family.add_metric([value] if label else [], count)
+    return family

@@ -5,6 +5,7 @@ All HTML is made here, with autoescape; the script replaces what has changed and
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from functools import cache
@@ -96,6 +97,12 @@ def read_login_script() -> Response:
     return _file("login.js", "text/javascript")
 
 
+@router.get("/page/icon.svg", response_class=Response, responses={200: {"content": {"image/svg+xml": {}}}})
+def read_icon() -> Response:
+    """Named in each page, so that no browser asks for /favicon.ico."""
+    return _file("icon.svg", "image/svg+xml")
+
+
 def _file(name: str, kind: str) -> Response:
     """Asked for anew with each page: they are small, and a new version must not meet an old one's."""
     content = (resources.files("tlora.service") / "page" / name).read_bytes()
@@ -119,7 +126,7 @@ def show_page(request: Request) -> HTMLResponse:
     paused = [one for one in cluster.waiting if one.reason == PAUSED]
     place, places = NAMES[cluster.device]
     used = {gpu for group in cluster.groups for gpu in group.gpus}
-    return _page(
+    page = _page(
         "cluster.html",
         request.scope.get("root_path", ""),
         cluster=cluster,
@@ -134,6 +141,7 @@ def show_page(request: Request) -> HTMLResponse:
         ended=ended,
         fault=services.live.fault,
     )
+    return _packed(request, page)
 
 
 @router.get("/jobs/{job_id}", response_class=Response, responses=_HTML)
@@ -149,9 +157,10 @@ def show_job_page(job_id: JobId, request: Request) -> Response:
     events = services.read(lambda connection: event_rows.list_events(connection, tenant, job_id, 0, 1000))
     job = services.view(row)
     losses = read_losses(_metrics(services, job_id), _CHART_BYTES, _CHART_POINTS)
-    return _page(
+    page = _page(
         "job.html", root, job=job, losses=losses, events=events[-_LAST_EVENTS:], settings=_settings(row.order), ended=job.status in ENDED
     )
+    return _packed(request, page)
 
 
 def login_page(root_path: str) -> HTMLResponse:
@@ -185,6 +194,15 @@ def _settings(order: dict[str, Any]) -> dict[str, str]:
 def _page(template: str, root: str, status: int = 200, **values: Any) -> HTMLResponse:
     text = _environment().get_template(template).render(root=root, **values)
     return HTMLResponse(text, status, headers={"Content-Security-Policy": _POLICY})
+
+
+def _packed(request: Request, page: HTMLResponse) -> HTMLResponse:
+    """Compressed for a client that takes it: a page is asked for every two seconds."""
+    page.headers["Vary"] = "Accept-Encoding"
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        page.body = gzip.compress(page.body, compresslevel=5, mtime=0)
+        page.headers["Content-Encoding"], page.headers["Content-Length"] = "gzip", str(len(page.body))
+    return page
 
 
 @cache
