@@ -49,7 +49,7 @@ class Used:
 
 
 class Storage:
-    """Any thread may ask. What takes a connection is called in the writer's turn, so that no job begins to need a set meanwhile."""
+    """Any thread may ask what is used. What may remove a set is called in the writer's turn, so that no job begins to need it meanwhile."""
 
     def __init__(self, directory: Path, limits: Limits) -> None:
         self._root, self._most = directory / "tokens", limits.storage_bytes
