@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from tlora.service.database.writer import Writer
 from tlora.service.live_state import LiveState
 from tlora.service.machine import Places
 from tlora.service.outcomes import Outcomes
+from tlora.service.waiting_queue import QueuePlace
 
 
 class Seen:
@@ -101,3 +103,26 @@ def test_a_report_that_comes_after_the_pause_does_not_make_it_run(seen: Seen) ->
     seen.waits("a", "queued", "it is the next")
     seen.outcomes.see(ChangeGroup(group("a")))
     seen.waits("a", "queued", "to load the base")
+
+
+def test_a_job_that_leaves_its_group_before_its_first_step_waits_again(seen: Seen) -> None:
+    """As when the base's speed is measured with the first jobs, and bounds do not hold with so many."""
+    seen.submit("a", "b")
+    seen.outcomes.see(StartGroup(group("a", "b")))
+    seen.waits("b", "queued", "to load the base")
+    seen.outcomes.see(ChangeGroup(group("a")))
+    seen.waits("b", "queued", "it is the next")
+
+
+def test_those_that_wait_are_shown_in_the_order_of_the_policy_with_its_reasons(seen: Seen) -> None:
+    seen.submit("a", "b", "c")
+    soon = time.time() + 600.0
+    seen.outcomes.see_queue({"c": QueuePlace(1, "", soon), "a": QueuePlace(2, "no GPU is free", None)})
+    seen.waits("c", "queued", "it is the next; expected to start in about 10 min")
+    seen.waits("a", "queued", "1 job waits before it; no GPU is free")
+    seen.waits("b", "queued", "2 jobs wait before it")
+    assert list(seen.live.picture.waiting) == ["c", "a", "b"]
+    assert seen.live.queue_place("c", "queued") == (1, soon) and seen.live.queue_place("b", "queued") == (3, None)
+    assert seen.live.queue_place("c", "running") == (None, None)
+    seen.outcomes.see(JobCancelled("c"))
+    seen.waits("a", "queued", "it is the next")

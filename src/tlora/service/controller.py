@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, Row
@@ -40,6 +41,7 @@ from tlora.service.outcomes import Outcomes, Recorded
 from tlora.service.problems import RefusedError
 from tlora.service.storage import Storage
 from tlora.service.usage import Usage
+from tlora.service.waiting_queue import WaitingQueue
 
 T = TypeVar("T")
 _BASES_SECONDS = 120.0  # for bases of accepted jobs to be looked at, before workers that are found are taken over without their jobs
@@ -75,6 +77,7 @@ class Controller:
         self._inbox: queue.SimpleQueue[Sequence[Row[Any]] | None] = queue.SimpleQueue()  # jobs that were accepted
         self._feeder = threading.Thread(target=self._feed, name="feeder", daemon=True)
         self._outcomes = Outcomes(config.directory, writer, live, self._forget)
+        self._queue = WaitingQueue(config.policy, self._outcomes.see_queue)
         self._intake = hall.intake(intake_settings(config, hall.places.device), config.directory / "workers" / "intake.log", self._hear)
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
 
@@ -322,8 +325,7 @@ class Controller:
             cluster = self._hall.make(self._bases)
             scheduler = Scheduler(LIVE_POLICIES[self._config.policy](), live_cost_model({}), self._see_fault, self._usage.tenants)
             try:
-                with self._engine.connect() as connection:
-                    self._usage.recall(connection, cluster.now())
+                self._usage.recall(self._engine, cluster.now())
                 with self._lock:
                     self._cluster, self._scheduler = cluster, scheduler
                     if self._closing:  # `close` came too early to stop it
@@ -337,7 +339,8 @@ class Controller:
                 self._outcomes.begin(self._hall.places)
                 self._live.fault = None
                 self._wait_for_bases()
-                run_controller(scheduler, Recorded(cluster, self._outcomes.settle, self._outcomes.requeue), self._see)
+                look = partial(self._queue.look, scheduler)
+                run_controller(scheduler, Recorded(cluster, self._outcomes.settle, self._outcomes.requeue, look), self._see)
             finally:
                 with self._lock:
                     self._cluster = None
@@ -369,6 +372,7 @@ class Controller:
     def _see(self, now: float, item: Event | Action) -> None:
         self._outcomes.see(item)
         self._usage.save(now)
+        self._queue.see(now, item)
         if isinstance(item, Tick) and self._scheduler is not None:
             with self._lock:  # a base may be added meanwhile
                 self._learned.see(self._scheduler.state.cost, now)

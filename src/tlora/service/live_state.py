@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tlora.protocol import JobGroup
+from tlora.wording.numbers import duration_text
 
 PAUSED = "paused by its owner"
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """The cluster at one moment. `waiting` has the jobs in the order of their submission, each with the reason why it waits; `reading`
-    are those whose data is being read, and how far that has come.
+    """The cluster at one moment. `waiting` has the jobs in the order in which the policy will start them, each with the reason why it
+    waits, and `places` their numbers there, from 1; `starts` are the Unix times at which they are expected to, where that is foreseen.
+    `reading` are those whose data is being read, and how far that has come.
     """
 
     device: str = ""
@@ -22,6 +26,8 @@ class Picture:
     groups: tuple[JobGroup, ...] = ()
     waiting: Mapping[str, str] = field(default_factory=dict[str, str])
     reading: Mapping[str, str] = field(default_factory=dict[str, str])
+    places: Mapping[str, int] = field(default_factory=dict[str, int])
+    starts: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 class LiveState:
@@ -69,4 +75,22 @@ class LiveState:
             return self._picture.reading.get(job_id, "its data is being read")
         if status == "paused":
             return PAUSED
-        return self._picture.waiting.get(job_id, "a GPU") if status == "queued" else None
+        if status != "queued":
+            return None
+        picture = self._picture
+        starts = picture.starts.get(job_id)
+        return picture.waiting.get(job_id, "a GPU") + ("" if starts is None else f"; expected to start {_in_about(starts - time.time())}")
+
+    def queue_place(self, job_id: str, status: str) -> tuple[int | None, float | None]:
+        """Of a job of this status: its place in the queue, 1 being the next, and the Unix time at which it is expected to start."""
+        if status != "queued":
+            return None, None
+        return self._picture.places.get(job_id), self._picture.starts.get(job_id)
+
+
+def _in_about(seconds: float) -> str:
+    """A forecast, in words: it holds if no other job comes and steps take as long as they do."""
+    if seconds <= 60:
+        return "within a minute"
+    minutes = math.ceil(seconds / 60)
+    return f"in about {minutes} min" if minutes < 60 else f"in about {duration_text(60.0 * minutes)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -42,6 +42,7 @@ from tlora.service.database.writer import Operation, StoreError, Writer
 from tlora.service.live_state import LiveState, Picture
 from tlora.service.machine import NAMES, Places
 from tlora.service.remedies import in_service_words
+from tlora.service.waiting_queue import QueuePlace
 
 _OPEN = ("preparing", "queued", "running", "paused")
 _SHOW_SECONDS = 0.5  # between two pictures: with thousands of jobs one takes milliseconds
@@ -53,13 +54,22 @@ _NOT_SHOWN = ("path", "settings", "name", "sweep_of", "status", "reason")  # of 
 class Recorded:
     """A cluster whose reports are in the store before it is asked for more: workers forget only what the store has."""
 
-    def __init__(self, cluster: Backend, settle: Callable[[], None], begin: Callable[[Collection[str]], None]) -> None:
-        """`begin` is called with the jobs of the groups that were found, before anything else is reported."""
-        self._cluster, self._settle, self._begin = cluster, settle, begin
+    def __init__(
+        self,
+        cluster: Backend,
+        settle: Callable[[], None],
+        begin: Callable[[Collection[str]], None],
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`begin` is called with the jobs of the groups that were found, before anything else is reported; `look` when all that was
+        reported has been decided on.
+        """
+        self._cluster, self._settle, self._begin, self._look = cluster, settle, begin, look
         self._begun = False
         self.now, self.execute = cluster.now, cluster.execute
 
     def poll(self) -> list[Event]:
+        self._look()
         self._settle()
         events = self._cluster.poll()
         if not self._begun:
@@ -76,7 +86,8 @@ class Outcomes:
         self._lock = threading.Lock()
         self._places: Places | None = None
         self._groups: dict[str, JobGroup] = {}
-        self._waiting: dict[str, None] = {}  # jobs that the cluster has and that are in no group, in their order
+        self._waiting: dict[str, None] = {}  # jobs that the cluster has and that are in no group
+        self._queue: Mapping[str, QueuePlace] = {}  # as the policy foresaw it last
         self._reading: dict[str, str] = {}
         self._held: set[str] = set()  # paused by their owners
         self._running: set[str] = set()
@@ -169,6 +180,11 @@ class Outcomes:
                 pass
         self._show()
 
+    def see_queue(self, queue: Mapping[str, QueuePlace]) -> None:
+        """The policy's own order of those that wait."""
+        self._queue = queue
+        self._show()
+
     def settle(self) -> None:
         """Wait until all that was seen is in the store, or the store has refused it; what it refused is tried again. One that does not
         answer stops the cluster no longer than its workers bear: what it loses when the server is killed then, workers' files still tell.
@@ -200,11 +216,13 @@ class Outcomes:
         for job_id in before.job_ids if before is not None else ():
             if job_id in stay:
                 continue
-            self._ended.discard(job_id)
+            if job_id in self._ended:
+                self._ended.discard(job_id)
+                continue
+            if job_id not in self._held:
+                self._waiting[job_id] = None
             if job_id in self._running:
                 self._running.discard(job_id)
-                if job_id not in self._held:
-                    self._waiting[job_id] = None
                 self._change(job_id, ("running",), "queued", "left its group; it goes on from its checkpoint")
 
     def _release(self, job_id: str) -> None:
@@ -294,16 +312,23 @@ class Outcomes:
 
     def _picture(self, places: Places) -> Picture:
         """In any thread: of copies."""
-        running, waiting = set(self._running), dict[str, str]()
-        for index, job_id in enumerate(list(self._waiting)):
+        running, waiting, queue = set(self._running), dict[str, str](), self._queue
+        starts = dict[str, float]()
+        behind = len(queue) + 1  # those that the policy has not seen yet
+        order = sorted(self._waiting, key=lambda job_id: queue[job_id].number if job_id in queue else behind)
+        for index, job_id in enumerate(order):
             before = "it is the next" if not index else f"{index:,} {'job waits' if index == 1 else 'jobs wait'} before it"
-            waiting[job_id] = f"a GPU that it fits on: {before}"
+            place = queue.get(job_id)
+            waiting[job_id] = f"a GPU that it fits on: {before}" + (f"; {place.reason}" if place is not None and place.reason else "")
+            if place is not None and place.starts is not None:
+                starts[job_id] = place.starts
         groups = [_of_living(group, set(self._ended)) for group in list(self._groups.values())]
         for group in groups:
             for job_id in group.job_ids:
                 if job_id not in running:
                     waiting[job_id] = f"its group on {called(group.gpus, *NAMES[places.device])} to load the base and let it in"
-        return Picture(places.device, places.gpus, tuple(groups), waiting, dict(self._reading))
+        places_of = {job_id: number for number, job_id in enumerate(order, 1) if job_id in waiting}
+        return Picture(places.device, places.gpus, tuple(groups), waiting, dict(self._reading), places_of, starts)
 
 
 def _of_living(group: JobGroup, ended: set[str]) -> JobGroup:

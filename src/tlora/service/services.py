@@ -116,7 +116,8 @@ class Services:
 
     def view(self, row: Row[Any], order: OrderSpec | None = None) -> JobView:
         """As the job stands now; `order` is the row's, where it has been read."""
-        return job_view(row, self.live.steps(row.id), self.live.waiting_for(row.id, row.status), order)
+        live = self.live
+        return job_view(row, live.steps(row.id), live.waiting_for(row.id, row.status), order, live.queue_place(row.id, row.status))
 
     @asynccontextmanager
     async def stream_of(self, caller: Caller) -> AsyncIterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from sqlalchemy import Connection
+from sqlalchemy import Engine
 
 from tlora.scheduler.tenants import Tenants
 from tlora.service.database.usage_rows import save_usage, saved_usage
@@ -21,9 +21,11 @@ class Usage:
         self._saved_at = time.monotonic()
         self.tenants = Tenants(half_life_seconds)
 
-    def recall(self, connection: Connection, now: float) -> None:
+    def recall(self, engine: Engine, now: float) -> None:
         """What earlier servers counted; `now` is the cluster's clock."""
-        for tenant, gpu_seconds in saved_usage(connection, self.tenants.half_life_seconds).items():
+        with engine.connect() as connection:
+            saved = saved_usage(connection, self.tenants.half_life_seconds)
+        for tenant, gpu_seconds in saved.items():
             self.tenants.recall(tenant, gpu_seconds, now)
 
     def save(self, now: float, *, at_once: bool = False) -> None:

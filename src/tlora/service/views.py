@@ -68,6 +68,8 @@ class JobView(BaseModel):
     steps: int = 0
     total_steps: int | None = None  # known once its data has been read
     waiting_for: str | None = None  # why it is not running, in words
+    queue_place: int | None = None  # in the order in which the policy will start jobs, 1 being the next; of one that is queued
+    estimated_start: float | None = None  # if no other job comes; None where it is too far away to be foreseen
     reason: str | None = None  # why it failed
     warnings: list[str] = []
     sweep: str | None = None
@@ -167,9 +169,13 @@ class GroupView(BaseModel):
 
 
 class WaitingView(BaseModel):
+    """`place`: among all tenants' jobs that wait for a GPU, 1 being the next; `estimated_start`: as of a job."""
+
     job: str
     name: str
     reason: str
+    place: int | None = None
+    estimated_start: float | None = None
 
 
 class ClusterView(BaseModel):
@@ -186,8 +192,14 @@ def file_view(row: Row[Any]) -> FileView:
     return FileView(id=row.id, bytes=row.bytes, created_at=int(row.created), filename=row.filename, purpose=row.purpose, sha256=row.sha256)
 
 
-def job_view(row: Row[Any], steps: int | None = None, waiting_for: str | None = None, order: OrderSpec | None = None) -> JobView:
-    """`steps`: newer than the row's, if they are known; `order`: the row's, where it has been read."""
+def job_view(
+    row: Row[Any],
+    steps: int | None = None,
+    waiting_for: str | None = None,
+    order: OrderSpec | None = None,
+    queue_place: tuple[int | None, float | None] = (None, None),
+) -> JobView:
+    """`steps`: newer than the row's, if they are known; `order`: the row's, where it has been read; `queue_place`: as in `LiveState`."""
     intake: Mapping[str, Any] = row.intake or {}
     return JobView.model_construct(
         id=row.id,
@@ -200,6 +212,8 @@ def job_view(row: Row[Any], steps: int | None = None, waiting_for: str | None = 
         steps=max(row.steps, steps or 0),
         total_steps=intake.get("profile", {}).get("steps"),
         waiting_for=waiting_for,
+        queue_place=queue_place[0],
+        estimated_start=queue_place[1],
         reason=row.reason or None,
         warnings=intake.get("warnings", []),
         sweep=row.sweep,

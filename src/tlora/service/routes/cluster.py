@@ -55,12 +55,18 @@ def show_cluster(request: Request) -> ClusterView:
         )
         for group in picture.groups
     ]
-    reasons = ((row, services.live.waiting_for(row.id, row.status)) for row in rows)
+    waiting: list[WaitingView] = []
+    for row in rows:
+        if (reason := services.live.waiting_for(row.id, row.status)) is not None:
+            place, starts = services.live.queue_place(row.id, row.status)
+            waiting.append(WaitingView(job=row.id, name=row.name, reason=reason, place=place, estimated_start=starts))
+    behind = len(picture.waiting) + 1  # those that have no place yet; those whose group loads their base are the first
+    waiting.sort(key=lambda one: one.place or (0 if one.job in in_groups else behind))
     return ClusterView(
         device=picture.device,
         gpus=list(picture.gpus),
         groups=groups,
-        waiting=[WaitingView(job=row.id, name=row.name, reason=reason) for row, reason in reasons if reason is not None],
+        waiting=waiting,
         others_waiting=len({*picture.waiting, *picture.reading} - own - in_groups),
         draining=services.live.draining,
     )

@@ -1,0 +1,117 @@
+"""When jobs that wait will start, and in which order: the policy itself decides, on a copy of the state whose jobs end as predicted.
+
+It holds as long as nothing else happens: a job that comes, one that fails, or steps that take longer than was predicted change it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tlora.protocol import Action, ChangeGroup, Event, GroupReady, JobFinished, StartGroup, StopGroup, Tick
+from tlora.scheduler.job import Job
+from tlora.scheduler.scheduler import Policy, Scheduler
+from tlora.scheduler.settings import Settings
+from tlora.scheduler.state import ClusterState
+
+MOST_STARTS = 200  # that are foreseen: those behind have no predicted start
+_TICK_SECONDS = 60.0
+_MOST_TICK_SECONDS = 960.0  # ticks that change nothing come at twice the time, up to this
+_MOST_EVENTS = 20 * MOST_STARTS
+
+
+class Start(NamedTuple):
+    """`at` is on the cluster's clock; inf where it is not foreseen."""
+
+    job_id: str
+    at: float
+
+
+def forecast(state: ClusterState, policy: Policy, start_seconds: float) -> list[Start]:
+    """All jobs that wait, in the order in which they will start. `policy` is one made for this, as it remembers what it sees.
+
+    A new group takes `start_seconds` to load its base. Costs a decision of the policy for each start.
+    """
+    waiting = [name for name in state.pending if name not in state.held]
+    if not waiting:
+        return []
+    rolled = _Rolled(_scheduler_over(state, policy), start_seconds, set(waiting))
+    rolled.run()
+    late = [Start(name, math.inf) for name in waiting if name not in rolled.starts]
+    return [*(Start(name, at) for name, at in rolled.starts.items()), *late]
+
+
+def _scheduler_over(state: ClusterState, policy: Policy) -> Scheduler:
+    """Over a copy that shares what never changes."""
+    scheduler = Scheduler(policy, state.cost, lambda _: None)
+    shared: Sequence[object] = [*(job.spec for job in state.jobs.values()), *(known.group for known in state.groups.values())]
+    memo: dict[int, object] = {id(one): one for one in shared}
+    scheduler.state = copy.deepcopy(state, memo)
+    return scheduler
+
+
+@dataclass(slots=True)
+class _Rolled:
+    """The copy on its way: `ready_at` of groups that load, `starts` of jobs that waited, in their order."""
+
+    scheduler: Scheduler
+    start_seconds: float
+    waiting: set[str]
+    starts: dict[str, float] = field(default_factory=dict[str, float])
+    ready_at: dict[str, float] = field(default_factory=dict[str, float])
+
+    def run(self) -> None:
+        state = self.scheduler.state
+        for name, known in state.groups.items():
+            if not known.ready:
+                self.ready_at[name] = max(state.now, known.changed_at + self.start_seconds)
+        gap, tick_at = _TICK_SECONDS, state.now + _TICK_SECONDS
+        for _ in range(_MOST_EVENTS):
+            if not self.waiting or len(self.starts) >= MOST_STARTS:
+                return
+            at, event = min([self._next_end(), self._next_ready(), (tick_at, Tick())], key=lambda found: found[0])
+            assert event is not None, "ticks always come"
+            acted = self._happen(event, at)
+            gap = _TICK_SECONDS if acted or not isinstance(event, Tick) else min(2 * gap, _MOST_TICK_SECONDS)
+            tick_at = at + gap
+
+    def _happen(self, event: Event, at: float) -> bool:
+        """Whether the policy did anything about it."""
+        actions = self.scheduler.handle(event, at)
+        for action in actions:
+            self._see(action, at)
+        if isinstance(event, GroupReady):
+            self.ready_at.pop(event.group_id, None)
+        return bool(actions)
+
+    def _see(self, action: Action, at: float) -> None:
+        match action:
+            case StartGroup(group) | ChangeGroup(group):
+                starts = isinstance(action, StartGroup)
+                self.ready_at[group.group_id] = at + (self.start_seconds if starts else min(self.start_seconds, Settings().join_seconds))
+                for name in group.job_ids:
+                    if name in self.waiting:
+                        self.waiting.remove(name)
+                        self.starts[name] = at
+            case StopGroup(group_id):
+                self.ready_at.pop(group_id, None)
+            case _:
+                pass
+
+    def _next_end(self) -> tuple[float, Event | None]:
+        state = self.scheduler.state
+        at, name = min([(self._end_of(job), name) for name, job in state.jobs.items() if job.step_seconds], default=(math.inf, ""))
+        return max(at, state.now), JobFinished(name) if name else None
+
+    def _end_of(self, job: Job) -> float:
+        ready_at, steps = self.ready_at.get(job.group_id or ""), job.spec.profile.steps
+        if ready_at is not None and not job.steps_reported:  # it begins when its group is ready
+            return ready_at + max(0.0, steps - job.steps_before) * job.step_seconds
+        return job.seen_at + max(0.0, steps - job.steps_done) * job.step_seconds
+
+    def _next_ready(self) -> tuple[float, Event | None]:
+        at, name = min([(at, name) for name, at in self.ready_at.items()], default=(math.inf, ""))
+        return max(at, self.scheduler.state.now), GroupReady(name) if name else None
