@@ -65,7 +65,10 @@ import sys, threading
 from pathlib import Path
 from triton import knobs
 
-missed, launchers = [], lambda: sorted(Path(sys.argv[1]).rglob("__triton_launcher*"))
+cache, missed = Path(sys.argv[1]), []
+
+def launchers():
+    return sorted(cache.rglob("__triton_launcher*"))
 
 def listener(*, src, metadata, metadata_group, times, cache_hit):
     if not cache_hit:

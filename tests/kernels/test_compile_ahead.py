@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -24,10 +25,18 @@ ORDER = Order("no GPU of this name", 90, 132, "bfloat16", 16, dropout=False, gro
 WINDOWED = AttentionOrder(4, 2, 64, 100, softcap=True)
 
 
+class Started:
+    """A process, as far as `start` knows one."""
+
+    def __init__(self) -> None:
+        self.stdin = io.BytesIO()
+
+
 @pytest.mark.slow
-def test_every_kernel_of_a_plan_is_in_the_cache_afterwards(tmp_path: Path) -> None:
+def test_every_kernel_of_a_plan_is_in_the_cache_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    text = json.dumps(asdict(replace(ORDER, attentions=(WINDOWED,), head=HeadOrder(500, False))))
+    order = replace(ORDER, attentions=(WINDOWED,), head=HeadOrder(500, False))
+    text = json.dumps(asdict(order))
     command = [sys.executable, "-m", "tlora.kernels.compile_ahead"]
     done = subprocess.run(command, input=text, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -36,6 +45,15 @@ def test_every_kernel_of_a_plan_is_in_the_cache_afterwards(tmp_path: Path) -> No
     linears = ["gemm_kernel"] * 4 + ["shrink_kernel"] * 2 + ["sum_kernel"] * 2
     step = ["norm_kernel", "verdict_kernel", "check_kernel", "update_kernel", "gather_kernel", "scatter_kernel", "write_kernel"]
     assert found == sorted([*linears, "forward_kernel", "dq_kernel", "dkv_kernel", *step, *["cross_entropy_kernel"] * 2])
+
+    # The next launch of the same starts no process; another order does, and so does this one in another cache.
+    started: list[object] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: started.append(command) or Started())
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert compile_ahead.start(order) is None and not started
+    assert compile_ahead.start(replace(order, width=32)) is not None and len(started) == 1
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "another"))
+    assert compile_ahead.start(order) is not None and len(started) == 2
 
 
 def test_an_order_survives_its_way_to_the_process() -> None:

@@ -121,8 +121,12 @@ def order_for(
     return Order(found.name, capability_of(device), found.multi_processor_count, name, width, dropout, *unlike, loss)
 
 
-def start(order: Order) -> subprocess.Popen[bytes]:
-    """Compile in a background process, which ends by itself; exit status 0 means that every kernel is in the cache."""
+def start(order: Order) -> subprocess.Popen[bytes] | None:
+    """Compile in a background process, which ends by itself; exit status 0 means that every kernel is in the cache. None where an earlier
+    process has left word there that it had compiled this order: each of its workers would take a core for a second, to find nothing to do.
+    """
+    if _word_of(order).exists():
+        return None
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen([sys.executable, "-m", __spec__.name], stdin=subprocess.PIPE, **quiet)  # type: ignore[call-overload]
     assert process.stdin is not None
@@ -312,6 +316,17 @@ def _tables(order: Order, kernel: _Kernel) -> LoraTables:
     return build_tables(runs, slots, _TOKENS, torch.empty(_TOKENS, dtype=torch.int32, device=META), META)
 
 
+def _word_of(order: Order) -> Path:
+    """The file in Triton's cache that says that everything in `order` has been compiled: by these sources, libraries and tiles."""
+    import triton
+
+    content = hashlib.sha256(json.dumps([asdict(order), torch.__version__, triton.__version__]).encode())
+    content.update(repr(sorted(table_of_gpu(order.gpu, order.capability).entries.items(), key=repr)).encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        content.update(source.read_bytes())
+    return Path(triton.knobs.cache.dir) / f"ahead-{content.hexdigest()[:32]}.done"
+
+
 @contextmanager
 def _one_at_a_time(text: str) -> Iterator[None]:
     """Ranks of a run have the same order: the first compiles, the others then find all in the cache. Without locks, all compile."""
@@ -327,8 +342,12 @@ def _one_at_a_time(text: str) -> Iterator[None]:
 
 def main() -> int:
     text = sys.stdin.read()
+    order = read_order(text)
     with _one_at_a_time(text):
-        compile_all(read_order(text), max(1, min(16, len(os.sched_getaffinity(0)))))
+        if not (word := _word_of(order)).exists():  # another rank's process may have been first
+            compile_all(order, max(1, min(16, len(os.sched_getaffinity(0)))))
+            with suppress(OSError):
+                word.touch()
     return 0
 
 
