@@ -80,8 +80,10 @@ def save_base(directory: Path, family: str) -> None:
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(kind(**{**SHAPE, **vocabulary, **special}))
         with torch.no_grad():  # of the size that trained weights have: attention and experts then choose
-            for p in model.parameters():
+            for name, p in model.named_parameters():
                 p.mul_(3) if p.ndim > 1 else p.add_(torch.randn_like(p) * 0.1)
+                if "gemma4" in family and name.endswith(("q_norm.weight", "k_norm.weight")):
+                    p.mul_(len(p) ** -0.25)  # its scores are not divided by sqrt(size): fp32's rounding would decide whom a token sees
     model.save_pretrained(directory)
 
 
@@ -101,6 +103,7 @@ def write_texts(path: Path) -> Path:
 def order(directory: Path, dtype: str, family: str) -> RunSpec:
     """Each global batch is a job's whole data, so that the order of samples adds nothing but rounding."""
     shared: dict[str, Any] = {"batch_size": PAIRS, "max_steps": STEPS, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
+    shared["adam_epsilon"] = 1e-5  # a gradient that is nearly 0 makes no whole step, whose sign rounding would choose
     shared["target_modules"] = TARGETS.get(family, "all-linear")
     texts, pairs = str(write_texts(directory / "texts.jsonl")), str(write_pairs(directory / "pairs.jsonl"))
     jobs = [
