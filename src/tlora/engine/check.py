@@ -123,31 +123,10 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
     warnings = _look_at_output(run, problems)
     open_caches(warnings.append)
     try:
-        dtype, line = settle_dtype(run.base_model, run.dtype, run.base_precision, place)
-        run = run.model_copy(update={"dtype": dtype})
-        warnings += [line] if line else []
-        base = outline(run.base_model, run.dtype, run.base_precision)
-        if run.base_precision == "fp8":
-            check_fp8(place, base.head.weight_VH.dtype)
-        show = watcher.stages(run)
-        fetch_base(run.base_model, show, weights=False)
-        if unknown := check_weights(run.base_model, load_config(run.base_model)):
-            warnings.append(unknown)
-            _look_at_download(run.base_model, problems, warnings)
-        warnings += check_unused(run.base_model, load_config(run.base_model), run.unused_weights == "ignore")
-        sizes = [(p.numel(), p.element_size()) for p in base.model.parameters()]
-        base_bytes = sum(count * size for count, size in sizes)
-        model = SuperModel(base)
-        plan = plan_run(
-            run,
-            model,
-            base_bytes,
-            place,
-            Preparation(lambda p: show(f"tokenizing {p.key}: {p.rows:,} rows, {p.share:.0%}")),
-        )
-        warnings += ServingFiles(run.base_model).warn([(job.spec, job.data.report) for job in plan.jobs if job.data])
+        run, plan, model, sizes = _look_at_base(run, place, watcher, problems, warnings)
     except (ModelError, ConfigError) as error:
         return _without_base(run, (*problems, str(error)), str(place))
+    base_bytes = sum(count * size for count, size in sizes)
     known = recall(probe_key(model, plan.can_run, run.deterministic, place)) if place.type == "cuda" else None
     if known is not None:
         plan = settle(run, plan, known, place)
@@ -171,6 +150,32 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
         **_memory(plan, resident),
         **on_gpus,
     )
+
+
+def _look_at_base(
+    run: RunSpec, place: torch.device, watcher: Watcher, problems: list[str], warnings: list[str]
+) -> tuple[RunSpec, RunPlan, SuperModel, list[tuple[int, int]]]:
+    """The run in the base's dtype, its plan, the base on the meta device, and each parameter's elements and bytes of one. Raises
+    ModelError, ConfigError.
+    """
+    dtype, line = settle_dtype(run.base_model, run.dtype, run.base_precision, place)
+    run = run.model_copy(update={"dtype": dtype})
+    warnings += [line] if line else []
+    base = outline(run.base_model, run.dtype, run.base_precision)
+    if run.base_precision == "fp8":
+        check_fp8(place, base.head.weight_VH.dtype)
+    show = watcher.stages(run)
+    fetch_base(run.base_model, show, weights=False)
+    if unknown := check_weights(run.base_model, load_config(run.base_model)):
+        warnings.append(unknown)
+        _look_at_download(run.base_model, problems, warnings)
+    warnings += check_unused(run.base_model, load_config(run.base_model), run.unused_weights == "ignore")
+    sizes = [(p.numel(), p.element_size()) for p in base.model.parameters()]
+    model = SuperModel(base)
+    tokenizing = Preparation(lambda p: show(f"tokenizing {p.key}: {p.rows:,} rows, {p.share:.0%}"))
+    plan = plan_run(run, model, sum(count * size for count, size in sizes), place, tokenizing)
+    warnings += ServingFiles(run.base_model).warn([(job.spec, job.data.report) for job in plan.jobs if job.data])
+    return run, plan, model, sizes
 
 
 def _look_at_download(base_model: str, problems: list[str], warnings: list[str]) -> None:

@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 
 from tlora.cache_directory import open_caches
@@ -73,10 +74,24 @@ def train(
     open_caches(watcher.note)
     if resume:
         restore_run_file(run, watcher.note)
+    ranks = rank_devices(crew.count if crew is not None and gpus is None else gpus, device)
+    run, ended = _settle(run, ranks[0] if ranks else device, resume, overwrite, watcher)
+    guard = BaseGuard(run.base_model, find_directory(run.base_model), earlier_base(run, resume))
+    if len(ended) == len(run.jobs):
+        return _nothing_to_train(run, ended, guard, watcher)
+    order = Order(run, resume, overwrite, watcher, guard, digest, ended=ended)
+    if len(ranks) > 1:
+        return train_on_ranks(order, ranks, data_worker, crew)
+    return _train_here(order, pick_device(ranks[0] if ranks else device), data_worker)
+
+
+def _settle(run: RunSpec, device: str | None, resume: bool, overwrite: bool, watcher: Watcher) -> tuple[RunSpec, dict[str, JobResult]]:
+    """The run with all that an earlier launch or the device decides, and the results of jobs that a resume finds done; its base's files
+    are there then.
+    """
     if scheduled := sorted({field for job in run.jobs for field in job.model_fields_set & set(SCHEDULED)}):
         watcher.note(f"{', '.join(scheduled)}: has a meaning for `tlora cluster` alone; here all jobs begin as soon as there is room")
-    ranks = rank_devices(crew.count if crew is not None and gpus is None else gpus, device)
-    run = pin_dtype(pin_base(run, resume), ranks[0] if ranks else device, resume, watcher.note)
+    run = pin_dtype(pin_base(run, resume), device, resume, watcher.note)
     run = pin_data(run) if resume else run
     check_trackers(list(run.report_to))
     check_run_directory(run, resume, overwrite)
@@ -87,15 +102,14 @@ def train(
     if len(ends) < len(run.jobs):
         load_config(run.base_model)  # or it is refused only when it has been downloaded
         fetch_base(run.base_model, watcher.stages(run))
-    guard = BaseGuard(run.base_model, find_directory(run.base_model), earlier_base(run, resume))
-    ended = {name: end.result for name, end in ends.items()}
-    if len(ended) == len(run.jobs):
-        return _nothing_to_train(run, ended, guard, watcher)
-    if len(ranks) > 1:
-        return train_on_ranks(Order(run, resume, overwrite, watcher, guard, digest, ended=ended), ranks, data_worker, crew)
-    place = pick_device(ranks[0] if ranks else device)
+    return run, {name: end.result for name, end in ends.items()}
+
+
+def _train_here(order: Order, place: torch.device, data_worker: WorkerProcess | None) -> Results:
+    """Train on one device, in this process."""
+    run, resume, watcher, guard = order.run, order.resume, order.watcher, order.guard
     monitor = RunMonitor(Path(run.output_dir), {job.name: job.r for job in run.jobs}, watcher, resume)
-    monitor.ended = ended
+    monitor.ended = order.ended
     loaded = load(run, place, monitor, resume, data_worker)
     plan, threads = loaded.plan, loaded.threads
     serving = ServingFiles(run.base_model)
@@ -103,7 +117,7 @@ def train(
         watcher.note(line)
     facts = launch_facts(loaded, place)
     run = with_plans(run, [job.spec for job in plan.jobs]).model_copy(update={"cpu_threads": threads or run.cpu_threads})
-    with hold_run_directory(run, resume, overwrite, watcher.note) as held, closing(guard), compute_with(threads):
+    with hold_run_directory(run, resume, order.overwrite, watcher.note) as held, closing(guard), compute_with(threads):
 
         def record(status: str) -> None:
             lost = {"output_lost": watcher.lost} if watcher.lost else {}
@@ -122,7 +136,7 @@ def train(
                 record("stopped" if quit_at_once else "failed")
                 raise
             session.driver.close()
-            results = all_results(run, session.driver.records.results | ended, received, watcher.note)
+            results = all_results(run, session.driver.records.results | dict(order.ended), received, watcher.note)
             _finish(results, record, held.path, watcher)
     return results
 
