@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import sys
@@ -11,9 +12,10 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import active_children, get_context, parent_process
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from threading import Thread
 from typing import Any, Literal, TypeVar
 
@@ -27,8 +29,42 @@ class LostProcessError(Exception):
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use: those of its affinity, and no more than the quota of its control groups, as containers have one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    return max(1, min(cores, math.ceil(min(quota, cores))))
+
+
+def _quota(memberships: Path, root: Path) -> float:
+    """Cores' worth of time that the control groups named in `memberships` allow, each with all above it; infinite where none says so.
+
+    `root` is where their files are: those of version 2 in one tree (cpu.max), those of version 1 below a directory of the controller.
+    """
+    least = math.inf
+    with suppress(OSError, ValueError):
+        for line in memberships.read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            top = root / controllers if controllers else root
+            group = top / path.lstrip("/")
+            for directory in (group, *group.parents):
+                least = min(least, _quota_of(directory, 2 if not controllers else 1))
+                if directory == top:
+                    break
+    return least
+
+
+def _quota_of(directory: Path, version: int) -> float:
+    """Of one control group; infinite where it has none or its files are not there, as a container does not see those above its own."""
+    try:
+        if version == 2:
+            quota, period = (directory / "cpu.max").read_text(encoding="ascii").split()
+        else:
+            quota, period = ((directory / f"cpu.cfs_{name}_us").read_text(encoding="ascii") for name in ("quota", "period"))
+        return float(quota) / float(period) if quota != "max" and float(quota) > 0 else math.inf
+    except (OSError, ValueError, ZeroDivisionError):
+        return math.inf
 
 
 def die_with_parent(yes: bool = True) -> None:

@@ -12,7 +12,6 @@ import hashlib
 import json
 import multiprocessing
 import operator
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +39,7 @@ from tlora.kernels.tile_files import table_of_gpu
 from tlora.kernels.tiles import MOST_SIZES, Tile, TileTable, keys_of, sizes_of
 from tlora.kernels.triton_cross_entropy import fused_linear_cross_entropy
 from tlora.kernels.varlen_attention import Rule, Saved, list_tiles, tiles_of
+from tlora.processes import num_cores
 
 META = torch.device("meta")
 Name = Literal["shrink x", "forward", "shrink dy", "input gradient", "sum dy", "sum x"]
@@ -319,12 +319,13 @@ def _tables(order: Order, kernel: _Kernel) -> LoraTables:
 def _word_of(order: Order) -> Path:
     """The file in Triton's cache that says that everything in `order` has been compiled: by these sources, libraries and tiles."""
     import triton
+    from triton import knobs
 
     content = hashlib.sha256(json.dumps([asdict(order), torch.__version__, triton.__version__]).encode())
     content.update(repr(sorted(table_of_gpu(order.gpu, order.capability).entries.items(), key=repr)).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         content.update(source.read_bytes())
-    return Path(triton.knobs.cache.dir) / f"ahead-{content.hexdigest()[:32]}.done"
+    return Path(knobs.cache.dir) / f"ahead-{content.hexdigest()[:32]}.done"
 
 
 @contextmanager
@@ -345,7 +346,7 @@ def main() -> int:
     order = read_order(text)
     with _one_at_a_time(text):
         if not (word := _word_of(order)).exists():  # another rank's process may have been first
-            compile_all(order, max(1, min(16, len(os.sched_getaffinity(0)))))
+            compile_all(order, min(16, num_cores()))
             with suppress(OSError):
                 word.touch()
     return 0
