@@ -162,3 +162,32 @@ def test_a_base_that_fits_on_no_number_of_gpus_is_a_problem(base: Path, data: Pa
     found = check(run_spec(base, tmp_path / "out", [job("a", str(data / "a.jsonl"))], memory_limit=1000), device="cpu", gpus=2)
     assert len(found.problems) == 1
     assert "the limit is" in found.problems[0] and found.gpus == ()
+
+
+def test_modules_that_a_start_overrides_are_said(base: Path, data: Path, tmp_path: Path) -> None:
+    """A job that starts from an adapter adapts that one's modules; whatever else it means by any of its keys is said, and no more."""
+    rows = str(data / "b.jsonl")
+    trained = train(base, tmp_path / "first", [job("start", rows, max_steps=1, target_modules=["q_proj", "v_proj"])])
+    start = str(trained["start"].path)
+    said: dict[str, dict[str, object]] = {
+        "nothing": {},
+        "the-same": {"target_modules": ["v_proj", "q_proj"]},
+        "the-same-by-a-pattern": {"target_modules": r"model\.layers\.\d+\.self_attn\.[qv]_proj"},
+        "all": {"target_modules": "all-linear"},
+        "fewer": {"target_modules": ["q_proj"]},
+        "without-one": {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["v_proj"]},
+        "the-only-layer": {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0]},
+        "unknown": {"target_modules": ["c_attn"]},
+    }
+    jobs = [job(name, rows, adapter_path=start, **fields) for name, fields in said.items()]
+    found = check(run_spec(base, tmp_path / "out", jobs), device="cpu")
+    warned = {each.name: [line for line in each.warnings if "the adapted modules are those of" in line] for each in found.jobs}
+    assert {name for name, lines in warned.items() if lines} == said.keys() - {
+        "nothing",
+        "the-same",
+        "the-same-by-a-pattern",
+        "the-only-layer",
+    }
+    assert all(start in line and f"{key} {value}" in line for name, (line,) in ((n, w) for n, w in warned.items() if w)
+               for key, value in said[name].items())  # fmt: skip
+    assert not any(each.problems for each in found.jobs)
