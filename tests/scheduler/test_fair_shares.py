@@ -9,7 +9,7 @@ import pytest
 
 from tests.scheduler.mirror import made_settings, made_spec
 from tests.scheduler.timeline import Timeline, made_timeline
-from tlora.protocol import JobFinished, JobSubmitted
+from tlora.protocol import GpusLost, JobFinished, JobSubmitted, MemoryFound, NodeAdded
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.tenants import DAY_SECONDS, Tenants
 
@@ -88,6 +88,44 @@ def test_a_job_of_all_gpus_is_next_too() -> None:
     timeline.until(1500.0)
     timeline.tell(alone("b", 600.0, gpus=2, tenant="b"))
     assert until_b_starts(timeline)[0] == 0
+
+
+def idle_gpu_seconds(timeline: Timeline, until: float) -> float:
+    """To a second, while there are jobs that wait."""
+    idle = 0.0
+    while timeline.now < until:
+        assert timeline.scheduler.state.pending
+        timeline.until(timeline.now + 1.0)
+        idle += timeline.scheduler.state.num_free
+    return idle
+
+
+@pytest.mark.parametrize("settings", [LIVE, made_settings()])
+def test_no_gpus_are_kept_for_a_job_that_those_there_cannot_hold(settings: Settings) -> None:
+    """It asks for two nodes and one is lost. The other tenant's jobs go on, until the node is back."""
+    timeline = made_timeline(4, 4, settings=settings)
+    timeline.tell(*[alone(f"a{index}", 600.0, tenant="a") for index in range(MANY)])
+    timeline.until(700.0)
+    timeline.tell(GpusLost((4, 5, 6, 7)), alone("b", 600.0, gpus=8, tenant="b"))
+    assert timeline.scheduler.state.num_gpus == 4 and idle_gpu_seconds(timeline, 6000.0) == 0
+    timeline.tell(NodeAdded("n1", (4, 5, 6, 7), "r0"))
+    assert until_b_starts(timeline)[0] == 0
+
+
+@pytest.mark.parametrize("settings", [LIVE, made_settings()])
+def test_gpus_are_kept_where_the_job_has_room_and_not_on_smaller_ones(settings: Settings) -> None:
+    timeline = made_timeline(1, 1, 1, settings=settings)
+    timeline.tell(MemoryFound((0, 1, 2), (80 * 10**9, 140 * 10**9, 80 * 10**9)))
+    timeline.tell(*[alone(f"a{index}", 600.0 + 100.0 * (index % 7), tenant="a") for index in range(MANY)])
+    timeline.until(1500.0)
+    timeline.tell(alone("b", 600.0, tenant="b", parameters=10**9, longest=16000))
+    assert timeline.job("b").least_room > 80 * 10**9
+    free_at = min(
+        timeline.now + job.remaining_seconds(timeline.now)
+        for job in timeline.scheduler.state.jobs.values()
+        if job.group_id and 1 in timeline.gpus_of(job.spec.job_id)
+    )
+    assert idle_gpu_seconds(timeline, free_at + 60.0) == 0 and timeline.started_at["b"] == pytest.approx(free_at)
 
 
 def test_priority_goes_before_shares() -> None:

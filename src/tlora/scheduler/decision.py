@@ -91,13 +91,15 @@ class Decision:
         return self._levels.get(job.spec.tenant, 0) < 0
 
     def keep_room_for(self, job: Job) -> list[int]:
-        """Keep the nodes on which it will soonest find room, those freest now, from jobs at their share, where it is the first below its
-        own to find no place. Else each of its chances would be taken by the next of them. Returns the free GPUs there, which are taken.
+        """Keep the nodes on which it will soonest find room from jobs at their share, where it is the first below its own to find no
+        place. Else each of its chances would be taken by the next of them. Returns the free GPUs there, which are taken.
         """
         if self._kept_for is not None or not self.is_below_share(job):
             return []
-        self._kept_for, self._kept = job, self.freest_nodes(job.spec.gpus)
-        return self.take_free(self._kept)
+        nodes = self.soonest_nodes(job)
+        if nodes:
+            self._kept_for, self._kept = job, nodes
+        return self.take_free(nodes)
 
     def is_kept_from(self, node: str, job: Job) -> bool:
         """Whether the node is kept for another one that comes first."""
@@ -108,9 +110,22 @@ class Decision:
             and not self.is_below_share(job)
         )
 
-    def freest_nodes(self, gpus: int) -> list[str]:
-        """As many as `gpus` GPUs take, with the most GPUs free."""
-        return sorted(self.state.nodes, key=lambda name: (-len(self.draft.free_of(name)), name))[: self.nodes_for(gpus)]
+    def soonest_nodes(self, job: Job) -> list[str]:
+        """Nodes that can hold it, those freest now; none where the GPUs that are there are too few for it, as some are lost."""
+        gpus, nodes, memory = job.spec.gpus, self.state.nodes, self.state.memory
+        roomy = {name: len(node.gpus) for name, node in nodes.items()}
+        if job.least_room:
+            roomy = {name: sum(memory.has_room(gpu, job.least_room) for gpu in node.gpus) for name, node in nodes.items()}
+        freest = sorted(nodes, key=lambda name: (-len(self.draft.free_for(name, job.least_room)), name))
+        holding = [name for name in freest if roomy[name] >= gpus][:1]
+        if holding or (gpus <= self.node_size and not job.least_room):
+            return holding
+        whole, rest = divmod(gpus, self.node_size)
+        chosen = [name for name in freest if roomy[name] == self.node_size][:whole]
+        chosen += [name for name in freest if name not in chosen and roomy[name] >= rest][: rest > 0]
+        if len(chosen) < self.nodes_for(gpus) and job.least_room:  # whose GPUs may lie on any nodes
+            chosen = [name for name in freest if roomy[name]]
+        return chosen if sum(roomy[name] for name in chosen) >= gpus else []
 
     def take_free(self, nodes: Iterable[str]) -> list[int]:
         """Their free GPUs, which are no longer free in this decision."""

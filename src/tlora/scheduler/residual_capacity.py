@@ -132,7 +132,7 @@ def _place_those_who_wait(decision: Decision, waiting: Waiting, displaced: Seque
             late = starving.pop()
             gave_way = _place(decision, late, gently=False)
             if gave_way is None:
-                held += decision.keep_room_for(late) + decision.take_free(decision.freest_nodes(late.spec.gpus))
+                held += decision.keep_room_for(late) + decision.take_free(decision.soonest_nodes(late))
             stopped += gave_way or []
             continue
         if job is None:
