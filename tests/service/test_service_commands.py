@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from tests.service.served import ROW, Served, listening, until
 from tlora import manifest
 from tlora.cli import server_commands
 from tlora.cli.commands import app
+from tlora.cli.service_view import print_cluster
+from tlora.client.answers import RemoteCluster, RemoteGroup, Waiting
 from tlora.jobs_file import read_jobs_file
 
 JOBS = """base_model: base
@@ -312,3 +316,12 @@ def test_the_queue_shows_groups_and_reasons(slow_desk: Desk) -> None:
     desk.tick_until(lambda: "polite (3/10)" in desk("queue").output)
     assert "jobs that share it" in desk("queue").output and json.loads(desk("queue", "--json").output)["gpus"] == [0, 1]
     assert "of others" in desk("queue", tenant="bob").output
+
+
+def test_a_job_that_its_group_has_yet_to_let_in_has_its_name_there() -> None:
+    group = RemoteGroup(id="group", base_model="base", gpus=[0], jobs=["job-1"])
+    waiting = [Waiting(job="job-1", name="polite", reason="its group on GPU 0 to load the base and let it in")]
+    console = Console(file=io.StringIO(), width=100)
+    print_cluster(console, RemoteCluster(device="cuda", gpus=[0], groups=[group], waiting=waiting), {})
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("polite") == 2 and "job-1" not in text

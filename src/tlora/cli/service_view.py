@@ -126,8 +126,9 @@ def _settings(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in shown.items())
 
 
-def print_cluster(console: Console, cluster: RemoteCluster, names: Mapping[str, RemoteJob]) -> None:
-    """Groups on their GPUs, then the queue. `names`: the caller's open jobs by id."""
+def print_cluster(console: Console, cluster: RemoteCluster, running: Mapping[str, RemoteJob]) -> None:
+    """Groups on their GPUs, then the queue. `running`: those of the caller's jobs by id; others in a group wait to be let in."""
+    waiting = {one.job: one.name for one in cluster.waiting}
     place = "GPU" if cluster.device == "cuda" else "process"
     used = {gpu for group in cluster.groups for gpu in group.gpus}
     table = open_table()
@@ -135,7 +136,9 @@ def print_cluster(console: Console, cluster: RemoteCluster, names: Mapping[str, 
     table.add_column("base model", overflow="fold")
     table.add_column("jobs that share it", overflow="fold")
     for group in sorted(cluster.groups, key=lambda group: group.gpus):
-        listed = [f"{names[job].name} ({steps_text(names[job]) or DASH})" if job in names else job for job in group.jobs]
+        listed = [
+            f"{found.name} ({steps_text(found) or DASH})" if (found := running.get(job)) else waiting.get(job, job) for job in group.jobs
+        ]
         listed += [f"{group.other_jobs} of others"] if group.other_jobs else []
         table.add_row(", ".join(map(str, group.gpus)), Text(printable(group.base_model)), Text(printable(", ".join(listed) or DASH)))
     for gpu in cluster.gpus:
