@@ -109,6 +109,22 @@ def test_neither_a_next_header_nor_the_rest_of_a_body_that_is_not_needed_comes_a
     assert served.opened.services.connections.timed_out >= 6
 
 
+def test_what_clients_get_wrong_fills_no_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """uvicorn has lines for each, one of which names packages to install that would change nothing."""
+    upgrade = get("/healthz", "x", "Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
+    with (
+        listening(tmp_path / "server") as (_, url),
+        attacking(url, 2, upgrade) as upgrading,
+        attacking(url, 2, b"\x16\x03\x01\r\n") as garbage,
+    ):
+        until(lambda: not garbage.alive)
+        assert all(answer.startswith(b"HTTP/1.1 400 ") for answer in garbage.answers)
+        upgrading.send(get("/nothing", "x", "Connection: close"))
+        until(lambda: not upgrading.alive)
+        assert all(answer.startswith(b"HTTP/1.1 200 ") and b"HTTP/1.1 401 " in answer for answer in upgrading.answers)
+    assert "request" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("path", ["/v1/jobs", "/v1/files"])
 def test_a_body_that_comes_a_byte_at_a_time_is_cut(tmp_path: Path, path: str) -> None:
     """With a message, and nothing of it is kept."""

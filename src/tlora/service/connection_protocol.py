@@ -65,9 +65,9 @@ class ConnectionProtocol(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._handshake: asyncio.Task[None] | None = None
         self._early = bytearray()  # what came with the end of the handshake
-        self._is_open = self._is_over = self._has_served = False
+        self._is_open = self._is_over = False
         self._running = 0  # requests that are answered
-        self._header_bytes = 0  # of the header that is waited for
+        self._awaited: object = None  # the part of a request whose time runs
         self._unread_bytes, self._unread_since = 0, 0.0
         self.address: str | None = None
         self.body: Body | None = None
@@ -115,11 +115,27 @@ class ConnectionProtocol(asyncio.Protocol):
         if not self._is_open:
             self._early += data
             return
-        if not self._running:
-            if self._has_served and not self._header_bytes:  # a first header's time runs since the connection was made
-                self._connections.wait(self, begun=True)
-            self._header_bytes += len(data)
         self._inner.data_received(data)
+        if not self._running:
+            self._wait()
+
+    def _wait(self) -> None:
+        """For what the client has to send next, as far as uvicorn's parser has come."""
+        cycle = self._inner.cycle
+        if cycle is None:  # a first header's time runs since the connection was made
+            return
+        if not cycle.response_complete:  # its header has come whole
+            self._connections.serve(self)
+            return
+        begun = self._inner.scope if self._is_in_header() else cycle if cycle.more_body else None
+        if begun is not self._awaited:
+            self._awaited = begun
+            self._connections.wait(self, begun=begun is not None)
+
+    def _is_in_header(self) -> bool:
+        """Whether a header has begun to come and is not whole: the parser makes a scope for each, and at its end a cycle with that."""
+        scope, cycle = self._inner.scope, self._inner.cycle
+        return scope is not None and (cycle is None or cycle.scope is not scope)
 
     def eof_received(self) -> bool | None:
         return self._inner.eof_received() if self._is_open else None
@@ -142,7 +158,6 @@ class ConnectionProtocol(asyncio.Protocol):
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application. Its middleware finds this connection by `connection_of`."""
         self._running += 1
-        self._header_bytes, self._has_served = 0, True
         self._connections.serve(self)
         scope["state"][_CONNECTION] = self
         try:
@@ -151,7 +166,8 @@ class ConnectionProtocol(asyncio.Protocol):
             self._running -= 1
             if not self._running:
                 self.body = None
-                self._connections.wait(self, begun=False)
+                self._awaited = self  # no part of a request, so that the time of what follows begins now
+                self._wait()
 
     def unread_seconds(self, clock: float) -> float:
         there = self._transport.get_write_buffer_size() if self._is_open and self._transport is not None else 0
@@ -164,7 +180,7 @@ class ConnectionProtocol(asyncio.Protocol):
         return 0.0 if self.body is None else self.body.unsent_seconds()
 
     def time_out(self) -> None:
-        if self._header_bytes:
+        if self._is_in_header():
             self._end(408, "too_slow", "the header of the request did not come in time; send it faster")
         else:
             self._end()
@@ -179,6 +195,8 @@ class ConnectionProtocol(asyncio.Protocol):
         self._is_over = True
         transport, is_plain = self._transport, self._factory.tls is None
         assert transport is not None
+        if transport.is_closing():  # it ends when what was sent has been read
+            return
         if not self._is_open and not is_plain:  # no answer can be read before the end of the handshake
             transport.abort()
             return

@@ -36,7 +36,7 @@ class Member(Protocol):
         ...
 
     def time_out(self) -> None:
-        """Close it: its header has not come in time."""
+        """Close it: what it waits for has not come in time."""
         ...
 
     def drop(self) -> None:
@@ -114,7 +114,8 @@ class Connections:
         """For a header from now on, which has `begun`; where it has not, the connection is kept for a next request."""
         if member in self._members:
             self.serve(member)
-            self._waiting[member] = until = self.clock + self.limits.header_seconds if begun else float("inf")
+            seconds = self.limits.header_seconds if begun else self.limits.keep_alive_seconds
+            self._waiting[member] = until = self.clock + seconds
             if member.address is not None:
                 self._addresses[member.address].waiting[member] = until
 

@@ -238,7 +238,7 @@ def uvicorn_config(app: FastAPI, config: ServerConfig, connections: Connections,
         ws="none",
         # uvloop reads from a new connection before TLS can begin on it, and the handshake then never ends
         loop="asyncio" if tls is not None else "auto",
-        log_level="warning",
+        log_level="error",  # its warnings are of requests that clients got wrong: anyone could fill the log with them
         access_log=False,
         proxy_headers=bool(config.trusted_proxies),
         forwarded_allow_ips=list(config.trusted_proxies),
