@@ -46,7 +46,12 @@ def backfill() -> Policy:
 
 def sjf() -> Policy:
     """The job of the least remaining time that fits starts; none is stopped. Knows each job's time, as an oracle would."""
-    return _each_that_fits(lambda job: (-job.spec.priority, job.remaining_seconds(job.seen_at), job.number))
+    return _each_that_fits(shortest)
+
+
+def shortest(job: Job) -> Key:
+    """The key of a job that waits under `sjf` and `srtf`."""
+    return -job.spec.priority, job.remaining_seconds(job.seen_at), job.number
 
 
 def srtf() -> Policy:
@@ -61,6 +66,11 @@ def las(limits: tuple[float, ...] = LAS_LIMITS) -> Policy:
     there). A running job sinks when the next event or tick looks at it.
     """
     return _preemptive(lambda job, now: (-job.spec.priority, float(bisect_right(limits, job.service_at(now)))))
+
+
+def least_attained(job: Job) -> Key:
+    """The key of a job that waits under `las`."""
+    return -job.spec.priority, float(bisect_right(LAS_LIMITS, job.service_gpu_seconds)), job.number
 
 
 def start_alone(draft: Draft, job: Job) -> bool:

@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
+from tlora.costs.cost import CostModel
 from tlora.protocol import Action, ChangeGroup, Event, GroupReady, JobFinished, StartGroup, StopGroup, Tick
 from tlora.scheduler.job import Job
 from tlora.scheduler.scheduler import Policy, Scheduler
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.state import ClusterState
+from tlora.scheduler.waiting import Key, arrival
 
 MOST_STARTS = 200  # that are foreseen: those behind have no predicted start
 _TICK_SECONDS = 60.0
 _MOST_TICK_SECONDS = 960.0  # ticks that change nothing come at twice the time, up to this
 _MOST_EVENTS = 20 * MOST_STARTS
+_FIRST_ARRIVED = 100  # jobs that are looked at wherever they are in the policy's order: those that starve are among them
+_LEAST_LOOKED_AT = 300  # jobs of the policy's order
 
 
 class Start(NamedTuple):
@@ -30,25 +36,36 @@ class Start(NamedTuple):
     at: float
 
 
-def forecast(state: ClusterState, policy: Policy, start_seconds: float) -> list[Start]:
-    """All jobs that wait, in the order in which they will start. `policy` is one made for this, as it remembers what it sees.
+def forecast(
+    state: ClusterState,
+    policy: Policy,
+    start_seconds: float,
+    order: Callable[[Job], Key] = arrival,
+    is_late: Callable[[], bool] = lambda: False,
+) -> list[Start]:
+    """All jobs that wait, in the order in which they will start. `policy` is one made for this, as it remembers what it sees; `order` is
+    the key of those that wait under it: of a long queue only the first are looked at, and the others follow in that order.
 
-    A new group takes `start_seconds` to load its base. Costs a decision of the policy for each start.
+    A new group takes `start_seconds` to load its base. Costs a decision of the policy for each start; none more is made once `is_late`.
     """
-    waiting = [name for name in state.pending if name not in state.held]
+    waiting = sorted((name for name in state.pending if name not in state.held), key=lambda name: order(state.jobs[name]))
     if not waiting:
         return []
-    rolled = _Rolled(_scheduler_over(state, policy), start_seconds, set(waiting))
-    rolled.run()
+    looked_at = {*waiting[: max(_LEAST_LOOKED_AT, 2 * state.num_gpus)], *islice(state.pending, _FIRST_ARRIVED)}
+    rolled = _Rolled(_scheduler_over(state, policy, looked_at), start_seconds, looked_at.intersection(waiting))
+    rolled.run(is_late)
     late = [Start(name, math.inf) for name in waiting if name not in rolled.starts]
     return [*(Start(name, at) for name, at in rolled.starts.items()), *late]
 
 
-def _scheduler_over(state: ClusterState, policy: Policy) -> Scheduler:
-    """Over a copy that shares what never changes."""
-    scheduler = Scheduler(policy, state.cost, lambda _: None)
-    shared: Sequence[object] = [*(job.spec for job in state.jobs.values()), *(known.group for known in state.groups.values())]
+def _scheduler_over(state: ClusterState, policy: Policy, looked_at: set[str]) -> Scheduler:
+    """Over a copy, which shares what never changes, of the jobs that do not wait and of those that are looked at."""
+    scheduler = Scheduler(policy, CostModel({}), lambda _: None)
+    pending = {name: None for name in state.pending if name in looked_at}
+    jobs = {name: copy.copy(job) for name, job in state.jobs.items() if name in pending or name not in state.pending}
+    shared: Sequence[object] = [state.cost, *(known.group for known in state.groups.values())]
     memo: dict[int, object] = {id(one): one for one in shared}
+    memo |= {id(state.jobs): jobs, id(state.pending): pending, id(state.ended_late): deque(state.ended_late)}
     scheduler.state = copy.deepcopy(state, memo)
     return scheduler
 
@@ -63,18 +80,20 @@ class _Rolled:
     starts: dict[str, float] = field(default_factory=dict[str, float])
     ready_at: dict[str, float] = field(default_factory=dict[str, float])
 
-    def run(self) -> None:
+    def run(self, is_late: Callable[[], bool]) -> None:
         state = self.scheduler.state
         for name, known in state.groups.items():
             if not known.ready:
                 self.ready_at[name] = max(state.now, known.changed_at + self.start_seconds)
         gap, tick_at = _TICK_SECONDS, state.now + _TICK_SECONDS
         for _ in range(_MOST_EVENTS):
-            if not self.waiting or len(self.starts) >= MOST_STARTS:
+            if not self.waiting or len(self.starts) >= MOST_STARTS or is_late():
                 return
             at, event = min([self._next_end(), self._next_ready(), (tick_at, Tick())], key=lambda found: found[0])
             assert event is not None, "ticks always come"
             acted = self._happen(event, at)
+            if not acted and not state.groups and gap >= _MOST_TICK_SECONDS:  # nothing runs, and no GPU that is there takes any
+                return
             gap = _TICK_SECONDS if acted or not isinstance(event, Tick) else min(2 * gap, _MOST_TICK_SECONDS)
             tick_at = at + gap
 
@@ -103,7 +122,8 @@ class _Rolled:
 
     def _next_end(self) -> tuple[float, Event | None]:
         state = self.scheduler.state
-        at, name = min([(self._end_of(job), name) for name, job in state.jobs.items() if job.step_seconds], default=(math.inf, ""))
+        placed = [name for known in state.groups.values() for name in known.group.job_ids]
+        at, name = min([(self._end_of(state.jobs[name]), name) for name in placed], default=(math.inf, ""))
         return max(at, state.now), JobFinished(name) if name else None
 
     def _end_of(self, job: Job) -> float:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tlora.protocol import Action, ChangeGroup, Event, GroupReady, StartGroup, StepsDone
 from tlora.scheduler.forecast import forecast
-from tlora.scheduler.policies import LIVE_POLICIES
+from tlora.scheduler.policies import LIVE_POLICIES, waiting_order
 from tlora.scheduler.scheduler import Scheduler
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.waiting_reasons import Reasons
@@ -18,6 +18,8 @@ from tlora.scheduler.waiting_reasons import Reasons
 _FRESH_SECONDS = 10.0  # so old, predicted times are worked out anew though nothing but steps has happened
 _SHARE = 0.05  # of the scheduler's thread, over time
 _BURST_SECONDS = 0.5  # that may be spent at once: then a look is left out until its share has come together again
+_FORECAST_SECONDS = 1.0  # for one look: no job starts or ends meanwhile. What is not foreseen by then stays open
+_MOST_SECONDS = 1.5  # with the reasons
 _MOST_EXPLAINED = 100  # jobs at the head of the queue
 _NEWEST = 0.3  # the weight of the last start in the mean of what one takes
 
@@ -66,24 +68,27 @@ class WaitingQueue:
             return
         self._changed, self._left_seconds = False, min(_BURST_SECONDS, self._left_seconds + _SHARE * since)
         try:
-            self._show(self._places(scheduler))
+            self._show(self._places(scheduler, began))
         except Exception:  # a queue that cannot be shown must not end the training of all jobs
             logging.getLogger(__name__).exception("the queue's order is not known")
             self._show({})
         self._looked_at = time.monotonic()
         self._left_seconds -= self._looked_at - began
 
-    def _places(self, scheduler: Scheduler) -> dict[str, QueuePlace]:
+    def _places(self, scheduler: Scheduler, began: float) -> dict[str, QueuePlace]:
         state = scheduler.state
         shares = self._policy.startswith("residual_capacity")  # and no other policy knows tenants
         reasons = Reasons(state, shares)
-        starts = forecast(state, LIVE_POLICIES[self._policy](), self._start_seconds)
+        order = waiting_order(self._policy, state)
+        starts = forecast(
+            state, LIVE_POLICIES[self._policy](), self._start_seconds, order, lambda: time.monotonic() - began > _FORECAST_SECONDS
+        )
         levels = state.tenants.levels(state.now)
         least = min((levels.get(state.jobs[name].spec.tenant, 0) for name in state.pending), default=0)
         found: dict[str, QueuePlace] = {}
         for number, (name, at) in enumerate(starts, 1):
             job = state.jobs[name]
-            why = [reasons.of(job)] if number <= _MOST_EXPLAINED else []
+            why = [reasons.of(job)] if number <= _MOST_EXPLAINED and time.monotonic() - began <= _MOST_SECONDS else []
             if levels.get(job.spec.tenant, 0) > least and shares:
                 why.append("tenants that have used less GPU time come first")
             found[name] = QueuePlace(number, "; ".join(filter(None, why)), at + self._clock_ahead if at < math.inf else None)
