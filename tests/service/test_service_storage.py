@@ -232,6 +232,13 @@ def test_where_storage_is_full_sets_that_no_job_needs_give_way_and_others_do_not
         third = served.submit("alice", data={"file": file, "max_length": 300})["id"]
         reason = served.wait("alice", third, "failed")["reason"]
         assert "no room for its tokenized data" in reason and "Delete files that you do not need, or wait until jobs have ended" in reason
+        served.opened.services.storage.look()  # as a sweep does, between the moment in which a set is put in place and intake's answer
+        again = served.submit("alice", file=file, data={"file": file, "max_length": 300})["id"]
+        assert "no room for its tokenized data" in served.wait("alice", again, "failed")["reason"], (
+            "a set that was counted needs its room too"
+        )
+        same = served.submit("alice", file=file, data={"file": file, "max_length": 200})["id"]
+        served.wait("alice", same, "queued")  # on a set that another job has, and that had room
         until(lambda: served.cluster._open.get(jobs[0]))  # pyright: ignore[reportPrivateUsage]
         served.cluster.finish(jobs[0])
         served.wait("alice", jobs[0], "succeeded")

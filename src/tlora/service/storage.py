@@ -55,6 +55,7 @@ class Storage:
         self._root, self._most = directory / "tokens", limits.storage_bytes
         self._lock = threading.RLock()
         self._sets: dict[str, dict[str, TokenSet]] = {}  # by tenant and name
+        self._admitted: set[tuple[str, str]] = set()  # sets that there was room for, by tenant and name
         self._pruned: set[str] = set()  # tenants whose records name no set that is gone
         self.look()
 
@@ -93,11 +94,15 @@ class Storage:
     def admit(self, connection: Connection, tenant: str, sets: Collection[str]) -> None:
         """The sets that intake has made for a job of the tenant's. Raises RefusedError where there is no room for them."""
         with self._lock:
+            names = {Path(path).name for path in sets}
+            admitted = {(tenant, name) for name in names}
+            if admitted <= self._admitted:
+                return
             known = self._sets.setdefault(tenant, {})
-            new = self._measure(tenant, {Path(path).name for path in sets} - known.keys())
-            if new:
-                self.check(connection, tenant, sum(one.bytes for one in new.values()))
-                known |= new
+            new = self._measure(tenant, names - known.keys())
+            self.check(connection, tenant, sum(one.bytes for one in new.values()))  # without new ones too: `look` may have seen them first
+            known |= new
+            self._admitted |= admitted
 
     def clear(self, connection: Connection, tenant: str, now: float) -> list[Path]:
         """Remove sets of files that are deleted, and, beyond the tenant's storage, such as no unfinished job needs. The sets of files that
@@ -161,6 +166,7 @@ class Storage:
 
     def _drop(self, tenant: str, name: str) -> None:
         self._sets[tenant].pop(name, None)
+        self._admitted.discard((tenant, name))
         self._pruned.discard(tenant)
 
     def _measure(self, tenant: str, names: Iterable[str]) -> dict[str, TokenSet]:
