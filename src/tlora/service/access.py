@@ -20,7 +20,7 @@ from tlora.service.connection_protocol import connection_of
 from tlora.service.connections import Body, shared_address
 from tlora.service.keys import Caller, KeyRing
 from tlora.service.problems import answer
-from tlora.service.request_numbers import RequestNumbers
+from tlora.service.request_log import Answered
 from tlora.service.visits import Visits
 from tlora.version import __version__
 
@@ -67,11 +67,10 @@ class Guard:
         ring: KeyRing,
         visits: Visits | None = None,
         welcome: ASGIApp | None = None,
-        numbers: RequestNumbers | None = None,
+        see: Callable[[Answered], None] = lambda _: None,
     ) -> None:
-        """`welcome` is what a browser without a cookie gets; `numbers` sees all answers."""
-        self._app, self._ring, self._visits, self._welcome = app, ring, visits, welcome
-        self._numbers = numbers or RequestNumbers()
+        """`welcome` is what a browser without a cookie gets; `see` is told of all answers."""
+        self._app, self._ring, self._visits, self._welcome, self._see = app, ring, visits, welcome, see
         self._hosts, self._limits, self._tls = config.hosts, config.limits, bool(config.tls_certificate)
         self._root = config.root_path
         self._at_once, self._most_at_once = dict[str, int](), config.connections.per_address
@@ -105,8 +104,9 @@ class Guard:
         began = time.monotonic()
 
         def see(code: int) -> None:
-            caller = scope.get("state", {}).get("caller")
-            self._numbers.see(scope["method"], code, caller.tenant if caller is not None else "", time.monotonic() - began)
+            caller, client = scope.get("state", {}).get("caller"), scope.get("client") or ("",)
+            tenant, key_id = ("", "") if caller is None else (caller.tenant, caller.key_id)
+            self._see(Answered(scope["method"], scope["path"], client[0], code, time.monotonic() - began, tenant, key_id))
 
         secured = _secure(send, body, see)
         refusal = self._judge_address(address) or await self._judge(scope)
@@ -128,7 +128,7 @@ class Guard:
         return 429, "too_many_connections", message, {"Retry-After": "1"}
 
     async def _judge(self, scope: Scope) -> _Refusal | None:
-        """None for a request that may pass. Leaves the caller in the scope's state."""
+        """None for a request that may pass. Leaves the caller in the scope's state, also of one that may not."""
         headers = _headers(scope)
         host = headers.get("host", "")
         named = _HOST.fullmatch(host)
@@ -145,13 +145,13 @@ class Guard:
             problem = "this key is unknown or revoked" if secret else "no key was given"
             message = f"{problem}. Send it as `Authorization: Bearer tml-...` or `X-API-Key: tml-...`"
             return 401, "invalid_key", message, {"WWW-Authenticate": "Bearer"}
+        scope.setdefault("state", {})["caller"] = caller
         needed = needed_scope(scope["method"], path)
         if needed not in caller.scopes:
             return 403, "missing_scope", f"this key lacks the scope {needed!r}. Ask the operator for a key with it", {}
         if not self._may_ask(caller.tenant):
             rate = self._limits.requests_per_second
             return 429, "too_many_requests", f"more than {rate:g} requests a second of this tenant; wait a second", {"Retry-After": "1"}
-        scope.setdefault("state", {})["caller"] = caller
         return None
 
     def _find(self, secret: str) -> Caller | None:

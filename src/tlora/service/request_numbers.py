@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from tlora.service.request_log import Answered
+
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -18,8 +20,7 @@ class RequestNumbers:
         text = "From a request's header to the beginning of its answer."
         self._seconds = Histogram("tlora_request_seconds", text, ["method"], buckets=_BUCKETS, registry=self.registry)
 
-    def see(self, method: str, code: int, tenant: str, seconds: float) -> None:
-        """The answer to a request begins."""
-        method = method if method in _METHODS else "other"  # a client may send any word
-        self._answered.labels(method, code, tenant).inc()
-        self._seconds.labels(method).observe(seconds)
+    def see(self, answered: Answered) -> None:
+        method = answered.method if answered.method in _METHODS else "other"  # a client may send any word
+        self._answered.labels(method, answered.code, answered.tenant).inc()
+        self._seconds.labels(method).observe(answered.seconds)

@@ -42,6 +42,7 @@ from tlora.service.housekeeping import Housekeeping
 from tlora.service.keys import KeyRing, NewKey, write_first_key
 from tlora.service.live_state import LiveState
 from tlora.service.machine import Places, find_places
+from tlora.service.request_log import RequestLog
 from tlora.service.services import Bell, Services
 from tlora.service.store_id import StoreId
 from tlora.service.visits import Visits, oldest_key
@@ -95,7 +96,8 @@ def open_server(config: ServerConfig, hall: Hall | None = None, failpoint: Failp
         controller = Controller(config, engine, writer, live, hall)
         ring = KeyRing(engine)
         visits = Visits(secret, ring)
-        rest = (bell, dict(known), visits, controller.storage, Connections(config.connections))
+        log = RequestLog(directory / "logs", config.log_file_bytes)
+        rest = (bell, dict(known), visits, controller.storage, Connections(config.connections), log)
         services = Services(config, engine, writer, ring, Cursors(secret), live, controller, *rest)
     except BaseException:
         if engine is not None:
@@ -118,6 +120,7 @@ def open_server(config: ServerConfig, hall: Hall | None = None, failpoint: Failp
                 controller.close()
                 heart.close()
                 writer.close()
+                log.close()
                 engine.dispose()
                 os.close(lock)
 

@@ -20,6 +20,7 @@ from tlora.service.keys import Caller, KeyRing
 from tlora.service.live_state import LiveState
 from tlora.service.orders import OrderSpec
 from tlora.service.problems import RefusedError
+from tlora.service.request_log import Answered, RequestLog
 from tlora.service.request_numbers import RequestNumbers
 from tlora.service.storage import Storage
 from tlora.service.views import JobView, job_view
@@ -90,10 +91,16 @@ class Services:
     visits: Visits
     storage: Storage
     connections: Connections
+    log: RequestLog
     numbers: RequestNumbers = field(default_factory=RequestNumbers)
     streams: dict[str, int] = field(default_factory=dict[str, int])
     began: float = field(default_factory=time.time)
     _writes: set[asyncio.Future[Any]] = field(default_factory=set[asyncio.Future[Any]])  # a task that nothing refers to may be collected
+
+    def see(self, answered: Answered) -> None:
+        """The answer to a request begins."""
+        self.numbers.see(answered)
+        self.log.see(answered)
 
     async def write(self, operation: Operation[T], then: Callable[[T], None] = lambda _: None) -> T:
         """The operation's value, once it is on the disk. `then` gets it before the caller, and also where the caller is cancelled
