@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
 import pytest
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from tlora.service import connections as connections_module
 from tlora.service import server
 from tlora.service.config import ConnectionLimits
-from tlora.service.connections import STALLED_SECONDS, Body, Connections, is_proxy, shared_address
+from tlora.service.connections import STALLED_SECONDS, Body, Connections, forwarders, is_proxy, shared_address
 
 
 @dataclass(eq=False)
@@ -159,6 +162,24 @@ def test_a_body_may_take_as_long_as_its_bytes_earn(monkeypatch: pytest.MonkeyPat
 )
 def test_what_counts_as_one_address(host: str | None, shared: str | None) -> None:
     assert shared_address(host) == shared
+
+
+@pytest.mark.parametrize("proxies", [["127.0.0.1"], ["10.0.0.0/8", "127.0.0.0/8"], ["192.0.2.1", "*"], ["2001:db8::/32"]])
+@pytest.mark.parametrize("peer", ["127.0.0.1", "::ffff:127.0.0.1", "192.0.2.9", "::ffff:192.0.2.9", "2001:db8::7"])
+def test_uvicorn_trusts_the_proxies_that_are_not_limited_by_address(proxies: list[str], peer: str) -> None:
+    seen: list[Scope] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope)
+
+    async def receive() -> Message:
+        return {"type": "http.request"}
+
+    async def send(message: Message) -> None: ...
+
+    scope = {"type": "http", "scheme": "http", "client": (peer, 1), "headers": [(b"x-forwarded-for", b"198.51.100.1")]}
+    asyncio.run(ProxyHeadersMiddleware(app, forwarders(proxies))(scope, receive, send))  # type: ignore[arg-type] # of the same shape
+    assert (seen[0]["client"][0] == "198.51.100.1") == is_proxy(peer, proxies)
 
 
 def test_trusted_proxies_are_addresses_or_networks() -> None:

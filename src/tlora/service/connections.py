@@ -196,6 +196,20 @@ def is_proxy(host: str | None, trusted_proxies: Sequence[str]) -> bool:
     return found is not None and any(found in ipaddress.ip_network(proxy, strict=False) for proxy in trusted_proxies)
 
 
+def forwarders(trusted_proxies: Sequence[str]) -> list[str]:
+    """`trusted_proxies` for uvicorn, which must trust the same ones: alone it takes "*" only by itself, and where the server listens on
+    `::` it does not know a proxy that comes over IPv4.
+    """
+    if "*" in trusted_proxies:
+        return ["*"]
+    found = list(trusted_proxies)
+    for proxy in trusted_proxies:
+        network = ipaddress.ip_network(proxy)
+        if network.version == 4:
+            found.append(f"::ffff:{network.network_address}/{96 + network.prefixlen}")
+    return found
+
+
 def _parse(host: str | None) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         found = ipaddress.ip_address((host or "").partition("%")[0])

@@ -30,7 +30,7 @@ from tlora.server_directory import ADDRESS, FIRST_KEY
 from tlora.service.app import make_app
 from tlora.service.config import ServerConfig
 from tlora.service.connection_protocol import ConnectionFactory
-from tlora.service.connections import Connections
+from tlora.service.connections import Connections, forwarders
 from tlora.service.controller import Controller
 from tlora.service.cursors import Cursors, open_secret
 from tlora.service.database.lease import Heart, take_lease, this_server
@@ -244,7 +244,7 @@ def uvicorn_config(app: FastAPI, config: ServerConfig, connections: Connections,
         log_level="error",  # its warnings are of requests that clients got wrong: anyone could fill the log with them
         access_log=False,
         proxy_headers=bool(config.trusted_proxies),
-        forwarded_allow_ips=list(config.trusted_proxies),
+        forwarded_allow_ips=forwarders(config.trusted_proxies),
         server_header=False,
         timeout_keep_alive=config.connections.keep_alive_seconds,  # type: ignore[arg-type] # which may be a float
         timeout_graceful_shutdown=_GRACE_SECONDS,
