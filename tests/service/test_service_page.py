@@ -203,6 +203,15 @@ def test_pages_are_compressed_for_clients_that_take_it_and_name_their_icon(serve
     visitor = log_in(served, "alice")
     for path in ("/", f"/jobs/{served.submit('alice', metadata={'note': 'x' * 500})['id']}"):
         packed = served.client.get(path, headers=visitor | {"Accept-Encoding": "gzip"})
+        for taken, how in (
+            (False, "gzip;q=0"),
+            (False, "br, gzip; q=0.0, x"),
+            (True, "br;q=0, gzip;q=0.5"),
+            (True, "deflate, GZIP"),
+            (False, "x-gzip"),
+        ):
+            found = served.client.get(path, headers=visitor | {"Accept-Encoding": how})
+            assert ("content-encoding" in found.headers) == taken, how
         plain = served.client.get(path, headers=visitor | {"Accept-Encoding": "identity"})
         assert packed.headers["content-encoding"] == "gzip" and "content-encoding" not in plain.headers
         assert packed.headers["vary"] == plain.headers["vary"] == "Accept-Encoding"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import time
 from functools import cache
 from importlib import resources
@@ -38,6 +39,7 @@ _TEXT: dict[str, Any] = {"content": {"text/html": {"schema": {"type": "string"}}
 _HTML: dict[int | str, dict[str, Any]] = {200: _TEXT, 401: REFUSALS[401] | _TEXT, 404: REFUSALS[404] | _TEXT}
 _SCRIPT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/javascript": {}}}}
 router = APIRouter(tags=["page"], responses=REFUSALS)
+_GZIP = re.compile(r"(?<![^\s,])gzip\s*(?:,|$|;\s*q=(?!0(?:\.0*)?\s*(?:,|$)))", re.IGNORECASE)  # q=0 refuses it
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -199,7 +201,7 @@ def _page(template: str, root: str, status: int = 200, **values: Any) -> HTMLRes
 def _packed(request: Request, page: HTMLResponse) -> HTMLResponse:
     """Compressed for a client that takes it: a page is asked for every two seconds."""
     page.headers["Vary"] = "Accept-Encoding"
-    if "gzip" in request.headers.get("accept-encoding", ""):
+    if _GZIP.search(request.headers.get("accept-encoding", "")):
         page.body = gzip.compress(page.body, compresslevel=5, mtime=0)
         page.headers["Content-Encoding"], page.headers["Content-Length"] = "gzip", str(len(page.body))
     return page
