@@ -125,7 +125,7 @@ def test_alpaca() -> None:
         ("user", "i\nn"),
         ("assistant", "o"),
     ]
-    assert found.weights == [0, 0, 0, 0, 1]  # the output only, as its authors count it
+    assert found.weights == [0, 0, 1, 0, 1]  # the history's answers too, as LLaMA-Factory trains them
     assert read({"instruction": "i", "input": None, "output": "o"}).messages[0]["content"] == "i"
 
 

@@ -97,9 +97,9 @@ def _check_columns(row: Row, data_format: Format) -> None:
 
 def _chat(row: Row, data_format: Format) -> Chat:
     if data_format == "alpaca":
-        return _asked_and_answered(row, "instruction", "output", trains_history=False)
+        return _asked_and_answered(row, "instruction", "output")
     if data_format == "query_response":
-        return _asked_and_answered(row, "query", "response", trains_history=True)
+        return _asked_and_answered(row, "query", "response")
     if data_format != "prompt_completion":
         column = COLUMNS[data_format][0]
         return read_messages(row, column, row.value[column])
@@ -110,8 +110,8 @@ def _chat(row: Row, data_format: Format) -> Chat:
     return Chat(asked.messages + answered.messages, weights, notes=asked.notes + answered.notes)
 
 
-def _asked_and_answered(row: Row, question: str, answer: str, trains_history: bool) -> Chat:
-    """`trains_history`: the answers of earlier rounds are trained, as MS-SWIFT does."""
+def _asked_and_answered(row: Row, question: str, answer: str) -> Chat:
+    """The answers of earlier rounds are trained too, as LLaMA-Factory and MS-SWIFT do."""
     asked, before = text_of(row, question), read_history(row)
     given = text_of(row, "input", "") if question == "instruction" else ""
     messages: list[Message] = [
@@ -119,7 +119,7 @@ def _asked_and_answered(row: Row, question: str, answer: str, trains_history: bo
         {"role": "user", "content": f"{asked}\n{given}" if given else asked},
         {"role": "assistant", "content": text_of(row, answer)},
     ]
-    return Chat(messages, [*(before.weights if trains_history else [0.0] * len(before.weights)), 0.0, 1.0])
+    return Chat(messages, [*before.weights, 0.0, 1.0])
 
 
 def _plain(row: Row) -> Text:
