@@ -157,7 +157,13 @@ def test_groups_the_queue_and_a_jobs_live_loss(served_slowly: Served) -> None:
     served.ask("alice", "POST", f"/v1/jobs/{paused['id']}/pause", 200)
     alice = log_in(served, "alice")
     _write_metrics(served, job["id"], [{"step": step, "loss": 3.0 - step / 10, "tokens_per_second": 99.0} for step in range(1, 5)])
-    until(lambda: served.cluster.tick() or "step 4 of 10" in Elements(served.client.get("/", headers=alice).text).text)
+
+    def seen() -> bool:
+        served.cluster.tick()
+        text = Elements(served.client.get("/", headers=alice).text).text
+        return all(words in text for words in ("step 4 of 10", "of other tenants"))  # each comes by a report of its own
+
+    until(seen)
     page = Elements(served.client.get("/", headers=alice).text)
     assert "loss 2.7500" in page.text and "99 tokens/s" in page.text and "polyline" in page.names
     assert "paused by its owner" in page.text and "second" not in page.text and "of other tenants" in page.text
