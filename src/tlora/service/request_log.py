@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from logging.handlers import QueueListener, RotatingFileHandler
@@ -50,7 +49,7 @@ class RequestLog:
 
     def see(self, answered: Answered) -> None:
         line = {
-            "time": datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds"),
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "address": answered.address,
             "method": answered.method[:20],
             "path": answered.path[:_LONGEST_PATH],
