@@ -45,6 +45,10 @@ class ServiceError(TloraError, ConnectionError):
 
 
 def shown(value: object) -> str:
-    """A value as a message quotes it: 80 characters at most."""
-    text = repr(value)
+    """A value as a message quotes it: as Python writes it, cut."""
+    return cut(repr(value))
+
+
+def cut(text: str) -> str:
+    """To what a message has room for: 80 characters at most."""
     return text if len(text) <= 80 else text[:77] + "..."

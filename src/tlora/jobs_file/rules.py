@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from tlora.adapter_shape import Words
+from tlora.errors import cut
 from tlora.job import DataConfig, JobSpec, LoraConfig, RunSpec, TrainConfig
 from tlora.jobs_file.located import Located, Problem, join_problems, plain
 from tlora.jobs_file.spelling import suggest
@@ -66,8 +67,7 @@ def _number(value: float) -> str:
 
 def shown(value: object) -> str:
     """A value as YAML writes it, cut to 80 characters."""
-    text = {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return cut({True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else repr(value))
 
 
 def default_of(field: FieldInfo) -> str | None:
