@@ -20,6 +20,7 @@ from tests.kernels import interpreter as interpreter  # before whatever imports 
 from tests.parts import pytest_addoption as pytest_addoption
 from tests.parts import pytest_collection_modifyitems as pytest_collection_modifyitems
 from tests.parts import read_part
+from tests.small_disks import separate_mounts
 from tlora.garbage import no_collection
 
 _SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
@@ -35,6 +36,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tests fork after tok
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT 0.21 asks transformers the old way
+    separate_mounts()
     forked.ForkingPopen.environment = dict(os.environ)
     if "not soak" not in config.option.markexpr:
         settings.load_profile("soak")

@@ -9,13 +9,13 @@ import itertools
 import json
 import os
 import random
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.durable_files import FILES, content, holds, names, writer
+from tests.small_disks import mounted
 from tlora import durable, manifest
 from tlora.durable import (
     clean,
@@ -205,17 +205,8 @@ def test_rows_beyond_the_checkpoint_and_a_torn_one_are_dropped(tmp_path: Path) -
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = (
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True, check=False)
-        if os.geteuid() == 0
-        else None
-    )
-    if mounted is None or mounted.returncode:
-        pytest.skip("mounting a small tmpfs is not permitted here")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
+    with mounted(tmp_path / "disk", "size=4m") as disk:
+        yield disk
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_and_no_litter(tiny_disk: Path) -> None:

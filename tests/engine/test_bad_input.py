@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import resource
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from typer.testing import CliRunner
 import tlora
 from tests.engine.test_crash import fork
 from tests.engine.tiny_runs import job, run_spec, sha256, train
+from tests.small_disks import mounted, resize
 from tlora import durable
 from tlora.cli import commands
 from tlora.engine.check import check
@@ -205,23 +204,6 @@ def test_a_job_that_cannot_fit_says_what_it_needs(base: Path, data: Path, tmp_pa
 
 
 # -- disks -------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def mounted(directory: Path, options: str) -> Iterator[Path]:
-    """A file system in memory; skips where this user may not mount one."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    directory.mkdir()
-    if libc.mount(b"tmpfs", str(directory).encode(), b"tmpfs", 0, options.encode()) != 0:
-        pytest.skip("no permission to mount a file system")
-    try:
-        yield directory
-    finally:
-        libc.umount2(str(directory).encode(), 2)
-
-
-def resize(directory: Path, size: str) -> None:
-    assert ctypes.CDLL(None).mount(b"tmpfs", str(directory).encode(), b"tmpfs", 32, f"size={size}".encode()) == 0  # MS_REMOUNT
 
 
 @pytest.mark.parametrize("size", ["300k", "400k", "700k", "1300k"])

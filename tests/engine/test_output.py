@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.test_bad_input import mounted
 from tests.engine.tiny_runs import job, train
+from tests.small_disks import mounted
 from tlora import durable
 from tlora.engine.watcher import Watcher
 from tlora.store import checkpoint

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.engine.test_bad_input import mounted, resize
 from tests.engine.tiny_runs import write_rows
 from tests.service.test_real_server import Server, running, until
+from tests.small_disks import mounted, resize
 
 _ORDER: dict[str, Any] = {"max_steps": 30, "batch_size": 4, "r": 32, "save_steps": 5, "learning_rate": 1e-3}
 _SMALL = "size=64k"

@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.engine.test_bad_input import mounted
 from tests.engine.tiny_runs import write_rows
 from tests.service.served import until
 from tests.service.test_full_disk import fill
+from tests.small_disks import mounted
 from tlora.job import JobSpec
 from tlora.service.intake import MOST_DEATHS, Intake
 from tlora.service.intake_requests import IntakeRequest, IntakeSettings, request_line

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.test_bad_input import mounted
 from tests.engine.tiny_runs import job, sha256, train
+from tests.small_disks import mounted
 from tlora import durable
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import CheckpointError
