@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-from tlora.data.chat_template import RenderError, Template, refusal, render_messages
+from tlora.data.chat_template import RenderError, Template, has_generation_marks, refusal, render_messages
 from tlora.data.examples import Chat, Message
 from tlora.data.tool_calls import unparsed
 from tlora.data.turn_marks import common_prefix
@@ -99,6 +99,7 @@ def open_template(
         folds_system=bool(answered) and _MARK.format(2) not in with_system,
         knows_tools=all(_MARK.format(i) in called for i in (3, 4, 5)),
         text_arguments=writes_text,
+        marks_generation=has_generation_marks(bare.text()),
     )
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -25,6 +26,7 @@ Tools = Sequence[object] | None
 # A template is a program. Real ones write the chat, the tools and headings; 64 times that and a MiB leaves room for any of them.
 _MOST_GROWTH = 64
 _FREE_CHARACTERS = 1 << 20
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _MOST_SECONDS = 60.0  # of processor time for one rendering; a row of a million characters takes less than one
 
 
@@ -41,6 +43,7 @@ class Template:
     end_of_turn: str = ""  # what closes one
     folds_system: bool = False  # it has no system turn: the text goes before the first user turn's
     knows_tools: bool = True  # else tools stand in the system turn, calls and results as text
+    marks_generation: bool = False  # its author marks what the model writes
     text_arguments: bool = False  # it writes the arguments of calls as they stand, so they must be JSON in a string
     plans: dict[str, Plan] = field(default_factory=dict, compare=False, repr=False)  # by chat with placeholders: see turns.py
 
@@ -54,20 +57,56 @@ class RenderError(Exception):
     """The template raised, or grew beyond its limits; the text says which."""
 
 
+def has_generation_marks(source: str) -> bool:
+    """Whether a template marks what the model writes: `{% generation %}` ... `{% endgeneration %}`."""
+    return _GENERATION.search(source) is not None
+
+
 def render_messages(
     template: Template, messages: Sequence[Message], tools: Tools, kwargs: Mapping[str, object], add_generation_prompt: bool = False
 ) -> str:
     """The messages as the template writes them. Raises RenderError."""
+
+    def write() -> str:
+        return template.tokenizer.apply_chat_template(  # type: ignore[return-value]
+            cast("list[dict[str, str]]", messages),
+            tools=cast("list[dict[str, object]] | None", tools),  # type: ignore[arg-type]
+            chat_template=template.source,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            **{**template.kwargs, **kwargs},  # type: ignore[arg-type]
+        )
+
+    return _within_limits(write, template, messages, tools)
+
+
+def render_generation(
+    template: Template, messages: Sequence[Message], tools: Tools, kwargs: Mapping[str, object]
+) -> tuple[str, list[tuple[int, int]]]:
+    """As `render_messages`; and the characters that the template marks as written by the model, block by block. Raises RenderError."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    blocks: list[tuple[int, int]] = []
+
+    def write() -> str:
+        source = template.tokenizer.get_chat_template(template.source, cast("list[dict[str, object]] | None", tools))  # type: ignore[arg-type]
+        texts, found = render_jinja_template(
+            conversations=[list(messages)],  # type: ignore[list-item]
+            tools=cast("list[dict[str, object]] | None", tools),  # type: ignore[arg-type]
+            chat_template=source,
+            return_assistant_tokens_mask=True,
+            **{**template.tokenizer.special_tokens_map, **template.kwargs, **kwargs},
+        )
+        blocks.extend((start, end) for start, end in found[0] if end > start)  # type: ignore[misc]
+        return texts[0]
+
+    return _within_limits(write, template, messages, tools), blocks
+
+
+def _within_limits(write: Callable[[], str], template: Template, messages: Sequence[Message], tools: Tools) -> str:
     try:
         with _bounded_time():
-            text = template.tokenizer.apply_chat_template(
-                cast("list[dict[str, str]]", messages),
-                tools=cast("list[dict[str, object]] | None", tools),  # type: ignore[arg-type]
-                chat_template=template.source,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **{**template.kwargs, **kwargs},  # type: ignore[arg-type]
-            )
+            text = write()
     except MemoryError:
         raise RenderError("it needs more memory than there is: a loop in it multiplies its own text") from None
     except Exception as error:  # templates are programs and may raise anything

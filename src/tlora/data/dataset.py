@@ -27,7 +27,7 @@ from tlora import durable
 from tlora.data.order import Epoch
 from tlora.errors import DataError
 
-FORMAT_VERSION = 4  # part of every cache key: raise it when the same input gives other tokens, weights or files
+FORMAT_VERSION = 5  # part of every cache key: raise it when the same input gives other tokens, weights or files
 SCRATCH_PREFIX = "tmp-"
 _READ_AT_ONCE = 1 << 20  # numbers
 _Number = TypeVar("_Number", np.int32, np.float32)

@@ -1,6 +1,6 @@
 """Finds the characters of a rendered chat that the model has to write itself, turn by turn.
 
-A template says nowhere which part of its output is which message, so each trained turn is found by comparing renderings in which
+Most templates say nowhere which part of their output is which message, so each trained turn is found by comparing renderings in which
 placeholders stand for the texts (so that no text can be taken for another):
 
 - it begins where the generation prompt ends: the chat before the turn, rendered with `add_generation_prompt`;
@@ -8,6 +8,8 @@ placeholders stand for the texts (so that no text can be taken for another):
 
 What lies between is the turn's own, except the text of other messages (a tool's result within the turn). The outcome is a `Plan`; it is
 believed only if the texts put back for the placeholders give the real rendering, character by character.
+
+A template with `{% generation %}` says it: there its author's marks are obeyed, as TRL does.
 """
 
 from __future__ import annotations
@@ -15,47 +17,16 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import replace
 
-from tlora.data.chat_template import RenderError, Template, Tools, render_messages
+from tlora.data.chat_template import RenderError, Template, render_messages
 from tlora.data.examples import Chat, Message
+from tlora.data.generation_marks import plan_by_marks, plan_by_marks_alone
 from tlora.data.turn_marks import Marked, common_prefix, common_suffix, forms, last_mark, mark_message, marker_at, markers_in, marks_in
+from tlora.data.turn_plan import LostTurnError, Plan, Range, World, end_of_mark, with_stops, written_text
 
-Range = tuple[int, int]
 _MOST_PLANS = 512
 _MODES = ("enable_thinking", "thinking")  # what well-known templates call the switch that changes their generation prompt
-
-
-class LostTurnError(Exception):
-    """The place of a trained turn cannot be told; the text says of which turn, and why."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A chat rendered with placeholders, and where its trained turns are in it."""
-
-    text: str
-    ranges: dict[int, list[Range]]  # by message: what is trained of it
-    added: str = ""  # a stop token after the last turn, where the template leaves it to the next turn's header
-    unstopped: str | None = None  # of a turn without a trained stop token: the token that ends it instead, or ""
-
-
-@dataclass(frozen=True)
-class _World:
-    """What all renderings of one plan share."""
-
-    template: Template
-    messages: Sequence[Message]  # with placeholders
-    tools: Tools
-    kwargs: Mapping[str, object]
-    text: str = ""  # the rendering of all of them
-
-    def render(self, messages: Sequence[Message], prompted: bool = False, **kwargs: object) -> str | None:
-        try:
-            return render_messages(self.template, messages, self.tools, {**self.kwargs, **kwargs}, prompted) if messages else None
-        except RenderError:
-            return None
 
 
 def find_turns(template: Template, chat: Chat, full: str) -> tuple[str, list[tuple[int, int, float]], str | None]:
@@ -74,11 +45,11 @@ def find_turns(template: Template, chat: Chat, full: str) -> tuple[str, list[tup
                 return full + plan.added, spans, plan.unstopped
         if not any(kind[0] in "AT" for _, values in pairs for kind in values):
             break  # nothing was replaced deeply
-    world = _World(template, chat.messages, chat.tools, chat.template_kwargs, full)
+    world = World(template, chat.messages, chat.tools, chat.template_kwargs, full)
     try:
-        plan = _plan_by_prefixes(world, chat.weights)
+        plan = plan_by_marks_alone(world, chat.weights) if template.marks_generation else _plan_by_prefixes(world, chat.weights)
     except LostTurnError as error:
-        raise reason or error from None
+        raise (error if template.marks_generation else reason or error) from None
     spans = [(start, end, chat.weights[i]) for i, ranges in plan.ranges.items() for start, end in ranges]
     return full + plan.added, spans, plan.unstopped
 
@@ -93,7 +64,7 @@ def _fitting_plan(
     plan = template.plans.get(key)
     if plan is not None and (spans := _fit(plan, values, full + plan.added, chat.weights)) is not None:
         return plan, spans  # else made anew: it may be of yesterday, and templates write dates
-    world = _World(template, marked, chat.tools, chat.template_kwargs)
+    world = World(template, marked, chat.tools, chat.template_kwargs)
     plan = _make_plan(replace(world, text=render_messages(template, marked, chat.tools, chat.template_kwargs)), trained)
     if len(template.plans) >= _MOST_PLANS:
         template.plans.clear()
@@ -101,29 +72,17 @@ def _fitting_plan(
     return plan, _fit(plan, values, full + plan.added, chat.weights)
 
 
-def _make_plan(world: _World, trained: Sequence[int]) -> Plan:
+def _make_plan(world: World, trained: Sequence[int]) -> Plan:
     ranges: dict[int, list[Range]] = {}
+    if world.template.marks_generation:
+        return plan_by_marks(world, trained)
     for i in trained:
         assistant = world.messages[i]["role"] == "assistant"
-        ranges[i] = _own_ranges(world, i) if assistant else _contents(world, i)
-    return _with_stops(Plan(world.text, ranges), world)
+        ranges[i] = _own_ranges(world, i) if assistant else written_text(world, i)
+    return with_stops(Plan(world.text, ranges), world)
 
 
-def _contents(world: _World, index: int) -> list[Range]:
-    """Of a turn that is trained although the model does not write it: its text alone."""
-    content = str(world.messages[index]["content"])
-    lead, trail = content[: len(content) - len(content.lstrip())], content[len(content.rstrip()) :]
-    found: list[Range] = []
-    for mark in marks_in(world.text):
-        if mark.index == index and mark.kind == "C":
-            start = mark.start - len(lead) if world.text.endswith(lead, 0, mark.start) else mark.start
-            found.append((start, mark.end + len(trail) if world.text.startswith(trail, mark.end) else mark.end))
-    if not found:
-        raise LostTurnError(f"message {index + 1} ({world.messages[index]['role']}) is not written")
-    return found
-
-
-def _own_ranges(world: _World, index: int) -> list[Range]:
+def _own_ranges(world: World, index: int) -> list[Range]:
     """What the model writes of the assistant's turn `index`, in the rendering with placeholders."""
     name = f"turn {index + 1} (assistant)"
     before = world.render(world.messages[:index], prompted=True) or world.render(world.messages[:index])
@@ -133,7 +92,7 @@ def _own_ranges(world: _World, index: int) -> list[Range]:
         at_text, at_cut, tail = 0, 0, before or ""
     else:
         mark, count = base
-        at_text, at_cut = _after(world.text, mark.text, count), _after(cut, mark.text, count) if cut else 0
+        at_text, at_cut = end_of_mark(world.text, mark.text, count), end_of_mark(cut, mark.text, count) if cut else 0
         tail = (before or "")[mark.end :]
     if at_text is None or at_cut is None:
         raise LostTurnError(f"{name}: the template moves or drops the text before it")
@@ -150,18 +109,7 @@ def _own_ranges(world: _World, index: int) -> list[Range]:
     return ranges
 
 
-def _after(text: str, mark: str, count: int) -> int | None:
-    """Where the `count`th occurrence of a placeholder ends."""
-    position = 0
-    for _ in range(count):
-        found = text.find(mark, position)
-        if found < 0:
-            return None
-        position = found + len(mark)
-    return position
-
-
-def _opening(world: _World, index: int, gap: str, tail: str, base: tuple[Marked, int] | None) -> int:
+def _opening(world: World, index: int, gap: str, tail: str, base: tuple[Marked, int] | None) -> int:
     """How many characters of `gap`, the text from the last placeholder before the turn, the generation prompt has written already."""
     template, earlier = world.template, world.messages[:index]
     own = next((mark.start for mark in marks_in(gap) if mark.index == index), len(gap))
@@ -181,7 +129,7 @@ def _opening(world: _World, index: int, gap: str, tail: str, base: tuple[Marked,
     # The prompt opens another way than this turn does (a thought that it does not have): what a plain answer's header has is the header.
     plain = world.render([*earlier, mark_message(index, {"role": "assistant", "content": "x"}, False)[0]])
     if plain is not None:
-        position = _after(plain, base[0].text, base[1]) if base else 0
+        position = end_of_mark(plain, base[0].text, base[1]) if base else 0
         answer = next((mark.start for mark in marks_in(plain) if mark.index == index), None)
         if position is not None and answer is not None and position <= answer:
             header = plain[position:answer]
@@ -193,7 +141,7 @@ def _opening(world: _World, index: int, gap: str, tail: str, base: tuple[Marked,
     raise LostTurnError(f"turn {index + 1} (assistant): its beginning cannot be told from the template's header")
 
 
-def _shared_ranges(world: _World, index: int, start: int, places: tuple[str, int, int]) -> list[Range]:
+def _shared_ranges(world: World, index: int, start: int, places: tuple[str, int, int]) -> list[Range]:
     """What the chat cut after the turn and the whole chat have in common from `start` on, and from each of the turn's placeholders on."""
     cut, at_cut, at_text = places
     template, text = world.template, world.text
@@ -228,7 +176,7 @@ def _same_mark(template: Template, mark: Marked, cut: str, position: int, text: 
     return None
 
 
-def _closed(world: _World, index: int, ranges: list[Range], rest: str) -> list[Range]:
+def _closed(world: World, index: int, ranges: list[Range], rest: str) -> list[Range]:
     """The ranges with the last one's end settled; `rest` is what the cut chat has after the common text."""
     name, text, template = f"turn {index + 1} (assistant)", world.text, world.template
     own = [mark for a, b in ranges for mark in marks_in(text, a, b) if mark.index == index and mark.kind != "T"]
@@ -254,7 +202,7 @@ def _closed(world: _World, index: int, ranges: list[Range], rest: str) -> list[R
     return [*ranges[:-1], (begin, end - len(closing) + len(kept))]
 
 
-def _ranges_by_end(world: _World, index: int, start: int) -> list[Range]:
+def _ranges_by_end(world: World, index: int, start: int) -> list[Range]:
     """For templates that do not write a chat which ends with this turn: up to the one end-of-turn mark before the next message."""
     text, end_of_turn = world.text, world.template.end_of_turn
     stop = next((mark.start for mark in marks_in(text, start) if mark.index != index), len(text))
@@ -263,60 +211,6 @@ def _ranges_by_end(world: _World, index: int, start: int) -> list[Range]:
     if not any(mark.index == index for mark in marks_in(text, start, stop)):
         raise LostTurnError(f"turn {index + 1} (assistant): neither its text nor its calls are written as they are")
     return [(start, text.index(end_of_turn, start, stop) + len(end_of_turn))]
-
-
-# --- the stop token ---
-
-
-def _with_stops(plan: Plan, world: _World) -> Plan:
-    """Let each trained assistant turn end in a stop token: its own, or the next header's first token where that is what stops it."""
-    ranges, added, unstopped = dict(plan.ranges), "", plan.unstopped
-    for i, own in plan.ranges.items():
-        if world.messages[i]["role"] != "assistant":
-            continue
-        begin, end = own[-1]
-        rest = plan.text[end:]
-        marks = [mark for mark in marks_in(plan.text, begin, end) if mark.index == i]
-        closing = plan.text[marks[-1].end if marks else begin : end]
-        if i == len(world.messages) - 1 and not rest.strip():
-            rest = _next_header(world, plan.text, marks[-1] if marks else None, end)
-        extra, missing = _stop(world.template, closing, rest)
-        if extra:
-            added = plan.text[end:] and "" if end + len(extra) <= len(plan.text) else extra[len(plan.text) - end :]
-            ranges[i] = [*own[:-1], (begin, end + len(extra))]
-        unstopped = missing if missing is not None else unstopped
-    return replace(plan, text=plan.text + added, ranges=ranges, added=added, unstopped=unstopped)
-
-
-def _next_header(world: _World, text: str, mark: Marked | None, end: int) -> str:
-    """What would follow the last turn: the header of a tool's result after calls, else of a user's message."""
-    index = len(world.messages)
-    calls = cast("list[dict[str, object]]", world.messages[-1].get("tool_calls") or [])
-    after: Message = {"role": "tool", "content": "x"} if calls else {"role": "user", "content": "x"}
-    if calls and "id" in calls[0]:
-        after["tool_call_id"] = calls[0]["id"]
-    longer = world.render([*world.messages, mark_message(index, after, False)[0]]) or ""
-    start = mark.end if mark else 0
-    position = _after(longer, mark.text, text.count(mark.text, 0, start)) if mark else 0
-    if position is None or not longer.startswith(text[start:end], position):
-        return ""
-    position += end - start
-    return longer[position : next((found.start for found in marks_in(longer, position)), position)]
-
-
-def _stop(template: Template, closing: str, rest: str) -> tuple[str, str | None]:
-    """What to add from `rest` to a turn that closes with `closing`; and what ends the turn where that is no stop token."""
-    own = markers_in(template, closing)
-    if any(marker in template.stops for marker in own):
-        return "", None
-    following = marker_at(template, rest)
-    extra = rest[: rest.find(following) + len(following)] if following else ""
-    if following in template.stops:
-        return extra, None
-    vocabulary = template.added_tokens
-    if following in vocabulary and not markers_in(template, template.end_of_turn):
-        return extra, following
-    return "", own[-1] if own and own[-1] in vocabulary and closing.rstrip().endswith(own[-1]) else ""
 
 
 # --- from the rendering with placeholders to the real one ---
@@ -350,7 +244,7 @@ def _fit(plan: Plan, values: Sequence[Mapping[str, str]], full: str, weights: Se
     return [(place(start), place(end), weights[i]) for i, ranges in plan.ranges.items() for start, end in ranges]
 
 
-def _plan_by_prefixes(world: _World, weights: Sequence[float]) -> Plan:
+def _plan_by_prefixes(world: World, weights: Sequence[float]) -> Plan:
     """For templates that look into contents: the chat cut before and after each trained turn, as far as it is how the whole chat begins."""
     ranges: dict[int, list[Range]] = {}
     for i, message in enumerate(world.messages):
@@ -377,4 +271,4 @@ def _plan_by_prefixes(world: _World, weights: Sequence[float]) -> Plan:
             start += len(written) - len(content)
             end = end if prompted else start + len(content)
         ranges[i] = [(start, end)]
-    return _with_stops(Plan(world.text, ranges), world)
+    return with_stops(Plan(world.text, ranges), world)
