@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
-import queue
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.tiny_runs import job, run_spec, sha256, train
 from tlora.batching.pack import MicroBatch
 from tlora.engine import calibration
-from tlora.engine.calibration import CalibrationError, Timed, calibrate, fitted, measure
-from tlora.engine.commands import Stop
+from tlora.engine.background_calibration import BackgroundCalibration, HasRoom
+from tlora.engine.calibration import CalibrationError, Timed, device_name, fitted, recall
 from tlora.engine.settler import Settler
-from tlora.engine.trainer import Trainer
 from tlora.group.engine import Engine
-from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.protocol import BaseSpeed
 from tlora.supermodel.supermodel import SuperModel
-from tlora.worker_protocol import Finished, Join, Load, Loaded, Measured, Memory, Report, Want
+from tlora.worker_protocol import Load, Measured, Memory, Want
 
 SPEED = BaseSpeed(1000.0, 0.01, 0.0, 0.001)
 
@@ -88,30 +83,48 @@ def test_no_time_is_no_speed(points: list[Timed]) -> None:
 # -- a tiny base -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_base_is_timed_once_and_what_was_found_is_kept(
-    base: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def probed(base: Path) -> list[Timed]:
+    model = SuperModel.from_pretrained(str(base), deterministic=True)
+    calibration = Made(load_of(base, base), model).finish()
+    assert calibration.over and not model.bank.jobs(), "nothing is left in the model"
+    return calibration.points
+
+
+class Made:
+    """A measurement, and what it says."""
+
+    def __init__(self, load: Load, model: SuperModel, has_room: HasRoom = lambda runs, tokens: True) -> None:
+        self.told: list[Measured] = []
+        self.notes: list[str] = []
+        self.begun: list[tuple[str, ...]] = []
+        self.calibration = BackgroundCalibration(load, model, has_room, self.told.append, self.notes.append)
+
+    def finish(self, *, beside_jobs: bool = False) -> BackgroundCalibration:
+        while not self.calibration.over:
+            self.calibration.turn(self.begun.append, beside_jobs=beside_jobs)
+        return self.calibration
+
+
+def test_a_base_is_timed_once_and_what_was_found_is_kept(base: Path, tmp_path: Path, own_cache: Path) -> None:
     model, load = SuperModel.from_pretrained(str(base), deterministic=True), load_of(base, tmp_path)
-    notes: list[str] = []
-    first = calibrate(load, model, notes.append)
-    assert first is not None and first.device == "CPU" and first.speed.tokens_per_second > 0
-    assert len(notes) == 1 and "was measured in" in notes[0]
+    assert recall(load, "CPU") is None
+    made = Made(load, model)
+    made.finish()
+    (first,) = made.told
+    assert first.device == device_name(model.device) == "CPU" and first.speed.tokens_per_second > 0
+    assert len(made.notes) == 1 and "was measured in" in made.notes[0]
     (kept,) = own_cache.iterdir()
-
-    def again(*_: object) -> Iterator[Timed]:
-        raise AssertionError("it is known")
-
-    with monkeypatch.context() as context:
-        context.setattr(calibration, "measure", again)
-        assert calibrate(load, model, notes.append) == first
-        with pytest.raises(AssertionError, match="it is known"):
-            calibrate(replace(load, deterministic=False), model, notes.append)  # another kind of run
+    assert recall(load, "CPU") == first
+    assert recall(replace(load, deterministic=False), "CPU") is None, "another kind of run"
     kept.write_text("{")
-    assert calibrate(load, model, notes.append) is not None and "tokens_per_second" in kept.read_text()
+    assert recall(load, "CPU") is None
+    again = Made(load, model)
+    again.finish()
+    assert again.told and "tokens_per_second" in kept.read_text()
 
 
-def test_the_probes_are_of_one_job_and_of_a_group(base: Path) -> None:
-    points = list(measure(SuperModel.from_pretrained(str(base), deterministic=True)))
+def test_the_probes_are_of_one_job_and_of_a_group(base: Path, own_cache: Path) -> None:
+    points = probed(base)
     alone, group = points[:-1], points[-1]
     for point, tokens in [*zip(alone, calibration.PROBES, strict=False), (group, calibration.PROBES[1])]:
         assert 0.6 * tokens < point.tokens < 1.4 * tokens, (point, tokens)
@@ -119,7 +132,7 @@ def test_the_probes_are_of_one_job_and_of_a_group(base: Path) -> None:
     assert all(point.seconds > 0 for point in points)
 
 
-def test_all_micro_batches_of_a_probe_are_of_one_shape(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_micro_batches_of_a_probe_are_of_one_shape(base: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU launches them as CUDA graphs, as it does those of a job after its first hundreds of steps. Their samples are not of a length
     that has an attention of its own.
     """
@@ -134,13 +147,13 @@ def test_all_micro_batches_of_a_probe_are_of_one_shape(base: Path, monkeypatch: 
         return packed
 
     monkeypatch.setattr(Engine, "run_micro_batch", run_micro_batch)
-    list(measure(SuperModel.from_pretrained(str(base), deterministic=True)))
+    probed(base)
     assert len(shapes) > 1 and all(len(found) == 1 for found in shapes.values()), shapes
     assert sum(len(members) > 1 for members in shapes) == 1, "all of the group in each"
     assert all(tokens % 64 for found in shapes.values() for lengths in found for tokens in lengths)
 
 
-def test_one_that_compiled_does_not_count(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_compiled_does_not_count(base: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel may be compiled in any of the micro-batches that are timed: it took ten times as long, and says nothing of the speed."""
     took = [9.0, 0.5, 9.0, 0.5, 0.5]  # the first to warm up
     monkeypatch.setattr(calibration, "_WARM_UP", {"cpu": 1})
@@ -152,11 +165,11 @@ def test_one_that_compiled_does_not_count(base: Path, monkeypatch: pytest.Monkey
         return 128, took[next(count) % len(took)]
 
     monkeypatch.setattr(calibration, "_one", one)
-    points = list(measure(SuperModel.from_pretrained(str(base), deterministic=True)))
+    points = probed(base)
     assert len(points) == len(calibration.PROBES) + 1 and {point.seconds for point in points} == {0.5}
 
 
-def test_it_goes_on_as_long_as_it_gets_faster(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_goes_on_as_long_as_it_gets_faster(base: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a load, kernels are tuned for longer than a few micro-batches take."""
     turns = [[8.0, 8.0, 8.0], [2.0, 9.0, 2.0], [0.5, 0.5, 0.5], [0.49, 0.49, 0.49]]
     monkeypatch.setattr(calibration, "_WARM_UP", {"cpu": 0})
@@ -164,42 +177,20 @@ def test_it_goes_on_as_long_as_it_gets_faster(base: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(calibration, "MOST_SECONDS", {"cpu": 1e9})
     took = itertools.cycle(itertools.chain(*turns))
     monkeypatch.setattr(calibration, "_one", lambda *_: (128, next(took)))
-    points = list(measure(SuperModel.from_pretrained(str(base), deterministic=True)))
-    assert {point.seconds for point in points} == {0.49}
+    assert {point.seconds for point in probed(base)} == {0.49}
 
 
 def test_what_cannot_be_timed_is_said_and_the_worker_goes_on(
     base: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: object) -> Iterator[Timed]:
+    def fails(*_: object) -> tuple[int, float]:
         raise RuntimeError("CUDA out of memory")
 
-    monkeypatch.setattr(calibration, "measure", fails)
-    notes: list[str] = []
-    assert calibrate(load_of(base, tmp_path), SuperModel.from_pretrained(str(base)), notes.append) is None
-    assert len(notes) == 1 and "CUDA out of memory" in notes[0] and not own_cache.exists()
-
-
-def test_a_job_has_the_same_bytes_behind_it(base: Path, data: Path, tmp_path: Path, own_cache: Path) -> None:
-    """The worker tells the speed, then that it has loaded; its jobs are none the wiser."""
-    order = job("a", str(data / "b.jsonl"), max_steps=3, lora_dropout=0.1)
-    (expected,) = train(base, tmp_path / "whole", [order], deterministic=True).values()
-    run = run_spec(base, tmp_path / "out", [order], deterministic=True)
-    made = profile_jobs(run)["a"]
-    assert isinstance(made, ProfiledJob)
-    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    told: list[Report] = []
-
-    def send(report: Report) -> None:
-        told.append(report)
-        if isinstance(report, Finished):
-            inbox.put(Stop())
-
-    inbox.put(Join(run.jobs[0], made.train_set, made.eval_set))
-    Trainer(load_of(base, tmp_path / "out"), inbox, send).go_on()
-    assert [type(report) for report in told[:3]] == [Memory, Measured, Loaded] and isinstance(told[-1], Finished)
-    assert sha256(tmp_path / "out" / "a") == sha256(Path(expected.path))
-    assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {".claims", "a"}
+    monkeypatch.setattr(calibration, "_one", fails)
+    model = SuperModel.from_pretrained(str(base))
+    made = Made(load_of(base, tmp_path), model)
+    assert made.finish().over and not made.told and not model.bank.jobs()
+    assert len(made.notes) == 1 and "CUDA out of memory" in made.notes[0] and not own_cache.exists()
 
 
 # -- who hears it ----------------------------------------------------------------------------------------------------------
@@ -225,9 +216,7 @@ def test_a_full_disk_costs_the_measurement_and_not_the_worker(
     base: Path, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing can be written where the made-up jobs would lie."""
-    notes: list[str] = []
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no" / "such" / "place"))
-    load = load_of(base, tmp_path / "out")
-    model = SuperModel.from_pretrained(load.base_model, load.dtype, load.device, load.deterministic, load.base_precision)
-    assert calibrate(load, model, notes.append) is None
-    assert len(notes) == 1 and "was not measured" in notes[0] and "No such file" in notes[0]
+    made = Made(load_of(base, tmp_path / "out"), SuperModel.from_pretrained(str(base)))
+    assert made.finish().over and not made.told
+    assert len(made.notes) == 1 and "was not measured" in made.notes[0] and "No such file" in made.notes[0]

@@ -1,5 +1,5 @@
 """How fast a base is on this device: micro-batches of jobs that are made up for it, timed. Once for each base, device and kind of run:
-what was found is kept in the user's cache.
+what was found is kept in the user's cache. When each of them is computed is decided in `background_calibration.py`.
 
 The micro-batches of a probe are of one shape, which is a CUDA graph from the second on: that is how a job trains for most of its time.
 Without one a small step takes up to four times as long (docs/design.md). Who takes that for a job's time alone puts so many together that
@@ -12,9 +12,8 @@ import hashlib
 import json
 import math
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +26,6 @@ from pydantic import TypeAdapter
 from tlora import durable
 from tlora.cache_directory import cache_dir
 from tlora.data.dataset import Dataset, Sample, Writer
-from tlora.errors import TloraError
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
 from tlora.group.reports import Ended, Noted, Report
@@ -62,53 +60,24 @@ class Timed:
     seconds: float
 
 
-def calibrate(load: Load, model: SuperModel, note: Callable[[str], object]) -> Measured | None:
-    """What `model`, loaded as `load` says, costs here; None where it cannot be measured, of which `note` is told. Nobody has joined it.
+def device_name(device: torch.device) -> str:
+    """What a measurement holds for: the GPU's model, or CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
-    Measured at the first load only.
-    """
-    device = _device_name(model.device)
-    path = cache_dir() / "speeds" / f"{_key(load, device)}.json"
+
+def recall(load: Load, device: str) -> Measured | None:
+    """What an earlier load found on a `device`; None where that is not known, or damaged: it can be measured again."""
     try:
-        return Measured(device, TypeAdapter(BaseSpeed).validate_json(path.read_bytes()))
-    except (OSError, ValueError):  # not there, or damaged: it can be made again
-        pass
-    began = time.monotonic()
-    try:
-        speed = fitted(list(measure(model)))
-    except (TloraError, RuntimeError, OSError, MemoryError) as error:  # a full disk among them: the worker loads all the same
-        note(f"the base's speed was not measured, and is taken to be that of the nearest base that is known: {error}")
+        return Measured(device, TypeAdapter(BaseSpeed).validate_json(_path(load, device).read_bytes()))
+    except (OSError, ValueError):
         return None
-    launch, floor, member = (1e3 * seconds for seconds in (speed.launch_seconds, speed.floor_seconds, speed.member_seconds))
-    note(
-        f"the base's speed was measured in {time.monotonic() - began:.1f} s: {speed.tokens_per_second:,.0f} tokens/s, {launch:.1f} ms a "
-        f"micro-batch, {floor:.1f} ms at least, {member:.1f} ms a further job"
-    )
-    try:
-        durable.make_directory(path.parent)
-        durable.write_file(path, json.dumps(asdict(speed)))
-    except (TloraError, OSError) as error:
-        note(f"the base's speed is measured again at the next load: {error}")
-    return Measured(device, speed)
 
 
-def measure(model: SuperModel) -> Iterator[Timed]:
-    """One job alone with more and more tokens, then a group. Raises CalibrationError where not even the first can be trained."""
-    with tempfile.TemporaryDirectory(prefix="tlora-speed-") as directory:
-        made = _MadeUp(model, Path(directory))
-        found: list[Timed] = []
-        place = model.device.type
-        for tokens in PROBES:
-            if found and tokens / found[-1].tokens * found[-1].seconds * (_WARM_UP[place] + _TIMED[place]) > MOST_SECONDS[place]:
-                break
-            try:
-                found.append(_time(model, [made.job(tokens)]))
-            except CalibrationError:
-                if not found:
-                    raise
-                break  # it takes more memory than there is
-            yield found[-1]
-        yield _time(model, [made.job(PROBES[1] // MEMBERS) for _ in range(MEMBERS)])
+def keep(load: Load, measured: Measured) -> None:
+    """Save it for later loads. Raises TloraError, OSError."""
+    path = _path(load, measured.device)
+    durable.make_directory(path.parent)
+    durable.write_file(path, json.dumps(asdict(measured.speed)))
 
 
 def fitted(points: Sequence[Timed]) -> BaseSpeed:
@@ -133,8 +102,8 @@ def fitted(points: Sequence[Timed]) -> BaseSpeed:
     return BaseSpeed(rate, launch, floor, member)
 
 
-class _MadeUp:
-    """Jobs that nobody ordered, over random tokens."""
+class MadeUpJobs:
+    """Jobs over random tokens, for measurements. Their files lie in `directory`; no job of a user can have their names."""
 
     def __init__(self, model: SuperModel, directory: Path) -> None:
         limits = (_SAMPLE_TOKENS, learned_positions(model.model), longest_safe_sequence(model.model))
@@ -144,34 +113,51 @@ class _MadeUp:
     def job(self, tokens: int) -> JobRun:
         """One whose global batches have about so many."""
         self._made += 1
-        batch_size, name = max(1, round(tokens / self._length)), f"speed{self._made}"
-        rng, writer = np.random.default_rng(self._made), Writer(self._directory / name)
+        batch_size, directory = max(1, round(tokens / self._length)), self._directory / str(self._made)
+        rng, writer = np.random.default_rng(self._made), Writer(directory)
         for _ in range(batch_size):
             writer.add(Sample(rng.integers(0, self._vocab_size, self._length).astype(np.int32), np.ones(self._length, np.float32)))
         writer.finish({})
         data = DataConfig(path="-", max_length=self._length)
-        spec = JobSpec(name=name, data=data, batch_size=batch_size, max_steps=_ENDLESS, learning_rate=1e-5)
-        return JobRun(spec, Dataset(self._directory / name), None)
+        spec = JobSpec(name="made-up", data=data, batch_size=batch_size, max_steps=_ENDLESS, learning_rate=1e-5)
+        return JobRun(spec.model_copy(update={"name": f"(made up {self._made})"}), Dataset(directory), None)
 
 
-def _time(model: SuperModel, runs: Sequence[JobRun]) -> Timed:
-    """Micro-batches that are each job's global batch, with the optimizer steps that they complete: the median of their seconds, as one of
-    them may have compiled a kernel. They are timed in turns until they get no faster, or for `MOST_SECONDS`: behind a load, kernels are
-    compiled and tuned for longer than a few micro-batches take. Raises CalibrationError.
+def worth_trying(tokens: int, last: Timed, place: str) -> bool:
+    """Whether a probe of so many tokens is over in time, as far as the `last` one can tell."""
+    return tokens / last.tokens * last.seconds * (_WARM_UP[place] + _TIMED[place]) <= MOST_SECONDS[place]
+
+
+def probe(model: SuperModel, runs: Sequence[JobRun]) -> Generator[None, None, Timed]:
+    """Time micro-batches that are each job's global batch, with the optimizer steps that they complete. Yields after each of them: others
+    may use `model` until it goes on.
+
+    Returns the median of their seconds, as one of them may have compiled a kernel. They are timed in turns until they get no faster, or
+    for `MOST_SECONDS`: behind a load, kernels are compiled and tuned for longer than a few micro-batches take. Raises CalibrationError.
     """
-    place, found, began = model.device.type, list[Timed](), time.perf_counter()
-    most = sum(run.spec.batch_size * int(run.train.lengths.max()) for run in runs)
+    place, found, spent = model.device.type, list[Timed](), 0.0
+    most = batch_tokens(runs)
     most += -most % 128  # a size that GEMMs compute whole tiles of
     with _resident(model, runs, most) as engine:
         for _ in range(_WARM_UP[place]):
-            _one(engine, model.device)
+            spent += _one(engine, model.device)[1]
+            yield
         while len(found) < _MOST_TURNS[place]:
-            tokens, seconds = zip(*(_one(engine, model.device) for _ in range(_TIMED[place])), strict=True)
-            found.append(Timed(len(runs), tokens[0], statistics.median(seconds)))
+            timed: list[tuple[int, float]] = []
+            for _ in range(_TIMED[place]):
+                timed.append(_one(engine, model.device))
+                yield
+            spent += sum(seconds for _, seconds in timed)
+            found.append(Timed(len(runs), timed[0][0], statistics.median(seconds for _, seconds in timed)))
             is_steady = len(found) > 1 and _cost(found[-1]) > _FASTER * _cost(found[-2])
-            if is_steady or time.perf_counter() - began > MOST_SECONDS[place]:
+            if is_steady or spent > MOST_SECONDS[place]:
                 break
     return min(found, key=_cost)
+
+
+def batch_tokens(runs: Sequence[JobRun]) -> int:
+    """Of a micro-batch with the global batches of all."""
+    return sum(run.spec.batch_size * int(run.train.lengths.max()) for run in runs)
 
 
 def _cost(timed: Timed) -> float:
@@ -180,7 +166,9 @@ def _cost(timed: Timed) -> float:
 
 
 def _one(engine: Engine, device: torch.device) -> tuple[int, float]:
-    """Tokens of a micro-batch, and its seconds."""
+    """Tokens of a micro-batch, and its seconds. What the device was given before is not counted."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     began = time.perf_counter()
     packed = engine.run_micro_batch()
     if device.type == "cuda":
@@ -207,8 +195,8 @@ def _resident(model: SuperModel, runs: Sequence[JobRun], tokens: int) -> Iterato
         engine.stop()
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+def _path(load: Load, device: str) -> Path:
+    return cache_dir() / "speeds" / f"{_key(load, device)}.json"
 
 
 def _key(load: Load, device: str) -> str:

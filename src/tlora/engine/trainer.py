@@ -20,7 +20,8 @@ from typing import Any
 from tlora import durable
 from tlora.data.dataset import find_damage
 from tlora.data.prepare import Prepared, open_sets, prepare
-from tlora.engine.calibration import calibrate
+from tlora.engine.background_calibration import BackgroundCalibration
+from tlora.engine.calibration import device_name, recall
 from tlora.engine.commands import Leave, Share, Stop
 from tlora.engine.driver import Driver, Opened, Places
 from tlora.engine.patience import Patience
@@ -30,17 +31,18 @@ from tlora.engine.step_timer import StepTimer
 from tlora.engine.team.messages import Follow, Meet, Spread
 from tlora.engine.team.parts import Parts, Planned, Seat, Together
 from tlora.engine.worker_base import load_base
+from tlora.engine.worker_memory import WorkerMemory
 from tlora.errors import DataError
-from tlora.group.job_run import JobRun
 from tlora.group.reports import Ended
 from tlora.group.reports import Report as GroupReport
+from tlora.group.reports import Stepped as GroupStepped
 from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec, RunSpec
 from tlora.kernels.device import mark_on
 from tlora.link.flight import FlightRecorder
 from tlora.link.log import note
-from tlora.planning.job_plan import PlannedJob, plan_job, prepare_requests
-from tlora.planning.plan import fixed_depth, gib
+from tlora.planning.job_plan import plan_job, prepare_requests
+from tlora.planning.plan import gib
 from tlora.store.claim import Claim, HeldError, take_claim
 from tlora.store.disk_reserve import DiskReserve
 from tlora.store.job_result import JobResult
@@ -109,13 +111,14 @@ class Trainer:
         self._pulse = self._patience.pulse
         self._directory = Path(load.output_dir)
         began = time.monotonic()
-        model, self._bound = load_base(load, expected, self._parts.sharing(_BASE) if seat.count > 1 else None, note)
+        model, bound = load_base(load, expected, self._parts.sharing(_BASE) if seat.count > 1 else None, note)
         note(f"{load.base_model} is loaded after {time.monotonic() - began:.1f} s")
-        send(Memory((self._bound.limit_bytes,)))
-        if load.calibrate:
-            self._pulse.begin("compiling")
-            if (measured := calibrate(load, model, note)) is not None:
-                send(measured)
+        self._limit_bytes = bound.limit_bytes
+        send(Memory((bound.limit_bytes,)))
+        measured = recall(load, device_name(model.device)) if load.calibrate else None
+        if measured is not None:
+            send(measured)
+        self._expected = {spec.name for spec in expected}  # of those, the jobs that have not come
         clock: Callable[[], float] = lambda: time.time() - load.started_unix_seconds  # noqa: E731
         writer, reserve = Writer(lambda: inbox.put(_Written())), DiskReserve(self._directory, {}, note)
         self._serving = ServingFiles(load.base_model)
@@ -127,16 +130,19 @@ class Trainer:
         self._driver = Driver(
             model, context, Places(self._directory, self._serving, load.report_to), STARTING_BUDGET, exchange=self._parts.exchange
         )
-        self._share = Share(STARTING_BUDGET)
         self._driver.listener = self._listen
         self._group, self._records = self._driver.group, self._driver.records
+        self._memory = WorkerMemory(bound, self._group, load.recompute, Share(STARTING_BUDGET))
+        self._calibration = BackgroundCalibration(load, model, self._memory.has_room_for, send, note)
+        if measured is not None or not load.calibrate:
+            self._calibration.close()
         self._group.begin = self._begin
         self._preparing: dict[str, Join] = {}
         self._opening: set[str] = set()
         self._unwanted: set[str] = set()  # of those: told to leave before they were in
         self._paces: dict[str, StepTimer] = {}
         self._reported = 0.0
-        self._has_computed = False
+        self._has_computed = self._has_stepped = False
         send(Loaded())
 
     def go_on(self) -> None:
@@ -144,8 +150,11 @@ class Trainer:
         try:
             self._driver.train(self._obey_all, self._look)
         finally:
-            self._driver.close()  # the process exits without a look at its threads
-            self._tell_ended()
+            try:
+                self._calibration.close()
+            finally:
+                self._driver.close()  # the process exits without a look at its threads
+                self._tell_ended()
         self._flight.close()
 
     def _begin(self, jobs: tuple[str, ...]) -> None:
@@ -154,6 +163,7 @@ class Trainer:
 
     def _look(self, _: object) -> None:
         self._has_computed = True
+        self._has_stepped |= any(not run.leads for run in self._group.runs.values())  # whose steps are told elsewhere
         self._pulse.begin("training")
         self._tell_steps()
         self._tell_ended()
@@ -161,6 +171,8 @@ class Trainer:
     def _obey_all(self) -> bool:
         """What has arrived since the last micro-batch; with nothing to compute, wait for something. False: stop."""
         while not self._inbox.empty() or not self._group.runs or self._group.idle:
+            if self._inbox.empty() and self._calibrate():
+                continue
             if self._inbox.empty():
                 self._pulse.begin("waiting")
             command, _ = wait_for(self._inbox, mark_on(self._group.model.device), lambda: False)
@@ -168,7 +180,18 @@ class Trainer:
                 return False
             self._obey(command)
             self._tell_ended()
+        self._calibrate()
         self._pulse.begin("training" if self._has_computed else "compiling")  # the first micro-batch of all compiles what it needs
+        return True
+
+    def _calibrate(self) -> bool:
+        """Make a turn of the measurement, where it is time for one: never before the first step of jobs that are here or on their way."""
+        beside_jobs = bool(self._group.runs)
+        on_their_way = self._expected or self._preparing or self._opening or self._parts.expects_jobs
+        if not (self._has_stepped if beside_jobs else not on_their_way) or not self._calibration.is_due(beside_jobs=beside_jobs):
+            return False
+        self._pulse.begin("compiling")
+        self._calibration.turn(self._begin, beside_jobs=beside_jobs)
         return True
 
     def _obey(self, command: _Told) -> None:
@@ -187,8 +210,8 @@ class Trainer:
             case Leave(name):
                 self._let_go(name)
             case Share() as share:
-                self._share = share
-                self._apply_share()
+                self._memory.share = share
+                self._memory.apply_share()
             case Spread(join, span):
                 self._parts.spread(join.job.name, span)
                 self._take(join)
@@ -197,12 +220,14 @@ class Trainer:
                 threading.Thread(target=self._plan_part, args=(follow,), daemon=True).start()
             case _:
                 if isinstance(command, Meet):
+                    self._calibration.step_aside()  # a part of a job may join
                     self._pulse.begin("waiting")  # for the other ranks: what they are at has limits of its own
                 if (opened := self._parts.obey(command, self._driver)) is not None:
                     self._begin_with(opened)
 
     def _take(self, join: Join) -> None:
         name = join.job.name
+        self._expected.discard(name)
         here = {*self._preparing, *self._opening, *self._group.runs, *self._records.ending}
         assert name not in here and not self._parts.is_here(name), f"{name} is here already"
         self._preparing[name] = join
@@ -237,39 +262,11 @@ class Trainer:
         load = self._load
         return RunSpec(base_model=load.base_model, output_dir=load.output_dir, deterministic=load.deterministic, jobs=[spec])
 
-    def _most_recomputed(self) -> int:
-        """Layers that may be recomputed at most: as ordered, or as many as memory asks for."""
-        fixed = fixed_depth(self._load.recompute, self._group.model.num_layers)
-        return max(self._share.recomputed_layers, self._bound.most_recomputed) if fixed is None else fixed
-
-    def _demand(self, runs: Sequence[JobRun]) -> tuple[int, list[PlannedJob]]:
-        """The longest sample of `runs`, and the jobs as the memory model has them."""
-        specs = [run.spec.model_copy(update={"gpus": run.replicas}) for run in runs]
-        jobs = [PlannedJob(spec, layout=self._group.model.layout(spec)) for spec in specs]
-        return max((run.longest for run in runs), default=1), jobs
-
-    def _fits(self, newcomer: JobRun) -> bool:
-        """Beside those who are here; alone, it was looked at before."""
-        runs = list(self._group.runs.values())
-        if not runs:
-            return True
-        longest, jobs = self._demand([*runs, newcomer])
-        return self._bound.holds(longest, self._most_recomputed(), jobs)
-
     def _put_off(self, name: str, reason: str) -> None:
         """The job cannot join now. Nobody else notices."""
         self._paces.pop(name, None)
         self._let_end(name)
         self._send(Refused(name, reason))
-
-    def _apply_share(self, newcomer: JobRun | None = None) -> None:
-        """What the last Share says, as far as the run options leave it open; room is kept for a `newcomer`."""
-        group, share = self._group, self._share
-        longest, jobs = self._demand([*group.runs.values(), *([newcomer] if newcomer else [])])
-        layers = min(max(share.recomputed_layers, self._bound.least_recomputed(longest, jobs)), self._most_recomputed())
-        if self._load.recompute != "auto":
-            layers = self._most_recomputed()
-        group.share(self._bound.lower(share.token_budget, longest, layers, jobs), layers, share.weights)
 
     def _check_claim(self, directory: Path) -> None:
         """Raises HeldError where another worker may be writing there."""
@@ -300,7 +297,7 @@ class Trainer:
     def _open_claimed(self, spec: JobSpec, data: Prepared | DataError) -> Opened:
         planned = plan_job(spec, data, self._group.model, self._directory)
         planned.span = self._parts.span_of(spec.name)
-        self._bound.check(planned, self._most_recomputed())
+        self._memory.check(planned)
         for warning in planned.said():
             note(f"{spec.name}: {warning}")
         opened = self._driver.open(planned, True)
@@ -321,18 +318,20 @@ class Trainer:
             self._send(Refused(name, str(opened)))
         elif isinstance(opened, Failure):
             self._driver.refuse(spec, opened.reason)
-        elif not self._fits(opened.run):
+        elif not self._memory.fits(opened.run):
             self._put_off(
                 name,
-                f"beside {', '.join(self._group.runs)} its memory does not suffice below memory_limit ({gib(self._bound.limit_bytes)})",
+                f"beside {', '.join(self._group.runs)} its memory does not suffice below memory_limit ({gib(self._limit_bytes)})",
             )
         elif not self._parts.waits(opened):
             self._begin_with(opened)
 
     def _begin_with(self, opened: Opened) -> None:
         name = opened.run.spec.name
-        self._paces[name] = StepTimer(opened.run.progress.step, time.monotonic())
-        self._apply_share(opened.run)
+        self._paces[name] = StepTimer(opened.run.progress.step, self._training_clock)
+        if self._calibration.resident and not self._memory.has_room_for([*self._calibration.resident, opened.run]):
+            self._calibration.step_aside()
+        self._memory.apply_share(opened.run)
         self._driver.let_in(opened, partial(self._put_off, name))
         if name in self._group.runs:  # and not at its end already
             self._send(Joined(name, opened.run.progress.step))
@@ -340,19 +339,25 @@ class Trainer:
     # -- staying -------------------------------------------------------------------------------------------------------
 
     def _listen(self, report: GroupReport) -> None:
+        self._has_stepped |= isinstance(report, GroupStepped | Ended)
         if isinstance(report, Ended):
-            self._paces[report.job_id].see(report.progress.step, time.monotonic())
+            self._paces[report.job_id].see(report.progress.step, self._training_clock)
             self._tell_pace(report.job_id)
 
     def _tell_steps(self) -> None:
         now = time.monotonic()
         own = {name: run for name, run in self._group.runs.items() if run.leads}
         for name, run in own.items():
-            self._paces[name].see(run.progress.step, now)
+            self._paces[name].see(run.progress.step, self._training_clock)
         if now - self._reported >= REPORT_SECONDS:
             self._reported = now
             for name in own:
                 self._tell_pace(name)
+
+    @property
+    def _training_clock(self) -> float:
+        """Stands while the measurement computes: the pace of jobs is told as it is without."""
+        return time.monotonic() - self._calibration.spent_seconds
 
     def _tell_pace(self, name: str) -> None:
         told = self._paces[name].take()

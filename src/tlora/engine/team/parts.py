@@ -102,6 +102,11 @@ class Parts:
     def is_here(self, job_id: str) -> bool:
         return job_id in self._waiting or job_id in self._follows
 
+    @property
+    def expects_jobs(self) -> bool:
+        """Whether a job is on its way in, or has a part here."""
+        return bool(self._waiting or self._follows)
+
     def end(self, job_id: str) -> None:
         """The job has ended here or gone: nobody hears of it any more."""
         if self._spans.pop(job_id, None) is not None:
