@@ -8,7 +8,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import ValidationError
 
 from tlora.cache_directory import open_caches
@@ -24,7 +23,7 @@ from tlora.engine.ranks.external import digest_of
 from tlora.engine.ranks.owner import Order
 from tlora.engine.results import Results, all_results
 from tlora.engine.run_monitor import RunMonitor
-from tlora.engine.session import Session, launch_facts, load
+from tlora.engine.session import Loaded, Session, launch_facts, load
 from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError, TloraError
 from tlora.job import SCHEDULED, JobSpec, RunSpec
@@ -69,63 +68,31 @@ def train(
     (`engine/ranks/attempts.py`). With `device="cpu"` it is a number of processes. `data_worker` and `crew`:
     processes of `tlora.data.prepare.start_worker` and of `tlora.engine.ranks.crew.start_ranks` that have been started ahead.
     """
-    run = resolve_run(jobs, settings)
-    digest, watcher = digest_of(run), watcher or Watcher()
+    run, watcher = resolve_run(jobs, settings), watcher or Watcher()
     open_caches(watcher.note)
     if resume:
         restore_run_file(run, watcher.note)
     ranks = rank_devices(crew.count if crew is not None and gpus is None else gpus, device)
-    run, ended = _settle(run, ranks[0] if ranks else device, resume, overwrite, watcher)
-    guard = BaseGuard(run.base_model, find_directory(run.base_model), earlier_base(run, resume))
-    if len(ended) == len(run.jobs):
-        return _nothing_to_train(run, ended, guard, watcher)
-    order = Order(run, resume, overwrite, watcher, guard, digest, ended=ended)
+    order = _settle(run, ranks[0] if ranks else device, resume, overwrite, watcher)
+    if len(order.ended) == len(run.jobs):
+        return _nothing_to_train(order)
     if len(ranks) > 1:
         return train_on_ranks(order, ranks, data_worker, crew)
-    return _train_here(order, pick_device(ranks[0] if ranks else device), data_worker)
 
-
-def _settle(run: RunSpec, device: str | None, resume: bool, overwrite: bool, watcher: Watcher) -> tuple[RunSpec, dict[str, JobResult]]:
-    """The run with all that an earlier launch or the device decides, and the results of jobs that a resume finds done; its base's files
-    are there then.
-    """
-    if scheduled := sorted({field for job in run.jobs for field in job.model_fields_set & set(SCHEDULED)}):
-        watcher.note(f"{', '.join(scheduled)}: has a meaning for `tlora cluster` alone; here all jobs begin as soon as there is room")
-    run = pin_dtype(pin_base(run, resume), device, resume, watcher.note)
-    run = pin_data(run) if resume else run
-    check_trackers(list(run.report_to))
-    check_run_directory(run, resume, overwrite)
-    ends = earlier_ends(run.jobs, Path(run.output_dir)) if resume else {}
-    for line in describe_resume(run, ends) if resume else []:
-        watcher.note(line)
-    run = with_ends(run, ends)
-    if len(ends) < len(run.jobs):
-        load_config(run.base_model)  # or it is refused only when it has been downloaded
-        fetch_base(run.base_model, watcher.stages(run))
-    return run, {name: end.result for name, end in ends.items()}
-
-
-def _train_here(order: Order, place: torch.device, data_worker: WorkerProcess | None) -> Results:
-    """Train on one device, in this process."""
-    run, resume, watcher, guard = order.run, order.resume, order.watcher, order.guard
-    monitor = RunMonitor(Path(run.output_dir), {job.name: job.r for job in run.jobs}, watcher, resume)
-    monitor.ended = order.ended
-    loaded = load(run, place, monitor, resume, data_worker)
-    plan, threads = loaded.plan, loaded.threads
-    serving = ServingFiles(run.base_model)
-    for line in _opening_notes(run, plan, serving, resume):
-        watcher.note(line)
-    facts = launch_facts(loaded, place)
-    run = with_plans(run, [job.spec for job in plan.jobs]).model_copy(update={"cpu_threads": threads or run.cpu_threads})
-    with hold_run_directory(run, resume, order.overwrite, watcher.note) as held, closing(guard), compute_with(threads):
+    place = pick_device(ranks[0] if ranks else device)
+    monitor = _monitor(order)
+    loaded, serving = load(order.run, place, monitor, resume, data_worker), ServingFiles(run.base_model)
+    _say_what_begins(order, loaded.plan, serving)
+    run, facts = _as_planned(order.run, loaded), launch_facts(loaded, place)
+    with hold_run_directory(run, resume, overwrite, watcher.note) as held, closing(order.guard), compute_with(loaded.threads):
 
         def record(status: str) -> None:
             lost = {"output_lost": watcher.lost} if watcher.lost else {}
-            write_run_file(held.path, run, facts | guard.facts() | {"status": status} | lost)
+            write_run_file(held.path, run, facts | order.guard.facts() | {"status": status} | lost)
 
         record("running")
-        guard.start()
-        session = Session(run, loaded, monitor, serving, guard, record)
+        order.guard.start()
+        session = Session(run, loaded, monitor, serving, order.guard, record)
         with interrupts(lambda number: describe_interrupt(number, session.unfinished), monitor.note) as received:
             try:
                 session.driver.train(lambda: not received and session.admit(), session.look)
@@ -141,13 +108,45 @@ def _train_here(order: Order, place: torch.device, data_worker: WorkerProcess | 
     return results
 
 
-def _nothing_to_train(run: RunSpec, ended: dict[str, JobResult], guard: BaseGuard, watcher: Watcher) -> Results:
+def _settle(run: RunSpec, device: str | None, resume: bool, overwrite: bool, watcher: Watcher) -> Order:
+    """The run with all that an earlier launch or the device decides; its base's files are there then."""
+    digest = digest_of(run)
+    if scheduled := sorted({field for job in run.jobs for field in job.model_fields_set & set(SCHEDULED)}):
+        watcher.note(f"{', '.join(scheduled)}: has a meaning for `tlora cluster` alone; here all jobs begin as soon as there is room")
+    run = pin_dtype(pin_base(run, resume), device, resume, watcher.note)
+    run = pin_data(run) if resume else run
+    check_trackers(list(run.report_to))
+    check_run_directory(run, resume, overwrite)
+    ends = earlier_ends(run.jobs, Path(run.output_dir)) if resume else {}
+    for line in describe_resume(run, ends) if resume else []:
+        watcher.note(line)
+    run = with_ends(run, ends)
+    if len(ends) < len(run.jobs):
+        load_config(run.base_model)  # or it is refused only when it has been downloaded
+        fetch_base(run.base_model, watcher.stages(run))
+    guard = BaseGuard(run.base_model, find_directory(run.base_model), earlier_base(run, resume))
+    return Order(run, resume, overwrite, watcher, guard, digest, ended={name: end.result for name, end in ends.items()})
+
+
+def _monitor(order: Order) -> RunMonitor:
+    monitor = RunMonitor(Path(order.run.output_dir), {job.name: job.r for job in order.run.jobs}, order.watcher, order.resume)
+    monitor.ended = order.ended
+    return monitor
+
+
+def _as_planned(run: RunSpec, loaded: Loaded) -> RunSpec:
+    planned = with_plans(run, [job.spec for job in loaded.plan.jobs])
+    return planned.model_copy(update={"cpu_threads": loaded.threads or run.cpu_threads})
+
+
+def _nothing_to_train(order: Order) -> Results:
     """All jobs of a resumed run are done: no base is loaded, and no data read."""
+    run, watcher = order.run, order.watcher
     before = read_object(Path(run.output_dir) / "run.json")
     ordered = RunSpec.model_fields.keys() - {"token_budget", "cpu_threads"}  # of which there stands what they came to
     facts = {key: value for key, value in before.items() if key not in ordered and key != "versions"}
-    with hold_run_directory(run, True, False, watcher.note) as held, closing(guard):
-        results = all_results(run, ended, (), watcher.note)
+    with hold_run_directory(run, True, False, watcher.note) as held, closing(order.guard):
+        results = all_results(run, order.ended, (), watcher.note)
         _finish(results, lambda status: write_run_file(held.path, run, facts | {"status": status}), held.path, watcher)
     return results
 
@@ -161,11 +160,12 @@ def _finish(results: Results, record: Callable[[str], None], directory: Path, wa
         watcher.note(str(error))
 
 
-def _opening_notes(run: RunSpec, plan: RunPlan, serving: ServingFiles, resume: bool) -> list[str]:
+def _say_what_begins(order: Order, plan: RunPlan, serving: ServingFiles) -> None:
     """What is said before the first step. Raises ConfigError where a resumed job has taken more steps than it shall have."""
     templates = serving.warn([(job.spec, job.data.report) for job in plan.jobs if job.data])
-    lengths = check_lengths(plan.jobs_here, Path(run.output_dir)) if resume else []
-    return [*plan.warnings, *job_warnings(plan.jobs), *templates, *lengths, describe_plan(plan)]
+    lengths = check_lengths(plan.jobs_here, Path(order.run.output_dir)) if order.resume else []
+    for line in (*plan.warnings, *job_warnings(plan.jobs), *templates, *lengths, describe_plan(plan)):
+        order.watcher.note(line)
 
 
 def resolve_run(jobs: Jobs, settings: dict[str, Any]) -> RunSpec:
