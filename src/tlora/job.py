@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from tlora.adapter_shape import LoraConfig as LoraConfig
 from tlora.adapter_shape import LoraShape as LoraShape
+from tlora.byte_size import Bytes
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 # A job's directory stands beside the run's own files and what `durable.py` makes there: half-written, set aside, being replaced.
@@ -339,7 +340,7 @@ def split_revision(base_model: str) -> tuple[str, str | None]:
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Recompute = Literal["auto", "none", "all"] | Annotated[int, Field(ge=0, le=10**9)]
-MemoryLimit = Literal["auto"] | Annotated[int, Field(ge=1, le=10**18)]
+MemoryLimit = Literal["auto"] | Bytes
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
@@ -356,7 +357,7 @@ class RunSpec(BaseModel):
     deterministic: bool = False  # each adapter's bytes as if trained alone (docs/numerics.md)
     token_budget: Literal["auto"] | Annotated[int, Field(ge=16, le=10**9)] = "auto"  # tokens per micro-batch
     recompute: Recompute = "auto"  # decoder layers computed again in backward
-    memory_limit: MemoryLimit = "auto"  # bytes of device memory that the run may use
+    memory_limit: MemoryLimit = "auto"  # of the device, that the run may use
     cpu_threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"  # that a run on a CPU computes with
     report_to: list[TrackerName] = []
     jobs: Annotated[list[JobSpec], Field(min_length=1)]

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from tlora.byte_size import Bytes
 from tlora.errors import ConfigError
 from tlora.job import BasePrecision, DType, MemoryLimit, Recompute
 from tlora.jobs_file import suggest
@@ -22,7 +23,6 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _MOST_CONFIG_BYTES = 1 << 20
 # As `scheduler.policies.LIVE_POLICIES`.
 PolicyName = Literal["residual_capacity", "residual_capacity-growth", "fifo", "backfill", "sjf", "srtf", "las"]
-Bytes = Annotated[int, Field(ge=1, le=1 << 60)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
 
@@ -99,7 +99,7 @@ class ServerConfig(BaseModel):
     limits: Limits = Limits()
     connections: ConnectionLimits = ConnectionLimits()
     retention: Retention = Retention()
-    log_file_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 40)] = 10 << 20  # of access.log and audit.log; then a new file is begun
+    log_file_bytes: Annotated[Bytes, Field(ge=1 << 16, le=1 << 40)] = 10 << 20  # of access.log and audit.log; then a new file is begun
 
     @field_validator("database_url")
     @classmethod
