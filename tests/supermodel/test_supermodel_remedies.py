@@ -1,0 +1,68 @@
+"""What a caller of a super-model does wrong is said with a remedy, and the remedy helps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.tiny import make_model, make_samples
+from tlora.errors import ConfigError, ModelError
+from tlora.job import LoraConfig, TrainConfig
+from tlora.objectives import Dpo
+from tlora.planning.plan import pick_device
+from tlora.supermodel.batch import BatchRow, PackedBatch, collate
+from tlora.supermodel.load import make_base
+from tlora.supermodel.supermodel import SuperModel
+
+TRAIN = TrainConfig(learning_rate=1e-2, lr_scheduler_type="constant")
+
+
+@pytest.fixture
+def shared() -> SuperModel:
+    found = SuperModel(make_base(make_model("llama", num_hidden_layers=1), "tiny"))
+    found.join("a", LoraConfig(r=4), TRAIN)
+    return found
+
+
+def batch_of(job_id: str) -> PackedBatch:
+    rows = [BatchRow(job_id, s.input_ids, s.loss_weights, 7.0, (1, 0, i)) for i, s in enumerate(make_samples(2, low=8, high=8))]
+    return collate(rows, "cpu")
+
+
+def test_samples_of_a_job_that_has_not_joined(shared: SuperModel) -> None:
+    with pytest.raises(ConfigError, match="samples of 'b', which has not joined. Call join first"):
+        shared.forward_backward(batch_of("b"))
+    shared.join("b", LoraConfig(r=2), TRAIN)
+    assert torch.isfinite(shared.forward_backward(batch_of("b"))["b"].loss_sum)
+
+
+def test_units_of_another_objective(shared: SuperModel) -> None:
+    with pytest.raises(ConfigError, match="a unit of 'a' has 1 sequences, and its objective takes 2"):
+        shared.evaluate(batch_of("a"), {"a": Dpo()})
+    assert torch.isfinite(shared.evaluate(batch_of("a"))["a"].loss_sum)
+
+
+@pytest.mark.parametrize("change", ["size", "dtype"])
+def test_a_gradient_of_another_shape(shared: SuperModel, change: str) -> None:
+    shared.forward_backward(batch_of("a"))
+    right = shared.gradient("a")
+    wrong = right[:-1] if change == "size" else right.half()
+    with pytest.raises(ConfigError, match=r"Give a tensor like that of gradient\('a'\)"):
+        shared.set_gradient("a", wrong)
+    assert torch.equal(shared.gradient("a"), right), "nothing is changed"
+    shared.set_gradient("a", torch.ones_like(right))
+    assert bool((shared.gradient("a") == 1).all())
+
+
+def test_a_reference_of_another_shape(shared: SuperModel) -> None:
+    with pytest.raises(ConfigError, match=r"Give the params of an adapter of the shape of state\('a'\)"):
+        shared.set_reference("a", shared.state("a").params[1:])
+    assert "a" not in shared.references
+    shared.set_reference("a", shared.state("a").params)
+    assert "a" in shared.references
+
+
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(ModelError, match="Use cpu, or cuda where there is a GPU"):
+        pick_device("cuda:99")
+    assert pick_device("cpu") == torch.device("cpu")
