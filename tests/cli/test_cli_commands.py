@@ -248,6 +248,9 @@ def test_a_bug_keeps_its_traceback(jobs_file: Path, use: Callable[..., None]):
 def test_ctrl_c_outside_training_is_130(jobs_file: Path, use: Callable[..., None]):
     use("tlora.engine.train", train=FakeEngine({}, error=KeyboardInterrupt()).train)
     assert call("train", jobs_file)[0] == 130
+    use("tlora.engine.train", train=FakeEngine({}, error=KeyboardInterrupt("7 rows are kept")).train)
+    code, _, err = call("train", jobs_file)
+    assert (code, err) == (130, "7 rows are kept\n")
 
 
 def test_every_problem_of_the_file_is_told_and_nothing_is_trained(jobs_file: Path, use: Callable[..., None]):

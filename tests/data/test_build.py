@@ -18,6 +18,7 @@ from chat_templates import CHATML, LLAMA3
 from tlora import durable
 from tlora.data import build as build_module
 from tlora.data import dataset as dataset_module
+from tlora.data import scratch
 from tlora.data import worker as worker_module
 from tlora.data.build import Order, build, cache_key, hash_file, tokenizer_hash
 from tlora.data.dataset import Dataset, Sample, Writer, find_damage
@@ -424,6 +425,7 @@ def events_of(worker_cache: Path, path: str, tokenizer_path: Path, **data: Any) 
             "vocab_size": 1000,
             "cache_dir": str(worker_cache),
             "base_dir": str(worker_cache.parent),
+            "keep_unfinished": True,
             "rows": "samples",
         }
     )
@@ -477,12 +479,12 @@ def test_worker_names_a_template_that_it_cannot_read(tmp_path: Path, tokenizer_p
 
 
 def test_old_scratch_is_removed_and_young_is_not(tmp_path: Path) -> None:
-    for name, age in (("tmp-1-a", 2 * worker_module.STALE_SECONDS), ("tmp-2-b", 10.0), ("other", 2 * worker_module.STALE_SECONDS)):
+    for name, age in (("tmp-1-a", 2 * scratch.STALE_SECONDS), ("tmp-2-b", 10.0), ("other", 2 * scratch.STALE_SECONDS)):
         (tmp_path / name).mkdir()
         past = (tmp_path / name).stat().st_mtime - age
         os.utime(tmp_path / name, (past, past))
     gone = [tmp_path / "tmp-3-gone", *tmp_path.glob("tmp-*")]  # another run removed it since the directory was read
-    worker_module._remove_stale(SimpleNamespace(glob=lambda _: gone))  # type: ignore[arg-type]
+    scratch.remove_old(SimpleNamespace(glob=lambda _: gone))  # type: ignore[arg-type]
     assert names(tmp_path) == ["other", "tmp-2-b"]
 
 

@@ -31,6 +31,7 @@ from tlora.job import DataConfig
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 ROWS = [{"instruction": f"What is {i}?", "output": f"It is {i * 7}."} for i in range(40)]
+SLOW = LLAMA3 + "{% for a in range(8000) %}{% endfor %}"  # a row takes about a millisecond, a file of 4,000 some seconds
 HANGS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
@@ -181,11 +182,13 @@ def test_a_job_that_hangs_fails_alone(tmp_path: Path, tokenizer_path: Path, monk
     assert len(good(results["first"]).train) == len(good(results["last"]).train) == 40 and len(sets_in(tmp_path)) == 2
 
 
-def test_a_job_that_kills_its_worker_fails_alone_and_leaves_nothing(
+def test_a_job_that_kills_its_worker_fails_alone_and_keeps_what_is_done(
     tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "x.jsonl", ROWS)
-    write(tmp_path / "large.jsonl", ROWS * 1000)
+    write(tmp_path / "large.jsonl", ROWS * 100)
+    (tmp_path / "slow.jinja").write_text(SLOW)
+    cache, slow = tmp_path / "cache", {"path": "large.jsonl", "chat_template": "slow.jinja"}
     run_worker, workers, killed = prepare_module._run_worker, list[prepare_module.WorkerProcess](), list[int]()
 
     def noted(worker: prepare_module.WorkerProcess, *arguments: Any) -> Any:
@@ -193,18 +196,45 @@ def test_a_job_that_kills_its_worker_fails_alone_and_leaves_nothing(
         return run_worker(worker, *arguments)
 
     def kill(progress: PrepareProgress) -> None:
-        if progress.key == "killed" and progress.rows > 200 and not killed:
-            assert any(path.name.startswith("tmp-") for path in (tmp_path / "cache").iterdir())
+        if progress.key == "killed" and any(cache.glob("tmp-set-*/progress.json")) and not killed:
             killed.append(workers[-1].process.pid)
             os.kill(killed[0], signal.SIGKILL)
 
     monkeypatch.setattr(prepare_module, "_run_worker", noted)
-    keys = {"first": "x.jsonl", "killed": "large.jsonl", "last": "x.jsonl"}
-    results = prepare([request(key, tmp_path, tokenizer_path, {"path": path}) for key, path in keys.items()], kill)
+    keys: dict[str, dict[str, Any]] = {"first": {}, "killed": slow, "last": {}}
+    results = prepare([request(key, tmp_path, tokenizer_path, data) for key, data in keys.items()], kill)
     assert len(workers) == 2 and killed == [workers[0].process.pid]
     assert "large.jsonl: the data worker was killed by signal 9" in bad(results["killed"])
     assert good(results["first"]).train.directory == good(results["last"]).train.directory
-    assert len(sets_in(tmp_path)) == 1
+    (kept,) = cache.glob("tmp-*")
+    done = json.loads((kept / "progress.json").read_text().partition("\n")[2])["counts"]["report"]["report"]["rows"]
+    seen: list[int] = []
+    again = good(prepare([request("killed", tmp_path, tokenizer_path, slow)], lambda told: seen.append(told.rows))["killed"])
+    assert 0 < done <= min(rows for rows in seen if rows) and len(again.train) == len(ROWS) * 100
+    assert len(sets_in(tmp_path)) == 2
+
+
+def test_ctrl_c_says_how_many_rows_are_kept(tmp_path: Path, tokenizer_path: Path) -> None:
+    write(tmp_path / "x.jsonl", ROWS)
+    write(tmp_path / "large.jsonl", ROWS * 100)
+    (tmp_path / "slow.jinja").write_text(SLOW)
+    slow = {"path": "large.jsonl", "chat_template": "slow.jinja"}
+    jobs = [request("first", tmp_path, tokenizer_path), request("slow", tmp_path, tokenizer_path, slow)]
+
+    def interrupt_once(saved: bool) -> str:
+        def tell(progress: PrepareProgress) -> None:
+            if progress.rows and progress.key == "slow" and (not saved or any((tmp_path / "cache").glob("tmp-set-*/progress.json"))):
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt) as stop:
+            prepare(jobs, tell)
+        return str(stop.value)
+
+    said = re.fullmatch(r"Interrupted: ([\d,]+) tokenized rows are kept; .*", interrupt_once(True))
+    assert said is not None
+    (kept,) = (tmp_path / "cache").glob("tmp-*")
+    assert f'"rows": {said[1].replace(",", "")}, ' in (kept / "progress.json").read_text()
+    assert interrupt_once(False).startswith("Interrupted: "), "of the earlier launch, if this one has saved nothing yet"
 
 
 def test_several_runs_at_once_share_one_set(tmp_path: Path, tokenizer_path: Path) -> None:

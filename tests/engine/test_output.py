@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 
+from tests.data.chat_templates import CHATML
 from tests.engine.tiny_runs import job, train
 from tests.small_disks import mounted
 from tlora import durable
+from tlora.data.prepare import Prepared, PrepareRequest, prepare
 from tlora.engine.watcher import Watcher
+from tlora.job import DataConfig
 from tlora.store import checkpoint
 
 PATIENCE_SECONDS = 600
@@ -78,6 +81,42 @@ def test_ctrl_c_is_answered_and_says_how_to_resume(base: Path, data: Path, tmp_p
     for name in ("a", "b", "c"):
         (kept,) = (tmp_path / "out" / name).glob("checkpoint-*")
         durable.verify(kept)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_end_while_rows_are_tokenized_keeps_what_is_done(base: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """The signal goes to all processes, as that of a terminal does."""
+    rows, cache = 4000, tmp_path / "cache"
+    talk = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "green"}]
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * rows)
+    (tmp_path / "slow.jinja").write_text(CHATML + "{% for a in range(8000) %}{% endfor %}")
+    data = {"path": str(tmp_path / "a.jsonl"), "chat_template": str(tmp_path / "slow.jinja")}
+    file = tmp_path / "jobs.yaml"
+    order = {"base_model": str(base), "output_dir": str(tmp_path / "out"), "jobs": [job("a", data, max_steps=1)]}
+    file.write_text(json.dumps(order))
+    process = start(file, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while not any(cache.glob("tmp-set-*/progress.json")):
+        assert process.poll() is None
+    os.killpg(process.pid, number)
+    told, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == (130 if number == signal.SIGINT else -number) and "Traceback" not in told + errors
+    (kept,) = cache.glob("tmp-*")
+    done = json.loads((kept / "progress.json").read_text().partition("\n")[2])["counts"]["report"]["report"]["rows"]
+    assert 0 < done < rows
+    line = f"Interrupted: {done:,} tokenized rows are kept; the next launch with the same data goes on behind them\n"
+    assert errors == (line if number == signal.SIGINT else "")
+
+    process = start(file, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    told, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 0, (told, errors)
+    assert all(int(found.replace(",", "")) >= done for found in re.findall(r"tokenizing a: ([\d,]{2,}) rows", told))
+    vocab_size = json.loads((base / "config.json").read_text())["vocab_size"]
+    request = PrepareRequest("a", DataConfig.model_validate(data), str(base), vocab_size, tmp_path / "whole", tmp_path)
+    made = prepare([request])["a"]
+    assert isinstance(made, Prepared)
+    for path in made.train.directory.iterdir():
+        assert (cache / made.train.directory.name / path.name).read_bytes() == path.read_bytes()
+    assert not list(cache.glob("tmp-*"))
 
 
 @pytest.mark.usefixtures("real_start")

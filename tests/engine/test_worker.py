@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.engine.tiny_runs import job, rows, run_spec, sha256, steps_taken, train
+from tlora.data.prepare import PrepareRequest
 from tlora.engine import driver
 from tlora.engine import trainer as trainer_room
 from tlora.engine.commands import Command, Leave, Share, Stop
@@ -294,12 +295,16 @@ def test_another_order_of_the_same_name_does_not_go_on_from_its_checkpoints(made
     assert "learning_rate" in of(work(made.load(tmp_path), [other]), Failed, "stays")[0].reason
 
 
-def test_data_is_prepared_where_it_was_not_before(made: Orders, tmp_path: Path) -> None:
+def test_data_is_prepared_where_it_was_not_before(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[PrepareRequest] = []
+    prepare = trainer_room.prepare
+    monkeypatch.setattr(trainer_room, "prepare", lambda requests: (asked.extend(requests), prepare(requests))[1])
     short, mover = made.join("short"), made.join("mover")
     told = work(made.load(tmp_path), [Join(short.job, train_set=str(tmp_path / "gone")), Join(mover.job, mover.train_set)])
     for name in ("short", "mover"):
         assert of(told, Finished, name) and sha256(tmp_path / name) == made.shas[name]
     assert (tmp_path / Path(str(short.train_set)).name / "meta.json").is_file(), "where it was meant to be, so that its owner can remove it"
+    assert asked and not any(request.keep_unfinished for request in asked), "the owner does not know of unfinished sets"
 
 
 def test_steps_are_paced_by_the_moment_that_they_were_through() -> None:

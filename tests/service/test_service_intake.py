@@ -190,6 +190,7 @@ def test_data_that_takes_too_long_fails_its_job(tmp_path: Path) -> None:
         slow.ask("much", path)
         slow.ask("few", write_rows(tmp_path / "few.jsonl", 5), tenant="other")
         assert "used up its CPU seconds" in slow.answer("much")["problem"]
+        assert list((tmp_path / "intake" / "tokens" / "t").iterdir()) == [], "of an unfinished set nothing outlives a deleted file"
         assert "profile" in slow.answer("few")
     finally:
         slow.intake.close()

@@ -124,7 +124,9 @@ def exit_on_error(debug: bool) -> Iterator[None]:
             raise
         open_console(stderr=True).print(f"error: {printable(str(error))}", style="red", soft_wrap=True)
         raise typer.Exit(2) from None
-    except KeyboardInterrupt:  # before or after training; during training the engine saves checkpoints
+    except KeyboardInterrupt as stop:  # before or after training; during training the engine saves checkpoints
+        if stop.args:  # what is kept
+            open_console(stderr=True).print(printable(str(stop)), soft_wrap=True)
         raise typer.Exit(130) from None
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tlora.errors import DataError
 
@@ -35,6 +36,14 @@ class BadRows:
             self.reasons.add(message.partition(": ")[2])
         if len(self.first) < MOST_LISTED or place < self._place(self.first[-1]):
             self.first = sorted([*self.first, message], key=self._place)[:MOST_LISTED]
+
+    def as_json(self) -> list[object]:
+        return [self.count, sorted(self.reasons), self.first, self._last]
+
+    def restore(self, found: list[Any]) -> None:
+        """`found`: what `as_json` gave, after it was written and read."""
+        self.count, reasons, self.first, self._last = found
+        self.reasons = set(reasons)
 
     def error(self, called: str, rows: int) -> DataError:
         """About all of them, of so many `rows`; the message of the first where there is no other to be told."""

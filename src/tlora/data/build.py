@@ -7,27 +7,32 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tlora import durable
 from tlora.data.bad_rows import BadRows
 from tlora.data.columns import format_of
 from tlora.data.dataset import FORMAT_VERSION, Writer, find_damage
 from tlora.data.encode import Encoder
-from tlora.data.encoded_blocks import Recipe, Task, encode_blocks, num_processes
+from tlora.data.encoded_blocks import EncodedBlock, Recipe, Task, encode_blocks, num_processes
 from tlora.data.formats import Format
+from tlora.data.known_sets import VERSIONS, identity_of
 from tlora.data.limits import DataLimits
 from tlora.data.report import DataReport
-from tlora.data.rows import Row, no_rows, read_blocks, rows_of
+from tlora.data.rows import BLOCK_BYTES, BLOCK_ROWS, Row, no_rows, read_blocks, rows_of
 from tlora.data.sources import Source
 from tlora.data_directory import data_suffix
 from tlora.errors import DataError
 from tlora.job import Rows
+from tlora.processes import LostProcessError
+from tlora.version import __version__
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,6 +51,7 @@ class Order:
     rows: Rows = "samples"
     limits: DataLimits | None = None  # no part of the tokens
     drop_bad_rows: bool = False
+    keep_unfinished: bool = True
 
     @property
     def called(self) -> str:
@@ -96,7 +102,8 @@ def hash_file(file: Path, beat: Beat) -> str:
 def build(order: Order, encoder: Encoder, file_hash: Callable[[Path], str], beat: Beat) -> tuple[Path, str | None]:
     """The directory of the finished set, and what was wrong with an earlier one that had to be made again.
 
-    Raises DataError with file and row; leaves nothing half-made.
+    Raises DataError with file and row. With `keep_unfinished`, what is made is kept for the next call if this process is killed or
+    interrupted, or one of its pool is killed, and continued there; after any other error nothing half-made is left.
     """
     final = order.cache_dir / cache_key(order, encoder, file_hash)
 
@@ -106,60 +113,118 @@ def build(order: Order, encoder: Encoder, file_hash: Callable[[Path], str], beat
     damage = damage_of() if final.exists() else ""
     if damage is None:
         return final, None
-    writer = Writer(final)
+    identity = _identity(order, final) if order.keep_unfinished else None
+    writer = Writer(final, identity, lambda: beat(0, 0.0))
     try:
         report = _fill(writer, order, encoder, beat)
         if final.exists() and damage_of() is not None:  # another process may have repaired it meanwhile
             shutil.rmtree(final)
         earlier = [cache_key(order, encoder, file_hash, version) for version in range(1, FORMAT_VERSION)]
         writer.finish(report.as_meta() | {"earlier_keys": earlier})
+    except LostProcessError as error:
+        writer.leave()
+        raise DataError(str(error)) from None
+    except (KeyboardInterrupt, SystemExit):
+        writer.leave()
+        raise
     except BaseException:
         writer.abandon()
         raise
     return final, damage or None
 
 
+def _identity(order: Order, final: Path) -> object:
+    """Of what a set is made from and by. Stricter than the cache's key: messages about rows name the files, and blocks are skipped by
+    their number.
+    """
+    made_by = [__version__, FORMAT_VERSION, BLOCK_ROWS, BLOCK_BYTES, [version(name) for name in (*VERSIONS, "pyarrow")]]
+    return [final.name, made_by, [[str(file), *identity_of(file)] for file in order.files]]
+
+
+@dataclass
+class _Progress:
+    """What was counted so far, and where: behind `blocks` blocks of the source of number `source`, which has `rows` rows before it."""
+
+    report: DataReport
+    bad: BadRows
+    formats: list[str] = field(default_factory=list[str])
+    source: int = 0
+    blocks: int = 0
+    rows: int = 0
+    only_numbers: bool = True
+
+    def as_json(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in _OWN}
+        return own | {"report": self.report.as_meta(), "bad": self.bad.as_json()}
+
+    def restore(self, found: dict[str, Any]) -> None:
+        for name in _OWN:
+            setattr(self, name, found[name])
+        self.report = DataReport.from_meta(found["report"], self.report.files)
+        self.bad.restore(found["bad"])
+
+    def add(self, block: EncodedBlock) -> None:
+        self.only_numbers = self.only_numbers and block.only_numbers
+        self.report.add(block.report)
+        for error in block.bad:
+            self.bad.add(error)
+        self.blocks += 1
+
+    def end_source(self) -> None:
+        self.formats.append(self.report.format)
+        self.report.sources.append(self.samples)
+        self.source, self.blocks, self.rows, self.only_numbers = self.source + 1, 0, self.report.rows, True
+
+    @property
+    def samples(self) -> int:
+        """Of the source that is read."""
+        return self.report.samples - sum(self.report.sources)
+
+
+_OWN = ("formats", "source", "blocks", "rows", "only_numbers")
+
+
 def _fill(writer: Writer, order: Order, encoder: Encoder, beat: Beat) -> DataReport:
     report = DataReport(files=[str(file) for file in order.files], stops=sorted(encoder.template.stops))
+    done = _Progress(report, BadRows(order.files))
+    if writer.counts is not None:
+        done.restore(writer.counts)
     sizes = [sum(file.stat().st_size for file in source.files) for source in order.sources]
-    formats: list[str] = []
-    bad = BadRows(order.files)
-    for number, source in enumerate(order.sources):
+    for number in range(done.source, len(order.sources)):
         before, total = sum(sizes[:number]), max(1, sum(sizes))
 
         def beat_in_whole(rows: int, share: float, before: int = before, size: int = sizes[number], total: int = total) -> None:
             beat(rows, (before + share * size) / total)
 
-        samples = report.samples
-        _fill_source(writer, replace(order, sources=(source,)), encoder, report, bad, beat_in_whole)
-        formats.append(report.format)
-        report.sources.append(report.samples - samples)
+        _fill_source(writer, replace(order, sources=(order.sources[number],)), encoder, done, beat_in_whole)
+        done.end_source()
+    report, bad = done.report, done.bad
     if bad.count and not order.drop_bad_rows:
         raise bad.error(order.called, report.rows)
     report.dropped, report.bad_rows = bad.count, bad.first
-    report.format = ", ".join(dict.fromkeys(formats))
+    report.format = ", ".join(dict.fromkeys(done.formats))
     return report
 
 
-def _fill_source(writer: Writer, order: Order, encoder: Encoder, report: DataReport, bad: BadRows, beat: Beat) -> None:
-    """Add the samples of the one source of `order`."""
-    only_numbers, rows, samples = True, report.rows, report.samples
+def _fill_source(writer: Writer, order: Order, encoder: Encoder, done: _Progress, beat: Beat) -> None:
+    """Add the samples of the one source of `order`, but for those of the blocks that are done."""
+    report, bad, tasks = done.report, done.bad, _tasks(order)
+    for task in itertools.islice(tasks, done.blocks):
+        beat(report.rows, task.block.share)
     recipe = Recipe(order.called, encoder, order.max_length, order.rows)
     processes = 1 if order.limits is not None else num_processes(sum(file.stat().st_size for file in order.files))
-    with contextlib.closing(encode_blocks(recipe, _tasks(order), processes)) as blocks:
+    with contextlib.closing(encode_blocks(recipe, tasks, processes)) as blocks:
         for block in blocks:
-            only_numbers = only_numbers and block.only_numbers
             writer.extend(block.samples)
-            report.add(block.report)
-            for error in block.bad:
-                bad.add(error)
+            done.add(block)
+            writer.save(done.as_json)
             beat(report.rows, block.share)
-    rows, samples = report.rows - rows, report.samples - samples
+    rows, samples = report.rows - done.rows, done.samples
     if not rows:
         raise no_rows(order.files, order.called)
     if bad.count and not samples:
         raise bad.error(order.called, rows)
-    if only_numbers and report.format == "text":
+    if done.only_numbers and report.format == "text":
         raise DataError(f"{order.called}: all {rows} values of column 'text' are numbers; expected text: name the column of text 'text'")
     if not samples:
         raise DataError(

@@ -11,9 +11,8 @@ import contextlib
 import json
 import os
 import shutil
-import uuid
-from array import array
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,10 +24,14 @@ import numpy.typing as npt
 
 from tlora import durable
 from tlora.data.order import Epoch
+from tlora.data.scratch import PROGRESS, Scratch, private_directory
 from tlora.errors import DataError
 
 FORMAT_VERSION = 5  # part of every cache key: raise it when the same input gives other tokens, weights or files
-SCRATCH_PREFIX = "tmp-"
+SAVE_SECONDS = 0.25  # of work are lost at most when a process ends
+_ROW_PARTS = {"lengths.bin": np.int64, "trained.bin": np.float64, "ends.bin": np.int64}  # numbers of each row, while a set is made
+_KEPT_PARTS = ("tokens.bin", "weights.bin")
+_PARTS = (*_KEPT_PARTS, *_ROW_PARTS)
 _READ_AT_ONCE = 1 << 20  # numbers
 _Number = TypeVar("_Number", np.int32, np.float32)
 _arrays: WeakValueDictionary[tuple[int, int, int], Any] = WeakValueDictionary()  # by device, inode and time of the file
@@ -216,22 +219,28 @@ def _shared(path: Path, read: Callable[[Path], Any]) -> Any:
 
 
 class Writer:
-    """Fills a scratch directory beside `final` sample by sample; `finish` puts it in place in one rename.
+    """Fills a scratch directory beside `final` sample by sample; `finish` puts the set in place in one rename.
 
     Not `durable.write_directory`, which expects one writer and replaces what is there: any number of processes may make the same set at a
-    time, readers hold the first one's files open, and a killed process's scratch is known by its process id.
+    time, and readers hold the first one's files open. With an `identity` (JSON, of everything that decides the set) what has been saved is
+    kept when the process ends, and `counts` are those that an earlier process of the same identity has saved with it.
     """
 
-    def __init__(self, final: Path) -> None:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        self.final = final
-        self.scratch = final.parent / f"{SCRATCH_PREFIX}{os.getpid()}-{uuid.uuid4().hex}"
-        self.scratch.mkdir()
-        self.offsets, self.trained = array("q", [0]), array("d")
-        self._ends: list[npt.NDArray[np.int64]] = []
+    def __init__(self, final: Path, identity: object = None, beat: Callable[[], None] = lambda: None) -> None:
+        self.final, self._identity = final, identity
+        self._scratch = Scratch(final, keep=identity is not None)
+        self._saved = time.monotonic()
+        self.counts: dict[str, Any] | None = None
         self.max_token_id = -1
-        self._tokens = (self.scratch / "tokens.bin").open("wb")
-        self._weights = (self.scratch / "weights.bin").open("wb")
+        progress = self._scratch.read_progress(identity)
+        files = self._scratch.open_files(_PARTS, progress["files"], beat) if progress is not None else None
+        if progress is not None and files is not None:
+            self.counts, self.max_token_id = progress["counts"], progress["max_token_id"]
+        else:
+            self._scratch.empty()
+            files = self._scratch.open_files(_PARTS)
+            assert files is not None, "new files match nothing"
+        self._files = files
 
     def add(self, sample: Sample) -> None:
         self.extend(pack([sample]))
@@ -239,38 +248,74 @@ class Writer:
     def extend(self, samples: PackedSamples) -> None:
         if not len(samples.lengths):
             return
-        self._tokens.write(samples.input_ids.tobytes())
-        self._weights.write(samples.loss_weights.tobytes())
-        self.offsets.extend((self.offsets[-1] + np.cumsum(samples.lengths)).tolist())
-        self.trained.extend(samples.trained.tolist())
-        if samples.ends is not None:
-            self._ends.append(samples.ends)
+        arrays = (samples.input_ids, samples.loss_weights, samples.lengths, samples.trained, samples.ends)
+        for name, array in zip(_PARTS, arrays, strict=True):
+            if array is not None:
+                self._files[name].write(array.tobytes())
         self.max_token_id = max(self.max_token_id, int(samples.input_ids.max(initial=-1)))
+
+    def save(self, counts: Callable[[], dict[str, Any]]) -> None:
+        """What has been added is kept from now on, with these counts. Four times a second at most: a call between saves nothing."""
+        if self._scratch.keeps and time.monotonic() - self._saved >= SAVE_SECONDS:
+            files = {name: file.state() for name, file in self._files.items()}
+            progress = {"counts": counts(), "max_token_id": self.max_token_id, "files": files}
+            self._scratch.write_progress(self._identity, progress)
+            self._saved = time.monotonic()
 
     def finish(self, meta: dict[str, object]) -> None:
         """Write the index and `meta`, flush all to the disk, rename. When another process was faster, its equal set stays."""
-        self._tokens.close()
-        self._weights.close()
-        np.save(self.scratch / "offsets.npy", np.frombuffer(self.offsets, dtype=np.int64))
-        np.save(self.scratch / "trained.npy", np.frombuffer(self.trained, dtype=np.float64))
-        if self._ends:
-            np.save(self.scratch / "sequence_ends.npy", np.concatenate(self._ends))
-        whole = meta | {"max_token_id": self.max_token_id}
-        (self.scratch / "meta.json").write_text(json.dumps(whole, ensure_ascii=False), encoding="utf-8")
-        durable.write_manifest(self.scratch)
+        states = {name: file.state() for name, file in self._files.items()}
+        self._close()
+        for name in _KEPT_PARTS:  # what takes long comes first: until then the next launch could go on here
+            durable.sync(self._scratch.path / name)
+        if self._scratch.keeps:
+            self._check(states)
+        whole = private_directory(self.final.parent)
         try:
-            self.scratch.rename(self.final)
-        except OSError:
-            if durable.find_damage(self.final) is not None:
-                raise
-        durable.sync(self.final.parent)
+            self._fill(whole, meta | {"max_token_id": self.max_token_id})
+            durable.write_manifest(whole, {name: states[name][1] for name in _KEPT_PARTS})
+            try:
+                whole.rename(self.final)
+            except OSError:
+                if durable.find_damage(self.final) is not None:
+                    raise
+            durable.sync(self.final.parent)
+        finally:
+            shutil.rmtree(whole, ignore_errors=True)
         self.abandon()
 
+    def _check(self, states: Mapping[str, Sequence[Any]]) -> None:
+        """Locks of a file system that several hosts share may not hold."""
+        files = self._scratch.open_files(_PARTS, states)
+        if files is None:
+            raise DataError(f"{self._scratch.path}: another program has written to these files while they were made; start again")
+        for file in files.values():
+            file.close()
+
+    def _fill(self, whole: Path, meta: dict[str, object]) -> None:
+        (self._scratch.path / PROGRESS).unlink(missing_ok=True)
+        for name in _KEPT_PARTS:
+            (self._scratch.path / name).rename(whole / name)
+        lengths, trained, ends = (np.fromfile(self._scratch.path / name, dtype) for name, dtype in _ROW_PARTS.items())
+        np.save(whole / "offsets.npy", np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
+        np.save(whole / "trained.npy", trained)
+        if len(ends):
+            np.save(whole / "sequence_ends.npy", ends.reshape(len(lengths), -1))
+        (whole / "meta.json").write_text(json.dumps(meta, ensure_ascii=False), encoding="utf-8")
+
+    def leave(self) -> None:
+        """End without the set. What has been saved is kept."""
+        self._close()
+        self._scratch.leave()
+
     def abandon(self) -> None:
-        with contextlib.suppress(OSError):  # the disk is full: the buffers cannot be flushed
-            self._tokens.close()
-            self._weights.close()
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        self._close()
+        self._scratch.remove()
+
+    def _close(self) -> None:
+        for file in self._files.values():
+            with contextlib.suppress(OSError):  # the disk is full: the buffers cannot be flushed
+                file.close()
 
 
 def find_damage(directory: Path, vocab_size: int, beat: Callable[[], None] = lambda: None) -> str | None:

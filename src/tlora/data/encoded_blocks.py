@@ -63,7 +63,7 @@ def num_processes(data_bytes: int) -> int:
 
 
 def encode_blocks(recipe: Recipe, tasks: Iterator[Task], processes: int) -> Generator[EncodedBlock]:
-    """The results in the order of `tasks`. Raises DataError where a process was killed, and what `encode_block` raises."""
+    """The results in the order of `tasks`. Raises LostProcessError where a process was killed, and what `encode_block` raises."""
     if processes == 1:
         yield from (encode_block(recipe, task) for task in tasks)
         return
@@ -71,7 +71,7 @@ def encode_blocks(recipe: Recipe, tasks: Iterator[Task], processes: int) -> Gene
         with open_pool(processes, "fork", _begin, recipe) as pool:
             yield from pool.map_in_order(_encode_here, tasks, BLOCKS_A_PROCESS * processes)
     except LostProcessError as error:
-        raise DataError(
+        raise LostProcessError(
             f"{recipe.called}: one of {processes} processes that tokenize {error}, most likely for want of memory; let it have fewer cores "
             "(taskset -c 0 tlora ...), or look for a row, or a chat template, that takes too much memory"
         ) from None

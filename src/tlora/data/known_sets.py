@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tlora.data.prepare import PrepareRequest
 
 _SETTLED_SECONDS = 2.0  # the coarsest times of a file system (FAT)
-_VERSIONS = ("transformers", "tokenizers", "jinja2")  # of what makes tokens from rows, besides this program
+VERSIONS = ("transformers", "tokenizers", "jinja2")  # of what makes tokens from rows, besides this program
 
 Sets = tuple[Path, Path | None]
 
@@ -63,12 +63,12 @@ class _UnrecordedError(Exception):
 
 def _record(request: PrepareRequest) -> Path:
     data = request.data
-    identities = [_identity(file) for file in _files(request)]
+    identities = [identity_of(file) for file in _files(request)]
     if time.time() - max(max(changed, modified) for *_, changed, modified in identities) / 1e9 < _SETTLED_SECONDS:
         raise _UnrecordedError
     settings = [data.format, data.max_length, data.train_on, data.on_bad_rows, data.chat_template_kwargs, request.rows, request.vocab_size]
     numbers = [[len(list_files(request.base_dir / source.path)) for source in part] for part in (data.sources, data.eval_sources)]
-    facts = [__version__, FORMAT_VERSION, [version(name) for name in _VERSIONS], settings, numbers, identities]
+    facts = [__version__, FORMAT_VERSION, [version(name) for name in VERSIONS], settings, numbers, identities]
     return request.cache_dir / "known" / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]}.json"
 
 
@@ -86,6 +86,7 @@ def _files(request: PrepareRequest) -> Iterator[Path]:
     yield from sorted(path for path in tokenizer.rglob("*") if path.is_file())
 
 
-def _identity(file: Path) -> tuple[str, str, int, int, int, int, int]:
+def identity_of(file: Path) -> tuple[str, str, int, int, int, int, int]:
+    """Changes with every change of the file."""
     found = file.stat()
     return file.name, file.suffix.lower(), found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns, found.st_mtime_ns

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import queue
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,8 +22,8 @@ from typing import IO, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from tlora.data import known_sets
-from tlora.data.dataset import SCRATCH_PREFIX, Dataset
+from tlora.data import known_sets, scratch
+from tlora.data.dataset import Dataset
 from tlora.data.limits import DataLimits, describe_signal
 from tlora.data.order import Epoch, PackedRows, epoch_size, mix, split
 from tlora.data.overlap import count_shared
@@ -46,7 +45,9 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class PrepareRequest:
-    """One job's data. Relative paths in `data` are under `base_dir`; `rows` is what the job learns from."""
+    """One job's data. Relative paths in `data` are under `base_dir`; `rows` is what the job learns from. `keep_unfinished`: a set that is
+    not finished stays in `cache_dir` for the next launch. It is for a cache of one's own: nothing removes it when a data file is deleted.
+    """
 
     key: str
     data: DataConfig
@@ -56,6 +57,7 @@ class PrepareRequest:
     base_dir: Path
     rows: Rows = "samples"
     limits: DataLimits | None = None  # where the data is somebody else's
+    keep_unfinished: bool = True
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def prepare(
     """Tokenize what is not in the cache yet and open it, for each request under its key. `started` is a process of `start_worker` that
     has had no requests yet.
 
-    Raises ModelError when the tokenizer cannot be loaded, which all jobs share.
+    Raises ModelError when the tokenizer cannot be loaded, which all jobs share. A KeyboardInterrupt meanwhile says how many rows are kept.
     """
     assert len({request.key for request in requests}) == len(requests), [request.key for request in requests]
     tell = on_progress or (lambda _: None)
@@ -184,12 +186,25 @@ def _run_worker(
             process.stdin.write(json.dumps([_as_json(request) for request in requests]).encode() + b"\n")
             process.stdin.flush()
         return _follow(worker, requests, on_progress, restarted)
+    except KeyboardInterrupt:
+        _end(process, requests)
+        raise KeyboardInterrupt(*_describe_kept(process.pid, requests)) from None
     finally:
-        process.kill()
-        process.wait()
-        for cache_dir in {request.cache_dir for request in requests}:
-            for scratch in cache_dir.glob(f"{SCRATCH_PREFIX}{process.pid}-*"):
-                shutil.rmtree(scratch, ignore_errors=True)
+        _end(process, requests)
+
+
+def _end(process: subprocess.Popen[bytes], requests: Sequence[PrepareRequest]) -> None:
+    process.kill()
+    process.wait()
+    for cache_dir in {request.cache_dir for request in requests}:
+        scratch.remove_left_by(cache_dir, process.pid)
+
+
+def _describe_kept(process_id: int, requests: Sequence[PrepareRequest]) -> list[str]:
+    """What the worker has not finished and has kept, in one line; none where it has kept nothing."""
+    found = [progress for place in {request.cache_dir for request in requests} for progress in scratch.progress_of(place, process_id)]
+    rows = sum(int(progress["counts"]["report"]["report"]["rows"]) for progress in found)
+    return [f"Interrupted: {rows:,} tokenized rows are kept; the next launch with the same data goes on behind them"] if rows else []
 
 
 def _read_lines(stream: IO[bytes], lines: queue.Queue[bytes]) -> None:
@@ -249,6 +264,7 @@ def _as_json(request: PrepareRequest) -> dict[str, object]:
         "base_dir": str(request.base_dir),
         "rows": request.rows,
         "limits": asdict(request.limits) if request.limits is not None else None,
+        "keep_unfinished": request.keep_unfinished,
     }
 
 

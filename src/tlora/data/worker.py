@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
+import signal
 import sys
 import threading
 import time
@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from tlora import durable
 from tlora.data.build import Order, build, hash_file
-from tlora.data.dataset import SCRATCH_PREFIX
 from tlora.data.encode import ChatSettings, Encoder, open_encoder
 from tlora.data.limits import DataLimits
+from tlora.data.scratch import remove_old
 from tlora.data.sources import is_on_hub, open_source
 from tlora.data.stop_tokens import read_stop_tokens
 from tlora.data.tokenizer import load_libraries, load_tokenizer
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 MEMORY_LIMIT_BYTES = 8 << 30  # private memory; reading streams, so a large vocabulary and the longest rows stay below 2 GiB
 EVENT_SECONDS = 0.25
 FETCH_EVENT_SECONDS = 5.0
-STALE_SECONDS = 24 * 3600.0
 _Request = dict[str, object]
 
 
@@ -115,8 +114,9 @@ class Worker:
         stops = read_stop_tokens(tokenizer, str(request["tokenizer_path"]))
         chats = ChatSettings(data.chat_template_kwargs, stops, data.train_on == "last")
         encoder = open_encoder(tokenizer, template, data.train_on == "all", int(str(request["vocab_size"])), chats)
-        drop = data.on_bad_rows == "drop"
-        directory, damage = self.build(Order(opened, data.format, data.max_length, place, rows, _limits(request), drop), encoder, key)
+        drop, keep = data.on_bad_rows == "drop", bool(request["keep_unfinished"])
+        order = Order(opened, data.format, data.max_length, place, rows, _limits(request), drop, keep)
+        directory, damage = self.build(order, encoder, key)
         self.sets[known] = Made(
             str(directory), [source.commit for source in opened], damage, [note for source in opened for note in source.notes]
         )
@@ -199,15 +199,9 @@ def _leave_with_parent(requests: BinaryIO) -> None:
     os._exit(1)
 
 
-def _remove_stale(cache_dir: Path) -> None:
-    for scratch in cache_dir.glob(f"{SCRATCH_PREFIX}*"):
-        with contextlib.suppress(FileNotFoundError):  # another process removed it first
-            if time.time() - scratch.stat().st_mtime > STALE_SECONDS:
-                shutil.rmtree(scratch, ignore_errors=True)
-
-
 def main() -> None:
     """Serve the requests of one line of JSON from stdin, then exit."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches all processes of a terminal: the parent decides, and ends this one
     sys.modules["torch"] = cast("None", None)  # type: ignore[assignment]  # transformers would import it: 1 s and 300 MB for nothing
     _limit_resources()
     events = os.fdopen(os.dup(1), "wb")
@@ -219,7 +213,7 @@ def main() -> None:
     threading.Thread(target=_leave_with_parent, args=(line,), daemon=True).start()
     worker = Worker(events)
     for cache_dir in {str(request["cache_dir"]) for request in requests}:
-        _remove_stale(Path(cache_dir))
+        remove_old(Path(cache_dir))
     for request in requests:
         worker.run(request)
     os._exit(0)  # the thread waits on stdin: a normal exit would wait for its lock

@@ -254,7 +254,7 @@ class Trainer:
         if train_set is not None and (eval_set is not None or not request.data.eval_path):
             return open_sets(request, train_set, eval_set)
         if join.train_set is not None:  # where its owner keeps and removes what is made of its data
-            request = replace(request, cache_dir=Path(join.train_set).parent)
+            request = replace(request, cache_dir=Path(join.train_set).parent, keep_unfinished=False)
         return prepare([request])[request.key]
 
     def _run_of(self, spec: JobSpec) -> RunSpec:

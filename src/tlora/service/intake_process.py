@@ -120,7 +120,8 @@ class Intake:
     def _prepare_request(self, request: IntakeRequest, spec: JobSpec, outline: Outline) -> PrepareRequest:
         place, vocab = Path(request.tokens_dir), outline.vocab_size
         tokenizer, rows = request.base_model, spec.learns_from
-        return PrepareRequest(request.key, spec.data, tokenizer, vocab, place, place, rows, self._limits)
+        # a tenant's file may be deleted before the set is made again: nothing of it may stay
+        return PrepareRequest(request.key, spec.data, tokenizer, vocab, place, place, rows, self._limits, keep_unfinished=False)
 
 
 def _parameters(spec: JobSpec, outline: Outline) -> int:
