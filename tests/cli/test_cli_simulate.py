@@ -96,7 +96,7 @@ def test_help_is_fast_and_names_every_option() -> None:
         "truth-error",
         "length-error",
     )
-    options += ("drift", "delay", "mtbf-hours", "csv", "html", "sweep", "out", "quiet", "debug")
+    options += ("drift", "delay", "mtbf-hours", "usage-half-life-seconds", "csv", "html", "sweep", "out", "quiet", "debug")
     assert all(f"--{option}" in done.stdout for option in options)
     words = set(re.findall(r"[\w+-]+", done.stdout))
     assert {*POLICIES, *SHIPPED} <= words and "128" in words
@@ -151,8 +151,8 @@ def test_every_option_is_handed_on(monkeypatch: pytest.MonkeyPatch, trace: str) 
         "--drift",
         "0.2",
     )
-    asked = asked_of(monkeypatch, *options, "--delay", "0.5", "--mtbf-hours", "300")
-    conditions = Conditions(speed_error=0.15, length_error=0.1, drift=0.2, delay=0.5, mtbf_hours=300.0)
+    asked = asked_of(monkeypatch, *options, "--delay", "0.5", "--mtbf-hours", "300", "--usage-half-life-seconds", "3600")
+    conditions = Conditions(speed_error=0.15, length_error=0.1, drift=0.2, delay=0.5, mtbf_hours=300.0, usage_half_life_seconds=3600.0)
     policies = (("sjf", "peft"), ("fifo", "tlora"))  # the third is the first
     assert asked == [
         Scenario(trace, *policy, 4, 4, "h200", 0.5, 3, seed, paper=True, conditions=conditions) for seed in (0, 1, 5) for policy in policies

@@ -54,6 +54,8 @@ def test_failures_come_as_often_as_the_mean_time_between_them_says():
         ({"mtbf_hours": 0.0}, "mtbf_hours is 0.0"),
         ({"mtbf_hours": 1e-300}, "mtbf_hours is 1e-300: .* from 0.1 to 1,000,000,000"),
         ({"repair_hours": float("inf")}, "repair_hours"),
+        ({"usage_half_life_seconds": 0.0}, "usage_half_life_seconds is 0: .* Give 86400 for a day"),
+        ({"usage_half_life_seconds": 2e9}, r"usage_half_life_seconds is 2e\+09: .* at most 1,000,000,000"),
     ],
 )
 def test_what_cannot_be_true_is_refused(changes: dict[str, float], named: str):

@@ -90,3 +90,11 @@ def test_what_a_start_takes_is_an_axis() -> None:
     assert found[1].conditions.moves == plain.conditions.moves
     with pytest.raises(ConfigError, match="must be from 0 to 3,600"):
         read_grid("warm_start_seconds=3601")
+
+
+def test_the_half_life_of_usage_is_an_axis() -> None:
+    found = scenarios_of(read_grid("usage_half_life_seconds=3600:86400"), Scenario(), [0], ["fifo"])
+    assert [scenario.conditions.usage_half_life_seconds for scenario in found] == [3600.0, 86400.0]
+    assert found[1] == Scenario(policy="fifo"), "a day is the default, as of a server"
+    with pytest.raises(ConfigError, match="must be from 1 to 1,000,000,000"):
+        read_grid("usage_half_life_seconds=0")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.scheduler.invariants import check
 from tests.sim.answers import answered
-from tests.sim.small_clusters import even_cost
+from tests.sim.small_clusters import even_cost, made_job
 from tlora.cluster.controller import run
 from tlora.costs.hardware import cost_model
 from tlora.protocol import Action, Event, GroupReady, JobFinished, JobGroup, JobSubmitted, StepsDone
@@ -17,7 +17,7 @@ from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.scheduler import Scheduler
 from tlora.scheduler.state import ClusterState
 from tlora.sim.backend import SimulatedCluster
-from tlora.sim.conditions import Conditions
+from tlora.sim.conditions import FREE_MOVES, Conditions
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import BASES, MappedJob, mapped_jobs
 from tlora.sim.records import SimulationResult
@@ -161,3 +161,16 @@ def test_rows_that_were_cancelled_or_failed_end_so():
     found = [job.ends for job in mapped_jobs(trace, cost_model("h200", "peft", BASES), seed=0)]
     assert found == [ends[row.state] for row in trace.jobs]
     assert set(found) == {"done", "cancelled", "failed"}
+
+
+@pytest.mark.parametrize(("half_life_seconds", "first"), [(1e6, "b2"), (100.0, "a2")])
+def test_the_half_life_decides_for_how_long_a_tenants_usage_counts(half_life_seconds: float, first: str) -> None:
+    """a had the GPU for 1,000 s, then b for 200 s: b has used less, unless what a had has faded."""
+    orders = [("a1", 1000, 0.0), ("b1", 200, 500.0), ("a2", 100, 1100.0), ("b2", 100, 1100.0)]
+    jobs = [made_job(name, steps, at, gpus=2, tokens=2000.0) for name, steps, at in orders]
+    jobs = [replace(each, job=replace(each.job, tenant=each.job.job_id[0], max_slowdown=1.0)) for each in jobs]
+    conditions = Conditions(moves=FREE_MOVES, usage_half_life_seconds=half_life_seconds)
+    result = simulate(jobs, ClusterShape(1, 2), POLICIES["residual_capacity"](), even_cost(), conditions)
+    assert [job.state for job in result.jobs] == ["done"] * 4
+    second = sorted(result.jobs, key=lambda job: job.finished_seconds)[2]
+    assert second.job_id == first

@@ -118,6 +118,7 @@ def test_each_setting_makes_another_point(plain: Scenario, tmp_path: Path) -> No
                 {"conditions": Conditions(delay=1.0)},
             ),
             {"conditions": Conditions(mtbf_hours=10.0)},
+            {"conditions": Conditions(usage_half_life_seconds=3600.0)},
         )
     ]
     rows = run_sweep([plain, *others], tmp_path / "rows.csv", measured, silent)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,6 +49,10 @@ def simulate(  # one parameter for each option, as typer has it
     kernels: Annotated[
         str, typer.Option(metavar="tlora|peft|trl", help="Kernels of policies without a slash.", rich_help_panel=_CLUSTER)
     ] = "tlora",
+    usage_half_life_seconds: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="Age at which a tenant's GPU time counts half.", rich_help_panel=_CLUSTER),
+    ] = 86_400.0,
     truth_error: Annotated[float, typer.Option(help="Each job's speed is off by up to this share.", rich_help_panel=_TRUTH)] = 0.0,
     length_error: Annotated[
         float, typer.Option(help="Each job's tokens per step are off by up to this share.", rich_help_panel=_TRUTH)
@@ -95,7 +99,8 @@ def simulate(  # one parameter for each option, as typer has it
         from tlora.sim.scenario import Scenario, check_names
 
         num_nodes, gpus_per_node = _cluster(gpus, nodes)
-        conditions = Conditions(speed_error=truth_error, length_error=length_error, drift=drift, delay=delay, mtbf_hours=mtbf_hours)
+        truth = Conditions(speed_error=truth_error, length_error=length_error, drift=drift, delay=delay, mtbf_hours=mtbf_hours)
+        conditions = replace(truth, usage_half_life_seconds=usage_half_life_seconds)
         plain = Scenario(trace, "", kernels, num_nodes, gpus_per_node, gpu, load, jobs, paper=paper, closed=closed, conditions=conditions)
         check_names(plain)
         contest = Contest(plain, _policies(POLICIES if policy is None else policy, kernels), _seeds(seed, seeds))

@@ -11,9 +11,11 @@ from hashlib import blake2b
 
 from tlora.costs.cost import CostModel
 from tlora.errors import ConfigError
+from tlora.scheduler.tenants import DAY_SECONDS
 
 _DAY_SECONDS = 86400.0
 _MOST_DELAY = 1000.0
+MOST_HALF_LIFE_SECONDS = 1e9  # as of a server
 _HOURS = (0.1, 1e9)  # between failures and until the repair: with less between them nothing would ever be done
 
 
@@ -67,8 +69,9 @@ class Conditions:
     of its members' by tokens). `length_error`: its steps have u times the tokens of its profile. `drift` d: everything takes
     1 + d sin(2 pi (t / day + phase of the base)) times as long. `delay` d: starts and joins take 1 + d x times as long, x exponential
     with mean 1. `mtbf_hours` is of one node (None: it never fails): half of the failures take one GPU, half the node, back after
-    `repair_hours`. `cost` is what the cluster follows (None: the scheduler's, as it is at the start), `saturated` the tokens/s of one
-    GPU by base in which useful work is counted (None: those of `cost`). Raises ConfigError.
+    `repair_hours`. `usage_half_life_seconds` is the scheduler's, as a server has it (fair shares of tenants). `cost` is what the cluster
+    follows (None: the scheduler's, as it is at the start), `saturated` the tokens/s of one GPU by base in which useful work is counted
+    (None: those of `cost`). Raises ConfigError.
     """
 
     seed: int = 0
@@ -78,6 +81,7 @@ class Conditions:
     delay: float = 0.0
     mtbf_hours: float | None = None
     repair_hours: float = 2.0
+    usage_half_life_seconds: float = DAY_SECONDS
     moves: MoveCosts = field(default_factory=MoveCosts)
     cost: CostModel | None = None
     saturated: dict[str, float] | None = None
@@ -93,6 +97,11 @@ class Conditions:
         for name, hours in (("mtbf_hours", self.mtbf_hours), ("repair_hours", self.repair_hours)):
             if hours is not None and not least <= hours <= most:
                 raise ConfigError(f"{name} is {hours}: it must be a number of hours from {least:g} to {most:,.0f}. Give 300 for 300 hours")
+        if not 0 < self.usage_half_life_seconds <= MOST_HALF_LIFE_SECONDS:
+            raise ConfigError(
+                f"usage_half_life_seconds is {self.usage_half_life_seconds:g}: it must be above 0 and at most "
+                f"{MOST_HALF_LIFE_SECONDS:,.0f}. Give 86400 for a day"
+            )
 
     @property
     def exact(self) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from tlora.errors import ConfigError
 from tlora.jobs_file.spelling import suggest
+from tlora.sim.conditions import MOST_HALF_LIFE_SECONDS
 from tlora.sim.scenario import CONSTANTS, MOST_GPUS, Scenario, contender, num_nodes
 from tlora.sim.workload import LOADS
 
@@ -17,7 +18,8 @@ Value = float | int | str
 Axes = Mapping[str, tuple[Value, ...]]
 
 SCALE = "scale."
-KEYS = ("load", "delta", "gpus", "seed", "policy", "kappa", "warm_start_seconds", *(SCALE + name for name in CONSTANTS))
+_NAMED = ("load", "delta", "gpus", "seed", "policy", "kappa", "warm_start_seconds", "usage_half_life_seconds")
+KEYS = (*_NAMED, *(SCALE + name for name in CONSTANTS))
 RANGE_POINTS = 5  # of `a..b` without a number
 MOST_POINTS = 100_000  # of a sweep: all of them are held at once
 _FACTORS = (0.001, 1000.0)
@@ -27,6 +29,7 @@ _BOUNDS = {
     "gpus": (1, MOST_GPUS),
     "seed": (0, 10**15 - 1),
     "warm_start_seconds": (0, 3600),
+    "usage_half_life_seconds": (1, MOST_HALF_LIFE_SECONDS),
 }  # the others are factors
 _RANGE = re.compile(r"(?P<first>.+?)\.\.(?P<last>[^/]+)(?:/(?P<count>\d+))?")
 _WHOLE = ("gpus", "seed")
@@ -76,6 +79,8 @@ def _scenario(plain: Scenario, point: Mapping[str, Value]) -> Scenario:
         elif key == "warm_start_seconds":
             moves = replace(found.conditions.moves, warm_start_seconds=float(value))
             found = replace(found, conditions=replace(found.conditions, moves=moves))
+        elif key == "usage_half_life_seconds":
+            found = replace(found, conditions=replace(found.conditions, usage_half_life_seconds=float(value)))
         elif key.startswith(SCALE):
             others = tuple(pair for pair in found.scale if pair[0] != key.removeprefix(SCALE))
             found = replace(found, scale=(*others, (key.removeprefix(SCALE), float(value))))

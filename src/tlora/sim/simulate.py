@@ -13,6 +13,7 @@ from tlora.garbage import no_collection
 from tlora.protocol import JobGroup
 from tlora.scheduler.scheduler import Policy, Scheduler
 from tlora.scheduler.state import ClusterState
+from tlora.scheduler.tenants import Tenants
 from tlora.sim.backend import SimulatedCluster
 from tlora.sim.conditions import Conditions
 from tlora.sim.machines import ClusterShape
@@ -50,7 +51,7 @@ def simulate(
     clock = _Clock(policy)
     cluster = simulated_cluster(jobs, shape, cost, conditions)
     with no_collection():  # 12 % of the time, to find nothing: no cycle is left behind here
-        run(Scheduler(clock.decide, cost), cluster)
+        run(Scheduler(clock.decide, cost, tenants=Tenants(conditions.usage_half_life_seconds)), cluster)
         records = [job.record() for job in cluster.jobs.values()]
     return SimulationResult(
         policy=labels.policy,

@@ -81,6 +81,7 @@ def setting_cells(scenario: Scenario, inputs: str) -> SweepRow:
         "drift": conditions.drift,
         "delay": conditions.delay,
         "mtbf_hours": conditions.mtbf_hours,
+        "usage_half_life_seconds": conditions.usage_half_life_seconds,
         "warm_start_seconds": conditions.moves.warm_start_seconds,
         "seed": scenario.seed,
         "policy": scenario.policy,
