@@ -157,13 +157,15 @@ class GroupReady:
 
 @dataclass(frozen=True, slots=True)
 class GroupFound:
-    """A group of an earlier controller runs as `group`, with `jobs`, which are submitted by this. It is taken over as it is.
+    """A group of an earlier controller runs as `group`, with `jobs`, which are submitted by this. It is taken over as it is. `steps`: those
+    of each of the group's jobs so far, in its order.
 
     After the last of them a `Tick` follows: what is decided before could want the GPUs of one that is still to be told.
     """
 
     group: JobGroup
     jobs: tuple[JobSubmitted, ...]
+    steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,16 @@ class GroupLost:
 
     group_id: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BaseAdded:
+    """Jobs may ask for a base whose weights take so many bytes. A scheduler has been given its costs before: a log says it for those who
+    replay it.
+    """
+
+    base_model: str
+    base_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +222,7 @@ Event = (
     | GroupReady
     | GroupFound
     | GroupLost
+    | BaseAdded
     | BaseMeasured
     | MemoryFound
     | Tick

@@ -144,6 +144,7 @@ def test_two_groups_of_one_name_are_not_both_taken_over(find: Callable[..., Loca
         backend.submit(submitted(name), job(name), at_seconds=-1.0)
     events = backend.poll()
     (found,) = [event for event in events if isinstance(event, GroupFound)]
+    assert found.steps == (2,), "what its worker has done of it by now"
     assert found.group.job_ids == ("b",) and backend._reconciler.groups == {"g0": found.group}, "its attempt is the later one"
     assert not backend._crew.workers[1].stopping
     assert [event.job_id for event in events if isinstance(event, JobSubmitted)] == ["a"], "it waits, and goes on from its checkpoint"

@@ -26,8 +26,9 @@ from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import ConfigError, ModelError
 from tlora.json_file import read_object
 from tlora.live.cluster_run import train_on_cluster
-from tlora.protocol import GroupFound, JobFinished, JobSubmitted, MemoryFound, NodeAdded, StartGroup, Tick
+from tlora.protocol import BaseAdded, GroupFound, JobFinished, JobSubmitted, MemoryFound, NodeAdded, StartGroup, Tick
 from tlora.sim.event_log import read_event_log
+from tlora.sim.scenario import Scenario, scene_of
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ def test_jobs_arrive_and_end_with_the_bytes_of_one_process(world: World, tmp_pat
     assert submitted["late"][0] >= 0.5 and submitted["late"][1].max_slowdown == 3 and submitted["brief"][1].priority == 2
     assert {item.job_id for _, item in log if isinstance(item, JobFinished)} == set(results)
     assert {gpu for _, item in log if isinstance(item, StartGroup) for gpu in item.group.gpus} == {0, 1}
+    replayed = scene_of(Scenario(trace=str(tmp_path / "events.jsonl"), nodes=1, gpus_per_node=2)).jobs
+    assert [(each.submit_seconds, each.job) for each in replayed] == sorted(submitted.values(), key=lambda order: order[0])
     assert {row.status for row in seen[-1].jobs} == {"done"}
     assert {row.name: row.loss for row in seen[-1].jobs} == pytest.approx({name: found.train_loss for name, found in results.items()})
     assert results.report == tmp_path / "jobs" / "report.html" and results.report.is_file()
@@ -241,7 +244,7 @@ def test_what_was_done_before_is_taken_from_the_disk(world: World, tmp_path: Pat
     again = world.train(tmp_path, [brief], watcher=Watcher(seen.append))
     assert again == first and seen[-1].jobs[0].status == "done" and seen[-1].jobs[0].step == first["brief"].steps
     new = [item for _, item in read_event_log(log)[len(told) - 1 :]]
-    assert [type(item).__name__ for item in new if not isinstance(item, NodeAdded | MemoryFound | Tick)] == ["JobFinished"]
+    assert [type(item).__name__ for item in new if not isinstance(item, NodeAdded | BaseAdded | MemoryFound | Tick)] == ["JobFinished"]
     assert world.train(tmp_path, [brief]) == first
     assert len([item for _, item in read_event_log(log) if isinstance(item, JobFinished)]) == 1
     longer = world.train(tmp_path, [brief | {"max_steps": brief["max_steps"] + 2}])

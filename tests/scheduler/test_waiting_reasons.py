@@ -66,3 +66,13 @@ def test_a_job_of_more_gpus_than_are_free_is_said_to_be_that() -> None:
     timeline = made_timeline(2, settings=LIVE)
     timeline.tell(made_spec("first", steps=4000, max_slowdown=1.0), made_spec("second", 2, max_slowdown=1.0, base_model="south"))
     assert why(timeline, "second") == "it asks for 2 GPUs and 1 is free, and none holds its base"
+
+
+def test_places_are_called_what_they_are() -> None:
+    """A server may train on CPUs."""
+    timeline = made_timeline(2, settings=LIVE)
+    timeline.tell(made_spec("first", steps=4000, max_slowdown=1.0))
+    timeline.tell(made_spec("second", 2, max_slowdown=1.0))
+    state = timeline.scheduler.state
+    said = Reasons(state, True, ("CPU process", "CPU processes")).of(state.jobs["second"])
+    assert said.startswith("it asks for 2 CPU processes and 1 is free")

@@ -81,7 +81,7 @@ def test_a_tenant_that_has_used_less_is_shown_and_is_the_next(tmp_path: Path) ->
             served.cluster.tick()
             reasons = [one["reason"] for one in queue_of(served, "alice").values()]
             own_places = [one["place"] for one in queue_of(served, "bob").values()]
-            return own_places == [1] and all("used less GPU time" in reason for reason in reasons)
+            return own_places == [1] and all("used less CPU time" in reason for reason in reasons)
 
         until(shown)
         assert served.ask("alice", "GET", "/v1/cluster", 200)["others_waiting"] == 1

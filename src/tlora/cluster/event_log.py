@@ -2,6 +2,9 @@
 
 A fresh scheduler that gets the same events answers with the same actions, so an incident can be repeated. `sim/event_log.py` reads it. A
 restarted cluster appends to the same file, and its time continues from the last line: for how long no controller ran is left out.
+
+A server's log is bounded: from a size on it goes on in a new file, and the oldest is removed. Each file begins with the nodes and bases
+that there are, so that the jobs submitted in it can be replayed.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from tlora.errors import ConfigError
-from tlora.protocol import Action, Event, GroupFound, JobSubmitted, to_json
+from tlora.protocol import Action, BaseAdded, Event, GroupFound, JobSubmitted, NodeAdded, to_json
+
+KEPT = 5  # older files of a log that is bounded
 
 
 class EventLog:
@@ -22,18 +27,40 @@ class EventLog:
     Raises ConfigError for a file that is not a log.
     """
 
-    def __init__(self, path: Path, began_at_seconds: float = 0.0) -> None:
-        """`began_at_seconds`: what the back end's clock showed when it began."""
+    def __init__(self, path: Path, began_at_seconds: float = 0.0, most_bytes: int | None = None) -> None:
+        """`began_at_seconds`: what the back end's clock showed when it began. `most_bytes`: of a file, or a little more; older ones have .1
+        to .5 behind their names.
+        """
         self._begin = (_mend(path) if path.is_file() else 0.0) - began_at_seconds
+        self._path, self._most_bytes = path, most_bytes
+        self._there: list[NodeAdded | BaseAdded] = []
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, seconds: float, item: Event | Action) -> None:
-        if isinstance(item, JobSubmitted):
+        """Raises OSError, as on a full disk."""
+        if self._most_bytes is not None and self._file.tell() >= self._most_bytes:
+            self._begin_file(seconds)
+        if isinstance(item, NodeAdded | BaseAdded):
+            self._there.append(item)
+        elif isinstance(item, JobSubmitted):
             item = self._on_own_clock(item)
         elif isinstance(item, GroupFound):
             item = replace(item, jobs=tuple(self._on_own_clock(job) for job in item.jobs))
+        self._append(seconds, item)
+
+    def _append(self, seconds: float, item: Event | Action) -> None:
         self._file.write(json.dumps({"seconds": self._begin + seconds, **to_json(item)}) + "\n")
         self._file.flush()
+
+    def _begin_file(self, seconds: float) -> None:
+        self._file.close()
+        names = [self._path, *(self._path.with_name(f"{self._path.name}.{number}") for number in range(1, KEPT + 1))]
+        for older, newer in zip(reversed(names), reversed(names[:-1]), strict=False):
+            if newer.exists():
+                newer.replace(older)
+        self._file = self._path.open("a", encoding="utf-8")
+        for item in self._there:
+            self._append(seconds, item)
 
     def _on_own_clock(self, job: JobSubmitted) -> JobSubmitted:
         times = {"deadline": job.deadline, "submitted_at": job.submitted_at}

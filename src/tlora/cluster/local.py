@@ -310,7 +310,7 @@ class LocalBackend:
                 names = tuple(job.job_id for job in jobs)
                 group = replace(found, gpus=worker.gpus, job_ids=names, weights=tuple(weights[name] for name in names))
                 self._reconciler.adopt(group)
-                self._events.append(GroupFound(group, jobs))
+                self._events.append(GroupFound(group, jobs, tuple(worker.jobs[name].steps for name in names)))
         self._events.append(Tick())
         self._pass_time()  # before anybody listens: a worker may tell the end of a job that is in no group any more
         self._settle()

@@ -58,8 +58,12 @@ def live_cost_model(sizes: Mapping[str, float]) -> CostModel:
 
 def nearest_base(base_bytes: float) -> str:
     """Of the bases with constants of `LIVE_GPU` the one that is nearest in size, by the ratio."""
+    return nearest_of(cost_model(LIVE_GPU).constants, base_bytes)
+
+
+def nearest_of(measured: Mapping[str, BaseConstants], base_bytes: float) -> str:
+    """The same of the bases in `measured`."""
     assert base_bytes > 0, base_bytes
-    measured = cost_model(LIVE_GPU).constants
     return min(sorted(measured), key=lambda name: abs(math.log(measured[name].base_bytes / base_bytes)))
 
 

@@ -43,7 +43,7 @@ from tlora.live.untold_ends import not_told
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.planning.memory import count_base, memory_limit
 from tlora.planning.plan import gib
-from tlora.protocol import Action, Event, JobFailed, JobFinished, JobSubmitted, RejectJob, Tick
+from tlora.protocol import Action, BaseAdded, Event, JobFailed, JobFinished, JobSubmitted, RejectJob, Tick
 from tlora.report.run_page import write_report
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
@@ -131,6 +131,7 @@ class _Run:
         ):
             specs = [spec for spec in self._run.jobs if spec.name in profiled]
             jobs = {spec.name: LocalJob(spec, profiled[spec.name].train_set, profiled[spec.name].eval_set) for spec in specs}
+            log.write(backend.now(), BaseAdded(_BASE, int(self._base.num_bytes)))
             learned = LearnedCosts(self._out / "workers", self._watcher.note)
             learned.teach(scheduler.state.cost, _BASE, f"{self._run.base_model} {self._places[0].partition(':')[0]}", backend.now())
             least = self._least_gpus()

@@ -14,6 +14,7 @@ from dataclasses import replace
 from tlora.costs.cost import CostModel
 from tlora.protocol import (
     Action,
+    BaseAdded,
     BaseMeasured,
     ChangeGroup,
     Event,
@@ -128,6 +129,8 @@ class Scheduler:
             case GroupReady():
                 if event.group_id in state.groups:
                     state.make_ready(event.group_id)
+                return [], False
+            case BaseAdded():
                 return [], False
             case BaseMeasured(base, device, speed):
                 state.measure(base, device, speed)

@@ -20,9 +20,9 @@ _FINE = 0.1
 class Reasons:
     """Of one state, as long as it does not change. Jobs that are alike are looked at once."""
 
-    def __init__(self, state: ClusterState, shares: bool) -> None:
-        """`shares`: whether the policy lets jobs share a GPU."""
-        self._state, self._shares = state, shares
+    def __init__(self, state: ClusterState, shares: bool, names: tuple[str, str] = ("GPU", "GPUs")) -> None:
+        """`shares`: whether the policy lets jobs share a GPU. `names`: what a GPU is called, and several: a server may have CPUs."""
+        self._state, self._shares, self._names = state, shares, names
         self._known: dict[object, str] = {}
 
     def of(self, job: Job) -> str:
@@ -38,7 +38,8 @@ class Reasons:
         if state.num_free >= asked:
             return ""
         verb = "is" if state.num_free == 1 else "are"
-        free = "no GPU is free" if not state.num_free else f"it asks for {asked} GPUs and {state.num_free} {verb} free"
+        one, several = self._names
+        free = f"no {one} is free" if not state.num_free else f"it asks for {asked} {several} and {state.num_free} {verb} free"
         if not self._shares:
             return f"{free}, and the policy lets no jobs share one"
         groups = [state.groups[name] for name in state.groups_of_base[job.spec.base_model]]

@@ -99,7 +99,7 @@ class ServerConfig(BaseModel):
     limits: Limits = Limits()
     connections: ConnectionLimits = ConnectionLimits()
     retention: Retention = Retention()
-    log_file_bytes: Annotated[Bytes, Field(ge=1 << 16, le=1 << 40)] = 10 << 20  # of access.log and audit.log; then a new file is begun
+    log_file_bytes: Annotated[Bytes, Field(ge=1 << 16, le=1 << 40)] = 10 << 20  # of access.log, audit.log, events.jsonl; then a new file
 
     @field_validator("database_url")
     @classmethod

@@ -20,26 +20,28 @@ from sqlalchemy.exc import SQLAlchemyError
 from tlora import durable
 from tlora.cluster.controller import run as run_controller
 from tlora.cluster.learned_costs import LearnedCosts
-from tlora.cluster.reconciler import LocalJob
 from tlora.costs.cost import CostModel
 from tlora.costs.hardware import live_cost_model
 from tlora.errors import TloraError
-from tlora.protocol import Action, Event, JobProfile, JobSubmitted, Tick
+from tlora.protocol import Action, Event, Tick
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
 from tlora.service.capacity import Capacity
 from tlora.service.config import ServerConfig
 from tlora.service.database import job_rows
 from tlora.service.database.writer import Operation, StoreError, Writer
+from tlora.service.event_record import EventRecord
 from tlora.service.hall import Cluster, Hall, intake_settings
 from tlora.service.intake import Answer
 from tlora.service.intake_requests import IntakeRequest, request_line
 from tlora.service.live_state import LiveState
+from tlora.service.machine import NAMES
 from tlora.service.order_reader import OrderReader
 from tlora.service.orders import OrderSpec
 from tlora.service.outcomes import Outcomes, Recorded
 from tlora.service.problems import RefusedError
 from tlora.service.storage import Storage
+from tlora.service.submissions import submit
 from tlora.service.usage import Usage
 from tlora.service.waiting_queue import WaitingQueue
 
@@ -77,7 +79,8 @@ class Controller:
         self._inbox: queue.SimpleQueue[Sequence[Row[Any]] | None] = queue.SimpleQueue()  # jobs that were accepted
         self._feeder = threading.Thread(target=self._feed, name="feeder", daemon=True)
         self._outcomes = Outcomes(config.directory, writer, live, self._forget)
-        self._queue = WaitingQueue(config.policy, self._outcomes.see_queue)
+        self._queue = WaitingQueue(config.policy, self._outcomes.see_queue, NAMES[hall.places.device])
+        self._events = EventRecord(config.directory / "logs", config.log_file_bytes)
         self._intake = hall.intake(intake_settings(config, hall.places.device), config.directory / "workers" / "intake.log", self._hear)
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
 
@@ -180,13 +183,17 @@ class Controller:
             self._intake.put(row.id, request_line(request))
 
     def _hear(self, answer: Answer) -> None:
-        """Of intake, in its thread. A store that does not answer is waited for: an answer that is lost would stall its job."""
+        """Of intake, in its thread: an answer that is lost would stall its job."""
+        self._wait_for_store("an answer of intake", lambda: self._take_answer(answer))
+
+    def _wait_for_store(self, what: str, use: Callable[[], object]) -> None:
+        """Call `use` until the store answers, or the server ends. Jobs are accepted meanwhile where it can be written."""
         while not self._closing:
             try:
-                self._take_answer(answer)
+                use()
                 return
             except SQLAlchemyError:
-                _log("an answer of intake waits for the store")
+                _log(f"{what}: waits for the store")
                 time.sleep(_STORE_SECONDS)
 
     def _take_answer(self, answer: Answer) -> None:
@@ -297,26 +304,13 @@ class Controller:
         if status not in ("preparing", "queued", "running", "paused"):
             return
         try:
-            spec, intake = self._reader.spec(row, self._bases), row.intake
-            profile = JobProfile(**intake["profile"] | {"length_histogram": tuple(intake["profile"]["length_histogram"])})
-            deadline = None if spec.deadline_seconds is None else cluster.now() + row.created + spec.deadline_seconds - time.time()
-            least = self._capacity.least_gpus(row.base_model)
-            gpus = max(least, min(spec.gpus, self._live.gpus))  # accepted when there were more: its replicas run in turn
-            rest = (row.tenant, spec.priority, deadline, spec.max_slowdown)
-            submitted = JobSubmitted(row.id, row.base_model, gpus, profile, *rest, least_gpus=least)
-            cluster.submit(submitted, LocalJob(spec, intake["train_set"], intake["eval_set"]), self._arrival(cluster, row))
+            submit(cluster, row, self._reader.spec(row, self._bases), self._live.gpus, self._capacity.least_gpus(row.base_model))
         except (TloraError, ValueError, KeyError) as error:
             self._outcomes.fail(row.id, str(error))
             return
         self._known[row.id] = row.base_model
         if status == "paused":
             cluster.hold(row.id)
-
-    @staticmethod
-    def _arrival(cluster: Cluster, row: Row[Any]) -> float | None:
-        """Of a job that an earlier server has accepted: when, on the clock of the cluster whose workers were found. Else None: now."""
-        at_seconds = cluster.now() - max(0.0, time.time() - row.created)
-        return at_seconds if at_seconds < cluster.began_at_seconds else None
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -325,7 +319,8 @@ class Controller:
             cluster = self._hall.make(self._bases)
             scheduler = Scheduler(LIVE_POLICIES[self._config.policy](), live_cost_model({}), self._see_fault, self._usage.tenants)
             try:
-                self._usage.recall(self._engine, cluster.now())
+                self._events.begin(cluster.began_at_seconds)
+                self._wait_for_store("what tenants have used", lambda: self._usage.recall(self._engine, cluster.now()))
                 with self._lock:
                     self._cluster, self._scheduler = cluster, scheduler
                     if self._closing:  # `close` came too early to stop it
@@ -347,6 +342,7 @@ class Controller:
                     self._learned.see(scheduler.state.cost, cluster.now(), at_once=True)
                 self._usage.save(cluster.now(), at_once=True)
                 cluster.close()
+                self._events.close()
         except Exception as error:
             _log("the controller ended")
             self._outcomes.requeue()
@@ -370,6 +366,7 @@ class Controller:
             self._learned.teach(cost, name, f"{self._bases[name]} {self._hall.places.device}", now)
 
     def _see(self, now: float, item: Event | Action) -> None:
+        self._events.see(now, item, self._sizes)
         self._outcomes.see(item)
         self._usage.save(now)
         self._queue.see(now, item)

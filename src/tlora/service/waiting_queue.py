@@ -37,8 +37,9 @@ class QueuePlace(NamedTuple):
 class WaitingQueue:
     """`show` gets the queue whenever it may have changed: each job that waits, with its place."""
 
-    def __init__(self, policy: str, show: Callable[[Mapping[str, QueuePlace]], None]) -> None:
-        self._policy, self._show = policy, show
+    def __init__(self, policy: str, show: Callable[[Mapping[str, QueuePlace]], None], names: tuple[str, str]) -> None:
+        """`names` of one place where jobs are trained, and of several, as `machine.NAMES` has them."""
+        self._policy, self._show, self._names = policy, show, names
         self._changed = True
         self._looked_at = -math.inf
         self._left_seconds = _BURST_SECONDS
@@ -78,7 +79,7 @@ class WaitingQueue:
     def _places(self, scheduler: Scheduler, began: float) -> dict[str, QueuePlace]:
         state = scheduler.state
         shares = self._policy.startswith("residual_capacity")  # and no other policy knows tenants
-        reasons = Reasons(state, shares)
+        reasons = Reasons(state, shares, self._names)
         order = waiting_order(self._policy, state)
         starts = forecast(
             state, LIVE_POLICIES[self._policy](), self._start_seconds, order, lambda: time.monotonic() - began > _FORECAST_SECONDS
@@ -90,6 +91,6 @@ class WaitingQueue:
             job = state.jobs[name]
             why = [reasons.of(job)] if number <= _MOST_EXPLAINED and time.monotonic() - began <= _MOST_SECONDS else []
             if levels.get(job.spec.tenant, 0) > least and shares:
-                why.append("tenants that have used less GPU time come first")
+                why.append(f"tenants that have used less {self._names[0].split()[0]} time come first")
             found[name] = QueuePlace(number, "; ".join(filter(None, why)), at + self._clock_ahead if at < math.inf else None)
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import Counter
@@ -9,9 +10,10 @@ from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 
 from tlora.costs.cost import BaseConstants, CostModel
-from tlora.costs.hardware import cost_model, load_constants
+from tlora.costs.hardware import cost_model, load_constants, nearest_of
 from tlora.errors import ConfigError, DataError
 from tlora.jobs_file.spelling import suggest
+from tlora.protocol import BaseAdded
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.settings import Settings
 from tlora.sim.admission import rejections, warning_of
@@ -122,6 +124,8 @@ def cost_of(scenario: Scenario, kernels: str) -> CostModel:
     """What the cluster's bases cost under `kernels`, with the scenario's changes to the constants."""
     measured = load_constants().get(scenario.gpu, {}).get(kernels, {})
     bases = {name: name for name in measured} | BASES
+    if measured:
+        bases |= {name: nearest_of(measured, size) for name, size in _logged_bases(scenario).items() if name not in bases}
     found = cost_model(scenario.gpu, kernels, bases, dict(scenario.scale))
     if scenario.kappa is None or kernels != "tlora":
         return found
@@ -137,6 +141,23 @@ def cost_of(scenario: Scenario, kernels: str) -> CostModel:
             if name in plain
         }
     )
+
+
+def _logged_bases(scenario: Scenario) -> dict[str, int]:
+    """The bytes of the bases that an event log names; none of a table."""
+    if scenario.trace in SHIPPED:
+        return {}
+    path = find_trace(scenario.trace)[1]
+    found = path.stat()
+    return _bases_in(str(path), found.st_mtime_ns, found.st_size)
+
+
+@functools.lru_cache(maxsize=8)
+def _bases_in(path: str, _changed: int, _size: int) -> dict[str, int]:
+    """By the file's time and size: it is read once for all the policies of a command."""
+    if not is_event_log(path):
+        return {}
+    return {item.base_model: item.base_bytes for _, item in read_event_log(path) if isinstance(item, BaseAdded) and item.base_bytes > 0}
 
 
 def scene_of(scenario: Scenario) -> Scene:
@@ -202,6 +223,12 @@ def _logged_scene(scenario: Scenario, anchor: CostModel) -> Scene:
     if not jobs:
         raise ConfigError(f"{path}: no job was submitted in this event log. Give one with jobs")
     rejected, warnings = _rejected(scenario, jobs)
+    constants = load_constants().get(scenario.gpu, {}).get("tlora", {})
+    for base, size in _logged_bases(scenario).items():
+        if base not in (*constants, *BASES) and any(job.job.base_model == base for job in jobs):
+            like = nearest_of(constants, size)
+            size_text = f"{size / 1e9:.3g} GB"
+            warnings.append(f"{base!r} ({size_text}) has no constants on {scenario.gpu}: it costs what {like} does, the nearest in size")
     admitted = [job for job in jobs if job.job.job_id not in rejected]
     span = admitted[-1].submit_seconds - admitted[0].submit_seconds
     asked = math.fsum(job.job.gpus * job.replayed_seconds for job in admitted)
