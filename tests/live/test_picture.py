@@ -72,9 +72,9 @@ def test_a_job_waits_trains_moves_and_ends(tmp_path: Path) -> None:
 def test_a_group_that_was_found_trains(tmp_path: Path) -> None:
     run = RunSpec(base_model="b", output_dir=str(tmp_path), jobs=[JobSpec.model_validate({"name": "a", "data": "d"})])
     picture = Picture(run, {"a": PROFILE})
-    picture.see(GroupFound(group("a"), (JobSubmitted("a", "base", 1, PROFILE, submitted_at=-5.0),)))
+    picture.see(GroupFound(group("a"), (JobSubmitted("a", "base", 1, PROFILE, submitted_at=-5.0),), (7,)))
     (row,) = picture.progress(1.0).jobs
-    assert (row.status, row.gpu) == ("training", 1)
+    assert (row.status, row.gpu, row.step) == ("training", 1, 7)
 
 
 def test_the_default_bound_is_the_schedulers() -> None:

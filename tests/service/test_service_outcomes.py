@@ -17,6 +17,7 @@ from tests.service.served import Served, config_of, serving, until
 from tlora.protocol import (
     ChangeGroup,
     Event,
+    GroupFound,
     JobCancelled,
     JobFailed,
     JobFinished,
@@ -87,6 +88,32 @@ def test_a_reason_may_quote_anything(tmp_path: Path, database_url: str) -> None:
         assert last["kind"] == "failed" and "role" in last["message"]
 
 
+def test_jobs_of_workers_that_were_found_have_their_steps_at_once(outcomes: tuple[Any, LiveState]) -> None:
+    """Not those of the last time that a server wrote them down, until each has made one more."""
+    made, live = outcomes
+    order = JobSubmitted("z", "base", 1, JobProfile(100.0, 10, 30, 1000))
+    made.see(GroupFound(_group("z"), (order,), (7,)))
+    assert live.steps("z") == 7
+    made.see(GroupFound(_group("z"), (order,)))
+    assert live.steps("z") == 7, "never back"
+
+
+def test_a_job_that_waits_after_a_restart_has_the_steps_of_its_checkpoint(tmp_path: Path) -> None:
+    """A server that was killed had not heard of its last ones, or not written them down; they are never fewer than were shown."""
+    place = tmp_path / "server"
+    with serving(place, eager=False) as served:
+        jobs = [served.submit("alice", name=name)["id"] for name in ("one", "two")]
+        for job, steps in zip(jobs, (3, 6), strict=True):
+            until(lambda job=job: job in served.cluster._open)
+            served.cluster.step(job, steps)
+            served.wait("alice", job, "running")
+            for step in (2, 5, 4):
+                (place / "jobs" / job / f"checkpoint-{step}").mkdir(parents=True)
+            (place / "jobs" / job / "checkpoint-9.tmp").mkdir()
+    with serving(place, eager=False) as served:
+        assert [served.wait("alice", job, "queued")["steps"] for job in jobs] == [5, 6]
+
+
 class NoStore:
     """A writer that keeps nothing."""
 
@@ -144,7 +171,7 @@ def test_a_paused_job_waits_for_its_owner_and_not_for_a_gpu(outcomes: tuple[Any,
         made.see(item)
     assert "x" not in live.picture.waiting
     made.see(JobReleased("x"))
-    assert live.picture.waiting["x"] == "a GPU that it fits on: it is the next"
+    assert live.picture.waiting["x"] == "a CPU process that it fits on: it is the next"
     made.see(JobReleased("y"))
     made.see(StepsDone("y", "g0", 1, 0.1))
     assert list(live.picture.waiting) == ["x"], "the other was never held: it trains"

@@ -291,7 +291,7 @@ def test_a_database_that_was_emptied_is_refused_and_nothing_is_deleted(tmp_path:
         for table in emptied:
             connection.execute(text(f"DELETE FROM {table}"))
     engine.dispose()
-    with pytest.raises(ConfigError, match=r"has no \w+( and no jobs)? any more: it was emptied, or is an old copy.*Put the database back"):
+    with pytest.raises(ConfigError, match=r"has no \w+.*emptied, or is an old copy.*Put the database back"):
         open_server(config_of(place))
     assert {
         path: path.read_bytes() for name in ("files", "jobs", "tokens") for path in (place / name).rglob("*") if path.is_file()
@@ -301,6 +301,23 @@ def test_a_database_that_was_emptied_is_refused_and_nothing_is_deleted(tmp_path:
         path.unlink()
     with serving(place):  # the remedy
         pass
+
+
+def test_directories_of_no_job_are_named_and_the_server_starts_without_them(tmp_path: Path) -> None:
+    """The second remedy, where these are all that is wrong: nothing that the database has is lost by it."""
+    place = tmp_path / "server"
+    with serving(place) as served:
+        file = served.upload("alice")
+    for name in ("job-2", "job-1"):
+        (place / "jobs" / name).mkdir()
+    with pytest.raises(ConfigError) as refused:
+        open_server(config_of(place))
+    said = str(refused.value)
+    assert said.startswith(f"{place}/jobs/job-1 and 1 more: ") and said.endswith(f"or move them out of {place}/jobs to start without them")
+    for name in ("job-1", "job-2"):
+        (place / "jobs" / name).rename(tmp_path / name)
+    with serving(place) as served:
+        assert served.ask("alice", "GET", f"/v1/files/{file}", 200)["id"] == file
 
 
 def test_an_upload_that_was_killed_before_its_row_does_not_refuse_the_start(tmp_path: Path) -> None:

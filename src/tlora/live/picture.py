@@ -51,10 +51,12 @@ class Picture:
         match item:
             case JobSubmitted(name):
                 self._change(name, status="queued")
-            case GroupFound(group, jobs):
+            case GroupFound(group, jobs, steps):
                 self._groups[group.group_id] = group
+                done = dict(zip(group.job_ids, steps, strict=False))
                 for job in jobs:
-                    self._change(job.job_id, status="training", gpu=group.gpus[0], parts_on=group.gpus[1:])
+                    step = done.get(job.job_id, 0)
+                    self._change(job.job_id, status="training", step=step, gpu=group.gpus[0], parts_on=group.gpus[1:])
             case StartGroup(group) | ChangeGroup(group):
                 self._groups[group.group_id] = group
             case StopGroup(group_id) | GroupLost(group_id):

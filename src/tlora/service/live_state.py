@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tlora.protocol import JobGroup
+from tlora.service.machine import NAMES
 from tlora.wording.numbers import duration_text
 
 PAUSED = "paused by its owner"
@@ -50,8 +51,9 @@ class LiveState:
         self._picture = picture
 
     def see_steps(self, job_id: str, steps: int) -> None:
+        """Never back: a job that goes on from a checkpoint has been further."""
         with self._lock:
-            self._steps[job_id] = steps
+            self._steps[job_id] = max(steps, self._steps.get(job_id, 0))
 
     def forget(self, job_id: str) -> None:
         """The job has ended: the store has its last number."""
@@ -79,7 +81,8 @@ class LiveState:
             return None
         picture = self._picture
         starts = picture.starts.get(job_id)
-        return picture.waiting.get(job_id, "a GPU") + ("" if starts is None else f"; expected to start {_in_about(starts - time.time())}")
+        why = picture.waiting.get(job_id, f"a {NAMES[picture.device][0]}" if picture.device else "the server to begin")
+        return why + ("" if starts is None else f"; expected to start {_in_about(starts - time.time())}")
 
     def queue_place(self, job_id: str, status: str) -> tuple[int | None, float | None]:
         """Of a job of this status: its place in the queue, 1 being the next, and the Unix time at which it is expected to start."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import update
+from sqlalchemy import Connection, update
 
 from tlora.cluster.backend import Backend
 from tlora.cluster.remote_worker import called
@@ -103,9 +103,16 @@ class Outcomes:
         self._show(at_once=True)
 
     def requeue(self, found: Collection[str] = ()) -> None:
-        """What ran before does not run now, but for the jobs that workers were found with; until they are, jobs are shown as they were."""
+        """What ran before does not run now, but for the jobs that workers were found with; until they are, jobs are shown as they were.
+        Steps that no server has heard of are those of the checkpoints.
+        """
         gone = (jobs.c.status == "running", jobs.c.id.not_in(found))
-        self._write(lambda connection: connection.execute(update(jobs).where(*gone).values(status="queued")))
+
+        def requeue(connection: Connection) -> None:
+            names = connection.execute(update(jobs).where(*gone).values(status="queued").returning(jobs.c.id)).scalars().all()
+            job_rows.set_steps(connection, {name: checkpointed_steps(self._directory / "jobs" / name) for name in names})
+
+        self._write(requeue)
 
     # -- of jobs that are on their way ---------------------------------------------------------------------------------
 
@@ -159,8 +166,8 @@ class Outcomes:
                 self._waiting.pop(job_id, None)
             case JobReleased(job_id) if job_id in self._held:  # one that was not held may run
                 self._release(job_id)
-            case GroupFound(group):
-                self._find(group)
+            case GroupFound(group, _, steps):
+                self._find(group, steps)
             case StartGroup(group) | ChangeGroup(group):
                 self._place(group)
             case StopGroup(group_id) | GroupLost(group_id):
@@ -205,10 +212,12 @@ class Outcomes:
             self._waiting.pop(job_id, None)
         self._leave(before, frozenset(group.job_ids))
 
-    def _find(self, group: JobGroup) -> None:
+    def _find(self, group: JobGroup, steps: Sequence[int]) -> None:
         """Its jobs were trained on while no server was there."""
         self._place(group)
+        done = dict(zip(group.job_ids, steps, strict=False))
         for job_id in group.job_ids:
+            self._live.see_steps(job_id, done.get(job_id, 0))
             self._running.add(job_id)
             self._change(job_id, ("queued", "running"), "running", "trains; it did so while the server was away")
 
@@ -319,7 +328,8 @@ class Outcomes:
         for index, job_id in enumerate(order):
             before = "it is the next" if not index else f"{index:,} {'job waits' if index == 1 else 'jobs wait'} before it"
             place = queue.get(job_id)
-            waiting[job_id] = f"a GPU that it fits on: {before}" + (f"; {place.reason}" if place is not None and place.reason else "")
+            why = f"; {place.reason}" if place is not None and place.reason else ""
+            waiting[job_id] = f"a {NAMES[places.device][0]} that it fits on: {before}{why}"
             if place is not None and place.starts is not None:
                 starts[job_id] = place.starts
         groups = [_of_living(group, set(self._ended)) for group in list(self._groups.values())]
@@ -343,3 +353,9 @@ def _of_living(group: JobGroup, ended: set[str]) -> JobGroup:
 def _storable(text: str) -> str:
     """Without the zero characters and lone surrogates that PostgreSQL, SQLite and UTF-8 have no place for."""
     return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+
+
+def checkpointed_steps(directory: Path) -> int:
+    """Of the newest checkpoint in a job's directory; 0 without one."""
+    names = [path.name.removeprefix("checkpoint-") for path in directory.glob("checkpoint-*")]
+    return max([int(name) for name in names if name.isdecimal()], default=0)

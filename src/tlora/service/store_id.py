@@ -61,8 +61,17 @@ class StoreId:
     def _refuse_emptied(self, connection: Connection, database: str) -> None:
         """The rows of files are never removed, and those of jobs after their directories."""
         has_files, has_jobs = (_has(connection, select(table.c.id)) for table in (files, jobs))
-        trained = _has_trained(self._directory)
-        lost = [name for name, is_lost in (("uploads", self._filled and not has_files), ("jobs", trained and not has_jobs)) if is_lost]
+        trained = _trained(self._directory)
+        found = {"uploads": self._filled and not has_files, "jobs": bool(trained) and not has_jobs}
+        lost = [name for name, is_lost in found.items() if is_lost]
+        if lost == ["jobs"]:
+            more = f" and {len(trained) - 1:,} more" if len(trained) > 1 else ""
+            it = "them" if more else "it"
+            raise ConfigError(
+                f"{trained[0]}{more}: {database} has no job, and a server makes no such directory without one, so that the database was "
+                f"emptied, or is an old copy. Nothing was changed. Put the database back from a backup, or move {it} out of "
+                f"{trained[0].parent} to start without {it}"
+            )
         if lost:
             raise ConfigError(self._without_store(f"{database} has no {' and no '.join(lost)} any more: it was emptied, or is an old copy"))
         self._filled = has_files
@@ -80,7 +89,7 @@ class StoreId:
     def _without_store(self, why: str) -> str:
         return (
             f"data_dir {self._directory}: holds a server's uploads and jobs, and {why}. Nothing was changed. Put the database back from a "
-            "backup, or begin anew with another data_dir"
+            "backup, or begin anew with an empty data_dir and, if database_url is set, an empty database"
         )
 
     def _foreign(self, found: str, database: str) -> str:
@@ -112,10 +121,10 @@ def _is_used(directory: Path) -> bool:
     return any((directory / name).is_dir() and any(_below(directory / name)) for name in _CONTENT)
 
 
-def _has_trained(directory: Path) -> bool:
-    """Whether there is what came of a job: its row was there before, and goes after it."""
+def _trained(directory: Path) -> list[Path]:
+    """What came of jobs: the row of each was there before, and goes after it."""
     place = directory / "jobs"
-    return place.is_dir() and any(path.is_dir() and not path.name.startswith(".") for path in place.iterdir())
+    return sorted(path for path in place.iterdir() if path.is_dir() and not path.name.startswith(".")) if place.is_dir() else []
 
 
 def _below(directory: Path) -> list[Path]:
