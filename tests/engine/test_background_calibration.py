@@ -265,3 +265,43 @@ def test_a_job_that_comes_gets_the_memory(base: Path, data: Path, tmp_path: Path
 
     work(load_of(base, tmp_path / "out"), [a], answer)
     assert resident == [{"a"}]
+
+
+# -- what is told of the jobs ----------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Stands still but for what is said to take time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    time = monotonic
+
+
+def test_the_pace_of_a_job_is_told_without_the_turns_between(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler would else take the measurement for slow steps."""
+    clock, run_micro_batch = Clock(), Engine.run_micro_batch
+
+    def a_second(engine: Engine) -> Any:
+        clock.now += 1.0
+        return run_micro_batch(engine)
+
+    def an_hour(*_: object) -> tuple[int, float]:
+        clock.now += 3600.0
+        return 128, 0.5
+
+    monkeypatch.setattr(trainer_room, "time", clock)
+    monkeypatch.setattr(background_calibration, "time", clock)
+    monkeypatch.setattr(background_calibration, "SHARE", 1.0)
+    monkeypatch.setattr(Engine, "run_micro_batch", a_second)
+    monkeypatch.setattr(calibration, "_one", an_hour)
+    first = joins(base, tmp_path, [job("a", str(data / "b.jsonl"), max_steps=40)])
+    told = work(load_of(base, tmp_path / "out"), first, stop_at(Finished))
+    assert any(isinstance(report, Measured) for report in told) and clock.now > 2 * 3600.0
+    assert {report.step_seconds for report in told if isinstance(report, Stepped)} == {1.0}

@@ -12,6 +12,8 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch
+
 from tlora.engine.calibration import (
     MEMBERS,
     PROBES,
@@ -72,6 +74,8 @@ class BackgroundCalibration:
         """Compute one micro-batch. `begin` is called with its jobs before: they, and no user's, are to blame if it kills the process. The
         last turn tells what was found.
         """
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)  # what is left of the jobs' micro-batch is their time
         began, layers = time.monotonic(), self._model.recomputed_layers
         self._model.recomputed_layers = 0
         try:
