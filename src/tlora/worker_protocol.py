@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Field, TypeAdapter
 from pydantic_core import PydanticSerializationError, to_json
 
-from tlora.job import BasePrecision, DType, JobSpec, MemoryLimit, Recompute, TrackerName
+from tlora.job import BasePrecision, DType, JobSpec, MemoryLimit, Recompute, TrackerName, UnusedWeights
 from tlora.protocol import BaseSpeed, JobGroup
 
 PROTOCOL = 2
@@ -37,6 +37,7 @@ class Load:
     deterministic: bool = False
     dtype: DType = "auto"
     base_precision: BasePrecision | None = None
+    unused_weights: UnusedWeights = "refuse"
     recompute: Recompute = "auto"
     memory_limit: MemoryLimit = "auto"
     report_to: tuple[TrackerName, ...] = ()

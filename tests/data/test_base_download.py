@@ -77,7 +77,7 @@ def test_what_transformers_reads_is_fetched_once_and_all_is_read_from_its_direct
     oracle = AutoModelForCausalLM.from_pretrained(DEMO).state_dict()
     assert weights.keys() == oracle.keys() and all(torch.equal(weights[name], oracle[name]) for name in oracle)
     assert load_tokenizer(pinned).get_vocab() == load_tokenizer(str(DEMO)).get_vocab()
-    assert check_unused(pinned, load_config(pinned), False) == []
+    assert check_unused(pinned, load_config(pinned), "refuse") == []
     name, revision = pinned.split("@")
     assert find_safetensors(name, revision) == [Path(directory) / "model.safetensors"]
     assert [asked for asked in hub.asked[len(before) :] if "org/name" in asked] == []

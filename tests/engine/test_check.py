@@ -109,14 +109,26 @@ def test_the_headers_of_every_family_are_what_is_loaded(tmp_path: Path, family: 
         check_weights(str(tmp_path), load_config(str(tmp_path)))
 
 
-def test_pickled_weights_have_no_headers_and_that_is_said(base: Path, tmp_path: Path) -> None:
-    pickled = Path(shutil.copytree(base, tmp_path / "pickled"))
-    torch.save(load_file(base / "model.safetensors"), pickled / "pytorch_model.bin")
+def test_pickled_weights_are_compared_too(base: Path, tmp_path: Path) -> None:
+    pickled, config = Path(shutil.copytree(base, tmp_path / "pickled")), load_config(str(base))
+    tensors, path = load_file(base / "model.safetensors"), pickled / "pytorch_model.bin"
     (pickled / "model.safetensors").unlink()
-    assert "has no header" in str(check_weights(str(pickled), load_config(str(pickled))))
-    (pickled / "pytorch_model.bin").write_bytes((pickled / "pytorch_model.bin").read_bytes()[:-100])
+    name, *names = tensors
+    torch.save(tensors, path)
+    assert check_weights(str(pickled), config) is None
+    torch.save({name: tensors[name] for name in names}, path)
+    with pytest.raises(ModelError, match=f"1 tensors are missing or of another shape, {re.escape(name)} first"):
+        check_weights(str(pickled), config)
+    torch.save(tensors | {name: tensors[name].to(torch.int8)}, path)
+    with pytest.raises(ModelError, match=f"1 tensors are no plain numbers of 16 bits or more, {re.escape(name)} first"):
+        check_weights(str(pickled), config)
+    torch.save(tensors, path)
+    path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ModelError, match=r"pytorch_model\.bin is cut off"):
-        check_weights(str(pickled), load_config(str(pickled)))
+        check_weights(str(pickled), config)
+    torch.save({name: Path("code")}, path)
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin is cut off or damaged"):
+        check_weights(str(pickled), config)
 
 
 def test_an_output_directory_that_training_would_refuse(base: Path, data: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,8 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.engine.tiny_runs import write_rows
 from tests.service.served import until
@@ -135,6 +138,15 @@ def test_the_profile_is_the_one_that_the_planner_makes_with_torch(asked: Asked, 
 
 def _fields(profile: Any) -> dict[str, Any]:
     return {name: getattr(profile, name) for name in profile.__slots__}
+
+
+def test_what_is_to_say_of_a_base_is_among_a_jobs_warnings(asked: Asked, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(BASE, tmp_path / "base"))
+    tensors = load_file(base / "model.safetensors")
+    save_file(tensors | {"mtp.layers.0.eh_proj.weight": torch.ones(2, 2)}, base / "model.safetensors", {"format": "pt"})
+    asked.ask("more", write_rows(tmp_path / "data.jsonl", 5), base=str(base))
+    told = "1 tensors of the base are not part of the model that is used, mtp.layers.0.eh_proj.weight first"
+    assert told in asked.answer("more")["warnings"]
 
 
 def test_bases_and_targets_that_there_are_not(asked: Asked, tmp_path: Path) -> None:

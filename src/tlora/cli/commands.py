@@ -180,18 +180,21 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, help="Seed for sampling, when the temperature is above 0.")] = 0,
     device: Device = None,
     compare: Annotated[bool, typer.Option("--compare", help="Print the base model's answer first.")] = False,
+    unused_weights: Annotated[str, typer.Option(metavar="refuse|ignore", help="As in the jobs file.")] = "refuse",
     debug: Debug = False,
 ) -> None:
     """Generate an answer with an adapter."""
     from tlora.cli.terminal import exit_on_error, keep_interrupts, open_console, printable
 
     with exit_on_error(debug):
+        if unused_weights not in ("refuse", "ignore"):
+            raise typer.BadParameter(f"--unused-weights {unused_weights}: must be refuse or ignore")
         with keep_interrupts():
             _load_libraries()
             from tlora.engine.generate import Sampling, answer, open_adapter
 
         console = open_console()
-        model = open_adapter(adapter, base_model=base_model, device=device)
+        model = open_adapter(adapter, base_model=base_model, device=device, unused_weights=unused_weights)
         for note in model.notes:
             open_console(stderr=True).print(printable(note), style="dim", soft_wrap=True)
         sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)

@@ -169,7 +169,7 @@ def _look_at_base(
     if unknown := check_weights(run.base_model, load_config(run.base_model)):
         warnings.append(unknown)
         _look_at_download(run.base_model, problems, warnings)
-    warnings += check_unused(run.base_model, load_config(run.base_model), run.unused_weights == "ignore")
+    warnings += check_unused(run.base_model, load_config(run.base_model), run.unused_weights)
     sizes = [(p.numel(), p.element_size()) for p in base.model.parameters()]
     model = SuperModel(base)
     tokenizing = Preparation(lambda p: show(f"tokenizing {p.key}: {p.rows:,} rows, {p.share:.0%}"))

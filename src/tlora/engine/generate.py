@@ -6,9 +6,8 @@ embedding keeps its weights, and the base can be asked without the adapter.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from tlora.adapters.peft import load_params, read_config
 from tlora.adapters.state import AdapterLayout, make_layout
 from tlora.data.encode import ChatSettings, Encoder, open_encoder
 from tlora.errors import ModelError
-from tlora.job import DataConfig, JobSpec
+from tlora.job import DataConfig, JobSpec, UnusedWeights
+from tlora.json_file import read_object
 from tlora.planning.plan import CPU_BUDGET_CAP, pick_device
 from tlora.planning.start import adopt_adapter_config
 from tlora.planning.threads import compute_with, default_threads
@@ -30,6 +30,7 @@ from tlora.supermodel.base_name import same_base
 from tlora.supermodel.cpu_dtype import settle_dtype
 from tlora.supermodel.inject import find_linears, resolve_targets
 from tlora.supermodel.load import load_config, load_weights, move_model
+from tlora.supermodel.weight_files import check_unused
 
 OnText = Callable[[str], None]
 
@@ -58,14 +59,23 @@ class AdaptedModel:
 
 
 def generate(
-    adapter_dir: str | Path, prompts: Sequence[str], *, base_model: str | None = None, sampling: Sampling | None = None
+    adapter_dir: str | Path,
+    prompts: Sequence[str],
+    *,
+    base_model: str | None = None,
+    sampling: Sampling | None = None,
+    unused_weights: UnusedWeights = "refuse",
 ) -> list[str]:
     """The adapter's answer to each prompt. Raises ModelError when the adapter is broken or does not fit its base."""
-    return answer(open_adapter(Path(adapter_dir), base_model=base_model), prompts, sampling or Sampling())
+    model = open_adapter(Path(adapter_dir), base_model=base_model, unused_weights=unused_weights)
+    return answer(model, prompts, sampling or Sampling())
 
 
-def open_adapter(directory: Path, *, base_model: str | None = None, device: str | None = None) -> AdaptedModel:
-    """Load the adapter in `directory` and its base: `base_model`, else the one that the adapter names.
+def open_adapter(
+    directory: Path, *, base_model: str | None = None, device: str | None = None, unused_weights: UnusedWeights = "refuse"
+) -> AdaptedModel:
+    """Load the adapter in `directory` and its base: `base_model`, else the one that the adapter names. `unused_weights` as in a jobs file,
+    or as the run says that trained the adapter over this base.
 
     Raises ModelError naming the first tensor that is missing, too many or of another shape.
     """
@@ -76,12 +86,14 @@ def open_adapter(directory: Path, *, base_model: str | None = None, device: str 
     notes = [] if not named or same_base(named, base) else [f"the adapter names {named} as its base, and is used over {base}"]
     place = pick_device(device)
     try:
-        load_config(base)
+        config = load_config(base)
     except ModelError as error:
         raise (error if base_model else ModelError(f"{error}. The adapter names this base: --base-model says where it is")) from None
     prompting = find_prompting(directory, base)
     dtype, line = settle_dtype(base, "auto", None, place)
     notes += [line] if line else []
+    trained_so = any(run.get("unused_weights") == "ignore" and run.get("base_model") == base for run in _runs_of(directory))
+    notes += check_unused(base, config, "ignore" if trained_so else unused_weights, "give --unused-weights ignore")
     model: Any = move_model(load_weights(base, dtype), place).eval()
     try:
         shape, _ = adopt_adapter_config(JobSpec(name="adapter", data=DataConfig(path="-")), directory)
@@ -99,14 +111,18 @@ def open_adapter(directory: Path, *, base_model: str | None = None, device: str 
 
 def _find_base(directory: Path, named: str | None) -> str | None:
     """Where the base that an adapter names lies on this machine: where its run had it, if that is still the same; else the name itself."""
-    for run in (directory.parent / "run.json", directory.parent.parent / "run.json"):
-        try:
-            found = json.loads(run.read_text(encoding="utf-8"))["base_model"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
+    for run in _runs_of(directory):
+        found = run.get("base_model")
         if named and isinstance(found, str) and Path(found).is_dir() and same_base(named, found):
             return found
     return named
+
+
+def _runs_of(directory: Path) -> Iterator[dict[str, Any]]:
+    """The run files of what may have trained the adapter in `directory`."""
+    for path in (directory.parent / "run.json", directory.parent.parent / "run.json"):
+        with suppress(OSError, ValueError):
+            yield read_object(path)
 
 
 def _base_of(config: dict[str, Any]) -> str | None:

@@ -102,7 +102,7 @@ def load(
         if run.base_precision == "fp8":
             check_fp8(place, base.head.weight_VH.dtype)
         if assigned is None:  # or the owner of the ranks says it
-            for line in check_unused(run.base_model, base.model.config, run.unused_weights == "ignore"):
+            for line in check_unused(run.base_model, base.model.config, run.unused_weights):
                 monitor.note(line)
         sizes = [(p.numel(), p.element_size()) for p in base.model.parameters()]
         outlined = SuperModel(base)

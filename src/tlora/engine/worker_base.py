@@ -20,10 +20,12 @@ from tlora.store.metrics import check_trackers
 from tlora.supermodel.fp8_linear import check_fp8
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
+from tlora.supermodel.weight_files import check_unused
 from tlora.worker_protocol import Load
 
 _FORM = "the base is shared"
 _LINE_SECONDS = 10.0
+_REMEDY = "set unused_weights: ignore in the server's settings, or at the top of the jobs file,"
 
 
 def load_base(
@@ -37,7 +39,10 @@ def load_base(
     check_trackers(list(load.report_to))
     place, compiling = torch.device(load.device), None
     outlined = SuperModel(outline(load.base_model, load.dtype, load.base_precision))
-    fetch_base(load.base_model, _now_and_then(note))
+    fetch_base(load.base_model, now_and_then(note))
+    for line in check_unused(load.base_model, outlined.base.model.config, load.unused_weights, _REMEDY):
+        if sharing is None or sharing.rank == 0:
+            note(line)
     if place.type == "cuda" and expected:
         compiling = outlined.compile_ahead(place, expected)
     if load.base_precision == "fp8":
@@ -56,7 +61,7 @@ def load_base(
     return model, bound
 
 
-def _now_and_then(note: Callable[[str], object]) -> Callable[[str], None]:
+def now_and_then(note: Callable[[str], object]) -> Callable[[str], None]:
     """Writes a line of progress at first, and then every 10 s."""
     last = -math.inf
 

@@ -153,7 +153,7 @@ class _Run:
     def _base(self) -> Base:
         """Its outline."""
         base = outline(self._run.base_model, self._run.dtype, self._run.base_precision)
-        for line in check_unused(self._run.base_model, base.model.config, self._run.unused_weights == "ignore"):
+        for line in check_unused(self._run.base_model, base.model.config, self._run.unused_weights):
             self._watcher.note(line)
         return base
 
@@ -210,6 +210,7 @@ class _Run:
             _TICK_SECONDS,
             run.dtype,
             run.base_precision,
+            run.unused_weights,
             run.recompute,
             run.memory_limit,
             tuple(run.report_to),

@@ -1,4 +1,4 @@
-"""A base's shape as JSON, for a server that has no torch: `python -m tlora.planning.base_outline BASE OUT DTYPE PRECISION DEVICE`.
+"""A base's shape as JSON, for a server that has no torch: `python -m tlora.planning.base_outline BASE OUT DTYPE PRECISION DEVICE UNUSED`.
 
 With it a job's profile is arithmetic (`data/profile.py`, `adapters/targets.py`).
 """
@@ -20,20 +20,25 @@ import torch
 
 from tlora import durable
 from tlora.errors import TloraError
-from tlora.job import BasePrecision, DType
+from tlora.job import BasePrecision, DType, UnusedWeights
 from tlora.planning.memory import count_base
 from tlora.supermodel.cpu_dtype import settle_dtype
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import learned_positions, longest_safe_sequence, max_positions, outline
 from tlora.supermodel.supermodel import SuperModel
+from tlora.supermodel.weight_files import check_unused
 
 
-def describe_base(base_model: str, dtype: DType, base_precision: BasePrecision | None, device: str) -> dict[str, Any]:
+def describe_base(
+    base_model: str, dtype: DType, base_precision: BasePrecision | None, device: str, unused_weights: UnusedWeights = "refuse"
+) -> dict[str, Any]:
     """Sizes of its linears, names of its modules, its bytes (whole, and in parts on several GPUs), those of a micro-batch on a `device`,
-    its vocabulary and how long a sample may be. Raises ModelError.
+    its vocabulary, how long a sample may be, and notes for those who train over it. Raises ModelError.
     """
-    settled, _ = settle_dtype(base_model, dtype, base_precision, device)
+    settled, line = settle_dtype(base_model, dtype, base_precision, device)
     base = outline(base_model, settled, base_precision)
+    notes = check_unused(base_model, base.model.config, unused_weights, "set unused_weights: ignore in the server's settings")
+    notes += [f"{line} in the server's settings"] if line else []  # it ends with the dtype to set
     found: dict[str, Any] = {
         "modules": [name for name, _ in base.model.named_modules()],
         "experts": expert_modules(base.model),
@@ -41,6 +46,7 @@ def describe_base(base_model: str, dtype: DType, base_precision: BasePrecision |
         "learned_positions": learned_positions(base.model),
         "longest_safe_sequence": longest_safe_sequence(base.model),
         "max_position_embeddings": max_positions(base.model),
+        "notes": [note.replace(base_model, "the base") for note in notes],  # a tenant does not see where it lies
     }
     model = SuperModel(base)
     memory = count_base(model, torch.device(device))
@@ -56,9 +62,10 @@ def main() -> int:
     """Write the outline of the base in argv. The exit status, with the reason on stderr: 2 for a base that cannot be had, ENOSPC where
     there is no room for its outline now.
     """
-    base_model, out, dtype, precision, device = sys.argv[1:]
+    base_model, out, dtype, precision, device, unused = sys.argv[1:]
     try:
-        found = describe_base(base_model, cast("DType", dtype), cast("BasePrecision | None", precision or None), device)
+        held = cast("DType", dtype), cast("BasePrecision | None", precision or None)
+        found = describe_base(base_model, *held, device, cast("UnusedWeights", unused))
         durable.write_file(Path(out), json.dumps(found))
     except TloraError as error:
         print(error, file=sys.stderr)  # noqa: T201

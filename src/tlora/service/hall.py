@@ -68,4 +68,5 @@ def intake_settings(config: ServerConfig, device: str) -> IntakeSettings:
         limits.line_bytes,
         limits.file_rows,
         device,
+        config.unused_weights,
     )

@@ -39,7 +39,7 @@ class Intake:
     def __init__(self, settings: IntakeSettings, answer: Callable[[dict[str, Any]], None]) -> None:
         """`answer` is called in any thread."""
         self._outlines, self._answer, self._slots = Path(settings.bases_dir), answer, settings.slots
-        self._precision = Precision(settings.dtype, settings.base_precision, settings.device)
+        self._precision = Precision(settings.dtype, settings.base_precision, settings.device, settings.unused_weights)
         self._limits = DataLimits(settings.memory_bytes, settings.cpu_seconds, settings.seconds, settings.row_characters, settings.rows)
         self._state = threading.Condition()
         self._waiting: dict[str, deque[IntakeRequest]] = {}  # by tenant, whose turn is next first
@@ -148,7 +148,7 @@ def _profiled(found: Prepared | DataError, spec: JobSpec, parameters: int, outli
     ):
         if most is not None and sequence > most:
             return {"problem": f"a sample has {sequence} tokens, more than {most}: {why}. Set max_length: {most}"}
-    warnings = found.warnings()
+    warnings = [*outline.notes, *found.warnings()]
     if outline.max_position_embeddings and sequence > outline.max_position_embeddings:
         warnings.append(
             f"samples of up to {sequence:,} tokens are longer than the {outline.max_position_embeddings:,} positions of this base"

@@ -25,6 +25,7 @@ class IntakeSettings:
     row_characters: int
     rows: int
     device: str = "cuda"
+    unused_weights: str = "refuse"
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ class Outline:
     longest_safe_sequence: int | None
     max_position_embeddings: int | None
     memory: BaseMemory
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Precision:
     dtype: str = "auto"
     base_precision: str | None = None
     device: str = "cuda"
+    unused_weights: str = "refuse"
 
 
 def find_outline(directory: Path, base_model: str, precision: Precision) -> Outline:
@@ -72,12 +74,13 @@ def _key(base_model: str, precision: Precision) -> str:
     """Changes with the base's config.json, with this program, and with how the base is held."""
     config = Path(base_model) / "config.json"
     content = config.read_bytes() if config.is_file() else b""
-    facts = [base_model, precision.dtype, precision.base_precision, precision.device, __version__, hashlib.sha256(content).hexdigest()]
+    held = [precision.dtype, precision.base_precision, precision.device, precision.unused_weights]
+    facts = [base_model, *held, __version__, hashlib.sha256(content).hexdigest()]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
 def _make(base_model: str, path: Path, precision: Precision) -> None:
-    arguments = [base_model, str(path), precision.dtype, precision.base_precision or "", precision.device]
+    arguments = [base_model, str(path), precision.dtype, precision.base_precision or "", precision.device, precision.unused_weights]
     command = [sys.executable, "-P", "-m", "tlora.planning.base_outline", *arguments]
     try:
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS, check=False)
@@ -107,4 +110,5 @@ def _read(path: Path) -> Outline:
         found["longest_safe_sequence"],
         found["max_position_embeddings"],
         BaseMemory(tuple(map(int, found["bytes_by_gpus"])), *map(float, found["memory"])),
+        tuple(map(str, found["notes"])),
     )

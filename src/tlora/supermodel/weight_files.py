@@ -1,15 +1,14 @@
-"""The weight files of a base by their headers: what is missing, cut off or quantised is known before any weight is loaded."""
+"""The weight files of a base by their headers: what is missing, too much, cut off or quantised is known before any weight is loaded."""
 
 from __future__ import annotations
 
 import json
 import re
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import cached_file
@@ -17,18 +16,19 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from tlora.data.base_files import located, snapshot
 from tlora.errors import ModelError
-from tlora.job import split_revision
+from tlora.job import UnusedWeights, split_revision
 
 # In the order in which transformers looks for them.
 _WHOLE_OR_INDEX = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_STRANGE = torch.uint8  # stands for all that is no plain number
 
 
 def check_weights(base_model: str, config: Any) -> str | None:
     """Compare the headers of the base's files with the model that its `config` makes; no weight is read.
 
     Raises ModelError for a file that is missing or cut off and for a tensor that is missing, of another shape or no plain number.
-    Returns what cannot be known: a hub id whose files are not in the cache yet, or files without headers.
+    Returns what cannot be known: of a hub id whose files are not in the cache yet.
     """
     is_local = Path(base_model).is_dir()
     directory = Path(base_model) if is_local else _snapshot(base_model)
@@ -38,47 +38,39 @@ def check_weights(base_model: str, config: Any) -> str | None:
         if is_local:
             raise
         return f"the weights of {base_model} are not in the hub's cache: they are checked when they have been downloaded"
-    if files[0].suffix == ".bin":
-        for file in files:
-            if not zipfile.is_zipfile(file):
-                raise ModelError(
-                    f"base_model {base_model}: cannot be loaded: {file.name} is cut off or no weight file. Copy the model again"
-                )
-        return f"{files[0].name} has no header that can be read by itself: whether all weights are there shows when they are loaded"
     _compare(_read_headers(files, base_model), config, base_model)
     return None
 
 
-def check_unused(base_model: str, config: Any, allowed: bool) -> list[str]:
-    """In lines, which tensors of the base's files its model leaves out; where there are no headers to read, nothing.
+def check_unused(
+    base_model: str, config: Any, unused: UnusedWeights, remedy: str = "write `unused_weights: ignore` at the top of the jobs file"
+) -> list[str]:
+    """In lines, which tensors of the base's files its model leaves out; of a hub id whose files are not here yet, nothing.
 
-    Raises ModelError for tensors that a model of this family would use, unless they are `allowed`: what is trained would be another model
-    than the files hold. Layers that predict several tokens and towers of other modalities are said only.
+    Raises ModelError for tensors that a model of this family would use, unless `unused` is "ignore", which the `remedy` says how to order:
+    the model would be another than the files hold. Layers that predict several tokens and towers of other modalities are said only.
     """
     directory = Path(base_model) if Path(base_model).is_dir() else _snapshot(base_model)
     try:
         files = _weight_files(directory, base_model)
     except ModelError:
-        return []  # of a hub id, whose files are not here yet; of a directory, `check_weights` says it
-    if files[0].suffix == ".bin":
-        return []
+        return []  # of a directory, `check_weights` says it
     tensors = _read_headers(files, base_model)
     model, found = _compare(tensors, config, base_model)
-    unused, text = sorted(found["unexpected_keys"]), config.get_text_config()
+    beyond, text = {str(name) for name in found["unexpected_keys"] if not _BUFFER.search(name)}, config.get_text_config()
     layers = getattr(text, "num_hidden_layers", 0), getattr(text, "num_nextn_predict_layers", 0) or 0
-    strange = [name for name in unused if not _is_left_out(name, *layers)]
-    if strange and not allowed:
+    strange = sorted(name for name in beyond if not _is_left_out(name, *layers))
+    if strange and unused != "ignore":
         in_layer = _LAYER.search(strange[0]) is not None
         kept = f"its config.json has num_hidden_layers {layers[0]}" if in_layer else "its config.json makes a model without them"
         raise ModelError(
             f"base_model {base_model}: {len(strange)} tensors of its files are not used, {strange[0]} first: {kept}, and another model "
-            "than the files hold would be trained. Compare config.json with the original's, or write `unused_weights: ignore` at "
-            "the top of the jobs file if this is meant"
+            f"than the files hold would be used. Compare config.json with the original's, or {remedy} if this is meant"
         )
-    ignored = sorted(set(tensors) - model.state_dict().keys() - set(unused))
-    ignored = [name for name in ignored if _matches(model._keys_to_ignore_on_load_unexpected, name) and not _BUFFER.search(name)]
-    left = sorted({*unused, *ignored})
-    return [f"{len(left)} tensors of {base_model} are not part of the model that is trained, {left[0]} first"] if left else []
+    ignored = tensors.keys() - model.state_dict().keys() - set(found["unexpected_keys"])
+    ignored = {name for name in ignored if _matches(model._keys_to_ignore_on_load_unexpected, name) and not _BUFFER.search(name)}
+    left = sorted(beyond | ignored)
+    return [f"{len(left)} tensors of {base_model} are not part of the model that is used, {left[0]} first"] if left else []
 
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -151,16 +143,34 @@ def _read_headers(files: list[Path], base_model: str) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for file in files:
         try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    part = opened.get_slice(name)
-                    dtype = _DTYPES.get(part.get_dtype(), torch.uint8)  # stands for all that is no plain number
-                    found[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
-        except (SafetensorError, OSError) as error:
+            found |= _read_pickled(file) if file.suffix == ".bin" else _read_safetensors(file)
+        except Exception as error:  # a library's border: what it raises depends on what is damaged
+            why = " ".join(str(error).split())[:200]
             raise ModelError(
-                f"base_model {base_model}: cannot be loaded: {file.name} is cut off or damaged ({error}). Copy the model again"
+                f"base_model {base_model}: cannot be loaded: {file.name} is cut off or damaged ({why}). Copy the model again"
             ) from None
     return found
+
+
+def _read_safetensors(file: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    with safe_open(file, framework="pt") as opened:
+        for name in opened.keys():  # noqa: SIM118
+            part = opened.get_slice(name)
+            dtype = _DTYPES.get(part.get_dtype(), _STRANGE)
+            found[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+    return found
+
+
+def _read_pickled(file: Path) -> dict[str, Tensor]:
+    """Of a file of `torch.save`, which is mapped: none of its numbers is read."""
+    tensors: dict[str, Any] = torch.load(file, map_location="meta", mmap=True, weights_only=True)
+    plain = set(_DTYPES.values())
+    return {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype if tensor.dtype in plain else _STRANGE, device="meta")
+        for name, tensor in tensors.items()
+        if isinstance(tensor, Tensor)
+    }
 
 
 def _compare(tensors: dict[str, Tensor], config: Any, base_model: str) -> tuple[Any, dict[str, Any]]:
@@ -176,7 +186,7 @@ def _compare(tensors: dict[str, Tensor], config: Any, base_model: str) -> tuple[
         why = " ".join(str(error).split())[:400]
         raise ModelError(f"base_model {base_model}: its weights do not fit its config.json: {why}. Copy the model again") from None
     refuse_incomplete(found, base_model)
-    quantized = sorted(name for name in tensors if tensors[name].dtype == torch.uint8 and name in dict(model.named_parameters()))
+    quantized = sorted(name for name in tensors if tensors[name].dtype == _STRANGE and name in dict(model.named_parameters()))
     if quantized:
         raise ModelError(
             f"base_model {base_model}: {len(quantized)} tensors are no plain numbers of 16 bits or more, {quantized[0]} first. "

@@ -145,7 +145,7 @@ class Owner:
         base = outline(run.base_model, run.dtype, run.base_precision)
         if run.base_precision == "fp8":
             check_fp8(device, base.head.weight_VH.dtype)
-        for line in check_unused(run.base_model, base.model.config, run.unused_weights == "ignore"):
+        for line in check_unused(run.base_model, base.model.config, run.unused_weights):
             order.watcher.note(line)
         model = SuperModel(base)
         self._hear()
