@@ -271,6 +271,7 @@ def test_every_problem_of_the_file_is_told_and_nothing_is_trained(jobs_file: Pat
         (("nope",), "No such command"),
         (("generate", "--prompt", "x"), "Missing option '--adapter'"),
         (("generate", "--adapter", "x", "--prompt", "x", "--max-new-tokens", "0"), "max-new-tokens"),
+        (("generate", "--adapter", "x", "--prompt", "x", "--unused-weights", "some"), "must be refuse or ignore"),
     ],
 )
 def test_a_wrong_command_line_is_2(jobs_file: Path, arguments: tuple[str, ...], message: str):

@@ -14,7 +14,7 @@ from rich.console import Console
 from tlora.cli.progress import LINE_SECONDS, LiveView, PlainView, clock_text, progress_view
 from tlora.cli.result_view import best_first, exit_code, print_results, resume_line
 from tlora.cli.terminal import bytes_text, open_console, path_text, printable, shows_live
-from tlora.engine.watcher import JobProgress, RunProgress
+from tlora.engine.watcher import JobProgress, RunProgress, Watcher
 from tlora.store.job_result import JobResult
 
 
@@ -87,6 +87,13 @@ def test_the_live_view_shows_the_stage_and_notes_above_it():
         view.note("[red]checkpoint\x1b]0;title\x07")
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "tokenizing a" in text and "[red]checkpoint\ufffd]0;title\ufffd" in text
+
+
+def test_a_command_without_jobs_shows_its_stage_alone():
+    shown = Watcher(progress=lambda state: lines.extend(drawn(state)))
+    lines: list[str] = []
+    shown.stages()("downloading org/name: 1.0 GB of 2.0 GB")
+    assert len(lines) == 1 and lines[0].startswith("downloading org/name: 1.0 GB of 2.0 GB  ")
 
 
 class Clock:

@@ -184,6 +184,7 @@ def generate(
     debug: Debug = False,
 ) -> None:
     """Generate an answer with an adapter."""
+    from tlora.cli.progress import watching
     from tlora.cli.terminal import exit_on_error, keep_interrupts, open_console, printable
 
     with exit_on_error(debug):
@@ -194,7 +195,8 @@ def generate(
             from tlora.engine.generate import Sampling, answer, open_adapter
 
         console = open_console()
-        model = open_adapter(adapter, base_model=base_model, device=device, unused_weights=unused_weights)
+        with watching(open_console(stderr=True)) as watcher:
+            model = open_adapter(adapter, base_model=base_model, device=device, unused_weights=unused_weights, watcher=watcher)
         for note in model.notes:
             open_console(stderr=True).print(printable(note), style="dim", soft_wrap=True)
         sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)

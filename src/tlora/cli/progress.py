@@ -160,7 +160,10 @@ def plain_line(seconds: float, job: JobProgress) -> str:
 
 
 def progress_view(state: RunProgress, width: int, height: int) -> Group:
-    """The table, not higher than the terminal: if not all jobs fit, running ones are shown first."""
+    """The table, not higher than the terminal: if not all jobs fit, running ones are shown first. Of a command without jobs, its stage."""
+    stage = f"{printable(state.stage)}  " if state.stage else ""
+    if not state.jobs:
+        return Group(Text(f"{stage}{duration_text(state.seconds)}", style="dim", no_wrap=True, overflow="ellipsis"))
     shown = _with_room(state.jobs, height - _AROUND_ROWS)
     wide = width >= 110
     placed = any(job.gpu is not None for job in state.jobs)
@@ -193,7 +196,7 @@ def progress_view(state: RunProgress, width: int, height: int) -> Group:
     hidden = Counter(job.status for job in state.jobs) - Counter(job.status for job in shown)
     rest = ", ".join(f"{count} {status}" for status, count in hidden.items())
     lines = [Text(f"… and {rest}", style="dim", no_wrap=True, overflow="ellipsis")] if hidden else []
-    line = f"{printable(state.stage) + '  ' if state.stage else ''}{duration_text(state.seconds)}  padding {state.padding:.1%}"
+    line = f"{stage}{duration_text(state.seconds)}  padding {state.padding:.1%}"
     return Group(table, *lines, Text(line, style="dim", no_wrap=True, overflow="ellipsis"))
 
 

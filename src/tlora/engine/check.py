@@ -164,7 +164,7 @@ def _look_at_base(
     base = outline(run.base_model, run.dtype, run.base_precision)
     if run.base_precision == "fp8":
         check_fp8(place, base.head.weight_VH.dtype)
-    show = watcher.stages(run)
+    show = watcher.stages(run.jobs)
     fetch_base(run.base_model, show, weights=False)
     if unknown := check_weights(run.base_model, load_config(run.base_model)):
         warnings.append(unknown)

@@ -18,7 +18,9 @@ from transformers import GenerationConfig
 
 from tlora.adapters.peft import load_params, read_config
 from tlora.adapters.state import AdapterLayout, make_layout
+from tlora.data.base_download import fetch_base
 from tlora.data.encode import ChatSettings, Encoder, open_encoder
+from tlora.engine.watcher import Watcher
 from tlora.errors import ModelError
 from tlora.job import DataConfig, JobSpec, UnusedWeights
 from tlora.json_file import read_object
@@ -72,10 +74,15 @@ def generate(
 
 
 def open_adapter(
-    directory: Path, *, base_model: str | None = None, device: str | None = None, unused_weights: UnusedWeights = "refuse"
+    directory: Path,
+    *,
+    base_model: str | None = None,
+    device: str | None = None,
+    unused_weights: UnusedWeights = "refuse",
+    watcher: Watcher | None = None,
 ) -> AdaptedModel:
     """Load the adapter in `directory` and its base: `base_model`, else the one that the adapter names. `unused_weights` as in a jobs file,
-    or as the run says that trained the adapter over this base.
+    or as the run says that trained the adapter over this base. `watcher` sees how far a download is.
 
     Raises ModelError naming the first tensor that is missing, too many or of another shape.
     """
@@ -89,6 +96,7 @@ def open_adapter(
         config = load_config(base)
     except ModelError as error:
         raise (error if base_model else ModelError(f"{error}. The adapter names this base: --base-model says where it is")) from None
+    fetch_base(base, (watcher or Watcher()).stages())
     prompting = find_prompting(directory, base)
     dtype, line = settle_dtype(base, "auto", None, place)
     notes += [line] if line else []

@@ -123,7 +123,7 @@ def _settle(run: RunSpec, device: str | None, resume: bool, overwrite: bool, wat
     run = with_ends(run, ends)
     if len(ends) < len(run.jobs):
         load_config(run.base_model)  # or it is refused only when it has been downloaded
-        fetch_base(run.base_model, watcher.stages(run))
+        fetch_base(run.base_model, watcher.stages(run.jobs))
     guard = BaseGuard(run.base_model, find_directory(run.base_model), earlier_base(run, resume))
     return Order(run, resume, overwrite, watcher, guard, digest, ended={name: end.result for name, end in ends.items()})
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from tlora.errors import TloraError
-from tlora.job import RunSpec
+from tlora.job import JobSpec
 
 JobStatus = Literal["preparing", "queued", "training", "evaluating", "saving", "done", "stopped", "failed"]
 
@@ -72,10 +72,10 @@ class Watcher:
         if self._progress:
             self._show(self._progress, state)
 
-    def stages(self, run: RunSpec) -> Callable[[str], None]:
-        """What shows a stage before training, in which all jobs of `run` are prepared."""
-        jobs, began = tuple(JobProgress(job.name, "preparing", job.r) for job in run.jobs), time.monotonic()
-        return lambda stage: self.progress(RunProgress(time.monotonic() - began, jobs, stage=stage))
+    def stages(self, jobs: Sequence[JobSpec] = ()) -> Callable[[str], None]:
+        """What shows a stage before training, in which all of `jobs` are prepared, or of a command without any."""
+        rows, began = tuple(JobProgress(job.name, "preparing", job.r) for job in jobs), time.monotonic()
+        return lambda stage: self.progress(RunProgress(time.monotonic() - began, rows, stage=stage))
 
     def note(self, line: str) -> None:
         if self._note:

@@ -39,7 +39,7 @@ def load_base(
     check_trackers(list(load.report_to))
     place, compiling = torch.device(load.device), None
     outlined = SuperModel(outline(load.base_model, load.dtype, load.base_precision))
-    fetch_base(load.base_model, now_and_then(note))
+    fetch_base(load.base_model, _now_and_then(note))
     for line in check_unused(load.base_model, outlined.base.model.config, load.unused_weights, _REMEDY):
         if sharing is None or sharing.rank == 0:
             note(line)
@@ -61,7 +61,7 @@ def load_base(
     return model, bound
 
 
-def now_and_then(note: Callable[[str], object]) -> Callable[[str], None]:
+def _now_and_then(note: Callable[[str], object]) -> Callable[[str], None]:
     """Writes a line of progress at first, and then every 10 s."""
     last = -math.inf
 

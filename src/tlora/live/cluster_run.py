@@ -93,7 +93,7 @@ def train_on_cluster(
     jobs_here = pin_dtype(pin_base(jobs_here, resume=True), places[0], True, watcher.note)
     durable.make_directory(out / "jobs")
     load_config(jobs_here.base_model)  # or it is refused only when it has been downloaded
-    fetch_base(jobs_here.base_model, watcher.stages(jobs_here))
+    fetch_base(jobs_here.base_model, watcher.stages(jobs_here.jobs))
     with closing(BaseGuard(run.base_model, find_directory(jobs_here.base_model), earlier_base(jobs_here, resume=True))) as guard:
         guard.start()
         guard.wait_for_verdict()  # jobs that go on do so over the base that they began with
