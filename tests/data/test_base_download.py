@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,11 @@ def test_an_interrupt_ends_the_download(hub: SmallHub) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         fetch_base("org/name", interrupt)
+    # where its hub has gone, the library's thread tries again for 23 s and closes the client that all threads share at each try
+    downloads = [thread for thread in threading.enumerate() if thread.name == "download"]
+    for thread in downloads:
+        thread.join(600)
+    assert not any(thread.is_alive() for thread in downloads)
 
 
 def test_rate_and_time_to_go_follow_the_last_seconds() -> None:

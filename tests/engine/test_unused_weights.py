@@ -100,9 +100,7 @@ def test_leftovers_of_no_meaning_are_nothing_to_say(family: Any, more: list[str]
     ],
     ids=["mtp", "tower", "visual", "deepseek-v3", "glm4-moe"],
 )
-def test_layers_that_predict_several_tokens_and_other_modalities_are_said(
-    family: Any, more: list[str], kind: str, tmp_path: Path
-) -> None:
+def test_layers_that_predict_several_tokens_and_other_modalities_are_said(family: Any, more: list[str], kind: str, tmp_path: Path) -> None:
     base = save(tmp_path, family, more, kind)
     [line] = check_unused(base, load_config(base), "refuse")
     assert line == f"{len(more)} tensors of {base} are not part of the model that is used, {min(more)} first"
