@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import tlora
-from tests import forked
-from tests.engine.conftest import save_base
-from tests.engine.ranks.test_ranks import Told, World
-from tests.engine.tiny_runs import job, run_spec, train, write_rows
+from tests.engine.ranks.worlds import Told, World, open_world
+from tests.engine.tiny_runs import job, run_spec, write_rows
 from tlora.engine.check import check
 from tlora.engine.ranks import crew
 from tlora.engine.ranks.messages import Assign, Command
@@ -29,25 +25,13 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Iterator[World]:
     directory = tmp_path_factory.mktemp("early")
-    base = save_base(directory / "base", hidden_size=256, intermediate_size=512, num_hidden_layers=10)
     write_rows(directory / "a.jsonl", 12, high=6)
     data = str(directory / "a.jsonl")
     orders = [
         job("wide", data, gpus=2, max_steps=4, batch_size=4, target_modules=["q_proj"]),
         job("narrow", data, max_steps=3, batch_size=2, target_modules=["v_proj"]),
     ]
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
-        monkeypatch.setattr(subprocess, "Popen", forked.ForkingPopen)
-        train(base, directory / "whole", orders, deterministic=True)
-        world = World(base, directory, orders, directory / "whole")
-
-        class Recorded(crew.RankProcess):
-            def __init__(self, *given: Any) -> None:
-                super().__init__(*given)
-                world.processes.append(self)
-
-        monkeypatch.setattr(crew, "RankProcess", Recorded)
+    with open_world(directory, lambda _: orders, hidden_size=256, intermediate_size=512, num_hidden_layers=10) as world:
         yield world
 
 

@@ -5,54 +5,24 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import tlora
-from tests import forked
-from tests.engine.conftest import save_base
-from tests.engine.tiny_runs import job, rows, run_spec, same_bytes, sha256, train, write_rows
+from tests.engine.ranks.worlds import Told, World, open_world
+from tests.engine.tiny_runs import job, rows, run_spec, sha256, write_rows
 from tlora import durable
 from tlora.engine.ranks import crew
-from tlora.engine.results import Results
-from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import ConfigError, ModelError
 from tlora.json_file import read_object
 from tlora.store.checkpoint import read_progress
 
 
-@dataclass
-class World:
-    """A base, five orders, and what one process makes of them."""
-
-    base: Path
-    data: Path
-    orders: list[dict[str, Any]]
-    whole: Path
-    processes: list[crew.RankProcess] = field(default_factory=list[crew.RankProcess])  # of the newest run
-
-    @property
-    def names(self) -> list[str]:
-        return [order["name"] for order in self.orders]
-
-    def train(self, out: Path, gpus: int, orders: list[dict[str, Any]] | None = None, **options: Any) -> Results:
-        self.processes.clear()
-        spec = run_spec(self.base, out, orders or self.orders, deterministic=options.pop("deterministic", True))
-        return tlora.train(spec, device="cpu", gpus=gpus, **options)
-
-    def same_bytes(self, out: Path) -> None:
-        same_bytes(out, self.whole, self.names)
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Iterator[World]:
     directory = tmp_path_factory.mktemp("world")
-    base = save_base(directory / "base", hidden_size=128, intermediate_size=160, num_hidden_layers=1)
     for number, (name, count) in enumerate({"a": 40, "b": 9, "c": 24}.items()):
         write_rows(directory / f"{name}.jsonl", count, number, high=20)
     orders = [
@@ -62,43 +32,9 @@ def world(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Ite
         job("other", str(directory / "c.jsonl"), max_steps=12, seed=3, eval_size=4, eval_steps=5),
         job("rare", str(directory / "a.jsonl"), max_steps=12, save_steps=100, weight=0.3),
     ]
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
-        monkeypatch.setattr(subprocess, "Popen", forked.ForkingPopen)
-        train(base, directory / "whole", orders, deterministic=True)
-        world = World(base, directory, orders, directory / "whole")
-
-        class Recorded(crew.RankProcess):
-            def __init__(self, *given: Any) -> None:
-                super().__init__(*given)
-                world.processes.append(self)
-
-        monkeypatch.setattr(crew, "RankProcess", Recorded)
+    with open_world(directory, lambda _: orders) as world, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(crew, "LOOK_SECONDS", 0.1)  # a stopped rank is lost after five looks
         yield world
-
-
-class Told:
-    """A watcher that keeps what is said, and acts once when all jobs together have taken so many steps."""
-
-    def __init__(self, at_steps: int = 0, act: Callable[[], object] | None = None) -> None:
-        self.lines: list[str] = []
-        self.last: RunProgress | None = None
-        self._at, self._act = at_steps, act
-        self.watcher = Watcher(self._progress, self.lines.append)
-
-    def _progress(self, progress: RunProgress) -> None:
-        self.last = progress
-        if self._act is not None and sum(job.step for job in progress.jobs) >= self._at:
-            act, self._act = self._act, None
-            act()
-
-    @property
-    def acted(self) -> bool:
-        return self._act is None
-
-    def said(self, words: str) -> bool:
-        return any(words in line for line in self.lines)
 
 
 @pytest.mark.parametrize("gpus", [pytest.param(2, marks=pytest.mark.soak), 3])

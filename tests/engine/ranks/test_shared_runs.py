@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any
 import pytest
 
 import tlora
-from tests import forked
 from tests.engine.conftest import save_base
+from tests.engine.ranks.worlds import fork_children, record_ranks
 from tests.engine.tiny_runs import job, run_spec, same_bytes, sha256, train, write_rows
 from tlora.engine.check import check
 from tlora.engine.ranks import crew
@@ -60,19 +59,12 @@ def world(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Ite
     ]
     base_bytes = sum(file.stat().st_size for file in base.glob("*.safetensors"))
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
-        monkeypatch.setattr(subprocess, "Popen", forked.ForkingPopen)
+        fork_children(monkeypatch, directory)
         train(base, directory / "whole", orders, deterministic=True)
         found = check(run_spec(base, directory / "out", orders, token_budget=64), device="cpu")
         job_bytes = found.activation_bytes + max(job.memory_bytes for job in found.jobs)
         world = World(base, orders, directory / "whole", base_bytes, job_bytes)
-
-        class Recorded(crew.RankProcess):
-            def __init__(self, *given: Any) -> None:
-                super().__init__(*given)
-                world.processes.append(self)
-
-        monkeypatch.setattr(crew, "RankProcess", Recorded)
+        record_ranks(monkeypatch, world.processes)
         monkeypatch.setattr(crew, "LOOK_SECONDS", 0.1)  # a stopped rank is lost after five looks
         yield world
 

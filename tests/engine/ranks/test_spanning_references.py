@@ -5,44 +5,32 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests import forked
-from tests.engine.conftest import save_base
-from tests.engine.ranks.test_ranks import Told, World
+from tests.engine.ranks.worlds import Told, World, open_world
 from tests.engine.test_references import write_sets
 from tests.engine.tiny_runs import job, same_bytes, train, write_rows
-from tlora.engine.ranks import crew
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Iterator[World]:
     """A DPO job of two replicas and one of one, both over an adapter that was trained before."""
     directory = tmp_path_factory.mktemp("spanning")
-    base = save_base(directory / "base", hidden_size=128, intermediate_size=160, num_hidden_layers=1)
     write_sets(directory)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
-        monkeypatch.setattr(subprocess, "Popen", forked.ForkingPopen)
+
+    def make_orders(base: Path) -> list[dict[str, Any]]:
         train(base, directory / "sft", [job("j", str(write_rows(directory / "d.jsonl", 20)), max_steps=8)])
         shared = {"adapter_path": str(directory / "sft" / "j"), "save_steps": 3}
-        orders = [
+        return [
             job("two", str(directory / "pairs.jsonl"), objective="dpo", gpus=2, max_steps=10, **shared),
             job("one", str(directory / "answers.jsonl"), objective="kto", max_steps=10, **shared),
         ]
-        train(base, directory / "whole", orders, deterministic=True)
-        world = World(base, directory, orders, directory / "whole")
 
-        class Recorded(crew.RankProcess):
-            def __init__(self, *given: object) -> None:
-                super().__init__(*given)  # pyright: ignore[reportArgumentType]
-                world.processes.append(self)
-
-        monkeypatch.setattr(crew, "RankProcess", Recorded)
+    with open_world(directory, make_orders) as world:
         yield world
 
 

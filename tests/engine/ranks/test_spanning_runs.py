@@ -5,17 +5,13 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests import forked
-from tests.engine.conftest import save_base
-from tests.engine.ranks.test_ranks import Told, World
+from tests.engine.ranks.worlds import Told, World, open_world
 from tests.engine.tiny_runs import job, sha256, train, write_rows
-from tlora.engine.ranks import crew
 from tlora.engine.ranks.dispatcher import Dispatcher
 from tlora.json_file import read_object
 from tlora.store.fingerprint import BaseGuard
@@ -27,7 +23,6 @@ def world(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Ite
     and two of one.
     """
     directory = tmp_path_factory.mktemp("spanning")
-    base = save_base(directory / "base", hidden_size=128, intermediate_size=160, num_hidden_layers=1)
     for number, (name, count) in enumerate({"a": 26, "b": 9, "c": 24}.items()):
         write_rows(directory / f"{name}.jsonl", count, number, high=20)
     orders = [
@@ -36,18 +31,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Ite
         job("two", str(directory / "c.jsonl"), gpus=2, max_steps=12, r=7, seed=3, eval_size=4, eval_steps=5),
         job("other", str(directory / "c.jsonl"), max_steps=20, save_steps=100, weight=0.3),
     ]
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
-        monkeypatch.setattr(subprocess, "Popen", forked.ForkingPopen)
-        train(base, directory / "whole", orders, deterministic=True)
-        world = World(base, directory, orders, directory / "whole")
-
-        class Recorded(crew.RankProcess):
-            def __init__(self, *given: object) -> None:
-                super().__init__(*given)  # pyright: ignore[reportArgumentType]
-                world.processes.append(self)
-
-        monkeypatch.setattr(crew, "RankProcess", Recorded)
+    with open_world(directory, lambda _: orders) as world:
         yield world
 
 

@@ -1,0 +1,96 @@
+"""A base, orders over it, and what one process makes of them: what runs on real ranks of a CPU are compared with."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tlora
+from tests import forked
+from tests.engine.tiny_runs import run_spec, same_bytes, save_base, train
+from tlora.engine.ranks import crew
+from tlora.engine.results import Results
+from tlora.engine.watcher import RunProgress, Watcher
+
+
+@dataclass
+class World:
+    """`whole` is what one process makes of the `orders` over `base`."""
+
+    base: Path
+    data: Path
+    orders: list[dict[str, Any]]
+    whole: Path
+    processes: list[crew.RankProcess] = field(default_factory=list[crew.RankProcess])  # of the newest run
+
+    @property
+    def names(self) -> list[str]:
+        return [order["name"] for order in self.orders]
+
+    def train(self, out: Path, gpus: int, orders: list[dict[str, Any]] | None = None, **options: Any) -> Results:
+        self.processes.clear()
+        spec = run_spec(self.base, out, orders or self.orders, deterministic=options.pop("deterministic", True))
+        return tlora.train(spec, device="cpu", gpus=gpus, **options)
+
+    def same_bytes(self, out: Path) -> None:
+        same_bytes(out, self.whole, self.names)
+
+
+@contextmanager
+def open_world(directory: Path, make_orders: Callable[[Path], list[dict[str, Any]]], **shape: int) -> Iterator[World]:
+    """In `directory`; `make_orders` gets the base, over which it may train, and `shape` is what the base's config has else. Ranks and
+    workers are forked, for which a test needs the fixture `fork_servers`.
+    """
+    base = save_base(directory / "base", **({"hidden_size": 128, "intermediate_size": 160, "num_hidden_layers": 1} | shape))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        fork_children(monkeypatch, directory)
+        world = World(base, directory, make_orders(base), directory / "whole")
+        train(base, world.whole, world.orders, deterministic=True)
+        record_ranks(monkeypatch, world.processes)
+        yield world
+
+
+def fork_children(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """As the fixture `forked_children`, for a fixture of a module, with a cache in `directory`."""
+    monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
+    monkeypatch.setattr(subprocess, "Popen", forked.ForkingPopen)
+
+
+def record_ranks(monkeypatch: pytest.MonkeyPatch, processes: list[crew.RankProcess]) -> None:
+    """From now on each rank that is started is added to `processes`."""
+
+    class Recorded(crew.RankProcess):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            processes.append(self)
+
+    monkeypatch.setattr(crew, "RankProcess", Recorded)
+
+
+class Told:
+    """A watcher that keeps what is said, and acts once when all jobs together have taken so many steps."""
+
+    def __init__(self, at_steps: int = 0, act: Callable[[], object] | None = None) -> None:
+        self.lines: list[str] = []
+        self.last: RunProgress | None = None
+        self._at, self._act = at_steps, act
+        self.watcher = Watcher(self._progress, self.lines.append)
+
+    def _progress(self, progress: RunProgress) -> None:
+        self.last = progress
+        if self._act is not None and sum(job.step for job in progress.jobs) >= self._at:
+            act, self._act = self._act, None
+            act()
+
+    @property
+    def acted(self) -> bool:
+        return self._act is None
+
+    def said(self, words: str) -> bool:
+        return any(words in line for line in self.lines)
