@@ -28,6 +28,7 @@ from torch.nn.attention.varlen import varlen_attn
 from triton.testing import do_bench
 
 from bench.machine import facts, write
+from tlora.kernels.device import launched_as
 from tlora.kernels.varlen_attention import (
     Rule,
     Saved,
@@ -223,7 +224,7 @@ def compare(name: str, p: Problem) -> dict[str, Any]:
 
 def steps_of(p: Problem) -> dict[str, Callable[[Tile], Step]]:
     """Our three kernels, each by its tile."""
-    rule, tiles = Rule(p.scale), tiles_of(p.q_THD.shape[2], p.q_THD.dtype)
+    rule, tiles = Rule(p.scale), tiles_of(p.q_THD.shape[2], p.q_THD.dtype, launched_as(p.q_THD.device))
     inputs = (p.q_THD, p.k_TGD, p.v_TGD)
     saved = Saved(p.dout_THD, *inputs, *launch_forward(*inputs, p.plan, rule, tiles.forward))
     _, delta = launch_dq(saved, p.plan, rule, tiles.dq)

@@ -309,7 +309,7 @@ def run_check(*jobs: SimpleNamespace, **changes: Any) -> SimpleNamespace:
         "measured": False,
         "recompute_choices": (),
     }
-    return SimpleNamespace(jobs=jobs, **(fields | changes))
+    return SimpleNamespace(jobs=jobs, **({"kernels": ""} | fields | changes))
 
 
 def test_check_prints_what_it_found_and_ends_with_0(jobs_file: Path, use: Callable[..., None]):

@@ -98,7 +98,7 @@ def test_a_candidate_that_fails_or_errs_is_left_out_and_the_rest_is_timed(monkey
         return [20.0, 10.0]
 
     monkeypatch.setattr(tile_trials, "results", results)
-    monkeypatch.setattr(tile_trials, "candidates", lambda key: [rule, failing, wrong, right])
+    monkeypatch.setattr(tile_trials, "candidates", lambda key, card: [rule, failing, wrong, right])
     monkeypatch.setattr(tuning, "in_turn", in_turn)
     monkeypatch.setattr(tuning, "_graph_of", lambda step, calls: step)
     monkeypatch.setattr(tuning, "TOKENS", 64)
@@ -149,6 +149,7 @@ def test_a_table_without_entries_is_written_as_json(tmp_path: Path) -> None:
 def test_tune_writes_where_training_reads(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TLORA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tuning, "pick_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(tuning, "why_plain", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     asked: dict[Key, tuple[int, ...]] = {}
@@ -172,6 +173,10 @@ def test_without_a_gpu_or_candidates_tune_says_so(base: str, tmp_path: Path, mon
     with pytest.raises(ConfigError, match="GPU.* is cpu"):
         tune(base, device="cpu")
     monkeypatch.setattr(tuning, "pick_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(tuning, "why_plain", lambda device: "compute capability 7.5 has no bf16")
+    with pytest.raises(ConfigError, match=r"do not run here: compute capability 7\.5 has no bf16"):
+        tune(base)
+    monkeypatch.setattr(tuning, "why_plain", lambda device: None)
     with pytest.raises(ConfigError, match="this base is float32. Give --dtype bfloat16"):
         tune(base, "float32")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")

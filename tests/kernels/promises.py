@@ -20,6 +20,10 @@ from tests.supermodel.test_device_optimizer import TARGETS, Shared
 from tests.tolerances import assert_close
 from tlora.adapters.adamw import adamw_step
 from tlora.job import LoraConfig
+from tlora.kernels.cards import CLASSES
+from tlora.kernels.tiles import TileTable
+
+BY_POINTER = next(card for card in CLASSES if card.loads == "pointers")
 
 # Runs that begin inside a tile, one of them over two tiles; another rank at each linear; one run with dropout; a scale each.
 JOBS = (
@@ -79,6 +83,13 @@ def linear_sums_in_any_cut() -> None:
     for first, length in enumerate(whole.lengths):
         run_kernels(base, make_batch(base, [replace(whole, lengths=(length,))], [slot], tail=first, first=[first]))
     _assert_same(replace(expected, sums=tuple(slot.rows("da") + slot.rows("db"))), expected, "in two parts")
+
+
+def linear_by_pointer_is_the_formula() -> None:
+    """L3: with the loads and tiles of a card without bulk copies, where K ends within a block."""
+    base = Base(48, (32, 16))
+    base.group = replace(base.group, tiles=TileTable(card=BY_POINTER))
+    check_case(base, JOBS, tail=3)
 
 
 # -- fp8 -----------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tlora.kernels.device import SHARED_MEMORY
+from tlora.kernels.cards import HOPPER
 
 triton = pytest.importorskip("triton")
 
@@ -88,4 +88,4 @@ def test_each_kernel_runs_on_tensor_cores_without_spilling(tmp_path: Path, code:
     found = compiled(code, tmp_path)
     assert Counter(kernel.name for kernel in found) == KERNELS[code]
     for kernel in found:
-        assert kernel.tensor_core_products >= 12 and kernel.stack <= MOST_STACK and kernel.shared_memory <= SHARED_MEMORY, kernel
+        assert kernel.tensor_core_products >= 12 and kernel.stack <= MOST_STACK and kernel.shared_memory <= HOPPER.shared_memory, kernel

@@ -25,6 +25,7 @@ with interpreted():
         triton_dot,
         triton_fp8,
         triton_gemm,
+        triton_loads,
         triton_lora,
     )
     from tlora.supermodel import device_optimizer
@@ -79,8 +80,8 @@ LINEAR = (
     Mutant(
         "the product is rounded once more where runs share a tile",
         triton_gemm,
-        "        acc = _product(acc, x0, w0, m0, n0, K0, NK, BK, IMPRECISE)",
-        "        acc = _product(acc, x0, w0, m0, n0, K0, NK, BK, IMPRECISE)\n        if MANY:\n            acc = (acc + 1.0) - 1.0",
+        "x0, w0, m0, n0, T, N, K0, NK, BK, IMPRECISE, LOADS, MASKED)\n",
+        "x0, w0, m0, n0, T, N, K0, NK, BK, IMPRECISE, LOADS, MASKED)\n        if MANY:\n            acc = (acc + 1.0) - 1.0\n",
         p.linear_alone_is_together,
         p.linear_is_the_formula,
     ),
@@ -149,8 +150,8 @@ LINEAR = (
     Mutant(
         "x behind a sample's last token is masked by multiplication",
         triton_lora,
-        "a = tl.where(own[:, None], x.load([full, c0]), 0.0)",
-        "a = x.load([full, c0]) * own[:, None]",
+        "a = tl.where(own[:, None], load_tile(x, full, c0, t1, K, BT, BC, LOADS), 0.0)",
+        "a = load_tile(x, full, c0, t1, K, BT, BC, LOADS) * own[:, None]",
         p.linear_keeps_nan_next_door,
         soak=True,
     ),
@@ -175,6 +176,25 @@ LINEAR = (
         "tl.store(base0 + offsets, total0, mask=inside & (r < rank0)[None, :])",
         "tl.store(base0 + offsets, total0, mask=inside & (r < 16)[None, :])",
         p.linear_is_the_formula,
+    ),
+)
+
+BY_POINTER = (
+    Mutant(
+        "by pointer, the block in which K ends reads into the next row",
+        triton_loads,
+        "column + j < column_end\n            mask = inside",
+        "column + j < column_end + 16\n            mask = inside",
+        p.linear_by_pointer_is_the_formula,
+        p.linear_is_the_formula,
+    ),
+    Mutant(
+        "by pointer, a tile's second row is its first",
+        triton_loads,
+        "i = tl.minimum(i, row_end - 1 - row)",
+        "i = tl.minimum(i, row_end - 1 - row) // 2 * 2",
+        p.linear_by_pointer_is_the_formula,
+        soak=True,
     ),
 )
 
@@ -408,7 +428,7 @@ ADAMW = (
         p.due_jobs_step_by_their_own_rules,
     ),
 )
-MUTANTS = LINEAR + HEAD_AND_ATTENTION + ADAMW
+MUTANTS = LINEAR + BY_POINTER + HEAD_AND_ATTENTION + ADAMW
 PROMISES = list(dict.fromkeys(promise for m in MUTANTS for promise in (m.caught_by, m.gets_past) if promise))
 
 

@@ -27,15 +27,15 @@ tile = lambda *sides: f"tensordesc<bf16[{','.join(map(str, sides))}]>"
 GEMM = {"ADAPTERS": True, "MANY": True, "SKIP": True, "R": WIDTH,
         "bias_ptr": None, "x_scale_ptr": None, "w_scale_ptr": None, "x1": None, "x2": None, "w1": None, "w2": None, "M": 1, "W": WIDTH,
         "NK": True, "FIRST": False, "SCALED": False, "HALVES": True, "IMPRECISE": None, "BM": ROWS, "BN": COLUMNS,
-        "BK": INNER, "BAND": 8, "PROGRAMS": 132}
+        "BK": INNER, "BAND": 8, "PROGRAMS": 132, "LOADS": "descriptor", "MASKED": False}
 TILES = {"x0": tile(ROWS, INNER), "w0": tile(COLUMNS, INNER), "y": tile(ROWS, COLUMNS // 2), "s": tile(ROWS, WIDTH),
          "r0": tile(WIDTH, COLUMNS)}
-LORA = {"M": 1, "W": WIDTH, "BT": 64, "SPLIT": True}
+LORA = {"M": 1, "W": WIDTH, "BT": 64, "SPLIT": True, "LOADS": "descriptor"}
 CASES = {
     "gemm": (triton_gemm.gemm_kernel, TILES, GEMM | {"r1": None, "r2": None, "MANY": False, "SKIP": False}, 8),
     "many runs": (triton_gemm.gemm_kernel, TILES, GEMM | {"r1": None, "r2": None}, 8),
     "wide": (triton_gemm.gemm_kernel, TILES, GEMM | {"r1": None, "r2": None, "W": 3 * WIDTH}, 8),
-    "shrink": (triton_lora.shrink_kernel, {"x": tile(64, SKINNY)}, LORA | {"WHICH": A, "BK": SKINNY}, 8),
+    "shrink": (triton_lora.shrink_kernel, {"x": tile(64, SKINNY)}, LORA | {"WHICH": A, "BK": SKINNY, "MASKED": False}, 8),
     "sum": (triton_lora.sum_kernel, {"x": tile(64, SKINNY), "s": tile(64, 16)}, LORA | {"WHICH": DA, "BC": SKINNY, "W": 16, "R": 16}, 4),
     "dropped": (triton_lora.add_dropped_kernel, {"y_ptr": "*bf16"}, {"WHICH": A, "M": 2, "W": WIDTH, "R": WIDTH, "BT": 64,
                 "BC": SKINNY}, 4),

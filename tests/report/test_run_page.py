@@ -316,3 +316,11 @@ def test_the_size_of_the_base_is_shown_where_it_is_known(tmp_path: Path, value: 
 def test_start_is_shown_however_it_is_written(tmp_path: Path, value: object, text: str) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"started": value}))
     assert f"started {text}<" in report(tmp_path)
+
+
+def test_the_kernels_of_a_gpu_are_said_beside_its_name(tmp_path: Path) -> None:
+    names = make_run(tmp_path, 1, 20, seconds=20)
+    assert "kernels:" not in report(tmp_path)
+    write_run(tmp_path, names, 20, device="NVIDIA L40S", kernels="fused, sm_89, 99 KB")
+    page = report(tmp_path)
+    assert page.count("kernels: fused, sm_89, 99 KB") == 1 and "NVIDIA L40S" in page

@@ -118,7 +118,7 @@ def test_latent_attention_whose_heads_of_v_are_smaller(of_v: int, tmp_path: Path
                 if fast:
                     interpret(patch)
                 else:
-                    patch.setattr(supermodel, "can_take_fast_path", lambda *_: False)
+                    patch.setattr(supermodel, "why_not_fused", lambda *_: "this test takes the plain path")
                 shared = make_shared("dense", torch.float32, DEVICE.type, deterministic=True)
             assert (shared._fast is not None) == fast
             shared.join("a", LoraConfig(r=4), TrainConfig(lr_scheduler_type="constant", seed=1))

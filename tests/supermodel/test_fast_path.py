@@ -84,7 +84,7 @@ def make_shared(family: str, fast: bool = True, **changes: Any) -> SuperModel:
     """A super-model with or without the path, whatever this machine has."""
     with pytest.MonkeyPatch.context() as patch:
         if not fast:
-            patch.setattr(supermodel, "can_take_fast_path", lambda *_: False)
+            patch.setattr(supermodel, "why_not_fused", lambda *_: "this test takes the plain path")
         else:
             interpret(patch)
         shared = SuperModel(make_base(make_model(family, **changes).to(DEVICE), family), deterministic=True)

@@ -81,11 +81,18 @@ def test_by_itself_the_model_computes_with_what_its_weights_stand_for() -> None:
 @pytest.mark.parametrize(
     ("device", "capability", "dtype", "message"),
     [
-        (torch.device("cpu"), None, torch.bfloat16, "needs a GPU of compute capability 9.0 or above, and this run's device is cpu"),
-        (H200, (8, 9), torch.bfloat16, "needs a GPU of compute capability 9.0 or above, and RTX has 8.9"),
+        (
+            torch.device("cpu"),
+            None,
+            torch.bfloat16,
+            "needs a GPU of compute capability 8.9 or above that the kernels are made for, and this run's device is cpu",
+        ),
+        (H200, (8, 6), torch.bfloat16, "needs a GPU of compute capability 8.9 or above that the kernels are made for, and RTX has 8.6"),
+        (H200, (8, 9), torch.bfloat16, None),
         (H200, (9, 0), torch.float32, "needs a base in 16 bits, and this one is float32. Set dtype: bfloat16"),
         (H200, (9, 0), torch.float16, None),
-        (H200, (10, 0), torch.bfloat16, None),
+        (H200, (10, 0), torch.bfloat16, "needs a GPU of compute capability 8.9 or above that the kernels are made for, and RTX has 10.0"),
+        (H200, (12, 0), torch.bfloat16, None),
     ],
 )
 def test_who_cannot_is_refused(
@@ -118,8 +125,8 @@ def test_on_a_cpu_check_tells_and_train_raises(tmp_path: Path, monkeypatch: pyte
         }
     )
     found = check(run, device="cpu")
-    assert len(found.problems) == 1 and "compute capability 9.0" in found.problems[0]
-    with pytest.raises(ConfigError, match=r"compute capability 9\.0"):
+    assert len(found.problems) == 1 and "compute capability 8.9" in found.problems[0]
+    with pytest.raises(ConfigError, match=r"compute capability 8\.9"):
         tlora.train(run, device="cpu")
     assert not (tmp_path / "out").exists()
 

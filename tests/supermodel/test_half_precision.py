@@ -33,7 +33,7 @@ def make_shared(dtype: torch.dtype, fast: bool = False) -> SuperModel:
         if fast:
             interpret(patch)
         else:
-            patch.setattr(supermodel, "can_take_fast_path", lambda *_: False)
+            patch.setattr(supermodel, "why_not_fused", lambda *_: "this test takes the plain path")
         shared = SuperModel(make_base(make_model("llama", **ONE_LAYER).half().to(DEVICE, dtype), "llama"))
     assert (shared._fast is not None) == fast
     return shared

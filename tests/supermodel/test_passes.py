@@ -51,7 +51,7 @@ def make_shared(fast: bool, jobs: str = "ab") -> SuperModel:
         if fast:
             interpret(patch)
         else:
-            patch.setattr(supermodel, "can_take_fast_path", lambda *_: False)
+            patch.setattr(supermodel, "why_not_fused", lambda *_: "this test takes the plain path")
         shared = SuperModel(make_base(make_model("llama-tied", **LAYER).to(DEVICE), "tiny"), deterministic=True)
     assert (shared._fast is not None) == fast
     for job_id in jobs:

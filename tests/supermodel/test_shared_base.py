@@ -47,7 +47,7 @@ def make_super_model(fast: bool, fp8: bool, sharing: Sharing | None) -> SuperMod
         if fast:
             interpret(patch)
         else:
-            patch.setattr(supermodel, "can_take_fast_path", lambda *_: False)
+            patch.setattr(supermodel, "why_not_fused", lambda *_: "this test takes the plain path")
         if sharing is not None:
             base = share_model(model, "tiny", sharing, CPU, fp8)
         else:

@@ -51,6 +51,8 @@ def print_check(console: Console, check: RunCheck) -> None:
             continue
         console.print(_sample(jobs, colour), soft_wrap=True)
     console.print()
+    if check.kernels:
+        console.print(Text(f"kernels: {check.kernels}"), soft_wrap=True)
     if check.gpus:
         _print_gpus(console, check)
     else:

@@ -94,6 +94,7 @@ class RunCheck:
     limit_bytes: int
     device: str
     resident_jobs: int
+    kernels: str = ""  # what runs on a GPU, and why
     adapter_bytes: int = 0  # of the resident jobs
     mailbox_bytes: int = 0  # in which GPUs read each other's gradients
     activation_bytes: int = 0
@@ -146,6 +147,7 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
         base_parameters=sum(count for count, _ in sizes),
         base_bytes=base_bytes,
         device=str(place),
+        kernels=model.kernels_on(place, run.deterministic) if place.type == "cuda" else "",
         resident_jobs=len(resident),
         **_memory(plan, resident),
         **on_gpus,

@@ -106,6 +106,8 @@ def load(
                 monitor.note(line)
         sizes = [(p.numel(), p.element_size()) for p in base.model.parameters()]
         outlined = SuperModel(base)
+        if place.type == "cuda" and assigned is None:
+            monitor.note(f"kernels: {outlined.kernels_on(place, run.deterministic)}")
         compiling = outlined.compile_ahead(place, to_plan(run, monitor.ended).jobs)
         base_bytes = sum(n * size for n, size in sizes)
         assignment = assigned() if assigned is not None else Assignment(run)
@@ -143,14 +145,19 @@ def _data_worker(place: torch.device) -> AbstractContextManager[WorkerProcess | 
 
 def launch_facts(loaded: Loaded, device: torch.device) -> dict[str, Any]:
     """What `run.json` tells of a run beside its order."""
-    threads, tiles = loaded.threads, loaded.model.tiles
-    return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": f"cpu ({threads} thread{'s' * (threads > 1)})" if threads else torch.cuda.get_device_name(device),
-        "token_budget": loaded.plan.token_budget,
-        "recomputed_layers": loaded.plan.recomputed_layers,
-        "base_parameters": loaded.base_parameters,
-    } | ({"tiles": tiles} if tiles else {})
+    model, threads = loaded.model, loaded.threads
+    kernels = {"kernels": model.kernels_on(device, model.deterministic)} if device.type == "cuda" else {}
+    return (
+        {
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "device": f"cpu ({threads} thread{'s' * (threads > 1)})" if threads else torch.cuda.get_device_name(device),
+            "token_budget": loaded.plan.token_budget,
+            "recomputed_layers": loaded.plan.recomputed_layers,
+            "base_parameters": loaded.base_parameters,
+        }
+        | kernels
+        | ({"tiles": model.tiles} if model.tiles else {})
+    )
 
 
 def _measure_memory(run: RunSpec, plan: RunPlan, model: SuperModel, note: Callable[[str], None]) -> RunPlan:

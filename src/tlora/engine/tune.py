@@ -19,6 +19,7 @@ from torch import nn
 
 from tlora import durable
 from tlora.errors import ConfigError
+from tlora.kernels.device import tuned_as, why_plain
 from tlora.planning.plan import pick_device
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.load import Base, outline
@@ -71,6 +72,8 @@ def tune(
     place = pick_device(device)
     if place.type != "cuda":
         raise ConfigError(f"tune times kernels on a GPU, and the device here is {place}. Run it on the machine that trains")
+    if (why := why_plain(place)) is not None:
+        raise ConfigError(f"tune times the fused kernels, which do not run here: {why}. Train without it")
     from tlora.kernels.tile_files import table_path, user_directory
     from tlora.kernels.tile_trials import DTYPES
 
@@ -78,7 +81,7 @@ def tune(
     found = base.head.weight_VH.dtype
     if found not in DTYPES:
         raise ConfigError(f"tune knows candidates for bfloat16 and float16, and this base is {str(found)[6:]}. Give --dtype bfloat16")
-    begun, gpu = time.perf_counter(), torch.cuda.get_device_name(place)
+    begun, gpu = time.perf_counter(), tuned_as(torch.cuda.get_device_name(place))
     path = out or table_path(user_directory(), gpu)
     write_choices(path, gpu, [])  # what cannot be written or read is told before the work
     launches = launches_of(base)
@@ -111,10 +114,11 @@ def choose(key: Key, widths: tuple[int, ...], device: torch.device) -> Choice:
 
     each = TOKENS // JOBS
     problem = make_problem(key, widths, Jobs(((each // 2,) * 2,) * JOBS, RANK), device)
-    steps, faults = _right_ones(problem, candidates(key))
+    tiles = candidates(key, problem.group.tiles.card)
+    steps, faults = _right_ones(problem, tiles)
     seconds = dict(zip(steps, in_turn(list(steps.values())), strict=True))
     del steps, problem
-    rule = candidates(key)[0]
+    rule = tiles[0]
     tile, unfit = pick(seconds, rule, lambda tile: _fault(find_fault, key, widths, tile, device))
     return Choice(key, tile, rule, seconds[tile] / _CALLS[key.kernel], seconds[rule] / _CALLS[key.kernel], (*faults, *unfit))
 

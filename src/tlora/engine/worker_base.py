@@ -43,6 +43,8 @@ def load_base(
     for line in check_unused(load.base_model, outlined.base.model.config, load.unused_weights, _REMEDY):
         if sharing is None or sharing.rank == 0:
             note(line)
+    if place.type == "cuda":
+        note(f"kernels: {outlined.kernels_on(place, load.deterministic)}")
     if place.type == "cuda" and expected:
         compiling = outlined.compile_ahead(place, expected)
     if load.base_precision == "fp8":

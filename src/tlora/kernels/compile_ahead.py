@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -28,15 +28,17 @@ from torch import Tensor
 
 from tlora.kernels import bank_chunks, fused_linear, varlen_attention
 from tlora.kernels.bank_chunks import CHUNK
-from tlora.kernels.device import capability_of
-from tlora.kernels.fp8 import DTYPE
+from tlora.kernels.cards import CardClass
+from tlora.kernels.device import capability_of, class_of, is_forced
+from tlora.kernels.forced_class import compile_as
+from tlora.kernels.fp8 import DTYPE, launch_quantize
 from tlora.kernels.frozen import FrozenLinear
 from tlora.kernels.fused_adamw import NUM_OUTCOMES, NUM_SCALARS, FlatState, StepBuffers, launch_measure, launch_update
 from tlora.kernels.fused_linear import LinearGroup
 from tlora.kernels.head import Head
 from tlora.kernels.lora_tables import ADDRESS_FIELDS, DA, DB, RANK, RUNS_STEP, A, B, LoraTables, Run, Slots, build_tables
 from tlora.kernels.tile_files import table_of_gpu
-from tlora.kernels.tiles import MOST_SIZES, Tile, TileTable, keys_of, sizes_of
+from tlora.kernels.tiles import MOST_SIZES, WIDEST_BLOCK, Tile, TileTable, keys_of, sizes_of
 from tlora.kernels.triton_cross_entropy import fused_linear_cross_entropy
 from tlora.kernels.varlen_attention import Rule, Saved, list_tiles, tiles_of
 from tlora.processes import num_cores
@@ -147,15 +149,20 @@ def read_order(text: str) -> Order:
 def compile_all(order: Order, workers: int) -> None:
     """Compile everything in `order` with as many processes. Raises what the compiler raises."""
     _without_a_gpu(order.capability)
-    kernels = _kernels(order, table_of_gpu(order.gpu, order.capability))
-    tasks: list[Callable[[], object]] = [partial(_compile, order, kernel) for kernel in kernels]
-    tasks += [
-        partial(_compile_attention, getattr(torch, order.dtype), attention, name) for attention in order.attentions for name in _ATTENTION
-    ]
-    tasks += [partial(launch, getattr(torch, order.dtype)) for launch in (_measure_step, _update_step, _copy_chunks)]
-    tasks += [partial(_compile_loss, getattr(torch, order.dtype), order.head, gradient) for gradient in (True, False) if order.head]
+    if is_forced() and (card := class_of(order.capability)) is not None:
+        compile_as(card, order.capability)
     with multiprocessing.get_context("fork").Pool(workers) as pool:
-        list(pool.imap_unordered(operator.call, tasks, chunksize=1))
+        list(pool.imap_unordered(operator.call, launches_of(order), chunksize=1))
+
+
+def launches_of(order: Order) -> list[Callable[[], object]]:
+    """A launch of every kernel in `order`, with the tiles that GPUs of its class get, those that take longest to compile first."""
+    dtype, table = getattr(torch, order.dtype), table_of_gpu(order.gpu, order.capability)
+    launches: list[Callable[[], object]] = [partial(_compile, order, kernel) for kernel in _kernels(order, table)]
+    launches += [partial(_compile_attention, dtype, attention, table.card, name) for attention in order.attentions for name in _ATTENTION]
+    launches += [partial(launch, dtype) for launch in (_measure_step, _update_step, _copy_chunks)]
+    launches += [partial(_compile_loss, dtype, order.head, gradient) for gradient in (True, False) if order.head]
+    return launches
 
 
 def _kernels(order: Order, table: TileTable) -> list[_Kernel]:
@@ -178,7 +185,9 @@ def _with_sizes(table: TileTable, group: GroupOrder, dtype: torch.dtype, number:
              if isinstance(tile := table.find(key), Tile)}  # fmt: skip
     if number >= max(map(len, sizes.values())):
         return None
-    return TileTable({**table.entries, **{key: of_key[min(number, len(of_key) - 1)] for key, of_key in sizes.items()}})
+    return replace(
+        table, sized=False, entries={**table.entries, **{key: of_key[min(number, len(of_key) - 1)] for key, of_key in sizes.items()}}
+    )
 
 
 def _unlike(groups: Sequence[GroupOrder], table: TileTable, dtype: torch.dtype) -> list[GroupOrder]:
@@ -187,7 +196,9 @@ def _unlike(groups: Sequence[GroupOrder], table: TileTable, dtype: torch.dtype) 
     for group in groups:
         keys = keys_of(group.in_features, group.widths, dtype, DTYPE if group.fp8 else dtype)
         tiles = frozenset((key.kernel, key.together, table.find(key)) for key in keys)
-        found.setdefault((len(group.widths), group.bias, group.fp8, tiles), group)
+        # By pointer a block that a sum ends within takes masks, which are compiled in too.
+        ends = tuple(size % WIDEST_BLOCK for size in (group.in_features, *group.widths)) if table.card.loads == "pointers" else ()
+        found.setdefault((len(group.widths), group.bias, group.fp8, tiles, ends), group)
     return list(found.values())
 
 
@@ -240,10 +251,14 @@ def _compile(order: Order, kernel: _Kernel) -> None:
         case "shrink x":
             fused_linear.shrink([x], linears, tables, A)
         case "forward":
+            if group.fp8:
+                _compile_quantize([x], None)
             fused_linear.multiply(x, weights, biases, s, linears, tables)
         case "shrink dy":
             fused_linear.shrink(dys, linears, tables, B)
         case "input gradient":
+            if group.fp8:
+                _compile_quantize(dys, scale_N)
             fused_linear.multiply_back(dys, weights, s, linears, tables)
         case "sum dy":
             fused_linear.add_sums(dys, s, linears, tables, DB)
@@ -251,12 +266,18 @@ def _compile(order: Order, kernel: _Kernel) -> None:
             fused_linear.add_sums([x], s, linears, tables, DA)
 
 
-def _compile_attention(dtype: torch.dtype, order: AttentionOrder, name: str) -> None:
+def _compile_quantize(xs: Sequence[Tensor], column_scale_K: Tensor | None) -> None:
+    """The products do it in torch where tensors have no memory."""
+    tokens, width = len(xs[0]), sum(x.shape[1] for x in xs)
+    launch_quantize(xs, column_scale_K, torch.empty(tokens, width, dtype=DTYPE, device=META), torch.empty(tokens, device=META))
+
+
+def _compile_attention(dtype: torch.dtype, order: AttentionOrder, card: CardClass, name: str) -> None:
     """One of the three kernels, in the same way."""
     empty = partial(torch.empty, dtype=dtype, device=META)
     shape, kv_shape = (_TOKENS, order.heads, order.head_size), (_TOKENS, order.kv_heads, order.head_size)
     q, k, v, lse = empty(shape), empty(kv_shape), empty(kv_shape), torch.empty(order.heads, _TOKENS, device=META)
-    plan, rule, tiles = list_tiles((_TOKENS,), META), Rule(1.0, order.window, float(order.softcap)), tiles_of(order.head_size, dtype)
+    plan, rule, tiles = list_tiles((_TOKENS,), META), Rule(1.0, order.window, float(order.softcap)), tiles_of(order.head_size, dtype, card)
     saved = Saved(empty(shape), q, k, v, empty(shape), lse)
     match name:
         case "forward":
@@ -322,7 +343,8 @@ def _word_of(order: Order) -> Path:
     from triton import knobs
 
     content = hashlib.sha256(json.dumps([asdict(order), torch.__version__, triton.__version__]).encode())
-    content.update(repr(sorted(table_of_gpu(order.gpu, order.capability).entries.items(), key=repr)).encode())
+    table = table_of_gpu(order.gpu, order.capability)
+    content.update(repr((table.card, sorted(table.entries.items(), key=repr))).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         content.update(source.read_bytes())
     return Path(knobs.cache.dir) / f"ahead-{content.hexdigest()[:32]}.done"

@@ -1,7 +1,8 @@
-"""Which devices run the fused kernels, and how small tables are copied to and from them. Does not import triton."""
+"""Which devices run the fused kernels, as what class of GPU, and how small tables are copied to and from them. Does not import triton."""
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -9,28 +10,96 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CAPABILITY = (9, 0)  # Hopper, the first with bulk tensor copies
-SHARED_MEMORY = 227 * 1024  # bytes for one block: three stages of a 128 x 256 tile, and its adapter's rows
+from tlora.errors import ConfigError
+from tlora.kernels.cards import CLASSES, HOPPER, CardClass, class_named, class_of_capability
+
+FORCED = "TLORA_CARD_CLASS"
+"""A developer's variable: the card at hand compiles and runs the kernels of this class, such as sm_80 (CONTRIBUTING.md)."""
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether `device` runs the kernels: a Hopper or newer GPU (H100, H200, B200), or a CPU under Triton's interpreter."""
+    """Whether `device` runs the kernels: a GPU of one of `cards.CLASSES`, or a CPU under Triton's interpreter."""
+    return card_of(device) is not None
+
+
+def card_of(device: torch.device) -> CardClass | None:
+    """The class of `device`; None where it runs no kernels. A CPU under Triton's interpreter is like a Hopper card."""
     if device.type == "cpu":
-        return os.environ.get("TRITON_INTERPRET") == "1"
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < CAPABILITY:
-        return False
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= SHARED_MEMORY
+        return (class_of(HOPPER.capability) or HOPPER) if os.environ.get("TRITON_INTERPRET") == "1" else None
+    if device.type != "cuda":
+        return None
+    card = None if torch.version.hip else class_of(capability_of(device))
+    return card if card is not None and _shared_memory(device) >= card.shared_memory else None
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a block may take."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def why_plain(device: torch.device) -> str | None:
+    """Why `device` runs no kernels; None where it does."""
+    if card_of(device) is not None:
+        return None
+    if device.type != "cuda":
+        return f"the kernels need a GPU, and this run's device is {device}"
+    if torch.version.hip:
+        return "the kernels are for NVIDIA GPUs"
+    capability = capability_of(device)
+    card = class_of(capability)
+    if card is not None:
+        return (
+            f"the kernels of {card.name} take {card.shared_kib} KB of shared memory, and this GPU has {_shared_memory(device) // 1024} KB"
+        )
+    if capability < CLASSES[0].capability:
+        return f"compute capability {capability / 10} has no bf16"
+    return f"the kernels were not made for compute capability {capability / 10}"
+
+
+def describe_class(card: CardClass, device: torch.device) -> str:
+    """`sm_89, 99 KB`."""
+    forced = f", {FORCED} on compute capability {capability_of(device) / 10}" if is_forced() and device.type == "cuda" else ""
+    return f"{card.name}, {card.shared_kib} KB{forced}"
+
+
+@functools.cache  # asked at every launch of attention
+def launched_as(device: torch.device) -> CardClass:
+    """The class whose kernels are launched on `device`. Where it is forced, Triton compiles for that class from now on."""
+    card = card_of(device) or HOPPER
+    if device.type == "cuda" and is_forced():
+        from tlora.kernels.forced_class import compile_as  # brings triton, which not every CPU install has
+
+        compile_as(card, capability_of(device))
+    return card
+
+
+def class_of(capability: int) -> CardClass | None:
+    """The class of GPUs of `capability` (90 for 9.0), or the forced one. Raises ConfigError for one that such a GPU cannot run."""
+    if not is_forced():
+        return class_of_capability(capability)
+    name = os.environ[FORCED]
+    try:
+        card = class_named(name)
+    except KeyError:
+        raise ConfigError(f"{FORCED} must be one of {', '.join(card.name for card in CLASSES)}, and is {name!r}. Unset it") from None
+    if card.capability > capability and card.loads == "descriptor":
+        raise ConfigError(f"{FORCED} is {name}, whose kernels a GPU of compute capability {capability / 10} does not run. Unset it")
+    return card
+
+
+def is_forced() -> bool:
+    return FORCED in os.environ
+
+
+def tuned_as(gpu: str) -> str:
+    """The name that tables of tiles have for a GPU: its own or, where another class is forced, one of that class's."""
+    return f"{gpu} as {os.environ[FORCED]}" if is_forced() else gpu
 
 
 def capability_of(device: torch.device) -> int:
     """Compute capability of a GPU: 90 for 9.0."""
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-def is_hopper(capability: int) -> bool:
-    """Whether it is a GPU like those that sizes of tiles and prices of padding were measured on, and bits compared."""
-    return 90 <= capability < 100
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

@@ -9,17 +9,23 @@ from typing import Any, TypeVar
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tlora.kernels.cards import Loads
 from tlora.kernels.fp8 import quantize_rows, transpose
 from tlora.kernels.lora_tables import DA, DB, TILE, WIDEST_PIECE, A, B, LoraTables
+from tlora.kernels.operands import Operand, bank_operand, operand
 from tlora.kernels.tile_files import table_of
-from tlora.kernels.tiles import Kernel, Key, SkinnyTile, TileTable
+from tlora.kernels.tiles import LARGEST_TOGETHER, Kernel, Key, SkinnyTile, Tile, TileTable
 from tlora.kernels.triton_gemm import gemm_kernel
 from tlora.kernels.triton_lora import add_dropped_kernel, shrink_kernel, sum_kernel
 
-LARGEST_GROUP = 3
+LARGEST_GROUP = LARGEST_TOGETHER
+_ONE_TILE_EACH = 1 << 30
+"""Programs of a GEMM by pointer: as many as there are tiles. Two or three of its small blocks share a processor, so that one begins while
+another ends; a program that stays, with bulk copies that run ahead into its next tile, would leave the others no room."""
 _DROPPED = SkinnyTile(TILE, 64, 2, 4)  # of `add_dropped_kernel`: tokens and columns of dx
+_POINTER_PIECE = 16
+"""Ranks of the adapters that a GEMM by pointer takes at a time: 32 or more would spill registers, as they pass through them."""
 Item = TypeVar("Item")
 
 
@@ -44,6 +50,10 @@ class LinearGroup:
     @property
     def size(self) -> int:
         return len(self.widths)
+
+    @property
+    def loads(self) -> Loads:
+        return self.tiles.card.loads
 
 
 def make_group(
@@ -140,10 +150,11 @@ def shrink(xs: Sequence[Tensor], group: LinearGroup, tables: LoraTables, which: 
         assert tile.tokens == TILE, f"{tile} is of other tiles than the tables"
         launch: Any = shrink_kernel[(len(tables.items_I2), together + 1 if splits else 1)]
         launch(
-            TensorDescriptor.from_tensor(x, [tile.tokens, tile.columns]), s, tables.runs_S4, tables.items_I2, tables.rows_LS5,
+            operand(x, [tile.tokens, tile.columns], group.loads), s, tables.runs_S4, tables.items_I2, tables.rows_LS5,
             tables.scales_LS, tables.thresholds_S, tables.module_keys_L, tables.keys_T, group.first + slot, slot, x.shape[1],
             tables.num_runs, s.stride(0),
             WHICH=which, M=together, W=tables.width, BT=tile.tokens, BK=tile.columns, SPLIT=splits,
+            LOADS=group.loads, MASKED=_ends_within(group.loads, [x.shape[1]], tile.columns),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return s
@@ -157,11 +168,11 @@ def add_sums(xs: Sequence[Tensor], s: Tensor, group: LinearGroup, tables: LoraTa
         grid = (triton.cdiv(x.shape[1], tile.columns), tables.num_runs, together + 1 if splits else 1)
         launch: Any = sum_kernel[grid]
         launch(
-            TensorDescriptor.from_tensor(x, [tile.tokens, tile.columns]), TensorDescriptor.from_tensor(s, [tile.tokens, piece]),
+            operand(x, [tile.tokens, tile.columns], group.loads), operand(s, [tile.tokens, piece], group.loads),
             tables.runs_S4, tables.order_S, tables.samples_P2, tables.rows_LS5, tables.thresholds_S, tables.module_keys_L, tables.keys_T,
             group.first + slot, slot, x.shape[1], tables.num_runs,
             WHICH=which, M=together, W=tables.width, R=piece, BT=tile.tokens, BC=tile.columns, SPLIT=splits,
-            num_warps=tile.warps, num_stages=tile.stages,
+            LOADS=group.loads, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
 
@@ -195,32 +206,45 @@ def _gemm(product: _Product, s: Tensor, group: LinearGroup, slot: int, tables: L
     num_tokens, num_columns = y.shape
     kernel: Kernel = "forward" if product.which == B else "input_gradient"
     tile = group.tiles.gemm(Key(kernel, x.dtype, num_columns, sum(x.shape[1] for x in product.xs), m), num_tokens, group.programs)
-    programs = min(group.programs, triton.cdiv(num_tokens, tile.rows) * triton.cdiv(num_columns, tile.columns))
-    weight_block = [tile.columns, tile.inner] if product.transposed else [tile.inner, tile.columns]
-    operands = [
-        *_three([TensorDescriptor.from_tensor(x, [tile.rows, tile.inner]) for x in product.xs], None),
-        *_three([TensorDescriptor.from_tensor(w, weight_block) for w in product.weights], None),
-        TensorDescriptor.from_tensor(y, [tile.rows, tile.columns // (2 if tile.halves else 1)]),
-    ]
+    num_tiles = triton.cdiv(num_tokens, tile.rows) * triton.cdiv(num_columns, tile.columns)
     epilogue = (product.bias, product.row_scale_T, product.column_scale_N)
-    sizes = [num_tokens, num_columns, *_three([x.shape[1] for x in product.xs], 0)]
+    inners = [x.shape[1] for x in product.xs]
     drops = product.which == A and tables.has_dropout  # `add_dropped_kernel` adds what runs with dropout give to dx
     expands = tables.runs_in_a_tile > 0 and any(tables.weights[linear : linear + m]) and not (drops and tables.all_dropout)
-    piece = min(tables.width, WIDEST_PIECE)
-    rows = _banks(tables, linear, m, product.which, [piece, tile.columns]) if expands else [None] * m
+    piece = min(tables.width, WIDEST_PIECE if group.loads == "descriptor" else _POINTER_PIECE)
+    rows = _banks(tables, linear, product.which, m, [piece, tile.columns], group.loads) if expands else [None] * m
+    step = group.programs if group.loads == "descriptor" else _ONE_TILE_EACH
+    programs = min(step, num_tiles)
     launch: Any = gemm_kernel[(programs,)]
     launch(
-        *operands, TensorDescriptor.from_tensor(s, [tile.rows, piece]), *_three(rows, None), *epilogue, tables.runs_S4, tables.tiles_X2,
-        tables.starts_LS[linear], tables.thresholds_S, *sizes, tables.num_runs, slot * tables.width,
+        *_operands(product, tile, group.loads), operand(s, [tile.rows, piece], group.loads), *_three(rows, None), *epilogue,
+        tables.runs_S4, tables.tiles_X2, tables.starts_LS[linear], tables.thresholds_S, num_tokens, num_columns, *_three(inners, 0),
+        tables.num_runs, slot * tables.width,
         M=m, ADAPTERS=expands, MANY=expands and (tables.many or drops), SKIP=expands and drops, W=tables.width, R=piece,
         NK=product.transposed, SCALED=product.row_scale_T is not None, HALVES=tile.halves, FIRST=tile.first and product.row_scale_T is None,
         IMPRECISE=tile.inner if tile.promote else None, BM=tile.rows, BN=tile.columns, BK=tile.inner, BAND=tile.band,
-        PROGRAMS=group.programs, num_warps=tile.warps, num_stages=tile.stages,
+        PROGRAMS=step, LOADS=group.loads, MASKED=_ends_within(group.loads, inners, tile.inner),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
-def _banks(tables: LoraTables, linear: int, count: int, which: int, block: list[int]) -> list[TensorDescriptor]:
+def _operands(product: _Product, tile: Tile, loads: Loads) -> list[Operand | None]:
+    """x and weight of up to three linears, and y."""
+    weight_block = [tile.columns, tile.inner] if product.transposed else [tile.inner, tile.columns]
+    return [
+        *_three([operand(x, [tile.rows, tile.inner], loads) for x in product.xs], None),
+        *_three([operand(w, weight_block, loads) for w in product.weights], None),
+        operand(product.y, [tile.rows, tile.columns // (2 if tile.halves else 1)], loads),
+    ]
+
+
+def _ends_within(loads: Loads, inners: Sequence[int], block: int) -> bool:
+    """Whether a loop over blocks needs masks at the end of a sum. A descriptor reads zeros there by itself."""
+    return loads == "pointers" and any(inner % block for inner in inners)
+
+
+def _banks(tables: LoraTables, linear: int, which: int, count: int, block: list[int], loads: Loads) -> list[Operand]:
     """The adapter rows that S of each linear is multiplied by. A linear without adapters has S = 0, so any finite rows will do."""
     found = [bank[which] if bank else None for bank in tables.weights[linear : linear + count]]
     anybody = next(rows for rows in found if rows is not None)
-    return [TensorDescriptor.from_tensor(anybody if rows is None else rows, block) for rows in found]
+    return [bank_operand(anybody if rows is None else rows, block, loads) for rows in found]

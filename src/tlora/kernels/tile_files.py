@@ -16,7 +16,8 @@ import torch
 
 from tlora.cache_directory import cache_dir
 from tlora.errors import ConfigError
-from tlora.kernels.device import capability_of, is_hopper
+from tlora.kernels.cards import HOPPER
+from tlora.kernels.device import capability_of, class_of, is_forced, launched_as, tuned_as
 from tlora.kernels.lora_tables import TILE
 from tlora.kernels.tiles import KERNELS, AnyTile, Key, SkinnyTile, Tile, TileTable
 
@@ -37,15 +38,20 @@ def table_path(directory: Path, gpu: str) -> Path:
 @functools.cache
 def table_of(device: torch.device) -> TileTable:
     """The tiles of `device`, read once per process: a run keeps its tiles whatever becomes of the files. Raises ConfigError."""
-    return table_of_gpu(torch.cuda.get_device_name(device), capability_of(device)) if device.type == "cuda" else TileTable()
+    if device.type != "cuda":
+        return TileTable(card=launched_as(device))
+    if is_forced():
+        launched_as(device)  # prepares the compiler
+    return table_of_gpu(torch.cuda.get_device_name(device), capability_of(device))
 
 
 def table_of_gpu(gpu: str, capability: int) -> TileTable:
     """The tiles of a GPU of that name, as the files have them now; `sized` where all sizes were seen to give the same bits. `capability`:
     90 for 9.0. Raises ConfigError.
     """
-    table = merged([table_path(SHIPPED, gpu), table_path(user_directory(), gpu)])
-    return replace(table, sized=is_hopper(capability))
+    table = merged([table_path(SHIPPED, tuned_as(gpu)), table_path(user_directory(), tuned_as(gpu))])
+    card = class_of(capability)
+    return replace(table, sized=card is not None and card.sized, card=card or HOPPER)
 
 
 def merged(paths: Iterable[Path]) -> TileTable:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from tlora.kernels import fused_linear
+from tlora.kernels.cards import HOPPER, CardClass
+from tlora.kernels.device import launched_as
 from tlora.kernels.fused_linear import LinearGroup
 from tlora.kernels.lora_tables import DA, A, B, LoraTables, Run, Slots, build_tables
 from tlora.kernels.tiles import AnyTile, Key, SkinnyTile, Tile, TileTable, tile_by_rule
@@ -26,18 +28,27 @@ _GEMM = (
     Tile(128, 128, 64, 4, 4),
     Tile(64, 256, 64, 4, 4),
 )
+_POINTER_GEMM = (
+    Tile(128, 256, 64, 3, 8),
+    Tile(128, 128, 32, 4, 4),
+    Tile(128, 128, 32, 3, 8),
+    Tile(128, 128, 64, 3, 8),
+    Tile(64, 128, 64, 3, 4),
+    Tile(128, 64, 64, 3, 4),
+)
 _SHRINK = (SkinnyTile(64, 128, 4, 8), SkinnyTile(64, 128, 3, 4), SkinnyTile(64, 64, 4, 8))
 _SUM = (SkinnyTile(64, 128, 3, 4), SkinnyTile(64, 128, 3, 8), SkinnyTile(128, 128, 3, 8), SkinnyTile(64, 64, 4, 4))
 
 
-def candidates(key: Key) -> list[AnyTile]:
-    """The rule's tile first, then what else may be faster."""
-    by_rule = tile_by_rule(key)
+def candidates(key: Key, card: CardClass = HOPPER) -> list[AnyTile]:
+    """The rule's tile first, then what else may be faster on GPUs of a class."""
+    by_rule = tile_by_rule(key, card)
+    gemms = _GEMM if card.loads == "descriptor" else _POINTER_GEMM
     if key.kernel in ("shrink", "sum"):
         others: Sequence[AnyTile] = _SHRINK if key.kernel == "shrink" else _SUM
     else:
         assert isinstance(by_rule, Tile)
-        tiles = [tile for tile in (replace(by_rule, first=False), *_GEMM) if tile.columns <= max(by_rule.columns, 128)]
+        tiles = [tile for tile in (replace(by_rule, first=False), *gemms) if tile.columns <= max(by_rule.columns, 128)]
         others = [replace(tile, first=first) for tile in tiles for first in (False, True)]
     return list(dict.fromkeys([by_rule, *others]))
 
@@ -89,7 +100,8 @@ def make_problem(key: Key, widths: tuple[int, ...], jobs: Jobs, device: torch.de
     runs = [Run(end - sum(own), end, own, jobs.dropout) for own, end in zip(jobs.lengths, ends, strict=True)]
     keys_T = torch.arange(num_tokens, dtype=torch.int32, device=device) if jobs.dropout else None
     tables = build_tables(runs, slots, num_tokens, keys_T, device)
-    group = LinearGroup(0, widths, inner, fused_linear.programs_of(device))  # by rule, whatever tables there are
+    by_rule = TileTable(card=launched_as(device))  # whatever tables there are
+    group = LinearGroup(0, widths, inner, fused_linear.programs_of(device), tiles=by_rule)
     x, dys = normal(num_tokens, inner), [normal(num_tokens, width) for width in widths]
     weights = [normal(width, inner, size=inner**-0.5) for width in widths]
     return Problem(key, group, tables, x, dys, weights, da, db)
@@ -133,7 +145,7 @@ def prepare(problem: Problem, tile: AnyTile) -> Launch:
     p = problem
     reads_x = p.key.kernel in ("forward", "shrink")
     shrunk = fused_linear.shrink([p.x_TK] if reads_x else p.dys, p.group, p.tables, A if reads_x else B)
-    return Launch(p, replace(p.group, tiles=TileTable({p.key: tile})), shrunk)
+    return Launch(p, replace(p.group, tiles=replace(p.group.tiles, entries={p.key: tile})), shrunk)
 
 
 def results(problem: Problem, tile: AnyTile) -> list[Tensor]:
@@ -170,7 +182,7 @@ def find_fault(key: Key, widths: tuple[int, ...], tile: AnyTile, device: torch.d
     for jobs in HARD:
         problem = make_problem(key, widths, jobs, device)
         found = results(problem, tile)
-        apart = difference(found, results(problem, tile_by_rule(key)))
+        apart = difference(found, results(problem, problem.group.tiles.find(key)))
         if not apart <= MOST_DIFFERENCE[key.dtype]:
             return f"differs by {apart:.1e} from the rule's tile"
         if key.kernel in ("forward", "input_gradient") and not problem.tables.many:

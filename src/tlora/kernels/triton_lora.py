@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from tlora.kernels.triton_dot import dot
+from tlora.kernels.triton_loads import load_tile
 from tlora.kernels.triton_tables import in_run, item_at, rank_of, rows_of, run_samples, run_tokens, runs_of_tiles, sample_tokens
 
 # Else Triton compiles once more for a first linear, a second, and every sixteenth, and for numbers of tokens that are multiples of 16.
@@ -83,18 +84,19 @@ def _dropped_out(a, keys_ptr, module_key, t, c, own, threshold, DROPOUT: tl.cons
 def _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, module_key, t0, t1, threshold, run, num_runs, linear, slot, first, start, K,
                 stride_s,
                 WHICH: tl.constexpr, M: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
-                BT: tl.constexpr, BK: tl.constexpr, DROPOUT: tl.constexpr):  # fmt: skip
+                BT: tl.constexpr, BK: tl.constexpr, DROPOUT: tl.constexpr, LOADS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """S of the tokens of one run in one tile, ranks `first + 0..R-1` of M linears. Other tokens' rows are computed and not stored."""
     t, r, k = start + tl.arange(0, BT), first + tl.arange(0, R), tl.arange(0, BK)
     own = (t >= t0) & (t < t1)
-    base0, rank0 = rows_of(rows_ptr, linear, num_runs, run, WHICH, x.dtype)
-    base1, rank1 = rows_of(rows_ptr, linear + (M > 1), num_runs, run, WHICH, x.dtype)
-    base2, rank2 = rows_of(rows_ptr, linear + 2 * (M > 2), num_runs, run, WHICH, x.dtype)
+    base0, rank0 = rows_of(rows_ptr, linear, num_runs, run, WHICH, s_ptr.dtype.element_ty)
+    base1, rank1 = rows_of(rows_ptr, linear + (M > 1), num_runs, run, WHICH, s_ptr.dtype.element_ty)
+    base2, rank2 = rows_of(rows_ptr, linear + 2 * (M > 2), num_runs, run, WHICH, s_ptr.dtype.element_ty)
     offsets = r[:, None] * K + k[None, :]  # shared by the linears: pointers of each would spill
     s0 = tl.zeros((BT, R), tl.float32)
     s1, s2 = s0, s0
     for k0 in range(0, K, BK):
-        a = _dropped_out(x.load([start, k0]), keys_ptr, module_key, t, k0 + k, own, threshold, DROPOUT)
+        a = load_tile(x, start, k0, t1, K if MASKED else None, BT, BK, LOADS, MASKED)
+        a = _dropped_out(a, keys_ptr, module_key, t, k0 + k, own, threshold, DROPOUT)
         inside = (k0 + k < K)[None, :]
         s0 = _shrink(s0, a, base0 + k0, offsets, (r < rank0)[:, None] & inside)
         if M > 1:
@@ -114,7 +116,7 @@ def _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, module_key, t0, t1, th
 def _shrink_item(x, s_ptr, runs_ptr, rows_ptr, scales_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, start, run, K,
                  num_runs, stride_s,
                  WHICH: tl.constexpr, M: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                 SPLIT: tl.constexpr, DROPOUT: tl.constexpr):  # fmt: skip
+                 SPLIT: tl.constexpr, DROPOUT: tl.constexpr, LOADS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """S of one run in one tile. With SPLIT only if the run has dropout (DROPOUT), or only if it has none."""
     t0, t1 = run_tokens(runs_ptr, run)
     rank, threshold, key = _turn(rows_ptr, thresholds_ptr, module_keys_ptr, linear, num_runs, run, M, SPLIT, DROPOUT)
@@ -122,21 +124,21 @@ def _shrink_item(x, s_ptr, runs_ptr, rows_ptr, scales_ptr, thresholds_ptr, modul
         pass
     elif rank <= 16 or W == 16:
         _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, key, t0, t1, threshold, run, num_runs, linear, slot, 0, start, K,
-                    stride_s, WHICH, M, 16, W, BT, BK, DROPOUT)  # fmt: skip
+                    stride_s, WHICH, M, 16, W, BT, BK, DROPOUT, LOADS, MASKED)  # fmt: skip
     elif rank <= 32 or W == 32:
         _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, key, t0, t1, threshold, run, num_runs, linear, slot, 0, start, K,
-                    stride_s, WHICH, M, 32, W, BT, BK, DROPOUT)  # fmt: skip
+                    stride_s, WHICH, M, 32, W, BT, BK, DROPOUT, LOADS, MASKED)  # fmt: skip
     else:
         for first in range(0, rank, 64):
             _shrink_run(x, s_ptr, rows_ptr, scales_ptr, keys_ptr, key, t0, t1, threshold, run, num_runs, linear, slot, first, start, K,
-                        stride_s, WHICH, M, 64, W, BT, BK, DROPOUT)  # fmt: skip
+                        stride_s, WHICH, M, 64, W, BT, BK, DROPOUT, LOADS, MASKED)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=PLACES)
 def shrink_kernel(x, s_ptr, runs_ptr, items_ptr, rows_ptr, scales_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, K,
                   num_runs, stride_s,
                   WHICH: tl.constexpr, M: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                  SPLIT: tl.constexpr):  # fmt: skip
+                  SPLIT: tl.constexpr, LOADS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """scale * x @ rows^T of M linears from `linear` on. S has W columns for each linear.
 
     Grid (items, 1): each item is one run in one tile of BT tokens. A program that did all runs of its tile, one after another, would be
@@ -148,22 +150,23 @@ def shrink_kernel(x, s_ptr, runs_ptr, items_ptr, rows_ptr, scales_ptr, threshold
     if run >= 0:
         if SPLIT and member < M:
             _shrink_item(x, s_ptr, runs_ptr, rows_ptr, scales_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear + member,
-                         slot + member, start, run, K, num_runs, stride_s, WHICH, 1, W, BT, BK, True, True)  # fmt: skip
+                         slot + member, start, run, K, num_runs, stride_s, WHICH, 1, W, BT, BK, True, True, LOADS,
+                         MASKED)  # fmt: skip
         else:
             _shrink_item(x, s_ptr, runs_ptr, rows_ptr, scales_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, start, run, K,
-                         num_runs, stride_s, WHICH, M, W, BT, BK, SPLIT, False)  # fmt: skip
+                         num_runs, stride_s, WHICH, M, W, BT, BK, SPLIT, False, LOADS, MASKED)  # fmt: skip
 
 
 @triton.jit
-def _own_s(s, start, column, own):
-    s_TR = s.load([start, column])
+def _own_s(s, start, end, column, own, R: tl.constexpr, LOADS: tl.constexpr):
+    s_TR = load_tile(s, start, column, end, None, own.shape[0], R, LOADS)
     return tl.where(own[:, None], s_TR, 0.0).to(s_TR.dtype)
 
 
 @triton.jit
 def _sum_run(x, s, samples_ptr, rows_ptr, keys_ptr, module_key, p0, p1, threshold, run, num_runs, linear, slot, first, c0, K,
              WHICH: tl.constexpr, M: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-             DROPOUT: tl.constexpr):  # fmt: skip
+             DROPOUT: tl.constexpr, LOADS: tl.constexpr):  # fmt: skip
     """rows += s^T x over the samples of one run, for BC columns and ranks `first + 0..R-1` of M linears."""
     c, r = c0 + tl.arange(0, BC), first + tl.arange(0, R)
     base0, rank0 = rows_of(rows_ptr, linear, num_runs, run, WHICH, tl.float32)
@@ -182,22 +185,23 @@ def _sum_run(x, s, samples_ptr, rows_ptr, keys_ptr, module_key, p0, p1, threshol
         full = t0 + (t1 - t0) // BT * BT
         for start in range(t0, full, BT):
             t = start + tl.arange(0, BT)
-            a = tl.trans(_dropped_out(x.load([start, c0]), keys_ptr, module_key, t, c, t < t1, threshold, DROPOUT))
-            total0 = dot(a, s.load([start, column]), total0)
+            a = load_tile(x, start, c0, None, K, BT, BC, LOADS)
+            a = tl.trans(_dropped_out(a, keys_ptr, module_key, t, c, t < t1, threshold, DROPOUT))
+            total0 = dot(a, load_tile(s, start, column, None, None, BT, R, LOADS), total0)
             if M > 1:
-                total1 = dot(a, s.load([start, column + W]), total1)
+                total1 = dot(a, load_tile(s, start, column + W, None, None, BT, R, LOADS), total1)
             if M > 2:
-                total2 = dot(a, s.load([start, column + 2 * W]), total2)
+                total2 = dot(a, load_tile(s, start, column + 2 * W, None, None, BT, R, LOADS), total2)
         if full < t1:  # the tokens behind the sample's last are another's: selected away in both operands
             t = full + tl.arange(0, BT)
             own = t < t1
-            a = tl.where(own[:, None], x.load([full, c0]), 0.0)
+            a = tl.where(own[:, None], load_tile(x, full, c0, t1, K, BT, BC, LOADS), 0.0)
             a = tl.trans(_dropped_out(a, keys_ptr, module_key, t, c, own, threshold, DROPOUT))
-            total0 = dot(a, _own_s(s, full, column, own), total0)
+            total0 = dot(a, _own_s(s, full, t1, column, own, R, LOADS), total0)
             if M > 1:
-                total1 = dot(a, _own_s(s, full, column + W, own), total1)
+                total1 = dot(a, _own_s(s, full, t1, column + W, own, R, LOADS), total1)
             if M > 2:
-                total2 = dot(a, _own_s(s, full, column + 2 * W, own), total2)
+                total2 = dot(a, _own_s(s, full, t1, column + 2 * W, own, R, LOADS), total2)
     # A zero that the compiler does not know: it makes the addresses anew instead of keeping them through the loop, which would spill.
     nothing = rank_of(rows_ptr, linear, num_runs, run, VOLATILE=True) - rank0
     offsets = r[None, :] * K + (c + nothing)[:, None]
@@ -211,30 +215,30 @@ def _sum_run(x, s, samples_ptr, rows_ptr, keys_ptr, module_key, p0, p1, threshol
 @triton.jit
 def _sum_columns(x, s, runs_ptr, samples_ptr, rows_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, c0, run, K, num_runs,
                  WHICH: tl.constexpr, M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-                 SPLIT: tl.constexpr, DROPOUT: tl.constexpr):  # fmt: skip
+                 SPLIT: tl.constexpr, DROPOUT: tl.constexpr, LOADS: tl.constexpr):  # fmt: skip
     """Gradient sums of one run's rows, for BC columns. SPLIT and DROPOUT as in `_shrink_item`."""
     rank, threshold, key = _turn(rows_ptr, thresholds_ptr, module_keys_ptr, linear, num_runs, run, M, SPLIT, DROPOUT)
     p0, p1 = run_samples(runs_ptr, run)
     for first in range(0, rank, R):
         _sum_run(x, s, samples_ptr, rows_ptr, keys_ptr, key, p0, p1, threshold, run, num_runs, linear, slot, first, c0, K,
-                 WHICH, M, R, W, BT, BC, DROPOUT)  # fmt: skip
+                 WHICH, M, R, W, BT, BC, DROPOUT, LOADS)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=PLACES)
 def sum_kernel(x, s, runs_ptr, order_ptr, samples_ptr, rows_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, K, num_runs,
                WHICH: tl.constexpr, M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-               SPLIT: tl.constexpr):  # fmt: skip
-    """Gradient sums of each run's rows of M linears from `linear` on: += s^T x. S [T, W for each linear] by descriptor, R columns a time.
+               SPLIT: tl.constexpr, LOADS: tl.constexpr):  # fmt: skip
+    """Gradient sums of each run's rows of M linears from `linear` on: += s^T x. S [T, W for each linear], R columns a time.
 
     Grid (columns / BC, runs, 1), the longest runs first; with SPLIT, as in `shrink_kernel`, (…, M + 1).
     """
     c0, run, member = tl.program_id(0) * BC, tl.load(order_ptr + tl.program_id(1)), tl.program_id(2)
     if SPLIT and member < M:
         _sum_columns(x, s, runs_ptr, samples_ptr, rows_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear + member, slot + member, c0,
-                     run, K, num_runs, WHICH, 1, W, R, BT, BC, True, True)  # fmt: skip
+                     run, K, num_runs, WHICH, 1, W, R, BT, BC, True, True, LOADS)  # fmt: skip
     else:
         _sum_columns(x, s, runs_ptr, samples_ptr, rows_ptr, thresholds_ptr, module_keys_ptr, keys_ptr, linear, slot, c0, run, K, num_runs,
-                     WHICH, M, W, R, BT, BC, SPLIT, False)  # fmt: skip
+                     WHICH, M, W, R, BT, BC, SPLIT, False, LOADS)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=PLACES)

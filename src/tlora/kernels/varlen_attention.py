@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlora.kernels.device import to_device
+from tlora.kernels.cards import HOPPER, CardClass
+from tlora.kernels.device import launched_as, to_device
 from tlora.kernels.triton_attention import dkv_kernel, dq_kernel, forward_kernel
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -117,11 +118,34 @@ registers and fits an SM's 227 KiB. In fp32 both halves of q (`triton_dot.py`) s
 registers, so tiles are small; above 128 they do not fit, and products are FMAs.
 """
 
+POINTER_TILES = {
+    2: {
+        64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+        128: Tiles(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 32, 8, 2)),
+        256: Tiles(Tile(64, 32, 8, 2), Tile(64, 16, 8, 2), Tile(32, 32, 8, 2)),
+    },
+    4: {
+        64: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
+        128: Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+        256: Tiles(Tile(32, 16, 16, 1), Tile(32, 16, 16, 1), Tile(32, 16, 8, 1)),
+    },
+}
+"""The same for cards without bulk copies: chosen by what the compiler makes of them in 99 KiB, and timed on none."""
 
-def tiles_of(head_size: int, dtype: torch.dtype) -> Tiles:
-    """Of q, k and v with `head_size` in `dtype`."""
+
+def tiles_of(head_size: int, dtype: torch.dtype, card: CardClass = HOPPER) -> Tiles:
+    """Of q, k and v with `head_size` in `dtype` on GPUs of a class."""
     assert dtype in DTYPES and head_size <= LARGEST_HEAD, f"no kernel for heads of {head_size} in {dtype}"
-    return ALL_TILES[dtype.itemsize][max(64, padded(head_size))]
+    return all_tiles(card)[dtype.itemsize][max(64, padded(head_size))]
+
+
+def all_tiles(card: CardClass) -> Mapping[int, Mapping[int, Tiles]]:
+    """Those of a class of GPUs."""
+    return ALL_TILES if card.loads == "descriptor" else POINTER_TILES
+
+
+def _tiles(q_THD: Tensor) -> Tiles:
+    return tiles_of(q_THD.shape[2], q_THD.dtype, launched_as(q_THD.device))
 
 
 def padded(head_size: int) -> int:
@@ -139,7 +163,7 @@ def varlen_attention_forward(
     Raises AssertionError for other dtypes, heads over 256, and tokens that the plan does not cover.
     """
     rule = Rule(scale, window or 0, softcap or 0.0)
-    return launch_forward(_rows(q_THD), _rows(k_TGD), _rows(v_TGD), plan, rule, tiles_of(q_THD.shape[2], q_THD.dtype).forward)
+    return launch_forward(_rows(q_THD), _rows(k_TGD), _rows(v_TGD), plan, rule, _tiles(q_THD).forward)
 
 
 def varlen_attention_backward(
@@ -150,7 +174,7 @@ def varlen_attention_backward(
 
     dv = p^T dout,  ds = p (dout v^T - delta) (1 - (s / cap)²),  dq = scale ds k,  dk = scale ds^T q  (FlashAttention-2, section 3.1).
     """
-    rule, tiles = Rule(scale, window or 0, softcap or 0.0), tiles_of(q_THD.shape[2], q_THD.dtype)
+    rule, tiles = Rule(scale, window or 0, softcap or 0.0), _tiles(q_THD)
     saved = Saved(_rows(dout_THD), _rows(q_THD), _rows(k_TGD), _rows(v_TGD), out_THD.contiguous(), lse_HT)
     dq_THD, delta_HT = launch_dq(saved, plan, rule, tiles.dq)
     return dq_THD, *launch_dkv(saved, delta_HT, plan, rule, tiles.dkv)

@@ -141,7 +141,7 @@ def _fitting(model: SuperModel, run: Callable[[], list[T]]) -> list[T]:
 
 
 def takes_fast_path(model: SuperModel) -> bool:
-    """Whether a base on the meta device would take a GPU's compiled layers there (`fast_path.can_take_fast_path`)."""
+    """Whether a base on the meta device would take a GPU's compiled layers there (`fast_path.why_not_fused`)."""
     widths = [width for shape in model.targets().values() for width in shape]
     return bool(layers_of(model.base.decoder)) and fit_kernels(model.base.head.weight_VH.dtype, widths) and fit_attention(model.base)
 

@@ -17,7 +17,7 @@ from tlora.report.templates import render
 from tlora.wording.numbers import DASH, MINUS, count_text, duration_text, loss_text
 from tlora.wording.recent_loss import RECENT_STEPS
 
-_SHOWN_ELSEWHERE = ("jobs", "versions", "status", "started", "base_parameters", "gpus", "homes", "spans")
+_SHOWN_ELSEWHERE = ("jobs", "versions", "status", "started", "base_parameters", "gpus", "homes", "spans", "kernels")
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def run_machine(run: RunView) -> Markup:
         _packing_tile(run, "packing", "with a whole token budget on offer"),
         _packing_tile(run, "tail", "less than a token budget on offer", "tail_"),
         *_base_tile(run.spec.get("base_parameters")),
-        ("device", _device(run), ""),
+        ("device", _device(run), f"kernels: {kernels}" if isinstance(kernels := run.spec.get("kernels"), str) else ""),
     )
     versions = run.spec.get("versions")
     named = versions.items() if isinstance(versions, dict) else ()

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from tlora.adapters.bank import AdapterBank
 from tlora.cache_directory import share_compiled_kernels
 from tlora.job import LoraConfig
-from tlora.kernels.device import capability_of, is_hopper, runs_kernels
+from tlora.kernels.device import describe_class, launched_as, why_plain
 from tlora.kernels.frozen import BaseWeights
 from tlora.kernels.lora_tables import ADDRESS_FIELDS, RUNS_STEP, Run, Slots, build_tables, rank_width
 from tlora.supermodel.batch import PackedBatch
@@ -40,10 +40,24 @@ _HINT = 8192  # tokens: as many as a GPU's micro-batch has at most
 _BEHIND = 2**31 - 1  # where empty runs lie, of which a batch has one at least: behind all tokens
 
 
-def can_take_fast_path(base: Base, linears: Mapping[str, LoraLinear], device: torch.device) -> bool:
-    """On a `device` that runs the kernels, in fp32 or 16 bits, with every width a multiple of 16."""
-    widths = [width for linear in linears.values() for width in (linear.in_features, linear.out_features)]
-    return runs_kernels(device) and fit_kernels(base.head.weight_VH.dtype, widths) and fit_attention(base)
+def why_not_fused(base: Base, linears: Mapping[str, LoraLinear], device: torch.device, deterministic: bool) -> str | None:
+    """Why a pass over `base` on `device` does not take the fused kernels; None where it does."""
+    if deterministic and expert_modules(base.model):
+        return "a deterministic run over experts computes each sample by itself"  # in company they give a row other bits
+    if (why := why_plain(device)) is not None:
+        return why
+    if not fit_kernels(base.head.weight_VH.dtype, ()):
+        return f"the base is in {str(base.head.weight_VH.dtype).removeprefix('torch.')}"
+    for name, linear in linears.items():
+        if not fit_kernels(linear.weight.dtype, widths := (linear.in_features, linear.out_features)):
+            return f"the kernels take widths that are multiples of 16, and {name} has {widths[0]} to {widths[1]}"
+    return None if fit_attention(base) else f"the kernels take attention heads of up to {_LARGEST_HEAD}, and this base has larger ones"
+
+
+def describe_kernels(base: Base, linears: Mapping[str, LoraLinear], device: torch.device, deterministic: bool) -> str:
+    """`fused, sm_89, 99 KB`, or `plain: ` and why."""
+    why = why_not_fused(base, linears, device, deterministic)
+    return f"plain: {why}" if why is not None else f"fused, {describe_class(launched_as(device), device)}"
 
 
 def fit_attention(base: Base) -> bool:
@@ -92,7 +106,7 @@ class FastPath:
             layer.forward = self._compiled(layer.forward, number, device)
         work = sum(linear.in_features * linear.out_features for linear in linears.values())
         # What experts compute is not known, and other GPUs than Hopper's were not measured: nothing is padded there.
-        measured = not expert_modules(base.model) and (device.type != "cuda" or is_hopper(capability_of(device)))
+        measured = not expert_modules(base.model) and launched_as(device).sized
         self._launch_tokens = int(SLOW_HOST * HIDES_LAUNCHES * self.num_layers / work) if measured else 0
         # A graph has the addresses of weights; those of a shared base change with the slots. It is large enough to do without.
         self._graphs = CudaGraphs(self.run, base.head.weight_VH) if device.type == "cuda" and base.layers is None else None
@@ -219,9 +233,7 @@ class FastPath:
 def compile_ahead(
     base: Base, linears: Mapping[str, LoraLinear], device: torch.device, loras: Sequence[LoraConfig]
 ) -> subprocess.Popen[bytes] | None:
-    """Start compiling the kernels that `loras` over a base on the meta device will need on `device`; None where it takes none."""
-    if device.type != "cuda" or not can_take_fast_path(base, linears, device):
-        return None
+    """Start compiling the kernels that `loras` over a base on the meta device will need on `device`, which takes the fused path."""
     from tlora.kernels.compile_ahead import AttentionOrder, GroupOrder, order_for, start
     from tlora.kernels.varlen_attention import LARGEST_HEAD
 
@@ -246,11 +258,12 @@ def compile_ahead(
 
 def _digest_of(groups: Sequence[LinearGroup], linears: Sequence[LoraLinear], dtype: torch.dtype) -> str:
     from tlora.kernels.tiles import digest, keys_of
-    from tlora.kernels.varlen_attention import ALL_TILES
+    from tlora.kernels.varlen_attention import all_tiles
 
     weight_dtypes = {linear.weight.dtype for linear in linears}
     keys = [key for group in groups for w in weight_dtypes for key in keys_of(group.in_features, group.widths, dtype, w)]
-    return digest(groups[0].tiles, keys, ALL_TILES[dtype.itemsize])
+    tiles = groups[0].tiles
+    return digest(tiles, keys, all_tiles(tiles.card)[dtype.itemsize])
 
 
 def _leave_token_count_open(hint: int | None, *values: Any) -> None:

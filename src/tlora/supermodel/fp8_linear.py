@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tlora.errors import ConfigError, ModelError
-from tlora.kernels.device import CAPABILITY
+from tlora.kernels.device import capability_of, class_of
 from tlora.kernels.frozen import FrozenLinear
 
 DTYPE = torch.float8_e4m3fn
@@ -19,13 +19,14 @@ def check_fp8(device: torch.device, dtype: torch.dtype) -> None:
     """Raises ConfigError where a base of `dtype` cannot run in fp8 on `device`."""
     if device.type != "cuda":
         has = f"this run's device is {device}"
-    elif torch.cuda.get_device_capability(device) < CAPABILITY:
-        has = f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, torch.cuda.get_device_capability(device)))}"
+    elif (card := class_of(capability_of(device))) is None or not card.fp8:
+        has = f"{torch.cuda.get_device_name(device)} has {capability_of(device) / 10}"
     elif dtype not in (torch.bfloat16, torch.float16):
         raise ConfigError(f"base_precision fp8 needs a base in 16 bits, and this one is {str(dtype)[6:]}. Set dtype: bfloat16")
     else:
         return
-    raise ConfigError(f"base_precision fp8 needs a GPU of compute capability 9.0 or above, and {has}. Take base_precision out")
+    rule = "base_precision fp8 needs a GPU of compute capability 8.9 or above that the kernels are made for"
+    raise ConfigError(f"{rule}, and {has}. Take base_precision out")
 
 
 def has_fp8(device: torch.device, dtype: torch.dtype) -> bool:

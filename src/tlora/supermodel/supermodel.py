@@ -27,7 +27,7 @@ from tlora.sharing.layer_stream import FetchStats
 from tlora.sharing.peers import Sharing
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.cuda_graphs import Backward
-from tlora.supermodel.fast_path import FastPath, can_take_fast_path, compile_ahead
+from tlora.supermodel.fast_path import FastPath, compile_ahead, describe_kernels, why_not_fused
 from tlora.supermodel.host_optimizer import HostOptimizer
 from tlora.supermodel.inject import expert_modules, find_linears, inject, resolve_targets, sizes
 from tlora.supermodel.load import Base, hidden_states, load_base, longest_safe_sequence
@@ -67,8 +67,7 @@ class SuperModel(nn.Module):
         self.context = Context()
         self._linears = inject(base.model, found, self.context)
         self._fast = None
-        by_sample = deterministic and bool(expert_modules(base.model))  # routers and experts give a row other bits beside other rows
-        if not by_sample and can_take_fast_path(base, self._linears, weight.device):
+        if why_not_fused(base, self._linears, weight.device, deterministic) is None:
             self._fast = FastPath(base, self._linears, self.context, deterministic)
         self.weights = base_weights(self._linears)
         self._residents: dict[str, _Resident] = {}
@@ -133,7 +132,13 @@ class SuperModel(nn.Module):
 
     def compile_ahead(self, device: torch.device, loras: Sequence[LoraConfig]) -> subprocess.Popen[bytes] | None:
         """For a base on the meta device: start compiling what `loras` will launch on `device`. None where there is nothing to compile."""
+        if device.type != "cuda" or why_not_fused(self.base, self._linears, device, self.deterministic) is not None:
+            return None
         return compile_ahead(self.base, self._linears, device, loras)
+
+    def kernels_on(self, device: torch.device, deterministic: bool) -> str:
+        """What passes on `device` run, or would: `fused, sm_89, 99 KB`, or `plain: ` and why."""
+        return describe_kernels(self.base, self._linears, device, deterministic)
 
     def expect(self, loras: Sequence[LoraConfig]) -> None:
         """Be ready for adapters as large as the largest of `loras`, so that no kernel is compiled when it joins."""

@@ -189,6 +189,8 @@ class Owner:
         for rank, each in ready.items():
             note(f"GPU {rank}: {each.plan}")
         self.run = self.run.model_copy(update={"cpu_threads": first.threads or self.run.cpu_threads})
+        if kernels := first.facts.get("kernels"):
+            note(f"kernels: {kernels}")
         keys = ("device", "token_budget", "recomputed_layers")
         self._facts = {
             **first.facts,
