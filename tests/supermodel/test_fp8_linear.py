@@ -92,7 +92,7 @@ def test_by_itself_the_model_computes_with_what_its_weights_stand_for() -> None:
         (H200, (9, 0), torch.float32, "needs a base in 16 bits, and this one is float32. Set dtype: bfloat16"),
         (H200, (9, 0), torch.float16, None),
         (H200, (10, 0), torch.bfloat16, "needs a GPU of compute capability 8.9 or above that the kernels are made for, and RTX has 10.0"),
-        (H200, (12, 0), torch.bfloat16, None),
+        (H200, (12, 0), torch.bfloat16, "RTX has 12.0"),
     ],
 )
 def test_who_cannot_is_refused(

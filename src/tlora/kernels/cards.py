@@ -45,7 +45,7 @@ CLASSES = (
     CardClass(86, 99 * KIB, "pointers", fp8=False),
     CardClass(89, 99 * KIB, "pointers", fp8=True),
     HOPPER,
-    CardClass(120, 99 * KIB, "pointers", fp8=True),
+    CardClass(120, 99 * KIB, "pointers", fp8=False),  # its fp8 GEMMs spill: 304 bytes of stack
 )
 
 
