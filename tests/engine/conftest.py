@@ -11,6 +11,7 @@ import torch
 from tests.engine.tiny_runs import save_base as save_base
 from tlora.data.prepare import Prepared, PrepareProgress, PrepareRequest, WorkerProcess, prepare
 from tlora.errors import DataError
+from tlora.kernels.device import may_run_kernels
 from tlora.planning import job_plan, plan
 from tlora.planning.memory import MemoryModel, measure
 from tlora.supermodel.supermodel import SuperModel
@@ -51,7 +52,8 @@ def prepare_once(
 
 
 def measure_once(model: SuperModel, base_bytes: int, device: torch.device, rank: int) -> MemoryModel:
-    key = (model.model.config.to_json_string(), str(model.base.head.weight_VH.dtype), tuple(model.targets()), base_bytes, str(device), rank)
+    place = (str(device), may_run_kernels(device))
+    key = (model.model.config.to_json_string(), str(model.base.head.weight_VH.dtype), tuple(model.targets()), base_bytes, place, rank)
     if key not in _MEASURED:
         _MEASURED[key] = measure(model, base_bytes, device, rank)
     return _MEASURED[key]

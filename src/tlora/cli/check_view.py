@@ -80,7 +80,7 @@ def _print_gpus(console: Console, check: RunCheck) -> None:
         names = Text(printable(names_text(begins) if len(check.jobs) > MANY_JOBS else ", ".join(begins)))
         table.add_row(str(number), names, bytes_text(gpu.predicted_bytes), duration_text(gpu.seconds), rate)
     console.print(table)
-    rough = "roughly" if check.device == "cpu" else "as on an H200"
+    rough = "roughly" if check.device == "cpu" else check.rated_as
     console.print(
         Text(f"Time and tokens/s follow from the base's size, {rough}; the placement needs only the jobs' ratios."), soft_wrap=True
     )
@@ -89,7 +89,7 @@ def _print_gpus(console: Console, check: RunCheck) -> None:
 def _print_recompute_choices(console: Console, check: RunCheck) -> None:
     """Memory against speed, side by side; the speed is compared with the first."""
     table = open_table()
-    for name in ("recompute", "layers", "tokens per micro-batch", "predicted peak", "tokens/s, as on an H200"):
+    for name in ("recompute", "layers", "tokens per micro-batch", "predicted peak", f"tokens/s, {check.rated_as}"):
         table.add_column(name, justify="right")
     for choice in check.recompute_choices:
         rate, share = choice.tokens_per_second, choice.tokens_per_second / check.recompute_choices[0].tokens_per_second
@@ -186,10 +186,11 @@ def _memory(check: RunCheck) -> str:
     resident = " (live tensors; the process may use up to 1.9 times as much)" if check.device == "cpu" else ""
     how = "as measured by an earlier run" if check.measured else "estimated; a run measures first"
     layers = f" with {check.recomputed_layers} of {check.num_layers} layers recomputed, {how}" if check.num_layers else ""
+    speed = f"; about {count_text(check.tokens_per_second)} tokens/s, {check.rated_as}" if check.tokens_per_second else ""
     mailbox = f"gradients that other GPUs read {bytes_text(check.mailbox_bytes)}, " if check.mailbox_bytes else ""
     return (
         f"{check.device}: {bytes_text(check.predicted_bytes)} predicted{resident} of {bytes_text(check.limit_bytes)}: the base with "
         f"{count_text(check.base_parameters)} parameters takes {bytes_text(check.base_bytes)}, the adapters "
         f"{bytes_text(check.adapter_bytes)}, {mailbox}activations {bytes_text(check.activation_bytes)}{layers}; {share}, "
-        f"{check.token_budget:,} tokens per micro-batch"
+        f"{check.token_budget:,} tokens per micro-batch{speed}"
     )

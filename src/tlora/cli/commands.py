@@ -68,7 +68,17 @@ def tlora(
 
 
 @app.command()
-def check(jobs_file: JobsFile, settings: Settings = None, device: Device = None, gpus: Gpus = None, debug: Debug = False) -> None:
+def check(
+    jobs_file: JobsFile,
+    settings: Settings = None,
+    device: Device = None,
+    gpus: Gpus = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="rtx4090|FILE", help="Plan for this model of GPU, which need not be here.", show_default=False),
+    ] = None,
+    debug: Debug = False,
+) -> None:
     """Validate everything without training: data, one sample per job, parameters, memory."""
     from tlora.cli.terminal import exit_on_error, keep_interrupts, open_console, printable
 
@@ -82,7 +92,7 @@ def check(jobs_file: JobsFile, settings: Settings = None, device: Device = None,
 
         console, errors = open_console(), open_console(stderr=True)
         with watching(errors) as watcher:
-            found = check_run(run, watcher, device, gpus)
+            found = check_run(run, watcher, device, gpus, gpu)
         if found.base_parameters:  # without a base model there is nothing but problems
             print_check(console, found)
         if problems := problems_of(found):

@@ -4,7 +4,7 @@ the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,18 @@ from tlora.data.order import Mixture, PackedRows, epoch_size
 from tlora.data.prepare import Preparation, Prepared
 from tlora.data.report import DataReport
 from tlora.data.sources import shown_files
-from tlora.engine.ranks.devices import rank_devices
+from tlora.engine.ranks.devices import count_elsewhere, rank_devices
 from tlora.engine.ranks.placement import place as place_jobs
 from tlora.engine.watcher import Watcher
 from tlora.errors import CapacityError, ConfigError, DataError, ModelError
 from tlora.job import JobSpec, RunSpec
+from tlora.kernels.device import as_if_on
 from tlora.planning.form import choose_form
+from tlora.planning.gpu_models import GpuModel, find_gpu
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory_probe import probe_key, recall
 from tlora.planning.plan import RunPlan, pick_device, plan_run, settle
-from tlora.planning.recompute_choices import RecomputeChoice, recompute_choices
+from tlora.planning.recompute_choices import RecomputeChoice, predicted_rate, recompute_choices
 from tlora.planning.work import choose_replicas, predicted_seconds, trained_tokens
 from tlora.store.metrics import check_trackers
 from tlora.store.run_directory import check_run_directory
@@ -105,18 +107,49 @@ class RunCheck:
     form: str = ""  # how the base lies on them, and why
     placement: str = ""  # how far the placement is from the best
     recompute_choices: tuple[RecomputeChoice, ...] = ()  # of a run on one GPU
+    tokens_per_second: float = 0.0  # of the resident jobs on one GPU; 0: not predicted
+    rated_as: str = "as on an H200"  # what its speeds are those of
 
 
-def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = None, gpus: str | int | None = None) -> RunCheck:
+def check(
+    run: RunSpec,
+    watcher: Watcher | None = None,
+    device: str | None = None,
+    gpus: str | int | None = None,
+    gpu: str | None = None,
+) -> RunCheck:
     """Tokenize the data (into the cache that training uses), resolve every target, and predict memory; with `gpus` as of `train`, also
-    what each of them would do.
+    what each of them would do. `gpu`: plan for this model of GPU (`planning/gpu_models.py`) instead of what is here; `gpus` is then a
+    number of them.
 
-    Without a base model only its own problem and data files that are not there can be told.
+    Without a base model only its own problem and data files that are not there can be told. Raises ConfigError for a choice of devices
+    that there is not.
     """
-    watcher = watcher or Watcher()
-    ranks = rank_devices(gpus, device)
-    place = pick_device(ranks[0] if ranks else device)
+    if gpu is None:
+        ranks = rank_devices(gpus, device)
+        return _check(run, watcher or Watcher(), pick_device(ranks[0] if ranks else device), len(ranks), None)
+    model = find_gpu(gpu)
+    limit = model.limit_bytes if run.memory_limit == "auto" else min(run.memory_limit, model.limit_bytes)
+    with as_if_on(model.name, model.capability):
+        count = count_elsewhere(gpus, device, gpu)
+        found = _check(run.model_copy(update={"memory_limit": limit}), watcher or Watcher(), torch.device("cuda"), count, model)
+    return found if limit < model.limit_bytes else _with_larger_gpu(found)
+
+
+def _with_larger_gpu(found: RunCheck) -> RunCheck:
+    """The remedies where the limit is that of the GPU itself."""
+
+    def told(problems: Sequence[str]) -> tuple[str, ...]:
+        return tuple([text.replace("raise memory_limit", "take a larger GPU") for text in problems])
+
+    jobs = tuple([replace(job, problems=told(job.problems)) for job in found.jobs])
+    return replace(found, problems=told(found.problems), jobs=jobs)
+
+
+def _check(run: RunSpec, watcher: Watcher, place: torch.device, count: int, elsewhere: GpuModel | None) -> RunCheck:
+    """On `count` devices such as `place`, which is in another machine where `elsewhere` says what it is."""
     problems: list[str] = []
+    shown = elsewhere.name if elsewhere is not None else str(place)
     try:
         check_trackers(list(run.report_to))
     except ConfigError as error:
@@ -126,16 +159,21 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
     try:
         run, plan, model, sizes = _look_at_base(run, place, watcher, problems, warnings)
     except (ModelError, ConfigError) as error:
-        return _without_base(run, (*problems, str(error)), str(place))
+        return _without_base(run, (*problems, str(error)), shown)
     base_bytes = sum(count * size for count, size in sizes)
-    known = recall(probe_key(model, plan.can_run, run.deterministic, place)) if place.type == "cuda" else None
+    is_here = place.type == "cuda" and elsewhere is None
+    known = recall(probe_key(model, plan.can_run, run.deterministic, place)) if is_here else None
     if known is not None:
         plan = settle(run, plan, known, place)
+    seconds = predicted_seconds(plan.jobs, model, place, elsewhere.flops if elsewhere is not None else None)
     on_gpus: dict[str, Any]
-    if len(ranks) > 1:
-        on_gpus = _on_gpus(run, plan, model, base_bytes, place, len(ranks), problems)
+    if count > 1:
+        on_gpus = _on_gpus(run, plan, model, base_bytes, place, seconds, count, problems)
     else:
-        on_gpus = {"recompute_choices": recompute_choices(run, plan, predicted_seconds(plan.jobs, model, place), place)}
+        on_gpus = {
+            "recompute_choices": recompute_choices(run, plan, seconds, place),
+            "tokens_per_second": predicted_rate(plan, seconds) if place.type == "cuda" else 0.0,
+        }
     plan = on_gpus.pop("plan", plan)
     resident = plan.residents
     late = len(plan.jobs) - len(resident)
@@ -146,7 +184,8 @@ def check(run: RunSpec, watcher: Watcher | None = None, device: str | None = Non
         jobs=tuple(_job_check(job, plan) for job in plan.jobs),
         base_parameters=sum(count for count, _ in sizes),
         base_bytes=base_bytes,
-        device=str(place),
+        device=shown,
+        rated_as=elsewhere.rated_as if elsewhere is not None else RunCheck.rated_as,
         kernels=model.kernels_on(place, run.deterministic) if place.type == "cuda" else "",
         resident_jobs=len(resident),
         **_memory(plan, resident),
@@ -206,7 +245,14 @@ def _memory(plan: RunPlan, resident: Sequence[PlannedJob]) -> dict[str, Any]:
 
 
 def _on_gpus(
-    run: RunSpec, plan: RunPlan, model: SuperModel, base_bytes: int, device: torch.device, count: int, problems: list[str]
+    run: RunSpec,
+    plan: RunPlan,
+    model: SuperModel,
+    base_bytes: int,
+    device: torch.device,
+    seconds: Mapping[str, float],
+    count: int,
+    problems: list[str],
 ) -> dict[str, Any]:
     """Fields of a RunCheck, and the "plan" of each GPU. A base that fits in no form is one of the `problems`."""
     try:
@@ -214,7 +260,6 @@ def _on_gpus(
     except CapacityError as error:
         problems.append(str(error))
         return {}
-    seconds = predicted_seconds(plan.jobs, model, device)
     placement = place_jobs(seconds, count, choose_replicas(plan.jobs, seconds, count, run.deterministic))
     for job in plan.jobs:
         job.span = placement.spans.get(job.spec.name)

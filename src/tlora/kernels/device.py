@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,25 @@ from tlora.kernels.cards import CLASSES, HOPPER, CardClass, class_named, class_o
 
 FORCED = "TLORA_CARD_CLASS"
 """A developer's variable: the card at hand compiles and runs the kernels of this class, such as sm_80 (CONTRIBUTING.md)."""
+
+
+_elsewhere: ContextVar[tuple[str, int] | None] = ContextVar("a GPU that is not here", default=None)
+
+
+@contextmanager
+def as_if_on(name: str, capability: int) -> Iterator[None]:
+    """Within it, a plan for a GPU is for one called `name`, of `capability` (89 for 8.9), whatever is here. Nothing is launched there."""
+    token = _elsewhere.set((name, capability))
+    try:
+        yield
+    finally:
+        _elsewhere.reset(token)
+
+
+def may_run_kernels(device: torch.device) -> bool:
+    """As `runs_kernels`; a GPU that cannot be asked, as on a host without one that plans for others, is taken to run them."""
+    known = device.type != "cuda" or _elsewhere.get() is not None or torch.cuda.is_available()
+    return not known or runs_kernels(device)
 
 
 def runs_kernels(device: torch.device) -> bool:
@@ -34,6 +56,9 @@ def card_of(device: torch.device) -> CardClass | None:
 
 def _shared_memory(device: torch.device) -> int:
     """Bytes that a block may take."""
+    if (gpu := _elsewhere.get()) is not None:
+        card = class_of(gpu[1])
+        return card.shared_memory if card is not None else 0
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
@@ -96,8 +121,16 @@ def tuned_as(gpu: str) -> str:
     return f"{gpu} as {os.environ[FORCED]}" if is_forced() else gpu
 
 
+def name_of(device: torch.device) -> str:
+    """What a GPU is called."""
+    gpu = _elsewhere.get()
+    return gpu[0] if gpu is not None else torch.cuda.get_device_name(device)
+
+
 def capability_of(device: torch.device) -> int:
     """Compute capability of a GPU: 90 for 9.0."""
+    if (gpu := _elsewhere.get()) is not None:
+        return gpu[1]
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 

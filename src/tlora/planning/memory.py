@@ -22,6 +22,7 @@ from tlora.costs.cost import BaseMemory
 from tlora.costs.memory_share import CPU_SHARE
 from tlora.errors import ModelError
 from tlora.job import LoraConfig, TrainConfig
+from tlora.kernels.device import may_run_kernels
 from tlora.kernels.linear_cross_entropy import chunk_bytes
 from tlora.sharing.layout import lay_out
 from tlora.supermodel.batch import BatchRow, collate
@@ -116,7 +117,7 @@ def measure(model: SuperModel, base_bytes: int, device: torch.device, rank: int 
     """
     element, sums = model.base.head.weight_VH.element_size(), model.bank.sum_dtype.itemsize
     step_copies = 0 if device.type == "cuda" else 5
-    if device.type == "cuda" and takes_fast_path(model):
+    if device.type == "cuda" and may_run_kernels(device) and takes_fast_path(model):
         layers = len(layers_of(model.base.decoder))
         weights = sum(k * n for k, n in model.targets().values()) // layers
         return MemoryModel(base_bytes, _estimate(model, device, rank), layers, element, sums, step_copies, weights)

@@ -258,6 +258,10 @@ def check_capacity(job: PlannedJob, plan: RunPlan) -> None:
     """A job that does not fit by itself gets a problem that says so, with what would fit."""
     if job.layout is None or plan.fits([job.layout]):
         return
+    if plan.memory.base_bytes > plan.limit_bytes:
+        job.too_large = _too_large_a_base(plan)
+        job.problems.append(job.too_large)
+        return
     others = _what_would_fit(job.layout, plan)
     instead = f"Would fit: {'; '.join(others)}. Or lower r" if others else "Lower max_length, token_budget or r"
     recomputed = f" with {plan.recomputed_layers} of {plan.memory.num_layers} layers recomputed" if plan.memory.num_layers else ""
@@ -302,13 +306,15 @@ def _what_would_fit(layout: AdapterLayout, plan: RunPlan) -> list[str]:
 
 def check_base_fits(plan: RunPlan) -> None:
     """Raises CapacityError for a base that cannot even be loaded."""
-    memory = plan.memory
-    if memory.base_bytes <= plan.limit_bytes:
-        return
+    if plan.memory.base_bytes > plan.limit_bytes:
+        raise CapacityError(_too_large_a_base(plan))
+
+
+def _too_large_a_base(plan: RunPlan) -> str:
     fp8 = plan.fp8_base_bytes
     instead = f"With base_precision: fp8 it has {gib(fp8)}. " if fp8 is not None and fp8 < plan.limit_bytes else ""
-    raise CapacityError(
-        f"the base model has {gib(memory.base_bytes)}, and the limit is {gib(plan.limit_bytes)}. {instead}"
+    return (
+        f"the base model has {gib(plan.memory.base_bytes)}, and the limit is {gib(plan.limit_bytes)}. {instead}"
         "Take a smaller base, or raise memory_limit"
     )
 

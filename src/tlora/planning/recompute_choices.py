@@ -24,6 +24,15 @@ class RecomputeChoice:
     tokens_per_second: float
 
 
+def predicted_rate(plan: RunPlan, seconds: Mapping[str, float]) -> float:
+    """Tokens a second of the resident jobs as they are planned; 0 where nothing is trained, or on the plain path, which is not known."""
+    jobs = [job for job in plan.residents if not job.problems]
+    tokens, needed = sum(map(trained_tokens, jobs)), sum(seconds[job.spec.name] for job in jobs)
+    return (
+        tokens / needed / token_cost(plan.token_budget, plan.recomputed_layers, plan.memory) if needed and plan.memory.num_layers else 0.0
+    )
+
+
 def recompute_choices(run: RunSpec, plan: RunPlan, seconds: Mapping[str, float], device: torch.device) -> tuple[RecomputeChoice, ...]:
     """Of a run on one GPU with the resident jobs of `plan`; none where nothing can be recomputed. `seconds`: as predicted, by job."""
     jobs = [job for job in plan.residents if not job.problems]

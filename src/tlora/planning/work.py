@@ -24,11 +24,13 @@ _RATES = {"cuda": 17_016 * 2 * 8.0e9, "cpu": 2.0e10}
 _MOST_ALONE = 1.1  # times an equal share of all seconds: a longer job spans several GPUs
 
 
-def predicted_seconds(jobs: Sequence[PlannedJob], model: SuperModel, device: torch.device) -> dict[str, float]:
-    """By name; 0 for a job with problems, which is refused when its turn comes. `model` may lie on the meta device."""
+def predicted_seconds(jobs: Sequence[PlannedJob], model: SuperModel, device: torch.device, flops: float | None = None) -> dict[str, float]:
+    """By name; 0 for a job with problems, which is refused when its turn comes. `model` may lie on the meta device. `flops`: what training
+    makes of a GPU's floating-point operations a second; None: those of an H200.
+    """
     weights = sum(k * n for k, n in model.targets().values()) + model.base.head.weight_VH.numel()
     width = max(1, len(layers_of(model.base.decoder))) * model.base.head.weight_VH.shape[1]
-    rate = _RATES["cuda" if device.type == "cuda" else "cpu"]
+    rate = flops / 2 if flops else _RATES["cuda" if device.type == "cuda" else "cpu"]
     return {job.spec.name: _work(job, weights, width) / rate for job in jobs}
 
 

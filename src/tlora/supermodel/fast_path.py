@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from tlora.adapters.bank import AdapterBank
 from tlora.cache_directory import share_compiled_kernels
 from tlora.job import LoraConfig
-from tlora.kernels.device import describe_class, launched_as, why_plain
+from tlora.kernels.cards import HOPPER
+from tlora.kernels.device import card_of, describe_class, launched_as, why_plain
 from tlora.kernels.frozen import BaseWeights
 from tlora.kernels.lora_tables import ADDRESS_FIELDS, RUNS_STEP, Run, Slots, build_tables, rank_width
 from tlora.supermodel.batch import PackedBatch
@@ -57,7 +58,7 @@ def why_not_fused(base: Base, linears: Mapping[str, LoraLinear], device: torch.d
 def describe_kernels(base: Base, linears: Mapping[str, LoraLinear], device: torch.device, deterministic: bool) -> str:
     """`fused, sm_89, 99 KB`, or `plain: ` and why."""
     why = why_not_fused(base, linears, device, deterministic)
-    return f"plain: {why}" if why is not None else f"fused, {describe_class(launched_as(device), device)}"
+    return f"plain: {why}" if why is not None else f"fused, {describe_class(card_of(device) or HOPPER, device)}"
 
 
 def fit_attention(base: Base) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tlora.errors import ConfigError, ModelError
-from tlora.kernels.device import capability_of, class_of
+from tlora.kernels.device import capability_of, class_of, name_of
 from tlora.kernels.frozen import FrozenLinear
 
 DTYPE = torch.float8_e4m3fn
@@ -20,7 +20,7 @@ def check_fp8(device: torch.device, dtype: torch.dtype) -> None:
     if device.type != "cuda":
         has = f"this run's device is {device}"
     elif (card := class_of(capability_of(device))) is None or not card.fp8:
-        has = f"{torch.cuda.get_device_name(device)} has {capability_of(device) / 10}"
+        has = f"{name_of(device)} has {capability_of(device) / 10}"
     elif dtype not in (torch.bfloat16, torch.float16):
         raise ConfigError(f"base_precision fp8 needs a base in 16 bits, and this one is {str(dtype)[6:]}. Set dtype: bfloat16")
     else:

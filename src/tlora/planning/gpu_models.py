@@ -1,0 +1,123 @@
+"""GPUs by the names that people have for them, for a plan where none is at hand. Does not import torch.
+
+Bytes are those that nvidia-smi shows (with ECC where that is the maker's default); compute capability and the rate of dense products of
+16-bit floats, summed in fp32, are the maker's (data sheets and architecture white papers). Nothing here was measured.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tlora.byte_size import Bytes
+from tlora.costs.memory_share import GPU_SHARE
+from tlora.errors import ConfigError, cut
+from tlora.json_file import read_object
+from tlora.kernels.cards import class_of_capability
+
+# What training an 8B makes of the rate of products: 17,016 tokens/s on an H200 are 0.55 of its 989 TFLOP/s (docs/performance.md).
+# Where tiles are loaded by pointer, products alone make about 0.8 of the rate, and a step about 0.8 of theirs.
+_SHARES = {"descriptor": 0.55, "pointers": 0.65}
+
+
+@dataclass(frozen=True)
+class GpuModel:
+    """`capability` 89 is 8.9; `tflops`: 10^12 floating-point operations a second."""
+
+    name: str
+    memory_bytes: int
+    capability: int
+    tflops: float
+
+    @property
+    def flops(self) -> float | None:
+        """What training makes of `tflops`, extrapolated; None on the plain path, where nothing follows from them."""
+        card = class_of_capability(self.capability)
+        return _SHARES[card.loads] * self.tflops * 1e12 if card is not None else None
+
+    @property
+    def rated_as(self) -> str:
+        """What predicted speeds are those of."""
+        return f"extrapolated for {self.name}" if self.flops is not None else f"as on an H200, for {self.name} takes the plain path"
+
+    @property
+    def limit_bytes(self) -> int:
+        """What a run may plan with."""
+        return int(GPU_SHARE * self.memory_bytes)
+
+
+class _GpuFile(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    name: Annotated[str, Field(min_length=1, max_length=100)]
+    memory: Bytes
+    compute_capability: Annotated[float, Field(ge=3, lt=100)]
+    tflops: Annotated[float, Field(gt=0, le=1e6)]
+
+
+def _table(*rows: tuple[str, int, int, float]) -> dict[str, GpuModel]:
+    return {_key(name): GpuModel(name, mebibytes << 20, capability, tflops) for name, mebibytes, capability, tflops in rows}
+
+
+def _key(name: str) -> str:
+    return re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
+
+
+_KNOWN = _table(
+    ("T4", 15360, 75, 65),
+    ("V100-16", 16384, 70, 125),
+    ("V100-32", 32768, 70, 125),
+    ("RTX 3060", 12288, 86, 25.6),
+    ("RTX 3080", 10240, 86, 59.5),
+    ("RTX 3090", 24576, 86, 71),
+    ("RTX 4060 Ti 16", 16380, 89, 44),
+    ("RTX 4070 Ti Super", 16376, 89, 88),
+    ("RTX 4080", 16376, 89, 97.5),
+    ("RTX 4090", 24564, 89, 165.2),
+    ("RTX 5070 Ti", 16303, 120, 88),
+    ("RTX 5080", 16303, 120, 112.6),
+    ("RTX 5090", 32607, 120, 209.5),
+    ("RTX A6000", 49140, 86, 154.8),
+    ("RTX 6000 Ada", 49140, 89, 364.2),
+    ("RTX PRO 6000", 97887, 120, 503.8),
+    ("A10", 23028, 86, 125),
+    ("A40", 46068, 86, 149.7),
+    ("A100-40", 40960, 80, 312),
+    ("A100-80", 81920, 80, 312),
+    ("L4", 23034, 89, 121),
+    ("L40S", 46068, 89, 362),
+    ("H100", 81559, 90, 989),
+    ("H20", 97871, 90, 148),
+    ("H200", 143771, 90, 989),
+    ("B200", 183359, 100, 2250),
+)
+_ALIASES = {"a6000": "rtxa6000", "rtx6000ada": "rtx6000ada", "a100": "a100-80", "v100": "v100-16"}
+
+
+def find_gpu(name: str) -> GpuModel:
+    """The GPU called `name` ("rtx4090", "A100-40"), or the one that a file describes. Raises ConfigError."""
+    found = _KNOWN.get(_key(name)) or _KNOWN.get(_key(_ALIASES.get(_key(name), "")))
+    if found is not None:
+        return found
+    path = Path(name)
+    if path.suffix != ".json" and not path.exists():
+        known = ", ".join(re.sub(r" ", "", gpu.name.lower()) for gpu in _KNOWN.values())
+        raise ConfigError(f"--gpu {cut(name)}: is not known; name one of {known}, or a JSON file with {', '.join(_GpuFile.model_fields)}")
+    return _described(path)
+
+
+def _described(path: Path) -> GpuModel:
+    example = '{"name": "RTX 4090", "memory": "24GiB", "compute_capability": 8.9, "tflops": 165}'
+    try:
+        given = _GpuFile.model_validate(read_object(path))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"][:1]))
+        raise ConfigError(f"--gpu {path}: {key}: {first['msg']}. Write such as {example}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--gpu {path}: {error}. Write such as {example}") from None
+    return GpuModel(given.name, given.memory, round(10 * given.compute_capability), given.tflops)

@@ -1,0 +1,126 @@
+"""`tlora check --gpu`: the plan for a GPU that is not here, from what is known of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.tiny_runs import job, run_spec
+from tlora.engine.check import RunCheck, check
+from tlora.errors import ConfigError
+from tlora.job import RunSpec
+from tlora.kernels.device import capability_of
+from tlora.planning.gpu_models import find_gpu
+
+
+@pytest.fixture
+def run(base: Path, data: Path, tmp_path: Path) -> RunSpec:
+    return run_spec(base, tmp_path / "out", [job("a", str(data / "a.jsonl")), job("b", str(data / "b.jsonl"))], dtype="bfloat16")
+
+
+def card(path: Path, **changed: object) -> str:
+    fields = {"name": "RTX 9999", "memory": "24GiB", "compute_capability": 8.9, "tflops": 165}
+    path.write_text(json.dumps({key: value for key, value in (fields | changed).items() if value is not None}))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["rtx4090", "RTX 4090", "NVIDIA GeForce RTX 4090", "rtx-4090"])
+def test_a_gpu_by_its_names(name: str) -> None:
+    found = find_gpu(name)
+    assert (found.name, found.capability, found.memory_bytes) == ("RTX 4090", 89, 24564 << 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        ("rtx4090", "fused, sm_89, 99 KB"),
+        ("a100-40", "fused, sm_80, 163 KB"),
+        ("h100", "fused, sm_90, 227 KB"),
+        ("rtx5090", "fused, sm_120, 99 KB"),
+        ("t4", "plain: compute capability 7.5 has no bf16"),
+    ],
+)
+def test_what_it_would_run_and_what_fits(run: RunSpec, name: str, kernels: str) -> None:
+    found = check(run, gpu=name)
+    gpu = find_gpu(name)
+    assert (found.kernels, found.device, found.limit_bytes) == (kernels, gpu.name, gpu.limit_bytes)
+    assert not found.problems and found.resident_jobs == 2 and 0 < found.predicted_bytes < found.limit_bytes
+    plain = kernels.startswith("plain")
+    assert (found.tokens_per_second > 0) != plain and bool(found.recompute_choices) != plain
+    assert gpu.name in found.rated_as
+
+
+def test_speed_follows_from_the_rate_of_products(run: RunSpec, tmp_path: Path) -> None:
+    rates = [check(run, gpu=card(tmp_path / f"{tflops}.json", tflops=tflops)).tokens_per_second for tflops in (100, 200)]
+    assert rates[1] == pytest.approx(2 * rates[0])
+
+
+def test_a_gpu_that_is_too_small(run: RunSpec, tmp_path: Path) -> None:
+    whole = check(run, gpu="rtx4090")
+    small = card(tmp_path / "small.json", memory=whole.base_bytes)
+    found = check(run, gpu=small)
+    (said,) = {problem for one in found.jobs for problem in one.problems}
+    assert said.startswith("the base model has ") and said.endswith("Take a smaller base, or take a larger GPU")
+    larger = check(run, gpu=card(tmp_path / "larger.json", memory="24GiB"))
+    assert not [problem for one in larger.jobs for problem in one.problems], "the remedy"
+
+
+def test_memory_limit_below_the_gpus_own_counts(run: RunSpec) -> None:
+    limited = run.model_copy(update={"memory_limit": 5 << 20})
+    assert check(limited, gpu="rtx4090").limit_bytes == 5 << 20
+    beyond = run.model_copy(update={"memory_limit": 1 << 50})
+    assert check(beyond, gpu="rtx4090").limit_bytes == find_gpu("rtx4090").limit_bytes
+
+
+def test_several_of_them(run: RunSpec) -> None:
+    found = check(run, gpu="a100-80", gpus=2)
+    assert len(found.gpus) == 2 and "A100-80" in found.rated_as and all(one.tokens_per_second > 0 for one in found.gpus)
+
+
+def test_fp8_is_for_those_that_have_it(run: RunSpec) -> None:
+    in_fp8 = run.model_copy(update={"base_precision": "fp8"})
+    assert not check(in_fp8, gpu="rtx4090").problems
+    (problem,) = check(in_fp8, gpu="a100-40").problems
+    assert "fp8 needs a GPU of compute capability 8.9 or above, and A100-40 has 8.0. Take base_precision out" in problem
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"memory": "24XB"}, "memory: not a number of bytes"),
+        ({"tflops": None}, "tflops: Field required"),
+        ({"compute_capability": "new"}, "compute_capability: Input should be a valid number"),
+        ({"links": 3}, "links: Extra inputs are not permitted"),
+    ],
+)
+def test_a_file_that_describes_none(tmp_path: Path, changed: dict[str, object], said: str) -> None:
+    file = card(tmp_path / "gpu.json", **changed)
+    with pytest.raises(ConfigError) as caught:
+        find_gpu(file)
+    assert str(caught.value).startswith(f"--gpu {file}: {said}") and "Write such as {" in str(caught.value)
+    example = str(caught.value).partition("Write such as ")[2]
+    (tmp_path / "right.json").write_text(example)
+    assert find_gpu(str(tmp_path / "right.json")).capability == 89, "the remedy"
+
+
+def test_what_is_not_known(run: RunSpec, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--gpu rtx9999: is not known; name one of .*rtx4090.*, or a JSON file with name, memory"):
+        check(run, gpu="rtx9999")
+    with pytest.raises(ConfigError, match=r"nowhere\.json"):
+        find_gpu(str(tmp_path / "nowhere.json"))
+    with pytest.raises(ConfigError, match="Leave --device out"):
+        check(run, gpu="rtx4090", device="cpu")
+    for gpus in ("all", "0,1", "0"):
+        with pytest.raises(ConfigError, match="Give --gpus 2, or leave it out"):
+            check(run, gpu="rtx4090", gpus=gpus)
+
+
+def test_nothing_is_left_behind(run: RunSpec) -> None:
+    check(run, gpu="rtx4090")
+    if not torch.cuda.is_available():
+        with pytest.raises((RuntimeError, AssertionError)):
+            capability_of(torch.device("cuda"))
+    assert isinstance(check(run, device="cpu"), RunCheck)
