@@ -154,7 +154,7 @@ def _read_headers(files: list[Path], base_model: str) -> dict[str, Tensor]:
 
 def _read_safetensors(file: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    with safe_open(file, framework="pt") as opened:
+    with safe_open(file, framework="numpy") as opened:
         for name in opened.keys():  # noqa: SIM118
             part = opened.get_slice(name)
             dtype = _DTYPES.get(part.get_dtype(), _STRANGE)
