@@ -23,6 +23,8 @@ class IdleCluster:
     def __init__(self) -> None:
         self._stopped = threading.Event()
 
+    began_at_seconds = 0.0
+
     def now(self) -> float:
         return 0.0
 
