@@ -300,6 +300,7 @@ def job_check(name: str, **changes: Any) -> SimpleNamespace:
 def run_check(*jobs: SimpleNamespace, **changes: Any) -> SimpleNamespace:
     fields = {"problems": (), "warnings": (), "base_parameters": 681_000, "base_bytes": 2_700_000, "token_budget": 2048}
     fields |= {"gpus": (), "predicted_bytes": 5 << 30, "limit_bytes": 16 << 30, "device": "cpu", "resident_jobs": len(jobs)}
+    fields |= {"tokens_per_second": 0.0, "rated_as": "as on an H200"}
     fields |= {
         "adapter_bytes": 6 << 20,
         "mailbox_bytes": 0,
@@ -314,7 +315,7 @@ def run_check(*jobs: SimpleNamespace, **changes: Any) -> SimpleNamespace:
 
 def test_check_prints_what_it_found_and_ends_with_0(jobs_file: Path, use: Callable[..., None]):
     found = run_check(job_check("polite"), job_check("sql", warnings=("rank is large",)), warnings=("tight",), resident_jobs=1)
-    use("tlora.engine.check", check=lambda run, watcher, device, gpus: found)
+    use("tlora.engine.check", check=lambda run, watcher, device, gpus, gpu: found)
     code, out, err = call("check", jobs_file)
     assert code == 0 and err == ""
     row = next(line for line in out.splitlines() if line.startswith("polite"))
@@ -350,7 +351,7 @@ def test_check_says_once_what_is_so_of_several_jobs(jobs_file: Path, use: Callab
     """Twenty jobs of a sweep over one file: one line, with the first four names."""
     same = {"warnings": ("7 of 1,234 rows are cut",), "problems": ("too large",)}
     jobs = [job_check(f"s{i}", **same) for i in range(20)] + [job_check("other", warnings=("7 of 9 rows are cut",))]
-    use("tlora.engine.check", check=lambda run, watcher, device, gpus: run_check(*jobs))
+    use("tlora.engine.check", check=lambda run, watcher, device, gpus, gpu: run_check(*jobs))
     _, out, err = call("check", jobs_file)
     told = [line for line in out.splitlines() if line.startswith("warning: ")]
     assert told == ["warning: s0, s1, s2, s3 and 16 more: 7 of 1,234 rows are cut", "warning: other: 7 of 9 rows are cut"]
@@ -364,7 +365,7 @@ def test_check_shows_beside_the_sample_what_its_template_changes(jobs_file: Path
     dropping.data.trained_characters = 27971
     evaluated.eval_data = job_check("").data
     evaluated.eval_data.changes.append(ChangeCount("tool calls are dropped", 1, 3, "abc"))
-    use("tlora.engine.check", check=lambda run, watcher, device, gpus: run_check(dropping, plain, evaluated))
+    use("tlora.engine.check", check=lambda run, watcher, device, gpus, gpu: run_check(dropping, plain, evaluated))
     _, out, _ = call("check", jobs_file)
     samples = {text.split(":")[0]: text for text in out.split("\n\n") if "first sample" in text}
     assert list(samples) == ["dropping", "plain", "evaluated"]
@@ -381,7 +382,7 @@ def test_check_shows_the_file_of_the_evaluation(jobs_file: Path, use: Callable[.
     monkeypatch.setenv("COLUMNS", width)
     plain = job_check("polite")
     held_out = replace(plain.data, format="alpaca", rows=321, samples=320)
-    use("tlora.engine.check", check=lambda run, watcher, device, gpus: run_check(job_check("sql", eval_data=held_out), plain))
+    use("tlora.engine.check", check=lambda run, watcher, device, gpus, gpu: run_check(job_check("sql", eval_data=held_out), plain))
     _, out, _ = call("check", jobs_file)
     lines = out.splitlines()
     (at,) = [number for number, line in enumerate(lines) if "its evaluation" in line]
@@ -393,7 +394,7 @@ def test_check_shows_the_file_of_the_evaluation(jobs_file: Path, use: Callable[.
 def test_check_shows_the_samples_of_each_source(jobs_file: Path, use: Callable[..., None], monkeypatch: pytest.MonkeyPatch, width: str):
     monkeypatch.setenv("COLUMNS", width)
     mixed = job_check("mixed", sources=(SourceCheck("a.jsonl", 1000, 300), SourceCheck("org/b[0], split train", 230, None)))
-    use("tlora.engine.check", check=lambda run, watcher, device, gpus: run_check(mixed))
+    use("tlora.engine.check", check=lambda run, watcher, device, gpus, gpu: run_check(mixed))
     _, out, _ = call("check", jobs_file)
     lines = [" ".join(line.split()) for line in out.splitlines()]
     at = lines.index("a.jsonl (300 per epoch) 1,000")
@@ -401,7 +402,7 @@ def test_check_shows_the_samples_of_each_source(jobs_file: Path, use: Callable[.
 
 
 def test_check_says_no_more_than_it_knows_of_a_gpu(jobs_file: Path, use: Callable[..., None]):
-    use("tlora.engine.check", check=lambda run, watcher, device, gpus: run_check(job_check("sql"), device="cuda"))
+    use("tlora.engine.check", check=lambda run, watcher, device, gpus, gpu: run_check(job_check("sql"), device="cuda"))
     _, out, _ = call("check", jobs_file)
     assert "cuda: 5 GiB predicted of 16 GiB" in out and "live tensors" not in out
 
@@ -409,7 +410,7 @@ def test_check_says_no_more_than_it_knows_of_a_gpu(jobs_file: Path, use: Callabl
 @pytest.mark.parametrize(("measured", "how"), [(True, "as measured by an earlier run"), (False, "estimated; a run measures first")])
 def test_check_tells_what_of_a_gpu_is_for_what(jobs_file: Path, use: Callable[..., None], measured: bool, how: str):
     found = run_check(job_check("sql"), device="cuda", recomputed_layers=3, num_layers=32, measured=measured)
-    use("tlora.engine.check", check=lambda run, watcher, device, gpus: found)
+    use("tlora.engine.check", check=lambda run, watcher, device, gpus, gpu: found)
     _, out, _ = call("check", jobs_file)
     assert f"the adapters 6 MiB, activations 4 GiB with 3 of 32 layers recomputed, {how}" in out
 
@@ -418,7 +419,7 @@ def test_check_tells_every_problem_once_and_ends_with_2(jobs_file: Path, use: Ca
     bad = job_check("sql", data=None, problems=("s.jsonl: no such file", "target 'x' unknown"))
     use(
         "tlora.engine.check",
-        check=lambda run, watcher, device, gpus: run_check(job_check("polite"), bad, problems=("wandb is not installed",)),
+        check=lambda run, watcher, device, gpus, gpu: run_check(job_check("polite"), bad, problems=("wandb is not installed",)),
     )
     code, out, err = call("check", jobs_file)
     assert code == 2
@@ -428,9 +429,13 @@ def test_check_tells_every_problem_once_and_ends_with_2(jobs_file: Path, use: Ca
 
 def test_check_hands_on_settings_and_device(jobs_file: Path, use: Callable[..., None]):
     asked: list[Any] = []
-    use("tlora.engine.check", check=lambda run, watcher, device, gpus: asked.append((run, device)) or run_check(job_check("polite")))
+    use(
+        "tlora.engine.check",
+        check=lambda run, watcher, device, gpus, gpu: asked.append((run, device, gpu)) or run_check(job_check("polite")),
+    )
     call("check", jobs_file, "--set", "defaults.r=9", "--device", "cpu")
-    assert [job.r for job in asked[0][0].jobs] == [9, 9] and asked[0][1] == "cpu"
+    call("check", jobs_file, "--gpu", "rtx4090")
+    assert [job.r for job in asked[0][0].jobs] == [9, 9] and asked[0][1:] == ("cpu", None) and asked[1][1:] == (None, "rtx4090")
 
 
 def test_report_prints_the_path(jobs_file: Path, use: Callable[..., None]):
