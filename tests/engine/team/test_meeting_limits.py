@@ -27,6 +27,10 @@ def test_a_rank_that_has_come_to_a_meeting_waits_and_does_not_train() -> None:
         def obey(self, command: object, driver: object) -> None:
             seen.append(trainer._pulse.phase)
 
-    trainer._parts = Together()
+    class Calibration:
+        def step_aside(self) -> None:
+            seen.append("has room")
+
+    trainer._parts, trainer._calibration = Together(), Calibration()
     trainer._obey(Meet("a", Span(2, (0, 1)), 100, 1))
-    assert seen == ["waiting"]
+    assert seen == ["has room", "waiting"]
