@@ -21,6 +21,8 @@ with interpreted():
 
 IN_EVERY_RUN = ("sm_86", "sm_120")  # the least shared memory: the oldest and the newest class of it
 MOST_STACK = 64  # bytes
+# Of tiles that were chosen on Hopper cards by their time. Others would change bits, and are to be timed there first.
+MEASURED_STACKS = {("sm_90", "dkv_kernel"): 296}
 FP32_STACK = 512  # of fp32 kernels, which are for those who want its precision: `test_fp32_compiles.py`
 Shape = tuple[int, tuple[int, ...]]  # a group's in features and widths
 WIDE, PAIR, DOWN = (4096, (4096, 1024, 1024)), (4096, (14336, 14336)), (14336, (4096,))
@@ -83,7 +85,7 @@ def faults(card: CardClass, kernel: Compiled, most_stack: int) -> list[str]:
         found.append(f"takes {kernel.shared_memory} bytes of shared memory of {card.shared_memory}")
     if kernel.lost:
         found.append(f"lacks {kernel.lost} of its products")
-    if kernel.stack > most_stack:
+    if kernel.stack > max(most_stack, MEASURED_STACKS.get((card.name, kernel.name), 0)):
         found.append(f"has a stack of {kernel.stack} bytes")
     if kernel.name in IN_LOOPS:
         if not kernel.products:
