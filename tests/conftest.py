@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -37,6 +38,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tests fork after tok
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT 0.21 asks transformers the old way
     separate_mounts()
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN:  # as `nohup pytest` and `pytest &` in a script hand them on, down to each process
+            signal.signal(number, handler)
     forked.ForkingPopen.environment = dict(os.environ)
     if "not soak" not in config.option.markexpr:
         settings.load_profile("soak")

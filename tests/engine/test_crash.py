@@ -250,7 +250,6 @@ def test_a_signal_checkpoints_every_job(runs: Runs, tmp_path: Path, number: sign
     out = tmp_path / "out"
 
     def signalled() -> None:
-        signal.signal(number, signal.SIG_DFL)  # `nohup pytest` hands a SIGHUP that is ignored down to here
         compute, count = engine.Engine._compute, [0]
 
         def counted(*args: Any) -> Any:
