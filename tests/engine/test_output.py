@@ -99,7 +99,8 @@ def test_an_end_while_rows_are_tokenized_keeps_what_is_done(base: Path, tmp_path
         assert process.poll() is None
     os.killpg(process.pid, number)
     told, errors = process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == (130 if number == signal.SIGINT else -number) and "Traceback" not in told + errors
+    expected = 130 if number == signal.SIGINT else -number
+    assert process.returncode == expected and "Traceback" not in told + errors, (told, errors)
     (kept,) = cache.glob("tmp-*")
     done = json.loads((kept / "progress.json").read_text().partition("\n")[2])["counts"]["report"]["report"]["rows"]
     assert 0 < done < rows
