@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from bench.base_files import DATA, write_tokenizer
 from bench.machine import facts, write
-from bench.shapes import SHAPES
+from bench.shapes import SHAPES, qwen3
 from tlora.engine.check import RunCheck, check
 from tlora.job import DataConfig, JobSpec, RunSpec
 
@@ -37,25 +37,11 @@ FILES = {
 BEGIN, END = "<!-- begin: python -m bench.cards -->", "<!-- end -->"
 
 
-def _qwen3_large(intermediate_size: int, layers: int, heads: int) -> PretrainedConfig:
-    return Qwen3Config(
-        vocab_size=151936,
-        hidden_size=5120,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        tie_word_embeddings=False,
-    )
-
-
 BASES = {
     "1.7B": SHAPES["qwen3-1.7b"],
     "8B": SHAPES["llama-3-8b"],
-    "14B": _qwen3_large(17408, 40, 40),
-    "32B": _qwen3_large(25600, 64, 64),
+    "14B": qwen3(5120, 17408, num_hidden_layers=40, num_attention_heads=40, tied=False),
+    "32B": qwen3(5120, 25600, num_hidden_layers=64, num_attention_heads=64, tied=False),
     "70B": SHAPES["llama-3-70b"],
 }
 

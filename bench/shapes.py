@@ -13,18 +13,25 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 DEMO_BASE = Path(__file__).parent.parent / "demo" / "base"
 
 
-def _qwen3(hidden_size: int, intermediate_size: int, vocab_size: int = 151936, num_hidden_layers: int = 28) -> PretrainedConfig:
+def qwen3(
+    hidden_size: int,
+    intermediate_size: int,
+    vocab_size: int = 151936,
+    num_hidden_layers: int = 28,
+    num_attention_heads: int = 16,
+    tied: bool = True,
+) -> PretrainedConfig:
     return Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_hidden_layers=num_hidden_layers,
-        num_attention_heads=16,
+        num_attention_heads=num_attention_heads,
         num_key_value_heads=8,
         head_dim=128,
         max_position_embeddings=40960,
         rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         pad_token_id=0,
     )
 
@@ -67,9 +74,9 @@ SHAPES: dict[str, PretrainedConfig] = {
         tie_word_embeddings=False,
         pad_token_id=0,
     ),
-    "qwen3-0.6b": _qwen3(1024, 3072),
-    "qwen3-1.7b": _qwen3(2048, 6144),
-    "qwen3-1.7b-layer": _qwen3(2048, 6144, vocab_size=3072, num_hidden_layers=1),
+    "qwen3-0.6b": qwen3(1024, 3072),
+    "qwen3-1.7b": qwen3(2048, 6144),
+    "qwen3-1.7b-layer": qwen3(2048, 6144, vocab_size=3072, num_hidden_layers=1),
     "tiny": LlamaConfig(
         vocab_size=512,
         hidden_size=64,

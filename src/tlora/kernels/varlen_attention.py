@@ -124,11 +124,7 @@ POINTER_TILES = {
         128: Tiles(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 32, 8, 2)),
         256: Tiles(Tile(64, 32, 8, 2), Tile(64, 16, 8, 2), Tile(32, 32, 8, 2)),
     },
-    4: {
-        64: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
-        128: Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
-        256: Tiles(Tile(32, 16, 16, 1), Tile(32, 16, 16, 1), Tile(32, 16, 8, 1)),
-    },
+    4: ALL_TILES[4],
 }
 """The same for cards without bulk copies: chosen by what the compiler makes of them in 99 KiB, and timed on none."""
 
