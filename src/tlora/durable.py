@@ -320,6 +320,11 @@ def _failure(path: Path, error: OSError) -> CheckpointError:
     return failure
 
 
+def newest_step(parent: Path, prefix: str = "checkpoint-") -> int:
+    """The step of the newest checkpoint in `parent`, which is not verified; 0 without one."""
+    return next((int(path.name.removeprefix(prefix)) for path in _by_step(parent, prefix)), 0)
+
+
 def _by_step(parent: Path, prefix: str, suffix: str = "") -> list[Path]:
     """Directories `<prefix><step><suffix>` (a pattern), highest step first."""
     pattern = re.compile(re.escape(prefix) + r"([0-9]{1,18})" + suffix, re.ASCII)

@@ -14,6 +14,7 @@ from typing import Any
 
 from sqlalchemy import Connection, update
 
+from tlora import durable
 from tlora.cluster.backend import Backend
 from tlora.cluster.remote_worker import called
 from tlora.json_file import read_object
@@ -110,7 +111,7 @@ class Outcomes:
 
         def requeue(connection: Connection) -> None:
             names = connection.execute(update(jobs).where(*gone).values(status="queued").returning(jobs.c.id)).scalars().all()
-            job_rows.set_steps(connection, {name: checkpointed_steps(self._directory / "jobs" / name) for name in names})
+            job_rows.set_steps(connection, {name: durable.newest_step(self._directory / "jobs" / name) for name in names})
 
         self._write(requeue)
 
@@ -353,9 +354,3 @@ def _of_living(group: JobGroup, ended: set[str]) -> JobGroup:
 def _storable(text: str) -> str:
     """Without the zero characters and lone surrogates that PostgreSQL, SQLite and UTF-8 have no place for."""
     return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
-
-
-def checkpointed_steps(directory: Path) -> int:
-    """Of the newest checkpoint in a job's directory; 0 without one."""
-    names = [path.name.removeprefix("checkpoint-") for path in directory.glob("checkpoint-*")]
-    return max([int(name) for name in names if name.isdecimal()], default=0)
