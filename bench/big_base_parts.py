@@ -16,13 +16,14 @@ from bench.machine import wait
 from bench.shapes import shape_of
 from bench.shared_base_rank import JOBS, STD, Rank
 from tlora.job import LoraConfig
+from tlora.sharing.layout import lay_out
 from tlora.sharing.peers import Peers
 from tlora.sharing.shards import random_rows
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
-from tlora.supermodel.fp8_linear import hold_in_fp8
+from tlora.supermodel.held_linear import hold
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.load import Base, make_base
-from tlora.supermodel.shared_base import assemble, lay_out_model, share_linears, stand_in
+from tlora.supermodel.shared_base import Precision, assemble, share_linears, shared_weights, stand_in
 from tlora.supermodel.supermodel import SuperModel
 
 _WARM_UP = 2  # micro-batches
@@ -160,10 +161,10 @@ def _drawn(rank: Rank, like: Tensor, std: float) -> Tensor:
 def _shared_base(rank: Rank, shape: str, layers: int, peers: Peers) -> Base:
     """Each rank draws its own ranges of the layers, and all of the rest."""
     model = _outlined(rank, shape, layers)
-    layout = lay_out_model(model, shape, False, rank.count)
+    layout = lay_out(shared_weights(model, shape), rank.count)
     _draw_all_but(rank, model, set(layout.places))
     rows = random_rows(0, layout, rank.dtype, rank.device, std=STD)
-    return make_base(model, shape, share_linears(model, layout, rows, peers, rank.device))
+    return make_base(model, shape, share_linears(model, shape, Precision(None, rank.dtype), rows, peers, rank.device))
 
 
 def _whole_base(rank: Rank, shape: str, layers: int) -> Base:
@@ -175,5 +176,5 @@ def _whole_base(rank: Rank, shape: str, layers: int) -> Base:
         linear = model.get_submodule(name)
         linear.weight.data = _drawn(rank, linear.weight, STD)
         if rank.device.type == "cuda":
-            hold_in_fp8(model, [name], rank.device)
+            hold(model, [name], rank.device, "fp8")
     return make_base(model.to(rank.device), shape)

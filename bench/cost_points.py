@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -32,7 +32,8 @@ from bench.shapes import SHAPES, make_model
 from bench.together import open_engine
 from bench.workload import ENDLESS, Job, Order, make_jobs
 from tlora.batching.pack import auto_token_budget
-from tlora.supermodel.fp8_linear import hold_in_fp8
+from tlora.job import BasePrecision
+from tlora.supermodel.held_linear import hold
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
@@ -89,7 +90,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--points", type=lambda text: tuple(text.split(",")), default=USUAL, help="default: all of a base")
     parser.add_argument("--seconds", type=float, default=1.5, help="measured of each point of ours")
     parser.add_argument("--time-limit", type=float, default=600.0, help="seconds after which no further point is begun")
-    parser.add_argument("--base-precision", choices=("fp8",), help="ours with an fp8 base")
+    parser.add_argument("--base-precision", choices=get_args(BasePrecision), help="ours with such a base")
     parser.add_argument("--recompute", type=int, default=0, help="ours: decoder layers that backward runs again")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="what to call this code where there is no git")
@@ -166,8 +167,8 @@ class _Jobs:
 def _measure_ours(points: Sequence[Point], jobs: _Jobs, options: argparse.Namespace, found: dict[str, Any]) -> None:
     device, started = torch.device(options.device), time.perf_counter()
     weights = make_model(options.shape, device, _dtype(device))
-    if options.base_precision == "fp8":
-        hold_in_fp8(weights, list(find_linears(weights)), device)
+    if options.base_precision is not None:
+        hold(weights, list(find_linears(weights)), device, options.base_precision)
         torch.cuda.empty_cache()  # what the 16-bit weights took: a capture cannot give it back, and would run out of memory
     model = SuperModel(make_base(weights, options.shape))
     model.recomputed_layers = options.recompute

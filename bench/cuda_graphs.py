@@ -21,7 +21,7 @@ from bench import machine, throughput
 from bench.shapes import SHAPES, make_model, matmul_parameters
 from bench.together import open_engine, run_window, window_tokens
 from bench.workload import Order, describe, make_jobs
-from tlora.supermodel.fp8_linear import hold_in_fp8
+from tlora.supermodel.held_linear import hold
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.load import Base, make_base
 from tlora.supermodel.supermodel import SuperModel
@@ -48,8 +48,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         budget = throughput.token_budget(options, jobs)
         weights = make_model(options.shape, device, throughput.dtype_of(options))
         parameters = matmul_parameters(weights)
-        if options.base_precision == "fp8":
-            hold_in_fp8(weights, list(find_linears(weights)), device)
+        if options.base_precision is not None:
+            hold(weights, list(find_linears(weights)), device, options.base_precision)
         base = make_base(weights, options.shape)
         engine, _ = open_engine(SuperModel(base, options.deterministic), jobs, budget)
         window = window_tokens(jobs, budget)

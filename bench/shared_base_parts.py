@@ -16,17 +16,18 @@ from torch import Tensor
 
 from bench.machine import wait
 from bench.shared_base_rank import JOBS, Rank, open_process_group
-from tlora.kernels.frozen import FrozenLinear
+from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.objectives import Dpo
 from tlora.sharing.layer_stream import LayerStream
+from tlora.sharing.layout import lay_out
 from tlora.sharing.peer_memory import PeerMemory, open_peer_memory
 from tlora.sharing.peers import Peers
 from tlora.sharing.shards import fill
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
-from tlora.supermodel.fp8_linear import has_fp8, hold_in_fp8
+from tlora.supermodel.held_linear import hold, possible_precisions
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.load import make_base
-from tlora.supermodel.shared_base import lay_out_model, share_model
+from tlora.supermodel.shared_base import share_model, shared_weights
 from tlora.supermodel.supermodel import SuperModel
 
 WARM_UP = 3  # micro-batches of each kind: compiled, counted, captured
@@ -38,14 +39,15 @@ WARM_UP = 3  # micro-batches of each kind: compiled, counted, captured
 def bits(rank: Rank) -> None:
     """Losses and gradients, streamed and resident, each kind by itself: an error in one keeps the others."""
     small = ("qwen3-0.6b", 4, 2048) if rank.device.type == "cuda" else ("tiny", 4, 64)
-    kinds = [("16 bits", False), *([("fp8", True)] if has_fp8(rank.device, rank.dtype) else [])]
-    for name, fp8 in kinds:
+    kinds = [None, *possible_precisions(rank.device, rank.dtype)]
+    for precision in kinds:
+        name = precision or "16 bits"
         torch.compiler.reset()
         resident = rank.model(*small[:2])
-        if fp8:
-            hold_in_fp8(resident, list(find_linears(resident)), rank.device)
+        if precision is not None:
+            hold(resident, list(find_linears(resident)), rank.device, precision)
         expected = rank.super_model(make_base(resident, small[0]), deterministic=True)
-        base = share_model(rank.model(*small[:2]), small[0], rank.sharing(f"bits-{fp8}"), rank.device, fp8)
+        base = share_model(rank.model(*small[:2]), small[0], rank.sharing(f"bits-{name}"), rank.device, precision)
         found = rank.super_model(base, deterministic=True)
         for recomputed in sorted({0, min(2, found.num_layers)}):
             expected.recomputed_layers = found.recomputed_layers = recomputed
@@ -117,7 +119,7 @@ def step(rank: Rank) -> None:
     options = rank.options
     before = time.perf_counter()
     weights = rank.model(options.shape, options.layers or (4 if options.shape == "tiny" else None))
-    layout = lay_out_model(weights, options.shape, False, rank.count)
+    layout = lay_out(shared_weights(weights, options.shape), rank.count)
     peers = Peers(rank.sharing("step"))
     memory = open_peer_memory(layout.rank_bytes, peers, rank.device)
     fill(memory.own, layout, rank.number, lambda name, first, last: weights.get_submodule(name).weight[first:last])
@@ -181,7 +183,8 @@ class Times:
 
 
 def _look_up(resident: Callable[[str], FrozenLinear], stream: LayerStream, name: str) -> FrozenLinear:
-    return replace(resident(name), weight_NK=stream.weight(name))
+    linear = resident(name)
+    return replace(linear, weight=PlainWeight(stream.tensors(name)["weight"].view(linear.weight.shape)))
 
 
 def _time(rank: Rank, model: SuperModel, batch: PackedBatch, look_up: Any, graphs: bool) -> float:

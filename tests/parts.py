@@ -31,7 +31,7 @@ SECONDS = {
     "tests/kernels/test_varlen_attention.py": 7.0,
     "tests/supermodel/test_experts.py": 9.5,
     "tests/supermodel/test_fast_path.py": 8.0,
-    "tests/supermodel/test_fp8_linear.py": 3.4,
+    "tests/supermodel/test_held_linear.py": 3.4,
 }
 OTHER_SECONDS = 0.3
 

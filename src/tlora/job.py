@@ -42,7 +42,7 @@ FORMATS: dict[Rows, tuple[str, ...]] = {
     "labelled": ("chat", "prompt_completion", "alpaca", "sharegpt", "query_response"),
 }
 _TAKES: dict[Rows, str] = {"samples": "samples", "pairs": "pairs of answers", "labelled": "answers labelled as wanted or not"}
-BasePrecision = Literal["fp8"]
+BasePrecision = Literal["fp8", "nf4"]
 TrainOn = Literal["completions", "last", "all"]
 # What is handed to a chat template besides the chat. Names that say what is rendered are not the user's to set.
 RESERVED_KWARGS = frozenset(

@@ -17,7 +17,7 @@ from tests.kernels.linear_cases import Bank, Base, Batch, Job, bits_of, fused_li
 from tests.tolerances import KERNEL, assert_close
 
 with interpreted():
-    from tlora.kernels.frozen import FrozenLinear
+    from tlora.kernels.fp8_weight import Fp8Weight
 from tlora.kernels import fp8
 from tlora.kernels.device import capability_of, class_of
 
@@ -90,7 +90,7 @@ def test_quantised_rows_are_within_half_a_step_of_the_row() -> None:
     """e4m3 keeps 3 bits of the mantissa: a relative error of 2^-4 at most, below 2^-6 of its range an absolute one."""
     (x,) = rows_of((64,))
     q, scale = fp8.quantize_rows([x])
-    error = (FrozenLinear(q, None, scale).dense(torch.float32) - x).abs()
+    error = (Fp8Weight(q, scale).dense(torch.float32) - x).abs()
     assert bool((error <= x.abs() * (2**-4 + 1e-6) + scale[:, None] * 2**-10).all())
     assert float((error / scale[:, None]).max()) > 4, "the test's rows hold nothing that is rounded"
 

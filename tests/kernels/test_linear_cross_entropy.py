@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.tolerances import KERNEL, assert_close
 from tlora.kernels import linear_cross_entropy as module
-from tlora.kernels.frozen import FrozenLinear
+from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.kernels.head import Head
 from tlora.kernels.linear_cross_entropy import linear_cross_entropy
 
@@ -29,7 +29,7 @@ def make(tokens: int, dtype: torch.dtype, vocab: int = 97, width: int = 24, **op
     g = torch.Generator().manual_seed(tokens)
     hidden, weight = (torch.randn(n, width, generator=g, dtype=torch.float64).to(dtype) for n in (tokens, vocab))
     bias = torch.randn(vocab, generator=g, dtype=torch.float64).to(dtype) if options.pop("bias", False) else None
-    head = Head(lambda: FrozenLinear(weight, bias), **options)  # type: ignore[arg-type]
+    head = Head(lambda: FrozenLinear(PlainWeight(weight), bias), **options)  # type: ignore[arg-type]
     labels = torch.randint(0, vocab, (tokens,), generator=g)
     return hidden, head, labels, torch.rand(tokens, generator=g).to(torch.float64 if dtype == torch.float64 else torch.float32)
 

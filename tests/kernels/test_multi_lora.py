@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.tolerances import KERNEL, assert_close
 from tlora.kernels.dropout import keep_mask
-from tlora.kernels.frozen import FrozenLinear
+from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.kernels.multi_lora import LoraWeights, multi_lora_linear
 from tlora.kernels.segments import Segment, Segments, check_segments
 
@@ -77,7 +77,7 @@ def run(case: Case, x_needs_grad: bool = True) -> Found:
     lora = LoraWeights(case.a, case.b, torch.ones_like(case.a, dtype=sums), torch.ones_like(case.b, dtype=sums), case.module_key)
     x = case.x.clone().requires_grad_(x_needs_grad)
     anchor = None if x_needs_grad else torch.zeros((), requires_grad=True)
-    y = multi_lora_linear(x, lambda: FrozenLinear(case.weight, case.bias), lora, case.segments, case.keys, anchor)
+    y = multi_lora_linear(x, lambda: FrozenLinear(PlainWeight(case.weight), case.bias), lora, case.segments, case.keys, anchor)
     y.backward(case.dy)
     dx = torch.empty(0) if x.grad is None else x.grad
     return Found(y.detach(), dx, lora.da_RK - 1, lora.db_RN - 1)
@@ -168,7 +168,7 @@ def test_an_anchor_reaches_the_adapters_of_a_first_layer(dtype: torch.dtype) -> 
 def test_without_an_anchor_nothing_is_learnt_from_an_x_without_gradient() -> None:
     case = make_case([3], [2], torch.float32)
     lora = LoraWeights(case.a, case.b, torch.zeros_like(case.a), torch.zeros_like(case.b))
-    assert not multi_lora_linear(case.x, lambda: FrozenLinear(case.weight, case.bias), lora, case.segments).requires_grad
+    assert not multi_lora_linear(case.x, lambda: FrozenLinear(PlainWeight(case.weight), case.bias), lora, case.segments).requires_grad
 
 
 def test_the_base_gets_no_gradient() -> None:
@@ -176,7 +176,7 @@ def test_the_base_gets_no_gradient() -> None:
     weight = case.weight.clone().requires_grad_()
     lora = LoraWeights(case.a, case.b, torch.zeros_like(case.a), torch.zeros_like(case.b))
     x = case.x.clone().requires_grad_()
-    multi_lora_linear(x, lambda: FrozenLinear(weight), lora, case.segments).sum().backward()
+    multi_lora_linear(x, lambda: FrozenLinear(PlainWeight(weight)), lora, case.segments).sum().backward()
     assert weight.grad is None and x.grad is not None
 
 
@@ -186,7 +186,7 @@ def test_bf16_sums_its_gradients_in_fp32() -> None:
     lora = LoraWeights(case.a, case.b, torch.ones_like(case.a, dtype=torch.float32), torch.ones_like(case.b, dtype=torch.float32))
     for _ in range(100):
         x = case.x.clone().requires_grad_()
-        multi_lora_linear(x, lambda: FrozenLinear(case.weight), lora, case.segments).backward(case.dy * 2**-10)
+        multi_lora_linear(x, lambda: FrozenLinear(PlainWeight(case.weight)), lora, case.segments).backward(case.dy * 2**-10)
     assert_close(lora.db_RN - 1, oracle(replace(case, bias=None)).db * 100 * 2**-10, KERNEL[torch.bfloat16], "db")
 
 
@@ -260,4 +260,4 @@ def test_check_segments_names_the_wrong_one(segments: Segments, words: str) -> N
         check_segments(segments, num_tokens=5, num_rows=8)
     x, weight, a, b = torch.ones(5, 3), torch.ones(4, 3), torch.ones(8, 3), torch.ones(8, 4)
     with pytest.raises(AssertionError, match=words):
-        multi_lora_linear(x, lambda: FrozenLinear(weight), LoraWeights(a, b, torch.zeros(8, 3), torch.zeros(8, 4)), segments)
+        multi_lora_linear(x, lambda: FrozenLinear(PlainWeight(weight)), LoraWeights(a, b, torch.zeros(8, 3), torch.zeros(8, 4)), segments)

@@ -23,7 +23,7 @@ from tlora.engine import session as training
 from tlora.engine.check import check
 from tlora.engine.watcher import Watcher
 from tlora.errors import CapacityError
-from tlora.job import JobSpec, RunSpec
+from tlora.job import BasePrecision, JobSpec, RunSpec
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import ACTIVATION_RANK, MemoryModel, Stage, count_base, measure, takes_fast_path
 from tlora.planning.memory_probe import Probe
@@ -53,9 +53,9 @@ def plan_of(memory: MemoryModel, limit_mib: float, count: int = 1, fp8_mib: int 
     """Of `count` equal jobs, whose longest sample has 512 tokens."""
     specs = [JobSpec.model_validate({"name": f"job{i}", "data": "d"}) for i in range(count)]
     run = RunSpec.model_validate({"base_model": "b", "jobs": specs, "token_budget": 2048} | settings)
-    fp8 = None if fp8_mib is None else fp8_mib * MIB
+    others: dict[BasePrecision, int] = {} if fp8_mib is None else {"fp8": fp8_mib * MIB}
     jobs = tuple(PlannedJob(spec, layout=LAYOUT) for spec in run.jobs)
-    return settle(run, RunPlan(jobs, 512, 0, memory, int(limit_mib * MIB), 512, fp8), memory, GPU)
+    return settle(run, RunPlan(jobs, 512, 0, memory, int(limit_mib * MIB), 512, others), memory, GPU)
 
 
 def test_the_higher_stage_is_the_peak() -> None:
@@ -87,7 +87,7 @@ def test_all_jobs_at_once_are_worth_recomputing() -> None:
     run = RunSpec(base_model="b", token_budget=2048, jobs=[JobSpec.model_validate({"name": n, "data": "d"}) for n in "ab"])
     jobs = tuple(PlannedJob(spec, layout=heavy) for spec in run.jobs)
     limit = MODEL.total_bytes([heavy], 2048) + 10 * MIB
-    plan = settle(run, RunPlan(jobs, 512, 0, MODEL, limit, 512, None), MODEL, GPU)
+    plan = settle(run, RunPlan(jobs, 512, 0, MODEL, limit, 512, {}), MODEL, GPU)
     assert plan.recomputed_layers > 0 and len(plan.resident) == 2
 
 
@@ -366,7 +366,7 @@ def test_check_compares_memory_and_speed_of_recomputation() -> None:
     spec = JobSpec.model_validate({"name": "a", "data": "d", "batch_size": 4})
     run = RunSpec.model_validate({"base_model": "b", "jobs": [spec]})
     memory = replace(MODEL, layer_weights=218_000_000)
-    plan = settle(run, RunPlan((PlannedJob(spec, data, layout=LAYOUT),), 500, 0, memory, 100_000 * MIB, 500, None), memory, GPU)
+    plan = settle(run, RunPlan((PlannedJob(spec, data, layout=LAYOUT),), 500, 0, memory, 100_000 * MIB, 500, {}), memory, GPU)
     none, half, every = recompute_choices(run, plan, {"a": 64 * 500 / 1000}, GPU)
     assert [choice.recompute for choice in (none, half, every)] == ["none", 5, "all"]
     assert [choice.recomputed_layers for choice in (none, half, every)] == [0, 5, 10]

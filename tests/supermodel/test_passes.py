@@ -17,7 +17,7 @@ from tests.kernels.interpreter import DEVICE, MARKS, interpret, interpreted
 from tests.tiny import make_model, make_samples
 from tlora.adapters.state import init_state
 from tlora.job import LoraConfig, TrainConfig
-from tlora.kernels.frozen import FrozenLinear
+from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.objectives import Dpo
 from tlora.supermodel import losses, supermodel
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
@@ -110,7 +110,7 @@ class Streamed:
 
     def __init__(self, shared: SuperModel) -> None:
         self._kept = {
-            name: FrozenLinear(linear.weight.detach().clone(), None if linear.bias is None else linear.bias.detach().clone())
+            name: FrozenLinear(PlainWeight(linear.weight.detach().clone()), None if linear.bias is None else linear.bias.detach().clone())
             for name, linear in shared._linears.items()
         }
         for linear in shared._linears.values():  # what the modules hold is not read
@@ -123,8 +123,8 @@ class Streamed:
         kept = self._kept[name]
         if self._before is not None and len({n.rpartition(".")[0] for n in self.looked_up[-2:]}) > 1:  # q, k and v are read together
             self._before.fill_(torch.nan)
-        self._before = kept.weight_NK.clone()
-        return replace(kept, weight_NK=self._before)
+        self._before = kept.weight.operand().clone()
+        return replace(kept, weight=PlainWeight(self._before))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.tiny import SHAPE, make_batch, make_model, make_samples
 from tlora.errors import ConfigError, ModelError, TloraError
 from tlora.job import LoraConfig, TrainConfig
 from tlora.sharing.peers import Peers, Sharing
-from tlora.supermodel.shared_base import lay_out_model
+from tlora.supermodel.shared_base import Precision, shared_weights
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.tensor_files import find_tensors
 
@@ -166,12 +166,17 @@ class NoLayers(torch.nn.Module):
 
 def test_a_model_without_decoder_layers_is_refused() -> None:
     with pytest.raises(ModelError, match="base_model b: NoLayers .*unshared"):
-        lay_out_model(NoLayers(), "b", False, 2)
+        shared_weights(NoLayers(), "b")
 
 
-def test_widths_that_fp8_cannot_have_are_refused() -> None:
-    with pytest.raises(ModelError, match="model.layers.0.mlp.gate_proj .*64 to 100"):
-        lay_out_model(make_model("llama", intermediate_size=100), "b", True, 2)
+def test_widths_that_a_form_cannot_have_are_refused() -> None:
+    odd = make_model("llama", intermediate_size=100)
+    with pytest.raises(ModelError, match="fp8 needs widths .* model.layers.0.mlp.gate_proj has 64 to 100"):
+        shared_weights(odd, "b", Precision("fp8", torch.float32))
+    with pytest.raises(
+        ModelError, match="in parts with base_precision nf4 needs .* multiples of 64, and model.layers.0.mlp.down_proj has 100"
+    ):
+        shared_weights(odd, "b", Precision("nf4", torch.float32))
 
 
 def test_headers_that_are_none_and_files_that_end_early_are_refused(tmp_path: Path) -> None:

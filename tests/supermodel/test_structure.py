@@ -37,7 +37,7 @@ def test_looking_holds_no_second_copy_of_an_fp8_base(monkeypatch: pytest.MonkeyP
 
     def dense(linear: FrozenLinear, _dtype: torch.dtype) -> Tensor:
         alive.append(sum(matrix() is not None for matrix in made))
-        found = linear.weight_NK.detach().clone()
+        found = linear.weight.operand().detach().clone()
         made.append(weakref.ref(found))
         return found
 

@@ -34,7 +34,7 @@ from tlora.store.metrics import check_trackers
 from tlora.store.run_directory import check_run_directory
 from tlora.store.serving import ServingFiles
 from tlora.supermodel.cpu_dtype import settle_dtype
-from tlora.supermodel.fp8_linear import check_fp8
+from tlora.supermodel.held_linear import check_precision
 from tlora.supermodel.load import load_config, outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused, check_weights
@@ -157,10 +157,10 @@ def _check(run: RunSpec, watcher: Watcher, place: torch.device, count: int, else
     warnings = _look_at_output(run, problems)
     open_caches(warnings.append)
     try:
-        run, plan, model, sizes = _look_at_base(run, place, watcher, problems, warnings)
+        run, plan, model, parameters = _look_at_base(run, place, watcher, problems, warnings)
     except (ModelError, ConfigError) as error:
         return _without_base(run, (*problems, str(error)), shown)
-    base_bytes = sum(count * size for count, size in sizes)
+    base_bytes = model.base.num_bytes
     is_here = place.type == "cuda" and elsewhere is None
     known = recall(probe_key(model, plan.can_run, run.deterministic, place)) if is_here else None
     if known is not None:
@@ -182,7 +182,7 @@ def _check(run: RunSpec, watcher: Watcher, place: torch.device, count: int, else
         problems=tuple(problems),
         warnings=(*warnings, *plan.warnings, *waiting),
         jobs=tuple(_job_check(job, plan) for job in plan.jobs),
-        base_parameters=sum(count for count, _ in sizes),
+        base_parameters=parameters,
         base_bytes=base_bytes,
         device=shown,
         rated_as=elsewhere.rated_as if elsewhere is not None else RunCheck.rated_as,
@@ -195,28 +195,26 @@ def _check(run: RunSpec, watcher: Watcher, place: torch.device, count: int, else
 
 def _look_at_base(
     run: RunSpec, place: torch.device, watcher: Watcher, problems: list[str], warnings: list[str]
-) -> tuple[RunSpec, RunPlan, SuperModel, list[tuple[int, int]]]:
-    """The run in the base's dtype, its plan, the base on the meta device, and each parameter's elements and bytes of one. Raises
-    ModelError, ConfigError.
+) -> tuple[RunSpec, RunPlan, SuperModel, int]:
+    """The run in the base's dtype, its plan, the base on the meta device, and how many parameters that has. Raises ModelError,
+    ConfigError.
     """
     dtype, line = settle_dtype(run.base_model, run.dtype, run.base_precision, place)
     run = run.model_copy(update={"dtype": dtype})
     warnings += [line] if line else []
     base = outline(run.base_model, run.dtype, run.base_precision)
-    if run.base_precision == "fp8":
-        check_fp8(place, base.head.weight_VH.dtype)
+    check_precision(run.base_precision, place, base.head.weight_VH.dtype)
     show = watcher.stages(run.jobs)
     fetch_base(run.base_model, show, weights=False)
     if unknown := check_weights(run.base_model, load_config(run.base_model)):
         warnings.append(unknown)
         _look_at_download(run.base_model, problems, warnings)
     warnings += check_unused(run.base_model, load_config(run.base_model), run.unused_weights)
-    sizes = [(p.numel(), p.element_size()) for p in base.model.parameters()]
-    model = SuperModel(base)
+    parameters, model = base.num_parameters, SuperModel(base)
     tokenizing = Preparation(lambda p: show(f"tokenizing {p.key}: {p.rows:,} rows, {p.share:.0%}"))
-    plan = plan_run(run, model, sum(count * size for count, size in sizes), place, tokenizing)
+    plan = plan_run(run, model, base.num_bytes, place, tokenizing)
     warnings += ServingFiles(run.base_model).warn([(job.spec, job.data.report) for job in plan.jobs if job.data])
-    return run, plan, model, sizes
+    return run, plan, model, parameters
 
 
 def _look_at_download(base_model: str, problems: list[str], warnings: list[str]) -> None:

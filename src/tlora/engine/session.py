@@ -41,7 +41,7 @@ from tlora.store.run_directory import check_tiles
 from tlora.store.run_recovery import base_facts, write_base_file
 from tlora.store.serving import ServingFiles
 from tlora.supermodel.base_name import public_name
-from tlora.supermodel.fp8_linear import check_fp8
+from tlora.supermodel.held_linear import check_precision
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
@@ -99,17 +99,15 @@ def load(
         torch.cuda.set_device(place)  # kernels are launched on the current device
     with _data_worker(place) if data_worker is None else nullcontext(data_worker) as worker:
         base = outline(run.base_model, run.dtype, run.base_precision)
-        if run.base_precision == "fp8":
-            check_fp8(place, base.head.weight_VH.dtype)
+        check_precision(run.base_precision, place, base.head.weight_VH.dtype)
         if assigned is None:  # or the owner of the ranks says it
             for line in check_unused(run.base_model, base.model.config, run.unused_weights):
                 monitor.note(line)
-        sizes = [(p.numel(), p.element_size()) for p in base.model.parameters()]
+        parameters, base_bytes = base.num_parameters, base.num_bytes
         outlined = SuperModel(base)
         if place.type == "cuda" and assigned is None:
             monitor.note(f"kernels: {outlined.kernels_on(place, run.deterministic)}")
         compiling = outlined.compile_ahead(place, to_plan(run, monitor.ended).jobs)
-        base_bytes = sum(n * size for n, size in sizes)
         assignment = assigned() if assigned is not None else Assignment(run)
         run, sharing = to_plan(assignment.run, monitor.ended), assignment.sharing
         if sharing is not None:
@@ -135,7 +133,7 @@ def load(
     model.recomputed_layers = min(plan.recomputed_layers, model.num_layers)
     if not resume:  # some of a resumed run's jobs have ended
         attempt(model.bank.make_room, plan.resident)  # where it fails, for want of memory, they find room one by one
-    return Loaded(plan, model, threads, starts, sum(n for n, _ in sizes), assignment.follows)
+    return Loaded(plan, model, threads, starts, parameters, assignment.follows)
 
 
 def _data_worker(place: torch.device) -> AbstractContextManager[WorkerProcess | None]:

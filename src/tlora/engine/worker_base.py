@@ -17,7 +17,7 @@ from tlora.planning.memory_bound import MemoryBound
 from tlora.planning.plan import gib
 from tlora.sharing.peers import Sharing
 from tlora.store.metrics import check_trackers
-from tlora.supermodel.fp8_linear import check_fp8
+from tlora.supermodel.held_linear import check_precision
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
@@ -47,8 +47,7 @@ def load_base(
         note(f"kernels: {outlined.kernels_on(place, load.deterministic)}")
     if place.type == "cuda" and expected:
         compiling = outlined.compile_ahead(place, expected)
-    if load.base_precision == "fp8":
-        check_fp8(place, outlined.base.head.weight_VH.dtype)
+    check_precision(load.base_precision, place, outlined.base.head.weight_VH.dtype)
     base_bytes, limit_bytes = outlined.base.num_bytes, memory_limit(place, load.memory_limit)
     if sharing is not None and not _is_shared(sharing, base_bytes, limit_bytes):
         sharing = None

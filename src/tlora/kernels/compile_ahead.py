@@ -32,7 +32,7 @@ from tlora.kernels.cards import CardClass
 from tlora.kernels.device import capability_of, class_of, is_forced
 from tlora.kernels.forced_class import compile_as
 from tlora.kernels.fp8 import DTYPE, launch_quantize
-from tlora.kernels.frozen import FrozenLinear
+from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.kernels.fused_adamw import NUM_OUTCOMES, NUM_SCALARS, FlatState, StepBuffers, launch_measure, launch_update
 from tlora.kernels.fused_linear import LinearGroup
 from tlora.kernels.head import Head
@@ -291,7 +291,7 @@ def _compile_attention(dtype: torch.dtype, order: AttentionOrder, card: CardClas
 def _compile_loss(dtype: torch.dtype, order: HeadOrder, gradient: bool) -> None:
     """The cross-entropy's kernel, for training or for an evaluation."""
     weight, labels = torch.empty(order.vocabulary, 16, dtype=dtype, device=META), torch.empty(_TOKENS, dtype=torch.int64, device=META)
-    head = Head(lambda: FrozenLinear(weight, None), softcap=1.0 if order.softcap else None)
+    head = Head(lambda: FrozenLinear(PlainWeight(weight)), softcap=1.0 if order.softcap else None)
     weights = torch.empty(_TOKENS, device=META) if gradient else None
     fused_linear_cross_entropy(torch.empty(_TOKENS, 16, dtype=dtype, device=META), head, labels, weights)
 

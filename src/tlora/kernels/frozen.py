@@ -5,26 +5,101 @@ No operation takes or keeps a base weight: the lookup decides where weights are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-@dataclass(frozen=True, slots=True)
-class FrozenLinear:
-    """`weight_NK` [N, K]; `bias_N` [N] or none; `scale_N` fp32 [N], one for each row, where the weight is held in fp8."""
+class FrozenWeight(Protocol):
+    """A linear's weight [N, K] in one of its forms: plain (`PlainWeight`), in fp8 (`fp8_weight.py`) or packed (`packed_weight.py`).
 
-    weight_NK: Tensor
-    bias_N: Tensor | None = None
-    scale_N: Tensor | None = None
+    A form is a frozen dataclass, whose fields of the names in `tensors` are what it holds.
+    """
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What is held, by the names of its fields. The matrix cut by rows, each of them is cut so too where it divides by N."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of `operand`."""
+        ...
+
+    def operand(self) -> Tensor:
+        """[N, K], contiguous, as the GEMM kernels read it. Times `row_scale_N`, where there is one, it is the weight."""
+        ...
+
+    @property
+    def row_scale_N(self) -> Tensor | None:  # noqa: N802
+        """fp32 [N], where the GEMM multiplies by the scales of rows."""
+        ...
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What a product over it needs beyond what is held."""
+        ...
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The matrix [N, K] that it stands for: itself, or made anew from fp8 in `dtype`."""
-        return self.weight_NK if self.scale_N is None else (self.weight_NK.float() * self.scale_N[:, None]).to(dtype)
+        """The matrix [N, K] that it stands for, in `dtype`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainWeight:
+    """A weight as it is."""
+
+    weight: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape[0], self.weight.shape[1]
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {"weight": self.weight}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    def operand(self) -> Tensor:
+        return self.weight
+
+    @property
+    def row_scale_N(self) -> None:  # noqa: N802
+        return None
+
+    @property
+    def scratch_bytes(self) -> int:
+        return 0
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return self.weight
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenLinear:
+    """A weight [N, K], and `bias_N` [N] or none."""
+
+    weight: FrozenWeight
+    bias_N: Tensor | None = None
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The matrix [N, K] that the weight stands for."""
+        return self.weight.dense(dtype)
+
+
+def held_bytes(weight: FrozenWeight) -> int:
+    """Of all that a weight holds."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in weight.tensors.values())
 
 
 BaseWeights = Callable[[str], FrozenLinear]

@@ -28,7 +28,7 @@ class Head:
 
     @property
     def weight_VH(self) -> Tensor:  # noqa: N802
-        return self.base().weight_NK
+        return self.base().weight.operand()
 
     @property
     def bias_V(self) -> Tensor | None:  # noqa: N802

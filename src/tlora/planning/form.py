@@ -61,7 +61,6 @@ def _no_form(whole: RunPlan, base_bytes: int, shared_bytes: int, limit: int, gpu
     remedies: list[str] = []
     enough = next((count for count in range(gpus + 1, 17) if bytes_when_shared(model, base_bytes, count) <= limit), None)
     remedies += [f"--gpus {enough}"] if enough is not None else []
-    fp8 = whole.fp8_base_bytes
-    remedies += ["base_precision: fp8"] if fp8 is not None and fp8 <= limit else []
+    remedies += [f"base_precision: {precision}" for precision, count in whole.other_precisions.items() if count <= limit][:1]
     instead = f"Would fit: {', or '.join(remedies)}. Or take" if remedies else "Take"
     return f"the base model needs {needs}, and the limit is {gib(limit)}. {instead} a smaller base, or raise memory_limit"

@@ -21,16 +21,18 @@ from tlora.costs.base_in_parts import MOST_GPUS
 from tlora.costs.cost import BaseMemory
 from tlora.costs.memory_share import CPU_SHARE
 from tlora.errors import ModelError
-from tlora.job import LoraConfig, TrainConfig
+from tlora.job import BasePrecision, LoraConfig, TrainConfig
 from tlora.kernels.device import may_run_kernels
+from tlora.kernels.frozen import FrozenWeight, held_bytes
 from tlora.kernels.linear_cross_entropy import chunk_bytes
 from tlora.sharing.layout import lay_out
 from tlora.supermodel.batch import BatchRow, collate
 from tlora.supermodel.fast_path import fit_attention, fit_kernels
+from tlora.supermodel.held_linear import quantized
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import hidden_states, layers_of
 from tlora.supermodel.lora_linear import ActiveBatch, LoraLinear
-from tlora.supermodel.shared_base import shapes_by_layer
+from tlora.supermodel.shared_base import by_layer
 from tlora.supermodel.structure import find_attentions
 from tlora.supermodel.supermodel import SuperModel
 
@@ -128,7 +130,7 @@ def measure(model: SuperModel, base_bytes: int, device: torch.device, rank: int 
     model.leave(name)
     widest = max((s for shape in model.targets().values() for s in shape), default=0)
     moving = 3 * widest * element + 4 * head.shape[1] * element  # gradients in flight around the widest linear, and at the head
-    stage = Stage(chunk_bytes(model.base.head, device) + _fp8_bytes(model), (many - few) / _PROBE_TOKENS + moving)
+    stage = Stage(chunk_bytes(model.base.head, device) + _scratch_bytes(model), (many - few) / _PROBE_TOKENS + moving)
     return MemoryModel(base_bytes, (stage,), 0, element, sums, step_copies)
 
 
@@ -165,28 +167,26 @@ def _estimate(model: SuperModel, device: torch.device, rank: int) -> tuple[Stage
     saved = layer - element * hidden  # a recomputed layer keeps its input
     backward = element * (4 * max(k for k, _ in shapes) + 5 * hidden)
     return (
-        Stage(chunk_bytes(head, device) + _fp8_scales(model), kept + 2 * element * hidden, saved),
-        Stage(_fp8_bytes(model), kept + backward, saved),
+        Stage(chunk_bytes(head, device), kept + 2 * element * hidden, saved),
+        Stage(_scratch_bytes(model), kept + backward, saved),
     )
 
 
-def _fp8_scales(model: SuperModel) -> int:
-    return sum(4 * m.out_features for m in model.model.modules() if isinstance(m, LoraLinear) and m.scale_N is not None)
+def _scratch_bytes(model: SuperModel) -> int:
+    """What products over one group of linears need beyond the weights that are held (gate and up are the widest group, two)."""
+    return 2 * max((w.scratch_bytes for w in _weights(model)), default=0)
 
 
-def _fp8_bytes(model: SuperModel) -> int:
-    """Of linears held in fp8: the scales of their rows, and the transposed weights of one group (gate and up are the widest, two)."""
-    held = [m for m in model.model.modules() if isinstance(m, LoraLinear) and m.scale_N is not None]
-    return _fp8_scales(model) + 2 * max((m.weight.numel() for m in held), default=0)
+def _weights(model: SuperModel) -> list[FrozenWeight]:
+    return [m.form for m in model.model.modules() if isinstance(m, LoraLinear)]
 
 
-def bytes_in_fp8(model: SuperModel, base_bytes: int) -> int:
-    """What `base_bytes` would be with `base_precision: fp8`: a byte for each weight of a linear, a scale for each row, and the scratch
-    of one group's transposed weights.
-    """
-    plain = [m for m in model.model.modules() if isinstance(m, LoraLinear) and m.scale_N is None]
-    saved = sum(m.weight.numel() * (m.weight.element_size() - 1) - 4 * m.out_features for m in plain)
-    return base_bytes - saved + 2 * max((m.weight.numel() for m in plain), default=0)
+def bytes_in(precision: BasePrecision, model: SuperModel, base_bytes: int) -> int:
+    """What `base_bytes` of a plain base would be with that `base_precision`, the scratch of one group of linears included."""
+    plain = _weights(model)
+    held = [quantized(weight.operand(), precision, weight.dtype) for weight in plain]
+    saved = sum(held_bytes(weight) for weight in plain) - sum(held_bytes(weight) for weight in held)
+    return base_bytes - saved + 2 * max((weight.scratch_bytes for weight in held), default=0)
 
 
 def bytes_when_shared(model: SuperModel, base_bytes: int, world_size: int, slots: int = 2) -> int:
@@ -194,10 +194,9 @@ def bytes_when_shared(model: SuperModel, base_bytes: int, world_size: int, slots
     all that is in no layer. `model` is on the meta device.
     """
     linears = {m.name: m for m in model.model.modules() if isinstance(m, LoraLinear)}
-    layers = shapes_by_layer(model.model, layers_of(model.base.decoder), linears)
-    fp8, dtype = any(m.scale_N is not None for m in linears.values()), model.base.head.weight_VH.dtype
-    layout = lay_out(layers, dtype, fp8, world_size)
-    streamed = sum(piece.stop - piece.start for _, piece in layout.places.values())
+    layers = by_layer(model.model, layers_of(model.base.decoder), {name: m.form for name, m in linears.items()})
+    layout = lay_out(layers, world_size)
+    streamed = sum(part.stop - part.start for _, piece in layout.places.values() for part in piece.parts)
     return base_bytes - streamed + layout.rank_bytes + min(slots, len(layers)) * layout.slot_bytes
 
 

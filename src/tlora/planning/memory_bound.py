@@ -24,7 +24,7 @@ class MemoryBound:
         """
         self._measure = cache(partial(measure, outlined, base_bytes, device))
         self._rank = ACTIVATION_RANK
-        self._plan = RunPlan((), 1, 0, self._measure(self._rank), limit_bytes, 1, None)
+        self._plan = RunPlan((), 1, 0, self._measure(self._rank), limit_bytes, 1, {})
         self.limit_bytes = limit_bytes
         check_base_fits(self._plan)
 

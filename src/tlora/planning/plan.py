@@ -18,13 +18,13 @@ from tlora.batching.replicas import Span
 from tlora.data.order import row_tokens
 from tlora.data.prepare import Preparation
 from tlora.errors import CapacityError, ModelError
-from tlora.job import JobSpec, Recompute, RunSpec
+from tlora.job import BasePrecision, JobSpec, Recompute, RunSpec
 from tlora.objectives import compares_with_start
 from tlora.planning.job_plan import PlannedJob, plan_jobs
-from tlora.planning.memory import MemoryModel, bytes_in_fp8, measure, memory_limit
+from tlora.planning.memory import MemoryModel, bytes_in, measure, memory_limit
 from tlora.sharing.regions import lay_out_regions, slots_of
 from tlora.supermodel.cuda_graphs import HIDES_LAUNCHES
-from tlora.supermodel.fp8_linear import has_fp8
+from tlora.supermodel.held_linear import possible_precisions
 from tlora.supermodel.supermodel import SuperModel
 
 CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is flat (docs/design.md)
@@ -45,7 +45,7 @@ class RunPlan:
     memory: MemoryModel
     limit_bytes: int
     longest: int  # tokens of the longest sample of any job
-    fp8_base_bytes: int | None  # of the base, where `base_precision: fp8` is another choice that the device has
+    other_precisions: Mapping[BasePrecision, int]  # of a plain base: its bytes in each `base_precision` that the device has
     warnings: tuple[str, ...] = ()  # about what the jobs share
     here: frozenset[str] | None = None  # names of the jobs that begin on this device, where others begin elsewhere; None: all
 
@@ -134,8 +134,9 @@ def plan_memory(
     sound = [j for j in jobs if not j.problems or j.problems == [j.too_large]]
     longest = max((job.longest for job in sound), default=1)
     warnings = _budget_warnings(run, sound, longest) + _recompute_warnings(run, memory)
-    fp8 = bytes_in_fp8(model, base_bytes) if run.base_precision is None and has_fp8(device, model.base.head.weight_VH.dtype) else None
-    return settle(run, RunPlan(jobs, longest, 0, memory, limit, longest, fp8, warnings, here), memory, device)
+    others = possible_precisions(device, model.base.head.weight_VH.dtype) if run.base_precision is None else []
+    other_bytes: dict[BasePrecision, int] = {precision: bytes_in(precision, model, base_bytes) for precision in others}
+    return settle(run, RunPlan(jobs, longest, 0, memory, limit, longest, other_bytes, warnings, here), memory, device)
 
 
 def settle(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.device) -> RunPlan:
@@ -294,13 +295,12 @@ def _what_would_fit(layout: AdapterLayout, plan: RunPlan) -> list[str]:
     if deeper and not offer("recompute: all", memory, plan.token_budget, all_layers):
         smaller("recompute: all, ", memory, all_layers)
     smaller("", memory, plan.recomputed_layers)
-    if plan.fp8_base_bytes is not None:
-        in_fp8 = replace(memory, base_bytes=plan.fp8_base_bytes)
-        fp8 = "base_precision: fp8"
-        if not offer(fp8, in_fp8, plan.token_budget, plan.recomputed_layers) and not (
-            deeper and offer(f"{fp8}, recompute: all", in_fp8, plan.token_budget, all_layers)
-        ):
-            smaller(f"{fp8}, ", in_fp8, all_layers)
+    for precision, base_bytes in plan.other_precisions.items():
+        held, setting = replace(memory, base_bytes=base_bytes), f"base_precision: {precision}"
+        if offer(setting, held, plan.token_budget, plan.recomputed_layers):
+            break
+        if not (deeper and offer(f"{setting}, recompute: all", held, plan.token_budget, all_layers)):
+            smaller(f"{setting}, ", held, all_layers)
     return found
 
 
@@ -311,8 +311,8 @@ def check_base_fits(plan: RunPlan) -> None:
 
 
 def _too_large_a_base(plan: RunPlan) -> str:
-    fp8 = plan.fp8_base_bytes
-    instead = f"With base_precision: fp8 it has {gib(fp8)}. " if fp8 is not None and fp8 < plan.limit_bytes else ""
+    fitting = [(precision, count) for precision, count in plan.other_precisions.items() if count < plan.limit_bytes]
+    instead = f"With base_precision: {fitting[0][0]} it has {gib(fitting[0][1])}. " if fitting else ""
     return (
         f"the base model has {gib(plan.memory.base_bytes)}, and the limit is {gib(plan.limit_bytes)}. {instead}"
         "Take a smaller base, or raise memory_limit"

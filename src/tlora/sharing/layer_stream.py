@@ -71,15 +71,10 @@ class LayerStream:
         """Waits for what was computed up to now."""
         return FetchStats(self._num_fetched, self._bytes_fetched, self._fetches.exposed_seconds())
 
-    def weight(self, name: str) -> Tensor:
-        """[N, K]: the weight of a linear, on the device, to be read by what is launched on the current stream."""
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """What the weight of a linear holds, flat, on the device, to be read by what is launched on the current stream."""
         number, piece = self.layout.places[name]
-        return self._enter(number).weight(piece)
-
-    def scale(self, name: str) -> Tensor:
-        """[N] in fp32: the scales of an fp8 weight's rows."""
-        number, piece = self.layout.places[name]
-        return self._enter(number).scale(piece)
+        return self._enter(number).tensors(piece)
 
     def _enter(self, number: int) -> _Slot:
         """The slot with layer `number`, ready for what is launched from here on."""
@@ -142,7 +137,7 @@ class _Slot:
     _ready: torch.Event | None = None
     _readers: set[torch.cuda.Stream | None] = field(default_factory=set)
     _released: list[torch.Event] = field(default_factory=list)
-    _views: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    _views: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     def fill(self, fetches: Fetches, number: int, copy: Callable[[], None]) -> None:
         self.layer = None  # if the copy raises, there is nothing
@@ -161,18 +156,10 @@ class _Slot:
         self._released += [stream.record_event() for stream in self._readers if stream is not None]
         self._readers.clear()
 
-    def weight(self, piece: Piece) -> Tensor:
-        shape = (piece.num_rows, piece.row_length)
-        return self._view(piece.name, "weight", piece.start, piece.stop, piece.dtype).view(shape)
-
-    def scale(self, piece: Piece) -> Tensor:
-        assert piece.scale_start is not None, f"{piece.name} is not fp8"
-        return self._view(piece.name, "scale", piece.scale_start, piece.end, torch.float32)
-
-    def _view(self, name: str, what: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        found = self._views.get((name, what))
+    def tensors(self, piece: Piece) -> dict[str, Tensor]:
+        found = self._views.get(piece.name)
         if found is None:
-            found = self._views[name, what] = self.bytes[start:stop].view(dtype)
+            found = self._views[piece.name] = {part.name: self.bytes[part.start : part.stop].view(part.dtype) for part in piece.parts}
         return found
 
 

@@ -1,8 +1,8 @@
 """Where the bytes of a shared base lie: each decoder layer's linears in one flat buffer, and the buffer cut into one range for each rank.
 
-Arithmetic alone. A layer's buffer holds the weights [N, K] of its linears one after another, and behind an fp8 weight the fp32 scales [N]
-of its rows. Every rank holds one range of every layer, all ranges of a layer being equally long, so that each rank holds as many bytes
-and a range lies at the same place in each rank's memory.
+Arithmetic alone. A layer's buffer holds the weights [N, K] of its linears one after another, each as the tensors that its form holds,
+which can be cut by rows. Every rank holds one range of every layer, all ranges of a layer being equally long, so that each rank holds as
+many bytes and a range lies at the same place in each rank's memory.
 """
 
 from __future__ import annotations
@@ -11,25 +11,23 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 
 import torch
 
+from tlora.kernels.frozen import FrozenWeight
+
 ALIGNMENT = 256  # bytes: 16 are what a tensor-map load needs, 256 what torch's own allocations on a GPU have at least
-_SCALE_BYTES = 4
-NO_OFFSETS: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One linear's weight [N, K] in a layer's buffer: byte `start`, and the byte of its fp32 scales where it is fp8."""
+class Part:
+    """One tensor of a linear's weight, `row_length` numbers for each row of the matrix, from byte `start` of a layer's buffer on."""
 
     name: str
     start: int
     num_rows: int
     row_length: int
     dtype: torch.dtype
-    scale_start: int | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -37,24 +35,31 @@ class Piece:
 
     @property
     def stop(self) -> int:
-        """The byte behind the weight."""
+        """The byte behind it."""
         return self.start + self.num_rows * self.row_bytes
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One linear's weight [N, K] in a layer's buffer: the tensors that its form holds, one after another."""
+
+    name: str
+    num_rows: int
+    row_length: int
+    parts: tuple[Part, ...]
 
     @property
     def end(self) -> int:
-        """The byte behind weight and scales."""
-        return self.stop if self.scale_start is None else self.scale_start + _SCALE_BYTES * self.num_rows
+        """The byte behind all parts."""
+        return self.parts[-1].stop
 
     def rows_within(self, first: int, last: int) -> tuple[int, int]:
         """The rows, from one up to another, that a rank must have read to know bytes [first, last) of the layer. (0, 0) for none."""
         found = list[tuple[int, int]]()
-        low, high = max(first, self.start), min(last, self.stop)
-        if low < high:
-            found.append(((low - self.start) // self.row_bytes, -(-(high - self.start) // self.row_bytes)))
-        if self.scale_start is not None:
-            low, high = max(first, self.scale_start), min(last, self.end)
+        for part in self.parts:
+            low, high = max(first, part.start), min(last, part.stop)
             if low < high:
-                found.append(((low - self.scale_start) // _SCALE_BYTES, -(-(high - self.scale_start) // _SCALE_BYTES)))
+                found.append(((low - part.start) // part.row_bytes, -(-(high - part.start) // part.row_bytes)))
         return (min(low for low, _ in found), max(high for _, high in found)) if found else (0, 0)
 
 
@@ -77,7 +82,6 @@ class BaseLayout:
 
     layers: tuple[LayerLayout, ...]
     world_size: int
-    fp8: bool
 
     @property
     def rank_bytes(self) -> int:
@@ -95,26 +99,25 @@ class BaseLayout:
         return {piece.name: (number, piece) for number, layer in enumerate(self.layers) for piece in layer.pieces}
 
 
-def lay_out(
-    layers: Sequence[Mapping[str, tuple[int, int]]], dtype: torch.dtype, fp8: bool, world_size: int, offsets: Mapping[str, int] = NO_OFFSETS
-) -> BaseLayout:
-    """The layout of `layers`, each with the weights [N, K] of its linears by name, in `dtype` or in fp8 with scales.
+def lay_out(layers: Sequence[Mapping[str, FrozenWeight]], world_size: int) -> BaseLayout:
+    """The layout of `layers`, each with the weights of its linears by name, of which only shapes are looked at.
 
-    A weight starts at a multiple of ALIGNMENT, and those that `offsets` names so many bytes behind one.
+    A tensor starts at a multiple of ALIGNMENT. Each must divide into the rows of its matrix.
     """
     found, range_start = list[LayerLayout](), 0
     for layer in layers:
         pieces, end = list[Piece](), 0
-        for name, (num_rows, row_length) in layer.items():
-            piece = Piece(name, _align(end) + offsets.get(name, 0), num_rows, row_length, torch.float8_e4m3fn if fp8 else dtype)
-            if fp8:
-                piece = Piece(name, piece.start, num_rows, row_length, piece.dtype, _align(piece.stop))
-            pieces.append(piece)
-            end = piece.end
+        for name, weight in layer.items():
+            (num_rows, row_length), parts = weight.shape, list[Part]()
+            for key, tensor in weight.tensors.items():
+                assert tensor.numel() % num_rows == 0, f"{name}: {key} of {tensor.numel()} numbers for {num_rows} rows"
+                parts.append(Part(key, _align(end), num_rows, tensor.numel() // num_rows, tensor.dtype))
+                end = parts[-1].stop
+            pieces.append(Piece(name, num_rows, row_length, tuple(parts)))
         range_bytes = _align(math.ceil(end / world_size))
         found.append(LayerLayout(tuple(pieces), range_bytes, range_start))
         range_start += range_bytes
-    return BaseLayout(tuple(found), world_size, fp8)
+    return BaseLayout(tuple(found), world_size)
 
 
 def _align(position: int) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlora.kernels.frozen import FrozenWeight, PlainWeight
 from tlora.sharing.layout import BaseLayout, LayerLayout, Piece
 
 _BLOCK_BYTES = 64 << 20  # of rows at a time
@@ -22,8 +23,8 @@ Rows = Callable[[str, int, int], Tensor]
 
 
 @torch.no_grad()
-def fill(own: Tensor, layout: BaseLayout, rank: int, rows: Rows) -> None:
-    """Write the ranges of `rank` into `own`, its memory. In fp8 the bits are those that the whole base would have.
+def fill(own: Tensor, layout: BaseLayout, rank: int, rows: Rows, held: Callable[[Tensor], FrozenWeight] = PlainWeight) -> None:
+    """Write the ranges of `rank` into `own`, its memory. `held` gives rows their form, with the bits that the whole matrix would give.
 
     `rows` is called from several threads: one alone reads a file at 1 to 5 GB/s.
     """
@@ -32,9 +33,9 @@ def fill(own: Tensor, layout: BaseLayout, rank: int, rows: Rows) -> None:
         for block in _blocks(layout, rank):
             pending.append((block, pool.submit(_read, rows, block, own.device)))
             if len(pending) > _READERS:
-                _write(own, rank, *_next(pending))
+                _write(own, rank, *_next(pending), held)
         while pending:
-            _write(own, rank, *_next(pending))
+            _write(own, rank, *_next(pending), held)
 
 
 @dataclass(frozen=True)
@@ -66,17 +67,13 @@ def _next(pending: deque[tuple[_Block, Future[Tensor]]]) -> tuple[_Block, Tensor
     return block, future.result()
 
 
-def _write(own: Tensor, rank: int, block: _Block, found: Tensor) -> None:
+def _write(own: Tensor, rank: int, block: _Block, found: Tensor, held: Callable[[Tensor], FrozenWeight]) -> None:
     """What `rank` holds of the rows of a block."""
-    layer, piece, scale = block.layer, block.piece, None
-    if piece.scale_start is not None:
-        from tlora.kernels.fp8 import quantize_rows  # brings triton, which not every CPU install has
-
-        found, scale = quantize_rows([found.contiguous()])
-    assert found.dtype == piece.dtype and found.shape[1] == piece.row_length, f"{piece.name}: {found.dtype} {tuple(found.shape)}"
-    _place(own, layer, rank, piece.start + block.first * piece.row_bytes, found)
-    if scale is not None and piece.scale_start is not None:
-        _place(own, layer, rank, piece.scale_start + block.first * scale.element_size(), scale)
+    tensors = held(found).tensors
+    for part in block.piece.parts:
+        tensor, count = tensors[part.name], len(found) * part.row_length
+        assert tensor.dtype == part.dtype and tensor.numel() == count, f"{block.piece.name}: {tensor.dtype} {tuple(tensor.shape)}"
+        _place(own, block.layer, rank, part.start + block.first * part.row_bytes, tensor)
 
 
 def _place(own: Tensor, layer: LayerLayout, rank: int, position: int, values: Tensor) -> None:

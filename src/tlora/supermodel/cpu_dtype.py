@@ -30,10 +30,10 @@ def settle_dtype(
 ) -> tuple[DType, str]:
     """What `dtype` means on `device` (None: the GPU if there is one), and a line where `auto` is not what the base's files hold.
 
-    With `base_precision` it stays: that needs 16 bits, and a GPU. Raises ModelError.
+    With base_precision fp8 it stays: that needs 16 bits, and a GPU. Raises ModelError.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if dtype != "auto" or base_precision is not None or not _is_cpu(device):
+    if dtype != "auto" or base_precision == "fp8" or not _is_cpu(device):
         return dtype, ""
     found = pick_dtype(load_config(base_model), dtype, base_model)
     if not is_slow(found, device):

@@ -50,7 +50,7 @@ def why_not_fused(base: Base, linears: Mapping[str, LoraLinear], device: torch.d
     if not fit_kernels(base.head.weight_VH.dtype, ()):
         return f"the base is in {str(base.head.weight_VH.dtype).removeprefix('torch.')}"
     for name, linear in linears.items():
-        if not fit_kernels(linear.weight.dtype, widths := (linear.in_features, linear.out_features)):
+        if not fit_kernels(linear.form.dtype, widths := (linear.in_features, linear.out_features)):
             return f"the kernels take widths that are multiples of 16, and {name} has {widths[0]} to {widths[1]}"
     return None if fit_attention(base) else f"the kernels take attention heads of up to {_LARGEST_HEAD}, and this base has larger ones"
 
@@ -88,8 +88,8 @@ class FastPath:
         for members in find_groups(base, linears):
             widths = tuple(linears[name].out_features for name in members)
             together = [linears[name] for name in members]
-            scales = [m.scale_N for m in together if m.scale_N is not None]
-            weight_scale_N = torch.cat(scales) if scales else None
+            scales = [m.frozen.weight.row_scale_N for m in together] if together[0].form.row_scale_N is not None else []
+            weight_scale_N = torch.cat([scale_N for scale_N in scales if scale_N is not None]) if scales else None
             group = make_group(len(self._names), widths, together[0].in_features, device, weight_scale_N)
             self.groups.append(replace(group, feeds_backward=not unread.issuperset(members)))
             shared = LinearsOfOneInput(list(widths), len(self.groups) - 1)
@@ -241,7 +241,8 @@ def compile_ahead(
     share_compiled_kernels()
     members = [[linears[name] for name in names] for names in find_groups(base, linears)]
     groups = [
-        GroupOrder(m[0].in_features, tuple(x.out_features for x in m), m[0].bias is not None, m[0].scale_N is not None) for m in members
+        GroupOrder(m[0].in_features, tuple(x.out_features for x in m), m[0].bias is not None, m[0].form.row_scale_N is not None)
+        for m in members
     ]
     width = rank_width(max((lora.largest_rank for lora in loras), default=1))
     dropout = any(lora.lora_dropout > 0 for lora in loras)
@@ -261,7 +262,7 @@ def _digest_of(groups: Sequence[LinearGroup], linears: Sequence[LoraLinear], dty
     from tlora.kernels.tiles import digest, keys_of
     from tlora.kernels.varlen_attention import all_tiles
 
-    weight_dtypes = {linear.weight.dtype for linear in linears}
+    weight_dtypes = {linear.form.dtype for linear in linears}
     keys = [key for group in groups for w in weight_dtypes for key in keys_of(group.in_features, group.widths, dtype, w)]
     tiles = groups[0].tiles
     return digest(tiles, keys, all_tiles(tiles.card)[dtype.itemsize])

@@ -9,7 +9,7 @@ from torch import nn
 from tlora.adapters.targets import resolve
 from tlora.errors import ModelError
 from tlora.job import LoraConfig
-from tlora.supermodel.fp8_linear import Fp8Linear
+from tlora.supermodel.held_linear import HeldLinear
 from tlora.supermodel.lora_linear import BaseLinear, Context, LoraLinear
 from tlora.supermodel.streamed_linear import StreamedLinear
 
@@ -19,7 +19,7 @@ def find_linears(model: nn.Module) -> dict[str, BaseLinear]:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
     found: dict[str, BaseLinear] = {}
     for name, m in model.named_modules():
-        if (type(m) is nn.Linear or type(m) is Fp8Linear or type(m) is StreamedLinear) and m is not head:
+        if (type(m) is nn.Linear or type(m) is HeldLinear or type(m) is StreamedLinear) and m is not head:
             found[name] = m
     if not found:
         raise ModelError(f"{type(model).__name__} has no nn.Linear layer to adapt. Use a base model that is made of linear layers")

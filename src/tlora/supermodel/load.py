@@ -19,12 +19,12 @@ from tlora.data.base_files import located, snapshot
 from tlora.errors import ModelError
 from tlora.garbage import no_collection
 from tlora.job import BasePrecision, split_revision
-from tlora.kernels.frozen import FrozenLinear
+from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.kernels.head import Head
 from tlora.kernels.transfer import upload
 from tlora.sharing.layer_stream import LayerStream
 from tlora.supermodel import attention, attention_probe
-from tlora.supermodel.fp8_linear import check_fp8, hold_in_fp8
+from tlora.supermodel.held_linear import HeldLinear, check_precision, hold
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.layer_values import values_in_layers
 from tlora.supermodel.outlined_experts import OutlinedExperts
@@ -58,6 +58,13 @@ class Base:
     def num_bytes(self) -> int:
         """Of all weights, also of those that are on no device yet."""
         return sum(p.numel() * p.element_size() for p in self.model.parameters())
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers that the weights stand for, in whatever form they are held."""
+        held = [m for m in self.model.modules() if isinstance(m, HeldLinear)]
+        packed = sum(sum(p.numel() for name, p in m.named_parameters() if name != "bias") for m in held)
+        return sum(p.numel() for p in self.model.parameters()) - packed + sum(m.in_features * m.out_features for m in held)
 
 
 def check_path(base_model: str) -> None:
@@ -136,9 +143,9 @@ def load_base(
 ) -> Base:
     """Load the weights of `base_model` (a directory or hub id) onto `device`, frozen. Raises ModelError, ConfigError."""
     model, place = load_weights(base_model, dtype), torch.device(device)
-    if base_precision == "fp8":
-        check_fp8(place, model.dtype)
-        hold_in_fp8(model, list(find_linears(model)), place)
+    if base_precision is not None:
+        check_precision(base_precision, place, model.dtype)
+        hold(model, list(find_linears(model)), place, base_precision, pick_dtype(load_config(base_model), "auto", base_model))
     return make_base(move_model(model, place), base_model)
 
 
@@ -215,7 +222,7 @@ def make_base(model: Any, name: str, layers: LayerStream | None = None) -> Base:
 def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision | None = None) -> Base:
     """The base without its weights, on the meta device: for shapes and for counting memory."""
     config = load_config(base_model)
-    wanted = pick_dtype(config, dtype, base_model)
+    stored, wanted = (pick_dtype(config, each, base_model) for each in ("auto", dtype))
     attention.register()
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # of tensors without numbers: refused below
@@ -225,8 +232,8 @@ def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision 
     empty = next((name for name, p in model.named_parameters() if not p.numel()), None)
     if empty is not None:
         raise ModelError(f"base_model {base_model}: by its config.json, {empty} has no numbers. {_COMPARE}")
-    if base_precision == "fp8":
-        hold_in_fp8(model, list(find_linears(model)), torch.device("meta"))
+    if base_precision is not None:
+        hold(model, list(find_linears(model)), torch.device("meta"), base_precision, stored)
     model.requires_grad_(False).eval()
     return Base(model, decoder_of(model, base_model), find_head(model, base_model), base_model)
 
@@ -252,7 +259,9 @@ def find_head(model: Any, name: str) -> Head:
         raise ModelError(f"base_model {name}: its output head is {kind}, and must be a linear layer. Use a causal language model")
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-    return Head(lambda: FrozenLinear(embeddings.weight, embeddings.bias), scale, getattr(config, "final_logit_softcapping", None))
+    return Head(
+        lambda: FrozenLinear(PlainWeight(embeddings.weight), embeddings.bias), scale, getattr(config, "final_logit_softcapping", None)
+    )
 
 
 def longest_safe_sequence(model: Any) -> int | None:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from tlora.adapters.bank import AdapterBank
-from tlora.kernels.frozen import BaseWeights, FrozenLinear, frozen_linear
+from tlora.kernels.frozen import BaseWeights, FrozenLinear, FrozenWeight, PlainWeight, frozen_linear
 from tlora.kernels.multi_lora import LoraWeights, multi_lora_linear
 from tlora.kernels.segments import Segment, Segments
 from tlora.supermodel.batch import PackedBatch
-from tlora.supermodel.fp8_linear import Fp8Linear
+from tlora.supermodel.held_linear import HeldLinear
 from tlora.supermodel.streamed_linear import StreamedLinear
 
-BaseLinear = nn.Linear | Fp8Linear | StreamedLinear
+BaseLinear = nn.Linear | HeldLinear | StreamedLinear
 """A linear of a base before it is adapted."""
 
 
@@ -99,10 +99,11 @@ class LoraLinear(nn.Module):
 
     def __init__(self, linear: BaseLinear, name: str, context: Context) -> None:
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        self.scale_N: Tensor | None  # of the weight's rows, where it is fp8
-        self.register_buffer("scale_N", None if isinstance(linear, nn.Linear) else linear.scale_N, persistent=False)
-        self._look_up = linear.look_up if isinstance(linear, StreamedLinear) else None
+        self.weight: nn.Parameter
+        self.bias = linear.bias
+        for key, parameter in linear.named_parameters(recurse=False):
+            self.register_parameter(key, parameter)
+        self._look_up, self._form = (None, None) if isinstance(linear, nn.Linear) else (linear.look_up, linear.form)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.name, self.module_key, self._context = name, zlib.crc32(name.encode()) & 0x7FFFFFFF, context
         self.shared: LinearsOfOneInput | None = None
@@ -111,7 +112,12 @@ class LoraLinear(nn.Module):
     @property
     def frozen(self) -> FrozenLinear:
         """The base's linear as this module holds it, or as a shared base has it now."""
-        return self._look_up() if self._look_up is not None else FrozenLinear(self.weight, self.bias, self.scale_N)
+        return self._look_up() if self._look_up is not None else FrozenLinear(PlainWeight(self.weight), self.bias)
+
+    @property
+    def form(self) -> FrozenWeight:
+        """The weight's form: shapes and dtypes, and where a shared base has it, no numbers."""
+        return PlainWeight(self.weight) if self._form is None else self._form
 
     def forward(self, x: Tensor) -> Tensor:
         if self._context.pass_number is not None and self.shared is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,15 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from tlora.errors import ModelError
 from tlora.job import BasePrecision, split_revision
+from tlora.kernels.frozen import FrozenWeight, PlainWeight
 from tlora.sharing.layer_stream import LayerStream
-from tlora.sharing.layout import NO_OFFSETS, BaseLayout, lay_out
+from tlora.sharing.layout import lay_out
 from tlora.sharing.peer_memory import open_peer_memory
 from tlora.sharing.peers import Peers, Sharing
 from tlora.sharing.shards import Rows, fill
-from tlora.supermodel.fp8_linear import check_fp8, check_widths, hold_in_fp8
-from tlora.supermodel.inject import expert_modules, find_linears
+from tlora.supermodel.held_linear import check_precision, check_widths, hold, quantized
+from tlora.supermodel.inject import expert_modules, find_linears, sizes
 from tlora.supermodel.load import Base, decoder_of, layers_of, load_config, make_base, pick_dtype
-from tlora.supermodel.lora_linear import BaseLinear, LoraLinear
 from tlora.supermodel.streamed_linear import StreamedLinear
 from tlora.supermodel.tensor_files import StoredTensor, find_tensors, unmapped
 from tlora.supermodel.weight_files import check_weights, find_safetensors, refuse_incomplete
@@ -34,16 +36,14 @@ def load_shared_base(base_model: str, dtype: str, device: torch.device, base_pre
     peers = Peers(sharing)
     with peers.telling():
         config = load_config(base_model)
-        wanted = pick_dtype(config, dtype, base_model)
-        if base_precision == "fp8":
-            check_fp8(device, wanted)
+        stored_dtype, wanted = (pick_dtype(config, each, base_model) for each in ("auto", dtype))
+        check_precision(base_precision, device, wanted)
         name, revision = split_revision(base_model)
         check_weights(base_model, config)
         stored = find_tensors(find_safetensors(name, revision))
         model, tensors = _without_shared_weights(base_model, config, wanted, stored)
-        offsets = {linear: _offset(tensor, wanted, device) for linear, tensor in tensors.items()}
-        layout = lay_out_model(model, base_model, base_precision == "fp8", sharing.world_size, offsets)
-        stream = share_linears(model, layout, lambda linear, *rows: tensors[linear].read(*rows).to(wanted), peers, device)
+        form = Precision(base_precision, stored_dtype)
+        stream = share_linears(model, base_model, form, lambda linear, *rows: tensors[linear].read(*rows).to(wanted), peers, device)
     return make_base(model, base_model, stream)
 
 
@@ -61,7 +61,7 @@ def _without_shared_weights(
         raise ModelError(f"base_model {base_model}: is a mixture of experts, which cannot be shared yet. Load it unshared")
     names = {tensor.data_ptr(): name for name, tensor in stand_ins.items()}
     found: dict[str, StoredTensor] = {}
-    for linear in lay_out_model(model, base_model, False, 1).places:
+    for linear in chain.from_iterable(shared_weights(model, base_model)):
         name = names.get(model.get_submodule(linear).weight.data_ptr())
         if name is None:
             raise ModelError(f"base_model {base_model}: {linear} is put together of several tensors as it is loaded. Load it unshared")
@@ -69,14 +69,6 @@ def _without_shared_weights(
     shared = {tensor.name for tensor in found.values()}
     whole = {name: stand_ins[name] if name in shared else tensor.map() for name, tensor in stored.items()}
     return assemble(config, dtype, whole, base_model), found
-
-
-def _offset(tensor: StoredTensor, dtype: torch.dtype, device: torch.device) -> int:
-    """How far behind a multiple of 64 bytes an unshared base would have the weight: on a CPU it lies in the mapped file, unless its dtype
-    is changed. A CPU's BLAS gives other bits for another alignment.
-    """
-    mapped = device.type == "cpu" and tensor.dtype == dtype and tensor.start % dtype.itemsize == 0
-    return tensor.start % 64 if mapped else 0
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -99,59 +91,76 @@ def assemble(config: Any, dtype: torch.dtype, tensors: Mapping[str, Tensor], nam
     return model
 
 
-def share_model(model: Any, name: str, sharing: Sharing, device: torch.device, fp8: bool = False) -> Base:
+def share_model(model: Any, name: str, sharing: Sharing, device: torch.device, precision: BasePrecision | None = None) -> Base:
     """A base of a causal LM that every rank has loaded whole: its decoder layers are shared from then on.
 
-    With `fp8` they are held in that, with the bits of a base that is not shared. Raises ModelError, RankError.
+    With `precision` they are held in that, with the bits of a base that is not shared. Raises ModelError, RankError.
     """
     peers = Peers(sharing)
     with peers.telling():
-        layout = lay_out_model(model, name, fp8, sharing.world_size)
-        stream = share_linears(model, layout, lambda linear, first, last: model.get_submodule(linear).weight[first:last], peers, device)
+        form = Precision(precision, model.get_output_embeddings().weight.dtype)
+        stream = share_linears(model, name, form, lambda linear, first, last: model.get_submodule(linear).weight[first:last], peers, device)
     return make_base(model, name, stream)
 
 
-def lay_out_model(model: Any, name: str, fp8: bool, world_size: int, offsets: Mapping[str, int] = NO_OFFSETS) -> BaseLayout:
-    """The layout of the linears in the decoder layers of `model`, those that are in the head's dtype. `offsets` as in `lay_out`.
+@dataclass(frozen=True)
+class Precision:
+    """How a base's linears are held, and the dtype of its checkpoint."""
 
-    Raises ModelError where there are none, or for widths that fp8 cannot have.
+    name: BasePrecision | None
+    value_dtype: torch.dtype
+
+    def held(self, weight_NK: Tensor) -> FrozenWeight:
+        return PlainWeight(weight_NK) if self.name is None else quantized(weight_NK, self.name, self.value_dtype)
+
+
+def shared_weights(model: Any, name: str, form: Precision | None = None) -> list[dict[str, FrozenWeight]]:
+    """For each decoder layer of `model`, the linears that are shared (those in the head's dtype), with their weights on the meta device, in
+    their form. Raises ModelError where there are none, or for widths that the form cannot have.
     """
     dtype = model.get_output_embeddings().weight.dtype
     linears = {dotted: linear for dotted, linear in find_linears(model).items() if linear.weight.dtype == dtype}
-    layers = shapes_by_layer(model, layers_of(decoder_of(model, name)), linears)
+    if form is not None and form.name is not None:
+        check_widths(form.name, sizes(linears), by_rows=True)
+    held = PlainWeight if form is None else form.held
+    found = {
+        dotted: held(torch.empty(linear.out_features, linear.in_features, dtype=dtype, device="meta")) for dotted, linear in linears.items()
+    }
+    layers = by_layer(model, layers_of(decoder_of(model, name)), found)
     if not layers:
         raise ModelError(f"base_model {name}: {type(model).__name__} has no list of decoder layers with linears to share. Load it unshared")
-    for linear, (num_rows, row_length) in ((n, shape) for layer in layers for n, shape in layer.items() if fp8):
-        check_widths(linear, row_length, num_rows)
-    return lay_out(layers, dtype, fp8, world_size, offsets)
+    return layers
 
 
-def shapes_by_layer(
-    model: nn.Module, layers: Sequence[nn.Module], linears: Mapping[str, BaseLinear | LoraLinear]
-) -> list[dict[str, tuple[int, int]]]:
-    """For each of `layers` that has any of `linears` within it: these by name, with the shape [N, K] of the weight."""
+def by_layer(model: nn.Module, layers: Sequence[nn.Module], weights: Mapping[str, FrozenWeight]) -> list[dict[str, FrozenWeight]]:
+    """For each of `layers` that has any of the linears named in `weights` within it: these by name."""
     names = {module: dotted for dotted, module in model.named_modules()}
-    found = [{n: (m.out_features, m.in_features) for n, m in linears.items() if n.startswith(names[layer] + ".")} for layer in layers]
+    found = [{name: weight for name, weight in weights.items() if name.startswith(names[layer] + ".")} for layer in layers]
     return [layer for layer in found if layer]
 
 
-def share_linears(model: Any, layout: BaseLayout, rows: Rows, peers: Peers, device: torch.device) -> LayerStream:
-    """Put the weights of `layout`, given by `rows`, into the memory of all ranks, and streamed linears into `model`.
+def share_linears(model: Any, name: str, form: Precision, rows: Rows, peers: Peers, device: torch.device) -> LayerStream:
+    """Put the weights of the decoder layers, given by `rows`, into the memory of all ranks, and streamed linears into `model`.
 
-    All else of the model goes to `device` whole, other linears in fp8 if the layout is. All ranks call this together. Raises RankError.
+    All else of the model goes to `device` whole, other linears in the same form. All ranks call this together. Raises ModelError and
+    RankError.
     """
+    weights = shared_weights(model, name, form)
+    layout = lay_out(weights, peers.world_size)
     peers.agree("layout", hashlib.sha256(repr(layout).encode()).hexdigest()[:16], "a base of layout")
     memory = open_peer_memory(layout.rank_bytes, peers, device)
-    fill(memory.own, layout, peers.rank, rows)
+    fill(memory.own, layout, peers.rank, rows, form.held)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     peers.exchange("filled", True)
     stream = LayerStream(layout, memory, peers.rank, peers.slots)
-    for name, (_, piece) in layout.places.items():
-        parent, _, child = name.rpartition(".")
-        bias = model.get_submodule(name).bias
-        setattr(model.get_submodule(parent), child, StreamedLinear(piece, None if bias is None else _moved(bias.detach(), device), stream))
-    if layout.fp8:
-        hold_in_fp8(model, [n for n, m in find_linears(model).items() if isinstance(m, nn.Linear)], device)
+    for dotted, weight in ((dotted, weight) for layer in weights for dotted, weight in layer.items()):
+        parent, _, child = dotted.rpartition(".")
+        bias = model.get_submodule(dotted).bias
+        streamed = StreamedLinear(dotted, weight, None if bias is None else _moved(bias.detach(), device), stream)
+        setattr(model.get_submodule(parent), child, streamed)
+    if form.name is not None:
+        others = [dotted for dotted, linear in find_linears(model).items() if isinstance(linear, nn.Linear)]
+        hold(model, others, device, form.name, form.value_dtype)
     model._apply(lambda tensor: tensor if tensor.is_meta else _moved(tensor, device))
     return stream

@@ -65,10 +65,7 @@ def find_tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
 
 def unmapped(tensor: Tensor) -> Tensor:
     """A copy of a CPU tensor that does not lie in a mapped file: cutting the file would kill the process, and writing to it would change
-    the weights. It begins at the same remainder of 64 bytes, since a CPU's BLAS gives other bits for another one.
+    the weights. torch puts it at a multiple of 64 bytes, wherever the file had it: a CPU's BLAS gives other bits for another remainder,
+    and products are then those of a weight that is fetched or unpacked.
     """
-    if not tensor.is_contiguous() or tensor.data_ptr() % tensor.itemsize:
-        return tensor.clone()
-    room = torch.empty(tensor.nbytes + 64, dtype=torch.uint8)
-    start = (tensor.data_ptr() - room.data_ptr()) % 64
-    return room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return tensor.clone()

@@ -63,7 +63,7 @@ from tlora.store.job_result import JobResult
 from tlora.store.metrics import RowWriter
 from tlora.store.run_directory import HeldDirectory, write_run_file
 from tlora.store.serving import ServingFiles
-from tlora.supermodel.fp8_linear import check_fp8
+from tlora.supermodel.held_linear import check_precision
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
@@ -143,8 +143,7 @@ class Owner:
         order, device = self._order, torch.device(self._devices[0])
         run, resume = self.run, order.resume
         base = outline(run.base_model, run.dtype, run.base_precision)
-        if run.base_precision == "fp8":
-            check_fp8(device, base.head.weight_VH.dtype)
+        check_precision(run.base_precision, device, base.head.weight_VH.dtype)
         for line in check_unused(run.base_model, base.model.config, run.unused_weights):
             order.watcher.note(line)
         model = SuperModel(base)

@@ -20,12 +20,12 @@ from tests.tolerances import relative_error
 from tlora.adapters.state import init_state
 from tlora.engine.check import check
 from tlora.errors import ConfigError, ModelError
-from tlora.job import LoraConfig, RunSpec, TrainConfig
-from tlora.kernels.frozen import FrozenLinear
-from tlora.planning.memory import measure
+from tlora.job import BasePrecision, LoraConfig, RunSpec, TrainConfig
+from tlora.kernels.fp8_weight import DTYPE
+from tlora.planning.memory import bytes_in, measure
 from tlora.store.run_directory import check_run_directory
 from tlora.supermodel.batch import BatchRow, collate
-from tlora.supermodel.fp8_linear import DTYPE, Fp8Linear, check_fp8, hold_in_fp8
+from tlora.supermodel.held_linear import HeldLinear, check_precision, hold
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.load import make_base, outline
 from tlora.supermodel.supermodel import SuperModel
@@ -41,7 +41,7 @@ H200 = torch.device("cuda")
 
 def fp8_model(**changes: Any) -> Any:
     model = make_model("llama-tied", COMPUTE, **changes).to(DEVICE)  # with biases
-    hold_in_fp8(model, list(find_linears(model)), DEVICE)
+    hold(model, list(find_linears(model)), DEVICE, "fp8")
     return model
 
 
@@ -50,7 +50,7 @@ def dequantized_model(**changes: Any) -> Any:
     model, held = make_model("llama-tied", COMPUTE, **changes).to(DEVICE), fp8_model(**changes)
     for name, linear in find_linears(model).items():
         fp8 = held.get_submodule(name)
-        linear.weight.data = FrozenLinear(fp8.weight, None, fp8.scale_N).dense(COMPUTE)
+        linear.weight.data = fp8.look_up().dense(COMPUTE)
     return model
 
 
@@ -63,12 +63,12 @@ def logits(model: Any) -> Tensor:
 def test_every_linear_but_the_head_is_held_in_8_bits_and_nothing_else_changes() -> None:
     before, model = make_model("llama-tied", COMPUTE).to(DEVICE), fp8_model()
     names = set(find_linears(before))
-    assert names == {name for name, m in model.named_modules() if isinstance(m, Fp8Linear)} == set(find_linears(model))
+    assert names == {name for name, m in model.named_modules() if isinstance(m, HeldLinear)} == set(find_linears(model))
     for name in names:
         held, was = model.get_submodule(name), before.get_submodule(name)
         assert held.weight.dtype == DTYPE and held.weight.shape == was.weight.shape and not held.weight.requires_grad
         assert held.scale_N.shape == (len(was.weight),) and torch.equal(held.bias, was.bias)
-        error = (FrozenLinear(held.weight, None, held.scale_N).dense(torch.float32) - was.weight.float()).abs().amax(1)
+        error = (held.look_up().dense(torch.float32) - was.weight.float()).abs().amax(1)
         assert bool((error <= was.weight.float().abs().amax(1) * (1 + 1e-5) / 28).all()), "half a step at the row's largest is 1/28 of it"
     others = {key: t for key, t in before.state_dict().items() if key.rpartition(".")[0] not in names}
     assert others and all(torch.equal(t, model.state_dict()[key]) for key, t in others.items())
@@ -101,10 +101,10 @@ def test_who_cannot_is_refused(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "RTX")
     if message is None:
-        check_fp8(device, dtype)
+        check_precision("fp8", device, dtype)
         return
     with pytest.raises(ConfigError, match=message):
-        check_fp8(device, dtype)
+        check_precision("fp8", device, dtype)
 
 
 def test_odd_widths_are_refused() -> None:
@@ -131,21 +131,26 @@ def test_on_a_cpu_check_tells_and_train_raises(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "out").exists()
 
 
-def test_the_outline_counts_a_byte_for_each_weight(tmp_path: Path) -> None:
+def test_the_outline_counts_the_bytes_of_each_form(tmp_path: Path) -> None:
+    """In fp8 a byte for each weight and a scale for each row; in NF4 half a byte, and a scale for 64."""
     base = save_base(tmp_path / "base")
-    plain, held = (outline(str(base), "bfloat16", precision).model for precision in (None, "fp8"))
-    weights = sum(linear.weight.numel() for linear in find_linears(plain).values())
-    count = [sum(p.numel() for p in model.parameters()) for model in (plain, held)]
-    size = [sum(p.nbytes for p in model.parameters()) for model in (plain, held)]
-    assert count[0] == count[1] and size[0] - size[1] == weights
+    plain, fp8, nf4 = (outline(str(base), "bfloat16", precision) for precision in (None, "fp8", "nf4"))
+    linears = find_linears(plain.model).values()
+    weights, rows = sum(linear.weight.numel() for linear in linears), sum(linear.out_features for linear in linears)
+    assert plain.num_parameters == fp8.num_parameters == nf4.num_parameters
+    assert plain.num_bytes - fp8.num_bytes == weights - 4 * rows
+    assert plain.num_bytes - nf4.num_bytes == weights * 3 // 2 - 4 * (weights // 64)
 
 
-def test_memory_holds_the_scales_and_a_transposed_group_beside_the_weights(tmp_path: Path) -> None:
-    base = save_base(tmp_path / "base")
-    plain, held = (measure(SuperModel(outline(str(base), "bfloat16", precision)), 0, torch.device("cpu")) for precision in (None, "fp8"))
-    linears = find_linears(outline(str(base)).model).values()
-    scales, widest = 4 * sum(m.out_features for m in linears), max(m.weight.numel() for m in linears)
-    assert held.stages[0].fixed_bytes - plain.stages[0].fixed_bytes == scales + 2 * widest
+@pytest.mark.parametrize(("precision", "bytes_each"), [("fp8", 1), ("nf4", 2)])
+def test_memory_holds_what_a_group_is_multiplied_as_beside_the_weights(precision: BasePrecision, bytes_each: int, tmp_path: Path) -> None:
+    """In fp8 the transposed weights, in NF4 the matrices in 16 bits."""
+    base, cpu = save_base(tmp_path / "base"), torch.device("cpu")
+    outlined, as_held = (SuperModel(outline(str(base), "bfloat16", each)) for each in (None, precision))
+    plain, held = (measure(model, 0, cpu) for model in (outlined, as_held))
+    widest = max(m.weight.numel() for m in find_linears(outline(str(base)).model).values())
+    assert held.stages[0].fixed_bytes - plain.stages[0].fixed_bytes == 2 * bytes_each * widest
+    assert bytes_in(precision, outlined, outlined.base.num_bytes) == as_held.base.num_bytes + 2 * bytes_each * widest
     assert held.stages[0].bytes_per_token == plain.stages[0].bytes_per_token, "weights are not saved anew for each token"
 
 

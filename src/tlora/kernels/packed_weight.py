@@ -1,0 +1,83 @@
+"""A frozen weight held in 4 bits: packed nibbles, a table of 16 numbers, and one scale for each group of neighbours.
+
+The matrix is flattened row by row and cut into groups of equal length, so that a group may span the border of two rows; the last may be
+short. Number i is table[nibble i] * scale[i // group], one fp32 product, rounded once to `value_dtype`. These are the bits of
+bitsandbytes' CUDA kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_AT_ONCE = 1 << 20  # bytes of nibbles that torch unpacks at a time: 8 MiB of fp32 besides the result
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """`weight`: uint8 [ceil(N * K / 2)], the earlier number in the high nibble. `scale`: fp32 [ceil(N * K / group)]. `table`: 16 numbers
+    that fp32 has.
+
+    `value_dtype`: of the checkpoint that the weight stands for. `dtype`: in which products compute, at least as wide.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    table: tuple[float, ...]
+    shape: tuple[int, int]
+    group: int
+    value_dtype: torch.dtype
+    dtype: torch.dtype
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {"weight": self.weight, "scale": self.scale}
+
+    def operand(self) -> Tensor:
+        return self.dense(self.dtype)
+
+    @property
+    def row_scale_N(self) -> None:  # noqa: N802
+        return None
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The matrix that is multiplied."""
+        return self.shape[0] * self.shape[1] * self.dtype.itemsize
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return dequantize_in_torch(self, dtype)
+
+
+@cache
+def table_on(table: tuple[float, ...], device: torch.device) -> Tensor:
+    """The same tensor each time: a CUDA graph has its address."""
+    return torch.tensor(table, dtype=torch.float32, device=device)
+
+
+def dequantize_in_torch(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """[N, K] in `dtype`, in plain torch operations."""
+    count = packed.shape[0] * packed.shape[1]
+    if packed.weight.is_meta:
+        return torch.empty(packed.shape, dtype=dtype, device="meta")
+    out = torch.empty(2 * len(packed.weight), dtype=dtype, device=packed.weight.device)
+    table = table_on(packed.table, packed.weight.device)
+    by_byte = torch.stack([table.repeat_interleave(16), table.repeat(16)], 1)
+    scales = packed.scale[:, None].expand(-1, packed.group // 2)
+    step = max(_AT_ONCE // packed.group, 1) * packed.group  # bytes: whole groups
+    for first in range(0, len(packed.weight), step):
+        nibbles = packed.weight[first : first + step]
+        groups = scales[2 * first // packed.group :][: -(-2 * len(nibbles) // packed.group)].reshape(-1)[: len(nibbles)]
+        values = by_byte[nibbles.int()] * groups[:, None]
+        out[2 * first : 2 * (first + len(nibbles))] = values.view(-1).to(packed.value_dtype)
+    return out[:count].view(packed.shape)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """uint8 [ceil(n / 2)] of codes below 16 [n]: the earlier one is the high nibble."""
+    padded = torch.nn.functional.pad(codes, (0, len(codes) % 2)).to(torch.uint8)
+    return (padded[::2] << 4) | padded[1::2]

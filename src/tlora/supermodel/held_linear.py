@@ -1,0 +1,125 @@
+"""A base whose frozen linears are held in fewer bits (`base_precision`): which devices can, and the change at load.
+
+Embedding, head and norms keep the base's dtype. The forms are in `kernels/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import get_args
+
+import torch
+from torch import Tensor, nn
+
+from tlora.errors import ConfigError, ModelError
+from tlora.job import BasePrecision
+from tlora.kernels import fp8_weight, nf4
+from tlora.kernels.device import capability_of, class_of, name_of
+from tlora.kernels.frozen import FrozenLinear, FrozenWeight, frozen_linear, held_bytes
+
+
+def check_precision(precision: BasePrecision | None, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises ConfigError where a base of `dtype` cannot be held in `precision` on `device`."""
+    if precision == "fp8":
+        _check_fp8(device, dtype)
+    elif precision == "nf4" and dtype == torch.float64:
+        raise ConfigError("base_precision nf4 needs a base in 16 or 32 bits, and this one is float64. Set dtype: float32")
+
+
+def _check_fp8(device: torch.device, dtype: torch.dtype) -> None:
+    if device.type != "cuda":
+        has = f"this run's device is {device}"
+    elif (card := class_of(capability_of(device))) is None or not card.fp8:
+        has = f"{name_of(device)} has {capability_of(device) / 10}"
+    elif dtype not in (torch.bfloat16, torch.float16):
+        raise ConfigError(f"base_precision fp8 needs a base in 16 bits, and this one is {str(dtype)[6:]}. Set dtype: bfloat16")
+    else:
+        return
+    rule = "base_precision fp8 needs a GPU of compute capability 8.9 or above that the kernels are made for"
+    raise ConfigError(f"{rule}, and {has}. Take base_precision out")
+
+
+def possible_precisions(device: torch.device, dtype: torch.dtype) -> list[BasePrecision]:
+    """Those that `check_precision` lets a base of `dtype` have on `device`, the most bits first."""
+    found: list[BasePrecision] = []
+    for precision in get_args(BasePrecision):
+        try:
+            check_precision(precision, device, dtype)
+        except ConfigError:
+            continue
+        found.append(precision)
+    return found
+
+
+def check_widths(precision: BasePrecision, shapes: Mapping[str, tuple[int, int]], by_rows: bool = False) -> None:
+    """Raises ModelError for a linear whose widths (in and out features, by name) the form cannot have. NF4 takes all but in a base that is
+    shared, which is cut `by_rows`.
+    """
+    for name, (in_features, out_features) in shapes.items():
+        if precision == "fp8" and (in_features % 16 or out_features % 16):
+            raise ModelError(
+                f"base_precision fp8 needs widths that are multiples of 16, and {name} has {in_features} to {out_features}. Take it out"
+            )
+        if precision == "nf4" and by_rows and in_features % nf4.GROUP:
+            raise ModelError(
+                f"a base in parts with base_precision nf4 needs input widths that are multiples of {nf4.GROUP}, and {name} has "
+                f"{in_features}. Take it out, or use GPUs that hold the whole base"
+            )
+
+
+def quantized(weight_NK: Tensor, precision: BasePrecision, value_dtype: torch.dtype) -> FrozenWeight:
+    """`weight_NK` held in `precision`, on its device. `value_dtype`: of the checkpoint; values are rounded to it where it is narrower."""
+    if precision == "fp8":
+        return fp8_weight.quantize(weight_NK)
+    narrower = value_dtype if value_dtype.itemsize < weight_NK.dtype.itemsize else weight_NK.dtype
+    return nf4.quantize(weight_NK, narrower)
+
+
+class HeldLinear(nn.Module):
+    """A frozen linear whose weight is in any form: a parameter for each tensor that the form holds."""
+
+    def __init__(self, weight: FrozenWeight, bias: Tensor | None) -> None:
+        super().__init__()
+        held = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in weight.tensors.items()}
+        for name, parameter in held.items():
+            self.register_parameter(name, parameter)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self._frozen = FrozenLinear(replace(weight, **held), self.bias)  # type: ignore[type-var]
+        self.out_features, self.in_features = weight.shape
+
+    @property
+    def form(self) -> FrozenWeight:
+        """The weight: of one that is held here, itself."""
+        return self._frozen.weight
+
+    def look_up(self) -> FrozenLinear:
+        """The linear as it lies now."""
+        return self._frozen
+
+    def forward(self, x: Tensor) -> Tensor:
+        return frozen_linear(x, self.look_up)
+
+
+@torch.no_grad()
+def hold(
+    model: nn.Module, names: list[str], device: torch.device, precision: BasePrecision, value_dtype: torch.dtype | None = None
+) -> None:
+    """Replace the linears `names` of `model` by those that are held in `precision` on `device`, one after another: never two copies of all.
+
+    `value_dtype` as in `quantized`; by default the dtype that the model has. On the meta device shapes alone are made. Raises ModelError
+    for widths that the form cannot have.
+    """
+    for name in names:
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear), f"{name} is {type(linear).__name__}"
+        check_widths(precision, {name: (linear.in_features, linear.out_features)})
+        weight = quantized(linear.weight.detach().to(device), precision, value_dtype or linear.weight.dtype)
+        parent, _, child = name.rpartition(".")
+        bias = None if linear.bias is None else linear.bias.detach().to(device)
+        setattr(model.get_submodule(parent), child, HeldLinear(weight, bias))
+
+
+def held_weight_bytes(shape: tuple[int, int], precision: BasePrecision, dtype: torch.dtype) -> int:
+    """What a weight [N, K] of a base of `dtype` takes in `precision`."""
+    return held_bytes(quantized(torch.empty(shape, dtype=dtype, device="meta"), precision, dtype))
