@@ -116,14 +116,15 @@ def play(
 
 
 @settings(max_examples=100, deadline=None)
-@given(jobs_of_a_run, st.integers(300, 900), st.dictionaries(st.integers(0, 6), st.integers(1, 20), max_size=2), st.booleans())
+@given(jobs_of_a_run, st.integers(20, 900), st.dictionaries(st.integers(0, 6), st.integers(1, 20), max_size=2), st.booleans())
 def test_exactly_once_within_budget_in_batches_and_deterministic(drawn, budget, leave_at, in_order) -> None:
     batches, stayed = play(drawn, budget, leave_at, in_order)
     assert play(drawn, budget, leave_at, in_order)[0] == batches  # same flows, same micro-batches
 
     kinds = {f"j{n}": kind for n, (_, _, kind, _) in enumerate(drawn)}
     for batch in batches:
-        assert 0 < batch.tokens == sum(row.tokens for row in batch.rows) <= budget == batch.budget
+        assert 0 < batch.tokens == sum(row.tokens for row in batch.rows) <= batch.budget
+        assert batch.budget == budget or (len(batch.rows) == 1 and batch.tokens == batch.budget > budget)  # a long sample is by itself
         assert {kinds[row.job_id] for row in batch.rows} == {batch.kind}
         owners = [row.job_id for row in batch.rows]
         assert len({*owners}) == 1 + sum(a != b for a, b in pairwise(owners))  # adjacent
@@ -153,9 +154,15 @@ def test_nothing_pending_is_no_micro_batch() -> None:
     assert pack([Flow("a")], 100, in_order=True) is None
 
 
-def test_a_sample_beyond_the_budget_is_a_bug() -> None:
-    with pytest.raises(AssertionError, match="j: .*101 tokens .*100"):
-        pack([job("j", iter([[5, 101]])).flow], 100, in_order=True)
+@BOTH_ORDERS
+def test_a_sample_beyond_the_budget_is_a_micro_batch_by_itself_and_counts_in_full(in_order: bool) -> None:
+    """One job has long samples in each batch, the other has none: both compute about as many tokens."""
+    long, short = job("long", repeat([20, 400, 30] * 4)), job("short", repeat([25] * 60))
+    batches = run([long, short], 100, 400, in_order=in_order)
+    sizes = Counter(len(batch.rows) for batch in batches if batch.tokens > 100)
+    assert set(sizes) == {1} and {batch.budget for batch in batches} == {100, 400}
+    tokens = tokens_by_job(batches)
+    assert 0.8 < tokens["long"] / tokens["short"] < 1.25, tokens
 
 
 def test_equal_flows_are_served_in_the_order_in_which_they_joined() -> None:
@@ -352,9 +359,10 @@ def test_a_prepared_size_holds_and_stays_within_the_budget(budget: int, data: st
     assert size % 16 == 0 or size == budget
 
 
-def test_more_tokens_than_the_budget_have_no_prepared_size() -> None:
-    with pytest.raises(AssertionError, match="101 tokens do not fit into a budget of 100"):
-        prepared_budget(101, 100)
+def test_a_sample_longer_than_the_budget_has_a_size_of_its_own() -> None:
+    assert [prepared_budget(tokens, 100) for tokens in (101, 128, 129, 16_300)] == [128, 128, 256, 16_384]
+    with pytest.raises(AssertionError, match="a micro-batch of 0 tokens"):
+        prepared_budget(0, 100)
 
 
 def test_the_default_budget_can_be_filled_by_the_others() -> None:

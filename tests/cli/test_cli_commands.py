@@ -306,6 +306,7 @@ def run_check(*jobs: SimpleNamespace, **changes: Any) -> SimpleNamespace:
         "mailbox_bytes": 0,
         "activation_bytes": 4 << 30,
         "recomputed_layers": 0,
+        "recomputed": "",
         "num_layers": 0,
         "measured": False,
         "recompute_choices": (),
@@ -409,7 +410,7 @@ def test_check_says_no_more_than_it_knows_of_a_gpu(jobs_file: Path, use: Callabl
 
 @pytest.mark.parametrize(("measured", "how"), [(True, "as measured by an earlier run"), (False, "estimated; a run measures first")])
 def test_check_tells_what_of_a_gpu_is_for_what(jobs_file: Path, use: Callable[..., None], measured: bool, how: str):
-    found = run_check(job_check("sql"), device="cuda", recomputed_layers=3, num_layers=32, measured=measured)
+    found = run_check(job_check("sql"), device="cuda", recomputed="3 of 32 layers recomputed", num_layers=32, measured=measured)
     use("tlora.engine.check", check=lambda run, watcher, device, gpus, gpu: found)
     _, out, _ = call("check", jobs_file)
     assert f"the adapters 6 MiB, activations 4 GiB with 3 of 32 layers recomputed, {how}" in out

@@ -16,6 +16,7 @@ import pytest
 from tests.engine.test_calibration import Made, load_of
 from tests.engine.test_crash import fork
 from tests.engine.tiny_runs import job, run_spec, sha256, steps_taken
+from tlora.batching.recompute_plan import RecomputePlan
 from tlora.engine import background_calibration, calibration
 from tlora.engine import trainer as trainer_room
 from tlora.engine.calibration import recall
@@ -222,15 +223,16 @@ def test_what_was_being_timed_is_timed_anew_when_it_had_to_step_aside(base: Path
 
 def test_recomputation_is_the_groups_again_after_a_turn(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A measurement recomputes nothing, whatever the jobs do."""
-    layers, seen = [2], list[int]()
-    monkeypatch.setattr(SuperModel, "recomputed_layers", property(lambda _: layers[0], lambda _, count: layers.__setitem__(0, count)))
+    plan = RecomputePlan((100, 200))
+    layers, seen = [plan], list[RecomputePlan]()
+    monkeypatch.setattr(SuperModel, "recompute", property(lambda _: layers[0], lambda _, count: layers.__setitem__(0, count)))
     one = calibration._one
     monkeypatch.setattr(calibration, "_one", lambda *arguments: (seen.append(layers[0]), one(*arguments))[1])
     found = made(base, tmp_path, lambda runs, tokens: True)
     while not found.calibration.over:
         found.calibration.turn(found.begun.append, beside_jobs=True)
-        assert layers == [2]
-    assert set(seen) == {0}
+        assert layers == [plan]
+    assert set(seen) == {RecomputePlan()}
 
 
 def test_a_job_that_comes_gets_the_memory(base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

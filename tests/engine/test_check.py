@@ -32,17 +32,20 @@ def test_a_missing_base_hides_no_missing_file(data: Path) -> None:
     assert here.problems == () and len(gone.problems) == 1 and "none.jsonl" in gone.problems[0]
 
 
-def test_a_budget_below_the_longest_sample_is_raised_and_said(base: Path, data: Path, tmp_path: Path) -> None:
-    """Once, by `check` and by `train`, with the job whose sample it is; a budget that fits is nothing to speak of."""
+def test_a_budget_below_the_longest_sample_is_kept_and_said(base: Path, data: Path, tmp_path: Path) -> None:
+    """Once, by `check` and by `train`, with the job whose sample it is; a budget that fits is nothing to speak of. Memory is planned for
+    that sample.
+    """
     jobs = [job("short", str(data / "b.jsonl")), job("long", str(data / "c.jsonl"), max_steps=1)]
     found = check(run_spec(base, tmp_path / "out", jobs, token_budget=16), device="cpu")
     (warning,) = found.warnings
-    assert found.token_budget > 16 and f"token_budget 16 is raised to {found.token_budget}: long has a sample of so many tokens" in warning
+    assert found.token_budget == 16 and "token_budget 16 is less than the longest sample, of 170 tokens in long" in warning
     notes: list[str] = []
     assert train(base, tmp_path / "out", jobs, token_budget=16, watcher=Watcher(note=notes.append)).status == "done"
     assert notes.count(warning) == 1
-    enough = check(run_spec(base, tmp_path / "other", jobs, token_budget=found.token_budget), device="cpu")
-    assert enough.warnings == () and enough.token_budget == found.token_budget
+    enough = check(run_spec(base, tmp_path / "other", jobs, token_budget=170), device="cpu")
+    assert enough.warnings == () and enough.token_budget == 170
+    assert enough.activation_bytes <= found.activation_bytes
 
 
 def test_the_file_of_the_evaluation_is_reported(base: Path, data: Path, tmp_path: Path) -> None:

@@ -118,12 +118,13 @@ def test_alone_is_together_and_what_is_resumed(wide_base: Path, data: Path, pair
     assert {name: sha256(out / name) for name in alone} == alone
 
 
-def test_a_pair_longer_than_the_budget_raises_it(base: Path, pairs: Path, tmp_path: Path) -> None:
+def test_a_pair_longer_than_the_budget_is_a_micro_batch_by_itself(base: Path, pairs: Path, tmp_path: Path) -> None:
     """A unit is never split, as a sample is not."""
     results = train(base, tmp_path / "out", [job("a", str(pairs), objective="dpo")], token_budget=16)
     assert results["a"].status == "done"
-    budgets = [row["token_budget"] for row in rows(tmp_path / "out/run.jsonl") if "token_budget" in row]
-    assert all(budget > 16 for budget in budgets)
+    assert json.loads((tmp_path / "out/run.json").read_text())["token_budget"] == 16
+    computed = [(row["micro_batches"], row["tokens"]) for row in rows(tmp_path / "out/run.jsonl") if row.get("micro_batches")]
+    assert computed and all(tokens > 16 * count for count, tokens in computed)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from tests.engine.test_worker import made as made
 from tests.engine.test_worker import report_each_step as report_each_step
 from tests.engine.tiny_runs import sha256, train
 from tests.store.test_metrics import Client
+from tlora.batching.recompute_plan import RecomputePlan
 from tlora.engine.commands import Share
 from tlora.engine.trainer import load_base
 from tlora.engine.worker import Worker
@@ -33,6 +34,8 @@ from tlora.planning.memory_bound import MemoryBound
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.worker_protocol import Failed, Finished, Load, Memory, Want, controller_line, parse_controller_line
+
+NONE = RecomputePlan()
 
 
 def test_options_travel() -> None:
@@ -128,7 +131,7 @@ def needed(base: Path, specs: list[JobSpec], budget: int) -> int:
     """Bytes that `specs` take with that token budget."""
     model = SuperModel(outline(str(base)))
     jobs = [PlannedJob(spec, layout=model.layout(spec)) for spec in specs]
-    return bound_of(base, 10**12)._at(budget, 0, jobs).total_bytes([job.layout for job in jobs if job.layout is not None])
+    return bound_of(base, 10**12)._at(budget, NONE, jobs).total_bytes([job.layout for job in jobs if job.layout is not None])
 
 
 def test_a_memory_limit_counts_the_replicas_of_a_job(base: Path) -> None:
@@ -137,11 +140,11 @@ def test_a_memory_limit_counts_the_replicas_of_a_job(base: Path) -> None:
     two = one.model_copy(update={"gpus": 2})
     layout = SuperModel(outline(str(base))).layout(one)
     bound = bound_of(base, needed(base, [one], 256))
-    assert bound.lower(256, 2, 0, [PlannedJob(one, layout=layout)]) == 256 > bound.lower(256, 2, 0, [PlannedJob(two, layout=layout)])
+    assert bound.lower(256, 2, NONE, [PlannedJob(one, layout=layout)]) == 256 > bound.lower(256, 2, NONE, [PlannedJob(two, layout=layout)])
     alone = bound_of(base, needed(base, [one], 1))
     fits, does_not = PlannedJob(one, layout=layout), PlannedJob(two, layout=layout)
     for job in (fits, does_not):
-        alone.check(job, 0)
+        alone.check(job, NONE)
     assert not fits.problems and "needs" in does_not.problems[0]
 
 
@@ -152,12 +155,12 @@ def test_a_memory_limit_counts_activations_of_the_jobs_own_rank(base: Path) -> N
     def activations(rank: int) -> int:
         spec = JobSpec.model_validate({"name": "a", "data": "d", "r": rank})
         job = PlannedJob(spec, layout=model.layout(spec))
-        return bound._at(256, 0, [job]).activation_bytes
+        return bound._at(256, NONE, [job]).activation_bytes
 
     small, large = activations(4), activations(256)
     assert small == activations(64) < large
     wide = JobSpec.model_validate({"name": "a", "data": "d", "r": 256})
-    bound.lower(256, 2, 0, [PlannedJob(wide, layout=model.layout(wide))])
+    bound.lower(256, 2, NONE, [PlannedJob(wide, layout=model.layout(wide))])
     assert activations(4) == large
 
 
@@ -196,8 +199,8 @@ def test_a_base_larger_than_the_limit_is_refused_before_it_is_loaded(made: Order
 def test_recompute_overrides_a_share(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: Any, layers: int) -> None:
     told: list[int] = []
 
-    def share(_: Engine, token_budget: int, recomputed_layers: int, weights: Mapping[str, float]) -> None:
-        told.append(recomputed_layers)
+    def share(_: Engine, token_budget: int, recompute: RecomputePlan, weights: Mapping[str, float]) -> None:
+        told.append(recompute.layers(1))
 
     monkeypatch.setattr(Engine, "share", share)
     monkeypatch.setattr(SuperModel, "num_layers", property(lambda _: 3))
@@ -232,6 +235,6 @@ def test_layers_are_computed_again_where_memory_asks_for_it(base: Path) -> None:
     for layers in range(4):
         limit = memory.total_bytes(layouts, 10_000, layers)
         bound._plan, bound._measure = replace(bound._plan, memory=memory, limit_bytes=limit), cache(lambda _: memory)
-        assert bound.least_recomputed(10_000, jobs) == layers and bound.most_recomputed == 3
+        assert bound.least_recomputed(jobs).layers(10_000) == layers and bound.most_recomputed == 3
         bound._plan = replace(bound._plan, limit_bytes=limit - 1)
-        assert bound.least_recomputed(10_000, jobs) == min(layers + 1, 3)
+        assert bound.least_recomputed(jobs).layers(10_000) == min(layers + 1, 3)

@@ -125,11 +125,13 @@ def test_a_job_that_cannot_join_has_ended_without_a_state(
 
 
 def test_shares_hold_for_those_that_join_later(engine: Engine, sets: tuple[Dataset, Dataset]) -> None:
-    engine.share(1, weights={"b": 3.0})
+    engine.share(5, weights={"b": 3.0})
     for name in ("a", "b"):
         engine.join(JobRun(spec(name), sets[0], None))
     assert {name: run.flow.weight for name, run in engine.runs.items()} == {"a": 1.0, "b": 3.0}
-    assert engine.token_budget == int(sets[0].lengths.max()), "a sample is never split"
+    packed = engine.run_micro_batch()
+    assert packed is not None and engine.token_budget == 5 and len(packed.rows) == 1, "longer samples come one by one"
+    assert packed.tokens == packed.budget == int(sets[0].lengths[packed.rows[0].sample])
 
 
 def test_an_error_of_no_job_is_noted_and_the_batch_starts_over(

@@ -16,6 +16,7 @@ from tests.engine.tiny_runs import job, run_spec, train
 from tests.kernels.interpreter import interpreted
 from tests.tiny import SHAPE
 from tlora.adapters.state import AdapterLayout, AdapterShape
+from tlora.batching.recompute_plan import RecomputePlan
 from tlora.batching.replicas import Span
 from tlora.costs.hardware import live_cost_model
 from tlora.data.packed_rows import pack_rows
@@ -27,7 +28,8 @@ from tlora.job import BasePrecision, JobSpec, RunSpec
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import ACTIVATION_RANK, MemoryModel, Stage, count_base, measure, takes_fast_path
 from tlora.planning.memory_probe import Probe
-from tlora.planning.plan import RunPlan, _budgets, counting_jobs, describe_plan, settle
+from tlora.planning.micro_batches import _budgets
+from tlora.planning.plan import RunPlan, counting_jobs, describe_plan, settle
 from tlora.planning.recompute_choices import recompute_choices
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
@@ -55,7 +57,7 @@ def plan_of(memory: MemoryModel, limit_mib: float, count: int = 1, fp8_mib: int 
     run = RunSpec.model_validate({"base_model": "b", "jobs": specs, "token_budget": 2048} | settings)
     others: dict[BasePrecision, int] = {} if fp8_mib is None else {"fp8": fp8_mib * MIB}
     jobs = tuple(PlannedJob(spec, layout=LAYOUT) for spec in run.jobs)
-    return settle(run, RunPlan(jobs, 512, 0, memory, int(limit_mib * MIB), 512, others), memory, GPU)
+    return settle(run, RunPlan(jobs, 512, RecomputePlan(), memory, int(limit_mib * MIB), 512, others), memory, GPU)
 
 
 def test_the_higher_stage_is_the_peak() -> None:
@@ -69,9 +71,9 @@ def test_the_last_layer_saves_nothing() -> None:
 
 def test_the_most_tokens_fit_and_no_more() -> None:
     for limit, depth in ((2000 * MIB, 0), (2000 * MIB, 10), (1400 * MIB, 3)):
-        tokens = MODEL.most_tokens(LAYOUT, depth, limit)
+        tokens = MODEL.most_tokens(MODEL.room([LAYOUT], limit), depth)
         assert MODEL.total_bytes([LAYOUT], tokens, depth) <= limit < MODEL.total_bytes([LAYOUT], tokens + 1, depth)
-    assert MODEL.most_tokens(LAYOUT, 0, 1100 * MIB) == 0
+    assert MODEL.most_tokens(MODEL.room([LAYOUT], 1100 * MIB), 0) == 0
 
 
 @pytest.mark.parametrize(("room_mib", "depth"), [(2663, 0), (2662, 1), (2253, 2), (1500, 6), (820, 9)])
@@ -87,7 +89,7 @@ def test_all_jobs_at_once_are_worth_recomputing() -> None:
     run = RunSpec(base_model="b", token_budget=2048, jobs=[JobSpec.model_validate({"name": n, "data": "d"}) for n in "ab"])
     jobs = tuple(PlannedJob(spec, layout=heavy) for spec in run.jobs)
     limit = MODEL.total_bytes([heavy], 2048) + 10 * MIB
-    plan = settle(run, RunPlan(jobs, 512, 0, MODEL, limit, 512, {}), MODEL, GPU)
+    plan = settle(run, RunPlan(jobs, 512, RecomputePlan(), MODEL, limit, 512, {}), MODEL, GPU)
     assert plan.recomputed_layers > 0 and len(plan.resident) == 2
 
 
@@ -96,7 +98,7 @@ def test_the_faster_of_a_smaller_budget_and_recomputation_is_chosen(
     layer_weights: int, chosen: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1,500 MiB of room: 1,024 tokens as they are, or 2,048 with 6 layers recomputed. Small layers need many tokens."""
-    monkeypatch.setattr("tlora.planning.plan._budgets", lambda *_: [2048, 1024, 512])
+    monkeypatch.setattr("tlora.planning.micro_batches._budgets", lambda *_: [2048, 1024, 512])
     memory = replace(MODEL, layer_weights=layer_weights)
     plan = plan_of(memory, 1000 + 1500 + MODEL.job_bytes(LAYOUT) / MIB)
     assert (plan.token_budget, plan.recomputed_layers) == chosen
@@ -132,7 +134,7 @@ def test_what_other_gpus_read_is_counted_once_and_for_the_whole_run(gpus: int, s
     plain = replace(memory, mailbox_bytes=0)
     assert memory.mailbox_bytes == pytest.approx(slots * 4 * LAYOUT.numel, abs=256)
     assert memory.total_bytes([], 100) == plain.total_bytes([], 100) + memory.mailbox_bytes
-    tokens = memory.most_tokens(LAYOUT, 0, 2000 * MIB)
+    tokens = memory.most_tokens(memory.room([LAYOUT], 2000 * MIB), 0)
     assert memory.total_bytes([LAYOUT], tokens) <= 2000 * MIB < memory.total_bytes([LAYOUT], tokens + 1)
 
 
@@ -204,7 +206,7 @@ def test_a_job_that_does_not_fit_hears_what_would() -> None:
     assert f"needs {need / 2**30:.2f} GiB (base 1000.0 MiB" in problem.replace("0.98 GiB", "1000.0 MiB")
     assert "activations of 2048 tokens with 0 of 10 layers recomputed" in problem and "the limit is 2.34 GiB" in problem
     assert f"recompute: all (needs {MODEL.total_bytes([LAYOUT], 2048, 10) / 2**30:.2f} GiB)" in problem
-    tokens = MODEL.most_tokens(LAYOUT, 0, 2400 * MIB) // 64 * 64
+    tokens = MODEL.most_tokens(MODEL.room([LAYOUT], 2400 * MIB), 0) // 64 * 64
     assert f"; token_budget: {tokens} (needs " in problem and "max_length" not in problem
     assert "base_precision: fp8, recompute: all (needs" in problem, "fp8 alone does not do here"
     assert plan.can_run == [plan.jobs[0].spec], "a better measure may still let it run"
@@ -212,7 +214,7 @@ def test_a_job_that_does_not_fit_hears_what_would() -> None:
 
 def test_shorter_samples_are_named_where_the_longest_does_not_fit() -> None:
     problem = plan_of(MODEL, 1400, recompute="none", token_budget=512).jobs[0].problems[0]
-    assert f"max_length: {MODEL.most_tokens(LAYOUT, 0, 1400 * MIB) // 64 * 64}, token_budget: " in problem
+    assert f"max_length: {MODEL.most_tokens(MODEL.room([LAYOUT], 1400 * MIB), 0) // 64 * 64}, token_budget: " in problem
 
 
 def test_nothing_is_offered_that_does_not_fit() -> None:
@@ -366,7 +368,7 @@ def test_check_compares_memory_and_speed_of_recomputation() -> None:
     spec = JobSpec.model_validate({"name": "a", "data": "d", "batch_size": 4})
     run = RunSpec.model_validate({"base_model": "b", "jobs": [spec]})
     memory = replace(MODEL, layer_weights=218_000_000)
-    plan = settle(run, RunPlan((PlannedJob(spec, data, layout=LAYOUT),), 500, 0, memory, 100_000 * MIB, 500, {}), memory, GPU)
+    plan = settle(run, RunPlan((PlannedJob(spec, data, layout=LAYOUT),), 500, RecomputePlan(), memory, 100_000 * MIB, 500, {}), memory, GPU)
     none, half, every = recompute_choices(run, plan, {"a": 64 * 500 / 1000}, GPU)
     assert [choice.recompute for choice in (none, half, every)] == ["none", 5, "all"]
     assert [choice.recomputed_layers for choice in (none, half, every)] == [0, 5, 10]

@@ -113,7 +113,7 @@ def test_nothing_stays_behind() -> None:
             assert model.recomputed_layers == 1 and model.bank.jobs() == []
         lora = LoraConfig(r=4, target_modules=["q_proj"])
         model.join("a", lora, TrainConfig(learning_rate=1e-2, max_steps=1, lr_scheduler_type="constant"))
-        model.forward_backward(memory_probe._batch(["a"], 12, model))
+        model.forward_backward(memory_probe.probe_batch(["a"], 12, model))
         model.optim_step(["a"])
         return model.state("a").params.clone()
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.engine.tiny_runs import job, run_spec, train
+from tlora.batching.recompute_plan import RecomputePlan
 from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError
 from tlora.planning.memory import MemoryModel
@@ -84,7 +85,7 @@ def test_the_threads_of_a_deterministic_run_do_not_follow_from_its_budget(tmp_pa
 
     def chosen(token_budget: int, deterministic: bool) -> int | None:
         run = run_spec(tmp_path, tmp_path, [job("a", "d")], deterministic=deterministic)
-        plan = RunPlan((), token_budget, 0, MemoryModel(0, (), 0, 4, 4), 0, 1, {})
+        plan = RunPlan((), token_budget, RecomputePlan(), MemoryModel(0, (), 0, 4, 4), 0, 1, {})
         with compute_with(16):
             return choose_threads(run, plan, llama(512), torch.device("cpu"), False, pytest.fail)
 
@@ -108,6 +109,6 @@ def test_what_a_run_file_tells(content: dict[str, object], threads: int | None, 
 
 def test_on_a_gpu_the_key_is_said_to_have_no_effect(base: Path, tmp_path: Path) -> None:
     run = run_spec(base, tmp_path, [job("a", "d")], cpu_threads=2)
-    plan, notes = RunPlan((), 64, 0, MemoryModel(0, (), 0, 4, 4), 0, 1, {}), list[str]()
+    plan, notes = RunPlan((), 64, RecomputePlan(), MemoryModel(0, (), 0, 4, 4), 0, 1, {}), list[str]()
     assert choose_threads(run, plan, llama(64), torch.device("cuda"), False, notes.append) is None
     assert notes == ["cpu_threads 2 has no effect here: the run computes on a GPU"]

@@ -19,6 +19,7 @@ from tests.kernels.interpreter import DEVICE, MARKS, interpret, interpreted
 from tests.tiny import FAMILIES, make_model, make_samples
 from tests.tolerances import TRAINED, assert_close, relative_error
 from tlora.adapters.state import AdapterState, init_state
+from tlora.batching.recompute_plan import RecomputePlan
 from tlora.job import LoraConfig, TrainConfig
 from tlora.objectives import Dpo
 from tlora.supermodel import losses as loss_module
@@ -232,6 +233,27 @@ def test_a_layer_that_runs_again_leaves_out_what_only_its_output_needs(
     assert [groups[first] for first, again in ran if not again] == ["q_proj", "o_proj", "gate_proj", "down_proj"] * 2
     again = [groups[first] for first, again in ran if again]
     assert again == [name for name in ("q_proj", "o_proj", "gate_proj", "down_proj") if name not in left_out]
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_larger_micro_batch_recomputes_what_a_smaller_one_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dropout; no bit depends on it."""
+    shared, again = make_shared("llama", **ONE_LAYER), list[int]()
+    batches, found = (batch_of("d"), batch_of("d", pad_to=90)), list[list[Tensor]]()
+    forward = pass_operations.forward
+    monkeypatch.setattr(pass_operations, "forward", lambda *args: (again.append(args[5] is not None), forward(*args))[1])
+    join(shared, "llama", "d")
+    ran: list[list[bool]] = []
+    for plan in (RecomputePlan(), RecomputePlan((len(batches[0].input_ids_T),))):
+        shared.recompute = plan
+        found.append([])
+        for batch in batches:
+            shared.forward_backward(batch)
+            found[-1].append(shared.bank.take_grad("d"))
+            ran.append([any(again)])
+            again.clear()
+    assert ran == [[False], [False], [False], [True]]
+    assert all(bool(true.any()) and torch.equal(true, grad) for true, grad in zip(*found, strict=True))
 
 
 @pytest.mark.soak

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from tlora.batching.flow import Flow, Kind, enter_line
 
+SMALLEST_BUDGET = 128  # tokens: of those that are chosen, rather than ordered, below the longest sample
 _LARGEST_STEP = 128  # tokens between prepared sizes: a GEMM computes whole tiles of 128 rows, so that finer sizes save it nothing
 _CHOICES_PER_FLOW = 64  # samples (or runs of samples) of one flow that the search for the fullest fill looks at
 _MOST_CHOICES = 256  # and of all flows: equal lengths, which no choice can fill better, still take under 2 ms
@@ -38,7 +39,7 @@ class MicroBatch:
     kind: Kind
     rows: tuple[Row, ...]
     tokens: int
-    budget: int  # what `pack` was given; `prepared_budget` says how small a shape would do
+    budget: int  # what `pack` was given, or the tokens of a longer sample; `prepared_budget` says how small a shape would do
 
 
 @dataclass(slots=True)
@@ -53,20 +54,20 @@ class _Plan:
 
 
 def pack(flows: Sequence[Flow], budget: int, *, in_order: bool) -> MicroBatch | None:
-    """Take the next micro-batch of at most `budget` tokens from `flows` (in order of joining); None if nothing is pending.
+    """Take the next micro-batch of at most `budget` tokens from `flows` (in order of joining); None if nothing is pending. A sample of
+    more tokens is a micro-batch by itself when its turn comes, so that shorter ones do not share what it costs.
 
     It is all train or all eval, as the flow with the least virtual time is. Flows are served by least virtual time; the
     space left at the end goes to the samples that fill it best. With `in_order` a job's samples enter in the order of its
     cursor (the choice is among flows only), without it the filling may choose any sample of a flow's current global batch.
     """
-    enter_line(flows, lead_tokens=2 * budget)
+    enter_line(flows, lead_tokens=2 * max([budget, *(flow.longest_tokens for flow in flows)]))
     runnable = [flow for flow in flows if flow.runnable]
     if not runnable:
         return None
     kind = min(runnable, key=lambda flow: flow.virtual_time).kind  # min takes the first of equals
     runnable = [flow for flow in runnable if flow.kind == kind]
-    for flow in runnable:
-        assert flow.longest_tokens <= budget, f"{flow.job_id}: a sample of {flow.longest_tokens} tokens exceeds the budget of {budget}"
+    budget = max(budget, min(runnable, key=lambda flow: flow.virtual_time).pending[0].tokens)  # served first, it leaves no space
     plan = _serve_fairly(runnable, budget)
     if any(count < len(flow.pending) for count, flow in zip(plan.counts, runnable, strict=True)):
         plan = _fill_up(runnable, plan, budget, in_order)
@@ -197,8 +198,12 @@ def _alternatives(flow: Flow, first: int, space: int, in_order: bool) -> list[li
 
 
 def prepared_budget(tokens: int, token_budget: int) -> int:
-    """The smallest prepared size that holds `tokens`: a multiple of 128 (of a sixteenth of the budget below 2,048), or `token_budget`."""
-    assert 0 < tokens <= token_budget, f"{tokens} tokens do not fit into a budget of {token_budget}"
+    """The smallest prepared size that holds `tokens`: a multiple of 128 (of a sixteenth of the budget below 2,048), or `token_budget`. Of
+    a sample that is longer than the budget, the next multiple of 128.
+    """
+    assert tokens > 0, f"a micro-batch of {tokens} tokens"
+    if tokens > token_budget:
+        return -(-tokens // _LARGEST_STEP) * _LARGEST_STEP
     step = min(_LARGEST_STEP, -(-token_budget // 256) * 16)
     return min(token_budget, -(-tokens // step) * step)
 

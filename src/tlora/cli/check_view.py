@@ -95,7 +95,9 @@ def _print_recompute_choices(console: Console, check: RunCheck) -> None:
         rate, share = choice.tokens_per_second, choice.tokens_per_second / check.recompute_choices[0].tokens_per_second
         needed = bytes_text(choice.predicted_bytes) + ("" if choice.fits else " (too much)")
         speed = f"{count_text(rate)} ({share:.0%})"
-        table.add_row(str(choice.recompute), str(choice.recomputed_layers), f"{choice.token_budget:,}", needed, speed)
+        varies = choice.layers_of_budget != choice.recomputed_layers
+        layers = f"{choice.layers_of_budget} to {choice.recomputed_layers}" if varies else str(choice.recomputed_layers)
+        table.add_row(str(choice.recompute), layers, f"{choice.token_budget:,}", needed, speed)
     console.print(table)
 
 
@@ -185,7 +187,7 @@ def _memory(check: RunCheck) -> str:
     share = f"{check.resident_jobs} of {len(check.jobs)} jobs at a time" if check.resident_jobs < len(check.jobs) else "all jobs at a time"
     resident = " (live tensors; the process may use up to 1.9 times as much)" if check.device == "cpu" else ""
     how = "as measured by an earlier run" if check.measured else "estimated; a run measures first"
-    layers = f" with {check.recomputed_layers} of {check.num_layers} layers recomputed, {how}" if check.num_layers else ""
+    layers = f" with {check.recomputed}, {how}" if check.num_layers else ""
     speed = f"; about {count_text(check.tokens_per_second)} tokens/s, {check.rated_as}" if check.tokens_per_second else ""
     mailbox = f"gradients that other GPUs read {bytes_text(check.mailbox_bytes)}, " if check.mailbox_bytes else ""
     return (

@@ -76,7 +76,7 @@ class BackgroundCalibration:
         """
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)  # what is left of the jobs' micro-batch is their time
-        began, layers = time.monotonic(), self._model.recomputed_layers
+        began, recompute = time.monotonic(), self._model.recompute
         self._model.recomputed_layers = 0
         try:
             self._advance(begin, beside_jobs)
@@ -84,7 +84,7 @@ class BackgroundCalibration:
             self._note(f"the base's speed was not measured, and is taken to be that of the nearest base that is known: {error}")
             self.close()
         finally:
-            self._model.recomputed_layers = layers
+            self._model.recompute = recompute
             now = time.monotonic()
             self.spent_seconds += now - began
             self._not_before = max(self._not_before, now + (now - began) * (1 / SHARE - 1))

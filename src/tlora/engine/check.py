@@ -27,7 +27,7 @@ from tlora.planning.form import choose_form
 from tlora.planning.gpu_models import GpuModel, find_gpu
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory_probe import probe_key, recall
-from tlora.planning.plan import RunPlan, pick_device, plan_run, settle
+from tlora.planning.plan import RunPlan, describe_recompute, pick_device, plan_run, settle
 from tlora.planning.recompute_choices import RecomputeChoice, predicted_rate, recompute_choices
 from tlora.planning.work import choose_replicas, predicted_seconds, trained_tokens
 from tlora.store.metrics import check_trackers
@@ -100,8 +100,9 @@ class RunCheck:
     adapter_bytes: int = 0  # of the resident jobs
     mailbox_bytes: int = 0  # in which GPUs read each other's gradients
     activation_bytes: int = 0
-    recomputed_layers: int = 0
+    recomputed_layers: int = 0  # of the largest micro-batch
     num_layers: int = 0  # that can be recomputed
+    recomputed: str = ""  # in words: how many layers, and by which micro-batches
     measured: bool = False  # by an earlier run on this device, or else counted
     gpus: tuple[GpuCheck, ...] = ()  # of a run on several
     form: str = ""  # how the base lies on them, and why
@@ -238,6 +239,7 @@ def _memory(plan: RunPlan, resident: Sequence[PlannedJob]) -> dict[str, Any]:
         "activation_bytes": plan.activation_bytes,
         "recomputed_layers": plan.recomputed_layers,
         "num_layers": memory.num_layers,
+        "recomputed": describe_recompute(plan) if memory.num_layers else "",
         "measured": memory.measured,
     }
 

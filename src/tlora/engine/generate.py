@@ -24,7 +24,8 @@ from tlora.engine.watcher import Watcher
 from tlora.errors import ModelError
 from tlora.job import DataConfig, JobSpec, UnusedWeights
 from tlora.json_file import read_object
-from tlora.planning.plan import CPU_BUDGET_CAP, pick_device
+from tlora.planning.micro_batches import CPU_BUDGET_CAP
+from tlora.planning.plan import pick_device
 from tlora.planning.start import adopt_adapter_config
 from tlora.planning.threads import compute_with, default_threads
 from tlora.store.serving import find_prompting

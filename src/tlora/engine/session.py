@@ -31,6 +31,7 @@ from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import bytes_when_shared
 from tlora.planning.memory_probe import DeviceMeter, compile_evaluation, probe, probe_key, recall, remember
 from tlora.planning.plan import RunPlan, check_base_fits, plan_run, settle
+from tlora.planning.rehearsal import rehearse
 from tlora.planning.start import start_ahead
 from tlora.planning.threads import choose_threads
 from tlora.sharing.peers import Sharing
@@ -130,7 +131,7 @@ def load(
         compiling.wait()
     monitor.stage("measuring memory")
     plan = _measure_memory(run, plan, model, monitor.note)
-    model.recomputed_layers = min(plan.recomputed_layers, model.num_layers)
+    model.recompute = plan.recompute
     if not resume:  # some of a resumed run's jobs have ended
         attempt(model.bank.make_room, plan.resident)  # where it fails, for want of memory, they find room one by one
     return Loaded(plan, model, threads, starts, parameters, assignment.follows)
@@ -151,6 +152,7 @@ def launch_facts(loaded: Loaded, device: torch.device) -> dict[str, Any]:
             "device": f"cpu ({threads} thread{'s' * (threads > 1)})" if threads else torch.cuda.get_device_name(device),
             "token_budget": loaded.plan.token_budget,
             "recomputed_layers": loaded.plan.recomputed_layers,
+            "recomputed_by_tokens": loaded.plan.recomputed_by_tokens,
             "base_parameters": loaded.base_parameters,
         }
         | kernels
@@ -175,7 +177,7 @@ def _measure_memory(run: RunSpec, plan: RunPlan, model: SuperModel, note: Callab
         remember(key, memory)
     if any(job.data is not None and job.data.eval is not None for job in plan.jobs):
         compile_evaluation(model, plan.can_run)
-    return settle(run, plan, memory, model.device)
+    return rehearse(run, settle(run, plan, memory, model.device), model, DeviceMeter(model.device), note)
 
 
 class Session:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.engine.commands import Share
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
 from tlora.job import Recompute
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory_bound import MemoryBound
-from tlora.planning.plan import fixed_depth
+from tlora.planning.micro_batches import fixed_depth
 
 
 class WorkerMemory:
@@ -22,7 +23,7 @@ class WorkerMemory:
 
     def check(self, planned: PlannedJob) -> None:
         """A job that does not fit by itself gets a problem that says so."""
-        self._bound.check(planned, self._most_recomputed())
+        self._bound.check(planned, self._deepest())
 
     def fits(self, newcomer: JobRun) -> bool:
         """Next to those who are here; alone, it was looked at before."""
@@ -30,29 +31,28 @@ class WorkerMemory:
         if not runs:
             return True
         longest, jobs = self._demand([*runs, newcomer])
-        return self._bound.holds(longest, self._most_recomputed(), jobs)
+        return self._bound.holds(longest, self._deepest(), jobs)
 
     def has_room_for(self, more: Sequence[JobRun], tokens: int = 0) -> bool:
         """Whether `more` jobs fit next to all that are here and their plan, and a micro-batch of so many tokens without recomputation."""
         group = self._group
         longest, jobs = self._demand([*group.runs.values(), *more])
-        recomputed = min(group.model.recomputed_layers, self._bound.most_recomputed)
-        fits = self._bound.holds(max(longest, group.token_budget), recomputed, jobs)
-        return fits and (not tokens or self._bound.holds(max(longest, tokens), 0, jobs))
+        fits = self._bound.holds(max(longest, group.token_budget), group.model.recompute, jobs)
+        return fits and (not tokens or self._bound.holds(max(longest, tokens), same_for_all(0), jobs))
 
     def apply_share(self, newcomer: JobRun | None = None) -> None:
         """What the last Share says, as far as the run options leave it open; room is kept for a `newcomer`."""
         group, share = self._group, self.share
         longest, jobs = self._demand([*group.runs.values(), *([newcomer] if newcomer else [])])
-        layers = min(max(share.recomputed_layers, self._bound.least_recomputed(longest, jobs)), self._most_recomputed())
-        if self._recompute != "auto":
-            layers = self._most_recomputed()
-        group.share(self._bound.lower(share.token_budget, longest, layers, jobs), layers, share.weights)
+        recompute = self._deepest()
+        if self._recompute == "auto":
+            recompute = self._bound.least_recomputed(jobs).at_least(share.recomputed_layers)
+        group.share(self._bound.lower(share.token_budget, longest, recompute, jobs), recompute, share.weights)
 
-    def _most_recomputed(self) -> int:
-        """Layers that may be recomputed at most: as ordered, or as many as memory asks for."""
+    def _deepest(self) -> RecomputePlan:
+        """As many layers as may be recomputed at most: as ordered, or as many as memory asks for."""
         fixed = fixed_depth(self._recompute, self._group.model.num_layers)
-        return max(self.share.recomputed_layers, self._bound.most_recomputed) if fixed is None else fixed
+        return same_for_all(max(self.share.recomputed_layers, self._bound.most_recomputed) if fixed is None else fixed)
 
     def _demand(self, runs: Sequence[JobRun]) -> tuple[int, list[PlannedJob]]:
         """The longest sample of `runs`, and the jobs as the memory model has them."""

@@ -14,12 +14,13 @@ from itertools import groupby
 
 from tlora.adapters.state import AdapterState
 from tlora.batching.pack import MicroBatch, Row, pack, prepared_budget
+from tlora.batching.recompute_plan import RecomputePlan
 from tlora.group.decisions import Decisions, End
 from tlora.group.exchange import Exchange, RunningSums, Whole
 from tlora.group.job_run import QUARANTINE_AFTER, JobRun, Passed
 from tlora.group.reports import CheckpointDue, Computed, Ended, Evaluated, Listener, Noted, Status, Stepped
 from tlora.group.stepping import Losses, Stepping
-from tlora.group.token_budget import CALM, TokenBudget
+from tlora.group.token_budget import CALM, NO_LAYER, TokenBudget
 from tlora.group.wall import Failure, attempt, is_out_of_memory
 from tlora.supermodel.batch import PackedBatch, collate
 from tlora.supermodel.losses import JobLoss
@@ -40,10 +41,10 @@ class Engine:
         decisions: Decisions | None = None,
         exchange: Exchange | None = None,
     ) -> None:
-        """`smallest_budget`: tokens of the longest sample of any job that may still join; running out of memory stops at it. `exchange`:
-        where jobs have replicas on other ranks.
+        """`smallest_budget`: tokens of the longest sample of any job that may still join; running out of memory stops at it, where all
+        micro-batches recompute the same layers. `exchange`: where jobs have replicas on other ranks.
         """
-        self.model, self._budget, self._listen = model, TokenBudget(token_budget), listen
+        self.model, self._budget, self._listen = model, TokenBudget(token_budget, model.recompute), listen
         self.decisions = decisions or Decisions()
         self._smallest_budget, self._unexplained, self._calm = smallest_budget, 0, 0
         self._again: dict[str, Callable[[JobRun], bool]] = {}  # what ran out of memory between replicas, of these jobs, and is tried again
@@ -79,7 +80,6 @@ class Engine:
             self._advance(run)
         else:
             self._attempted(run, self._begin_away)  # what it begins with may have come before it joined
-        self._budget.hold(self._longest())
 
     @property
     def token_budget(self) -> int:
@@ -121,15 +121,15 @@ class Engine:
         if name in self.runs:
             self._end(self.runs[name], "stopped")
 
-    def share(self, token_budget: int, recomputed_layers: int = 0, weights: Mapping[str, float] | None = None) -> None:
-        """From the next micro-batch on: its tokens (but not less than the longest sample of a resident, which is never split), the decoder
-        layers that backward computes again, and the jobs' weights, also of those that join later.
+    def share(self, token_budget: int, recompute: RecomputePlan = NO_LAYER, weights: Mapping[str, float] | None = None) -> None:
+        """From the next micro-batch on: its tokens (a longer sample is a micro-batch by itself), the decoder layers that backward computes
+        again, and the jobs' weights, also of those that join later.
         """
         self._weights = dict(weights or {})
         for name, run in self.runs.items():
             run.set_weight(self._weights.get(name, run.spec.weight))
-        self.model.recomputed_layers = min(recomputed_layers, self.model.num_layers)
-        self._budget.order(max(token_budget, self._longest()))
+        self.model.recompute = recompute
+        self._budget.order(token_budget, self.model.recompute)
 
     def run_micro_batch(self) -> MicroBatch | None:
         """One forward-backward (or evaluation) over what the flows offer, and the optimizer steps that it completes. None when no job is
@@ -347,7 +347,7 @@ class Engine:
         for name in names:
             self.model.zero_grad_of(name)
             self._exchange.forget(name)
-        if not (is_out_of_memory(error) and self._lower_budget()):
+        if not (is_out_of_memory(error) and self._lower_budget(packed)):
             alone = {name: self._try_alone(name, packed) for name in names}
             seen = {name: tried.reason for name, tried in alone.items() if isinstance(tried, Failure)}
             guilty = self.decisions.culprits(seen)
@@ -367,13 +367,16 @@ class Engine:
             raise error
         self._listen(Noted(f"{type(error).__name__}: {error}; no job repeats it alone, so the batch starts over"))
 
-    def _lower_budget(self) -> bool:
-        """Memory has run out. False where the budget is as low as it can be."""
-        smaller = self._budget.next_lower(max(self._longest(), self._smallest_budget))
+    def _lower_budget(self, packed: MicroBatch | None = None) -> bool:
+        """Memory has run out, in `packed` or between micro-batches. False where less does not help any more (`TokenBudget.next_lower`)."""
+        alone = packed.tokens if packed is not None and len(packed.rows) == 1 else None
+        smaller = self._budget.next_lower(max(self._longest(), self._smallest_budget), alone)
         if smaller is None:
             return False
         self._budget.lower(self.decisions.token_budget(smaller))
-        self._listen(Noted(f"out of memory: the token budget is now {self.token_budget}"))
+        self.model.recompute = self._budget.recompute
+        more = ", and longer samples recompute more layers" if self._budget.varies else ""
+        self._listen(Noted(f"out of memory: the token budget is now {self.token_budget}{more}"))
         return True
 
     def _see_calm(self) -> None:
@@ -383,6 +386,7 @@ class Engine:
             self._unexplained = 0
         if (larger := self._budget.see_calm()) is not None:
             self._budget.grow(self.decisions.token_budget(larger))
+            self.model.recompute = self._budget.recompute
             self._listen(Noted(f"memory has sufficed for a while: the token budget is {self.token_budget} again"))
 
     def _longest(self) -> int:

@@ -6,8 +6,9 @@ estimate (`_estimate`), which the run replaces by what it measures.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from tlora.adapters.bank import ROW_ALIGNMENT
 from tlora.adapters.state import AdapterLayout
+from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.costs.base_in_parts import MOST_GPUS
 from tlora.costs.cost import BaseMemory
 from tlora.costs.memory_share import CPU_SHARE
@@ -96,19 +98,36 @@ class MemoryModel:
         recomputed = min(recomputed_layers, self.most_recomputed)
         return int(max(stage.at(token_budget, recomputed) for stage in self.stages))
 
-    def total_bytes(self, layouts: list[AdapterLayout], token_budget: int, recomputed_layers: int = 0) -> int:
-        """Peak with these adapters resident: activations and an optimizer step are never alive together."""
-        jobs = sum(self.job_bytes(layout) for layout in layouts)
-        step = max((self.step_bytes(layout) for layout in layouts), default=0)
-        return self.base_bytes + self.mailbox_bytes + jobs + max(self.activation_bytes(token_budget, recomputed_layers), step)
+    def most_activation_bytes(self, most_tokens: int, recompute: RecomputePlan) -> int:
+        """Of any micro-batch of up to `most_tokens`: a shorter one that recomputes fewer layers may take more than the longest."""
+        tried = {most_tokens, *(tokens for tokens in recompute.most_tokens if 0 < tokens < most_tokens)}
+        return max(self.activation_bytes(tokens, recompute.layers(tokens)) for tokens in tried)
 
-    def most_tokens(self, layout: AdapterLayout, recomputed_layers: int, limit_bytes: int) -> int:
-        """The largest token budget with which an adapter of `layout` fits by itself; 0 where none does."""
-        room = limit_bytes - self.base_bytes - self.mailbox_bytes - self.job_bytes(layout)
+    def total_bytes(self, layouts: Sequence[AdapterLayout], most_tokens: int, recompute: RecomputePlan | int = 0) -> int:
+        """Peak with these adapters resident: activations and an optimizer step are never alive together."""
+        plan = same_for_all(recompute) if isinstance(recompute, int) else recompute
+        return self._beside_activations(layouts) + max(self.most_activation_bytes(most_tokens, plan), self._step_bytes(layouts))
+
+    def room(self, layouts: Sequence[AdapterLayout], limit_bytes: int) -> int:
+        """Bytes below the limit that these adapters leave to activations; negative where the adapters do not fit themselves."""
+        room = limit_bytes - self._beside_activations(layouts)
+        return room if self._step_bytes(layouts) <= room else -1
+
+    def _beside_activations(self, layouts: Sequence[AdapterLayout]) -> int:
+        return self.base_bytes + self.mailbox_bytes + sum(self.job_bytes(layout) for layout in layouts)
+
+    def _step_bytes(self, layouts: Sequence[AdapterLayout]) -> int:
+        return max((self.step_bytes(layout) for layout in layouts), default=0)
+
+    def most_tokens(self, room_bytes: int, recomputed_layers: int) -> int:
+        """Of a micro-batch whose activations take no more than `room_bytes`; 0 where none does."""
         recomputed = min(recomputed_layers, self.most_recomputed)
         slopes = [(stage.at(0, 0), stage.at(1, recomputed) - stage.at(0, 0)) for stage in self.stages]
-        tokens = min((int((room - fixed) // slope) for fixed, slope in slopes if slope > 0), default=0)
-        return max(0, tokens) if self.step_bytes(layout) <= room else 0
+        return max(0, min((int((room_bytes - fixed) // slope) for fixed, slope in slopes if slope > 0), default=0))
+
+    def least_recomputed(self, room_bytes: int) -> RecomputePlan:
+        """The fewest layers with which a micro-batch's activations take no more than `room_bytes`; where none does, all that save some."""
+        return RecomputePlan(tuple(accumulate((self.most_tokens(room_bytes, k) for k in range(self.most_recomputed)), max)))
 
 
 def measure(model: SuperModel, base_bytes: int, device: torch.device, rank: int = ROW_ALIGNMENT) -> MemoryModel:

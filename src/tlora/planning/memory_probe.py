@@ -30,7 +30,7 @@ from tlora.supermodel.supermodel import SuperModel
 from tlora.version import __version__
 
 PROBE_TOKENS = ((256, 1024), (64, 256))  # the second where the first runs out of memory
-_SAMPLE_TOKENS = 256  # at most: rotary embeddings that change with the longest sample begin later
+SAMPLE_TOKENS = 256  # at most: rotary embeddings that change with the longest sample begin later
 
 
 class Meter(Protocol):
@@ -82,22 +82,22 @@ def probe(model: SuperModel, specs: Sequence[JobSpec], counted: MemoryModel, met
 
     `counted` gives what is not measured: the bytes of adapters. `model` must have no resident; its adapters' bits are not touched.
     """
-    start, before = time.perf_counter(), model.recomputed_layers
+    start, before = time.perf_counter(), model.recompute
     for sizes in PROBE_TOKENS:
         try:
             memory, peaks, error = _measure(model, specs, counted, meter, sizes)
         except torch.OutOfMemoryError:
             continue
         finally:
-            model.recomputed_layers = before
+            model.recompute = before
         return Probe(memory, peaks, error, time.perf_counter() - start)
     return None
 
 
 def compile_evaluation(model: SuperModel, specs: Sequence[JobSpec]) -> None:
     """Compile the layers as an evaluation runs them, which else the first evaluation would wait for."""
-    with _residents(model, specs[:1]) as names:
-        model.evaluate(_batch(names, PROBE_TOKENS[-1][0], model))
+    with residents(model, specs[:1]) as names:
+        model.evaluate(probe_batch(names, PROBE_TOKENS[-1][0], model))
 
 
 def _measure(
@@ -105,12 +105,12 @@ def _measure(
 ) -> tuple[MemoryModel, tuple[Peaks, ...], float]:
     depths = sorted({0, max(0, model.num_layers - 1)})
     before = meter.allocated()
-    with _residents(model, specs) as names:
+    with residents(model, specs) as names:
         adapters = meter.allocated() - before
         for depth in depths:  # compiles, and leaves the libraries' workspaces behind
-            _run(model, names, sizes[0], depth, meter)
+            run_batch(model, probe_batch(names, sizes[0], model), depth, meter)
         workspaces = meter.allocated() - before - adapters
-        peaks = tuple(_run(model, names, tokens, depth, meter) for tokens in sizes for depth in depths)
+        peaks = tuple(run_batch(model, probe_batch(names, tokens, model), depth, meter) for tokens in sizes for depth in depths)
     rows = gpu_chunk_rows(model.base.head)
     width = model.base.head.weight_VH.shape[1] * counted.element_bytes
     unpadded = [_padding(peak.num_tokens, rows) * width for peak in peaks]
@@ -122,7 +122,7 @@ def _measure(
 
 
 @contextmanager
-def _residents(model: SuperModel, specs: Sequence[JobSpec]) -> Iterator[list[str]]:
+def residents(model: SuperModel, specs: Sequence[JobSpec]) -> Iterator[list[str]]:
     """Adapters like the largest two of `specs`: two in one tile are the most that the kernels hold side by side."""
     largest = sorted(specs, key=lambda spec: spec.largest_rank, reverse=True)[:2]
     names: list[str] = []
@@ -137,7 +137,7 @@ def _residents(model: SuperModel, specs: Sequence[JobSpec]) -> Iterator[list[str
             model.leave(name)
 
 
-def _run(model: SuperModel, names: Sequence[str], num_tokens: int, depth: int, meter: Meter) -> Peaks:
+def run_batch(model: SuperModel, batch: PackedBatch, depth: int, meter: Meter) -> Peaks:
     """A real micro-batch. The decoder's output is the border between forward and head, its gradient that between head and backward."""
     start, marks = meter.allocated(), list[int]()
     model.recomputed_layers = depth
@@ -154,23 +154,23 @@ def _run(model: SuperModel, names: Sequence[str], num_tokens: int, depth: int, m
     meter.reset_peak()
     hook = model.base.decoder.register_forward_hook(after_forward)
     try:
-        model.forward_backward(_batch(names, num_tokens, model))
+        model.forward_backward(batch)
     finally:
         hook.remove()
-        for name in names:
-            model.zero_grad_of(name)
+        for span in batch.spans:
+            model.zero_grad_of(span.job_id)
     forward, head = marks
-    return Peaks(num_tokens, depth, head, max(forward, meter.peak() - start))
+    return Peaks(len(batch.input_ids_T), depth, head, max(forward, meter.peak() - start))
 
 
-def _batch(names: Sequence[str], num_tokens: int, model: SuperModel) -> PackedBatch:
-    """The tokens in turn 0, 1, ..., in samples of at most `_SAMPLE_TOKENS`, an equal share for each job; all trained, as the largest."""
+def probe_batch(names: Sequence[str], num_tokens: int, model: SuperModel, longest: int = SAMPLE_TOKENS, pad_to: int = 0) -> PackedBatch:
+    """The tokens in turn 0, 1, ..., in samples of at most `longest`, an equal share for each job; all trained, as the largest."""
     ids = np.arange(num_tokens, dtype=np.int32) % model.base.vocab_size
     rows: list[BatchRow] = []
     for name, own in zip(names, np.array_split(ids, len(names)), strict=True):
-        samples = np.array_split(own, -(-len(own) // _SAMPLE_TOKENS))
+        samples = np.array_split(own, -(-len(own) // longest))
         rows += [BatchRow(name, sample, np.ones(len(sample), np.float32), float(len(own)), (0, 0, i)) for i, sample in enumerate(samples)]
-    return collate(rows, model.device)
+    return collate(rows, model.device, pad_to)
 
 
 def _padding(num_tokens: int, rows: int) -> int:

@@ -4,35 +4,25 @@ job by itself is in `job_plan.py`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 
 import torch
 
 from tlora.adapters.state import AdapterLayout
-from tlora.batching.pack import auto_token_budget
+from tlora.batching.recompute_plan import RecomputePlan
 from tlora.batching.replicas import Span
-from tlora.data.order import row_tokens
 from tlora.data.prepare import Preparation
 from tlora.errors import CapacityError, ModelError
-from tlora.job import BasePrecision, JobSpec, Recompute, RunSpec
+from tlora.job import BasePrecision, JobSpec, RunSpec
 from tlora.objectives import compares_with_start
 from tlora.planning.job_plan import PlannedJob, plan_jobs
 from tlora.planning.memory import MemoryModel, bytes_in, measure, memory_limit
+from tlora.planning.micro_batches import MicroBatches, choose, largest_micro_batch
 from tlora.sharing.regions import lay_out_regions, slots_of
-from tlora.supermodel.cuda_graphs import HIDES_LAUNCHES
 from tlora.supermodel.held_linear import possible_precisions
 from tlora.supermodel.supermodel import SuperModel
-
-CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is flat (docs/design.md)
-# Llama-3-8B on one H200 (bench/results/h200_memory.json): recomputing all layers takes 43 % longer (with their last linear, which is left
-# out now: not measured again); a micro-batch costs each layer as much
-# again as 216 tokens (2,048 tokens against 8,192), which in a smaller layer are more.
-_RECOMPUTE_SHARE, _FIXED_WORK = 0.43, 216 * 218e6  # the latter in tokens times weights of a layer
-_MOST_SLOWED = 1.5  # rather than that, jobs take turns
 
 
 @dataclass(frozen=True)
@@ -41,7 +31,7 @@ class RunPlan:
 
     jobs: tuple[PlannedJob, ...]
     token_budget: int
-    recomputed_layers: int
+    recompute: RecomputePlan
     memory: MemoryModel
     limit_bytes: int
     longest: int  # tokens of the longest sample of any job
@@ -53,8 +43,27 @@ class RunPlan:
     def jobs_here(self) -> tuple[PlannedJob, ...]:
         return self.jobs if self.here is None else tuple(job for job in self.jobs if job.spec.name in self.here)
 
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest micro-batch: a full one, or the longest sample by itself."""
+        return largest_micro_batch(self.token_budget, self.longest)
+
+    @property
+    def recomputed_layers(self) -> int:
+        """Of the largest micro-batch; no other recomputes more."""
+        return self.recompute.layers(self.largest)
+
+    @property
+    def recomputed_by_tokens(self) -> dict[str, int]:
+        """Layers that a full micro-batch and the longest sample recompute, by their tokens, as JSON has them."""
+        return {str(tokens): self.recompute.layers(tokens) for tokens in sorted({self.token_budget, self.largest})}
+
+    @property
+    def micro_batches(self) -> MicroBatches:
+        return MicroBatches(self.token_budget, self.recompute)
+
     def total_bytes(self, layouts: list[AdapterLayout]) -> int:
-        return self.memory.total_bytes(layouts, self.token_budget, self.recomputed_layers)
+        return self.memory.total_bytes(layouts, self.largest, self.recompute)
 
     def fits(self, layouts: list[AdapterLayout]) -> bool:
         return self.total_bytes(layouts) <= self.limit_bytes
@@ -70,7 +79,7 @@ class RunPlan:
 
     @property
     def activation_bytes(self) -> int:
-        return self.memory.activation_bytes(self.token_budget, self.recomputed_layers)
+        return self.memory.most_activation_bytes(self.largest, self.recompute)
 
     @property
     def can_run(self) -> list[JobSpec]:
@@ -136,7 +145,7 @@ def plan_memory(
     warnings = _budget_warnings(run, sound, longest) + _recompute_warnings(run, memory)
     others = possible_precisions(device, model.base.head.weight_VH.dtype) if run.base_precision is None else []
     other_bytes: dict[BasePrecision, int] = {precision: bytes_in(precision, model, base_bytes) for precision in others}
-    return settle(run, RunPlan(jobs, longest, 0, memory, limit, longest, other_bytes, warnings, here), memory, device)
+    return settle(run, RunPlan(jobs, longest, RecomputePlan(), memory, limit, longest, other_bytes, warnings, here), memory, device)
 
 
 def settle(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.device) -> RunPlan:
@@ -149,8 +158,8 @@ def settle(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.devic
     sound = [j for j in plan.jobs if not j.problems]
     # A deterministic run's budget follows from all of its jobs, wherever they are.
     fitted = sound if run.deterministic else [j for j in plan.jobs_here if not j.problems] or sound
-    budget, recomputed = fit(run, fitted, plan, memory, device)
-    plan = replace(plan, memory=memory, token_budget=budget, recomputed_layers=recomputed)
+    budget, recompute = choose(run, fitted, plan.longest, memory, plan.limit_bytes, device)
+    plan = replace(plan, memory=memory, token_budget=budget, recompute=recompute)
     for job in plan.jobs:
         check_capacity(job, plan)
     return plan
@@ -173,68 +182,6 @@ def counting_jobs(memory: MemoryModel, jobs: Sequence[PlannedJob], deterministic
     return replace(memory, spanning=frozenset(layouts.values()), compared=compared, mailbox_bytes=mailbox)
 
 
-def fit(run: RunSpec, jobs: Sequence[PlannedJob], plan: RunPlan, memory: MemoryModel, device: torch.device) -> tuple[int, int]:
-    """Token budget and recomputed layers: the fastest that hold all jobs at once, if that does not slow them down too much; or else
-    the fastest that hold the largest of the jobs that can be held at all.
-    """
-    budgets, depths = _budgets(run, jobs, plan.longest, memory, device), _depths(run, memory)
-    choices = sorted(product(budgets, depths), key=lambda choice: token_cost(*choice, memory))
-    layouts = [job.layout for job in jobs if job.layout is not None]
-
-    def fits(which: list[AdapterLayout], choice: tuple[int, int]) -> bool:
-        return memory.total_bytes(which, *choice) <= plan.limit_bytes
-
-    worst = _MOST_SLOWED * token_cost(*choices[0], memory)
-    together = (choice for choice in choices if token_cost(*choice, memory) <= worst and fits(layouts, choice))
-    leanest = budgets[-1], depths[-1]
-    largest = max((layout for layout in layouts if fits([layout], leanest)), key=memory.job_bytes, default=None)
-    alone = (choice for choice in choices if largest is not None and fits([largest], choice))
-    return next(together, None) or next(alone, leanest)
-
-
-def token_cost(budget: int, depth: int, memory: MemoryModel) -> float:
-    """Time per token in micro-batches of `budget` tokens with `depth` layers recomputed; 1 where both are ideal."""
-    fixed = 1 + _FIXED_WORK / max(memory.layer_weights, 1) / budget
-    return fixed * (1 + _RECOMPUTE_SHARE * depth / max(memory.num_layers, 1))
-
-
-def _budgets(run: RunSpec, jobs: Sequence[PlannedJob], longest: int, memory: MemoryModel, device: torch.device) -> list[int]:
-    """What the user set (but the longest sample must fit), or the largest that the jobs can fill and the device gains from, and
-    halves of it.
-    """
-    if run.token_budget != "auto":
-        return [max(run.token_budget, longest)]
-    batches = [_replica_batch(job) for job in jobs if job.data]
-    offered, spreads = [mean for mean, _ in batches], [spread for _, spread in batches]
-    cap = _GPU_BUDGET_CAP if device.type == "cuda" else CPU_BUDGET_CAP
-    filled = min(sum(offered), cap) * memory.layer_weights < HIDES_LAUNCHES
-    budgets = [auto_token_budget(longest, offered, cap, filled=filled, spreads=spreads)]
-    while budgets[-1] // 2 >= longest:
-        budgets.append(budgets[-1] // 2)
-    return budgets
-
-
-def _replica_batch(job: PlannedJob) -> tuple[float, float]:
-    """Mean and standard deviation of the tokens of one replica's part of a global batch, which is drawn without replacement."""
-    assert job.data is not None
-    tokens = row_tokens(job.data.train.lengths, job.data.train.epoch)
-    rows = min(job.spec.batch_size, len(tokens)) / job.replicas
-    return float(tokens.mean()) * rows, float(tokens.std()) * math.sqrt(rows * (1 - rows / len(tokens)))
-
-
-def _depths(run: RunSpec, memory: MemoryModel) -> Sequence[int]:
-    """Numbers of recomputed layers to choose from, the fewest first."""
-    fixed = fixed_depth(run.recompute, memory.num_layers)
-    return range(memory.most_recomputed + 1) if fixed is None else [fixed]
-
-
-def fixed_depth(recompute: Recompute, num_layers: int) -> int | None:
-    """Layers that `recompute` orders to be recomputed; None for "auto"."""
-    if recompute == "auto":
-        return None
-    return {"none": 0, "all": num_layers}[recompute] if isinstance(recompute, str) else min(recompute, num_layers)
-
-
 def _recompute_warnings(run: RunSpec, memory: MemoryModel) -> tuple[str, ...]:
     if run.recompute in ("auto", "none", 0) or (run.recompute == "all" and memory.num_layers):
         return ()
@@ -250,8 +197,8 @@ def _budget_warnings(run: RunSpec, jobs: list[PlannedJob], longest: int) -> tupl
         return ()
     who = next(job.spec.name for job in jobs if job.longest == longest)
     return (
-        f"token_budget {run.token_budget} is raised to {longest}: {who} has a sample of so many tokens, and a sample is never split. "
-        "Lower its max_length to keep the budget",
+        f"token_budget {run.token_budget} is less than the longest sample, of {longest} tokens in {who}: a sample is never split, and a "
+        "longer one is a micro-batch by itself. Lower max_length to keep the budget",
     )
 
 
@@ -268,7 +215,7 @@ def check_capacity(job: PlannedJob, plan: RunPlan) -> None:
     recomputed = f" with {plan.recomputed_layers} of {plan.memory.num_layers} layers recomputed" if plan.memory.num_layers else ""
     error = CapacityError(
         f"job {job.spec.name!r} needs {gib(plan.total_bytes([job.layout]))} (base {gib(plan.memory.base_bytes)}, {_mailbox(plan.memory)}"
-        f"adapter {gib(plan.memory.job_bytes(job.layout))}, activations of {plan.token_budget} tokens{recomputed} "
+        f"adapter {gib(plan.memory.job_bytes(job.layout))}, activations of {plan.largest} tokens{recomputed} "
         f"{gib(plan.activation_bytes)}), and the limit is {gib(plan.limit_bytes)}. {instead}, or raise memory_limit"
     )
     job.too_large = str(error)
@@ -286,20 +233,20 @@ def _what_would_fit(layout: AdapterLayout, plan: RunPlan) -> list[str]:
         return need <= plan.limit_bytes
 
     def smaller(settings: str, choice: MemoryModel, depth: int) -> bool:
-        tokens = choice.most_tokens(layout, depth, plan.limit_bytes) // 64 * 64
-        lengths = f"max_length: {tokens}, " if tokens < plan.longest else ""
-        return 0 < tokens < plan.token_budget and offer(f"{settings}{lengths}token_budget: {tokens}", choice, tokens, depth)
+        tokens = choice.most_tokens(choice.room([layout], plan.limit_bytes), depth) // 64 * 64
+        lengths, budget = f"max_length: {tokens}, " if tokens < plan.longest else "", min(tokens, plan.token_budget)
+        return 0 < tokens < plan.largest and offer(f"{settings}{lengths}token_budget: {budget}", choice, tokens, depth)
 
     all_layers = memory.num_layers if plan.recomputed_layers < memory.most_recomputed else plan.recomputed_layers
     deeper = all_layers > plan.recomputed_layers
-    if deeper and not offer("recompute: all", memory, plan.token_budget, all_layers):
+    if deeper and not offer("recompute: all", memory, plan.largest, all_layers):
         smaller("recompute: all, ", memory, all_layers)
     smaller("", memory, plan.recomputed_layers)
     for precision, base_bytes in plan.other_precisions.items():
         held, setting = replace(memory, base_bytes=base_bytes), f"base_precision: {precision}"
-        if offer(setting, held, plan.token_budget, plan.recomputed_layers):
+        if offer(setting, held, plan.largest, plan.recomputed_layers):
             break
-        if not (deeper and offer(f"{setting}, recompute: all", held, plan.token_budget, all_layers)):
+        if not (deeper and offer(f"{setting}, recompute: all", held, plan.largest, all_layers)):
             smaller(f"{setting}, ", held, all_layers)
     return found
 
@@ -327,10 +274,23 @@ def _mailbox(memory: MemoryModel) -> str:
     return f"gradients that other GPUs read {gib(memory.mailbox_bytes)}, " if memory.mailbox_bytes else ""
 
 
+def describe_recompute(plan: RunPlan) -> str:
+    """How many layers micro-batches recompute: those that samples share, and the longest sample where it is one by itself."""
+    budget, layers, of = plan.token_budget, plan.recompute.layers(plan.token_budget), plan.memory.num_layers
+    each = f"{'up to ' if layers and plan.recompute.varies else ''}{layers} of {of} layers recomputed"
+    if plan.largest == budget:
+        return each
+    shared = each if layers else "no layer recomputed"
+    return (
+        f"{shared} in micro-batches of up to {budget:,} tokens, and {plan.recomputed_layers} of {of} in that of a sample of "
+        f"{plan.longest:,} tokens by itself"
+    )
+
+
 def describe_plan(plan: RunPlan) -> str:
     """What the run takes, in a line."""
     memory, resident = plan.memory, plan.resident
-    layers = f", {plan.recomputed_layers} of {memory.num_layers} layers recomputed" if memory.num_layers else ""
+    layers = f", {describe_recompute(plan)}" if memory.num_layers else ""
     adapters = sum(memory.job_bytes(layout) for layout in resident)
     return (
         f"token budget {plan.token_budget} (the longest sample has {plan.longest}){layers}; memory limit {gib(plan.limit_bytes)}, "

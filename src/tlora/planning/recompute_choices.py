@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tlora.job import Recompute, RunSpec
-from tlora.planning.plan import RunPlan, fit, token_cost
+from tlora.planning.micro_batches import choose, cost_of, sample_lengths
+from tlora.planning.plan import RunPlan
 from tlora.planning.work import trained_tokens
 
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """`recompute` as a jobs file has it, and what follows: layers, token budget, bytes with the resident jobs, and tokens a second."""
+    """`recompute` as a jobs file has it, and what follows: layers of the largest micro-batch and of one that fills the token budget, that
+    budget, bytes with the resident jobs, and tokens a second.
+    """
 
     recompute: Recompute
     recomputed_layers: int
+    layers_of_budget: int
     token_budget: int
     predicted_bytes: int
     fits: bool
@@ -28,22 +32,30 @@ def predicted_rate(plan: RunPlan, seconds: Mapping[str, float]) -> float:
     """Tokens a second of the resident jobs as they are planned; 0 where nothing is trained, or on the plain path, which is not known."""
     jobs = [job for job in plan.residents if not job.problems]
     tokens, needed = sum(map(trained_tokens, jobs)), sum(seconds[job.spec.name] for job in jobs)
-    return (
-        tokens / needed / token_cost(plan.token_budget, plan.recomputed_layers, plan.memory) if needed and plan.memory.num_layers else 0.0
-    )
+    cost = cost_of(plan.micro_batches, sample_lengths(jobs), plan.memory)
+    return tokens / needed / cost if needed and plan.memory.num_layers else 0.0
 
 
 def recompute_choices(run: RunSpec, plan: RunPlan, seconds: Mapping[str, float], device: torch.device) -> tuple[RecomputeChoice, ...]:
-    """Of a run on one GPU with the resident jobs of `plan`; none where nothing can be recomputed. `seconds`: as predicted, by job."""
+    """Of a run on one GPU with the resident jobs of `plan`; none where nothing can be recomputed. As it is planned comes first where its
+    micro-batches differ in this. `seconds`: as predicted, by job.
+    """
     jobs = [job for job in plan.residents if not job.problems]
     tokens, needed = sum(map(trained_tokens, jobs)), sum(seconds[job.spec.name] for job in jobs)
     if not plan.memory.num_layers or not needed:
         return ()
+    lengths, layouts = sample_lengths(jobs), [job.layout for job in jobs if job.layout is not None]
     found: list[RecomputeChoice] = []
-    options: list[Recompute] = ["none", plan.memory.num_layers // 2, "all"]
-    for recompute in options:
-        budget, depth = fit(run.model_copy(update={"recompute": recompute}), jobs, plan, plan.memory, device)
-        total = plan.memory.total_bytes([job.layout for job in jobs if job.layout is not None], budget, depth)
-        rate = tokens / needed / token_cost(budget, depth, plan.memory)
-        found.append(RecomputeChoice(recompute, depth, budget, total, total <= plan.limit_bytes, rate))
+    each = plan.recompute.layers(plan.token_budget)
+    options: list[Recompute] = ["auto"] if each < plan.recomputed_layers else []
+    for recompute in (*options, "none", plan.memory.num_layers // 2, "all"):
+        chosen = plan.micro_batches
+        if recompute != "auto":
+            asked = run.model_copy(update={"recompute": recompute})
+            chosen = choose(asked, jobs, plan.longest, plan.memory, plan.limit_bytes, device)
+        planned = replace(plan, token_budget=chosen.token_budget, recompute=chosen.recompute)
+        total, rate = planned.total_bytes(layouts), tokens / needed / cost_of(chosen, lengths, plan.memory)
+        of_budget = chosen.recompute.layers(chosen.token_budget)
+        fits = total <= plan.limit_bytes
+        found.append(RecomputeChoice(recompute, planned.recomputed_layers, of_budget, chosen.token_budget, total, fits, rate))
     return tuple(found)

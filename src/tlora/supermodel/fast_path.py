@@ -19,6 +19,7 @@ from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
 from tlora.adapters.bank import AdapterBank
+from tlora.batching.recompute_plan import RecomputePlan
 from tlora.cache_directory import share_compiled_kernels
 from tlora.job import LoraConfig
 from tlora.kernels.cards import HOPPER
@@ -80,7 +81,8 @@ class FastPath:
 
         share_compiled_kernels()
         self._base, self._context, self._deterministic = base, context, deterministic
-        self.recomputed_layers = 0  # from the first on: backward runs them again instead of keeping what they made
+        self.recompute = RecomputePlan()  # layers from the first on that backward runs again instead of keeping what they made
+        self._recomputed_layers = 0  # by the pass whose forward runs now
         self.largest_rank = 0  # that there was or will be: S is as wide from the start, so that nothing is compiled when it comes or goes
         self._names: list[str] = []  # of all linears, group by group: the order of the tables
         self.groups: list[LinearGroup] = []
@@ -136,7 +138,7 @@ class FastPath:
             _leave_token_count_open(_HINT if self._deterministic else None, *args, *kwargs.values())
             # A SwiGLU's product is cheap to make again from what is saved anyway, though backward then writes it out: 11 GiB less at 8B.
             with functorch_config.patch(ban_recompute_materialized_backward=False):
-                if number < self.recomputed_layers and torch.is_grad_enabled():
+                if number < self._recomputed_layers and torch.is_grad_enabled():
                     contexts = partial(self._contexts_of, self._context.pass_number)
                     return checkpoint(fast, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
                 return fast(*args, **kwargs)
@@ -174,12 +176,12 @@ class FastPath:
         if self._base.decoder._forward_hooks:  # somebody measures: a graph calls no hooks
             return self._graphs.run_uncaptured(batch, state)
         tokens = len(batch.input_ids_T)
-        own = Shape(tokens, self.recomputed_layers, state.shape)
+        own = Shape(tokens, self.recompute.layers(tokens), state.shape)
         size = self._graphs.size_for(own, batch.most_tokens, self._launch_tokens, partial(self._shape_with, batch, state), bank.version)
         if size > tokens:
             batch = batch.padded(size)
             state = self.begin(batch, weights, bank, dropout)
-        return self._graphs.run(batch, state, bank.version, self.recomputed_layers)
+        return self._graphs.run(batch, state, bank.version, self.recompute.layers(len(batch.input_ids_T)))
 
     def _shape_with(self, batch: PackedBatch, state: PassState, tokens: int) -> Shape:
         """Of `batch`, whose pass is `state`, with padding up to `tokens`."""
@@ -187,10 +189,11 @@ class FastPath:
 
         lengths = padded(batch.padded_lengths(tokens))
         attention = attention_shape(lengths, batch.input_ids_T.device, self._deterministic)
-        return Shape(tokens, self.recomputed_layers, (*state.tables.shape_with(len(lengths)), *attention))
+        return Shape(tokens, self.recompute.layers(tokens), (*state.tables.shape_with(len(lengths)), *attention))
 
     def run(self, batch: PackedBatch, state: PassState) -> tuple[Tensor, Backward]:
         """The same, launched from Python at once, here and now."""
+        self._recomputed_layers = self.recompute.layers(len(batch.input_ids_T))
         hidden_TH = self._decode(batch, state)
 
         def backward(dhidden_TH: Tensor) -> None:

@@ -20,6 +20,7 @@ from tlora.adapters.adamw import StepStats, weights_fit
 from tlora.adapters.bank import AdapterBank
 from tlora.adapters.state import AdapterLayout, AdapterState, init_state, make_layout
 from tlora.adapters.targets import left_out, saved_names
+from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.errors import ConfigError
 from tlora.job import BasePrecision, LoraConfig, TrainConfig
 from tlora.objectives import UnitLoss
@@ -120,15 +121,23 @@ class SuperModel(nn.Module):
         return self._fast.num_layers if self._fast is not None else 0
 
     @property
+    def recompute(self) -> RecomputePlan:
+        """How many do so in a micro-batch of how many tokens, from the first on. Bits do not change with it, memory and speed do."""
+        return self._fast.recompute if self._fast is not None else RecomputePlan()
+
+    @recompute.setter
+    def recompute(self, plan: RecomputePlan) -> None:
+        if self._fast is not None:
+            self._fast.recompute = plan.at_most(self.num_layers)
+
+    @property
     def recomputed_layers(self) -> int:
-        """How many of them do so, from the first on. Bits do not change with it, memory and speed do."""
-        return self._fast.recomputed_layers if self._fast is not None else 0
+        """The most that any micro-batch recomputes. Setting it makes all of them recompute so many."""
+        return self.recompute.most_layers
 
     @recomputed_layers.setter
     def recomputed_layers(self, count: int) -> None:
-        assert 0 <= count <= self.num_layers, f"{count} of {self.num_layers} layers"
-        if self._fast is not None:
-            self._fast.recomputed_layers = count
+        self.recompute = same_for_all(count)
 
     def compile_ahead(self, device: torch.device, loras: Sequence[LoraConfig]) -> subprocess.Popen[bytes] | None:
         """For a base on the meta device: start compiling what `loras` will launch on `device`. None where there is nothing to compile."""

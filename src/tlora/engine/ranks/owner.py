@@ -190,7 +190,7 @@ class Owner:
         self.run = self.run.model_copy(update={"cpu_threads": first.threads or self.run.cpu_threads})
         if kernels := first.facts.get("kernels"):
             note(f"kernels: {kernels}")
-        keys = ("device", "token_budget", "recomputed_layers")
+        keys = ("device", "token_budget", "recomputed_layers", "recomputed_by_tokens")
         self._facts = {
             **first.facts,
             "base_shared": self.shared,

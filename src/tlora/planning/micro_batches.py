@@ -1,0 +1,165 @@
+"""How large micro-batches are, and how many layers each of them recomputes: the fastest choice that memory allows, by predicted seconds.
+
+Samples fill micro-batches up to the token budget. A longer one is a micro-batch by itself, and alone pays for its recomputation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tlora.adapters.state import AdapterLayout
+from tlora.batching.pack import SMALLEST_BUDGET, auto_token_budget, prepared_budget
+from tlora.batching.recompute_plan import RecomputePlan, same_for_all
+from tlora.data.order import row_tokens
+from tlora.job import Recompute, RunSpec
+from tlora.planning.job_plan import PlannedJob
+from tlora.planning.memory import MemoryModel
+from tlora.supermodel.cuda_graphs import HIDES_LAUNCHES
+
+CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is flat (docs/design.md)
+# Llama-3-8B on one H200 (bench/results/h200_memory.json): recomputing all layers takes 43 % longer (with their last linear, which is left
+# out now: not measured again); a micro-batch costs each layer as much
+# again as 216 tokens (2,048 tokens against 8,192), which in a smaller layer are more.
+_RECOMPUTE_SHARE, _FIXED_WORK = 0.43, 216 * 218e6  # the latter in tokens times weights of a layer
+_MOST_SLOWED = 1.5  # rather than that, jobs take turns
+
+
+class MicroBatches(NamedTuple):
+    """Tokens up to which samples share a micro-batch, and the layers that one of so many tokens recomputes."""
+
+    token_budget: int
+    recompute: RecomputePlan
+
+
+@dataclass(frozen=True)
+class SampleLengths:
+    """Of the samples that a run trains on: lengths without repetition, shortest first, and what share of all tokens lies in each. Jobs
+    count alike: while they train together, each computes as many tokens.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    shares: npt.NDArray[np.float64]
+
+
+def sample_lengths(jobs: Sequence[PlannedJob]) -> SampleLengths:
+    """Of `jobs`; those without data do not count."""
+    found = [np.unique(job.data.train.lengths, return_counts=True) for job in jobs if job.data is not None]
+    if not found:
+        return SampleLengths(np.zeros(0, np.int64), np.zeros(0))
+    parts = [tokens * counts / (tokens * counts).sum() / len(found) for tokens, counts in found]
+    tokens, places = np.unique(np.concatenate([tokens for tokens, _ in found]), return_inverse=True)
+    return SampleLengths(tokens, np.bincount(places, np.concatenate(parts), len(tokens)).astype(np.float64))
+
+
+def choose(
+    run: RunSpec, jobs: Sequence[PlannedJob], longest: int, memory: MemoryModel, limit_bytes: int, device: torch.device
+) -> MicroBatches:
+    """The fastest that hold all `jobs` at once below the limit, if that does not slow them down too much; or else the fastest that hold
+    the largest of the jobs that can be held at all, and as many others as do not slow it down too much. `longest`: tokens of the longest
+    sample, which is never split.
+    """
+    budgets, fixed = _budgets(run, jobs, longest, memory, device), fixed_depth(run.recompute, memory.num_layers)
+    lengths, layouts = sample_lengths(jobs), [job.layout for job in jobs if job.layout is not None]
+    deepest = same_for_all(memory.most_recomputed if fixed is None else fixed)
+    worst = _MOST_SLOWED * cost_of(MicroBatches(budgets[0], same_for_all(fixed or 0)), lengths, memory)
+
+    def best(held: Sequence[AdapterLayout]) -> MicroBatches | None:
+        room = memory.room(held, limit_bytes)
+        recompute = memory.least_recomputed(room) if fixed is None else deepest
+        more = [] if run.token_budget != "auto" or not recompute.varies else _smaller_budgets(budgets[0], recompute)
+        tried = [MicroBatches(budget, recompute) for budget in sorted({*budgets, *more}, reverse=True)]
+        fitting = [found for found in tried if _fits(found, longest, memory, room)]
+        return min(fitting, key=lambda found: cost_of(found, lengths, memory), default=None)
+
+    def good(held: Sequence[AdapterLayout]) -> MicroBatches | None:
+        found = best(held)
+        return found if found is not None and cost_of(found, lengths, memory) <= worst else None
+
+    if (together := good(layouts)) is not None:
+        return together
+    held, others = list[AdapterLayout](), [layout for layout in layouts if best([layout]) is not None]
+    if others:
+        held.append(others.pop(max(range(len(others)), key=lambda i: memory.job_bytes(others[i]))))
+    for other in others:
+        if good([*held, other]) is not None:
+            held.append(other)
+    return (best(held) if held else None) or MicroBatches(min([b for b in budgets if b >= longest], default=budgets[0]), deepest)
+
+
+def largest_micro_batch(token_budget: int, longest: int) -> int:
+    """Tokens of the largest micro-batch that there can be: full, or the longest sample by itself."""
+    return max(token_budget, prepared_budget(longest, token_budget))
+
+
+def _fits(found: MicroBatches, longest: int, memory: MemoryModel, room_bytes: int) -> bool:
+    sizes = found.token_budget, largest_micro_batch(found.token_budget, longest)
+    return all(memory.activation_bytes(tokens, found.recompute.layers(tokens)) <= room_bytes for tokens in sizes)
+
+
+def cost_of(found: MicroBatches, lengths: SampleLengths, memory: MemoryModel) -> float:
+    """Time per token of samples of such lengths; 1 where micro-batches and layers are ideal."""
+    recompute, long = found.recompute, lengths.tokens > found.token_budget
+    full = token_cost(found.token_budget, recompute.layers(found.token_budget), memory)
+    alone = [
+        token_cost(tokens, recompute.layers(prepared_budget(tokens, found.token_budget)), memory)
+        for tokens in lengths.tokens[long].tolist()
+    ]
+    shares = lengths.shares[long]
+    return full * (1 - float(shares.sum())) + float(shares @ np.array(alone))
+
+
+def token_cost(tokens: int, recomputed_layers: int, memory: MemoryModel) -> float:
+    """Time per token in micro-batches of `tokens` with so many layers recomputed; 1 where both are ideal."""
+    fixed = 1 + _FIXED_WORK / max(memory.layer_weights, 1) / tokens
+    return fixed * (1 + _RECOMPUTE_SHARE * recomputed_layers / max(memory.num_layers, 1))
+
+
+def fastest_budget(largest: int, recompute: RecomputePlan, memory: MemoryModel) -> int:
+    """Of `largest` and its halves, for samples that are all shorter."""
+    budgets = [largest]
+    while budgets[-1] // 2 >= SMALLEST_BUDGET:
+        budgets.append(budgets[-1] // 2)
+    fitting = [budget for budget in budgets if budget <= recompute.most_tokens[-1]] or budgets[-1:]
+    return min(fitting, key=lambda budget: token_cost(budget, recompute.layers(budget), memory))
+
+
+def _budgets(run: RunSpec, jobs: Sequence[PlannedJob], longest: int, memory: MemoryModel, device: torch.device) -> list[int]:
+    """What the user set, or the largest that the jobs can fill and the device gains from, and halves of it down to the longest sample."""
+    if run.token_budget != "auto":
+        return [run.token_budget]
+    batches = [_replica_batch(job) for job in jobs if job.data]
+    offered, spreads = [mean for mean, _ in batches], [spread for _, spread in batches]
+    cap = _GPU_BUDGET_CAP if device.type == "cuda" else CPU_BUDGET_CAP
+    filled = min(sum(offered), cap) * memory.layer_weights < HIDES_LAUNCHES
+    budgets = [auto_token_budget(longest, offered, cap, filled=filled, spreads=spreads)]
+    while budgets[-1] // 2 >= longest:
+        budgets.append(budgets[-1] // 2)
+    return budgets
+
+
+def _smaller_budgets(largest: int, recompute: RecomputePlan) -> list[int]:
+    """Those that are just small enough for each number of recomputed layers."""
+    step = SMALLEST_BUDGET
+    return [tokens // step * step for tokens in set(recompute.most_tokens) if step <= tokens < largest]
+
+
+def _replica_batch(job: PlannedJob) -> tuple[float, float]:
+    """Mean and standard deviation of the tokens of one replica's part of a global batch, which is drawn without replacement."""
+    assert job.data is not None
+    tokens = row_tokens(job.data.train.lengths, job.data.train.epoch)
+    rows = min(job.spec.batch_size, len(tokens)) / job.replicas
+    return float(tokens.mean()) * rows, float(tokens.std()) * math.sqrt(rows * (1 - rows / len(tokens)))
+
+
+def fixed_depth(recompute: Recompute, num_layers: int) -> int | None:
+    """Layers that `recompute` orders to be recomputed; None for "auto"."""
+    if recompute == "auto":
+        return None
+    return {"none": 0, "all": num_layers}[recompute] if isinstance(recompute, str) else min(recompute, num_layers)

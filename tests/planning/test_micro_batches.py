@@ -1,0 +1,210 @@
+"""Token budget and recomputed layers: as few layers as fit for each size of a micro-batch, and the fastest of all choices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tlora.adapters.state import AdapterLayout, AdapterShape
+from tlora.batching.recompute_plan import RecomputePlan, same_for_all
+from tlora.job import JobSpec, RunSpec
+from tlora.planning.job_plan import PlannedJob
+from tlora.planning.memory import MemoryModel, Stage
+from tlora.planning.micro_batches import MicroBatches, SampleLengths, choose, cost_of, sample_lengths, token_cost
+from tlora.planning.plan import RunPlan, describe_plan, settle
+from tlora.planning.recompute_choices import recompute_choices
+
+GPU, MIB = torch.device("cuda"), 1 << 20
+LAYOUT = AdapterLayout((AdapterShape("q", 16, 1024, 1024, 1.0),))
+NO_LENGTHS = SampleLengths(np.zeros(0, np.int64), np.zeros(0))
+
+memories = st.builds(
+    lambda fixed, kept, share, backward, layers: MemoryModel(
+        1000, (Stage(fixed, kept, kept * share / layers), Stage(0.0, kept + backward, kept * share / layers)), layers, 2, 4, step_copies=0
+    ),
+    st.floats(0, 1e6),
+    st.floats(1, 5000),
+    st.floats(0.1, 0.99),
+    st.floats(0, 3000),
+    st.integers(1, 40),
+)
+
+
+@given(memories, st.integers(-1000, 10**8), st.lists(st.integers(1, 10**6), min_size=1))
+def test_as_few_layers_as_fit_and_never_fewer_for_more_tokens(memory: MemoryModel, room: int, sizes: list[int]) -> None:
+    plan = memory.least_recomputed(room)
+    assert list(plan.most_tokens) == sorted(plan.most_tokens) and plan.most_layers == memory.most_recomputed
+    for tokens in sizes:
+        layers = plan.layers(tokens)
+        fits = [memory.activation_bytes(tokens, k) <= room for k in range(memory.most_recomputed + 1)]
+        least = next((k for k, fit in enumerate(fits) if fit), memory.most_recomputed)
+        # one token, where the division rounds the other way than the sum
+        assert layers == least or layers - 1 == least == plan.layers(tokens - 1)
+        assert not any(fits) or fits[layers]
+    assert [plan.layers(n) for n in sorted(sizes)] == sorted(plan.layers(n) for n in sizes)
+
+
+@given(memories, st.integers(1, 10**7), st.integers(1, 10**5))
+def test_no_micro_batch_takes_more_than_the_largest_is_said_to(memory: MemoryModel, room: int, most: int) -> None:
+    """A shorter one that recomputes fewer layers among them; where all fit, that is below the room."""
+    plan = memory.least_recomputed(room)
+    peak = memory.most_activation_bytes(most, plan)
+    tried = {1, most, *range(1, most, max(1, most // 50)), *(n for n in plan.most_tokens if 0 < n <= most)}
+    assert peak >= max(memory.activation_bytes(n, plan.layers(n)) for n in tried)
+    assert peak <= room or not memory.most_tokens(room, memory.most_recomputed) >= most
+
+
+@given(st.lists(st.integers(0, 10**6)), st.integers(1, 10**4), st.integers(1, 10**4), st.integers(1, 10**6))
+def test_a_plan_scaled_down_does_for_fewer_tokens_what_it_did(most: list[int], part: int, more: int, tokens: int) -> None:
+    plan = RecomputePlan(tuple(sorted(most)))
+    less = plan.scaled(part, part + more)
+    assert less.layers(tokens) >= plan.layers(tokens) and plan.scaled(part, part) == plan
+    assert less.most_layers == plan.most_layers == plan.at_most(10**6).most_layers
+
+
+def test_a_number_for_all_micro_batches() -> None:
+    assert {same_for_all(3).layers(tokens) for tokens in (1, 100, 10**9)} == {3} and not same_for_all(3).varies
+    assert RecomputePlan().layers(10**9) == 0
+    plan = RecomputePlan((100, 200, 300))
+    assert [plan.layers(n) for n in (1, 100, 101, 200, 201, 300, 301)] == [0, 0, 1, 1, 2, 2, 3]
+    assert [plan.at_least(2).layers(n) for n in (1, 200, 201, 301)] == [2, 2, 2, 3] and plan.at_most(1).layers(10**6) == 1
+
+
+# -- the choice ------------------------------------------------------------------------------------------------------------
+
+# As an 8B: 2.9 MiB a token, of which a layer gives up 88 KiB.
+EIGHT_B = MemoryModel(
+    base_bytes=15 * 1024 * MIB,
+    stages=(Stage(1000 * MIB, 2.5 * MIB, 0.088 * MIB), Stage(0, 2.9 * MIB, 0.088 * MIB)),
+    num_layers=32,
+    element_bytes=2,
+    sum_bytes=4,
+    step_copies=0,
+    layer_weights=218_000_000,
+)
+
+
+def jobs_with(lengths: list[int], count: int = 4) -> tuple[PlannedJob, ...]:
+    data: Any = SimpleNamespace(train=SimpleNamespace(lengths=np.array(lengths), epoch=len(lengths)), eval=None)
+    specs = [JobSpec.model_validate({"name": f"job{i}", "data": "d", "batch_size": 8}) for i in range(count)]
+    return tuple(PlannedJob(spec, data, max(lengths), LAYOUT) for spec in specs)
+
+
+def plan_with(lengths: list[int], limit_gib: float, memory: MemoryModel = EIGHT_B, **settings: Any) -> RunPlan:
+    jobs = jobs_with(lengths)
+    run = RunSpec.model_validate({"base_model": "b", "jobs": [job.spec for job in jobs]} | settings)
+    plan = RunPlan(jobs, max(lengths), RecomputePlan(), memory, int(limit_gib * 2**30), max(lengths), {})
+    return settle(run, plan, memory, GPU)
+
+
+MIXED = [16_300, *[1024] * 144]
+
+
+def test_one_long_sample_does_not_make_all_short_ones_recompute() -> None:
+    plan = plan_with(MIXED, 30.0)
+    assert plan.recompute.layers(plan.token_budget) == 0 and plan.recomputed_layers > 16 and plan.largest == 16_384
+    assert 2048 < plan.token_budget < 8192 and not any(job.problems for job in plan.jobs) and len(plan.resident) == 4
+    assert plan.total_bytes(plan.resident) <= plan.limit_bytes
+    one = MicroBatches(plan.largest, same_for_all(plan.recomputed_layers))
+    lengths = sample_lengths(plan.jobs)
+    assert cost_of(one, lengths, plan.memory) > 1.12 * cost_of(plan.micro_batches, lengths, plan.memory)
+    line = describe_plan(plan)
+    assert f"no layer recomputed in micro-batches of up to {plan.token_budget:,} tokens" in line
+    assert f"and {plan.recomputed_layers} of 32 in that of a sample of 16,300 tokens by itself" in line
+    assert plan.recomputed_by_tokens == {str(plan.token_budget): 0, "16384": plan.recomputed_layers}
+
+
+def test_with_room_for_all_of_it_the_longest_sample_shares_a_micro_batch() -> None:
+    plan = plan_with(MIXED, 70.0)
+    assert plan.token_budget == plan.largest == 16_384 and plan.recomputed_layers == 0
+    assert ", 0 of 32 layers recomputed" in describe_plan(plan)
+
+
+@pytest.mark.parametrize(("recompute", "layers"), [("all", 32), (28, 28)])
+def test_an_ordered_number_is_that_of_all_micro_batches(recompute: str | int, layers: int) -> None:
+    plan = plan_with(MIXED, 30.0, recompute=recompute)
+    assert plan.recompute == same_for_all(layers) and plan.token_budget == 16_384
+
+
+def test_an_ordered_budget_is_kept_however_long_a_sample_is() -> None:
+    plan = plan_with(MIXED, 30.0, token_budget=2048)
+    assert plan.token_budget == 2048 and plan.recompute.layers(2048) == 0 < plan.recomputed_layers
+    (warning,) = plan_warnings(2048)
+    assert "token_budget 2048 is less than the longest sample, of 16300 tokens in job0" in warning
+    assert plan_warnings(16_300) == ()
+
+
+def plan_warnings(token_budget: int) -> tuple[str, ...]:
+    from tlora.planning.plan import _budget_warnings
+
+    jobs = list(jobs_with(MIXED))
+    run = RunSpec.model_validate({"base_model": "b", "jobs": [job.spec for job in jobs], "token_budget": token_budget})
+    return _budget_warnings(run, jobs, 16_300)
+
+
+def test_a_longest_sample_that_fits_with_no_layers_left_is_refused_with_its_tokens() -> None:
+    plan = plan_with(MIXED, 17.0)
+    problem = plan.jobs[0].problems[0]
+    assert "activations of 16384 tokens with 31 of 32 layers recomputed" in problem and "max_length: " in problem
+
+
+def test_jobs_that_do_not_all_fit_leave_as_many_together_as_do() -> None:
+    """Three of four large adapters, rather than one."""
+    heavy = AdapterLayout((AdapterShape("q", 256, 1 << 20, 1 << 20, 1.0),))
+    assert EIGHT_B.job_bytes(heavy) > 8192 * MIB
+    jobs = tuple(replace_layout(job, heavy) for job in jobs_with([1024] * 64))
+    run = RunSpec.model_validate({"base_model": "b", "jobs": [job.spec for job in jobs]})
+    limit = EIGHT_B.total_bytes([heavy] * 3, 2048)
+    plan = settle(run, RunPlan(jobs, 1024, RecomputePlan(), EIGHT_B, limit, 1024, {}), EIGHT_B, GPU)
+    assert len(plan.resident) == 3 and not any(job.problems for job in plan.jobs)
+
+
+def replace_layout(job: PlannedJob, layout: AdapterLayout) -> PlannedJob:
+    return replace(job, layout=layout)
+
+
+@given(st.lists(st.integers(1, 20_000), min_size=1, max_size=30), st.floats(17.0, 90.0), st.sampled_from(["auto", 512, 4096]))
+def test_what_is_chosen_fits_and_no_other_budget_of_the_same_room_is_faster(lengths: list[int], gib: float, budget: Any) -> None:
+    jobs, limit, longest = jobs_with(lengths), int(gib * 2**30), max(lengths)
+    run = RunSpec.model_validate({"base_model": "b", "jobs": [job.spec for job in jobs], "token_budget": budget})
+    found = choose(run, jobs, longest, EIGHT_B, limit, GPU)
+    plan = RunPlan(jobs, found.token_budget, found.recompute, EIGHT_B, limit, longest, {})
+    assert budget in ("auto", found.token_budget)
+    layouts = [LAYOUT] * len(jobs)
+    deepest = EIGHT_B.total_bytes(layouts, plan.largest, EIGHT_B.most_recomputed)
+    assert plan.total_bytes(layouts) <= limit or deepest > limit or plan.recompute == same_for_all(EIGHT_B.most_recomputed)
+    if budget == "auto" and plan.total_bytes(layouts) <= limit and found.recompute.varies:
+        mix = sample_lengths(jobs)
+        smaller = [MicroBatches(n, found.recompute) for n in range(128, found.token_budget, 128)]
+        assert all(cost_of(found, mix, EIGHT_B) <= cost_of(other, mix, EIGHT_B) + 1e-12 for other in smaller)
+
+
+def test_jobs_count_alike_whatever_the_size_of_their_data() -> None:
+    few, many = jobs_with([100, 300], 1), jobs_with([100] * 600, 1)
+    found = sample_lengths([*few, *many])
+    assert found.tokens.tolist() == [100, 300] and found.shares.tolist() == pytest.approx([0.125 + 0.5, 0.375])
+    assert sample_lengths([PlannedJob(few[0].spec)]).tokens.tolist() == []
+
+
+def test_a_long_sample_costs_what_it_recomputes_and_no_other_does() -> None:
+    plan, lengths = RecomputePlan((1000,) * 16 + (10**6,)), SampleLengths(np.array([100, 5000]), np.array([0.75, 0.25]))
+    expected = 0.75 * token_cost(1000, 0, EIGHT_B) + 0.25 * token_cost(5000, 16, EIGHT_B)
+    assert cost_of(MicroBatches(1000, plan), lengths, EIGHT_B) == pytest.approx(expected)
+    assert cost_of(MicroBatches(1000, plan), NO_LENGTHS, EIGHT_B) == token_cost(1000, 0, EIGHT_B)
+
+
+def test_check_shows_the_plan_next_to_one_number_for_all() -> None:
+    plan = plan_with(MIXED, 30.0)
+    run = RunSpec.model_validate({"base_model": "b", "jobs": [job.spec for job in plan.jobs], "memory_limit": plan.limit_bytes})
+    data_of = {job.spec.name: 1.0 for job in plan.jobs}
+    auto, none, _, every = recompute_choices(run, plan, data_of, GPU)
+    assert (auto.recompute, auto.layers_of_budget, auto.recomputed_layers) == ("auto", 0, plan.recomputed_layers)
+    assert auto.fits and every.fits and not none.fits and every.layers_of_budget == every.recomputed_layers == 32
+    assert every.tokens_per_second * 1.12 < auto.tokens_per_second < none.tokens_per_second
