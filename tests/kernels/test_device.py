@@ -80,8 +80,16 @@ def test_a_developer_forces_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
     card = card_of(CUDA)
     assert card is not None and describe_class(card, CUDA) == f"sm_86, 99 KB, {FORCED} on compute capability 9.0"
     monkeypatch.setenv(FORCED, "sm_75")
-    with pytest.raises(ConfigError, match="must be one of sm_80, sm_86, sm_89, sm_90, sm_120, and is 'sm_75'"):
+    with pytest.raises(ConfigError, match="must be one of plain, sm_80, sm_86, sm_89, sm_90, sm_120, and is 'sm_75'"):
         card_of(CUDA)
     monkeypatch.setenv(FORCED, "sm_90")
     with pytest.raises(ConfigError, match="a GPU of compute capability 8.0 does not run"):
         class_of(80)
+
+
+def test_a_developer_forces_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_in(monkeypatch, (9, 0), 232_448)
+    monkeypatch.setenv(FORCED, "plain")
+    assert card_of(CUDA) is None and not runs_kernels(CUDA) and why_plain(CUDA) == f"{FORCED} is plain, on compute capability 9.0"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert not runs_kernels(torch.device("cpu"))

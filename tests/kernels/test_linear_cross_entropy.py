@@ -13,7 +13,7 @@ from tests.tolerances import KERNEL, assert_close
 from tlora.kernels import linear_cross_entropy as module
 from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.kernels.head import Head
-from tlora.kernels.linear_cross_entropy import linear_cross_entropy
+from tlora.kernels.linear_cross_entropy import chunked_on_gpu, linear_cross_entropy
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 HEADS = {
@@ -105,3 +105,40 @@ def test_weight_zero_gives_no_gradient() -> None:
     weights[3] = 0
     _, dh = linear_cross_entropy(hidden, head, labels, weights)
     assert dh is not None and not dh[3].any() and bool(dh[2].any())
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 33, 64])
+@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gpus_chunks(dtype: torch.dtype, options: dict[str, object], tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16 rows; the last one is padded."""
+    monkeypatch.setattr(module, "gpu_chunk_rows", lambda _: 16)
+    hidden, head, labels, weights = make(tokens, dtype, **options)
+    monkeypatch.setattr(torch, "empty_like", lambda t: torch.full_like(t, math.nan))
+    losses, dh = chunked_on_gpu(hidden, head, labels, weights)
+    true_losses, true_dh = oracle(hidden, head, labels, weights)
+    assert dh is not None and dh.dtype == dtype and losses.dtype == weights.dtype
+    assert_close(losses, true_losses, KERNEL[dtype], "losses")
+    assert_close(dh, true_dh, KERNEL[dtype], "dh")
+    assert torch.equal(chunked_on_gpu(hidden, head, labels, None)[0], losses)
+    few = torch.arange(tokens)[: max(1, tokens // 2)]
+    some_losses, some_dh = chunked_on_gpu(hidden[few], head, labels[few], weights[few])
+    assert some_dh is not None and torch.equal(some_losses, losses[few]) and torch.equal(some_dh, dh[few])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
+def test_a_bad_row_stays_in_its_row_in_a_gpus_chunks(bad: float) -> None:
+    hidden, head, labels, weights = make(20, torch.float32)
+    poisoned, rest = hidden.clone(), torch.arange(20) != 7
+    poisoned[7] = bad
+    for found, expected in zip(chunked_on_gpu(poisoned, head, labels, weights), chunked_on_gpu(hidden, head, labels, weights), strict=True):
+        assert found is not None and expected is not None and torch.equal(found[rest], expected[rest])
+    losses, dh = chunked_on_gpu(hidden * 1e4, head, labels, weights)
+    assert dh is not None and bool(losses.isfinite().all()) and bool(dh.isfinite().all())
+
+
+def test_no_tokens_in_a_gpus_chunks() -> None:
+    hidden, head, labels, weights = make(3, torch.bfloat16)
+    losses, dh = chunked_on_gpu(hidden[:0], head, labels[:0], weights[:0])
+    assert dh is not None and losses.dtype == torch.float32 and losses.shape == (0,) and dh.shape == (0, hidden.shape[1])
+    assert chunked_on_gpu(hidden[:0], head, labels[:0], None)[1] is None

@@ -110,14 +110,25 @@ def _norm(x: Tensor) -> float:
     return norm if math.isfinite(norm) else float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
-def _adamw(state: AdapterState, grad: Tensor, config: TrainConfig, rate: float, weight_dtype: torch.dtype) -> bool:
+def is_allowed(state: AdapterState, config: TrainConfig, rate: float, dtype: torch.dtype) -> bool:
+    """Whether the factors of the next update fit `dtype`: torch raises for others."""
+    return rate * max(config.weight_decay, 1 / (1 - config.adam_beta1 ** (state.updates + 1))) <= torch.finfo(dtype).max
+
+
+def updated(state: AdapterState, grad: Tensor, config: TrainConfig, rate: float) -> tuple[Tensor, Tensor, Tensor]:
+    """New weights and moments after an update with the clipped `grad`. Reads no number on the host."""
     beta1, beta2, t = config.adam_beta1, config.adam_beta2, state.updates + 1
-    if rate * max(config.weight_decay, 1 / (1 - beta1**t)) > torch.finfo(grad.dtype).max:  # torch raises for such a factor
-        return False
     exp_avg = torch.lerp(state.exp_avg, grad, 1 - beta1)
     exp_avg_sq = (state.exp_avg_sq * beta2).addcmul_(grad, grad, value=1 - beta2)
     denominator = (exp_avg_sq.sqrt() / math.sqrt(1 - beta2**t)).add_(config.adam_epsilon)
     params = (state.params * (1 - rate * config.weight_decay)).addcdiv_(exp_avg, denominator, value=-rate / (1 - beta1**t))
+    return params, exp_avg, exp_avg_sq
+
+
+def _adamw(state: AdapterState, grad: Tensor, config: TrainConfig, rate: float, weight_dtype: torch.dtype) -> bool:
+    if not is_allowed(state, config, rate, grad.dtype):
+        return False
+    params, exp_avg, exp_avg_sq = updated(state, grad, config, rate)
     norm = _norm(params)
     if not math.isfinite(norm) or not math.isfinite(_norm(exp_avg_sq)):
         return False

@@ -162,7 +162,7 @@ def launch_facts(loaded: Loaded, device: torch.device) -> dict[str, Any]:
 
 def _measure_memory(run: RunSpec, plan: RunPlan, model: SuperModel, note: Callable[[str], None]) -> RunPlan:
     """On a GPU, the plan by what this device takes for this base; elsewhere, and where that cannot be measured, `plan` itself."""
-    if model.device.type != "cuda" or not model.num_layers or not plan.can_run:
+    if model.device.type != "cuda" or not plan.can_run or (not model.num_layers and model.deterministic):
         return plan
     key = probe_key(model, plan.can_run, run.deterministic, model.device)
     memory = recall(key)
@@ -172,7 +172,7 @@ def _measure_memory(run: RunSpec, plan: RunPlan, model: SuperModel, note: Callab
         if found is None:
             note("memory could not be measured, there is too little of it: the plan goes by the estimate")
             return plan
-        note(f"memory measured and layers compiled in {found.seconds:.0f} s; peaks lie within {found.error_share:.1%} of the model")
+        note(f"memory measured{' and layers compiled' if model.num_layers else ''} in {found.seconds:.0f} s; peaks lie within {found.error_share:.1%} of the model")
         memory = found.memory
         remember(key, memory)
     if any(job.data is not None and job.data.eval is not None for job in plan.jobs):

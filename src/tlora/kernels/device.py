@@ -17,7 +17,10 @@ from tlora.errors import ConfigError
 from tlora.kernels.cards import CLASSES, HOPPER, CardClass, class_named, class_of_capability
 
 FORCED = "TLORA_CARD_CLASS"
-"""A developer's variable: the card at hand compiles and runs the kernels of this class, such as sm_80 (CONTRIBUTING.md)."""
+"""A developer's variable: the card at hand compiles and runs the kernels of this class, such as sm_80, or with "plain" none of them
+(CONTRIBUTING.md).
+"""
+PLAIN = "plain"
 
 
 _elsewhere: ContextVar[tuple[str, int] | None] = ContextVar("a GPU that is not here", default=None)
@@ -35,8 +38,11 @@ def as_if_on(name: str, capability: int) -> Iterator[None]:
 
 def may_run_kernels(device: torch.device) -> bool:
     """As `runs_kernels`; a GPU that cannot be asked, as on a host without one that plans for others, is taken to run them."""
-    known = device.type != "cuda" or _elsewhere.get() is not None or torch.cuda.is_available()
-    return not known or runs_kernels(device)
+    return not _can_be_asked(device) or runs_kernels(device)
+
+
+def _can_be_asked(device: torch.device) -> bool:
+    return device.type != "cuda" or _elsewhere.get() is not None or torch.cuda.is_available()
 
 
 def runs_kernels(device: torch.device) -> bool:
@@ -47,7 +53,7 @@ def runs_kernels(device: torch.device) -> bool:
 def card_of(device: torch.device) -> CardClass | None:
     """The class of `device`; None where it runs no kernels. A CPU under Triton's interpreter is like a Hopper card."""
     if device.type == "cpu":
-        return (class_of(HOPPER.capability) or HOPPER) if os.environ.get("TRITON_INTERPRET") == "1" else None
+        return class_of(HOPPER.capability) if os.environ.get("TRITON_INTERPRET") == "1" else None
     if device.type != "cuda":
         return None
     card = None if torch.version.hip else class_of(capability_of(device))
@@ -71,6 +77,8 @@ def why_plain(device: torch.device) -> str | None:
     if torch.version.hip:
         return "the kernels are for NVIDIA GPUs"
     capability = capability_of(device)
+    if _is_forced_plain():
+        return f"{FORCED} is {PLAIN}, on compute capability {capability / 10}"
     card = class_of(capability)
     if card is not None:
         return (
@@ -91,7 +99,7 @@ def describe_class(card: CardClass, device: torch.device) -> str:
 def launched_as(device: torch.device) -> CardClass:
     """The class whose kernels are launched on `device`. Where it is forced, Triton compiles for that class from now on."""
     card = card_of(device) or HOPPER
-    if device.type == "cuda" and is_forced():
+    if device.type == "cuda" and is_forced() and not _is_forced_plain():
         from tlora.kernels.forced_class import compile_as  # brings triton, which not every CPU install has
 
         compile_as(card, capability_of(device))
@@ -99,14 +107,18 @@ def launched_as(device: torch.device) -> CardClass:
 
 
 def class_of(capability: int) -> CardClass | None:
-    """The class of GPUs of `capability` (90 for 9.0), or the forced one. Raises ConfigError for one that such a GPU cannot run."""
+    """The class of GPUs of `capability` (90 for 9.0), or the forced one; None where the plain path is forced. Raises ConfigError for one
+    that such a GPU cannot run.
+    """
+    if _is_forced_plain():
+        return None
     if not is_forced():
         return class_of_capability(capability)
     name = os.environ[FORCED]
     try:
         card = class_named(name)
     except KeyError:
-        raise ConfigError(f"{FORCED} must be one of {', '.join(card.name for card in CLASSES)}, and is {name!r}. Unset it") from None
+        raise ConfigError(f"{FORCED} must be one of {', '.join([PLAIN, *(card.name for card in CLASSES)])}, and is {name!r}. Unset it") from None
     if card.capability > capability and card.loads == "descriptor":
         raise ConfigError(f"{FORCED} is {name}, whose kernels a GPU of compute capability {capability / 10} does not run. Unset it")
     return card
@@ -114,6 +126,10 @@ def class_of(capability: int) -> CardClass | None:
 
 def is_forced() -> bool:
     return FORCED in os.environ
+
+
+def _is_forced_plain() -> bool:
+    return os.environ.get(FORCED) == PLAIN
 
 
 def tuned_as(gpu: str) -> str:
@@ -133,6 +149,11 @@ def capability_of(device: torch.device) -> int:
         return gpu[1]
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def likely_capability(device: torch.device) -> int:
+    """As `capability_of`; of a GPU that cannot be asked, 80."""
+    return capability_of(device) if _can_be_asked(device) else CLASSES[0].capability
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

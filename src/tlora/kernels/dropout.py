@@ -36,12 +36,19 @@ def _mix_(h: Tensor) -> Tensor:
     return h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF))
 
 
-def keep_mask(keys_T: Tensor, module_key: int, num_features: int, probability: float) -> Tensor:
-    """bool [T, K], true where the element is kept; P(false) = `probability`.
+def threshold_of(probability: float) -> int:
+    """The hash, of 31 bits, from which on an element is kept."""
+    return int(probability * 2**31)
+
+
+def keep_mask(keys_T: Tensor, module_key: int, num_features: int, probability: float | Tensor) -> Tensor:
+    """bool [T, K], true where the element is kept; P(false) = `probability`, or each token's `threshold_of` it, int32 [T, 1].
 
     `keys_T` int32 from `token_keys`; `module_key` a 31-bit number of the layer.
     """
-    threshold = int(probability * 2**31)
+    if isinstance(probability, Tensor):
+        return _bits(keys_T, module_key, num_features) >= probability
+    threshold = threshold_of(probability)
     if keys_T.device.type == "cpu" and len(keys_T) * num_features <= _SMALL:
         return torch.from_numpy(_bits_numpy(keys_T.numpy(), module_key, num_features) >= threshold)
     return _bits(keys_T, module_key, num_features) >= threshold

@@ -7,7 +7,7 @@ estimate (`_estimate`), which the run replaces by what it measures.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, TypeVar
 
@@ -26,6 +26,8 @@ from tlora.errors import ModelError
 from tlora.job import BasePrecision, LoraConfig, TrainConfig
 from tlora.kernels.device import may_run_kernels
 from tlora.kernels.frozen import FrozenWeight, held_bytes
+from tlora.kernels.grouped_lora import chunk_jobs
+from tlora.kernels.library_attention import SampleLayout, lay_out_samples
 from tlora.kernels.linear_cross_entropy import chunk_bytes
 from tlora.sharing.layout import lay_out
 from tlora.supermodel.batch import BatchRow, collate
@@ -34,12 +36,14 @@ from tlora.supermodel.held_linear import quantized
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import hidden_states, layers_of
 from tlora.supermodel.lora_linear import ActiveBatch, LoraLinear
+from tlora.supermodel.plain_path import groups_on
 from tlora.supermodel.shared_base import by_layer
 from tlora.supermodel.structure import find_attentions
 from tlora.supermodel.supermodel import SuperModel
 
 T = TypeVar("T")
 _PROBE_TOKENS = 64
+_CHUNK = 128  # tokens of a chunk of a grouped micro-batch: those of eight jobs with 1,024 tokens each
 _COUNTED_TOKENS = (1024, 8192)  # the micro-batches that a scheduler plans
 ACTIVATION_RANK = 64  # up to which a GPU's activations are counted where jobs come later
 _GPU_SHARE = 0.95  # of what is free; the rest is for the allocator and others
@@ -137,18 +141,21 @@ def measure(model: SuperModel, base_bytes: int, device: torch.device, rank: int 
     is used, with all linears adapted. Raises ModelError for a base whose layers do not fit together.
     """
     element, sums = model.base.head.weight_VH.element_size(), model.bank.sum_dtype.itemsize
-    step_copies = 0 if device.type == "cuda" else 5
-    if device.type == "cuda" and may_run_kernels(device) and takes_fast_path(model):
+    kernels = device.type == "cuda" and may_run_kernels(device)
+    step_copies = 0 if kernels else 5
+    if kernels and takes_fast_path(model):
         layers = len(layers_of(model.base.decoder))
         weights = sum(k * n for k, n in model.targets().values()) // layers
         return MemoryModel(base_bytes, _estimate(model, device, rank), layers, element, sums, step_copies, weights)
     head = model.base.head.weight_VH
     name = "memory probe"
     model.join(name, _probe_lora(model, rank), TrainConfig(max_steps=1))
-    few, many = _fitting(model, lambda: [_saved_bytes(model, name, n) for n in (_PROBE_TOKENS, 2 * _PROBE_TOKENS)])
+    few, many = _fitting(model, lambda: [_saved_bytes(model, name, n, device) for n in (_PROBE_TOKENS, 2 * _PROBE_TOKENS)])
     model.leave(name)
     widest = max((s for shape in model.targets().values() for s in shape), default=0)
     moving = 3 * widest * element + 4 * head.shape[1] * element  # gradients in flight around the widest linear, and at the head
+    if groups_on(device, model.deterministic):  # a part of dA or dB and its copy in full precision, for every chunk
+        moving += widest * (element + sums) * max(rank, ROW_ALIGNMENT) // _CHUNK
     stage = Stage(chunk_bytes(model.base.head, device) + _scratch_bytes(model), (many - few) / _PROBE_TOKENS + moving)
     return MemoryModel(base_bytes, (stage,), 0, element, sums, step_copies)
 
@@ -244,7 +251,8 @@ def _probe_lora(model: SuperModel, rank: int) -> LoraConfig:
     return LoraConfig(r=max(rank, ROW_ALIGNMENT), target_modules=names)
 
 
-def _saved_bytes(model: SuperModel, name: str, num_tokens: int) -> int:
+def _saved_bytes(model: SuperModel, name: str, num_tokens: int, device: torch.device) -> int:
+    """What a pass on `device` saves for backward, counted without numbers."""
     row = BatchRow(name, np.zeros(num_tokens, np.int32), np.ones(num_tokens, np.float32))
     batch = collate([row], "meta")
     own = {p.untyped_storage()._cdata for p in model.model.parameters()} | {b.untyped_storage()._cdata for b in model.model.buffers()}
@@ -256,8 +264,11 @@ def _saved_bytes(model: SuperModel, name: str, num_tokens: int) -> int:
         return tensor
 
     active = ActiveBatch(batch, model.weights, model.bank, {}, torch.zeros((), device="meta", requires_grad=True))
+    samples: tuple[int, ...] | SampleLayout = batch.lengths
+    if groups_on(device, model.deterministic):
+        active, samples = replace(active, jobs=chunk_jobs([num_tokens])), lay_out_samples(batch.lengths, device, batch.input_ids_T.device)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), model.context.enter(active):
-        hidden_states(model.base, batch.input_ids_T, batch.position_ids_T, batch.lengths)
+        hidden_states(model.base, batch.input_ids_T, batch.position_ids_T, samples)
     return sum(t.untyped_storage().nbytes() for t in seen.values())
 
 

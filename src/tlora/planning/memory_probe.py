@@ -228,6 +228,7 @@ def probe_key(model: SuperModel, specs: Sequence[JobSpec], deterministic: bool, 
     sizes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.model.named_parameters()]
     ranks = sorted((spec.largest_rank for spec in specs), reverse=True)[:2]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    facts: tuple[object, ...] = (sizes, ranks, deterministic, name, torch.__version__, __version__)
+    kernels = model.kernels_on(device, deterministic)
+    facts: tuple[object, ...] = (sizes, ranks, deterministic, name, kernels, torch.__version__, __version__)
     facts += (model.base.layers.held_bytes,) if model.base.layers is not None else ()  # of a shared base, fewer the more share it
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

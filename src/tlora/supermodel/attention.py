@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from tlora.errors import ModelError
+from tlora.kernels.library_attention import SampleLayout, attend_batch, attend_samples
 
 NAME = "tlora_packed"
 
@@ -37,14 +38,14 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    sequence_lengths: tuple[int, ...] | None = None,
+    sequence_lengths: tuple[int, ...] | SampleLayout | None = None,
     pass_number: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of each sequence by itself. query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D].
 
-    `sequence_lengths` add up to T. Equal neighbours in length run as one batch. The pass behind `pass_number`
-    knows its own lengths, and has kernels.
+    `sequence_lengths` add up to T. Equal neighbours in length run as one batch; a layout of samples takes the library's kernels for mixed
+    lengths. The pass behind `pass_number` knows its own lengths, and has kernels.
     """
     if unused.get("s_aux") is not None:
         raise ModelError(f"{type(module).__name__} uses attention sinks, which packed attention does not have yet")
@@ -58,6 +59,10 @@ def packed_attention(
         return out_THD[None, ..., :size], None
     if sequence_lengths is None:
         raise ModelError(f"{type(module).__name__} does not hand keyword arguments to its attention, so samples cannot be packed for it")
+    if isinstance(sequence_lengths, SampleLayout):
+        q_THD, k_TGD, v_TGE = (t_1HTD[0].transpose(0, 1) for t_1HTD in (query, key, value))
+        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+        return attend_samples(q_THD, k_TGD, v_TGE, sequence_lengths, scale, sliding_window, softcap)[None], None
     repeat = query.shape[1] // key.shape[1]
     if repeat > 1:
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
@@ -67,21 +72,6 @@ def packed_attention(
     outputs: list[Tensor] = []
     for (length, count), *qkv in zip(runs, *parts, strict=True):
         q, k, v = (t_HtD.unflatten(1, (count, length)).transpose(0, 1) for t_HtD in qkv)
-        out_nHLD = _attend(q, k, v, scaling, sliding_window, softcap)
+        out_nHLD = attend_batch(q, k, v, scaling, sliding_window, softcap)
         outputs.append(out_nHLD.transpose(1, 2).reshape(count * length, *out_nHLD.shape[1::2]))
     return torch.cat(outputs)[None], None
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, softcap: float | None) -> Tensor:
-    length = q.shape[2]
-    windowed = window is not None and length > window
-    if not softcap and not windowed:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
-    distance = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)[None, :]
-    visible_LL = (distance >= 0) & (distance < window) if windowed and window is not None else distance >= 0
-    if not softcap:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible_LL, scale=scaling)
-    scores = (q @ k.transpose(2, 3)) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
-    scores = torch.tanh(scores / softcap) * softcap
-    weights = scores.masked_fill(~visible_LL, float("-inf")).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
-    return weights.to(q.dtype) @ v

@@ -21,6 +21,7 @@ from tlora.garbage import no_collection
 from tlora.job import BasePrecision, split_revision
 from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.kernels.head import Head
+from tlora.kernels.library_attention import SampleLayout
 from tlora.kernels.transfer import upload
 from tlora.sharing.layer_stream import LayerStream
 from tlora.supermodel import attention, attention_probe
@@ -294,7 +295,7 @@ def learned_positions(model: Any) -> int | None:
     return most if most and any(most <= table.num_embeddings <= most + 2 for table in tables) else None
 
 
-def hidden_states(base: Base, input_ids_T: Tensor, position_ids_T: Tensor, lengths: tuple[int, ...] | Tensor) -> Tensor:
+def hidden_states(base: Base, input_ids_T: Tensor, position_ids_T: Tensor, lengths: tuple[int, ...] | SampleLayout | Tensor) -> Tensor:
     """Last hidden states [T, H] of packed samples, whose lengths are given, or the number of their pass (`kernels/pass_operations.py`).
 
     A mask of four dims is handed on as it is by transformers, where None would make it search `position_ids` for sequences and

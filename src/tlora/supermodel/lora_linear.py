@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tlora.adapters.bank import AdapterBank
 from tlora.kernels.frozen import BaseWeights, FrozenLinear, FrozenWeight, PlainWeight, frozen_linear
+from tlora.kernels.grouped_lora import ChunkedJobs, ChunkSlots, grouped_lora_linear, make_slots
 from tlora.kernels.multi_lora import LoraWeights, multi_lora_linear
 from tlora.kernels.segments import Segment, Segments
 from tlora.supermodel.batch import PackedBatch
@@ -26,7 +27,7 @@ BaseLinear = nn.Linear | HeldLinear | StreamedLinear
 @dataclass(frozen=True)
 class ActiveBatch:
     """A batch in its forward: its tokens' owners, the base's weights, the bank (None: the base alone), and each job's dropout (empty in
-    evaluation).
+    evaluation). `jobs`: their chunks, where adapters are grouped.
     """
 
     batch: PackedBatch
@@ -34,6 +35,8 @@ class ActiveBatch:
     bank: AdapterBank | None
     dropout: Mapping[str, float]
     anchor: Tensor
+    jobs: ChunkedJobs | None = None
+    _slots: dict[Segments, ChunkSlots] = field(default_factory=dict)
 
     def segments(self, module: str) -> Segments:
         """The batch as the linear `module` sees it; jobs that do not adapt it have no segment."""
@@ -44,6 +47,20 @@ class ActiveBatch:
                 rows, scale = slot
                 found.append(Segment(span.t0, span.t1, rows.start, rows.stop, scale, self.dropout.get(span.job_id, 0.0)))
         return tuple(found)
+
+    def slots(self, module: str, bank: AdapterBank) -> ChunkSlots | None:
+        """The same of a grouped batch; None where no job adapts `module`. Most linears have their adapters at the same rows: one table."""
+        assert self.jobs is not None, "the batch is not in chunks"
+        found: list[Segment] = []
+        for span in self.batch.spans:
+            rows, scale = bank.slot(span.job_id, module) or (range(0), 0.0)
+            found.append(Segment(span.t0, span.t1, rows.start, rows.stop, scale, self.dropout.get(span.job_id, 0.0) if rows else 0.0))
+        if not any(segment.r1 for segment in found):
+            return None
+        key = tuple(found)
+        if key not in self._slots:
+            self._slots[key] = make_slots(self.jobs, key, bank.sum_dtype, self.batch.input_ids_T.device)
+        return self._slots[key]
 
 
 class Context:
@@ -125,14 +142,25 @@ class LoraLinear(nn.Module):
         active = self._context.active
         if active is None:
             return nn.functional.linear(x, self.frozen.dense(x.dtype), self.bias)
-        base, segments = partial(active.weights, self.name), active.segments(self.name)
-        if active.bank is None or not segments:
+        base = partial(active.weights, self.name)
+        if active.bank is None:
             return frozen_linear(x, base)
-        rows = active.bank.linear(self.name)
-        lora = LoraWeights(rows.a_RK, rows.b_RN, rows.da_RK, rows.db_RN, self.module_key)
-        anchor = active.anchor if torch.is_grad_enabled() else None
-        y_TN = multi_lora_linear(x.reshape(-1, self.in_features), base, lora, segments, active.batch.keys_T, anchor)
+        x_TK, keys_T, anchor = x.reshape(-1, self.in_features), active.batch.keys_T, active.anchor if torch.is_grad_enabled() else None
+        if active.jobs is not None:
+            slots = active.slots(self.name, active.bank)
+            if slots is None:
+                return frozen_linear(x, base)
+            y_TN = grouped_lora_linear(x_TK, base, self._weights_in(active.bank), slots, keys_T, anchor)
+        else:
+            segments = active.segments(self.name)
+            if not segments:
+                return frozen_linear(x, base)
+            y_TN = multi_lora_linear(x_TK, base, self._weights_in(active.bank), segments, keys_T, anchor)
         return y_TN.view(*x.shape[:-1], self.out_features)
+
+    def _weights_in(self, bank: AdapterBank) -> LoraWeights:
+        rows = bank.linear(self.name)
+        return LoraWeights(rows.a_RK, rows.b_RN, rows.da_RK, rows.db_RN, self.module_key)
 
 
 def base_weights(linears: Mapping[str, LoraLinear]) -> BaseWeights:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tlora.adapters.adamw import StepStats, weights_fit
 from tlora.adapters.bank import AdapterBank
@@ -23,6 +21,7 @@ from tlora.adapters.targets import left_out, saved_names
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.errors import ConfigError
 from tlora.job import BasePrecision, LoraConfig, TrainConfig
+from tlora.kernels.device import runs_kernels
 from tlora.objectives import UnitLoss
 from tlora.sharing.layer_stream import FetchStats
 from tlora.sharing.peers import Sharing
@@ -31,11 +30,13 @@ from tlora.supermodel.cuda_graphs import Backward
 from tlora.supermodel.fast_path import FastPath, compile_ahead, describe_kernels, why_not_fused
 from tlora.supermodel.host_optimizer import HostOptimizer
 from tlora.supermodel.inject import expert_modules, find_linears, inject, resolve_targets, sizes
-from tlora.supermodel.load import Base, hidden_states, load_base, longest_safe_sequence
-from tlora.supermodel.lora_linear import ActiveBatch, Context, base_weights
+from tlora.supermodel.load import Base, load_base, longest_safe_sequence
+from tlora.supermodel.lora_linear import Context, base_weights
 from tlora.supermodel.losses import JobLoss, Losses, sum_losses, token_logprobs
 from tlora.supermodel.optimizer_steps import MeasuredSteps, Optimizer, QueuedSteps, StepError
 from tlora.supermodel.passes import Pass
+from tlora.supermodel.plain_path import PlainPath
+from tlora.supermodel.queued_optimizer import QueuedOptimizer
 from tlora.supermodel.shared_base import load_shared_base
 
 
@@ -67,7 +68,7 @@ class SuperModel(nn.Module):
         self._longest_safe = longest_safe_sequence(base.model)
         self.context = Context()
         self._linears = inject(base.model, found, self.context)
-        self._fast = None
+        self._plain, self._fast = PlainPath(base, self.context, deterministic), None
         if why_not_fused(base, self._linears, weight.device, deterministic) is None:
             self._fast = FastPath(base, self._linears, self.context, deterministic)
         self.weights = base_weights(self._linears)
@@ -75,9 +76,8 @@ class SuperModel(nn.Module):
         self._versions = count()
         self.computed_tokens = 0
         """Of all passes that trained or evaluated, padding included; not of those that an objective compares with."""
-        self._anchor = torch.zeros((), device=weight.device, requires_grad=True)
-        self._optimizer: Optimizer = HostOptimizer(self.bank)
-        if weight.device.type == "cuda":
+        self._optimizer: Optimizer = HostOptimizer(self.bank) if weight.device.type == "cpu" else QueuedOptimizer(self.bank)
+        if weight.device.type == "cuda" and runs_kernels(weight.device):
             from tlora.supermodel.device_optimizer import DeviceOptimizer  # brings triton, which not every CPU install has
 
             self._optimizer = DeviceOptimizer(self.bank)
@@ -348,12 +348,6 @@ class SuperModel(nn.Module):
             if span.sequences != wanted:
                 raise ConfigError(f"a unit of {span.job_id!r} has {span.sequences} sequences, and its objective takes {wanted}")
 
-    def _repeatable_attention(self) -> AbstractContextManager[object]:
-        """On a GPU the fused kernels sum dQ with atomics, which changes bits from run to run: deterministic mode takes the plain one."""
-        if self.deterministic and self.device.type == "cuda":
-            return sdpa_kernel(SDPBackend.MATH)
-        return nullcontext()
-
     def _forward(
         self, part: PackedBatch, objectives: Mapping[str, UnitLoss], train: bool
     ) -> tuple[dict[str, JobLoss], Callable[[], object] | None]:
@@ -384,10 +378,7 @@ class SuperModel(nn.Module):
             if train and bank is not None:
                 return self._fast.train(part, self.weights, bank, dropout)
             return self._fast.evaluate(part, self._fast.begin(part, self.weights, bank, dropout)), None
-        active = ActiveBatch(part, self.weights, bank, dropout, self._anchor)
-        with self.context.enter(active), self._repeatable_attention(), torch.set_grad_enabled(train):
-            hidden_TH = hidden_states(self.base, part.input_ids_T, part.position_ids_T, part.lengths)
-        return hidden_TH.detach(), hidden_TH.backward if hidden_TH.requires_grad else None
+        return self._plain.run(part, self.weights, bank, dropout, train)
 
     def _reference_logprobs(self, part: PackedBatch, objectives: Mapping[str, UnitLoss]) -> dict[str, Tensor]:
         """Log-probabilities [N] under each job's reference, for the jobs whose objective compares with it."""
