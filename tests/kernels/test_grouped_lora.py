@@ -1,4 +1,4 @@
-"""`grouped_lora_linear` against the dense fp64 oracle of `multi_lora_linear` and against the loop; what of a neighbour never gets through."""
+"""`grouped_lora_linear` against the dense fp64 oracle of `multi_lora_linear` and against the loop; nothing of a neighbour gets through."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.kernels.test_multi_lora import DTYPES, Case, Found, make_case, oracle
 from tests.kernels.test_multi_lora import run as run_by_segment
 from tests.tolerances import KERNEL, assert_close
-from tlora.kernels.frozen import FrozenLinear
+from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.kernels.grouped_lora import ChunkedJobs, chunk_jobs, grouped_lora_linear, make_slots
 from tlora.kernels.multi_lora import LoraWeights
 
@@ -42,7 +42,7 @@ def run(case: Case, counts: tuple[int, ...], x_needs_grad: bool = True) -> Found
     x = case.x.clone().requires_grad_(x_needs_grad)
     anchor = None if x_needs_grad else torch.zeros((), requires_grad=True)
     slots = make_slots(ChunkedJobs(SIZE, counts), case.segments, sums, x.device)
-    y = grouped_lora_linear(x, lambda: FrozenLinear(case.weight, case.bias), lora, slots, case.keys, anchor)
+    y = grouped_lora_linear(x, lambda: FrozenLinear(PlainWeight(case.weight), case.bias), lora, slots, case.keys, anchor)
     y.backward(case.dy)
     return Found(y.detach(), torch.empty(0) if x.grad is None else x.grad, lora.da_RK - 1, lora.db_RN - 1)
 

@@ -54,7 +54,7 @@ def join(shared: SuperModel, job_id: str, lora: LoraConfig) -> None:
 def batch_of(jobs: str, step: int = 0, count: int = 3, pad_to: int = 0) -> PackedBatch:
     rows: list[BatchRow] = []
     for job_id in jobs:
-        own = make_samples(count, seed=100 * step + ord(job_id), low=5, high=40)
+        own = make_samples(count, seed=100 * step + ord(job_id), low=5, high=40, vocab=SPOILT)
         normalizer = float(sum(s.loss_weights[1:].sum() for s in own))
         rows += [BatchRow(job_id, s.input_ids, s.loss_weights, normalizer, (ord(job_id), step, i)) for i, s in enumerate(own)]
     return collate(rows, CPU, pad_to)

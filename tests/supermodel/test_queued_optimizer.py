@@ -24,7 +24,8 @@ TARGETS = {"layers.0.q_proj": (32, 48), "layers.0.v_proj": (32, 7)}
 
 class Job(Stepping):
     def __init__(self, state: AdapterState, **train: Any) -> None:
-        self._state, self._train = state, TrainConfig(**{"learning_rate": 1e-2, "weight_decay": 0.1} | train)
+        options: dict[str, Any] = {"learning_rate": 1e-2, "weight_decay": 0.1, **train}
+        self._state, self._train = state, TrainConfig(**options)
 
     state = property(lambda self: self._state)  # type: ignore[assignment]
     train = property(lambda self: self._train)  # type: ignore[assignment]

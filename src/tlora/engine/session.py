@@ -172,7 +172,8 @@ def _measure_memory(run: RunSpec, plan: RunPlan, model: SuperModel, note: Callab
         if found is None:
             note("memory could not be measured, there is too little of it: the plan goes by the estimate")
             return plan
-        note(f"memory measured{' and layers compiled' if model.num_layers else ''} in {found.seconds:.0f} s; peaks lie within {found.error_share:.1%} of the model")
+        done = "memory measured and layers compiled" if model.num_layers else "memory measured"
+        note(f"{done} in {found.seconds:.0f} s; peaks lie within {found.error_share:.1%} of the model")
         memory = found.memory
         remember(key, memory)
     if any(job.data is not None and job.data.eval is not None for job in plan.jobs):

@@ -118,7 +118,9 @@ def class_of(capability: int) -> CardClass | None:
     try:
         card = class_named(name)
     except KeyError:
-        raise ConfigError(f"{FORCED} must be one of {', '.join([PLAIN, *(card.name for card in CLASSES)])}, and is {name!r}. Unset it") from None
+        raise ConfigError(
+            f"{FORCED} must be one of {', '.join([PLAIN, *(card.name for card in CLASSES)])}, and is {name!r}. Unset it"
+        ) from None
     if card.capability > capability and card.loads == "descriptor":
         raise ConfigError(f"{FORCED} is {name}, whose kernels a GPU of compute capability {capability / 10} does not run. Unset it")
     return card

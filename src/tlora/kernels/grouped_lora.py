@@ -43,7 +43,7 @@ class ChunkedJobs:
 
 
 def chunk_jobs(tokens: Sequence[int]) -> ChunkedJobs:
-    """Chunks for jobs of so many tokens each, the last of a job's filled up: as large as few more tokens allow. A job alone is one chunk."""
+    """Chunks for jobs of so many tokens, the last of a job's filled up: as large as a few more tokens allow. A job alone is one chunk."""
     if len(tokens) == 1:
         return ChunkedJobs(tokens[0], (1,))
     for size in _SIZES:

@@ -53,17 +53,17 @@ class PlainPath:
         with self._context.enter(active), self._repeatable_attention(), torch.set_grad_enabled(train):
             hidden_TH = hidden_states(self._base, given.input_ids_T, given.position_ids_T, samples)
         backward = hidden_TH.backward if hidden_TH.requires_grad else None
-        if chunked is None or chunked.places is None:
+        if chunked is None or (places := chunked.places) is None:
             return hidden_TH.detach(), backward
-        own_TH = hidden_TH.detach().index_select(0, chunked.places)
+        own_TH = hidden_TH.detach().index_select(0, places)
 
         def backward_of_own(dhidden_TH: Tensor) -> None:
-            hidden_TH.backward(torch.zeros_like(hidden_TH).index_copy_(0, chunked.places, dhidden_TH))
+            hidden_TH.backward(torch.zeros_like(hidden_TH).index_copy_(0, places, dhidden_TH))
 
         return own_TH, None if backward is None else backward_of_own
 
     def _repeatable_attention(self) -> AbstractContextManager[object]:
-        """On a GPU the library's kernels sum dQ with atomics, which changes bits from run to run: deterministic mode takes the plain one."""
+        """On a GPU the library's kernels sum dQ in any order, and bits differ from run to run: deterministic mode takes the plain one."""
         return sdpa_kernel(SDPBackend.MATH) if self._repeatable else nullcontext()
 
 

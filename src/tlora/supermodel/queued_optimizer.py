@@ -43,7 +43,8 @@ class MeasuredOnDevice:
         coming = ToHost(torch.stack(list(outcomes.values()))) if outcomes else None
 
         def read() -> dict[str, StepStats]:
-            rows = zip(outcomes, coming.read() if coming is not None else (), strict=True)
+            found: list[list[float]] = coming.read() if coming is not None else []
+            rows = zip(outcomes, found, strict=True)
             return {job_id: count_step(self.due[job_id].state, rates[job_id], norm, applied != 0) for job_id, (norm, applied) in rows}
 
         return QueuedSteps(read, errors, done=False)
