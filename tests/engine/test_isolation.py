@@ -20,7 +20,7 @@ from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import CheckpointError
 from tlora.group.engine import Engine
 from tlora.store import checkpoint
-from tlora.supermodel import host_optimizer, supermodel
+from tlora.supermodel import host_optimizer, plain_path
 from tlora.supermodel.supermodel import SuperModel
 
 POISON = 260  # a token that stands in the victim's data alone
@@ -76,14 +76,14 @@ def neighbourhood(wide_base: Path, data: Path, tmp_path: Path, untouched: dict[s
 
 def run_hooked(monkeypatch: pytest.MonkeyPatch, hook: Callable[[Tensor], None]) -> None:
     """Call `hook` with the tokens of each forward of the super-model, before it."""
-    forward = supermodel.hidden_states
+    forward = plain_path.hidden_states
 
     def hooked(base: Any, input_ids_T: Tensor, *args: Any) -> Tensor:
         if input_ids_T.device.type != "meta":
             hook(input_ids_T)
         return forward(base, input_ids_T, *args)
 
-    monkeypatch.setattr(supermodel, "hidden_states", hooked)
+    monkeypatch.setattr(plain_path, "hidden_states", hooked)
 
 
 def test_a_learning_rate_of_a_billion(neighbourhood: Neighbourhood) -> None:
