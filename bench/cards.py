@@ -16,7 +16,7 @@ import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -25,7 +25,7 @@ from bench.base_files import DATA, write_tokenizer
 from bench.machine import facts, write
 from bench.shapes import SHAPES, qwen3
 from tlora.engine.check import RunCheck, check
-from tlora.job import DataConfig, JobSpec, RunSpec
+from tlora.job import BasePrecision, DataConfig, JobSpec, RunSpec
 
 CARDS = {"12 GB": "rtx3060", "16 GB": "rtx4080", "24 GB": "rtx4090", "48 GB": "rtxa6000", "80 GB": "h100"}
 FILES = {
@@ -34,6 +34,7 @@ FILES = {
     "toolcall": ("glaive_toolcall_en_demo.json", 4),
     "sft": ("v1_sft_demo.jsonl", 8),
 }
+PRECISIONS: tuple[BasePrecision | None, ...] = (None, *get_args(BasePrecision))
 BEGIN, END = "<!-- begin: python -m bench.cards -->", "<!-- end -->"
 
 
@@ -77,7 +78,7 @@ def rows(directory: Path) -> Iterator[dict[str, Any]]:
     ]
     for base in BASES:
         path = make_base(base, directory / base)
-        for precision in (None, "fp8"):
+        for precision in PRECISIONS:
             run = RunSpec(base_model=str(path), output_dir=str(directory / "out"), base_precision=precision, jobs=jobs)
             for memory, gpu in CARDS.items():
                 yield {"base": base, "precision": precision or "bf16", "memory": memory, "gpu": gpu} | summary(check(run, gpu=gpu))
@@ -102,7 +103,7 @@ def table(found: list[dict[str, Any]]) -> str:
     cards = "".join(f" {memory} ({gpu}) |" for memory, gpu in CARDS.items())
     lines = [f"| base |{cards}", "| --- |" + " --- |" * len(CARDS)]
     for base in BASES:
-        for precision in ("bf16", "fp8"):
+        for precision in (each or "bf16" for each in PRECISIONS):
             own = [row for row in found if (row["base"], row["precision"]) == (base, precision)]
             lines.append(f"| {base}, {precision} | " + " | ".join(_cell(row) for row in own) + " |")
     return "\n".join(lines)

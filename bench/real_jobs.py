@@ -2,6 +2,7 @@
 
     python -m bench.real_jobs --shape llama-3-8b --launches cold,warm,one-dropout:warm,all-dropout:warm,sigterm --out FILE
     python -m bench.real_jobs --shape qwen3-1.7b --launches cold,warm --out FILE
+    python -m bench.real_jobs --shape llama-3-8b --launches cold,nf4:warm,plain:warm,nf4:warm --set token_budget=2048 --out FILE
     python -m bench.real_jobs --shape tiny --device cpu --steps 6 --set dtype=float32
 
 A launch is KIND or CASE:KIND. cold: all caches are new and empty (this program's, compiled kernels included, and CUDA's). warm: with the
@@ -36,6 +37,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "plain": (),
     "one-dropout": (f"jobs.alpaca.{DROPOUT}",),
     "all-dropout": (f"defaults.{DROPOUT}",),
+    "nf4": ("base_precision=nf4",),
 }
 KINDS = ("cold", "warm", "sigterm")
 # Where a user's caches are, so that cold ones can be had beside those of the machine; CUDA's own does not go by XDG's variable. All else

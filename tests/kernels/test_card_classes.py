@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ pytest.importorskip("triton")
 
 with interpreted():
     from tests.kernels.compiled_kernels import IN_LOOPS, Compiled, compiled
-    from tlora.kernels.compile_ahead import AttentionOrder, GroupOrder, HeadOrder, Order
+    from tlora.kernels.compile_ahead import AttentionOrder, GroupOrder, HeadOrder, Order, PackedOrder
 
 IN_EVERY_RUN = ("sm_86", "sm_120")  # the least shared memory: the oldest and the newest class of it
 MOST_STACK = 64  # bytes
@@ -43,8 +44,9 @@ def attentions(card: CardClass, dtype: str, *orders: AttentionOrder) -> Order:
 
 
 def usual(card: CardClass) -> list[Order]:
-    """What a bf16 run without dropout launches first."""
-    return [order(card, "bfloat16", 16, SMALL), attentions(card, "bfloat16", AttentionOrder(32, 8, 128, 0, False))]
+    """What a bf16 run without dropout launches first, and what one over a base in 4 bits adds."""
+    linears = replace(order(card, "bfloat16", 16, SMALL), packed=PackedOrder(64, "bfloat16"))
+    return [linears, attentions(card, "bfloat16", AttentionOrder(32, 8, 128, 0, False))]
 
 
 def all_16_bits(card: CardClass) -> list[Order]:
@@ -55,7 +57,7 @@ def all_16_bits(card: CardClass) -> list[Order]:
         order(card, "bfloat16", 64, WIDE, PAIR, DOWN, ENDS_WITHIN, dropout=True),
         order(card, "bfloat16", 16, WIDE, PAIR, bias=True),
         order(card, "bfloat16", 256, WIDE),
-        order(card, "float16", 64, DOWN),
+        replace(order(card, "float16", 64, DOWN), packed=PackedOrder(128, "float16")),
         attentions(card, "bfloat16", *heads),
         attentions(card, "float16", heads[2]),
         *([order(card, "float8_e4m3fn", 64, WIDE, DOWN)] if card.fp8 else []),
@@ -66,7 +68,7 @@ def all_fp32(card: CardClass) -> list[Order]:
     heads = [AttentionOrder(32, 8, size, 0, False) for size in (64, 128)]  # larger ones do not run on tensor cores in fp32
     return [
         order(card, "float32", 64, WIDE, DOWN, ENDS_WITHIN, dropout=True),
-        order(card, "float32", 16, WIDE, bias=True),
+        replace(order(card, "float32", 16, WIDE, bias=True), packed=PackedOrder(64, "bfloat16")),
         attentions(card, "float32", *heads),
     ]
 
@@ -100,7 +102,7 @@ def faults(card: CardClass, kernel: Compiled, most_stack: int) -> list[str]:
 )
 def test_what_most_runs_launch(card: CardClass, tmp_path: Path) -> None:
     found = check(card, usual(card), tmp_path)
-    assert found["gemm_kernel"] >= 4 and all(found[name] for name in IN_LOOPS)
+    assert found["gemm_kernel"] >= 4 and found["dequantize_kernel"] and all(found[name] for name in IN_LOOPS)
 
 
 @pytest.mark.slow

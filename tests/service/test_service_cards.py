@@ -23,7 +23,7 @@ def trained(served: Served, card: bool = True, **order: object) -> tuple[str, st
     until(lambda: job in served.cluster.specs)
     directory = served.opened.services.config.directory / "jobs" / job
     directory.mkdir(parents=True, exist_ok=True)
-    text = model_card(served.cluster.specs[job].spec, "/srv/models/base-v2", REPORT, RESULT, directory) if card else f"# {job}\n"
+    text = model_card(served.cluster.specs[job].spec, "/srv/models/base-v2", None, REPORT, RESULT, directory) if card else f"# {job}\n"
     (directory / CARD_FILE).write_text(text)
     until(lambda: job in served.cluster._open)
     served.cluster.finish(job)

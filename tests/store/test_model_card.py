@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tlora.adapters.adamw import learning_rate
-from tlora.job import JobSpec
+from tlora.job import BasePrecision, JobSpec
 from tlora.objectives import objective_of
 from tlora.store.model_card import model_card
 
@@ -21,7 +21,7 @@ OTHER = {"beta": 0.7, "desirable_weight": 0.7, "undesirable_weight": 0.7, "min_l
 
 def card_of(tmp_path: Path, report: dict[str, Any] | None = REPORT, **fields: Any) -> tuple[JobSpec, str, set[str]]:
     spec = JobSpec.model_validate({"name": "a", "data": "d.jsonl"} | fields)
-    card = model_card(spec, "/srv/base", report, RESULT, tmp_path)
+    card = model_card(spec, "/srv/base", None, report, RESULT, tmp_path)
     settings = card.split("## Settings")[1].split("## Result")[0]
     return spec, card, {line.split(" | ")[0].removeprefix("| ") for line in settings.splitlines() if line.startswith("| ")}
 
@@ -44,6 +44,13 @@ def test_a_card_has_the_settings_that_are_read_and_no_others(tmp_path: Path, obj
     assert {"objective", "learning_rate", "lr_scheduler_type", "batch_size", "r", "target_modules", "max_length"} <= shown
     assert ("train_on" in shown) == (objective == "sft") and "chat_template_kwargs" not in shown
     assert ("max_steps" in shown) == (max_steps is not None)
+
+
+@pytest.mark.parametrize(("precision", "said"), [(None, None), ("fp8", "linear layers in fp8"), ("nf4", "in 4 bits: bitsandbytes' NF4")])
+def test_a_card_says_over_which_form_of_the_base_was_trained(precision: BasePrecision | None, said: str | None, tmp_path: Path) -> None:
+    spec = JobSpec.model_validate({"name": "a", "data": "d.jsonl"})
+    card = model_card(spec, "/srv/base", precision, REPORT, RESULT, tmp_path)
+    assert ("It was trained over the base" in card) == (said is not None) and (said is None or said in card)
 
 
 def test_what_is_trained_of_a_text_is_no_setting(tmp_path: Path) -> None:

@@ -209,7 +209,14 @@ class Session:
         self._opened: list[Path] = []
         self._record = record
         reserve = DiskReserve(self._directory, _last_saves(plan, loaded.follows), monitor.note)
-        self._context = RunContext(public_name(run.base_model), monitor.seconds, monitor.note, reserve, before_save=guard.wait_for_verdict)
+        self._context = RunContext(
+            public_name(run.base_model),
+            monitor.seconds,
+            monitor.note,
+            reserve,
+            before_save=guard.wait_for_verdict,
+            base_precision=run.base_precision,
+        )
         places = Places(self._directory, serving, run.report_to, settings, self._mark)
         self.driver = Driver(loaded.model, self._context, places, plan.token_budget, plan.longest, exchange)
         self.driver.listener = monitor.listen

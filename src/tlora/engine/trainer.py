@@ -125,8 +125,8 @@ class Trainer:
         self._claims: dict[str, Claim] = {}
         durable.make_directory(self._directory)
         self._flight = FlightRecorder(self._directory, seat.flight)
-        name = public_name(load.base_model)
-        context = RunContext(name, clock, note, reserve, writer, fence=self._check_claim, wait_for_room=self._patience)
+        options: Any = {"fence": self._check_claim, "wait_for_room": self._patience, "base_precision": load.base_precision}
+        context = RunContext(public_name(load.base_model), clock, note, reserve, writer, **options)
         self._driver = Driver(
             model, context, Places(self._directory, self._serving, load.report_to), STARTING_BUDGET, exchange=self._parts.exchange
         )

@@ -37,6 +37,8 @@ from tlora.kernels.fused_adamw import NUM_OUTCOMES, NUM_SCALARS, FlatState, Step
 from tlora.kernels.fused_linear import LinearGroup
 from tlora.kernels.head import Head
 from tlora.kernels.lora_tables import ADDRESS_FIELDS, DA, DB, RANK, RUNS_STEP, A, B, LoraTables, Run, Slots, build_tables
+from tlora.kernels.packed import dequantize
+from tlora.kernels.packed_weight import PackedWeight
 from tlora.kernels.tile_files import table_of_gpu
 from tlora.kernels.tiles import MOST_SIZES, WIDEST_BLOCK, Tile, TileTable, keys_of, sizes_of
 from tlora.kernels.triton_cross_entropy import fused_linear_cross_entropy
@@ -79,6 +81,14 @@ class HeadOrder:
 
 
 @dataclass(frozen=True)
+class PackedOrder:
+    """Weights of 4 bits, as `packed_weight.PackedWeight` has them."""
+
+    group: int
+    value_dtype: str
+
+
+@dataclass(frozen=True)
 class Order:
     """What is to be compiled: launches of `groups` in `dtype` with S `width` wide, of `attentions`, of `head` and of the optimizer step,
     for GPUs like `gpu`.
@@ -95,6 +105,7 @@ class Order:
     groups: tuple[GroupOrder, ...]
     attentions: tuple[AttentionOrder, ...] = ()
     head: HeadOrder | None = None
+    packed: PackedOrder | None = None
 
 
 @dataclass(frozen=True)
@@ -143,7 +154,8 @@ def read_order(text: str) -> Order:
     groups = tuple(GroupOrder(**(group | {"widths": tuple(group["widths"])})) for group in row.pop("groups"))
     attentions = tuple(AttentionOrder(**each) for each in row.pop("attentions"))
     head = HeadOrder(**found) if (found := row.pop("head")) is not None else None
-    return Order(**row, groups=groups, attentions=attentions, head=head)
+    packed = PackedOrder(**found) if (found := row.pop("packed")) is not None else None
+    return Order(**row, groups=groups, attentions=attentions, head=head, packed=packed)
 
 
 def compile_all(order: Order, workers: int) -> None:
@@ -162,6 +174,7 @@ def launches_of(order: Order) -> list[Callable[[], object]]:
     launches += [partial(_compile_attention, dtype, attention, table.card, name) for attention in order.attentions for name in _ATTENTION]
     launches += [partial(launch, dtype) for launch in (_measure_step, _update_step, _copy_chunks)]
     launches += [partial(_compile_loss, dtype, order.head, gradient) for gradient in (True, False) if order.head]
+    launches += [partial(_compile_dequantize, dtype, order.packed)] if order.packed else []
     return launches
 
 
@@ -294,6 +307,13 @@ def _compile_loss(dtype: torch.dtype, order: HeadOrder, gradient: bool) -> None:
     head = Head(lambda: FrozenLinear(PlainWeight(weight)), softcap=1.0 if order.softcap else None)
     weights = torch.empty(_TOKENS, device=META) if gradient else None
     fused_linear_cross_entropy(torch.empty(_TOKENS, 16, dtype=dtype, device=META), head, labels, weights)
+
+
+def _compile_dequantize(dtype: torch.dtype, order: PackedOrder) -> None:
+    shape = (_TOKENS, order.group)
+    weight, scale, table = (torch.empty(n, dtype=kind, device=META) for n, kind in
+                            ((_TOKENS * order.group // 2, torch.uint8), (_TOKENS, torch.float32), (16, torch.float32)))  # fmt: skip
+    dequantize(PackedWeight(weight, scale, (), shape, order.group, getattr(torch, order.value_dtype), dtype), table, dtype)
 
 
 def _step_of_one_chunk() -> tuple[FlatState, StepBuffers, Tensor, Tensor]:

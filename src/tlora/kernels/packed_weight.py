@@ -14,6 +14,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from tlora.kernels.device import runs_kernels
+
 _AT_ONCE = 1 << 20  # bytes of nibbles that torch unpacks at a time: 8 MiB of fp32 besides the result
 
 
@@ -50,7 +52,12 @@ class PackedWeight:
         return self.shape[0] * self.shape[1] * self.dtype.itemsize
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        return dequantize_in_torch(self, dtype)
+        device = self.weight.device
+        if device.type != "cuda" or not runs_kernels(device):
+            return dequantize_in_torch(self, dtype)
+        from tlora.kernels.packed import dequantize  # brings triton, which not every CPU install has
+
+        return dequantize(self, table_on(self.table, device), dtype)
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from tlora.adapters.pattern_warnings import other_readers
-from tlora.job import SCHEDULED, DataSource, JobSpec
+from tlora.job import SCHEDULED, BasePrecision, DataSource, JobSpec
 from tlora.objectives import OBJECTIVES, compares_with_start
 from tlora.store.serving import read_prompt
 from tlora.supermodel.base_name import is_hub_id
@@ -30,10 +30,25 @@ _NOT_TOLD = {
     "save_total_limit",
     *SCHEDULED,
 }
+_OVER: dict[BasePrecision, str] = {
+    "fp8": "It was trained over the base with its linear layers in fp8 (e4m3, a scale for each output).",
+    "nf4": (
+        "It was trained over the base with its linear layers in 4 bits: bitsandbytes' NF4, groups of 64, scales in fp32. To use it as "
+        'it was trained, load the base with `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")`; merge it into the base '
+        "that this is dequantised to."
+    ),
+}
 _DATA_TOLD = ("max_length", "packing", "train_on", "chat_template_kwargs")
 
 
-def model_card(spec: JobSpec, base_model: str, report: dict[str, Any] | None, result: dict[str, Any], directory: Path) -> str:
+def model_card(
+    spec: JobSpec,
+    base_model: str,
+    base_precision: BasePrecision | None,
+    report: dict[str, Any] | None,
+    result: dict[str, Any],
+    directory: Path,
+) -> str:
     """`report` is that of the training set, where it has one, `result` the job's; `directory` holds its `prompt.json`. Contains file names,
     never paths, and of the settings those that the job reads.
     """
@@ -49,6 +64,7 @@ def model_card(spec: JobSpec, base_model: str, report: dict[str, Any] | None, re
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n",
         f"# {spec.name}\n",
         f"A LoRA adapter for `{shown}`{origin}, in PEFT's format. {asked} The tokenizer and its chat template are beside it.\n",
+        *([f"{_OVER[base_precision]}\n"] if base_precision is not None else []),
         *(f"{line}.\n" for line in other_readers(spec, (*spec.rank_pattern, *spec.alpha_pattern))),
         f"## Data\n\n{_data(spec, report)}\n",
         f"## Settings\n\n{_table(_settings(spec, '' if report is None else report['format']))}\n",

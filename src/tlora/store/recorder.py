@@ -18,6 +18,7 @@ from tlora.group.job_run import JobRun
 from tlora.group.progress import TrainingProgress
 from tlora.group.reports import CheckpointDue, Ended, Evaluated, Status, Stepped
 from tlora.group.wall import Failure, attempt
+from tlora.job import BasePrecision
 from tlora.store import checkpoint, not_finite
 from tlora.store.best_checkpoint import settle_best
 from tlora.store.disk_reserve import DiskReserve
@@ -48,6 +49,7 @@ class RunContext:
     before_save: Callable[[], None] = lambda: None
     fence: Callable[[Path], None] = lambda _: None
     wait_for_room: WaitsForRoom | None = None
+    base_precision: BasePrecision | None = None
 
 
 class Recorder:
@@ -353,9 +355,8 @@ class Recorder:
         def write() -> None:
             if not path.exists() or is_unedited(path):
                 report = cast("dict[str, Any] | None", run.train.meta.get("report"))
-                durable.write_file(
-                    path, model_card(run.spec, self._context.base_model, report, asdict(result), self._directory), failpoint=self._fence
-                )
+                base = self._context.base_model, self._context.base_precision
+                durable.write_file(path, model_card(run.spec, *base, report, asdict(result), self._directory), failpoint=self._fence)
 
         if isinstance(failed := attempt(write), Failure):
             self._context.note(f"{path}: {failed.reason}")

@@ -26,6 +26,7 @@ from tlora.kernels.cards import HOPPER
 from tlora.kernels.device import card_of, describe_class, launched_as, why_plain
 from tlora.kernels.frozen import BaseWeights
 from tlora.kernels.lora_tables import ADDRESS_FIELDS, RUNS_STEP, Run, Slots, build_tables, rank_width
+from tlora.kernels.packed_weight import PackedWeight
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.cuda_graphs import HIDES_LAUNCHES, SLOW_HOST, Backward, CudaGraphs, Shape
 from tlora.supermodel.inject import expert_modules
@@ -238,7 +239,7 @@ def compile_ahead(
     base: Base, linears: Mapping[str, LoraLinear], device: torch.device, loras: Sequence[LoraConfig]
 ) -> subprocess.Popen[bytes] | None:
     """Start compiling the kernels that `loras` over a base on the meta device will need on `device`, which takes the fused path."""
-    from tlora.kernels.compile_ahead import AttentionOrder, GroupOrder, order_for, start
+    from tlora.kernels.compile_ahead import AttentionOrder, GroupOrder, PackedOrder, order_for, start
     from tlora.kernels.varlen_attention import LARGEST_HEAD
 
     share_compiled_kernels()
@@ -258,7 +259,10 @@ def compile_ahead(
         for q, k, _, _, _, window, softcap in found
         if q.shape[2] <= LARGEST_HEAD
     ]
-    return start(order_for(device, base.head, width, dropout, groups, attentions))
+    forms = [linear.form for linear in linears.values()]
+    packed = [PackedOrder(form.group, str(form.value_dtype).removeprefix("torch.")) for form in forms if isinstance(form, PackedWeight)]
+    order = order_for(device, base.head, width, dropout, groups, attentions)
+    return start(replace(order, packed=packed[0] if packed else None))
 
 
 def _digest_of(groups: Sequence[LinearGroup], linears: Sequence[LoraLinear], dtype: torch.dtype) -> str:
