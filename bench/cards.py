@@ -92,6 +92,7 @@ def summary(found: RunCheck) -> dict[str, Any]:
         "jobs_at_once": found.resident_jobs,
         "token_budget": found.token_budget,
         "recomputed_layers": found.recomputed_layers,
+        "layers_of_budget": found.layers_of_budget,
         "num_layers": found.num_layers,
         "predicted_bytes": found.predicted_bytes,
         "limit_bytes": found.limit_bytes,
@@ -113,7 +114,8 @@ def _cell(row: dict[str, Any]) -> str:
     if not row["fits"]:
         return "no fp8" if "base_precision fp8" in row["why_not"] else "-"
     jobs = "all at once" if row["jobs_at_once"] == len(FILES) else f"{row['jobs_at_once']} at once"
-    layers = f", {row['recomputed_layers']} of {row['num_layers']} layers again" if row["recomputed_layers"] else ""
+    most, each = row["recomputed_layers"], row["layers_of_budget"]
+    layers = f", {each if each == most else f'{each} to {most}'} of {row['num_layers']} layers again" if most else ""
     return f"{row['predicted_bytes'] / 2**30:.1f} GiB, {jobs}, {row['token_budget']:,} tokens{layers}: {row['tokens_per_second']:,.0f}/s"
 
 

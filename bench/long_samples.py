@@ -56,7 +56,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument(
-        "--short", type=_numbers, default=(128, 2048), metavar="LOW,HIGH", help="tokens of the short samples, evenly between"
+        "--short", type=_numbers, default=[128, 2048], metavar="LOW,HIGH", help="tokens of the short samples, evenly between"
     )
     parser.add_argument("--long", type=int, default=16384, help="tokens of a long sample; each job has one")
     parser.add_argument("--long-share", type=float, default=0.1, help="of all tokens that lie in long samples; 0: there are none")
@@ -74,8 +74,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 @dataclass

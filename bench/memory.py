@@ -23,6 +23,7 @@ from bench import machine
 from bench.shapes import SHAPES, make_model
 from bench.together import open_engine
 from bench.workload import Order, make_jobs
+from tlora.batching.recompute_plan import same_for_all
 from tlora.group.engine import Engine
 from tlora.job import JobSpec
 from tlora.planning.memory import MemoryModel, measure
@@ -73,7 +74,7 @@ def count_ahead(shape: str, dtype: torch.dtype, device: torch.device, specs: Seq
 
 def run_setting(engine: Engine, budget: int, depth: int, count: int, meter: Meter) -> dict[str, Any]:
     """Peak and speed of `count` micro-batches of `budget` tokens with `depth` layers recomputed."""
-    engine.token_budget, engine.model.recomputed_layers = budget, depth
+    engine.share(budget, same_for_all(depth))
     for _ in range(WARM_UP):
         engine.run_micro_batch()
     machine.wait(engine.model.device)

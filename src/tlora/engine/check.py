@@ -101,6 +101,7 @@ class RunCheck:
     mailbox_bytes: int = 0  # in which GPUs read each other's gradients
     activation_bytes: int = 0
     recomputed_layers: int = 0  # of the largest micro-batch
+    layers_of_budget: int = 0  # recomputed by one that fills the token budget
     num_layers: int = 0  # that can be recomputed
     recomputed: str = ""  # in words: how many layers, and by which micro-batches
     measured: bool = False  # by an earlier run on this device, or else counted
@@ -238,6 +239,7 @@ def _memory(plan: RunPlan, resident: Sequence[PlannedJob]) -> dict[str, Any]:
         "mailbox_bytes": memory.mailbox_bytes,
         "activation_bytes": plan.activation_bytes,
         "recomputed_layers": plan.recomputed_layers,
+        "layers_of_budget": plan.recompute.layers(plan.token_budget),
         "num_layers": memory.num_layers,
         "recomputed": describe_recompute(plan) if memory.num_layers else "",
         "measured": memory.measured,

@@ -21,17 +21,19 @@ def rehearse(run: RunSpec, plan: RunPlan, model: SuperModel, meter: Meter, note:
     """Where samples are longer than the token budget: `plan`, after the longest by itself and a full micro-batch have shown that they take
     no more than is planned, or else a plan by what they take. `model` must have no resident.
     """
+    left = 0  # bytes that the plan leaves free by now
     for _ in range(_TRIED):
         if plan.largest == plan.token_budget or not plan.can_run:
             break
         excess = _excess_bytes(plan, model, meter)
         if model.device.type == "cuda":
             torch.cuda.empty_cache()  # blocks of other sizes than the run's
-        if excess == 0:
+        if excess is not None and excess <= left:
             break
-        more = plan.limit_bytes // _LEFT_FREE if excess is None else excess
-        took = "ran out of memory" if excess is None else f"took {gib(excess)} more than predicted"
+        more = plan.limit_bytes // _LEFT_FREE if excess is None else excess - left
+        took = "ran out of memory" if excess is None else f"took {gib(more)} more than planned"
         note(f"a full micro-batch or that of the longest sample {took}: the plan leaves {gib(more)} more free")
+        left += more
         plan = settle(run, plan, replace(plan.memory, base_bytes=plan.memory.base_bytes + more), model.device)
     return plan
 
