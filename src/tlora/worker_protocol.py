@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Field, TypeAdapter
 from pydantic_core import PydanticSerializationError, to_json
 
-from tlora.job import BasePrecision, DType, JobSpec, MemoryLimit, Recompute, TrackerName, UnusedWeights
+from tlora.job import BasePrecision, DType, JobSpec, Layout, MemoryLimit, Recompute, TrackerName, UnusedWeights
 from tlora.protocol import BaseSpeed, JobGroup
 
 PROTOCOL = 2
@@ -26,7 +26,8 @@ class Load:
 
     `started_unix_seconds` is where the clock of the jobs' metrics begins, so that a job's rows go on when it moves. The other fields are
     those of a jobs file (`RunSpec`). `recompute` other than "auto" overrides a group's; `memory_limit`, by default what is free there,
-    lowers a group's token budget, and a job that cannot fit below it fails. With `calibrate` the worker tells what the base costs here
+    lowers a group's token budget, and a job that cannot fit below it fails. `layout` is of a worker with one GPU; several hold a base in
+    parts where they must. With `calibrate` the worker tells what the base costs here
     (`Measured`).
     """
 
@@ -37,6 +38,7 @@ class Load:
     deterministic: bool = False
     dtype: DType = "auto"
     base_precision: BasePrecision | None = None
+    layout: Layout = "auto"
     unused_weights: UnusedWeights = "refuse"
     recompute: Recompute = "auto"
     memory_limit: MemoryLimit = "auto"

@@ -74,6 +74,7 @@ def test_workers_are_told_the_options_of_the_machine(tmp_path: Path) -> None:
         "deterministic": True,
         "dtype": "bfloat16",
         "base_precision": "fp8",
+        "layout": "streamed",
         "unused_weights": "ignore",
         "recompute": 3,
         "memory_limit": 10**9,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.tiny_runs import job, run_spec
+from tests.engine.tiny_runs import job, run_spec, save_base
 from tlora.engine.check import RunCheck, check
 from tlora.errors import ConfigError
 from tlora.job import RunSpec
@@ -125,3 +125,26 @@ def test_nothing_is_left_behind(run: RunSpec) -> None:
         with pytest.raises((RuntimeError, AssertionError)):
             capability_of(torch.device("cuda"))
     assert isinstance(check(run, device="cpu"), RunCheck)
+
+
+def test_a_card_too_small_for_the_base_streams_it_over_its_link(tmp_path: Path, data: Path) -> None:
+    """Room for a few of eight layers: those stay there. Half the link takes twice the time."""
+    base = save_base(tmp_path / "base", num_hidden_layers=8)
+    run = run_spec(base, tmp_path / "out", [job("a", str(data / "a.jsonl"))], dtype="bfloat16", recompute="none")
+    whole = check(run, gpu="rtx4090")
+    assert not whole.streamed and whole.stream_cost is None
+    small = whole.predicted_bytes - whole.base_bytes // 3
+    limited = run.model_copy(update={"memory_limit": small, "token_budget": whole.token_budget})
+    found = [check(limited, gpu=card(tmp_path / f"{link}.json", link_gb_per_second=link)) for link in (20, 10)]
+    for each in found:
+        assert not each.problems and each.predicted_bytes <= small and each.base_bytes < whole.base_bytes
+        assert "of 8 layers at a time on the device): with the whole base on the device a does not fit" in each.streamed
+    costs = [each.stream_cost for each in found]
+    assert costs[0] is not None and costs[1] is not None and costs[1].link_seconds == 2 * costs[0].link_seconds
+    assert costs[0].product_seconds == costs[1].product_seconds
+    assert 0 < found[1].tokens_per_second <= found[0].tokens_per_second
+
+
+def test_a_card_too_small_for_two_layers_says_what_it_would_need(run: RunSpec) -> None:
+    (problem,) = check(run.model_copy(update={"memory_limit": 20_000}), gpu="rtx4090").problems
+    assert "Streamed from the host's memory it needs" in problem and "Take a smaller base, or raise memory_limit" in problem

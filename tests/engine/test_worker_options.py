@@ -39,11 +39,13 @@ NONE = RecomputePlan()
 
 
 def test_options_travel() -> None:
-    load = Load("b", "o", "cuda", 0.0, dtype="bfloat16", base_precision="fp8", recompute=3, memory_limit=10**9, report_to=("trackio",))
+    load = Load("b", "o", "cuda", 0.0, dtype="bfloat16", base_precision="fp8", layout="streamed", recompute=3, report_to=("trackio",))
     assert parse_controller_line(controller_line(Want(1, 1, load))) == Want(1, 1, load)
 
 
-@pytest.mark.parametrize(("field", "value"), [("dtype", "int8"), ("recompute", -1), ("memory_limit", 0), ("report_to", ["paper"])])
+@pytest.mark.parametrize(
+    ("field", "value"), [("dtype", "int8"), ("layout", "spread"), ("recompute", -1), ("memory_limit", 0), ("report_to", ["paper"])]
+)
 def test_options_that_no_jobs_file_may_have_are_rejected(field: str, value: Any) -> None:
     want = json.loads(controller_line(Want(1, 1, Load("b", "o", "cpu", 0.0))))
     with pytest.raises(ValueError, match=field):

@@ -57,6 +57,8 @@ def print_check(console: Console, check: RunCheck) -> None:
         _print_gpus(console, check)
     else:
         console.print(Text(_memory(check)), soft_wrap=True)
+        if check.streamed:
+            console.print(Text(f"base: {check.streamed}"), soft_wrap=True)
         if check.recompute_choices:
             _print_recompute_choices(console, check)
     own = by_jobs((job.name, warning) for job in check.jobs for warning in job.warnings)

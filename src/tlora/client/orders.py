@@ -18,6 +18,7 @@ _NOT_SENT = {"name", "data", "adapter_path", "arrival_seconds", "sweep_of"}
 _SERVERS = (
     "dtype",
     "base_precision",
+    "layout",
     "unused_weights",
     "deterministic",
     "token_budget",

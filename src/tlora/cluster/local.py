@@ -26,7 +26,7 @@ from tlora.cluster.remote_worker import RemoteWorker
 from tlora.cluster.store_files import begin_reign, lock_store
 from tlora.cluster.worker_process import read_records
 from tlora.errors import ConfigError
-from tlora.job import BasePrecision, DType, MemoryLimit, Recompute, TrackerName, UnusedWeights
+from tlora.job import BasePrecision, DType, Layout, MemoryLimit, Recompute, TrackerName, UnusedWeights
 from tlora.protocol import (
     Action,
     ChangeGroup,
@@ -70,6 +70,7 @@ class LocalMachine:
     tick_seconds: float = 60.0
     dtype: DType = "auto"
     base_precision: BasePrecision | None = None
+    layout: Layout = "auto"
     unused_weights: UnusedWeights = "refuse"
     recompute: Recompute = "auto"
     memory_limit: MemoryLimit = "auto"
@@ -374,6 +375,7 @@ class LocalBackend:
             machine.deterministic,
             machine.dtype,
             machine.base_precision,
+            machine.layout,
             machine.unused_weights,
             machine.recompute,
             machine.memory_limit,

@@ -208,6 +208,7 @@ def _key(load: Load, device: str) -> str:
         device,
         load.dtype,
         load.base_precision,
+        *([load.layout] if load.layout != "auto" else []),
         load.deterministic,
         __version__,
         torch.__version__,

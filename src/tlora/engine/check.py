@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tlora.cache_directory import open_caches
+from tlora.costs.streaming import StreamCost
 from tlora.data.base_download import describe_download, fetch_base
 from tlora.data.order import Mixture, PackedRows, epoch_size
 from tlora.data.prepare import Preparation, Prepared
@@ -29,7 +30,9 @@ from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory_probe import probe_key, recall
 from tlora.planning.plan import RunPlan, describe_recompute, pick_device, plan_run, settle
 from tlora.planning.recompute_choices import RecomputeChoice, predicted_rate, recompute_choices
+from tlora.planning.streaming import StreamPlan, choose_layout
 from tlora.planning.work import choose_replicas, predicted_seconds, trained_tokens
+from tlora.sharing.host_memory import measure_link
 from tlora.store.metrics import check_trackers
 from tlora.store.run_directory import check_run_directory
 from tlora.store.serving import ServingFiles
@@ -111,6 +114,8 @@ class RunCheck:
     recompute_choices: tuple[RecomputeChoice, ...] = ()  # of a run on one GPU
     tokens_per_second: float = 0.0  # of the resident jobs on one GPU; 0: not predicted
     rated_as: str = "as on an H200"  # what its speeds are those of
+    streamed: str = ""  # of a base that is streamed from the host's memory: why, and what it costs
+    stream_cost: StreamCost | None = None  # of a full micro-batch of it
 
 
 def check(
@@ -167,6 +172,7 @@ def _check(run: RunSpec, watcher: Watcher, place: torch.device, count: int, else
     known = recall(probe_key(model, plan.can_run, run.deterministic, place)) if is_here else None
     if known is not None:
         plan = settle(run, plan, known, place)
+    plan, streamed = _layout(run, plan, model, place, count, elsewhere, problems)
     seconds = predicted_seconds(plan.jobs, model, place, elsewhere.flops if elsewhere is not None else None)
     on_gpus: dict[str, Any]
     if count > 1:
@@ -176,6 +182,7 @@ def _check(run: RunSpec, watcher: Watcher, place: torch.device, count: int, else
             "recompute_choices": recompute_choices(run, plan, seconds, place),
             "tokens_per_second": predicted_rate(plan, seconds) if place.type == "cuda" else 0.0,
         }
+        on_gpus |= _streamed(on_gpus, plan, model, place, streamed, elsewhere) if streamed is not None else {}
     plan = on_gpus.pop("plan", plan)
     resident = plan.residents
     late = len(plan.jobs) - len(resident)
@@ -185,7 +192,7 @@ def _check(run: RunSpec, watcher: Watcher, place: torch.device, count: int, else
         warnings=(*warnings, *plan.warnings, *waiting),
         jobs=tuple(_job_check(job, plan) for job in plan.jobs),
         base_parameters=parameters,
-        base_bytes=base_bytes,
+        base_bytes=base_bytes if plan.streaming is None else plan.memory.base_bytes,
         device=shown,
         rated_as=elsewhere.rated_as if elsewhere is not None else RunCheck.rated_as,
         kernels=model.kernels_on(place, run.deterministic) if place.type == "cuda" else "",
@@ -193,6 +200,31 @@ def _check(run: RunSpec, watcher: Watcher, place: torch.device, count: int, else
         **_memory(plan, resident),
         **on_gpus,
     )
+
+
+def _layout(
+    run: RunSpec, plan: RunPlan, model: SuperModel, place: torch.device, count: int, elsewhere: GpuModel | None, problems: list[str]
+) -> tuple[RunPlan, StreamPlan | None]:
+    """The plan, of a streamed base where that is to be; a base that fits in no form is one of the `problems`."""
+    if count > 1:
+        return plan, None
+    try:
+        return choose_layout(run, plan, model, model.base.num_bytes, place, elsewhere is not None)
+    except CapacityError as error:
+        problems.append(str(error))
+        return plan, None
+
+
+def _streamed(
+    found: Mapping[str, Any], plan: RunPlan, model: SuperModel, place: torch.device, streamed: StreamPlan, elsewhere: GpuModel | None
+) -> dict[str, Any]:
+    """Fields of a RunCheck: what streaming costs, over the link of this machine or over that which `elsewhere` has."""
+    if elsewhere is not None:
+        cost = streamed.cost(plan, model, place, elsewhere.link_gb_per_second * 1e9, elsewhere.flops)
+    else:
+        cost = streamed.cost(plan, model, place, measure_link(place))
+    rate = found["tokens_per_second"] * cost.product_seconds / cost.seconds
+    return {"streamed": streamed.describe(cost), "stream_cost": cost, "recompute_choices": (), "tokens_per_second": rate}
 
 
 def _look_at_base(
@@ -259,7 +291,7 @@ def _on_gpus(
     """Fields of a RunCheck, and the "plan" of each GPU. A base that fits in no form is one of the `problems`."""
     try:
         form = choose_form(run, plan.jobs, model, base_bytes, device, plan.limit_bytes, count)
-    except CapacityError as error:
+    except (CapacityError, ConfigError) as error:
         problems.append(str(error))
         return {}
     placement = place_jobs(seconds, count, choose_replicas(plan.jobs, seconds, count, run.deterministic))

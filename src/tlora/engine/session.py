@@ -33,7 +33,9 @@ from tlora.planning.memory_probe import DeviceMeter, compile_evaluation, probe, 
 from tlora.planning.plan import RunPlan, check_base_fits, plan_run, settle
 from tlora.planning.rehearsal import rehearse
 from tlora.planning.start import start_ahead
+from tlora.planning.streaming import choose_layout
 from tlora.planning.threads import choose_threads
+from tlora.sharing.host_memory import measure_link
 from tlora.sharing.peers import Sharing
 from tlora.store import checkpoint
 from tlora.store.disk_reserve import DiskReserve
@@ -82,6 +84,7 @@ class Loaded:
     starts: dict[str, Future[AdapterState]]
     base_parameters: int
     follows: frozenset[str] = frozenset()
+    link_bytes_per_second: float | None = None  # from the host's memory, of a base that is streamed
 
 
 def load(
@@ -117,12 +120,16 @@ def load(
         if here is None and monitor.ended:
             here = frozenset(job.name for job in run.jobs if job.name not in monitor.ended)
         plan = plan_run(run, outlined, base_bytes, place, Preparation(monitor.preparing, worker), resume, here, assignment.spans)
+    # several GPUs hold a base whole or in parts
+    plan, streamed = choose_layout(run, plan, outlined, base_bytes, place) if assigned is None else (plan, None)
     check_base_fits(plan)
     threads = choose_threads(run, plan, outlined.targets().values(), place, resume, monitor.note)
     homes = [job for job in plan.residents if job.spec.name not in assignment.follows]
     starts = {} if resume else start_ahead(homes, outlined.bank.sum_dtype)
     monitor.stage(f"loading {run.base_model}")
-    model = SuperModel.from_pretrained(run.base_model, run.dtype, str(place), run.deterministic, run.base_precision, sharing)
+    model = SuperModel.from_pretrained(
+        run.base_model, run.dtype, str(place), run.deterministic, run.base_precision, sharing or plan.streaming
+    )
     if resume and (changed := check_tiles(run, model.tiles)):
         monitor.note(changed)
     model.expect(plan.can_run)
@@ -132,9 +139,13 @@ def load(
     monitor.stage("measuring memory")
     plan = _measure_memory(run, plan, model, monitor.note)
     model.recompute = plan.recompute
+    link = None
+    if streamed is not None:
+        link = measure_link(place)
+        monitor.note(f"base: {streamed.describe(streamed.cost(plan, outlined, place, link))}")
     if not resume:  # some of a resumed run's jobs have ended
         attempt(model.bank.make_room, plan.resident)  # where it fails, for want of memory, they find room one by one
-    return Loaded(plan, model, threads, starts, parameters, assignment.follows)
+    return Loaded(plan, model, threads, starts, parameters, assignment.follows, link)
 
 
 def _data_worker(place: torch.device) -> AbstractContextManager[WorkerProcess | None]:
@@ -156,8 +167,16 @@ def launch_facts(loaded: Loaded, device: torch.device) -> dict[str, Any]:
             "base_parameters": loaded.base_parameters,
         }
         | kernels
+        | _stream_facts(loaded)
         | ({"tiles": model.tiles} if model.tiles else {})
     )
+
+
+def _stream_facts(loaded: Loaded) -> dict[str, Any]:
+    """Of a base that is streamed: the layers on the device, and the link's GB/s."""
+    if loaded.plan.streaming is None or loaded.link_bytes_per_second is None:
+        return {}
+    return {"streamed": {"slots": loaded.plan.streaming.slots, "link_gb_per_second": round(loaded.link_bytes_per_second / 1e9, 2)}}
 
 
 def _measure_memory(run: RunSpec, plan: RunPlan, model: SuperModel, note: Callable[[str], None]) -> RunPlan:

@@ -11,13 +11,15 @@ import torch
 
 from tlora.costs.base_in_parts import must_share
 from tlora.data.base_download import fetch_base
-from tlora.job import JobSpec
-from tlora.planning.memory import bytes_when_shared, memory_limit
+from tlora.job import JobSpec, Layout
+from tlora.planning.memory import bytes_when_shared, bytes_when_streamed, memory_limit
 from tlora.planning.memory_bound import MemoryBound
 from tlora.planning.plan import gib
+from tlora.sharing.host_memory import Streaming
 from tlora.sharing.peers import Sharing
 from tlora.store.metrics import check_trackers
 from tlora.supermodel.held_linear import check_precision
+from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
@@ -54,12 +56,23 @@ def load_base(
     if sharing is not None:
         whole, base_bytes = base_bytes, bytes_when_shared(outlined, base_bytes, sharing.world_size, sharing.slots)
         note(f"{gib(base_bytes)} of the base's {gib(whole)} on each of {sharing.world_size} GPUs")
-    bound = MemoryBound(outlined, base_bytes, place, limit_bytes)
-    model = SuperModel.from_pretrained(load.base_model, load.dtype, load.device, load.deterministic, load.base_precision, sharing)
+    streaming = None if sharing is not None else _streaming(load.layout, outlined, place, limit_bytes)
+    if streaming is not None:
+        sizes = bytes_when_streamed(outlined, base_bytes, place)
+        whole, base_bytes = base_bytes, sizes.on_device(streaming.slots)
+        note(f"streamed from the host's memory: {gib(base_bytes)} of the base's {gib(whole)} are on the device")
+    bound, held = MemoryBound(outlined, base_bytes, place, limit_bytes), sharing or streaming
+    model = SuperModel.from_pretrained(load.base_model, load.dtype, load.device, load.deterministic, load.base_precision, held)
     model.expect(expected)
     if compiling is not None:
         compiling.wait()
     return model, bound
+
+
+def _streaming(layout: Layout, outlined: SuperModel, place: torch.device, limit_bytes: int) -> Streaming | None:
+    """As ordered; else where the base leaves too little of a GPU to jobs, two layers at a time, for jobs that come need the rest."""
+    needed = place.type == "cuda" and must_share(outlined.base.num_bytes, limit_bytes) and not expert_modules(outlined.model)
+    return Streaming() if layout == "streamed" or needed else None
 
 
 def _now_and_then(note: Callable[[str], object]) -> Callable[[str], None]:

@@ -159,7 +159,7 @@ class _Run:
 
     @cached_property
     def _memory(self) -> BaseMemory:
-        return count_base(SuperModel(self._base), torch.device(self._places[0]))
+        return count_base(SuperModel(self._base), torch.device(self._places[0]), self._run.layout)
 
     def _least_gpus(self) -> int:
         """On which the base fits, in parts if it has to; of one that fits on none a worker says so."""
@@ -210,6 +210,7 @@ class _Run:
             _TICK_SECONDS,
             run.dtype,
             run.base_precision,
+            run.layout,
             run.unused_weights,
             run.recompute,
             run.memory_limit,

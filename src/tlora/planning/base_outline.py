@@ -20,7 +20,7 @@ import torch
 
 from tlora import durable
 from tlora.errors import TloraError
-from tlora.job import BasePrecision, DType, UnusedWeights
+from tlora.job import BasePrecision, DType, Layout, UnusedWeights
 from tlora.planning.memory import count_base
 from tlora.supermodel.cpu_dtype import settle_dtype
 from tlora.supermodel.inject import expert_modules
@@ -30,7 +30,12 @@ from tlora.supermodel.weight_files import check_unused
 
 
 def describe_base(
-    base_model: str, dtype: DType, base_precision: BasePrecision | None, device: str, unused_weights: UnusedWeights = "refuse"
+    base_model: str,
+    dtype: DType,
+    base_precision: BasePrecision | None,
+    device: str,
+    unused_weights: UnusedWeights = "refuse",
+    layout: Layout = "auto",
 ) -> dict[str, Any]:
     """Sizes of its linears, names of its modules, its bytes (whole, and in parts on several GPUs), those of a micro-batch on a `device`,
     its vocabulary, how long a sample may be, and notes for those who train over it. Raises ModelError.
@@ -49,7 +54,7 @@ def describe_base(
         "notes": [note.replace(base_model, "the base") for note in notes],  # a tenant does not see where it lies
     }
     model = SuperModel(base)
-    memory = count_base(model, torch.device(device))
+    memory = count_base(model, torch.device(device), layout)
     return found | {
         "vocab_size": base.vocab_size,
         "linears": model.targets(),
@@ -62,10 +67,10 @@ def main() -> int:
     """Write the outline of the base in argv. The exit status, with the reason on stderr: 2 for a base that cannot be had, ENOSPC where
     there is no room for its outline now.
     """
-    base_model, out, dtype, precision, device, unused = sys.argv[1:]
+    base_model, out, dtype, precision, device, unused, layout = sys.argv[1:]
     try:
         held = cast("DType", dtype), cast("BasePrecision | None", precision or None)
-        found = describe_base(base_model, *held, device, cast("UnusedWeights", unused))
+        found = describe_base(base_model, *held, device, cast("UnusedWeights", unused), cast("Layout", layout))
         durable.write_file(Path(out), json.dumps(found))
     except TloraError as error:
         print(error, file=sys.stderr)  # noqa: T201

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tlora.errors import CapacityError
+from tlora.errors import CapacityError, ConfigError
 from tlora.job import RunSpec
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import bytes_when_shared
@@ -32,8 +32,11 @@ def choose_form(
     run: RunSpec, jobs: tuple[PlannedJob, ...], model: SuperModel, base_bytes: int, device: torch.device, limit: int, gpus: int
 ) -> Form:
     """Whole, unless a shared base lets more jobs run: fetching costs some hundredths of the speed, and a lost GPU ends all. Jobs that fit
-    in neither get a problem. `limit`: bytes of the GPU that has the least. Raises CapacityError for a base that does not fit at all.
+    in neither get a problem. `limit`: bytes of the GPU that has the least. Raises CapacityError for a base that does not fit at all, and
+    ConfigError where it shall be streamed.
     """
+    if run.layout == "streamed":
+        raise ConfigError(f"layout: streamed is for one GPU, and these are {gpus}, which can hold a base in parts. Take it out, or --gpus")
     whole = plan_memory(run, jobs, model, base_bytes, device, limit)
     refused_whole = _refused(whole)
     fits_whole = whole.memory.base_bytes <= limit

@@ -1,7 +1,8 @@
 """GPUs by the names that people have for them, for a plan where none is at hand. Does not import torch.
 
-Bytes are those that nvidia-smi shows (with ECC where that is the maker's default); compute capability and the rate of dense products of
-16-bit floats, summed in fp32, are the maker's (data sheets and architecture white papers). Nothing here was measured.
+Bytes are those that nvidia-smi shows (with ECC where that is the maker's default); compute capability, the rate of dense products of
+16-bit floats, summed in fp32, and the generation of PCI Express are the maker's (data sheets and architecture white papers). Nothing here
+was measured.
 """
 
 from __future__ import annotations
@@ -21,17 +22,20 @@ from tlora.kernels.cards import class_of_capability
 
 # What training an 8B makes of the rate of products: 17,016 tokens/s on an H200 are 0.55 of its 989 TFLOP/s (docs/performance.md).
 # Where tiles are loaded by pointer, products alone make about 0.8 of the rate, and a step about 0.8 of theirs.
+# What copies make of PCI Express with 16 lanes, about 0.8 of its rate, by its generation; 8 lanes make half of it.
+_GEN3, _GEN4, _GEN5 = 12.0, 25.0, 50.0
 _SHARES = {"descriptor": 0.55, "pointers": 0.65}
 
 
 @dataclass(frozen=True)
 class GpuModel:
-    """`capability` 89 is 8.9; `tflops`: 10^12 floating-point operations a second."""
+    """`capability` 89 is 8.9; `tflops`: 10^12 floating-point operations a second; `link_gb_per_second`: from the host's memory."""
 
     name: str
     memory_bytes: int
     capability: int
     tflops: float
+    link_gb_per_second: float
 
     @property
     def flops(self) -> float | None:
@@ -57,10 +61,12 @@ class _GpuFile(BaseModel):
     memory: Bytes
     compute_capability: Annotated[float, Field(ge=3, lt=100)]
     tflops: Annotated[float, Field(gt=0, le=1e6)]
+    link_gb_per_second: Annotated[float, Field(gt=0, le=1e4)] = _GEN4
 
 
-def _table(*rows: tuple[str, int, int, float]) -> dict[str, GpuModel]:
-    return {_key(name): GpuModel(name, mebibytes << 20, capability, tflops) for name, mebibytes, capability, tflops in rows}
+def _table(*rows: tuple[str, int, int, float, float]) -> dict[str, GpuModel]:
+    made = [GpuModel(name, mebibytes << 20, capability, tflops, link) for name, mebibytes, capability, tflops, link in rows]
+    return {_key(gpu.name): gpu for gpu in made}
 
 
 def _key(name: str) -> str:
@@ -68,32 +74,32 @@ def _key(name: str) -> str:
 
 
 _KNOWN = _table(
-    ("T4", 15360, 75, 65),
-    ("V100-16", 16384, 70, 125),
-    ("V100-32", 32768, 70, 125),
-    ("RTX 3060", 12288, 86, 25.6),
-    ("RTX 3080", 10240, 86, 59.5),
-    ("RTX 3090", 24576, 86, 71),
-    ("RTX 4060 Ti 16", 16380, 89, 44),
-    ("RTX 4070 Ti Super", 16376, 89, 88),
-    ("RTX 4080", 16376, 89, 97.5),
-    ("RTX 4090", 24564, 89, 165.2),
-    ("RTX 5070 Ti", 16303, 120, 88),
-    ("RTX 5080", 16303, 120, 112.6),
-    ("RTX 5090", 32607, 120, 209.5),
-    ("RTX A6000", 49140, 86, 154.8),
-    ("RTX 6000 Ada", 49140, 89, 364.2),
-    ("RTX PRO 6000", 97887, 120, 503.8),
-    ("A10", 23028, 86, 125),
-    ("A40", 46068, 86, 149.7),
-    ("A100-40", 40960, 80, 312),
-    ("A100-80", 81920, 80, 312),
-    ("L4", 23034, 89, 121),
-    ("L40S", 46068, 89, 362),
-    ("H100", 81559, 90, 989),
-    ("H20", 97871, 90, 148),
-    ("H200", 143771, 90, 989),
-    ("B200", 183359, 100, 2250),
+    ("T4", 15360, 75, 65, _GEN3),
+    ("V100-16", 16384, 70, 125, _GEN3),
+    ("V100-32", 32768, 70, 125, _GEN3),
+    ("RTX 3060", 12288, 86, 25.6, _GEN4),
+    ("RTX 3080", 10240, 86, 59.5, _GEN4),
+    ("RTX 3090", 24576, 86, 71, _GEN4),
+    ("RTX 4060 Ti 16", 16380, 89, 44, _GEN4 / 2),
+    ("RTX 4070 Ti Super", 16376, 89, 88, _GEN4),
+    ("RTX 4080", 16376, 89, 97.5, _GEN4),
+    ("RTX 4090", 24564, 89, 165.2, _GEN4),
+    ("RTX 5070 Ti", 16303, 120, 88, _GEN5),
+    ("RTX 5080", 16303, 120, 112.6, _GEN5),
+    ("RTX 5090", 32607, 120, 209.5, _GEN5),
+    ("RTX A6000", 49140, 86, 154.8, _GEN4),
+    ("RTX 6000 Ada", 49140, 89, 364.2, _GEN4),
+    ("RTX PRO 6000", 97887, 120, 503.8, _GEN5),
+    ("A10", 23028, 86, 125, _GEN4),
+    ("A40", 46068, 86, 149.7, _GEN4),
+    ("A100-40", 40960, 80, 312, _GEN4),
+    ("A100-80", 81920, 80, 312, _GEN4),
+    ("L4", 23034, 89, 121, _GEN4),
+    ("L40S", 46068, 89, 362, _GEN4),
+    ("H100", 81559, 90, 989, _GEN5),
+    ("H20", 97871, 90, 148, _GEN5),
+    ("H200", 143771, 90, 989, _GEN5),
+    ("B200", 183359, 100, 2250, _GEN5),
 )
 _ALIASES = {"a6000": "rtxa6000", "rtx6000ada": "rtx6000ada", "a100": "a100-80", "v100": "v100-16"}
 
@@ -111,7 +117,7 @@ def find_gpu(name: str) -> GpuModel:
 
 
 def _described(path: Path) -> GpuModel:
-    example = '{"name": "RTX 4090", "memory": "24GiB", "compute_capability": 8.9, "tflops": 165}'
+    example = '{"name": "RTX 4090", "memory": "24GiB", "compute_capability": 8.9, "tflops": 165, "link_gb_per_second": 25}'
     try:
         given = _GpuFile.model_validate(read_object(path))
     except ValidationError as error:
@@ -120,4 +126,4 @@ def _described(path: Path) -> GpuModel:
         raise ConfigError(f"--gpu {path}: {key}: {first['msg']}. Write such as {example}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"--gpu {path}: {error}. Write such as {example}") from None
-    return GpuModel(given.name, given.memory, round(10 * given.compute_capability), given.tflops)
+    return GpuModel(given.name, given.memory, round(10 * given.compute_capability), given.tflops, given.link_gb_per_second)

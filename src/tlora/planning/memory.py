@@ -23,13 +23,14 @@ from tlora.costs.base_in_parts import MOST_GPUS
 from tlora.costs.cost import BaseMemory
 from tlora.costs.memory_share import CPU_SHARE
 from tlora.errors import ModelError
-from tlora.job import BasePrecision, LoraConfig, TrainConfig
+from tlora.job import BasePrecision, Layout, LoraConfig, TrainConfig
 from tlora.kernels.device import may_run_kernels
 from tlora.kernels.frozen import FrozenWeight, held_bytes
 from tlora.kernels.grouped_lora import chunk_jobs
 from tlora.kernels.library_attention import SampleLayout, lay_out_samples
 from tlora.kernels.linear_cross_entropy import chunk_bytes
-from tlora.sharing.layout import lay_out
+from tlora.sharing.host_memory import Streaming
+from tlora.sharing.layout import BaseLayout, lay_out
 from tlora.supermodel.batch import BatchRow, collate
 from tlora.supermodel.fast_path import fit_attention, fit_kernels
 from tlora.supermodel.held_linear import quantized
@@ -219,20 +220,47 @@ def bytes_when_shared(model: SuperModel, base_bytes: int, world_size: int, slots
     """What `base_bytes` would be on each of `world_size` ranks that share the base: a part of every decoder layer, `slots` whole ones, and
     all that is in no layer. `model` is on the meta device.
     """
+    layout = shared_layout(model, world_size)
+    return base_bytes - layout.weight_bytes + layout.rank_bytes + min(slots, len(layout.layers)) * layout.slot_bytes
+
+
+def shared_layout(model: SuperModel, world_size: int) -> BaseLayout:
+    """Where the decoder layers of `model`, on the meta device, would lie if `world_size` ranks shared them, or one streamed them."""
     linears = {m.name: m for m in model.model.modules() if isinstance(m, LoraLinear)}
     layers = by_layer(model.model, layers_of(model.base.decoder), {name: m.form for name, m in linears.items()})
-    layout = lay_out(layers, world_size)
-    streamed = sum(part.stop - part.start for _, piece in layout.places.values() for part in piece.parts)
-    return base_bytes - streamed + layout.rank_bytes + min(slots, len(layers)) * layout.slot_bytes
+    return lay_out(layers, world_size)
 
 
-def bytes_by_gpus(model: SuperModel) -> list[int]:
-    """What the base takes on each of 1, 2, ... GPUs: whole on one, in parts on several. `model` is on the meta device."""
+@dataclass(frozen=True)
+class StreamedBytes:
+    """Of a base: what its decoder layers take in the host's memory, one of them in a slot, and all else on the device."""
+
+    host_bytes: int
+    layer_bytes: int
+    num_layers: int
+    other_bytes: int
+
+    def on_device(self, slots: int) -> int:
+        return self.other_bytes + min(slots, self.num_layers) * self.layer_bytes
+
+
+def bytes_when_streamed(model: SuperModel, base_bytes: int, device: torch.device) -> StreamedBytes:
+    """Of a base of `base_bytes`, whose `model` is on the meta device. A CPU is its own host: all layers count there beside the slots."""
+    layout = shared_layout(model, 1)
+    beside = base_bytes - layout.weight_bytes + (0 if device.type == "cuda" else layout.rank_bytes)
+    return StreamedBytes(layout.rank_bytes, layout.slot_bytes, len(layout.layers), beside)
+
+
+def bytes_by_gpus(model: SuperModel, device: torch.device, layout: Layout = "auto") -> list[int]:
+    """What the base takes on each of 1, 2, ... GPUs: whole on one, unless it shall be streamed, and in parts on several. `model` is on the
+    meta device.
+    """
     base_bytes = model.base.num_bytes
-    return [base_bytes, *(bytes_when_shared(model, base_bytes, count) for count in range(2, MOST_GPUS + 1))]
+    alone = bytes_when_streamed(model, base_bytes, device).on_device(Streaming().slots) if layout == "streamed" else base_bytes
+    return [alone, *(bytes_when_shared(model, base_bytes, count) for count in range(2, MOST_GPUS + 1))]
 
 
-def count_base(model: SuperModel, device: torch.device) -> BaseMemory:
+def count_base(model: SuperModel, device: torch.device, layout: Layout = "auto") -> BaseMemory:
     """What a scheduler must know of the base's bytes on GPUs such as `device`. `model` is on the meta device. Raises ModelError."""
     memory = measure(model, model.base.num_bytes, device, ACTIVATION_RANK)
 
@@ -242,7 +270,7 @@ def count_base(model: SuperModel, device: torch.device) -> BaseMemory:
         return max(0.0, few - slope * _COUNTED_TOKENS[0]), slope
 
     (fixed, slope), (_, least) = line(0), line(memory.most_recomputed)
-    return BaseMemory(tuple(bytes_by_gpus(model)), fixed, slope, least)
+    return BaseMemory(tuple(bytes_by_gpus(model, device, layout)), fixed, slope, least)
 
 
 def _probe_lora(model: SuperModel, rank: int) -> LoraConfig:

@@ -20,6 +20,7 @@ from tlora.objectives import compares_with_start
 from tlora.planning.job_plan import PlannedJob, plan_jobs
 from tlora.planning.memory import MemoryModel, bytes_in, measure, memory_limit
 from tlora.planning.micro_batches import MicroBatches, choose, largest_micro_batch
+from tlora.sharing.host_memory import Streaming
 from tlora.sharing.regions import lay_out_regions, slots_of
 from tlora.supermodel.held_linear import possible_precisions
 from tlora.supermodel.supermodel import SuperModel
@@ -38,6 +39,7 @@ class RunPlan:
     other_precisions: Mapping[BasePrecision, int]  # of a plain base: its bytes in each `base_precision` that the device has
     warnings: tuple[str, ...] = ()  # about what the jobs share
     here: frozenset[str] | None = None  # names of the jobs that begin on this device, where others begin elsewhere; None: all
+    streaming: Streaming | None = None  # of a base whose layers lie in the host's memory (`streaming.py`)
 
     @property
     def jobs_here(self) -> tuple[PlannedJob, ...]:

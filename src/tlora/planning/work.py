@@ -28,10 +28,19 @@ def predicted_seconds(jobs: Sequence[PlannedJob], model: SuperModel, device: tor
     """By name; 0 for a job with problems, which is refused when its turn comes. `model` may lie on the meta device. `flops`: what training
     makes of a GPU's floating-point operations a second; None: those of an H200.
     """
-    weights = sum(k * n for k, n in model.targets().values()) + model.base.head.weight_VH.numel()
+    weights, rate = multiplied_weights(model), rate_of(device, flops)
     width = max(1, len(layers_of(model.base.decoder))) * model.base.head.weight_VH.shape[1]
-    rate = flops / 2 if flops else _RATES["cuda" if device.type == "cuda" else "cpu"]
     return {job.spec.name: _work(job, weights, width) / rate for job in jobs}
+
+
+def multiplied_weights(model: SuperModel) -> int:
+    """Weights that each token is multiplied with, in forward and again in backward. `model` may lie on the meta device."""
+    return sum(k * n for k, n in model.targets().values()) + model.base.head.weight_VH.numel()
+
+
+def rate_of(device: torch.device, flops: float | None = None) -> float:
+    """Multiply-adds a second that are predicted with; `flops` as of `predicted_seconds`."""
+    return flops / 2 if flops else _RATES["cuda" if device.type == "cuda" else "cpu"]
 
 
 def choose_replicas(jobs: Sequence[PlannedJob], seconds: Mapping[str, float], gpus: int, deterministic: bool) -> dict[str, int]:

@@ -20,7 +20,7 @@ class Capacity:
 
     def __init__(self, config: ServerConfig, places: Places) -> None:
         self._directory = config.directory / "bases"
-        self._precision = Precision(config.dtype, config.base_precision, places.device, config.unused_weights)
+        self._precision = Precision(config.dtype, config.base_precision, places.device, config.unused_weights, config.layout)
         self._place = "a GPU here" if places.device == "cuda" else "this machine"
         self._most, self._gpus = places.memory_bytes, len(places.gpus)
         if config.memory_limit != "auto" and (self._most is None or config.memory_limit < self._most):

@@ -69,4 +69,5 @@ def intake_settings(config: ServerConfig, device: str) -> IntakeSettings:
         limits.file_rows,
         device,
         config.unused_weights,
+        config.layout,
     )

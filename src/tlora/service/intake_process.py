@@ -39,7 +39,7 @@ class Intake:
     def __init__(self, settings: IntakeSettings, answer: Callable[[dict[str, Any]], None]) -> None:
         """`answer` is called in any thread."""
         self._outlines, self._answer, self._slots = Path(settings.bases_dir), answer, settings.slots
-        self._precision = Precision(settings.dtype, settings.base_precision, settings.device, settings.unused_weights)
+        self._precision = Precision(settings.dtype, settings.base_precision, settings.device, settings.unused_weights, settings.layout)
         self._limits = DataLimits(settings.memory_bytes, settings.cpu_seconds, settings.seconds, settings.row_characters, settings.rows)
         self._state = threading.Condition()
         self._waiting: dict[str, deque[IntakeRequest]] = {}  # by tenant, whose turn is next first

@@ -26,6 +26,7 @@ class IntakeSettings:
     rows: int
     device: str = "cuda"
     unused_weights: str = "refuse"
+    layout: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ class Precision:
     base_precision: str | None = None
     device: str = "cuda"
     unused_weights: str = "refuse"
+    layout: str = "auto"
 
 
 def find_outline(directory: Path, base_model: str, precision: Precision) -> Outline:
@@ -74,13 +75,14 @@ def _key(base_model: str, precision: Precision) -> str:
     """Changes with the base's config.json, with this program, and with how the base is held."""
     config = Path(base_model) / "config.json"
     content = config.read_bytes() if config.is_file() else b""
-    held = [precision.dtype, precision.base_precision, precision.device, precision.unused_weights]
+    held = [precision.dtype, precision.base_precision, precision.device, precision.unused_weights, precision.layout]
     facts = [base_model, *held, __version__, hashlib.sha256(content).hexdigest()]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
 def _make(base_model: str, path: Path, precision: Precision) -> None:
-    arguments = [base_model, str(path), precision.dtype, precision.base_precision or "", precision.device, precision.unused_weights]
+    held = [precision.dtype, precision.base_precision or "", precision.device, precision.unused_weights, precision.layout]
+    arguments = [base_model, str(path), *held]
     command = [sys.executable, "-P", "-m", "tlora.planning.base_outline", *arguments]
     try:
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS, check=False)

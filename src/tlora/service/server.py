@@ -148,6 +148,7 @@ def _machine(config: ServerConfig, places: Places, base_models: Mapping[str, str
         _TICK_SECONDS,
         config.dtype,
         config.base_precision,
+        config.layout,
         config.unused_weights,
         config.recompute,
         config.memory_limit,

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from tlora.sharing.layout import BaseLayout, LayerLayout, Piece
-from tlora.sharing.peer_memory import PeerMemory
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,21 @@ class FetchStats:
     layers: int = 0
     bytes: int = 0
     exposed_seconds: float = 0.0
+
+
+class LayerSource(Protocol):
+    """Where the bytes of layers lie: other ranks' memory (`peer_memory.py`) or the host's (`host_memory.py`). `own` is what this process
+    holds of them.
+    """
+
+    @property
+    def own(self) -> Tensor: ...
+
+    def read(self, peer: int, start: int, target: Tensor) -> None:
+        """Copy the bytes of `peer` from `start` on into `target`, contiguous bytes on the slots' device. A GPU queues it on its current
+        stream.
+        """
+        ...
 
 
 class Fetches(Protocol):
@@ -52,9 +66,10 @@ class LayerStream:
     Calls come from one thread at a time. What reads a layer's weights has been launched before a weight of another layer is asked for.
     """
 
-    def __init__(self, layout: BaseLayout, memory: PeerMemory, rank: int, num_slots: int) -> None:
+    def __init__(self, layout: BaseLayout, memory: LayerSource, rank: int, num_slots: int, device: torch.device | None = None) -> None:
+        """`device`: that of the slots, by default where the memory is."""
         self.layout, self._memory, self._rank = layout, memory, rank
-        device = memory.own.device
+        device = memory.own.device if device is None else device
         count = max(1, min(num_slots, len(layout.layers)))
         self._slots = [_Slot(torch.empty(layout.slot_bytes, dtype=torch.uint8, device=device)) for _ in range(count)]
         self._fetches: Fetches = _GpuFetches(device) if device.type == "cuda" else _HostFetches()
@@ -64,8 +79,10 @@ class LayerStream:
 
     @property
     def held_bytes(self) -> int:
-        """Memory of this rank: its ranges of all layers, and the slots."""
-        return self._memory.own.numel() + sum(slot.bytes.numel() for slot in self._slots)
+        """Memory of this rank's device: its ranges of all layers, where they lie there, and the slots."""
+        slots = [slot.bytes for slot in self._slots]
+        own = self._memory.own
+        return (own.numel() if own.device.type == slots[0].device.type else 0) + sum(slot.numel() for slot in slots)
 
     def stats(self) -> FetchStats:
         """Waits for what was computed up to now."""

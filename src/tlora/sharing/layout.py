@@ -93,6 +93,11 @@ class BaseLayout:
         """Of a slot that can hold any layer."""
         return max((layer.range_bytes for layer in self.layers), default=0) * self.world_size
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of all parts, without the gaps between them."""
+        return sum(part.stop - part.start for layer in self.layers for piece in layer.pieces for part in piece.parts)
+
     @cached_property
     def places(self) -> dict[str, tuple[int, Piece]]:
         """Of each linear: its layer and its piece of that."""

@@ -23,15 +23,24 @@ Rows = Callable[[str, int, int], Tensor]
 
 
 @torch.no_grad()
-def fill(own: Tensor, layout: BaseLayout, rank: int, rows: Rows, held: Callable[[Tensor], FrozenWeight] = PlainWeight) -> None:
+def fill(
+    own: Tensor,
+    layout: BaseLayout,
+    rank: int,
+    rows: Rows,
+    held: Callable[[Tensor], FrozenWeight] = PlainWeight,
+    device: torch.device | None = None,
+) -> None:
     """Write the ranges of `rank` into `own`, its memory. `held` gives rows their form, with the bits that the whole matrix would give.
 
-    `rows` is called from several threads: one alone reads a file at 1 to 5 GB/s.
+    `rows` is called from several threads: one alone reads a file at 1 to 5 GB/s. `device`: where rows are quantised, by default where
+    `own` lies.
     """
+    device = own.device if device is None else device
     pending: deque[tuple[_Block, Future[Tensor]]] = deque()
     with ThreadPoolExecutor(_READERS) as pool:
         for block in _blocks(layout, rank):
-            pending.append((block, pool.submit(_read, rows, block, own.device)))
+            pending.append((block, pool.submit(_read, rows, block, device)))
             if len(pending) > _READERS:
                 _write(own, rank, *_next(pending), held)
         while pending:

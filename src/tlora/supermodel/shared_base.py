@@ -1,4 +1,6 @@
-"""Loads a base whose decoder layers several ranks of a host share: each holds its ranges of every layer, and has the rest fetched."""
+"""Loads a base whose decoder layers are fetched as they run: several ranks of a host share them, each holding its ranges of every layer, or
+they lie in the host's memory.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from tlora.errors import ModelError
 from tlora.job import BasePrecision, split_revision
 from tlora.kernels.frozen import FrozenWeight, PlainWeight
+from tlora.sharing.host_memory import Alone, HostMemory, Streaming
 from tlora.sharing.layer_stream import LayerStream
 from tlora.sharing.layout import lay_out
 from tlora.sharing.peer_memory import open_peer_memory
@@ -28,12 +31,15 @@ from tlora.supermodel.tensor_files import StoredTensor, find_tensors, unmapped
 from tlora.supermodel.weight_files import check_weights, find_safetensors, refuse_incomplete
 
 
-def load_shared_base(base_model: str, dtype: str, device: torch.device, base_precision: BasePrecision | None, sharing: Sharing) -> Base:
-    """The base of `load_base`, shared: this rank reads its own ranges of the decoder layers from the files, and all else whole.
+def load_shared_base(
+    base_model: str, dtype: str, device: torch.device, base_precision: BasePrecision | None, sharing: Sharing | Streaming
+) -> Base:
+    """The base of `load_base`, shared: this rank reads its own ranges of the decoder layers from the files, and all else whole. With
+    `Streaming` it reads all layers, into the host's memory.
 
-    Raises ModelError, ConfigError, and RankError for what goes wrong between ranks.
+    Raises ModelError, ConfigError, RankError for what goes wrong between ranks, and CapacityError for too little host memory.
     """
-    peers = Peers(sharing)
+    peers = _peers_of(sharing)
     with peers.telling():
         config = load_config(base_model)
         stored_dtype, wanted = (pick_dtype(config, each, base_model) for each in ("auto", dtype))
@@ -58,13 +64,13 @@ def _without_shared_weights(
     stand_ins = {name: stand_in(tensor.shape, dtype) for name, tensor in stored.items()}
     model = assemble(config, dtype, stand_ins, base_model)
     if expert_modules(model):
-        raise ModelError(f"base_model {base_model}: is a mixture of experts, which cannot be shared yet. Load it unshared")
+        raise ModelError(f"base_model {base_model}: is a mixture of experts, which cannot be shared or streamed yet. Load it whole")
     names = {tensor.data_ptr(): name for name, tensor in stand_ins.items()}
     found: dict[str, StoredTensor] = {}
     for linear in chain.from_iterable(shared_weights(model, base_model)):
         name = names.get(model.get_submodule(linear).weight.data_ptr())
         if name is None:
-            raise ModelError(f"base_model {base_model}: {linear} is put together of several tensors as it is loaded. Load it unshared")
+            raise ModelError(f"base_model {base_model}: {linear} is put together of several tensors as it is loaded. Load it whole")
         found[linear] = stored[name]
     shared = {tensor.name for tensor in found.values()}
     whole = {name: stand_ins[name] if name in shared else tensor.map() for name, tensor in stored.items()}
@@ -91,12 +97,16 @@ def assemble(config: Any, dtype: torch.dtype, tensors: Mapping[str, Tensor], nam
     return model
 
 
-def share_model(model: Any, name: str, sharing: Sharing, device: torch.device, precision: BasePrecision | None = None) -> Base:
-    """A base of a causal LM that every rank has loaded whole: its decoder layers are shared from then on.
+def _peers_of(sharing: Sharing | Streaming) -> Peers | Alone:
+    return Alone(sharing) if isinstance(sharing, Streaming) else Peers(sharing)
+
+
+def share_model(model: Any, name: str, sharing: Sharing | Streaming, device: torch.device, precision: BasePrecision | None = None) -> Base:
+    """A base of a causal LM that every rank has loaded whole: its decoder layers are shared, or streamed, from then on.
 
     With `precision` they are held in that, with the bits of a base that is not shared. Raises ModelError, RankError.
     """
-    peers = Peers(sharing)
+    peers = _peers_of(sharing)
     with peers.telling():
         form = Precision(precision, model.get_output_embeddings().weight.dtype)
         stream = share_linears(model, name, form, lambda linear, first, last: model.get_submodule(linear).weight[first:last], peers, device)
@@ -128,7 +138,7 @@ def shared_weights(model: Any, name: str, form: Precision | None = None) -> list
     }
     layers = by_layer(model, layers_of(decoder_of(model, name)), found)
     if not layers:
-        raise ModelError(f"base_model {name}: {type(model).__name__} has no list of decoder layers with linears to share. Load it unshared")
+        raise ModelError(f"base_model {name}: {type(model).__name__} has no list of decoder layers with linears to share. Load it whole")
     return layers
 
 
@@ -139,8 +149,9 @@ def by_layer(model: nn.Module, layers: Sequence[nn.Module], weights: Mapping[str
     return [layer for layer in found if layer]
 
 
-def share_linears(model: Any, name: str, form: Precision, rows: Rows, peers: Peers, device: torch.device) -> LayerStream:
-    """Put the weights of the decoder layers, given by `rows`, into the memory of all ranks, and streamed linears into `model`.
+def share_linears(model: Any, name: str, form: Precision, rows: Rows, peers: Peers | Alone, device: torch.device) -> LayerStream:
+    """Put the weights of the decoder layers, given by `rows`, into the memory of all ranks or of the host, and streamed linears into
+    `model`.
 
     All else of the model goes to `device` whole, other linears in the same form. All ranks call this together. Raises ModelError and
     RankError.
@@ -148,12 +159,13 @@ def share_linears(model: Any, name: str, form: Precision, rows: Rows, peers: Pee
     weights = shared_weights(model, name, form)
     layout = lay_out(weights, peers.world_size)
     peers.agree("layout", hashlib.sha256(repr(layout).encode()).hexdigest()[:16], "a base of layout")
-    memory = open_peer_memory(layout.rank_bytes, peers, device)
-    fill(memory.own, layout, peers.rank, rows, form.held)
+    in_host = isinstance(peers, Alone)
+    memory = HostMemory(layout.rank_bytes, device) if in_host else open_peer_memory(layout.rank_bytes, peers, device)
+    fill(memory.own, layout, peers.rank, rows, form.held, None if form.name is None else device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     peers.exchange("filled", True)
-    stream = LayerStream(layout, memory, peers.rank, peers.slots)
+    stream = LayerStream(layout, memory, peers.rank, peers.slots, device)
     for dotted, weight in ((dotted, weight) for layer in weights for dotted, weight in layer.items()):
         parent, _, child = dotted.rpartition(".")
         bias = model.get_submodule(dotted).bias

@@ -23,6 +23,7 @@ from tlora.errors import ConfigError
 from tlora.job import BasePrecision, LoraConfig, TrainConfig
 from tlora.kernels.device import runs_kernels
 from tlora.objectives import UnitLoss
+from tlora.sharing.host_memory import Streaming
 from tlora.sharing.layer_stream import FetchStats
 from tlora.sharing.peers import Sharing
 from tlora.supermodel.batch import PackedBatch
@@ -90,12 +91,13 @@ class SuperModel(nn.Module):
         device: str = "cpu",
         deterministic: bool = False,
         base_precision: BasePrecision | None = None,
-        shared: Sharing | None = None,
+        shared: Sharing | Streaming | None = None,
     ) -> SuperModel:
         """Load `base_model` (a directory or hub id). Raises ModelError, and ConfigError for a precision that `device` lacks.
 
         With `shared` this process is one of several on a host that load the base together: each holds a part of every decoder layer, and
-        layers are fetched as they run. Bits are those of a base of one's own. Raises RankError for what goes wrong between them.
+        layers are fetched as they run. With `Streaming` the layers lie in this host's memory instead. Bits are those of a base of one's
+        own. Raises RankError for what goes wrong between ranks, CapacityError for too little host memory.
         """
         if shared is not None:
             return cls(load_shared_base(base_model, dtype, torch.device(device), base_precision, shared), deterministic)

@@ -1,0 +1,175 @@
+"""Decoder layers in the host's memory, from which one process streams them to its device, and how fast the link between them is.
+
+Next to a GPU the memory is pinned, so that copies run by themselves. On a CPU it is plain memory under the same interface.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from tlora.errors import CapacityError, ConfigError
+
+_MOST_OF_FREE = 0.9  # of the host's free memory; the rest is for blocks that are read, data and checkpoints
+_PROBE_BYTES, _PROBES = 128 << 20, 3  # of a copy that measures the link: some milliseconds
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """A base whose decoder layers lie in the host's memory. `slots`: layers on the device at a time, 2 at least: one runs, the others are
+    on their way, or stay until they are read again.
+    """
+
+    slots: int = 2
+
+    def __post_init__(self) -> None:
+        if self.slots < 2:
+            raise ConfigError(f"slots is {self.slots}, and must be 2 or more: one layer runs while the next is fetched. Give 2 or 3")
+
+
+class Alone:
+    """What `Peers` is to ranks, for one process that streams its base: there is no other to agree with."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self, streaming: Streaming) -> None:
+        self.slots = streaming.slots
+
+    def telling(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def agree(self, key: str, value: Any, what: str) -> None:
+        pass
+
+    def exchange(self, key: str, value: Any) -> list[Any]:
+        return [value]
+
+
+class HostMemory:
+    """`own`: `num_bytes` of the host's memory, pinned where `device` is a GPU. Unpinned and freed with this object.
+
+    Raises CapacityError where the host has too little.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        if problem := host_problem(num_bytes):
+            raise CapacityError(problem)
+        # not torch's pinned allocator, which takes the next power of two, and keeps it
+        region = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError, AttributeError):  # a kernel without huge pages
+            region.madvise(mmap.MADV_HUGEPAGE)
+        self.own = torch.frombuffer(region, dtype=torch.uint8)[:num_bytes]
+        if device.type == "cuda" and num_bytes:
+            _pin(self.own, device)
+            weakref.finalize(self, _unpin, self.own).atexit = False  # the driver unpins what a process leaves
+
+    def read(self, peer: int, start: int, target: Tensor) -> None:
+        """Copy the bytes from `start` on into `target`. A GPU queues it on its current stream."""
+        target.copy_(self.own[start : start + target.numel()], non_blocking=True)
+
+
+def host_problem(num_bytes: int) -> str | None:
+    """Why `num_bytes` of base weights cannot be held in the host's memory, with a remedy; None where they can."""
+    free = free_host_bytes()
+    if num_bytes <= _MOST_OF_FREE * free:
+        return None
+    return (
+        f"the base's decoder layers have {_gib(num_bytes)} to be streamed from the host's memory, and must take at most "
+        f"{_MOST_OF_FREE:.0%} of the {_gib(free)} that are free there. Free host memory, give the container more, or take a smaller base "
+        "or base_precision"
+    )
+
+
+def free_host_bytes() -> int:
+    """Of the host's memory, what this process may still take: what is free, and no more than its control groups leave."""
+    return int(min(psutil.virtual_memory().available, _left_by_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))))
+
+
+def _left_by_groups(memberships: Path, root: Path) -> float:
+    """Bytes below the limits of the control groups named in `memberships` and of all above them; infinite where none has one."""
+    least = math.inf
+    with suppress(OSError, ValueError):
+        for line in memberships.read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            top = root / "memory" if controllers else root
+            group = top / path.lstrip("/")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+            for directory in _upwards(group, top):
+                least = min(least, _left_by(directory, *names))
+    return least
+
+
+def _upwards(group: Path, top: Path) -> Iterator[Path]:
+    for directory in (group, *group.parents):
+        yield directory
+        if directory == top:
+            return
+
+
+def _left_by(directory: Path, limit: str, usage: str) -> float:
+    """Of one control group; infinite where it has no limit or its files cannot be seen. Pages of files that were read are given up."""
+    try:
+        most = (directory / limit).read_text(encoding="ascii").strip()
+        if most == "max":
+            return math.inf
+        taken = int((directory / usage).read_text(encoding="ascii"))
+        stat = dict(line.split() for line in (directory / "memory.stat").read_text(encoding="ascii").splitlines())
+        files = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+        return max(0, int(most) - taken + files)
+    except (OSError, ValueError):
+        return math.inf
+
+
+def measure_link(device: torch.device) -> float:
+    """Bytes a second from the host's memory to `device`: the best of a few copies."""
+    memory = HostMemory(_PROBE_BYTES if device.type == "cuda" else _PROBE_BYTES >> 4, device)
+    target = torch.empty(memory.own.numel(), dtype=torch.uint8, device=device)
+    best = math.inf
+    for _ in range(1 + _PROBES):  # the first one also brings up the copy engine
+        _wait(device)
+        before = time.perf_counter()
+        memory.read(0, 0, target)
+        _wait(device)
+        best = min(best, time.perf_counter() - before)
+    return target.numel() / best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _pin(memory: Tensor, device: torch.device) -> None:
+    """Raises CapacityError where the driver refuses."""
+    runtime: Any = torch.cuda.cudart()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # the context must be there
+        status = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    if int(status) != 0:
+        why = runtime.cudaGetErrorString(status)
+        raise CapacityError(
+            f"{_gib(memory.numel())} of the host's memory cannot be pinned (cudaHostRegister: {why}), and layers are streamed from "
+            "pinned memory. Free host memory, raise the container's limits, or take layout: streamed out"
+        )
+
+
+def _unpin(memory: Tensor) -> None:
+    runtime: Any = torch.cuda.cudart()
+    runtime.cudaHostUnregister(memory.data_ptr())
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB"
