@@ -31,7 +31,7 @@ from tlora.data.dataset import Dataset, Sample, Writer
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
 from tlora.job import JobSpec
-from tlora.kernels.frozen import FrozenLinear
+from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.kernels.multi_lora import LoraWeights, multi_lora_linear
 from tlora.kernels.segments import Segment
 from tlora.store.disk_reserve import DiskReserve
@@ -173,7 +173,7 @@ def bench_linears(repeats: int, width: int = 1024, tokens: int = 2048) -> dict[s
 
     def bare() -> None:
         for (x, w, lora), dy in zip(work, dys, strict=True):
-            multi_lora_linear(x, partial(FrozenLinear, w), lora, ()).backward(
+            multi_lora_linear(x, partial(FrozenLinear, PlainWeight(w)), lora, ()).backward(
                 dy
             )  # no segments: the base's own products, by the same library
             x.grad = None
@@ -185,7 +185,7 @@ def bench_linears(repeats: int, width: int = 1024, tokens: int = 2048) -> dict[s
 
     def adapted() -> None:
         for (x, w, lora), dy in zip(work, dys, strict=True):
-            multi_lora_linear(x, partial(FrozenLinear, w), lora, tuple(segments)).backward(dy)
+            multi_lora_linear(x, partial(FrozenLinear, PlainWeight(w)), lora, tuple(segments)).backward(dy)
             x.grad = None
 
     times: dict[str, list[float]] = {"torch": [], "bare": [], "with adapters": []}

@@ -23,7 +23,7 @@ from torch import Tensor
 from bench import machine
 from tlora.kernels import linear_cross_entropy as reference
 from tlora.kernels import triton_cross_entropy as kernel
-from tlora.kernels.frozen import FrozenLinear
+from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.kernels.head import Head, gpu_chunk_rows
 
 TOKENS, FLOOR_ROWS = 8192, 1024
@@ -39,7 +39,7 @@ def make(width: int, vocab: int) -> Given:
     hidden = torch.randn(TOKENS, width, generator=draw, device="cuda").bfloat16()
     weight = (torch.randn(vocab, width, generator=draw, device="cuda") * 0.02).bfloat16()
     labels = torch.randint(0, vocab, (TOKENS,), generator=draw, device="cuda")
-    return hidden, Head(partial(FrozenLinear, weight)), labels, torch.full((TOKENS,), 1 / TOKENS, device="cuda")
+    return hidden, Head(partial(FrozenLinear, PlainWeight(weight))), labels, torch.full((TOKENS,), 1 / TOKENS, device="cuda")
 
 
 def check(given: Given, rows: int = 64) -> dict[str, float]:
@@ -49,7 +49,7 @@ def check(given: Given, rows: int = 64) -> dict[str, float]:
     losses, dh = reference.linear_cross_entropy(hidden, head, labels, weights)
     few_losses, few_dh = reference.linear_cross_entropy(hidden[some], head, labels[some], weights[some])
     true_losses, true_dh = reference.linear_cross_entropy(
-        hidden[some].double(), Head(partial(FrozenLinear, head.weight_VH.double())), labels[some], weights[some].double()
+        hidden[some].double(), Head(partial(FrozenLinear, PlainWeight(head.weight_VH.double()))), labels[some], weights[some].double()
     )
     assert dh is not None and few_dh is not None and true_dh is not None
     assert torch.equal(few_losses, losses[some]) and torch.equal(few_dh, dh[some]), "a row's bits depend on how many rows there are"

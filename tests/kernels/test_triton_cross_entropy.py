@@ -15,7 +15,7 @@ from tests.kernels.interpreter import DEVICE, MARKS, interpreted
 from tests.kernels.test_linear_cross_entropy import HEADS, make, oracle
 from tests.tolerances import KERNEL, assert_close
 from tlora.kernels import linear_cross_entropy as reference
-from tlora.kernels.frozen import FrozenLinear
+from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.kernels.head import GPU_CHUNK_BYTES, Head, gpu_chunk_rows
 from tlora.kernels.linear_cross_entropy import chunk_bytes
 
@@ -52,7 +52,7 @@ def case(tokens: int, dtype: torch.dtype = torch.float32, **options: object) -> 
     bias = None if head.bias_V is None else head.bias_V.to(DEVICE)
     return (
         hidden.to(DEVICE),
-        Head(partial(FrozenLinear, head.weight_VH.to(DEVICE), bias), head.scale, head.softcap),
+        Head(partial(FrozenLinear, PlainWeight(head.weight_VH.to(DEVICE)), bias), head.scale, head.softcap),
         labels.to(DEVICE),
         weights.to(DEVICE),
     )
@@ -154,7 +154,7 @@ def test_a_block_of_logits_at_minus_infinity_has_no_share() -> None:
     assert head.bias_V is not None
     head.bias_V[:32] = -math.inf
     labels.clamp_(min=32)
-    rest = Head(partial(FrozenLinear, head.weight_VH[32:], head.bias_V[32:]))
+    rest = Head(partial(FrozenLinear, PlainWeight(head.weight_VH[32:]), head.bias_V[32:]))
     true_losses, true_dh = oracle(hidden, rest, labels - 32, weights)
     losses, dh = run((hidden, head, labels, weights))
     assert_close(losses, true_losses, KERNEL[torch.float32], "losses")
@@ -178,7 +178,7 @@ def test_rows_of_a_chunk_follow_from_the_head_and_memory_counts_them() -> None:
     """On the meta device: real vocabularies. 256 MiB of logits in bf16, less with odd sizes, and 4,096 rows at most."""
     sizes = {(128_256, torch.bfloat16): 1024, (151_936, torch.bfloat16): 768, (262_144, torch.float32): 256, (97, torch.float32): 4096}
     for (vocab, dtype), rows in sizes.items():
-        head = Head(partial(FrozenLinear, torch.empty(vocab, 64, dtype=dtype, device="meta")))
+        head = Head(partial(FrozenLinear, PlainWeight(torch.empty(vocab, 64, dtype=dtype, device="meta"))))
         assert gpu_chunk_rows(head) == rows
         logits = rows * vocab * dtype.itemsize
         assert logits <= GPU_CHUNK_BYTES
@@ -192,13 +192,13 @@ def test_on_a_gpu_in_real_sizes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     """A vocabulary of GPT-2's odd size, the module's own chunks and blocks, against the reference in fp64."""
     monkeypatch.undo()
     g = torch.Generator(DEVICE).manual_seed(0)
-    rows = gpu_chunk_rows(Head(partial(FrozenLinear, torch.empty(50_257, 1, dtype=dtype, device="meta"))))
+    rows = gpu_chunk_rows(Head(partial(FrozenLinear, PlainWeight(torch.empty(50_257, 1, dtype=dtype, device="meta")))))
     hidden = torch.randn(rows + 100, 256, generator=g, device=DEVICE).to(dtype)
-    head = Head(partial(FrozenLinear, (torch.randn(50_257, 256, generator=g, device=DEVICE) * 0.1).to(dtype)), softcap=30.0)
+    head = Head(partial(FrozenLinear, PlainWeight((torch.randn(50_257, 256, generator=g, device=DEVICE) * 0.1).to(dtype))), softcap=30.0)
     labels = torch.randint(0, 50_257, (len(hidden),), generator=g, device=DEVICE)
     weights = torch.rand(len(hidden), generator=g, device=DEVICE)
     losses, dh = reference.linear_cross_entropy(hidden, head, labels, weights)
-    true_head = Head(partial(FrozenLinear, head.weight_VH.double()), softcap=30.0)
+    true_head = Head(partial(FrozenLinear, PlainWeight(head.weight_VH.double())), softcap=30.0)
     true_losses, true_dh = reference.linear_cross_entropy(hidden.double(), true_head, labels, weights.double())
     assert dh is not None and true_dh is not None
     bound = KERNEL[torch.bfloat16] if dtype == torch.float16 else KERNEL[dtype]
