@@ -19,11 +19,12 @@ from tlora.job import LoraConfig
 from tlora.sharing.layout import lay_out
 from tlora.sharing.peers import Peers
 from tlora.sharing.shards import random_rows
+from tlora.supermodel.assembly import assemble, stand_in
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.held_linear import hold
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.load import Base, make_base
-from tlora.supermodel.shared_base import Precision, assemble, share_linears, shared_weights, stand_in
+from tlora.supermodel.shared_base import Precision, share_linears, shared_weights
 from tlora.supermodel.supermodel import SuperModel
 
 _WARM_UP = 2  # micro-batches

@@ -165,7 +165,7 @@ class NoLayers(torch.nn.Module):
 
 
 def test_a_model_without_decoder_layers_is_refused() -> None:
-    with pytest.raises(ModelError, match="base_model b: NoLayers .*unshared"):
+    with pytest.raises(ModelError, match="base_model b: NoLayers .*Load it whole"):
         shared_weights(NoLayers(), "b")
 
 

@@ -31,7 +31,8 @@ from tlora.group.job_run import JobRun
 from tlora.group.reports import Ended, Noted, Report
 from tlora.job import DataConfig, JobSpec
 from tlora.protocol import BaseSpeed
-from tlora.supermodel.load import find_directory, learned_positions, longest_safe_sequence
+from tlora.supermodel.load import find_directory
+from tlora.supermodel.positions import learned_positions, longest_safe_sequence
 from tlora.supermodel.supermodel import SuperModel
 from tlora.version import __version__
 from tlora.worker_protocol import Load, Measured

@@ -10,7 +10,7 @@ import torch
 from tlora.job import RunSpec
 from tlora.planning.memory_probe import Meter, probe_batch, residents, run_batch
 from tlora.planning.plan import RunPlan, gib, settle
-from tlora.supermodel.load import learned_positions, longest_safe_sequence
+from tlora.supermodel.positions import learned_positions, longest_safe_sequence
 from tlora.supermodel.supermodel import SuperModel
 
 _TRIED = 4  # times

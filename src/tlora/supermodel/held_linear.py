@@ -16,7 +16,8 @@ from tlora.errors import ConfigError, ModelError
 from tlora.job import BasePrecision
 from tlora.kernels import fp8_weight, nf4
 from tlora.kernels.device import capability_of, class_of, name_of
-from tlora.kernels.frozen import FrozenLinear, FrozenWeight, frozen_linear, held_bytes
+from tlora.kernels.frozen import FrozenLinear, FrozenWeight, frozen_linear
+from tlora.kernels.packed_weight import PackedWeight
 
 
 def check_precision(precision: BasePrecision | None, device: torch.device, dtype: torch.dtype) -> None:
@@ -120,6 +121,13 @@ def hold(
         setattr(model.get_submodule(parent), child, HeldLinear(weight, bias))
 
 
-def held_weight_bytes(shape: tuple[int, int], precision: BasePrecision, dtype: torch.dtype) -> int:
-    """What a weight [N, K] of a base of `dtype` takes in `precision`."""
-    return held_bytes(quantized(torch.empty(shape, dtype=dtype, device="meta"), precision, dtype))
+def hold_packed(model: nn.Module, names: list[str], group: int, value_dtype: torch.dtype) -> None:
+    """On the meta device: the same for linears that a checkpoint holds packed in 4 bits, a scale for `group` numbers."""
+    for name in names:
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear) and linear.weight.is_meta, f"{name} is {type(linear).__name__}"
+        shape, dtype, count = (linear.out_features, linear.in_features), linear.weight.dtype, linear.weight.numel()
+        nibbles = torch.empty(-(-count // 2), dtype=torch.uint8, device="meta")
+        weight = PackedWeight(nibbles, torch.empty(-(-count // group), device="meta"), (), shape, group, value_dtype, dtype)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, HeldLinear(weight, None if linear.bias is None else linear.bias.detach()))

@@ -25,10 +25,11 @@ from tlora.kernels.library_attention import SampleLayout
 from tlora.kernels.transfer import upload
 from tlora.sharing.layer_stream import LayerStream
 from tlora.supermodel import attention, attention_probe
-from tlora.supermodel.held_linear import HeldLinear, check_precision, hold
+from tlora.supermodel.assembly import load_packed
+from tlora.supermodel.held_linear import HeldLinear, check_precision, hold, hold_packed
 from tlora.supermodel.inject import find_linears
-from tlora.supermodel.layer_values import values_in_layers
 from tlora.supermodel.outlined_experts import OutlinedExperts
+from tlora.supermodel.packed_format import check_unpacked, format_of, without_packing
 from tlora.supermodel.raw_config import refuse_strange_config
 from tlora.supermodel.tensor_files import unmapped
 from tlora.supermodel.weight_files import check_weights, refuse_incomplete
@@ -123,14 +124,8 @@ def load_config(base_model: str) -> Any:
 
 
 def _refuse_config(config: Any, base_model: str) -> None:
-    """Raise ModelError for weights that are no plain numbers, and for code from the hub."""
-    quantized = getattr(config, "quantization_config", None)
-    if quantized is not None:
-        method = quantized.get("quant_method", "unknown method") if isinstance(quantized, dict) else type(quantized).__name__
-        raise ModelError(
-            f"base_model {base_model}: its weights are quantised ({method}), and must be plain ones in 16 bits or more. Use the original "
-            "model (base_precision: fp8 halves its memory on an H100 or newer)"
-        )
+    """Raise ModelError for weights in a form that is not read, and for code from the hub."""
+    format_of(config, base_model)
     kernel = str(config._attn_implementation or "")
     if "/" in kernel:
         raise ModelError(
@@ -143,10 +138,13 @@ def load_base(
     base_model: str, dtype: str = "auto", device: torch.device | str = "cpu", base_precision: BasePrecision | None = None
 ) -> Base:
     """Load the weights of `base_model` (a directory or hub id) onto `device`, frozen. Raises ModelError, ConfigError."""
-    model, place = load_weights(base_model, dtype), torch.device(device)
-    if base_precision is not None:
+    place, config = torch.device(device), load_config(base_model)
+    form = format_of(config, base_model)
+    check_unpacked(form, base_precision, base_model)
+    model = load_weights(base_model, dtype, place)
+    if base_precision is not None and form is None:
         check_precision(base_precision, place, model.dtype)
-        hold(model, list(find_linears(model)), place, base_precision, pick_dtype(load_config(base_model), "auto", base_model))
+        hold(model, list(find_linears(model)), place, base_precision, pick_dtype(config, "auto", base_model))
     return make_base(move_model(model, place), base_model)
 
 
@@ -180,11 +178,16 @@ def _prepare_libraries(place: torch.device, dtype: torch.dtype) -> None:
         triton_key()
 
 
-def load_weights(base_model: str, dtype: str = "auto") -> Any:
-    """The transformers model, whole: a tensor that is missing would be drawn at random. Raises ModelError."""
+def load_weights(base_model: str, dtype: str = "auto", device: torch.device | None = None) -> Any:
+    """The transformers model, whole: a tensor that is missing would be drawn at random. Packed linears are on `device`.
+
+    Raises ModelError.
+    """
     config = load_config(base_model)
-    pick_dtype(config, dtype, base_model)
+    computes = pick_dtype(config, dtype, base_model)
     check_weights(base_model, config)
+    if (form := format_of(config, base_model)) is not None:
+        return load_packed(base_model, config, computes, form, device or torch.device("cpu"))
     name, revision = located(base_model, weights=True)
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
     try:
@@ -227,13 +230,20 @@ def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision 
     attention.register()
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # of tensors without numbers: refused below
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=wanted, attn_implementation=attention.NAME, trust_remote_code=False)
+            model: Any = AutoModelForCausalLM.from_config(
+                without_packing(config), dtype=wanted, attn_implementation=attention.NAME, trust_remote_code=False
+            )
     except Exception as error:  # a library's border: what it raises depends on family and version
         raise ModelError(f"base_model {base_model}: no model can be made of its config.json: {_told(error)}. {_COMPARE}") from None
     empty = next((name for name, p in model.named_parameters() if not p.numel()), None)
     if empty is not None:
         raise ModelError(f"base_model {base_model}: by its config.json, {empty} has no numbers. {_COMPARE}")
-    if base_precision is not None:
+    form = format_of(config, base_model)
+    check_unpacked(form, base_precision, base_model)
+    if form is not None:
+        model.config.quantization_config = config.quantization_config  # by which the files are read
+        hold_packed(model, [name for name in find_linears(model) if form.packs(name)], form.group, stored)
+    elif base_precision is not None:
         hold(model, list(find_linears(model)), torch.device("meta"), base_precision, stored)
     model.requires_grad_(False).eval()
     return Base(model, decoder_of(model, base_model), find_head(model, base_model), base_model)
@@ -263,36 +273,6 @@ def find_head(model: Any, name: str) -> Head:
     return Head(
         lambda: FrozenLinear(PlainWeight(embeddings.weight), embeddings.bias), scale, getattr(config, "final_logit_softcapping", None)
     )
-
-
-def longest_safe_sequence(model: Any) -> int | None:
-    """Tokens up to which a sequence's rotary embedding does not depend on the others in its batch; None where it never does.
-
-    The dynamic and longrope kinds choose their frequencies by the longest sequence in the batch (transformers' `dynamic_rope_update`).
-    """
-    config = model.config.get_text_config()
-    ropes = values_in_layers(config, "rope_parameters")
-    kinds = [kind for rope in ropes for kind in (rope, *(value for value in rope.values() if isinstance(value, dict)))]
-    lengths = [
-        kind.get("original_max_position_embeddings")
-        or min(values_in_layers(config, "original_max_position_embeddings") or values_in_layers(config, "max_position_embeddings"))
-        for kind in kinds
-        if kind.get("rope_type") in ("dynamic", "longrope")
-    ]
-    return min(lengths, default=None)
-
-
-def max_positions(model: Any) -> int | None:
-    """The positions that the base is made for, of its layers the fewest; None where its config does not say."""
-    return min(values_in_layers(model.config.get_text_config(), "max_position_embeddings"), default=None)
-
-
-def learned_positions(model: Any) -> int | None:
-    """Rows of the base's table of positions (OPT, GPT-Neo), past which there is nothing to look up; None where positions are computed."""
-    most = max_positions(model)
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
-    # a table may have two rows more, for padding
-    return most if most and any(most <= table.num_embeddings <= most + 2 for table in tables) else None
 
 
 def hidden_states(base: Base, input_ids_T: Tensor, position_ids_T: Tensor, lengths: tuple[int, ...] | SampleLayout | Tensor) -> Tensor:

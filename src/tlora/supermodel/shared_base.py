@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from tlora.errors import ModelError
 from tlora.job import BasePrecision, split_revision
@@ -23,12 +22,14 @@ from tlora.sharing.layout import lay_out
 from tlora.sharing.peer_memory import open_peer_memory
 from tlora.sharing.peers import Peers, Sharing
 from tlora.sharing.shards import Rows, fill
+from tlora.supermodel.assembly import assemble, stand_in
 from tlora.supermodel.held_linear import check_precision, check_widths, hold, quantized
 from tlora.supermodel.inject import expert_modules, find_linears, sizes
 from tlora.supermodel.load import Base, decoder_of, layers_of, load_config, make_base, pick_dtype
+from tlora.supermodel.packed_format import format_of
 from tlora.supermodel.streamed_linear import StreamedLinear
 from tlora.supermodel.tensor_files import StoredTensor, find_tensors, unmapped
-from tlora.supermodel.weight_files import check_weights, find_safetensors, refuse_incomplete
+from tlora.supermodel.weight_files import check_weights, find_safetensors
 
 
 def load_shared_base(
@@ -44,6 +45,11 @@ def load_shared_base(
         config = load_config(base_model)
         stored_dtype, wanted = (pick_dtype(config, each, base_model) for each in ("auto", dtype))
         check_precision(base_precision, device, wanted)
+        if (packed := format_of(config, base_model)) is not None:
+            raise ModelError(
+                f"base_model {base_model}: its files are packed ({packed.name}), which cannot be shared by GPUs or streamed yet. Use a GPU "
+                "that holds the whole base, or the original model with base_precision: nf4"
+            )
         name, revision = split_revision(base_model)
         check_weights(base_model, config)
         stored = find_tensors(find_safetensors(name, revision))
@@ -79,22 +85,6 @@ def _without_shared_weights(
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     return unmapped(tensor) if device.type == "cpu" else tensor.to(device)
-
-
-def stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor of any shape that takes the memory of one number, and is known by its address."""
-    return torch.zeros((), dtype=dtype).expand(*shape)
-
-
-def assemble(config: Any, dtype: torch.dtype, tensors: Mapping[str, Tensor], name: str) -> Any:
-    """The causal LM of `config` in `dtype` with the weights `tensors`, under their names in files; none is copied. Raises ModelError."""
-    try:
-        model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
-        model, found = model_class.from_pretrained(None, config=config, state_dict=dict(tensors), dtype=dtype, output_loading_info=True)
-    except Exception as error:  # a library's border: what it raises depends on family and version
-        raise ModelError(f"base_model {name}: cannot be loaded: {' '.join(str(error).split())[:400]}. Copy the model again") from None
-    refuse_incomplete(found, name)
-    return model
 
 
 def _peers_of(sharing: Sharing | Streaming) -> Peers | Alone:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,13 @@ from torch import Tensor
 from tlora.errors import ModelError
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+ANY_DTYPE = _DTYPES | {
+    "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+"""What packed checkpoints are made of, by safetensors' names."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +43,25 @@ class StoredTensor:
         with safe_open(self.file, framework="pt") as opened:
             return opened.get_tensor(self.name)
 
+    def whole(self) -> Tensor:
+        """All of it, read. Raises ModelError for a file that is cut off."""
+        return self.read(0, self.shape[0]) if self.shape else self._read(0, self.dtype.itemsize).view(self.dtype)[0]
+
     def read(self, first: int, last: int) -> Tensor:
         """Rows [first, last), along dim 0. Raises ModelError for a file that is cut off."""
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
-        start, count = self.start + first * row_bytes, (last - first) * row_bytes
+        return self._read(first * row_bytes, (last - first) * row_bytes).view(self.dtype).view(last - first, *self.shape[1:])
+
+    def _read(self, first: int, count: int) -> Tensor:
+        start = self.start + first
         found = np.fromfile(self.file, np.uint8, count, offset=start)
         if len(found) != count:
             raise ModelError(f"{self.file}: cut off: {len(found)} of {count} bytes from {start} on are there. Copy the model again")
-        return torch.from_numpy(found).view(self.dtype).view(last - first, *self.shape[1:])
+        return torch.from_numpy(found)
 
 
-def find_tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
-    """All tensors of safetensors files by name. Raises ModelError for a file that cannot be read and for numbers that are not plain."""
+def find_tensors(files: Sequence[Path], dtypes: Mapping[str, torch.dtype] = _DTYPES) -> dict[str, StoredTensor]:
+    """All tensors of safetensors files by name. Raises ModelError for a file that cannot be read and for numbers of other `dtypes`."""
     found: dict[str, StoredTensor] = {}
     for file in files:
         try:
@@ -57,7 +71,7 @@ def find_tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
             for name, entry in header.items():
                 if name != "__metadata__":
                     start = 8 + size + entry["data_offsets"][0]
-                    found[name] = StoredTensor(name, file, start, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
+                    found[name] = StoredTensor(name, file, start, dtypes[entry["dtype"]], tuple(entry["shape"]))
         except (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError, MemoryError) as error:
             raise ModelError(f"{file}: cannot be read as safetensors ({type(error).__name__}: {error}). Copy the model again") from None
     return found

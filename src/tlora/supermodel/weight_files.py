@@ -17,6 +17,8 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from tlora.data.base_files import located, snapshot
 from tlora.errors import ModelError
 from tlora.job import UnusedWeights, split_revision
+from tlora.supermodel.packed_format import format_of, without_packing
+from tlora.supermodel.tensor_files import ANY_DTYPE, find_tensors
 
 # In the order in which transformers looks for them.
 _WHOLE_OR_INDEX = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -38,7 +40,7 @@ def check_weights(base_model: str, config: Any) -> str | None:
         if is_local:
             raise
         return f"the weights of {base_model} are not in the hub's cache: they are checked when they have been downloaded"
-    _compare(_read_headers(files, base_model), config, base_model)
+    _compare(_plain_headers(files, config, base_model), config, base_model)
     return None
 
 
@@ -55,7 +57,7 @@ def check_unused(
         files = _weight_files(directory, base_model)
     except ModelError:
         return []  # of a directory, `check_weights` says it
-    tensors = _read_headers(files, base_model)
+    tensors = _plain_headers(files, config, base_model)
     model, found = _compare(tensors, config, base_model)
     beyond, text = {str(name) for name in found["unexpected_keys"] if not _BUFFER.search(name)}, config.get_text_config()
     layers = getattr(text, "num_hidden_layers", 0), getattr(text, "num_nextn_predict_layers", 0) or 0
@@ -138,6 +140,17 @@ def _weight_files(directory: Path, base_model: str) -> list[Path]:
     return [directory / shard for shard in shards]
 
 
+def _plain_headers(files: list[Path], config: Any, base_model: str) -> dict[str, Tensor]:
+    """Every tensor of the files on the meta device; packed ones as the plain weights that they stand for. Raises ModelError."""
+    found, form = _read_headers(files, base_model), format_of(config, base_model)
+    if form is None:
+        return found
+    packed = form.find(find_tensors(files, ANY_DTYPE))
+    taken = {name for tensor in packed.values() for name in tensor.names}
+    plain = {key: torch.empty(tensor.shape, dtype=tensor.value_dtype, device="meta") for key, tensor in packed.items()}
+    return {name: tensor for name, tensor in found.items() if name not in taken} | plain
+
+
 def _read_headers(files: list[Path], base_model: str) -> dict[str, Tensor]:
     """Every tensor of the files on the meta device."""
     found: dict[str, Tensor] = {}
@@ -180,7 +193,12 @@ def _compare(tensors: dict[str, Tensor], config: Any, base_model: str) -> tuple[
     try:
         model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
         model, found = model_class.from_pretrained(
-            None, config=config, state_dict=tensors, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True
+            None,
+            config=without_packing(config),
+            state_dict=tensors,
+            device_map="meta",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
     except Exception as error:  # a library's border: what it raises depends on family and version
         why = " ".join(str(error).split())[:400]

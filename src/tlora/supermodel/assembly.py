@@ -1,0 +1,69 @@
+"""Makes a transformers model of tensors that are given by their names in files, and loads packed checkpoints that way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from tlora.errors import ModelError
+from tlora.job import split_revision
+from tlora.supermodel.held_linear import HeldLinear
+from tlora.supermodel.inject import find_linears
+from tlora.supermodel.packed_format import Format, without_packing
+from tlora.supermodel.tensor_files import ANY_DTYPE, find_tensors
+from tlora.supermodel.weight_files import find_safetensors, refuse_incomplete
+
+
+def stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor of any shape that takes the memory of one number, and is known by its address."""
+    return torch.zeros((), dtype=dtype).expand(*shape)
+
+
+def assemble(config: Any, dtype: torch.dtype, tensors: Mapping[str, Tensor], name: str) -> Any:
+    """The causal LM of `config` in `dtype` with the weights `tensors`, under their names in files; none is copied. Raises ModelError."""
+    try:
+        model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
+        plain = without_packing(config)
+        model, found = model_class.from_pretrained(None, config=plain, state_dict=dict(tensors), dtype=dtype, output_loading_info=True)
+    except Exception as error:  # a library's border: what it raises depends on family and version
+        raise ModelError(f"base_model {name}: cannot be loaded: {' '.join(str(error).split())[:400]}. Copy the model again") from None
+    refuse_incomplete(found, name)
+    return model
+
+
+@torch.no_grad()
+def load_packed(base_model: str, config: Any, dtype: torch.dtype, form: Format, device: torch.device) -> Any:
+    """The model in `dtype` with its packed linears on `device`, read one after another; all else lies in mapped files. Raises ModelError.
+
+    transformers matches names: stand-ins for the packed weights show which linear each belongs to.
+    """
+    stored = find_tensors(find_safetensors(*split_revision(base_model)), ANY_DTYPE)
+    packed = form.find(stored)
+    taken = {name for tensor in packed.values() for name in tensor.names}
+    stand_ins = {key: stand_in(tensor.shape, dtype) for key, tensor in packed.items()}
+    plain = {name: tensor.map() for name, tensor in stored.items() if name not in taken}
+    model = assemble(config, dtype, plain | stand_ins, base_model)
+    keys = {tensor.data_ptr(): key for key, tensor in stand_ins.items()}
+    for name, linear in find_linears(model).items():
+        key = keys.pop(linear.weight.data_ptr(), None)  # type: ignore[union-attr]
+        if key is not None:
+            weight = packed[key].read(dtype)
+            tensors = {part: tensor.to(device) for part, tensor in weight.tensors.items()}
+            bias = None if linear.bias is None else linear.bias.detach()
+            _replace(model, name, HeldLinear(replace(weight, **tensors), bias))
+    if keys:
+        raise ModelError(
+            f"base_model {base_model}: {len(keys)} of its packed tensors are no linear layer's by themselves, {min(keys.values())} first. "
+            "Use the original model"
+        )
+    return model
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)

@@ -1,0 +1,122 @@
+"""Checkpoints whose linears bitsandbytes has packed in 4 bits (NF4 or FP4, scales nested or not), as transformers and unsloth save them.
+
+Beside `X.weight` (nibbles) lie `X.weight.absmax`, `X.weight.quant_map` and a JSON text in bytes, `X.weight.quant_state.bitsandbytes__nf4`;
+with nested scales also `X.weight.nested_absmax` and `X.weight.nested_quant_map`. Which linears are packed is what the files hold.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlora.errors import ModelError
+from tlora.kernels.packed_weight import PackedWeight
+from tlora.supermodel.packed_format import Format, PackedTensor
+from tlora.supermodel.tensor_files import StoredTensor
+
+_STATE = ".quant_state.bitsandbytes__"
+_DEFAULT_GROUP = 64
+_KEPT = ("lm_head",)  # what transformers leaves as it is where the config names nothing
+_AGAIN = "Copy the model again, or use the original"
+
+
+def open_format(settings: Mapping[str, Any], base_model: str) -> Format:
+    """By the `quantization_config` of the base's config.json. Raises ModelError for 8 bits."""
+    if not settings.get("load_in_4bit"):
+        raise ModelError(
+            f"base_model {base_model}: bitsandbytes has packed its weights in 8 bits, and 4 bits are read alone. Use the original model "
+            "(base_precision: nf4 packs it in 4 bits at load)"
+        )
+    kind = str(settings.get("bnb_4bit_quant_type", "fp4"))
+    return Format(
+        f"bitsandbytes {kind}", kind, _DEFAULT_GROUP, tuple(settings.get("llm_int8_skip_modules") or _KEPT), partial(_find, base_model)
+    )
+
+
+def _find(base_model: str, stored: Mapping[str, StoredTensor]) -> dict[str, PackedTensor]:
+    found: dict[str, PackedTensor] = {}
+    for name in stored:
+        key, is_state, _ = name.partition(_STATE)
+        if is_state:
+            parts = _Parts.of(key, name, stored, base_model)
+            found[key] = PackedTensor(parts.shape, parts.value_dtype, parts.names, parts.read)
+    if not found:
+        raise ModelError(
+            f"base_model {base_model}: its config.json says that bitsandbytes packed it, and no tensor of its files is packed. {_AGAIN}"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The tensors of one weight, by the end of their names, and what its state says."""
+
+    key: str
+    base_model: str
+    tensors: Mapping[str, StoredTensor]
+    state: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, key: str, state_name: str, stored: Mapping[str, StoredTensor], base_model: str) -> _Parts:
+        """Raises ModelError for what is missing or does not fit together."""
+        state_tensor = stored[state_name]
+        try:
+            state = json.loads(bytes(state_tensor.whole().view(torch.uint8).tolist()))
+            wanted = ["", ".absmax", ".quant_map", *([".nested_absmax", ".nested_quant_map"] if "nested_blocksize" in state else [])]
+            parts = cls(key, base_model, {end: stored[key + end] for end in wanted} | {"state": state_tensor}, state)
+            parts.check()
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            why = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise ModelError(f"base_model {base_model}: {key} is packed by bitsandbytes, and cannot be read: {why}. {_AGAIN}") from None
+        return parts
+
+    def check(self) -> None:
+        """Raises ValueError, KeyError, TypeError, AttributeError."""
+        count = math.prod(self.shape)
+        groups = -(-count // self.group)
+        nibbles, scales = self.tensors[""], self.tensors[".absmax"]
+        if math.prod(nibbles.shape) * nibbles.dtype.itemsize != -(-count // 2):
+            raise ValueError(f"{list(nibbles.shape)} in {nibbles.dtype} is not half a byte for each of {list(self.shape)}")
+        if math.prod(scales.shape) != groups or len(self.shape) != 2 or self.group % 2:
+            raise ValueError(f"{math.prod(scales.shape)} scales for {list(self.shape)} in groups of {self.group}")
+        assert isinstance(self.value_dtype, torch.dtype)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the files' tensors."""
+        return frozenset(tensor.name for tensor in self.tensors.values())
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return tuple(self.state["shape"])  # type: ignore[return-value]
+
+    @property
+    def group(self) -> int:
+        return int(self.state["blocksize"])
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        return getattr(torch, self.state["dtype"])
+
+    def read(self, dtype: torch.dtype) -> PackedWeight:
+        table = tuple(self.tensors[".quant_map"].whole().float().tolist())
+        nibbles = self.tensors[""].whole().view(torch.uint8).flatten()
+        narrower = self.value_dtype if self.value_dtype.itemsize < dtype.itemsize else dtype
+        return PackedWeight(nibbles, self._scales(), table, self.shape, self.group, narrower, dtype)
+
+    def _scales(self) -> Tensor:
+        """fp32. Nested ones are a code's value times the scale of its group, and then plus the offset: rounded twice."""
+        scales = self.tensors[".absmax"].whole().flatten()
+        if "nested_blocksize" not in self.state:
+            return scales.float()
+        values = self.tensors[".nested_quant_map"].whole().float()[scales.long()]
+        outer = self.tensors[".nested_absmax"].whole().float().flatten()
+        product = values * outer.repeat_interleave(int(self.state["nested_blocksize"]))[: len(values)]
+        return product + torch.tensor(self.state["nested_offset"], dtype=torch.float32)

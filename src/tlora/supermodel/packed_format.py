@@ -1,0 +1,90 @@
+"""Which packed checkpoints are read: a table by `quant_method` of config.json's `quantization_config`, and what a reader gives.
+
+A reader is one file with an `open_format`, as `bitsandbytes_format.py`. All else is refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tlora.errors import ConfigError, ModelError
+from tlora.job import BasePrecision
+from tlora.kernels.packed_weight import PackedWeight
+from tlora.supermodel.tensor_files import StoredTensor
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """A packed weight [N, K] in a base's files: the tensors that it takes there, by `names`, and the dtype that it stands for.
+
+    `read(dtype)` brings it into memory, for products in `dtype`.
+    """
+
+    shape: tuple[int, int]
+    value_dtype: torch.dtype
+    names: frozenset[str]
+    read: Callable[[torch.dtype], PackedWeight]
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a base's files are packed. `group`: numbers of a scale, where the files are not here yet. `skipped`: modules that are left plain.
+
+    `find` gives, of all tensors of the files, the packed ones by the name that the plain weight would have; raises ModelError.
+    """
+
+    name: str
+    kind: str
+    group: int
+    skipped: tuple[str, ...]
+    find: Callable[[Mapping[str, StoredTensor]], dict[str, PackedTensor]]
+
+    def packs(self, linear: str) -> bool:
+        """Whether the files hold that linear packed, by their config.json: as transformers reads `llm_int8_skip_modules`."""
+        boundary = r"(?:(?<=\.)|(?=\.|$))"
+        return not any(re.match(rf"(?:{key}){boundary}", linear) or linear.endswith(key) for key in self.skipped)
+
+
+def format_of(config: Any, base_model: str) -> Format | None:
+    """The form of a base's files; None where its weights are plain. Raises ModelError for one that is not read."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return None
+    method = settings.get("quant_method", "unknown method") if isinstance(settings, dict) else type(settings).__name__
+    reader = _readers().get(str(method))
+    if reader is None:
+        raise ModelError(
+            f"base_model {base_model}: its weights are quantised ({method}), and are read plain in 16 bits or more, or packed by "
+            f"{', '.join(_readers())}. Use the original model (base_precision: nf4 packs it in 4 bits at load)"
+        )
+    return reader(settings, base_model)
+
+
+def _readers() -> dict[str, Callable[[Mapping[str, Any], str], Format]]:
+    from tlora.supermodel import bitsandbytes_format
+
+    return {"bitsandbytes": bitsandbytes_format.open_format}
+
+
+def check_unpacked(form: Format | None, precision: BasePrecision | None, base_model: str) -> None:
+    """Raise ConfigError where a base whose files are packed in another form is to be held in `precision`."""
+    if form is not None and precision is not None and form.kind != precision:
+        raise ConfigError(
+            f"base_model {base_model}: its files are packed already ({form.name}), and base_precision {precision} would pack them anew. "
+            "Take base_precision out, or use the original model"
+        )
+
+
+def without_packing(config: Any) -> Any:
+    """The config of the plain model: transformers would ask for the library that packed it."""
+    if getattr(config, "quantization_config", None) is None:
+        return config
+    plain = copy.copy(config)
+    del plain.quantization_config
+    return plain
