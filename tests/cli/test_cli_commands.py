@@ -311,7 +311,7 @@ def run_check(*jobs: SimpleNamespace, **changes: Any) -> SimpleNamespace:
         "measured": False,
         "recompute_choices": (),
     }
-    return SimpleNamespace(jobs=jobs, **({"kernels": ""} | fields | changes))
+    return SimpleNamespace(jobs=jobs, **({"kernels": "", "streamed": ""} | fields | changes))
 
 
 def test_check_prints_what_it_found_and_ends_with_0(jobs_file: Path, use: Callable[..., None]):
