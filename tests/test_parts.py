@@ -76,8 +76,8 @@ def test_the_error_comes_before_anything_is_collected() -> None:
 
 @pytest.mark.soak
 def test_the_gpus_own_tests_in_three_parts(tmp_path: Path) -> None:
-    """As they are collected where there is a GPU, which is only pretended."""
-    (tmp_path / "pretended_gpu.py").write_text("import torch\ntorch.cuda.is_available = lambda: True\n")
+    """As they are collected where there is a GPU, which is only pretended: bitsandbytes, which reads more of one, is imported before."""
+    (tmp_path / "pretended_gpu.py").write_text("import bitsandbytes, torch\ntorch.cuda.is_available = lambda: True\n")
     path = f"{REPOSITORY}{os.pathsep}{tmp_path}"
     names = names_in(collect(REPOSITORY, "-m", "gpu", "-p", "pretended_gpu", PYTHONPATH=path))
     assert set(SECONDS) <= {name.split("::")[0] for name in names}

@@ -21,17 +21,18 @@ with interpreted():
 from tlora.kernels import fp8
 from tlora.kernels.device import capability_of, class_of
 
-
-def without_fp8() -> bool:
-    """Whether the kernels of this GPU's class, or of the class that is forced, have no fp8: sm_80's do not compile."""
-    return DEVICE.type == "cuda" and ((card := class_of(capability_of(DEVICE))) is None or not card.fp8)
-
-
-pytestmark = [*MARKS, pytest.mark.skipif(without_fp8(), reason="the kernels of this class have no fp8")]
+pytestmark = MARKS
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TINY = 2.0**-115
 BASE_DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32  # the interpreter knows fp32 alone
 QKV = (48, 32, 32)
+
+
+@pytest.fixture(autouse=True)
+def class_with_fp8() -> None:
+    """Skips where the kernels of this GPU's class, or of the class that is forced, have no fp8: sm_80's do not compile."""
+    if DEVICE.type == "cuda" and ((card := class_of(capability_of(DEVICE))) is None or not card.fp8):
+        pytest.skip("the kernels of this class have no fp8")
 
 
 def rows_of(widths: tuple[int, ...], num_rows: int = 9, dtype: torch.dtype = torch.float32) -> list[Tensor]:
