@@ -56,7 +56,7 @@ def test_a_gpu_without_bf16_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_run_json_has_it_of_a_gpu_alone() -> None:
-    plan = SimpleNamespace(token_budget=2048, recomputed_layers=0, recomputed_by_tokens={})
+    plan = SimpleNamespace(token_budget=2048, recomputed_layers=0, recomputed_by_tokens={}, streaming=None)
     loaded: Any = SimpleNamespace(threads=None, model=super_model(), plan=plan, base_parameters=1)
     assert launch_facts(loaded, CUDA)["kernels"] == "fused, sm_89, 99 KB"
     loaded.threads = 2
