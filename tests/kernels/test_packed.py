@@ -17,7 +17,7 @@ DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cu
 TABLE = tuple(torch.randn(16, generator=torch.Generator().manual_seed(1)).tolist())
 
 
-@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("group", [16, 32, 64, 100, 128])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(16, 128), (5, 96), (3, 17), (40, 1024)], ids=str)
 def test_the_kernel_gives_the_bits_of_torch(shape: tuple[int, int], dtype: torch.dtype, group: int) -> None:

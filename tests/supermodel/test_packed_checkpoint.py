@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from tests.engine.tiny_runs import job, run_spec, same_bytes, save_base, sha256, train, write_rows
+from tests.engine.tiny_runs import job, run_spec, same_bytes, sha256, train, write_rows
+from tests.supermodel.packed_bases import edit, save_plain, unpack
 from tlora.engine.check import check
 from tlora.engine.generate import Sampling, generate
 from tlora.errors import ConfigError, ModelError
 from tlora.sharing.host_memory import Streaming
 from tlora.supermodel.held_linear import HeldLinear
-from tlora.supermodel.load import load_base, load_weights, outline
+from tlora.supermodel.load import load_base, outline
 from tlora.supermodel.shared_base import load_shared_base
 
 KEY = "model.layers.0.self_attn.q_proj.weight"
@@ -30,10 +30,7 @@ STATE = f"{KEY}.quant_state.bitsandbytes__nf4"
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base in bfloat16; its rows are two groups and a half long."""
-    base = save_base(tmp_path_factory.mktemp("plain") / "base", hidden_size=160, num_hidden_layers=2, head_dim=40)
-    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
-    model.save_pretrained(base)
-    return base
+    return save_plain(tmp_path_factory.mktemp("plain") / "base", hidden_size=160, head_dim=40)
 
 
 def pack(plain: Path, directory: Path, **settings: Any) -> tuple[Path, dict[str, Tensor]]:
@@ -48,23 +45,6 @@ def pack(plain: Path, directory: Path, **settings: Any) -> tuple[Path, dict[str,
             state.dtype = torch.float32  # asked for 16 bits, the CPU kernel would round the table first
             values[name] = bnb.dequantize_4bit(module.weight.data, state)
     return directory, values
-
-
-def unpack(packed: Path, values: dict[str, Tensor], directory: Path) -> Path:
-    """The plain checkpoint in bfloat16 that a packed one stands for."""
-    model: Any = load_weights(str(packed))
-    found = {name: tensor for name, tensor in model.state_dict().items() if name.removesuffix(".weight") not in values}
-    found = {name: tensor.clone() for name, tensor in found.items() if not name.endswith(".scale")}
-    found |= {f"{name}.weight": value.bfloat16() for name, value in values.items()}
-    shutil.copytree(packed, directory)
-    save_file(found, directory / "model.safetensors", {"format": "pt"})
-    edit(directory / "config.json", quantization_config=None)
-    return directory
-
-
-def edit(path: Path, **changes: Any) -> None:
-    found = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -35,9 +36,14 @@ def open_format(settings: Mapping[str, Any], base_model: str) -> Format:
             "(base_precision: nf4 packs it in 4 bits at load)"
         )
     kind = str(settings.get("bnb_4bit_quant_type", "fp4"))
-    return Format(
-        f"bitsandbytes {kind}", kind, _DEFAULT_GROUP, tuple(settings.get("llm_int8_skip_modules") or _KEPT), partial(_find, base_model)
-    )
+    kept = tuple(settings.get("llm_int8_skip_modules") or _KEPT)
+    return Format(f"bitsandbytes {kind}", kind, _DEFAULT_GROUP, partial(_packs, kept), partial(_find, base_model))
+
+
+def _packs(kept: tuple[str, ...], linear: str) -> bool:
+    """As transformers reads `llm_int8_skip_modules`."""
+    boundary = r"(?:(?<=\.)|(?=\.|$))"
+    return not any(re.match(rf"(?:{key}){boundary}", linear) or linear.endswith(key) for key in kept)
 
 
 def _find(base_model: str, stored: Mapping[str, StoredTensor]) -> dict[str, PackedTensor]:

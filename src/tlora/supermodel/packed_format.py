@@ -6,7 +6,6 @@ A reader is one file with an `open_format`, as `bitsandbytes_format.py`. All els
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,21 +33,17 @@ class PackedTensor:
 
 @dataclass(frozen=True)
 class Format:
-    """How a base's files are packed. `group`: numbers of a scale, where the files are not here yet. `skipped`: modules that are left plain.
+    """How a base's files are packed. `group`: numbers of a scale, None for a whole row, and `packs`: whether that linear is packed, both by
+    config.json alone, where the files are not here yet.
 
     `find` gives, of all tensors of the files, the packed ones by the name that the plain weight would have; raises ModelError.
     """
 
     name: str
     kind: str
-    group: int
-    skipped: tuple[str, ...]
+    group: int | None
+    packs: Callable[[str], bool]
     find: Callable[[Mapping[str, StoredTensor]], dict[str, PackedTensor]]
-
-    def packs(self, linear: str) -> bool:
-        """Whether the files hold that linear packed, by their config.json: as transformers reads `llm_int8_skip_modules`."""
-        boundary = r"(?:(?<=\.)|(?=\.|$))"
-        return not any(re.match(rf"(?:{key}){boundary}", linear) or linear.endswith(key) for key in self.skipped)
 
 
 def format_of(config: Any, base_model: str) -> Format | None:
@@ -67,9 +62,9 @@ def format_of(config: Any, base_model: str) -> Format | None:
 
 
 def _readers() -> dict[str, Callable[[Mapping[str, Any], str], Format]]:
-    from tlora.supermodel import bitsandbytes_format
+    from tlora.supermodel import bitsandbytes_format, compressed_tensors_format
 
-    return {"bitsandbytes": bitsandbytes_format.open_format}
+    return {"bitsandbytes": bitsandbytes_format.open_format, "compressed-tensors": compressed_tensors_format.open_format}
 
 
 def check_unpacked(form: Format | None, precision: BasePrecision | None, base_model: str) -> None:
