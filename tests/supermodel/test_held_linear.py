@@ -25,7 +25,7 @@ from tlora.kernels.fp8_weight import DTYPE
 from tlora.planning.memory import bytes_in, measure
 from tlora.store.run_directory import check_run_directory
 from tlora.supermodel.batch import BatchRow, collate
-from tlora.supermodel.held_linear import HeldLinear, check_precision, hold
+from tlora.supermodel.held_linear import HeldLinear, check_precision, hold, quantized
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.load import make_base, outline
 from tlora.supermodel.supermodel import SuperModel
@@ -205,3 +205,12 @@ def test_gradients_over_fp8_are_near_to_those_over_its_weights_and_alone_as_toge
         assert 1e-3 < relative_error(gradient, true) < 0.15, relative_error(gradient, true)
     alone_loss, alone = gradients("b", fp8_model(**SMALL))["b"]
     assert alone_loss == found["b"][0] and torch.equal(alone, found["b"][1])
+
+
+@pytest.mark.parametrize("checkpoint", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("products", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_values_are_those_of_the_checkpoint_as_products_take_it(checkpoint: torch.dtype, products: torch.dtype) -> None:
+    """Also from float16 to bfloat16 and back, which rounds twice: as a plain checkpoint is read."""
+    weight = torch.randn(64, 4096, generator=torch.Generator().manual_seed(0)).to(products)
+    exact = quantized(weight.float(), "nf4", torch.float32).dense(torch.float32)
+    assert torch.equal(quantized(weight, "nf4", checkpoint).dense(products), exact.to(checkpoint).to(products))

@@ -66,6 +66,13 @@ def table_on(table: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(table, dtype=torch.float32, device=device)
 
 
+def rounded_to(checkpoint: torch.dtype, products: torch.dtype) -> torch.dtype:
+    """What values are rounded to first: the dtype of the checkpoint that they stand for, unless products compute in a narrower one. So a
+    checkpoint in float16 is rounded to it, and then to bfloat16, as its plain form would be.
+    """
+    return checkpoint if checkpoint.itemsize <= products.itemsize else products
+
+
 def dequantize_in_torch(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
     """[N, K] in `dtype`, in plain torch operations."""
     count = packed.shape[0] * packed.shape[1]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tlora.errors import ModelError
-from tlora.kernels.packed_weight import PackedWeight
+from tlora.kernels.packed_weight import PackedWeight, rounded_to
 from tlora.supermodel.packed_format import Format, PackedTensor
 from tlora.supermodel.tensor_files import StoredTensor
 
@@ -114,8 +114,8 @@ class _Parts:
     def read(self, dtype: torch.dtype) -> PackedWeight:
         table = tuple(self.tensors[".quant_map"].whole().float().tolist())
         nibbles = self.tensors[""].whole().view(torch.uint8).flatten()
-        narrower = self.value_dtype if self.value_dtype.itemsize < dtype.itemsize else dtype
-        return PackedWeight(nibbles, self._scales(), table, self.shape, self.group, narrower, dtype)
+        rounded = rounded_to(self.value_dtype, dtype)
+        return PackedWeight(nibbles, self._scales(), table, self.shape, self.group, rounded, dtype)
 
     def _scales(self) -> Tensor:
         """fp32. Nested ones are a code's value times the scale of its group, and then plus the offset: rounded twice."""

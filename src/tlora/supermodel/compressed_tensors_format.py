@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tlora.errors import ModelError
-from tlora.kernels.packed_weight import PackedWeight
+from tlora.kernels.packed_weight import PackedWeight, rounded_to
 from tlora.supermodel.packed_format import Format, PackedTensor
 from tlora.supermodel.tensor_files import StoredTensor
 
@@ -142,7 +142,7 @@ class _Parts:
     def read(self, dtype: torch.dtype) -> PackedWeight:
         codes = self.tensors["_packed"].whole().view(torch.uint8)[:, : self.shape[1] // 2]
         nibbles = ((codes << 4) | (codes >> 4)).flatten()
-        rounded = self.value_dtype if self.value_dtype.itemsize <= dtype.itemsize else dtype
+        rounded = rounded_to(self.value_dtype, dtype)
         return PackedWeight(nibbles, self._scales(), _TABLES[self.layout], self.shape, self.group, rounded, dtype)
 
     def _scales(self) -> Tensor:

@@ -17,7 +17,7 @@ from tlora.job import BasePrecision
 from tlora.kernels import fp8_weight, nf4
 from tlora.kernels.device import capability_of, class_of, name_of
 from tlora.kernels.frozen import FrozenLinear, FrozenWeight, frozen_linear
-from tlora.kernels.packed_weight import PackedWeight
+from tlora.kernels.packed_weight import PackedWeight, rounded_to
 
 
 def check_precision(precision: BasePrecision | None, device: torch.device, dtype: torch.dtype) -> None:
@@ -70,11 +70,10 @@ def check_widths(precision: BasePrecision, shapes: Mapping[str, tuple[int, int]]
 
 
 def quantized(weight_NK: Tensor, precision: BasePrecision, value_dtype: torch.dtype) -> FrozenWeight:
-    """`weight_NK` held in `precision`, on its device. `value_dtype`: of the checkpoint; values are rounded to it where it is narrower."""
+    """`weight_NK` held in `precision`, on its device. `value_dtype`: of the checkpoint (`packed_weight.rounded_to`)."""
     if precision == "fp8":
         return fp8_weight.quantize(weight_NK)
-    narrower = value_dtype if value_dtype.itemsize < weight_NK.dtype.itemsize else weight_NK.dtype
-    return nf4.quantize(weight_NK, narrower)
+    return nf4.quantize(weight_NK, rounded_to(value_dtype, weight_NK.dtype))
 
 
 class HeldLinear(nn.Module):
