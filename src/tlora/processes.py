@@ -40,19 +40,23 @@ def _quota(memberships: Path, root: Path) -> float:
 
     `root` is where their files are: those of version 2 in one tree (cpu.max), those of version 1 below a directory of the controller.
     """
-    least = math.inf
+    groups = control_groups("cpu", memberships, root)
+    return min((_quota_of(directory, version) for directory, version in groups), default=math.inf)
+
+
+def control_groups(controller: str, memberships: Path, root: Path) -> Iterator[tuple[Path, int]]:
+    """Directories of the control groups named in `memberships` that `controller` rules, each with all above it, and their version."""
     with suppress(OSError, ValueError):
         for line in memberships.read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
+            if controllers and controller not in controllers.split(","):
                 continue
             top = root / controllers if controllers else root
             group = top / path.lstrip("/")
             for directory in (group, *group.parents):
-                least = min(least, _quota_of(directory, 2 if not controllers else 1))
+                yield directory, 1 if controllers else 2
                 if directory == top:
                     break
-    return least
 
 
 def _quota_of(directory: Path, version: int) -> float:

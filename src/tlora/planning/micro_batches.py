@@ -25,8 +25,8 @@ from tlora.supermodel.cuda_graphs import HIDES_LAUNCHES
 
 CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is flat (docs/design.md)
 # Llama-3-8B on one H200 (bench/results/h200_memory.json): recomputing all layers takes 43 % longer (with their last linear, which is left
-# out now: not measured again); a micro-batch costs each layer as much
-# again as 216 tokens (2,048 tokens against 8,192), which in a smaller layer are more.
+# out now: not measured again); a micro-batch costs each layer as much again as 216 tokens (2,048 tokens against 8,192), which in a smaller
+# layer are more.
 _RECOMPUTE_SHARE, _FIXED_WORK = 0.43, 216 * 218e6  # the latter in tokens times weights of a layer
 _MOST_SLOWED = 1.5  # rather than that, jobs take turns
 

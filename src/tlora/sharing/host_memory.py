@@ -9,7 +9,6 @@ import math
 import mmap
 import time
 import weakref
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,10 @@ import torch
 from torch import Tensor
 
 from tlora.errors import CapacityError, ConfigError
+from tlora.processes import control_groups
 
 _MOST_OF_FREE = 0.9  # of the host's free memory; the rest is for blocks that are read, data and checkpoints
+_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}  # by the groups' version
 _PROBE_BYTES, _PROBES = 128 << 20, 3  # of a copy that measures the link: some milliseconds
 
 
@@ -98,25 +99,8 @@ def free_host_bytes() -> int:
 
 def _left_by_groups(memberships: Path, root: Path) -> float:
     """Bytes below the limits of the control groups named in `memberships` and of all above them; infinite where none has one."""
-    least = math.inf
-    with suppress(OSError, ValueError):
-        for line in memberships.read_text(encoding="utf-8").splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "memory" not in controllers.split(","):
-                continue
-            top = root / "memory" if controllers else root
-            group = top / path.lstrip("/")
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
-            for directory in _upwards(group, top):
-                least = min(least, _left_by(directory, *names))
-    return least
-
-
-def _upwards(group: Path, top: Path) -> Iterator[Path]:
-    for directory in (group, *group.parents):
-        yield directory
-        if directory == top:
-            return
+    groups = control_groups("memory", memberships, root)
+    return min((_left_by(directory, *_FILES[version]) for directory, version in groups), default=math.inf)
 
 
 def _left_by(directory: Path, limit: str, usage: str) -> float:
