@@ -19,13 +19,12 @@ from torch import Tensor
 
 from tlora.errors import ModelError
 from tlora.kernels.packed_weight import PackedWeight, rounded_to
-from tlora.supermodel.packed_format import Format, PackedTensor
+from tlora.supermodel.packed_format import Format, PackedTensor, find_packed
 from tlora.supermodel.tensor_files import StoredTensor
 
 _STATE = ".quant_state.bitsandbytes__"
 _DEFAULT_GROUP = 64
 _KEPT = ("lm_head",)  # what transformers leaves as it is where the config names nothing
-_AGAIN = "Copy the model again, or use the original"
 
 
 def open_format(settings: Mapping[str, Any], base_model: str) -> Format:
@@ -47,40 +46,29 @@ def _packs(kept: tuple[str, ...], linear: str) -> bool:
 
 
 def _find(base_model: str, stored: Mapping[str, StoredTensor]) -> dict[str, PackedTensor]:
-    found: dict[str, PackedTensor] = {}
-    for name in stored:
-        key, is_state, _ = name.partition(_STATE)
-        if is_state:
-            parts = _Parts.of(key, name, stored, base_model)
-            found[key] = PackedTensor(parts.shape, parts.value_dtype, parts.names, parts.read)
-    if not found:
-        raise ModelError(
-            f"base_model {base_model}: its config.json says that bitsandbytes packed it, and no tensor of its files is packed. {_AGAIN}"
-        )
-    return found
+    states = {key: name for name in stored for key, is_state, _ in [name.partition(_STATE)] if is_state}
+
+    def find(key: str) -> PackedTensor:
+        parts = _Parts.of(key, stored[states[key]], stored)
+        return PackedTensor(parts.shape, parts.value_dtype, parts.names, parts.read)
+
+    return find_packed(base_model, "bitsandbytes", states, find)
 
 
 @dataclass(frozen=True)
 class _Parts:
     """The tensors of one weight, by the end of their names, and what its state says."""
 
-    key: str
-    base_model: str
     tensors: Mapping[str, StoredTensor]
     state: Mapping[str, Any]
 
     @classmethod
-    def of(cls, key: str, state_name: str, stored: Mapping[str, StoredTensor], base_model: str) -> _Parts:
-        """Raises ModelError for what is missing or does not fit together."""
-        state_tensor = stored[state_name]
-        try:
-            state = json.loads(bytes(state_tensor.whole().view(torch.uint8).tolist()))
-            wanted = ["", ".absmax", ".quant_map", *([".nested_absmax", ".nested_quant_map"] if "nested_blocksize" in state else [])]
-            parts = cls(key, base_model, {end: stored[key + end] for end in wanted} | {"state": state_tensor}, state)
-            parts.check()
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
-            why = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-            raise ModelError(f"base_model {base_model}: {key} is packed by bitsandbytes, and cannot be read: {why}. {_AGAIN}") from None
+    def of(cls, key: str, state_tensor: StoredTensor, stored: Mapping[str, StoredTensor]) -> _Parts:
+        """Raises KeyError for what is missing, ValueError, TypeError, AttributeError for what does not fit together."""
+        state = json.loads(bytes(state_tensor.whole().view(torch.uint8).tolist()))
+        wanted = ["", ".absmax", ".quant_map", *([".nested_absmax", ".nested_quant_map"] if "nested_blocksize" in state else [])]
+        parts = cls({end: stored[key + end] for end in wanted} | {"state": state_tensor}, state)
+        parts.check()
         return parts
 
     def check(self) -> None:

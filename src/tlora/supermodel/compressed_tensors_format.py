@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tlora.errors import ModelError
 from tlora.kernels.packed_weight import PackedWeight, rounded_to
-from tlora.supermodel.packed_format import Format, PackedTensor
+from tlora.supermodel.packed_format import Format, PackedTensor, find_packed
 from tlora.supermodel.tensor_files import StoredTensor
 
 _INT4, _NVFP4 = "pack-quantized", "nvfp4-pack-quantized"
@@ -30,7 +30,6 @@ _TABLES = {
 _ENDS = {_INT4: ("_packed", "_scale", "_shape"), _NVFP4: ("_packed", "_scale", "_global_scale")}
 _SCALES = {_INT4: (torch.bfloat16, torch.float16, torch.float32), _NVFP4: (torch.float8_e4m3fn,)}
 _NVFP4_GROUP = 16
-_AGAIN = "Copy the model again, or use the original"
 
 
 def open_format(settings: Mapping[str, Any], base_model: str) -> Format:
@@ -83,23 +82,13 @@ def _refusal(settings: Mapping[str, Any], scheme: Mapping[str, Any], found: str)
 
 
 def _find(base_model: str, layout: str, group: int | None, stored: Mapping[str, StoredTensor]) -> dict[str, PackedTensor]:
-    keys = [name.removesuffix("_packed") for name in stored if name.endswith(".weight_packed")]
-    if not keys:
-        raise ModelError(
-            f"base_model {base_model}: by its config.json compressed-tensors packed it, and no tensor of its files is packed. {_AGAIN}"
-        )
-    found: dict[str, PackedTensor] = {}
-    for key in keys:
-        try:
-            parts = _Parts.of(key, layout, group, stored)
-        except (KeyError, ValueError) as error:
-            why = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-            raise ModelError(
-                f"base_model {base_model}: {key} is packed by compressed-tensors, and cannot be read: {why}. {_AGAIN}"
-            ) from None
+    def find(key: str) -> PackedTensor:
+        parts = _Parts.of(key, layout, group, stored)
         names = frozenset(tensor.name for tensor in parts.tensors.values())
-        found[key] = PackedTensor(parts.shape, parts.value_dtype, names, parts.read)
-    return found
+        return PackedTensor(parts.shape, parts.value_dtype, names, parts.read)
+
+    keys = [name.removesuffix("_packed") for name in stored if name.endswith(".weight_packed")]
+    return find_packed(base_model, "compressed-tensors", keys, find)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """Which packed checkpoints are read: a table by `quant_method` of config.json's `quantization_config`, and what a reader gives.
 
-A reader is one file with an `open_format`, as `bitsandbytes_format.py`. All else is refused by name.
+A reader is one file with an `open_format`, as `bitsandbytes_format.py`. All else is refused by name. What a reader finds wrong in files is
+worded here, once for all.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from tlora.errors import ConfigError, ModelError
 from tlora.job import BasePrecision
 from tlora.kernels.packed_weight import PackedWeight
 from tlora.supermodel.tensor_files import StoredTensor
+
+_AGAIN = "Copy the model again, or use the original"
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,22 @@ def format_of(config: Any, base_model: str) -> Format | None:
             f"{', '.join(_readers())}. Use the original model (base_precision: nf4 packs it in 4 bits at load)"
         )
     return reader(settings, base_model)
+
+
+def find_packed(base_model: str, library: str, keys: Iterable[str], find: Callable[[str], PackedTensor]) -> dict[str, PackedTensor]:
+    """What a reader's `find` gives of the weights `keys`, which `library` has packed; all that it raises of damaged files becomes a
+    ModelError: a KeyError is a tensor that is missing, any other error's text says what does not fit together.
+    """
+    found: dict[str, PackedTensor] = {}
+    for key in keys:
+        try:
+            found[key] = find(key)
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            why = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise ModelError(f"base_model {base_model}: {key} is packed by {library}, and cannot be read: {why}. {_AGAIN}") from None
+    if not found:
+        raise ModelError(f"base_model {base_model}: by its config.json {library} packed it, and no tensor of its files is packed. {_AGAIN}")
+    return found
 
 
 def _readers() -> dict[str, Callable[[Mapping[str, Any], str], Format]]:
