@@ -26,7 +26,7 @@ from typing import Any, get_args
 
 import torch
 
-from bench import machine, peft_baseline, trl_baseline
+from bench import machine, peft_baseline, trainers, trl_baseline
 from bench.base_files import write_tokenizer
 from bench.shapes import SHAPES, make_model
 from bench.together import open_engine
@@ -184,7 +184,7 @@ def _measure_trl(points: Sequence[Point], jobs: _Jobs, options: argparse.Namespa
     os.environ["HF_DATASETS_CACHE"] = str(directory / "datasets")
     write_tokenizer(options.shape, directory / "tokenizer")
     (setting,) = [each for each in trl_baseline.SETTINGS if each.name == "packed-by-1"]
-    target = trl_baseline.Target(
+    target = trainers.Target(
         options.shape, torch.device(options.device), directory / "tokenizer", ENDLESS, options.seconds, directory / "trl"
     )
     for point in points:
@@ -195,7 +195,7 @@ def _measure_trl(points: Sequence[Point], jobs: _Jobs, options: argparse.Namespa
         (job,) = jobs.of(point)
         row = LONGEST if isinstance(point.length, str) else point.length * point.batch_size
         spec = job.spec.model_copy(update={"batch_size": 1, "data": job.spec.data.model_copy(update={"max_length": row})})
-        _keep(options, found, point, {"system": "trl", **trl_baseline.measure(setting, trl_baseline.Task(spec, job.data, 0), target)})
+        _keep(options, found, point, {"system": "trl", **trl_baseline.measure(setting, trainers.Task(spec, job.data, 0), target)})
 
 
 def measured(model: SuperModel, jobs: Sequence[Job], point: Point, seconds: float) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def facts(device: torch.device, commit: str | None) -> dict[str, Any]:
     """
     return {
         "device": device_name(device),
-        "versions": {name: _version(name) for name in PACKAGES} | {"cuda": torch.version.cuda, "python": platform.python_version()},
+        "versions": versions(*PACKAGES) | {"cuda": torch.version.cuda, "python": platform.python_version()},
         "commit": commit or _commit(),
         "command": f"python {_program()} {shlex.join(sys.argv[1:])}".rstrip(),
         "bytecode": Path(importlib.util.cache_from_source(torch.__file__)).is_file(),
@@ -41,6 +41,11 @@ def facts(device: torch.device, commit: str | None) -> dict[str, Any]:
 def _program() -> str:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return f"-m {spec.name}" if spec else sys.argv[0]
+
+
+def versions(*packages: str) -> dict[str, str | None]:
+    """None for those that are not installed."""
+    return {name: _version(name) for name in packages}
 
 
 def _version(package: str) -> str | None:

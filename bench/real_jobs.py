@@ -3,11 +3,17 @@
     python -m bench.real_jobs --shape llama-3-8b --launches cold,warm,one-dropout:warm,all-dropout:warm,sigterm --out FILE
     python -m bench.real_jobs --shape qwen3-1.7b --launches cold,warm --out FILE
     python -m bench.real_jobs --shape llama-3-8b --launches cold,nf4:warm,plain:warm,nf4:warm --set token_budget=2048 --out FILE
+    python -m bench.real_jobs --shape llama-3-8b --case nf4 --steps 24 --rivals qlora --out FILE
+    python -m bench.real_jobs --shape llama-3-8b --case nf4 --steps 24 --jobs 4 --set memory_limit=12GiB --out FILE
+    python -m bench.real_jobs --shape qwen3-1.7b --case plain-path --steps 24 --rivals trl --out FILE
     python -m bench.real_jobs --shape tiny --device cpu --steps 6 --set dtype=float32
 
 A launch is KIND or CASE:KIND. cold: all caches are new and empty (this program's, compiled kernels included, and CUDA's). warm: with the
 caches of the launches before. sigterm: warm, with a SIGTERM after --signal-after steps of some job. The base has random weights and a
 tokenizer trained on the texts; its files are made in --base-dir, unless they are there, and read once before the first launch.
+
+The cases plain-path and sm_80 force that class of GPU. After the launches, --rivals trains the same jobs with others' trainers, one job
+after another (bench.trl_baseline), over the same files. On a GPU the peak of the memory stands beside what was predicted.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -26,9 +33,10 @@ from typing import Any
 import torch
 import yaml
 
-from bench import launch, machine
+from bench import launch, machine, rivals
 from bench.base_files import make_base
 from bench.shapes import SHAPES
+from tlora.kernels.device import FORCED
 
 JOBS_FILE = Path(__file__).with_name("real_jobs.yaml")
 _ROOT = Path(__file__).parent.parent
@@ -38,11 +46,15 @@ CASES: dict[str, tuple[str, ...]] = {
     "one-dropout": (f"jobs.alpaca.{DROPOUT}",),
     "all-dropout": (f"defaults.{DROPOUT}",),
     "nf4": ("base_precision=nf4",),
+    "plain-path": (),
+    "sm_80": (),
 }
+_CARD_CLASSES = {"plain-path": "plain", "sm_80": "sm_80"}  # of those cases, what TLORA_CARD_CLASS is
 KINDS = ("cold", "warm", "sigterm")
 # Where a user's caches are, so that cold ones can be had beside those of the machine; CUDA's own does not go by XDG's variable. All else
 # is as a user's: what the program keeps where is its own affair.
 CACHES = {"XDG_CACHE_HOME": "xdg", "CUDA_CACHE_PATH": "cuda"}
+_PREDICTED = re.compile(r"memory limit ([\d.]+ [GM]iB), predicted peak ([\d.]+ [GM]iB)")
 _LEAST_DISK_BYTES, _MOST_DISK_BYTES = 64 << 20, 2 << 30  # written to find the disk's rate
 
 
@@ -58,10 +70,12 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
     parser.add_argument("--case", choices=CASES, default="plain", help="of launches that name none")
-    parser.add_argument("--jobs", help="names of the file's jobs, with commas; default: all")
+    parser.add_argument("--jobs", help="names of the file's jobs, with commas, or how many of the first; default: all")
     parser.add_argument("--launches", default="cold,warm", help="[CASE:]cold|warm|sigterm, in their order")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps of each job")
     parser.add_argument("--signal-after", type=int, default=20, help="steps of some job, for sigterm")
+    parser.add_argument("--rivals", default="", help=f"with commas, of {', '.join(rivals.RIVALS)}")
+    parser.add_argument("--rival-seconds", type=float, default=90.0, help="about what a rival takes")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE", help="as of `tlora train`")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--base-dir", type=Path, help="where bases are kept, one directory per shape; default: a temporary one")
@@ -74,8 +88,13 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.orders = [_order(text, options.case, parser) for text in options.launches.split(",")]
     known = [job["name"] for job in yaml.safe_load(JOBS_FILE.read_text(encoding="utf-8"))["jobs"]]
+    if options.jobs and options.jobs.isdecimal():
+        options.jobs = ",".join(known[: int(options.jobs)])
     if options.jobs and (unknown := [name for name in options.jobs.split(",") if name not in known]):
         parser.error(f"--jobs: {unknown[0]!r} is none of {', '.join(known)}")
+    options.rivals = [name for name in options.rivals.split(",") if name]
+    if unknown := [name for name in options.rivals if name not in rivals.RIVALS]:
+        parser.error(f"--rivals: {unknown[0]!r} is none of {', '.join(rivals.RIVALS)}")
     begins_warm = options.orders[0].kind != "cold"
     if begins_warm and not (options.caches and options.caches.is_dir()):
         remedy = "begin with cold, or name those of an earlier run with --caches"
@@ -112,6 +131,12 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
             found["launches"].append(row)
             machine.write(options.out, found)
             print(format_row(row), flush=True)
+        for name in options.rivals:
+            rival = rivals.measure(name, options, Path(base["base"]), directory)
+            rival["ours_over_best"] = rivals.compare(found["launches"], rival)
+            found.setdefault("rivals", []).append(rival)
+            machine.write(options.out, found)
+            print(rivals.format_rival(rival), flush=True)
     return found
 
 
@@ -119,10 +144,13 @@ def _measure(order: Order, options: argparse.Namespace, base: Path, caches: Path
     """One launch, its figures, and what was wrong with it under "errors"."""
     shutil.rmtree(output_dir, ignore_errors=True)
     settings = [f"base_model={base.resolve()}", f"defaults.max_steps={options.steps}", *CASES[order.case], *options.settings]
+    peaks = output_dir.parent / "peaks.json"
+    peaks.unlink(missing_ok=True)
     command = [
         sys.executable,
         "-m",
-        "tlora",
+        "bench.train_with_peaks",
+        str(peaks),
         "train",
         str(_jobs_file(options, output_dir.parent)),
         "--output-dir",
@@ -134,8 +162,12 @@ def _measure(order: Order, options: argparse.Namespace, base: Path, caches: Path
     for name in CACHES.values():
         (caches / name).mkdir(parents=True, exist_ok=True)
     environment = os.environ | {variable: str((caches / name).resolve()) for variable, name in CACHES.items()}
+    if order.case in _CARD_CLASSES:
+        environment[FORCED] = _CARD_CLASSES[order.case]
     ended = launch.run_process(command, environment, output_dir, options.signal_after if order.kind == "sigterm" else None)
     row: dict[str, Any] = asdict(order) | {"exit_code": ended.code, "wall_seconds": ended.end - ended.start}
+    row |= {"card_class": environment[FORCED]} if FORCED in environment else {}
+    row["memory"] = _memory(peaks, [line for _, line in ended.lines])
     row["host_peak_gib"] = ended.host_peak_bytes / 2**30
     row["errors"] = _errors(order, ended, output_dir, options.steps)
     steps, of_run = launch.read_log(output_dir, ended.start)
@@ -144,6 +176,23 @@ def _measure(order: Order, options: argparse.Namespace, base: Path, caches: Path
     row["notes"] = [(seconds, line.replace(f"{_ROOT}/", "")) for seconds, line in ended.lines if line and not line.startswith("[")]
     shutil.rmtree(output_dir, ignore_errors=True)
     return row
+
+
+def _memory(peaks: Path, lines: Sequence[str]) -> dict[str, float] | None:
+    """GiB of the device: at the peak, reserved at most, predicted, and the limit, as the run says the latter two; None on a CPU."""
+    said = next((found for line in reversed(lines) if (found := _PREDICTED.search(line))), None)
+    if not peaks.is_file() or said is None:
+        return None
+    counted = json.loads(peaks.read_text(encoding="utf-8"))
+    peak = counted["peak_bytes"] / 2**30
+    limit, predicted = (float(count) / (1 if unit == "GiB" else 1024) for count, unit in map(str.split, said.groups()))
+    return {
+        "peak_gib": peak,
+        "reserved_gib": counted["reserved_bytes"] / 2**30,
+        "predicted_gib": predicted,
+        "limit_gib": limit,
+        "peak_over_predicted": peak / predicted,
+    }
 
 
 def _jobs_file(options: argparse.Namespace, directory: Path) -> Path:
@@ -213,12 +262,17 @@ def format_row(row: dict[str, Any]) -> str:
     names[5] = "exit_seconds_less_disk"
     cells = [row.get(name) for name in names]
     text = [f"{'—':>12}" if cell is None else f"{cell:12,.{0 if cell >= 1000 else 2}f}" for cell in cells]
-    return "\n".join([" ".join([f"{row['case'] + ' ' + row['kind']:22}", *text]), *(f"  wrong: {error}" for error in row["errors"])])
+    lines = [" ".join([f"{row['case'] + ' ' + row['kind']:22}", *text])]
+    if (memory := row.get("memory")) is not None:
+        peak = f"peak {memory['peak_gib']:.2f} GiB, {memory['peak_over_predicted']:.3f} of the {memory['predicted_gib']:.2f} predicted"
+        lines.append(f"  {peak}; reserved {memory['reserved_gib']:.2f}, limit {memory['limit_gib']:.2f}")
+    return "\n".join([*lines, *(f"  wrong: {error}" for error in row["errors"])])
 
 
 def main() -> int:
     found = run_benchmark(read_options())
-    return 1 if any(row["errors"] for row in found["launches"]) else 0
+    wrong = [row for row in found["launches"] if row["errors"]] + [rival for rival in found.get("rivals", []) if rival["error"]]
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -107,6 +107,7 @@ def test_a_launch_of_the_command_on_a_tiny_base(tmp_path: Path, capsys: pytest.C
     assert row["errors"] == [] and row["exit_code"] == 0
     assert 0 < row["first_step_seconds"] <= row["last_step_seconds"] < row["wall_seconds"]
     assert row["exit_seconds"] == pytest.approx(row["wall_seconds"] - row["last_step_seconds"], abs=0.01)
+    assert any(real_jobs._PREDICTED.search(line) for _, line in row["notes"]) and row["memory"] is None
     assert row["exit_bytes"] > 0 and row["written_bytes"] >= row["exit_bytes"]
     assert (tmp_path / "caches" / "mine").is_file(), "something that is no cache was deleted"
     cache = tmp_path / "caches" / "xdg" / "tlora"
@@ -120,6 +121,16 @@ def test_a_launch_that_is_told_to_end(tmp_path: Path):
     (row,) = tiny(tmp_path, "--launches", "sigterm", "--steps", "100000", "--signal-after", "1")["launches"]
     assert row["errors"] == [] and row["exit_code"] == 143
     assert row["exit_seconds"] == pytest.approx(row["wall_seconds"] - row["signal_seconds"], abs=0.01)
+
+
+def test_the_peak_of_the_memory_stands_beside_what_was_predicted(tmp_path: Path):
+    line = "token budget 512 (the longest has 48); memory limit 12.00 GiB, predicted peak 512.0 MiB: base 100.0 MiB (measured)"
+    assert real_jobs._memory(tmp_path / "peaks.json", [line]) is None, "a CPU has no peaks"
+    (tmp_path / "peaks.json").write_text(json.dumps({"peak_bytes": 2**29, "reserved_bytes": 2**30}))
+    found = real_jobs._memory(tmp_path / "peaks.json", ["before", line, "after"])
+    assert found == {"peak_gib": 0.5, "reserved_gib": 1.0, "predicted_gib": 0.5, "limit_gib": 12.0, "peak_over_predicted": 1.0}
+    row = {"case": "nf4", "kind": "warm", "errors": [], "memory": found}
+    assert "peak 0.50 GiB, 1.000 of the 0.50 predicted; reserved 1.00, limit 12.00" in real_jobs.format_row(row)
 
 
 def test_a_base_that_is_whole_is_not_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,6 @@
-"""What TRL is measured on, and what is made of its figures. TRL itself is not among the packages that the tests need."""
+"""What TRL is measured on, and what is made of its figures. TRL itself is not among the packages that the tests need: transformers' Trainer
+stands in for it, as for users without TRL.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from bench import trl_baseline
+from bench import trainers, trl_baseline
 from bench.base_files import write_tokenizer
-from bench.trl_baseline import SETTINGS, Setting, Target, Task
+from bench.shapes import make_model
+from bench.trainers import FourBitBase, Setting, Target, Task
+from bench.trl_baseline import QLORA, SETTINGS
 
 PADDED = next(setting for setting in SETTINGS if setting.name == "padded")
 
@@ -34,17 +38,17 @@ def test_tasks_are_jobs_of_the_file_with_the_tokens_of_their_steps(tasks: list[T
 
 def test_a_row_trains_the_tokens_that_have_a_weight(tasks: list[Task]):
     sample = tasks[0].data[0]
-    row = trl_baseline._row(sample)
+    row = trainers.row_of(sample)
     assert row["input_ids"] == sample.input_ids.tolist()
     assert [label != -100 for label in row["labels"]] == (sample.loss_weights > 0).tolist()
 
 
 def test_tokens_are_counted_without_padding():
     counts: list[int] = []
-    padded = trl_baseline._counting(
+    padded = trainers._counting(
         lambda _: {"input_ids": torch.zeros(2, 4), "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])}, counts
     )
-    flat = trl_baseline._counting(lambda _: {"input_ids": torch.zeros(1, 7)}, counts)
+    flat = trainers._counting(lambda _: {"input_ids": torch.zeros(1, 7)}, counts)
     padded(None), flat(None)
     assert counts == [6, 7]
 
@@ -64,13 +68,13 @@ def test_a_job_that_does_not_fit_is_tried_with_checkpointing(tasks: list[Task], 
             raise torch.OutOfMemoryError
         return {"checkpointing": setting.checkpointing}
 
-    monkeypatch.setattr(trl_baseline, "_train", train)
+    monkeypatch.setattr(trainers, "train", train)
     assert trl_baseline.measure(PADDED, tasks[0], target) == {"checkpointing": True}
 
     def never(*_: Any) -> dict[str, Any]:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(trl_baseline, "_train", never)
+    monkeypatch.setattr(trainers, "train", never)
     assert "out of memory" in trl_baseline.measure(PADDED, tasks[0], target)["error"]
 
 
@@ -81,3 +85,76 @@ def test_what_is_missing_or_unknown_is_said(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(SystemExit, match="pip install trl"):
         trl_baseline.run_benchmark(trl_baseline.read_options([]))
+
+
+CPU = torch.device("cpu")
+
+
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # gradient_checkpointing has another name from transformers 5.20 on
+def test_one_base_of_four_bits_trains_in_every_setting(tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trainers, "has_trl", lambda: False)
+    make_model("tiny", CPU, torch.bfloat16).save_pretrained(tmp_path / "base")
+    base = FourBitBase(tmp_path / "base", CPU)
+    model = base.take(prepared=False)
+    assert type(model.model.layers[0].self_attn.q_proj).__name__ == "Linear4bit"
+    before, norms = weights_of(model), model.model.norm.weight.dtype
+    base._model = model
+    write_tokenizer("tiny", tmp_path / "tokenizer")
+    target = Target("tiny", CPU, tmp_path / "tokenizer", 3, 60.0, tmp_path, base, warm_up=1)
+    found = {setting.name: trainers.train(setting, tasks[0], target) for setting in QLORA}
+    assert all(row["steps"] == 2 and row["tokens_per_second"] > 0 for row in found.values())
+    assert {name for name, row in found.items() if row["checkpointing"]} == {"qlora-documented", "qlora-padding-free-checkpointed"}
+    losses = [row["train_loss"] for row in found.values()]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-3), "settings train the same samples over the same base"
+    after = base.take(prepared=False)
+    assert after is model and norms == torch.bfloat16 and base.take(prepared=False) is not model, "it is loaded once"
+    assert before.keys() == weights_of(after).keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(after).items())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_prepared_base_has_what_is_not_quantized_in_fp32(tmp_path: Path):
+    make_model("tiny", CPU, torch.bfloat16).save_pretrained(tmp_path / "base")
+    model = FourBitBase(tmp_path / "base", CPU).take(prepared=True)
+    assert {model.model.norm.weight.dtype, model.lm_head.weight.dtype, model.model.embed_tokens.weight.dtype} == {torch.float32}
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
+
+
+def chosen(tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[dict[str, Any]]:
+    """Rows where padding-free is the fastest."""
+    options = trl_baseline.read_options(["--shape", "tiny", "--device", "cpu", "--settings", "padded,padding-free,documented", *arguments])
+    monkeypatch.setattr(trainers, "train", lambda setting, *_: {"tokens_per_second": 20.0 if setting.padding_free else 10.0})
+    found: dict[str, Any] = {"rows": []}
+    target = Target("tiny", CPU, tmp_path, 0, 1.0, tmp_path)
+    trl_baseline._measure_settings(options, tasks, target, 0.0, found)
+    return found["rows"]
+
+
+def test_the_setting_is_chosen_on_the_jobs_of_the_most_tokens(tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rows = chosen(tasks, tmp_path, monkeypatch, "--pilot", "1")
+    most = max(tasks, key=lambda task: task.tokens).spec.name
+    assert list(rows[0]["jobs"]) == [most] and set(rows[1]["jobs"]) == {task.spec.name for task in tasks}
+    assert [row["best"] for row in rows if "best" in row] == [True] and rows[1]["best"]
+    assert [row["tokens_per_second"] for row in rows] == [None, 20.0, None]
+
+
+def test_without_a_pilot_every_setting_trains_all_jobs(tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rows = chosen(tasks, tmp_path, monkeypatch)
+    assert [row["tokens_per_second"] for row in rows] == [10.0, 20.0, 10.0]
+
+
+def test_no_setting_begins_after_the_time_limit(tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rows = chosen(tasks, tmp_path, monkeypatch, "--time-limit", "0")
+    assert [row["skipped"] for row in rows] == ["the time limit was reached"] * 3 and not rows[0]["best"]
+
+
+def test_four_bits_need_the_files_of_a_base(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        trl_baseline.read_options(["--settings", "qlora"])
+    assert "--base" in capsys.readouterr().err
+    options = trl_baseline.read_options(["--settings", "padded,qlora", "--base", "somewhere"])
+    assert [setting.name for setting in options.settings] == ["padded", *(setting.name for setting in QLORA)]
