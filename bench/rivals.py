@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -62,7 +63,14 @@ def measure(name: str, options: argparse.Namespace, base: Path, directory: Path)
     limit = _LAST_RESORT * options.rival_seconds
     try:
         ended = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=limit, check=False
+            command,
+            env=_one_gpu(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=limit,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         found["error"] = f"it was ended after {limit:.0f} s"
@@ -73,6 +81,12 @@ def measure(name: str, options: argparse.Namespace, base: Path, directory: Path)
         content = json.loads(result.read_text(encoding="utf-8"))
         found |= {key: content.get(key) for key in ("trainer", "versions", "rows", "whole_seconds")}
     return found
+
+
+def _one_gpu() -> dict[str, str]:
+    """This process's environment with one GPU alone in it: the trainers would spread a batch over all that they see."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return os.environ | {"CUDA_VISIBLE_DEVICES": "0" if seen is None else seen.split(",")[0]}
 
 
 def compare(launches: Sequence[dict[str, Any]], rival: dict[str, Any]) -> dict[str, float]:

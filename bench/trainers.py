@@ -86,8 +86,9 @@ class FourBitBase:
         config = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_use_double_quant=True
         )
+        place = "cpu" if self._device.type == "cpu" else self._device.index or 0  # accelerate refuses a GPU that is not named by its number
         return AutoModelForCausalLM.from_pretrained(
-            self._files, quantization_config=config, device_map={"": self._device}, dtype=torch.bfloat16, attn_implementation="sdpa"
+            self._files, quantization_config=config, device_map={"": place}, dtype=torch.bfloat16, attn_implementation="sdpa"
         )
 
 

@@ -63,3 +63,11 @@ def test_rivals_and_jobs_that_there_are_not(capsys: pytest.CaptureFixture[str]):
         options("--rivals", "unsloth")
     assert "'unsloth' is none of qlora, trl" in capsys.readouterr().err
     assert options("--jobs", "4").jobs == "alpaca,identity,toolcall,sft"
+
+
+@pytest.mark.parametrize(("seen", "first"), [(None, "0"), ("3,1", "3"), ("", "")])
+def test_a_rival_sees_one_gpu(seen: str | None, first: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if seen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    assert rivals._one_gpu()["CUDA_VISIBLE_DEVICES"] == first
