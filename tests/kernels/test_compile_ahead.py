@@ -17,12 +17,13 @@ from tests.kernels.interpreter import interpreted
 
 with interpreted():
     from tlora.kernels import compile_ahead
-    from tlora.kernels.compile_ahead import AttentionOrder, GroupOrder, HeadOrder, Order
+    from tlora.kernels.compile_ahead import AttentionOrder, GroupOrder, HeadOrder, Order, PackedOrder
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the same with real launches")
 NARROW = GroupOrder(32, (32,), bias=False, fp8=False)
 ORDER = Order("no GPU of this name", 90, 132, "bfloat16", 16, dropout=False, groups=(NARROW,))
 WINDOWED = AttentionOrder(4, 2, 64, 100, softcap=True)
+PACKED = (PackedOrder(64, "bfloat16"), PackedOrder(128, "float16", zero=True))
 
 
 class Started:
@@ -35,7 +36,7 @@ class Started:
 @pytest.mark.slow
 def test_every_kernel_of_a_plan_is_in_the_cache_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    order = replace(ORDER, attentions=(WINDOWED,), head=HeadOrder(500, False))
+    order = replace(ORDER, attentions=(WINDOWED,), head=HeadOrder(500, False), packed=PACKED)
     text = json.dumps(asdict(order))
     command = [sys.executable, "-m", "tlora.kernels.compile_ahead"]
     done = subprocess.run(command, input=text, env=environment, capture_output=True, text=True, timeout=600, check=False)
@@ -44,7 +45,9 @@ def test_every_kernel_of_a_plan_is_in_the_cache_afterwards(tmp_path: Path, monke
     # Forward and input gradient for one run in a tile and for many; the shrink of x and of dy, and the sums of both, are other kernels.
     linears = ["gemm_kernel"] * 4 + ["shrink_kernel"] * 2 + ["sum_kernel"] * 2
     step = ["norm_kernel", "verdict_kernel", "check_kernel", "update_kernel", "gather_kernel", "scatter_kernel", "write_kernel"]
-    assert found == sorted([*linears, "forward_kernel", "dq_kernel", "dkv_kernel", *step, *["cross_entropy_kernel"] * 2])
+    assert found == sorted(
+        [*linears, "forward_kernel", "dq_kernel", "dkv_kernel", *step, *["cross_entropy_kernel", "dequantize_kernel"] * 2]
+    )
 
     # The next launch of the same starts no process; another order does, and so does this one in another cache.
     started: list[object] = []
@@ -57,7 +60,7 @@ def test_every_kernel_of_a_plan_is_in_the_cache_afterwards(tmp_path: Path, monke
 
 
 def test_an_order_survives_its_way_to_the_process() -> None:
-    for order in (ORDER, replace(ORDER, attentions=(WINDOWED, WINDOWED), head=HeadOrder(500, True))):
+    for order in (ORDER, replace(ORDER, attentions=(WINDOWED, WINDOWED), head=HeadOrder(500, True), packed=PACKED)):
         assert compile_ahead.read_order(json.dumps(asdict(order))) == order
 
 

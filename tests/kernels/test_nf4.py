@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import bitsandbytes.functional as bnb
 import pytest
 import torch
@@ -72,11 +74,15 @@ def test_nan_and_inf_stay_within_their_group_and_do_not_become_finite() -> None:
 
 
 def test_the_formula_for_any_table_and_group() -> None:
-    """number i = table[nibble i] * scale[i // group]; the earlier number is the high nibble."""
+    """number i = (table[nibble i] - zero[i // group]) * scale[i // group]; the earlier number is the high nibble."""
     draw = torch.Generator().manual_seed(0)
     codes, scale = torch.randint(0, 16, (6 * 50,), generator=draw), torch.randn(10, generator=draw)
     table = tuple(torch.randn(16, generator=draw).tolist())
     packed = PackedWeight(pack(codes), scale, table, (6, 50), 32, torch.float32, torch.float32)
     true = torch.tensor(table)[codes] * scale.repeat_interleave(32)[:300]
     assert torch.equal(dequantize_in_torch(packed, torch.float32), true.view(6, 50))
+    zero = torch.randint(0, 16, scale.shape, generator=draw, dtype=torch.uint8)
+    true = (torch.tensor(table)[codes] - zero.repeat_interleave(32)[:300]) * scale.repeat_interleave(32)[:300]
+    assert torch.equal(dequantize_in_torch(replace(packed, zero=zero), torch.float32), true.view(6, 50))
+    assert held_bytes(replace(packed, zero=zero)) == held_bytes(packed) + 10
     assert int(packed.weight[0]) == int(codes[0]) * 16 + int(codes[1])

@@ -17,16 +17,18 @@ DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cu
 TABLE = tuple(torch.randn(16, generator=torch.Generator().manual_seed(1)).tolist())
 
 
+@pytest.mark.parametrize("with_zero", [False, True], ids=["", "zero"])
 @pytest.mark.parametrize("group", [16, 32, 64, 100, 128])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(16, 128), (5, 96), (3, 17), (40, 1024)], ids=str)
-def test_the_kernel_gives_the_bits_of_torch(shape: tuple[int, int], dtype: torch.dtype, group: int) -> None:
+def test_the_kernel_gives_the_bits_of_torch(shape: tuple[int, int], dtype: torch.dtype, group: int, with_zero: bool) -> None:
     """Also where fp32 computes over a base in 16 bits."""
     draw, count = torch.Generator().manual_seed(0), shape[0] * shape[1]
     nibbles = torch.randint(0, 256, (-(-count // 2),), generator=draw, dtype=torch.uint8).to(DEVICE)
     scale = torch.randn(-(-count // group), generator=draw).to(DEVICE)
+    zero = torch.randint(0, 16, scale.shape, generator=draw, dtype=torch.uint8).to(DEVICE) if with_zero else None
     for computes in {dtype, torch.float32}:
-        packed = PackedWeight(nibbles, scale, TABLE, shape, group, dtype, computes)
+        packed = PackedWeight(nibbles, scale, TABLE, shape, group, dtype, computes, zero)
         found = dequantize(packed, table_on(TABLE, DEVICE), computes)
         assert found.shape == shape and torch.equal(found, dequantize_in_torch(packed, computes))
 

@@ -27,7 +27,7 @@ def unpack(packed: Path, values: dict[str, Tensor], directory: Path) -> Path:
     """The plain checkpoint in bfloat16 that a packed one stands for."""
     model: Any = load_weights(str(packed))
     found = {name: tensor for name, tensor in model.state_dict().items() if name.removesuffix(".weight") not in values}
-    found = {name: tensor.clone() for name, tensor in found.items() if not name.endswith(".scale")}
+    found = {name: tensor.clone() for name, tensor in found.items() if not name.endswith((".scale", ".zero"))}
     found |= {f"{name}.weight": value.bfloat16() for name, value in values.items()}
     shutil.copytree(packed, directory)
     save_file(found, directory / "model.safetensors", {"format": "pt"})

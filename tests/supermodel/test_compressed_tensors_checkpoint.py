@@ -17,17 +17,27 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.engine.tiny_runs import job, run_spec, same_bytes, sha256, train, write_rows
+from tests.kernels.interpreter import interpreted
 from tests.supermodel.packed_bases import edit, save_plain, unpack
 from tlora.engine.check import check
 from tlora.engine.generate import Sampling, generate
 from tlora.errors import ConfigError, ModelError
+from tlora.job import LoraConfig
+from tlora.kernels.packed_weight import PackedWeight
+from tlora.supermodel import supermodel
 from tlora.supermodel.compressed_tensors_format import open_format
 from tlora.supermodel.held_linear import HeldLinear
 from tlora.supermodel.load import load_base, outline
+from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.tensor_files import ANY_DTYPE, find_tensors
+
+with interpreted():
+    from tlora.kernels import compile_ahead
+    from tlora.kernels.compile_ahead import Order
 
 KEY = "model.layers.0.self_attn.q_proj.weight"
 INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True}
+ZERO: dict[str, Any] = INT4 | {"symmetric": False, "strategy": "group", "group_size": 32}
 GROUP = INT4 | {"strategy": "group", "group_size": 128}
 CHANNEL = INT4 | {"strategy": "channel"}
 NVFP4 = {
@@ -38,7 +48,7 @@ NVFP4 = {
     "group_size": 16,
     "scale_dtype": "torch.float8_e4m3fn",
 }
-SCHEMES = {"group": GROUP, "channel": CHANNEL, "nvfp4": NVFP4}
+SCHEMES = {"group": GROUP, "channel": CHANNEL, "nvfp4": NVFP4, "zero": ZERO, "channel zero": CHANNEL | {"symmetric": False}}
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +103,9 @@ def test_values_are_compressed_tensors_own(scheme: str, ignore: tuple[str, ...],
     assert {n for n, m in counted.model.named_modules() if isinstance(m, HeldLinear)} == held.keys()
 
 
-def test_rows_that_fill_no_whole_int32(uneven: Path, tmp_path: Path) -> None:
-    packed, values = pack(uneven, tmp_path / "packed", CHANNEL)
+@pytest.mark.parametrize("scheme", ["channel", "channel zero"])
+def test_rows_that_fill_no_whole_int32(scheme: str, uneven: Path, tmp_path: Path) -> None:
+    packed, values = pack(uneven, tmp_path / "packed", SCHEMES[scheme])
     loaded, counted = load_base(str(packed)), outline(str(packed))
     for name, value in values.items():
         assert torch.equal(loaded.model.get_submodule(name).look_up().dense(torch.bfloat16), value), name
@@ -102,29 +113,32 @@ def test_rows_that_fill_no_whole_int32(uneven: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("scheme", ["group", "nvfp4"])
+@pytest.mark.parametrize("scheme", ["group", "zero", "nvfp4"])
 def test_every_code_with_every_scale(scheme: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """All finite scales of 16 bits, and of fp8 under many global scales; 0 times a code keeps its sign."""
-    args, key = QuantizationArgs(**SCHEMES[scheme]), "x.weight"
-    if scheme == "group":
+    """All finite scales of 16 bits, with all zero points, and of fp8 under many global scales; 0 times a code keeps its sign."""
+    args, key, globals_ = QuantizationArgs(**SCHEMES[scheme]), "x.weight", list[float]()
+    if scheme != "nvfp4":
         scales = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
-        codes, globals_ = 0x76543210 | torch.tensor([0, 0x88888888 - (1 << 32)]), [None]
-        words = codes.to(torch.int32).repeat(8)
-        size = 128
+        codes = 0x76543210 | torch.tensor([0, 0x88888888 - (1 << 32)])
+        size = SCHEMES[scheme]["group_size"]
+        words = codes.to(torch.int32).repeat(size // 16)
     else:
         scales = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)
         words, size = (torch.arange(8) * 34 + 16).to(torch.uint8), 16
         between = 1 + torch.arange(1, 256, 2) / 256  # of two neighbours in bfloat16: there an fp32 quotient's last bit shows
         globals_ = [1234.567, *(torch.tensor([1.125, 1.375, 1.75])[:, None] / between).flatten().tolist()]
     scales = scales[scales.float().isfinite()][:, None]
-    for number in globals_:
+    if scheme == "nvfp4":
+        variants = [{"_global_scale": torch.tensor([number])} for number in globals_]
+    else:
+        zeros = [(0x11111111 * zero + 2**31) % 2**32 - 2**31 for zero in range(16 if scheme == "zero" else 0)]
+        points = [{"_zero_point": torch.full((-(-len(scales) // 8), 1), zero, dtype=torch.int32)} for zero in zeros]
+        variants = [{"_shape": torch.tensor([len(scales), size])} | more for more in points or [{}]]
+    for variant in variants:
         tensors = {f"{key}_packed": words.repeat(len(scales), 1), f"{key}_scale": scales}
-        if number is None:
-            tensors[f"{key}_shape"] = torch.tensor([len(scales), size])
-        else:
-            tensors[f"{key}_global_scale"] = torch.tensor([number])
+        tensors |= {key + end: tensor for end, tensor in variant.items()}
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "x.safetensors")
-        layout = "pack-quantized" if number is None else "nvfp4-pack-quantized"
+        layout = "nvfp4-pack-quantized" if scheme == "nvfp4" else "pack-quantized"
         given = {name.removeprefix("x."): tensor for name, tensor in tensors.items()}
         expected = BaseCompressor.get_value_from_registry(layout).decompress(given, QuantizationScheme(targets=["Linear"], weights=args))
         form = open_format({"format": layout, "config_groups": {"0": {"targets": ["Linear"], "weights": SCHEMES[scheme]}}}, "x")
@@ -154,6 +168,21 @@ def test_adapters_are_those_over_the_checkpoint_that_it_stands_for(scheme: str, 
     assert texts[0] == texts[1]
     found = check(run_spec(packed, tmp_path / "new", jobs), device="cpu")
     assert not found.problems and found.base_bytes < check(run_spec(plain, tmp_path / "new", jobs), device="cpu").base_bytes
+
+
+def test_kernels_of_all_widths_are_compiled_ahead(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a scale for a row, groups are as long as the inputs are wide."""
+    packed, _ = pack(plain, tmp_path / "packed", SCHEMES["channel zero"])
+    ordered: list[Order] = []
+    monkeypatch.setattr(supermodel, "why_not_fused", lambda *_: None)
+    monkeypatch.setattr(compile_ahead, "order_for", lambda *_: Order("a GPU", 90, 1, "bfloat16", 16, False, ()))
+    monkeypatch.setattr(compile_ahead, "start", ordered.append)
+    SuperModel(outline(str(packed))).compile_ahead(torch.device("cuda"), [LoraConfig(r=4)])
+    forms = [m.form for m in load_base(str(packed)).model.modules() if isinstance(m, HeldLinear)]
+    kinds = {(form.group, form.value_dtype, form.zero is not None) for form in forms if isinstance(form, PackedWeight)}
+    (order,) = ordered
+    assert {(each.group, getattr(torch, each.value_dtype), each.zero) for each in order.packed} == kinds
+    assert {group for group, _, _ in kinds} == {128, 256} and len(order.packed) == 2
 
 
 def test_it_is_packed_no_second_time(plain: Path, tmp_path: Path) -> None:
@@ -207,6 +236,27 @@ def test_what_does_not_fit_together_is_one_message(damage: str, plain: Path, tmp
     assert part in str(caught.value) and "\n" not in str(caught.value), caught.value
 
 
+@pytest.mark.parametrize("damage", ["none", "short", "scaleless"])
+def test_zero_points_that_do_not_fit(damage: str, plain: Path, tmp_path: Path) -> None:
+    packed, _ = pack(plain, tmp_path / "packed", ZERO)
+    file, name = packed / "model.safetensors", f"{KEY}_zero_point"
+    tensors = load_file(file)
+    match damage:
+        case "none":
+            del tensors[name]
+            part = f"lacks '{name}'"
+        case "short":
+            tensors[name] = tensors[name][:-1].clone()
+            part = "zero points [15, 4] in torch.int32 for [128, 4] scales"
+        case _:
+            tensors[name] = tensors[name].to(torch.int64)
+            part = "zero points [16, 4] in torch.int64"
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ModelError) as caught:
+        load_base(str(packed))
+    assert f"{KEY} is packed by compressed-tensors, and cannot be read: {part}" in str(caught.value), caught.value
+
+
 @pytest.mark.parametrize("damage", ["global scale", "codes", "scales"])
 def test_nvfp4_that_does_not_fit_together(damage: str, plain: Path, tmp_path: Path) -> None:
     packed, _ = pack(plain, tmp_path / "packed", NVFP4)
@@ -243,7 +293,7 @@ TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
         ({"config_groups": {"0": W4 | {"input_activations": TOKENS}}}, "input_activations quantised too"),
         ({"config_groups": {"0": W4 | {"targets": ["re:.*mlp.*"]}}}, "targets ['re:.*mlp.*']"),
         ({"config_groups": {"0": W4 | {"weights": GROUP | {"actorder": "group"}}}}, "actorder group"),
-        ({"config_groups": {"0": W4 | {"weights": GROUP | {"symmetric": False}}}}, "symmetric False"),
+        ({"config_groups": {"0": W4 | {"weights": NVFP4 | {"symmetric": False}, "format": "nvfp4-pack-quantized"}}}, "symmetric False"),
         ({"config_groups": {"0": W4 | {"weights": GROUP | {"num_bits": 8}}}}, "num_bits 8"),
         ({"config_groups": {"0": W4 | {"weights": GROUP | {"type": "float"}}}}, "type float"),
         ({"config_groups": {"0": W4 | {"weights": GROUP | {"strategy": "block"}}}}, "strategy block"),

@@ -86,6 +86,7 @@ class PackedOrder:
 
     group: int
     value_dtype: str
+    zero: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Order:
     groups: tuple[GroupOrder, ...]
     attentions: tuple[AttentionOrder, ...] = ()
     head: HeadOrder | None = None
-    packed: PackedOrder | None = None
+    packed: tuple[PackedOrder, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def read_order(text: str) -> Order:
     groups = tuple(GroupOrder(**(group | {"widths": tuple(group["widths"])})) for group in row.pop("groups"))
     attentions = tuple(AttentionOrder(**each) for each in row.pop("attentions"))
     head = HeadOrder(**found) if (found := row.pop("head")) is not None else None
-    packed = PackedOrder(**found) if (found := row.pop("packed")) is not None else None
+    packed = tuple(PackedOrder(**each) for each in row.pop("packed"))
     return Order(**row, groups=groups, attentions=attentions, head=head, packed=packed)
 
 
@@ -174,7 +175,7 @@ def launches_of(order: Order) -> list[Callable[[], object]]:
     launches += [partial(_compile_attention, dtype, attention, table.card, name) for attention in order.attentions for name in _ATTENTION]
     launches += [partial(launch, dtype) for launch in (_measure_step, _update_step, _copy_chunks)]
     launches += [partial(_compile_loss, dtype, order.head, gradient) for gradient in (True, False) if order.head]
-    launches += [partial(_compile_dequantize, dtype, order.packed)] if order.packed else []
+    launches += [partial(_compile_dequantize, dtype, packed) for packed in order.packed]
     return launches
 
 
@@ -310,10 +311,10 @@ def _compile_loss(dtype: torch.dtype, order: HeadOrder, gradient: bool) -> None:
 
 
 def _compile_dequantize(dtype: torch.dtype, order: PackedOrder) -> None:
-    shape = (_TOKENS, order.group)
-    weight, scale, table = (torch.empty(n, dtype=kind, device=META) for n, kind in
-                            ((_TOKENS * order.group // 2, torch.uint8), (_TOKENS, torch.float32), (16, torch.float32)))  # fmt: skip
-    dequantize(PackedWeight(weight, scale, (), shape, order.group, getattr(torch, order.value_dtype), dtype), table, dtype)
+    shape, value_dtype = (_TOKENS, order.group), getattr(torch, order.value_dtype)
+    weight, zero = (torch.empty(n, dtype=torch.uint8, device=META) for n in (_TOKENS * order.group // 2, _TOKENS))
+    scale, table = (torch.empty(n, device=META) for n in (_TOKENS, 16))
+    dequantize(PackedWeight(weight, scale, (), shape, order.group, value_dtype, dtype, zero if order.zero else None), table, dtype)
 
 
 def _step_of_one_chunk() -> tuple[FlatState, StepBuffers, Tensor, Tensor]:

@@ -32,6 +32,7 @@ def launch_dequantize(packed: PackedWeight, table: Tensor, out: Tensor) -> None:
     """The same into a contiguous `out` [N, K]."""
     count = out.numel()
     assert count < 1 << 31, f"{packed.shape}: {count} numbers, and 32 bits count them"
+    value = _VALUES[packed.value_dtype]
     dequantize_kernel[(triton.cdiv(len(packed.weight), _BYTES),)](
-        packed.weight, packed.scale, table, out, count, GROUP=packed.group, VALUE=_VALUES[packed.value_dtype], BLOCK=_BYTES, num_warps=4
+        packed.weight, packed.scale, packed.zero, table, out, count, GROUP=packed.group, VALUE=value, BLOCK=_BYTES, num_warps=4
     )

@@ -2,7 +2,8 @@
 
 The matrix is flattened row by row and cut into groups of equal length, so that a group may span the border of two rows; the last may be
 short. Number i is table[nibble i] * scale[i // group], one fp32 product, rounded once to `value_dtype`. These are the bits of
-bitsandbytes' CUDA kernels.
+bitsandbytes' CUDA kernels. With zero points it is (table[nibble i] - zero[i // group]) * scale[i // group], whose difference of whole
+numbers is exact.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _AT_ONCE = 1 << 20  # bytes of nibbles that torch unpacks at a time: 8 MiB of fp
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     """`weight`: uint8 [ceil(N * K / 2)], the earlier number in the high nibble. `scale`: fp32 [ceil(N * K / group)]. `table`: 16 numbers
-    that fp32 has.
+    that fp32 has. `zero`: uint8, one for each scale, or none.
 
     `value_dtype`: of the checkpoint that the weight stands for. `dtype`: in which products compute, at least as wide.
     """
@@ -34,10 +35,11 @@ class PackedWeight:
     group: int
     value_dtype: torch.dtype
     dtype: torch.dtype
+    zero: Tensor | None = None
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        return {"weight": self.weight, "scale": self.scale}
+        return {"weight": self.weight, "scale": self.scale} | ({} if self.zero is None else {"zero": self.zero})
 
     def operand(self) -> Tensor:
         return self.dense(self.dtype)
@@ -81,14 +83,23 @@ def dequantize_in_torch(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
     out = torch.empty(2 * len(packed.weight), dtype=dtype, device=packed.weight.device)
     table = table_on(packed.table, packed.weight.device)
     by_byte = torch.stack([table.repeat_interleave(16), table.repeat(16)], 1)
-    scales = packed.scale[:, None].expand(-1, packed.group // 2)
+    by_group = packed.group // 2  # bytes
     step = max(_AT_ONCE // packed.group, 1) * packed.group  # bytes: whole groups
     for first in range(0, len(packed.weight), step):
         nibbles = packed.weight[first : first + step]
-        groups = scales[2 * first // packed.group :][: -(-2 * len(nibbles) // packed.group)].reshape(-1)[: len(nibbles)]
-        values = by_byte[nibbles.int()] * groups[:, None]
+        groups = slice(first // by_group, -(-(first + len(nibbles)) // by_group))
+        values = by_byte[nibbles.int()]
+        if packed.zero is not None:
+            values -= packed.zero[groups].float().repeat_interleave(by_group)[: len(nibbles), None]
+        values *= packed.scale[groups].repeat_interleave(by_group)[: len(nibbles), None]
         out[2 * first : 2 * (first + len(nibbles))] = values.view(-1).to(packed.value_dtype)
     return out[:count].view(packed.shape)
+
+
+def unpack_low_first(words: Tensor) -> Tensor:
+    """uint8 codes [..., n * 2 * bytes of a number] of integers [..., n] that hold them in 4 bits each, the lowest bits first."""
+    nibbles = words.contiguous().view(torch.uint8)
+    return torch.stack([nibbles & 15, nibbles >> 4], -1).flatten(-2)
 
 
 def pack(codes: Tensor) -> Tensor:

@@ -260,9 +260,13 @@ def compile_ahead(
         if q.shape[2] <= LARGEST_HEAD
     ]
     forms = [linear.form for linear in linears.values()]
-    packed = [PackedOrder(form.group, str(form.value_dtype).removeprefix("torch.")) for form in forms if isinstance(form, PackedWeight)]
+    packed = dict.fromkeys(
+        PackedOrder(form.group, str(form.value_dtype).removeprefix("torch."), form.zero is not None)
+        for form in forms
+        if isinstance(form, PackedWeight)
+    )
     order = order_for(device, base.head, width, dropout, groups, attentions)
-    return start(replace(order, packed=packed[0] if packed else None))
+    return start(replace(order, packed=tuple(packed)))
 
 
 def _digest_of(groups: Sequence[LinearGroup], linears: Sequence[LoraLinear], dtype: torch.dtype) -> str:

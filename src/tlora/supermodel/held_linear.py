@@ -120,14 +120,18 @@ def hold(
         setattr(model.get_submodule(parent), child, HeldLinear(weight, bias))
 
 
-def hold_packed(model: nn.Module, names: list[str], group: int | None, value_dtype: torch.dtype) -> None:
-    """On the meta device: the same for linears that a checkpoint holds packed in 4 bits, a scale for `group` numbers or for a row."""
+def hold_packed(model: nn.Module, names: list[str], group: int | None, value_dtype: torch.dtype, has_zero: bool) -> None:
+    """On the meta device: the same for linears that a checkpoint holds packed in 4 bits, a scale, and a zero point if `has_zero`, for
+    `group` numbers or for a row.
+    """
     for name in names:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear) and linear.weight.is_meta, f"{name} is {type(linear).__name__}"
         shape, dtype, count = (linear.out_features, linear.in_features), linear.weight.dtype, linear.weight.numel()
         nibbles = torch.empty(-(-count // 2), dtype=torch.uint8, device="meta")
         length = group or linear.in_features
-        weight = PackedWeight(nibbles, torch.empty(-(-count // length), device="meta"), (), shape, length, value_dtype, dtype)
+        scale = torch.empty(-(-count // length), device="meta")
+        zero = torch.empty_like(scale, dtype=torch.uint8) if has_zero else None
+        weight = PackedWeight(nibbles, scale, (), shape, length, rounded_to(value_dtype, dtype), dtype, zero)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, HeldLinear(weight, None if linear.bias is None else linear.bias.detach()))

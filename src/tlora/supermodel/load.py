@@ -242,7 +242,7 @@ def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision 
     check_unpacked(form, base_precision, base_model)
     if form is not None:
         model.config.quantization_config = config.quantization_config  # by which the files are read
-        hold_packed(model, [name for name in find_linears(model) if form.packs(name)], form.group, stored)
+        hold_packed(model, [name for name in find_linears(model) if form.packs(name)], form.group, stored, form.has_zero)
     elif base_precision is not None:
         hold(model, list(find_linears(model)), torch.device("meta"), base_precision, stored)
     model.requires_grad_(False).eval()

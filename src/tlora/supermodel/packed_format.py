@@ -37,7 +37,7 @@ class PackedTensor:
 @dataclass(frozen=True)
 class Format:
     """How a base's files are packed. `group`: numbers of a scale, None for a whole row, and `packs`: whether that linear is packed, both by
-    config.json alone, where the files are not here yet.
+    config.json alone, where the files are not here yet. `has_zero`: whether a scale comes with a zero point.
 
     `find` gives, of all tensors of the files, the packed ones by the name that the plain weight would have; raises ModelError.
     """
@@ -47,6 +47,7 @@ class Format:
     group: int | None
     packs: Callable[[str], bool]
     find: Callable[[Mapping[str, StoredTensor]], dict[str, PackedTensor]]
+    has_zero: bool = False
 
 
 def format_of(config: Any, base_model: str) -> Format | None:
