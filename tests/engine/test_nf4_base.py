@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engine.tiny_runs import job, run_spec, same_bytes, save_base, sha256, train, write_rows
+from tests.engine.tiny_runs import job, run_spec, same_bytes, save_base, sha256, train, train_killed, write_rows
 from tlora.engine.check import check
 from tlora.errors import ConfigError
-from tlora.store.recorder import Recorder
 from tlora.supermodel.inject import find_linears
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -58,21 +55,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     base, _ = save_both(tmp_path, torch.float32)
     jobs, settings = orders(tmp_path), {"base_precision": "nf4", "deterministic": True}
     train(base, tmp_path / "whole", jobs, **settings)
-    child = os.fork()
-    if not child:
-        try:
-            log_step = Recorder._log_step
-
-            def die(self: Recorder, *args: Any) -> None:
-                if len(list((tmp_path / "out").glob("*/checkpoint-*"))) >= 3:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                log_step(self, *args)
-
-            Recorder._log_step = die  # type: ignore[method-assign]
-            train(base, tmp_path / "out", jobs, **settings)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    train_killed(base, tmp_path / "out", jobs, **settings)
     train(base, tmp_path / "out", jobs, resume=True, **settings)
     same_bytes(tmp_path / "out", tmp_path / "whole", JOBS)
 

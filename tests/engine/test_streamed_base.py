@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tlora
-from tests.engine.tiny_runs import job, run_spec, same_bytes, save_base, sentence, train, write_rows
+from tests.engine.tiny_runs import job, run_spec, same_bytes, save_base, sentence, train, train_killed, write_rows
 from tlora.engine.check import check
 from tlora.engine.watcher import Watcher
 from tlora.errors import CapacityError, ConfigError
 from tlora.sharing import host_memory
 from tlora.sharing.layer_stream import LayerStream
-from tlora.store.recorder import Recorder
 
 JOBS = ("a", "b", "pairs")
 
@@ -73,28 +70,9 @@ def test_a_killed_run_resumes_to_the_same_bytes_streamed_or_not(deep: Path, orde
     train(deep, tmp_path / "whole", orders, deterministic=True)
     for first, then in (("streamed", "streamed"), ("streamed", "auto"), ("auto", "streamed")):
         out = tmp_path / f"{first}-{then}"
-        kill_one(deep, out, orders, first)
+        train_killed(deep, out, orders, deterministic=True, layout=first)
         train(deep, out, orders, deterministic=True, layout=then, resume=True)
         same_bytes(out, tmp_path / "whole", JOBS)
-
-
-def kill_one(base: Path, out: Path, orders: list[dict[str, Any]], layout: str) -> None:
-    """A run that dies once it has left three checkpoints."""
-    child = os.fork()
-    if not child:
-        try:
-            log_step = Recorder._log_step
-
-            def die(self: Recorder, *args: Any) -> None:
-                if len(list(out.glob("*/checkpoint-*"))) >= 3:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                log_step(self, *args)
-
-            Recorder._log_step = die  # type: ignore[method-assign]
-            train(base, out, orders, deterministic=True, layout=layout)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
 def test_check_says_what_it_costs(deep: Path, orders: list[dict[str, Any]], tmp_path: Path) -> None:

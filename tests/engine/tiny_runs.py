@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import re
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import tlora
 from tests.data.chat_templates import CHATML, make_tokenizer
 from tests.tiny import make_model
 from tlora.engine.train import Results
+from tlora.store.recorder import Recorder
 
 WORDS = re.findall(
     "[a-z]+", "red green blue small large round wooden boat house river stone bridge sings falls waits opens quickly never under over"
@@ -54,6 +57,30 @@ def train(base: Path, out: Path, jobs: list[dict[str, Any]], **settings: Any) ->
     """`tlora.train` on the CPU; `resume`, `overwrite` and `watcher` go to it, the rest to the RunSpec."""
     options = {key: settings.pop(key) for key in ("resume", "overwrite", "watcher") if key in settings}
     return tlora.train(run_spec(base, out, jobs, **settings), device="cpu", **options)
+
+
+def die_with_checkpoints(out: Path, count: int = 3) -> None:
+    """This process, made for it, gets SIGKILL before the first step that is logged when the jobs under `out` have `count` checkpoints."""
+    log_step = Recorder._log_step
+
+    def die(self: Recorder, *args: Any) -> None:
+        if len(list(out.glob("*/checkpoint-*"))) >= count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        log_step(self, *args)
+
+    Recorder._log_step = die  # type: ignore[method-assign]
+
+
+def train_killed(base: Path, out: Path, jobs: list[dict[str, Any]], **settings: Any) -> None:
+    """`train` in a process that dies by SIGKILL once it has left three checkpoints."""
+    child = os.fork()
+    if not child:
+        try:
+            die_with_checkpoints(out)
+            train(base, out, jobs, **settings)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
 def sha256(directory: Path) -> str:

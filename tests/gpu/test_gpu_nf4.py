@@ -4,7 +4,6 @@ too.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -16,10 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tlora
-from tests.engine.tiny_runs import job, run_spec, same_bytes, save_base, sha256, write_rows
+from tests.engine.tiny_runs import die_with_checkpoints, job, run_spec, same_bytes, save_base, sha256, write_rows
 from tlora.kernels import nf4
 from tlora.kernels.packed_weight import dequantize_in_torch
-from tlora.store.recorder import Recorder
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.load import load_base
 from tlora.supermodel.supermodel import SuperModel
@@ -54,14 +52,7 @@ def train(base: Path, out: Path, data: Path, resume: bool = False, **settings: A
 
 
 def train_until_killed(base: Path, out: Path, data: Path) -> None:
-    log_step = Recorder._log_step
-
-    def die(self: Recorder, *args: Any) -> None:
-        if len(list(out.glob("*/checkpoint-*"))) >= 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        log_step(self, *args)
-
-    Recorder._log_step = die  # type: ignore[method-assign]
+    die_with_checkpoints(out)
     train(base, out, data, base_precision="nf4")
 
 
