@@ -75,7 +75,9 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=10.0, help="measured of each job in each setting, after its warm-up")
     parser.add_argument("--warm-up", type=int, default=trainers.WARM_UP_STEPS, help="steps of each job in each setting before those")
     parser.add_argument("--pilot", type=int, metavar="JOBS", help="jobs, those of the most tokens, by which the setting is chosen; all")
-    parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds after which no further setting is begun")
+    parser.add_argument(
+        "--time-limit", type=float, default=float("inf"), help="seconds after which no other setting than the first is begun"
+    )
     parser.add_argument("--max-steps", type=int, help="of each job; default: as in the jobs file")
     parser.add_argument("--max-length", type=int, help="default: as in the jobs file")
     parser.add_argument("--out", type=Path)
@@ -118,10 +120,10 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
 def _measure_settings(options: argparse.Namespace, tasks: Sequence[Task], target: Target, started: float, found: dict[str, Any]) -> None:
     """A row per setting into `found`. The others than the pilot jobs are trained in the setting that was fastest on those."""
     pilots = sorted(tasks, key=lambda task: -task.tokens)[: options.pilot]
-    for setting in options.settings:
+    for number, setting in enumerate(options.settings):
         row: dict[str, Any] = {"setting": setting.name, "jobs": {}}
         found["rows"].append(row)
-        if time.perf_counter() - started > options.time_limit:
+        if number and time.perf_counter() - started > options.time_limit:
             row["skipped"] = "the time limit was reached"
             continue
         _measure_tasks(options, setting, pilots, target, row, found)
