@@ -148,3 +148,33 @@ def test_a_card_too_small_for_the_base_streams_it_over_its_link(tmp_path: Path, 
 def test_a_card_too_small_for_two_layers_says_what_it_would_need(run: RunSpec) -> None:
     (problem,) = check(run.model_copy(update={"memory_limit": 20_000}), gpu="rtx4090").problems
     assert "Streamed from the host's memory it needs" in problem and "Take a smaller base, or raise memory_limit" in problem
+
+
+def test_a_base_that_leaves_little_room_is_streamed_where_that_is_clearly_faster(tmp_path: Path, data: Path) -> None:
+    """It fits, with micro-batches that recompute nearly all; over a slow link it stays on the card."""
+    base = save_base(tmp_path / "base", num_hidden_layers=12)
+    run = run_spec(base, tmp_path / "out", [job("a", str(data / "a.jsonl"), batch_size=24)], dtype="bfloat16")
+    roomy = check(run, gpu="rtx4090")
+    assert not roomy.streamed and roomy.recomputed_layers == 0
+    tight = run.model_copy(update={"memory_limit": roomy.base_bytes + (roomy.predicted_bytes - roomy.base_bytes) // 2})
+    found = {link: check(tight, gpu=card(tmp_path / f"{link}.json", link_gb_per_second=link)) for link in (0.001, 1000)}
+    assert all(not problem for each in found.values() for one in each.jobs for problem in one.problems)
+    assert not found[0.001].streamed and "times as fast, by prediction, as with the whole base on the device" in found[1000].streamed
+    assert found[1000].tokens_per_second >= 1.1 * found[0.001].tokens_per_second > 0
+
+
+def test_a_base_that_is_streamed_by_order_has_two_layers_on_the_card(tmp_path: Path, data: Path) -> None:
+    base = save_base(tmp_path / "base", num_hidden_layers=8)
+    run = run_spec(base, tmp_path / "out", [job("a", str(data / "a.jsonl"))], dtype="bfloat16", layout="streamed")
+    found = [check(run, gpu=card(tmp_path / f"{link}.json", link_gb_per_second=link)) for link in (0.001, 1000)]
+    for each in found:
+        assert "2 of 8 layers at a time on the device): the jobs file orders it" in each.streamed
+    assert 0 < found[0].tokens_per_second < found[1].tokens_per_second
+
+
+def test_a_limit_that_is_ordered_may_be_raised_and_that_of_the_gpu_may_not(run: RunSpec, tmp_path: Path) -> None:
+    small = card(tmp_path / "small.json", memory=check(run, gpu="rtx4090").base_bytes)
+    for limit, remedy in (("auto", "take a larger GPU"), (1 << 50, "take a larger GPU"), (40_000, "raise memory_limit")):
+        found = check(run.model_copy(update={"memory_limit": limit}), gpu=small)
+        said = {*found.problems, *(problem for one in found.jobs for problem in one.problems)}
+        assert said and all(each.endswith(f"or {remedy}") for each in said)

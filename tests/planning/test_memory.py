@@ -28,7 +28,7 @@ from tlora.job import BasePrecision, JobSpec, RunSpec
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import ACTIVATION_RANK, MemoryModel, Stage, count_base, measure, takes_fast_path
 from tlora.planning.memory_probe import Probe
-from tlora.planning.micro_batches import _budgets
+from tlora.planning.micro_batches import _budgets, token_cost
 from tlora.planning.plan import RunPlan, counting_jobs, describe_plan, settle
 from tlora.planning.recompute_choices import recompute_choices
 from tlora.supermodel.load import outline
@@ -167,7 +167,7 @@ def test_a_job_of_several_replicas_offers_a_replica_at_a_time() -> None:
     for gpus, budget in ((1, 3200), (2, 1664)):
         spec = JobSpec.model_validate({"name": "a", "data": "d", "batch_size": 16, "gpus": gpus})
         run = RunSpec.model_validate({"base_model": "b", "jobs": [spec]})
-        assert _budgets(run, [PlannedJob(spec, data)], 300, MODEL, GPU)[0] == budget
+        assert _budgets(run, [PlannedJob(spec, data)], 300, MODEL, token_cost(MODEL, GPU))[0] == budget
 
 
 def test_a_job_that_is_packed_offers_whole_rows() -> None:
@@ -176,7 +176,7 @@ def test_a_job_that_is_packed_offers_whole_rows() -> None:
     data: Any = SimpleNamespace(train=SimpleNamespace(lengths=lengths, epoch=pack_rows(lengths, 3200)))
     spec = JobSpec.model_validate({"name": "a", "data": "d", "batch_size": 2})
     run = RunSpec.model_validate({"base_model": "b", "jobs": [spec]})
-    assert _budgets(run, [PlannedJob(spec, data)], 300, MODEL, GPU)[0] == 6400
+    assert _budgets(run, [PlannedJob(spec, data)], 300, MODEL, token_cost(MODEL, GPU))[0] == 6400
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,8 @@ def test_micro_batches_may_vary_in_size_where_the_gpu_hides_their_launches(layer
     run = RunSpec.model_validate({"base_model": "b", "jobs": specs})
     data: Any = SimpleNamespace(train=SimpleNamespace(lengths=np.full(100, 200), epoch=100))
     jobs = [PlannedJob(spec, data) for spec in specs]
-    assert _budgets(run, jobs, 300, replace(MODEL, layer_weights=layer_weights), torch.device(device))[0] == budget
+    memory = replace(MODEL, layer_weights=layer_weights)
+    assert _budgets(run, jobs, 300, memory, token_cost(memory, torch.device(device)))[0] == budget
 
 
 @pytest.mark.parametrize(("recompute", "depth"), [("none", 0), ("all", 10), (0, 0), (4, 4), (99, 10), ("auto", 0)])

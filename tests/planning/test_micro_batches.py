@@ -91,6 +91,9 @@ EIGHT_B = MemoryModel(
 )
 
 
+COST = token_cost(EIGHT_B, GPU)
+
+
 def jobs_with(lengths: list[int], count: int = 4) -> tuple[PlannedJob, ...]:
     data: Any = SimpleNamespace(train=SimpleNamespace(lengths=np.array(lengths), epoch=len(lengths)), eval=None)
     specs = [JobSpec.model_validate({"name": f"job{i}", "data": "d", "batch_size": 8}) for i in range(count)]
@@ -114,7 +117,7 @@ def test_one_long_sample_does_not_make_all_short_ones_recompute() -> None:
     assert plan.total_bytes(plan.resident) <= plan.limit_bytes
     one = MicroBatches(plan.largest, same_for_all(plan.recomputed_layers))
     lengths = sample_lengths(plan.jobs)
-    assert cost_of(one, lengths, plan.memory) > 1.12 * cost_of(plan.micro_batches, lengths, plan.memory)
+    assert cost_of(one, lengths, COST) > 1.12 * cost_of(plan.micro_batches, lengths, COST)
     line = describe_plan(plan)
     assert f"no layer recomputed in micro-batches of up to {plan.token_budget:,} tokens" in line
     assert f"and {plan.recomputed_layers} of 32 in that of a sample of 16,300 tokens by itself" in line
@@ -174,7 +177,7 @@ def replace_layout(job: PlannedJob, layout: AdapterLayout) -> PlannedJob:
 def test_what_is_chosen_fits_and_no_other_budget_of_the_same_room_is_faster(lengths: list[int], gib: float, budget: Any) -> None:
     jobs, limit, longest = jobs_with(lengths), int(gib * 2**30), max(lengths)
     run = RunSpec.model_validate({"base_model": "b", "jobs": [job.spec for job in jobs], "token_budget": budget})
-    found = choose(run, jobs, longest, EIGHT_B, limit, GPU)
+    found = choose(run, jobs, longest, EIGHT_B, limit, COST)
     plan = RunPlan(jobs, found.token_budget, found.recompute, EIGHT_B, limit, longest, {})
     assert budget in ("auto", found.token_budget)
     layouts = [LAYOUT] * len(jobs)
@@ -183,7 +186,7 @@ def test_what_is_chosen_fits_and_no_other_budget_of_the_same_room_is_faster(leng
     if budget == "auto" and plan.total_bytes(layouts) <= limit and found.recompute.varies:
         mix = sample_lengths(jobs)
         smaller = [MicroBatches(n, found.recompute) for n in range(128, found.token_budget, 128)]
-        assert all(cost_of(found, mix, EIGHT_B) <= cost_of(other, mix, EIGHT_B) + 1e-12 for other in smaller)
+        assert all(cost_of(found, mix, COST) <= cost_of(other, mix, COST) + 1e-12 for other in smaller)
 
 
 def test_jobs_count_alike_whatever_the_size_of_their_data() -> None:
@@ -195,9 +198,9 @@ def test_jobs_count_alike_whatever_the_size_of_their_data() -> None:
 
 def test_a_long_sample_costs_what_it_recomputes_and_no_other_does() -> None:
     plan, lengths = RecomputePlan((1000,) * 16 + (10**6,)), SampleLengths(np.array([100, 5000]), np.array([0.75, 0.25]))
-    expected = 0.75 * token_cost(1000, 0, EIGHT_B) + 0.25 * token_cost(5000, 16, EIGHT_B)
-    assert cost_of(MicroBatches(1000, plan), lengths, EIGHT_B) == pytest.approx(expected)
-    assert cost_of(MicroBatches(1000, plan), NO_LENGTHS, EIGHT_B) == token_cost(1000, 0, EIGHT_B)
+    expected = 0.75 * COST.at(1000, 0) + 0.25 * COST.at(5000, 16)
+    assert cost_of(MicroBatches(1000, plan), lengths, COST) == pytest.approx(expected)
+    assert cost_of(MicroBatches(1000, plan), NO_LENGTHS, COST) == COST.at(1000, 0)
 
 
 def test_check_shows_the_plan_next_to_one_number_for_all() -> None:

@@ -30,9 +30,8 @@ from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory_probe import probe_key, recall
 from tlora.planning.plan import RunPlan, describe_recompute, pick_device, plan_run, settle
 from tlora.planning.recompute_choices import RecomputeChoice, predicted_rate, recompute_choices
-from tlora.planning.streaming import StreamPlan, choose_layout
+from tlora.planning.streaming import Machine, StreamPlan, choose_layout, this_machine
 from tlora.planning.work import choose_replicas, predicted_seconds, trained_tokens
-from tlora.sharing.host_memory import measure_link
 from tlora.store.metrics import check_trackers
 from tlora.store.run_directory import check_run_directory
 from tlora.store.serving import ServingFiles
@@ -134,28 +133,34 @@ def check(
     """
     if gpu is None:
         ranks = rank_devices(gpus, device)
-        return _check(run, watcher or Watcher(), pick_device(ranks[0] if ranks else device), len(ranks), None)
+        return _check(run, watcher or Watcher(), _Devices(pick_device(ranks[0] if ranks else device), len(ranks)))
     model = find_gpu(gpu)
-    limit = model.limit_bytes if run.memory_limit == "auto" else min(run.memory_limit, model.limit_bytes)
-    with as_if_on(model.name, model.capability):
-        count = count_elsewhere(gpus, device, gpu)
-        found = _check(run.model_copy(update={"memory_limit": limit}), watcher or Watcher(), torch.device("cuda"), count, model)
-    return found if limit < model.limit_bytes else _with_larger_gpu(found)
+    with as_if_on(model.name, model.capability, model.limit_bytes):
+        where = _Devices(torch.device("cuda"), count_elsewhere(gpus, device, gpu), model)
+        return _check(run, watcher or Watcher(), where)
 
 
-def _with_larger_gpu(found: RunCheck) -> RunCheck:
-    """The remedies where the limit is that of the GPU itself."""
+@dataclass(frozen=True)
+class _Devices:
+    """`count` such as `place`, which is in another machine where `elsewhere` says what it is."""
 
-    def told(problems: Sequence[str]) -> tuple[str, ...]:
-        return tuple([text.replace("raise memory_limit", "take a larger GPU") for text in problems])
+    place: torch.device
+    count: int
+    elsewhere: GpuModel | None = None
 
-    jobs = tuple([replace(job, problems=told(job.problems)) for job in found.jobs])
-    return replace(found, problems=told(found.problems), jobs=jobs)
+    @property
+    def flops(self) -> float | None:
+        return self.elsewhere.flops if self.elsewhere is not None else None
+
+    @property
+    def machine(self) -> Machine:
+        gpu = self.elsewhere
+        return Machine(lambda: gpu.link_gb_per_second * 1e9, gpu.flops, True) if gpu is not None else this_machine(self.place)
 
 
-def _check(run: RunSpec, watcher: Watcher, place: torch.device, count: int, elsewhere: GpuModel | None) -> RunCheck:
-    """On `count` devices such as `place`, which is in another machine where `elsewhere` says what it is."""
+def _check(run: RunSpec, watcher: Watcher, where: _Devices) -> RunCheck:
     problems: list[str] = []
+    place, elsewhere = where.place, where.elsewhere
     shown = elsewhere.name if elsewhere is not None else str(place)
     try:
         check_trackers(list(run.report_to))
@@ -172,17 +177,19 @@ def _check(run: RunSpec, watcher: Watcher, place: torch.device, count: int, else
     known = recall(probe_key(model, plan.can_run, run.deterministic, place)) if is_here else None
     if known is not None:
         plan = settle(run, plan, known, place)
-    plan, streamed = _layout(run, plan, model, place, count, elsewhere, problems)
-    seconds = predicted_seconds(plan.jobs, model, place, elsewhere.flops if elsewhere is not None else None)
+    plan, streamed = _layout(run, plan, model, where, problems)
+    seconds = predicted_seconds(plan.jobs, model, place, where.flops)
     on_gpus: dict[str, Any]
-    if count > 1:
-        on_gpus = _on_gpus(run, plan, model, base_bytes, place, seconds, count, problems)
+    if where.count > 1:
+        on_gpus = _on_gpus(run, plan, model, where, seconds, problems)
     else:
         on_gpus = {
             "recompute_choices": recompute_choices(run, plan, seconds, place),
-            "tokens_per_second": predicted_rate(plan, seconds) if place.type == "cuda" else 0.0,
+            "tokens_per_second": predicted_rate(plan, seconds, place) if place.type == "cuda" else 0.0,
         }
-        on_gpus |= _streamed(on_gpus, plan, model, place, streamed, elsewhere) if streamed is not None else {}
+    if streamed is not None:
+        cost = streamed.cost(plan, place)
+        on_gpus |= {"streamed": streamed.describe(cost), "stream_cost": cost}
     plan = on_gpus.pop("plan", plan)
     resident = plan.residents
     late = len(plan.jobs) - len(resident)
@@ -202,29 +209,15 @@ def _check(run: RunSpec, watcher: Watcher, place: torch.device, count: int, else
     )
 
 
-def _layout(
-    run: RunSpec, plan: RunPlan, model: SuperModel, place: torch.device, count: int, elsewhere: GpuModel | None, problems: list[str]
-) -> tuple[RunPlan, StreamPlan | None]:
+def _layout(run: RunSpec, plan: RunPlan, model: SuperModel, where: _Devices, problems: list[str]) -> tuple[RunPlan, StreamPlan | None]:
     """The plan, of a streamed base where that is to be; a base that fits in no form is one of the `problems`."""
-    if count > 1:
+    if where.count > 1:
         return plan, None
     try:
-        return choose_layout(run, plan, model, model.base.num_bytes, place, elsewhere is not None)
+        return choose_layout(run, plan, model, where.place, where.machine)
     except CapacityError as error:
         problems.append(str(error))
         return plan, None
-
-
-def _streamed(
-    found: Mapping[str, Any], plan: RunPlan, model: SuperModel, place: torch.device, streamed: StreamPlan, elsewhere: GpuModel | None
-) -> dict[str, Any]:
-    """Fields of a RunCheck: what streaming costs, over the link of this machine or over that which `elsewhere` has."""
-    if elsewhere is not None:
-        cost = streamed.cost(plan, model, place, elsewhere.link_gb_per_second * 1e9, elsewhere.flops)
-    else:
-        cost = streamed.cost(plan, model, place, measure_link(place))
-    rate = found["tokens_per_second"] * cost.product_seconds / cost.seconds
-    return {"streamed": streamed.describe(cost), "stream_cost": cost, "recompute_choices": (), "tokens_per_second": rate}
 
 
 def _look_at_base(
@@ -279,18 +272,12 @@ def _memory(plan: RunPlan, resident: Sequence[PlannedJob]) -> dict[str, Any]:
 
 
 def _on_gpus(
-    run: RunSpec,
-    plan: RunPlan,
-    model: SuperModel,
-    base_bytes: int,
-    device: torch.device,
-    seconds: Mapping[str, float],
-    count: int,
-    problems: list[str],
+    run: RunSpec, plan: RunPlan, model: SuperModel, where: _Devices, seconds: Mapping[str, float], problems: list[str]
 ) -> dict[str, Any]:
     """Fields of a RunCheck, and the "plan" of each GPU. A base that fits in no form is one of the `problems`."""
+    device, count = where.place, where.count
     try:
-        form = choose_form(run, plan.jobs, model, base_bytes, device, plan.limit_bytes, count)
+        form = choose_form(run, plan.jobs, model, model.base.num_bytes, device, plan.limit_bytes, count)
     except (CapacityError, ConfigError) as error:
         problems.append(str(error))
         return {}

@@ -33,9 +33,8 @@ from tlora.planning.memory_probe import DeviceMeter, compile_evaluation, probe, 
 from tlora.planning.plan import RunPlan, check_base_fits, plan_run, settle
 from tlora.planning.rehearsal import rehearse
 from tlora.planning.start import start_ahead
-from tlora.planning.streaming import choose_layout
+from tlora.planning.streaming import choose_layout, this_machine
 from tlora.planning.threads import choose_threads
-from tlora.sharing.host_memory import measure_link
 from tlora.sharing.peers import Sharing
 from tlora.store import checkpoint
 from tlora.store.disk_reserve import DiskReserve
@@ -121,7 +120,7 @@ def load(
             here = frozenset(job.name for job in run.jobs if job.name not in monitor.ended)
         plan = plan_run(run, outlined, base_bytes, place, Preparation(monitor.preparing, worker), resume, here, assignment.spans)
     # several GPUs hold a base whole or in parts
-    plan, streamed = choose_layout(run, plan, outlined, base_bytes, place) if assigned is None else (plan, None)
+    plan, streamed = choose_layout(run, plan, outlined, place, this_machine(place)) if assigned is None else (plan, None)
     check_base_fits(plan)
     threads = choose_threads(run, plan, outlined.targets().values(), place, resume, monitor.note)
     homes = [job for job in plan.residents if job.spec.name not in assignment.follows]
@@ -139,13 +138,11 @@ def load(
     monitor.stage("measuring memory")
     plan = _measure_memory(run, plan, model, monitor.note)
     model.recompute = plan.recompute
-    link = None
     if streamed is not None:
-        link = measure_link(place)
-        monitor.note(f"base: {streamed.describe(streamed.cost(plan, outlined, place, link))}")
+        monitor.note(f"base: {streamed.describe(streamed.cost(plan, place))}")
     if not resume:  # some of a resumed run's jobs have ended
         attempt(model.bank.make_room, plan.resident)  # where it fails, for want of memory, they find room one by one
-    return Loaded(plan, model, threads, starts, parameters, assignment.follows, link)
+    return Loaded(plan, model, threads, starts, parameters, assignment.follows, streamed.link if streamed is not None else None)
 
 
 def _data_worker(place: torch.device) -> AbstractContextManager[WorkerProcess | None]:

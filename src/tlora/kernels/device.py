@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,13 +23,21 @@ FORCED = "TLORA_CARD_CLASS"
 PLAIN = "plain"
 
 
-_elsewhere: ContextVar[tuple[str, int] | None] = ContextVar("a GPU that is not here", default=None)
+class _Elsewhere(NamedTuple):
+    name: str
+    capability: int
+    limit_bytes: int | None
+
+
+_elsewhere: ContextVar[_Elsewhere | None] = ContextVar("a GPU that is not here", default=None)
 
 
 @contextmanager
-def as_if_on(name: str, capability: int) -> Iterator[None]:
-    """Within it, a plan for a GPU is for one called `name`, of `capability` (89 for 8.9), whatever is here. Nothing is launched there."""
-    token = _elsewhere.set((name, capability))
+def as_if_on(name: str, capability: int, limit_bytes: int | None = None) -> Iterator[None]:
+    """Within it, a plan for a GPU is for one called `name`, of `capability` (89 for 8.9), whatever is here. Nothing is launched there.
+    `limit_bytes`: what a run may plan with.
+    """
+    token = _elsewhere.set(_Elsewhere(name, capability, limit_bytes))
     try:
         yield
     finally:
@@ -63,7 +71,7 @@ def card_of(device: torch.device) -> CardClass | None:
 def _shared_memory(device: torch.device) -> int:
     """Bytes that a block may take."""
     if (gpu := _elsewhere.get()) is not None:
-        card = class_of(gpu[1])
+        card = class_of(gpu.capability)
         return card.shared_memory if card is not None else 0
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
@@ -142,13 +150,19 @@ def tuned_as(gpu: str) -> str:
 def name_of(device: torch.device) -> str:
     """What a GPU is called."""
     gpu = _elsewhere.get()
-    return gpu[0] if gpu is not None else torch.cuda.get_device_name(device)
+    return gpu.name if gpu is not None else torch.cuda.get_device_name(device)
+
+
+def limit_elsewhere() -> int | None:
+    """Bytes that a run may plan with on a GPU that is not here; None for one that is."""
+    gpu = _elsewhere.get()
+    return gpu.limit_bytes if gpu is not None else None
 
 
 def capability_of(device: torch.device) -> int:
     """Compute capability of a GPU: 90 for 9.0."""
     if (gpu := _elsewhere.get()) is not None:
-        return gpu[1]
+        return gpu.capability
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 

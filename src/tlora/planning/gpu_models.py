@@ -116,6 +116,13 @@ def find_gpu(name: str) -> GpuModel:
     return _described(path)
 
 
+def flops_of(device_name: str) -> float | None:
+    """What training makes of the GPU that its driver calls so ("NVIDIA A100-SXM4-40GB"), as `GpuModel.flops`; None for one of no row."""
+    key, rows = _key(device_name), _KNOWN | {alias: _KNOWN[_key(name)] for alias, name in _ALIASES.items()}
+    row = max((name for name in rows if key.startswith(name)), key=len, default=None)
+    return rows[row].flops if row is not None else None
+
+
 def _described(path: Path) -> GpuModel:
     example = '{"name": "RTX 4090", "memory": "24GiB", "compute_capability": 8.9, "tflops": 165, "link_gb_per_second": 25}'
     try:

@@ -24,7 +24,7 @@ from tlora.costs.cost import BaseMemory
 from tlora.costs.memory_share import CPU_SHARE
 from tlora.errors import ModelError
 from tlora.job import BasePrecision, Layout, LoraConfig, TrainConfig
-from tlora.kernels.device import may_run_kernels
+from tlora.kernels.device import limit_elsewhere, may_run_kernels
 from tlora.kernels.frozen import FrozenWeight, held_bytes
 from tlora.kernels.grouped_lora import chunk_jobs
 from tlora.kernels.library_attention import SampleLayout, lay_out_samples
@@ -301,9 +301,19 @@ def _saved_bytes(model: SuperModel, name: str, num_tokens: int, device: torch.de
 
 
 def memory_limit(device: torch.device, ordered: int | Literal["auto"] = "auto") -> int:
-    """Bytes that a run may take on `device` before the base is loaded: as ordered, or what is free now."""
+    """Bytes that a run may take on `device` before the base is loaded: as ordered, or what is free now; on a GPU that is not here no more
+    than that has.
+    """
+    own = limit_elsewhere() if device.type == "cuda" else None
     if ordered != "auto":
-        return ordered
+        return ordered if own is None else min(ordered, own)
+    if own is not None:
+        return own
     if device.type == "cuda":
         return int(_GPU_SHARE * torch.cuda.mem_get_info(device)[0])
     return int(CPU_SHARE * psutil.virtual_memory().available)
+
+
+def more_memory(device: torch.device, limit_bytes: int, ordered: int | Literal["auto"]) -> str:
+    """The remedy where `limit_bytes` do not do: the order may be raised, a GPU that has no more may not."""
+    return "take a larger GPU" if device.type == "cuda" and limit_bytes != ordered else "raise memory_limit"

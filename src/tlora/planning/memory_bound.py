@@ -13,7 +13,7 @@ from tlora.batching.recompute_plan import RecomputePlan
 from tlora.kernels.lora_tables import rank_width
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import ACTIVATION_RANK, MemoryModel, measure
-from tlora.planning.micro_batches import fastest_budget
+from tlora.planning.micro_batches import fastest_budget, token_cost
 from tlora.planning.plan import RunPlan, check_base_fits, check_capacity, counting_jobs
 from tlora.supermodel.supermodel import SuperModel
 
@@ -26,7 +26,7 @@ class MemoryBound:
         fit below the limit.
         """
         self._measure = cache(partial(measure, outlined, base_bytes, device))
-        self._rank = ACTIVATION_RANK
+        self._rank, self._device = ACTIVATION_RANK, device
         self._plan = RunPlan((), 1, RecomputePlan(), self._measure(self._rank), limit_bytes, 1, {})
         self.limit_bytes = limit_bytes
         check_base_fits(self._plan)
@@ -55,7 +55,7 @@ class MemoryBound:
         """
         self._rank = self._largest_rank(jobs)  # the kernels stay ready for it when its job has left
         if recompute.varies:
-            return fastest_budget(token_budget, recompute, self._memory(jobs))
+            return fastest_budget(token_budget, recompute, token_cost(self._memory(jobs), self._device))
         budget = max(token_budget, longest)
         while budget > longest and not self.holds(budget, recompute, jobs):
             budget = max(budget // 2, longest)

@@ -17,6 +17,7 @@ import torch
 from tlora.adapters.state import AdapterLayout
 from tlora.batching.pack import SMALLEST_BUDGET, auto_token_budget, prepared_budget
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
+from tlora.costs.token_cost import TokenCost
 from tlora.data.order import row_tokens
 from tlora.job import Recompute, RunSpec
 from tlora.planning.job_plan import PlannedJob
@@ -24,10 +25,9 @@ from tlora.planning.memory import MemoryModel
 from tlora.supermodel.cuda_graphs import HIDES_LAUNCHES
 
 CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is flat (docs/design.md)
-# Llama-3-8B on one H200 (bench/results/h200_memory.json): recomputing all layers takes 43 % longer (with their last linear, which is left
-# out now: not measured again); a micro-batch costs each layer as much again as 216 tokens (2,048 tokens against 8,192), which in a smaller
-# layer are more.
-_RECOMPUTE_SHARE, _FIXED_WORK = 0.43, 216 * 218e6  # the latter in tokens times weights of a layer
+# Llama-3-8B on one H200 (bench/results/h200_memory.json): a micro-batch costs each layer as much again as 216 tokens (2,048 tokens against
+# 8,192), which in a smaller layer are more.
+_FIXED_WORK = 216 * 218e6  # tokens times weights of a layer
 _MOST_SLOWED = 1.5  # rather than that, jobs take turns
 
 
@@ -58,17 +58,21 @@ def sample_lengths(jobs: Sequence[PlannedJob]) -> SampleLengths:
     return SampleLengths(tokens, np.bincount(places, np.concatenate(parts), len(tokens)).astype(np.float64))
 
 
-def choose(
-    run: RunSpec, jobs: Sequence[PlannedJob], longest: int, memory: MemoryModel, limit_bytes: int, device: torch.device
-) -> MicroBatches:
+def token_cost(memory: MemoryModel, device: torch.device, link_tokens: float = 0.0) -> TokenCost:
+    """Of the base of `memory` on `device`. `link_tokens`: of one that is streamed."""
+    full = max(_GPU_BUDGET_CAP, math.ceil(link_tokens)) if device.type == "cuda" else CPU_BUDGET_CAP
+    return TokenCost(full, memory.num_layers, _FIXED_WORK / max(memory.layer_weights, 1), link_tokens)
+
+
+def choose(run: RunSpec, jobs: Sequence[PlannedJob], longest: int, memory: MemoryModel, limit_bytes: int, cost: TokenCost) -> MicroBatches:
     """The fastest that hold all `jobs` at once below the limit, if that does not slow them down too much; or else the fastest that hold
     the largest of the jobs that can be held at all, and as many others as do not slow it down too much. `longest`: tokens of the longest
     sample, which is never split.
     """
-    budgets, fixed = _budgets(run, jobs, longest, memory, device), fixed_depth(run.recompute, memory.num_layers)
+    budgets, fixed = _budgets(run, jobs, longest, memory, cost), fixed_depth(run.recompute, memory.num_layers)
     lengths, layouts = sample_lengths(jobs), [job.layout for job in jobs if job.layout is not None]
     deepest = same_for_all(memory.most_recomputed if fixed is None else fixed)
-    worst = _MOST_SLOWED * cost_of(MicroBatches(budgets[0], same_for_all(fixed or 0)), lengths, memory)
+    worst = _MOST_SLOWED * cost_of(MicroBatches(budgets[0], same_for_all(fixed or 0)), lengths, cost)
 
     def best(held: Sequence[AdapterLayout]) -> MicroBatches | None:
         room = memory.room(held, limit_bytes)
@@ -76,11 +80,11 @@ def choose(
         more = [] if run.token_budget != "auto" or not recompute.varies else _smaller_budgets(budgets[0], recompute)
         tried = [MicroBatches(budget, recompute) for budget in sorted({*budgets, *more}, reverse=True)]
         fitting = [found for found in tried if _fits(found, longest, memory, room)]
-        return min(fitting, key=lambda found: cost_of(found, lengths, memory), default=None)
+        return min(fitting, key=lambda found: cost_of(found, lengths, cost), default=None)
 
     def good(held: Sequence[AdapterLayout]) -> MicroBatches | None:
         found = best(held)
-        return found if found is not None and cost_of(found, lengths, memory) <= worst else None
+        return found if found is not None and cost_of(found, lengths, cost) <= worst else None
 
     if (together := good(layouts)) is not None:
         return together
@@ -103,42 +107,33 @@ def _fits(found: MicroBatches, longest: int, memory: MemoryModel, room_bytes: in
     return all(memory.activation_bytes(tokens, found.recompute.layers(tokens)) <= room_bytes for tokens in sizes)
 
 
-def cost_of(found: MicroBatches, lengths: SampleLengths, memory: MemoryModel) -> float:
+def cost_of(found: MicroBatches, lengths: SampleLengths, cost: TokenCost) -> float:
     """Time per token of samples of such lengths; 1 where micro-batches and layers are ideal."""
-    recompute, long = found.recompute, lengths.tokens > found.token_budget
-    full = token_cost(found.token_budget, recompute.layers(found.token_budget), memory)
-    alone = [
-        token_cost(tokens, recompute.layers(prepared_budget(tokens, found.token_budget)), memory)
-        for tokens in lengths.tokens[long].tolist()
-    ]
+    budget, recompute, long = found.token_budget, found.recompute, lengths.tokens > found.token_budget
+    full = cost.at(budget, recompute.layers(budget))
+    alone = [cost.at(tokens, recompute.layers(prepared_budget(tokens, budget))) for tokens in lengths.tokens[long].tolist()]
     shares = lengths.shares[long]
     return full * (1 - float(shares.sum())) + float(shares @ np.array(alone))
 
 
-def token_cost(tokens: int, recomputed_layers: int, memory: MemoryModel) -> float:
-    """Time per token in micro-batches of `tokens` with so many layers recomputed; 1 where both are ideal."""
-    fixed = 1 + _FIXED_WORK / max(memory.layer_weights, 1) / tokens
-    return fixed * (1 + _RECOMPUTE_SHARE * recomputed_layers / max(memory.num_layers, 1))
-
-
-def fastest_budget(largest: int, recompute: RecomputePlan, memory: MemoryModel) -> int:
+def fastest_budget(largest: int, recompute: RecomputePlan, cost: TokenCost) -> int:
     """Of `largest` and its halves, for samples that are all shorter."""
     budgets = [largest]
     while budgets[-1] // 2 >= SMALLEST_BUDGET:
         budgets.append(budgets[-1] // 2)
     fitting = [budget for budget in budgets if budget <= recompute.most_tokens[-1]] or budgets[-1:]
-    return min(fitting, key=lambda budget: token_cost(budget, recompute.layers(budget), memory))
+    return min(fitting, key=lambda budget: cost.at(budget, recompute.layers(budget)))
 
 
-def _budgets(run: RunSpec, jobs: Sequence[PlannedJob], longest: int, memory: MemoryModel, device: torch.device) -> list[int]:
+def _budgets(run: RunSpec, jobs: Sequence[PlannedJob], longest: int, memory: MemoryModel, cost: TokenCost) -> list[int]:
     """What the user set, or the largest that the jobs can fill and the device gains from, and halves of it down to the longest sample."""
     if run.token_budget != "auto":
         return [run.token_budget]
     batches = [_replica_batch(job) for job in jobs if job.data]
     offered, spreads = [mean for mean, _ in batches], [spread for _, spread in batches]
-    cap = _GPU_BUDGET_CAP if device.type == "cuda" else CPU_BUDGET_CAP
-    filled = min(sum(offered), cap) * memory.layer_weights < HIDES_LAUNCHES
-    budgets = [auto_token_budget(longest, offered, cap, filled=filled, spreads=spreads)]
+    # a streamed base is fetched as often as there are micro-batches
+    filled = not cost.link_tokens and min(sum(offered), cost.full_tokens) * memory.layer_weights < HIDES_LAUNCHES
+    budgets = [auto_token_budget(longest, offered, cost.full_tokens, filled=filled, spreads=spreads)]
     while budgets[-1] // 2 >= longest:
         budgets.append(budgets[-1] // 2)
     return budgets

@@ -18,8 +18,8 @@ from tlora.errors import CapacityError, ModelError
 from tlora.job import BasePrecision, JobSpec, RunSpec
 from tlora.objectives import compares_with_start
 from tlora.planning.job_plan import PlannedJob, plan_jobs
-from tlora.planning.memory import MemoryModel, bytes_in, measure, memory_limit
-from tlora.planning.micro_batches import MicroBatches, choose, largest_micro_batch
+from tlora.planning.memory import MemoryModel, bytes_in, measure, memory_limit, more_memory
+from tlora.planning.micro_batches import MicroBatches, choose, largest_micro_batch, token_cost
 from tlora.sharing.host_memory import Streaming
 from tlora.sharing.regions import lay_out_regions, slots_of
 from tlora.supermodel.held_linear import possible_precisions
@@ -40,6 +40,8 @@ class RunPlan:
     warnings: tuple[str, ...] = ()  # about what the jobs share
     here: frozenset[str] | None = None  # names of the jobs that begin on this device, where others begin elsewhere; None: all
     streaming: Streaming | None = None  # of a base whose layers lie in the host's memory (`streaming.py`)
+    link_tokens: float = 0.0  # likewise, as of `TokenCost`
+    more_memory: str = "raise memory_limit"  # the remedy where the limit does not do
 
     @property
     def jobs_here(self) -> tuple[PlannedJob, ...]:
@@ -86,7 +88,7 @@ class RunPlan:
     @property
     def can_run(self) -> list[JobSpec]:
         """Jobs that nothing but memory keeps from running."""
-        return [job.spec for job in self.jobs if all(problem == job.too_large for problem in job.problems)]
+        return [job.spec for job in self.jobs if is_sound(job)]
 
     @property
     def resident(self) -> list[AdapterLayout]:
@@ -142,12 +144,14 @@ def plan_memory(
     """The plan of jobs whose data is known, below `limit` bytes on `device`, of which only the kind is looked at."""
     rank = max((s.rank for job in jobs if job.layout for s in job.layout.shapes), default=1)
     memory = measure(model, base_bytes, device, rank)
-    sound = [j for j in jobs if not j.problems or j.problems == [j.too_large]]
+    sound = [job for job in jobs if is_sound(job)]
     longest = max((job.longest for job in sound), default=1)
     warnings = _budget_warnings(run, sound, longest) + _recompute_warnings(run, memory)
     others = possible_precisions(device, model.base.head.weight_VH.dtype) if run.base_precision is None else []
     other_bytes: dict[BasePrecision, int] = {precision: bytes_in(precision, model, base_bytes) for precision in others}
-    return settle(run, RunPlan(jobs, longest, RecomputePlan(), memory, limit, longest, other_bytes, warnings, here), memory, device)
+    more = more_memory(device, limit, run.memory_limit)
+    plan = RunPlan(jobs, longest, RecomputePlan(), memory, limit, longest, other_bytes, warnings, here, more_memory=more)
+    return settle(run, plan, memory, device)
 
 
 def settle(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.device) -> RunPlan:
@@ -156,15 +160,29 @@ def settle(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.devic
         if job.too_large in job.problems:
             job.problems.remove(job.too_large)
         job.too_large = None
-    memory = counting_jobs(memory, plan.jobs, run.deterministic)
-    sound = [j for j in plan.jobs if not j.problems]
-    # A deterministic run's budget follows from all of its jobs, wherever they are.
-    fitted = sound if run.deterministic else [j for j in plan.jobs_here if not j.problems] or sound
-    budget, recompute = choose(run, fitted, plan.longest, memory, plan.limit_bytes, device)
-    plan = replace(plan, memory=memory, token_budget=budget, recompute=recompute)
+    plan = fit(run, plan, memory, device)
     for job in plan.jobs:
         check_capacity(job, plan)
     return plan
+
+
+def fit(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.device) -> RunPlan:
+    """As `settle`, of jobs whose problems stay as they are."""
+    memory = counting_jobs(memory, plan.jobs, run.deterministic)
+    cost = token_cost(memory, device, plan.link_tokens)
+    budget, recompute = choose(run, fitted_jobs(run, plan), plan.longest, memory, plan.limit_bytes, cost)
+    return replace(plan, memory=memory, token_budget=budget, recompute=recompute)
+
+
+def fitted_jobs(run: RunSpec, plan: RunPlan) -> list[PlannedJob]:
+    """The jobs to which micro-batches are fitted: those here. A deterministic run's budget follows from all, wherever they are."""
+    sound = [job for job in plan.jobs if is_sound(job)]
+    return sound if run.deterministic else [job for job in plan.jobs_here if is_sound(job)] or sound
+
+
+def is_sound(job: PlannedJob) -> bool:
+    """Whether nothing but memory keeps it from running."""
+    return not job.problems or job.problems == [job.too_large]
 
 
 def counting_jobs(memory: MemoryModel, jobs: Sequence[PlannedJob], deterministic: bool) -> MemoryModel:
@@ -218,7 +236,7 @@ def check_capacity(job: PlannedJob, plan: RunPlan) -> None:
     error = CapacityError(
         f"job {job.spec.name!r} needs {gib(plan.total_bytes([job.layout]))} (base {gib(plan.memory.base_bytes)}, {_mailbox(plan.memory)}"
         f"adapter {gib(plan.memory.job_bytes(job.layout))}, activations of {plan.largest} tokens{recomputed} "
-        f"{gib(plan.activation_bytes)}), and the limit is {gib(plan.limit_bytes)}. {instead}, or raise memory_limit"
+        f"{gib(plan.activation_bytes)}), and the limit is {gib(plan.limit_bytes)}. {instead}, or {plan.more_memory}"
     )
     job.too_large = str(error)
     job.problems.append(job.too_large)
@@ -264,7 +282,7 @@ def _too_large_a_base(plan: RunPlan) -> str:
     instead = f"With base_precision: {fitting[0][0]} it has {gib(fitting[0][1])}. " if fitting else ""
     return (
         f"the base model has {gib(plan.memory.base_bytes)}, and the limit is {gib(plan.limit_bytes)}. {instead}"
-        "Take a smaller base, or raise memory_limit"
+        f"Take a smaller base, or {plan.more_memory}"
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tlora.job import Recompute, RunSpec
-from tlora.planning.micro_batches import choose, cost_of, sample_lengths
+from tlora.planning.micro_batches import choose, cost_of, sample_lengths, token_cost
 from tlora.planning.plan import RunPlan
 from tlora.planning.work import trained_tokens
 
@@ -28,11 +28,11 @@ class RecomputeChoice:
     tokens_per_second: float
 
 
-def predicted_rate(plan: RunPlan, seconds: Mapping[str, float]) -> float:
+def predicted_rate(plan: RunPlan, seconds: Mapping[str, float], device: torch.device) -> float:
     """Tokens a second of the resident jobs as they are planned; 0 where nothing is trained, or on the plain path, which is not known."""
     jobs = [job for job in plan.residents if not job.problems]
     tokens, needed = sum(map(trained_tokens, jobs)), sum(seconds[job.spec.name] for job in jobs)
-    cost = cost_of(plan.micro_batches, sample_lengths(jobs), plan.memory)
+    cost = cost_of(plan.micro_batches, sample_lengths(jobs), token_cost(plan.memory, device, plan.link_tokens))
     return tokens / needed / cost if needed and plan.memory.num_layers else 0.0
 
 
@@ -45,6 +45,7 @@ def recompute_choices(run: RunSpec, plan: RunPlan, seconds: Mapping[str, float],
     if not plan.memory.num_layers or not needed:
         return ()
     lengths, layouts = sample_lengths(jobs), [job.layout for job in jobs if job.layout is not None]
+    cost = token_cost(plan.memory, device, plan.link_tokens)
     found: list[RecomputeChoice] = []
     each = plan.recompute.layers(plan.token_budget)
     options: list[Recompute] = ["auto"] if each < plan.recomputed_layers else []
@@ -52,9 +53,9 @@ def recompute_choices(run: RunSpec, plan: RunPlan, seconds: Mapping[str, float],
         chosen = plan.micro_batches
         if recompute != "auto":
             asked = run.model_copy(update={"recompute": recompute})
-            chosen = choose(asked, jobs, plan.longest, plan.memory, plan.limit_bytes, device)
+            chosen = choose(asked, jobs, plan.longest, plan.memory, plan.limit_bytes, cost)
         planned = replace(plan, token_budget=chosen.token_budget, recompute=chosen.recompute)
-        total, rate = planned.total_bytes(layouts), tokens / needed / cost_of(chosen, lengths, plan.memory)
+        total, rate = planned.total_bytes(layouts), tokens / needed / cost_of(chosen, lengths, cost)
         of_budget = chosen.recompute.layers(chosen.token_budget)
         fits = total <= plan.limit_bytes
         found.append(RecomputeChoice(recompute, planned.recomputed_layers, of_budget, chosen.token_budget, total, fits, rate))

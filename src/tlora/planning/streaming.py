@@ -1,43 +1,69 @@
 """Whether the base of a run in one process is streamed from the host's memory (`layout`), with how many layers on the device, and how fast.
 
-Several GPUs hold a base in parts instead (`form.py`).
+Micro-batches, recomputed layers and layers on the device are chosen together, by the predicted time per token: a larger micro-batch hides
+a slower link. Several GPUs hold a base in parts instead (`form.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from tlora.costs.streaming import StreamCost, fetched_layers
 from tlora.errors import CapacityError
 from tlora.job import RunSpec
+from tlora.kernels.device import name_of
+from tlora.planning.gpu_models import flops_of
 from tlora.planning.memory import StreamedBytes, bytes_when_streamed
-from tlora.planning.micro_batches import token_cost
-from tlora.planning.plan import RunPlan, gib, plan_memory, settle
+from tlora.planning.micro_batches import cost_of, sample_lengths, token_cost
+from tlora.planning.plan import RunPlan, fit, fitted_jobs, gib, is_sound, settle
 from tlora.planning.work import multiplied_weights, rate_of
-from tlora.sharing.host_memory import Streaming, host_problem
+from tlora.sharing.host_memory import Streaming, host_problem, measure_link
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.supermodel import SuperModel
 
-_MOST_FILLED = 0.95  # of the memory limit, by slots beyond two: what the run measures may be some hundredths more than was counted
+_MOST_FILLED = 0.95  # of the memory limit, with slots beyond two: what the run measures may be some hundredths more than was counted
+_LEAST_GAIN = 1.1  # times as fast as with the whole base on the device, by prediction, so that one that fits there is streamed
+_ABOUT_EQUAL = 1.01  # times the least cost: of such choices the one that fetches least, in case the link is slower for a while
+_TRIED_SLOTS = 16  # numbers of layers on the device that are looked at first
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What streaming depends on. `link`: bytes a second from the host's memory, asked for once and only where it matters; `flops` as of
+    `predicted_seconds`. `elsewhere`: in another machine, whose host's memory is not known.
+    """
+
+    link: Callable[[], float]
+    flops: float | None = None
+    elsewhere: bool = False
+
+
+def this_machine(device: torch.device) -> Machine:
+    """The link is measured when it is asked for; other GPUs than those of the table count as an H200."""
+    return Machine(partial(measure_link, device), flops_of(name_of(device)) if device.type == "cuda" else None)
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """`why` is for a person, `sizes` what lies where."""
+    """`why` is for a person, `sizes` what lies where. `link`: bytes a second. `token_seconds`: of products without recomputation, in large
+    micro-batches.
+    """
 
     streaming: Streaming
     why: str
     sizes: StreamedBytes
+    link: float
+    token_seconds: float
 
-    def cost(self, plan: RunPlan, model: SuperModel, device: torch.device, link: float, flops: float | None = None) -> StreamCost:
-        """Of a full micro-batch of `plan`. `link`: bytes a second. `flops` as of `predicted_seconds`."""
-        seconds = 2 * plan.token_budget * multiplied_weights(model) / rate_of(device, flops)
-        if plan.memory.num_layers:
-            seconds *= token_cost(plan.token_budget, plan.recompute.layers(plan.token_budget), plan.memory)
-        fetched = fetched_layers(self.sizes.num_layers, self.streaming.slots) * self.sizes.layer_bytes
-        return StreamCost(fetched, link, seconds)
+    def cost(self, plan: RunPlan, device: torch.device) -> StreamCost:
+        """Of a full micro-batch of `plan`."""
+        tokens, cost = plan.token_budget, token_cost(plan.memory, device)
+        each = cost.products(tokens, plan.recompute.layers(tokens)) if plan.memory.num_layers else 1.0
+        return StreamCost(_fetched_bytes(self.sizes, self.streaming.slots), self.link, tokens * self.token_seconds * each)
 
     def describe(self, cost: StreamCost) -> str:
         """In a line. Seconds of products are predicted, as `tlora check` does."""
@@ -51,71 +77,109 @@ class StreamPlan:
 
 
 def choose_layout(
-    run: RunSpec, plan: RunPlan, model: SuperModel, base_bytes: int, device: torch.device, elsewhere: bool = False
+    run: RunSpec, plan: RunPlan, model: SuperModel, device: torch.device, machine: Machine
 ) -> tuple[RunPlan, StreamPlan | None]:
-    """`plan`, of the whole base on the device, or the plan of a streamed one: as `layout` orders, else on a GPU where the base does not fit
-    or leaves too little to some job. `model` is on the meta device. `elsewhere`: in another machine, whose host's memory is not known.
+    """`plan`, of the whole base on the device, or the plan of a streamed one: as `layout` orders, else on a GPU where the base does not
+    leaves too little to some job, or so little to micro-batches that it is clearly faster streamed. `model` is on the meta device.
 
     Raises CapacityError where the base fits in no form, because of the device's memory or the host's.
     """
-    whole_fits, refused = plan.memory.base_bytes <= plan.limit_bytes, _refused(plan)
-    ordered = run.layout == "streamed"
-    if not ordered and (device.type != "cuda" or (whole_fits and not refused) or expert_modules(model.model)):
+    whole_fits, ordered = plan.memory.base_bytes <= plan.limit_bytes, run.layout == "streamed"
+    if not ordered and (device.type != "cuda" or expert_modules(model.model)):
         return plan, None
-    sizes = bytes_when_streamed(model, base_bytes, device)
-    streamed = _plan_streamed(run, plan, model, sizes, 2, device)
-    if streamed.memory.base_bytes > plan.limit_bytes:
-        raise CapacityError(_too_small(plan, streamed))
-    if ordered:
-        if not elsewhere and (problem := host_problem(sizes.host_bytes)):
-            raise CapacityError(problem)
-        return streamed, StreamPlan(streamed.streaming or Streaming(), "the jobs file orders it", sizes)
-    if whole_fits and len(_refused(streamed)) >= len(refused):
-        return _plan_whole(run, plan, model, base_bytes, device), None
-    problem = None if elsewhere else host_problem(sizes.host_bytes)
-    if problem and whole_fits:
-        return _plan_whole(run, plan, model, base_bytes, device), None
-    if problem:
-        raise CapacityError(f"the base model has {gib(base_bytes)}, and the limit is {gib(plan.limit_bytes)}; {problem}")
-    slots = _slots(streamed, sizes)
-    if slots > 2:
-        streamed = _plan_streamed(run, plan, model, sizes, slots, device)
-    if not whole_fits:
-        why = f"the base has {gib(base_bytes)}, and the limit is {gib(plan.limit_bytes)}"
-    else:
-        why = f"with the whole base on the device {refused[0]} does not fit"
-    return streamed, StreamPlan(Streaming(slots), why, sizes)
+    if not ordered and whole_fits and not _refused(plan) and not _gains_from_room(run, plan, device):
+        return plan, None
+    sizes = bytes_when_streamed(model, model.base.num_bytes, device)
+    if sizes.on_device(2) > plan.limit_bytes:
+        raise CapacityError(_too_small(plan, sizes.on_device(2)))
+    problem = None if machine.elsewhere else host_problem(sizes.host_bytes)
+    if problem is not None and not ordered and whole_fits:
+        return plan, None
+    if problem is not None:
+        too_large = f"the base model has {gib(plan.memory.base_bytes)}, and the limit is {gib(plan.limit_bytes)}; "
+        raise CapacityError(problem if ordered else too_large + problem)
+    link, token_seconds = machine.link(), 2 * multiplied_weights(model) / rate_of(model, device, machine.flops)
+    most = 2 if device.type != "cuda" or (ordered and whole_fits) else max(2, sizes.num_layers - 1)
+    streamed = _fastest(run, plan, sizes, device, token_seconds * link, most)
+    why = "the jobs file orders it" if ordered else _why_streamed(run, plan, streamed, device)
+    if why is None:
+        return plan, None
+    assert streamed.streaming is not None, why
+    return settle(run, streamed, streamed.memory, device), StreamPlan(streamed.streaming, why, sizes, link, token_seconds)
 
 
-def _plan_whole(run: RunSpec, plan: RunPlan, model: SuperModel, base_bytes: int, device: torch.device) -> RunPlan:
-    """Once more, as jobs' problems are those of the last plan that was made."""
-    return plan_memory(run, plan.jobs, model, base_bytes, device, plan.limit_bytes, plan.here)
+def _gains_from_room(run: RunSpec, plan: RunPlan, device: torch.device) -> bool:
+    """Whether a streamed base, which takes nearly no room, could be faster at all."""
+    roomy = fit(run, replace(plan, limit_bytes=1 << 60), plan.memory, device)
+    return _cost(run, plan, device) >= _LEAST_GAIN * _cost(run, roomy, device)
 
 
-def _plan_streamed(run: RunSpec, plan: RunPlan, model: SuperModel, sizes: StreamedBytes, slots: int, device: torch.device) -> RunPlan:
-    found = plan_memory(run, plan.jobs, model, sizes.on_device(slots), device, plan.limit_bytes, plan.here)
-    return settle(run, replace(found, streaming=Streaming(slots), other_precisions={}), found.memory, device)
+def _why_streamed(run: RunSpec, whole: RunPlan, streamed: RunPlan, device: torch.device) -> str | None:
+    """None where the whole base had better be on the device."""
+    if whole.memory.base_bytes > whole.limit_bytes:
+        return f"the base has {gib(whole.memory.base_bytes)}, and the limit is {gib(whole.limit_bytes)}"
+    refused, still = _refused(whole), _refused(streamed)
+    if len(still) < len(refused):
+        return f"with the whole base on the device {refused[0]} does not fit"
+    gain = _cost(run, whole, device) / _cost(run, streamed, device)
+    if refused or gain < _LEAST_GAIN:
+        return None
+    return f"{gain:.2f} times as fast, by prediction, as with the whole base on the device, which leaves little room for micro-batches"
 
 
-def _slots(plan: RunPlan, sizes: StreamedBytes) -> int:
-    """Layers that find room beside all jobs that are resident with two: what stays is not fetched again. Two where jobs wait."""
-    resident = plan.residents
-    if len(resident) < len(plan.jobs_here):
-        return 2
-    spare = _MOST_FILLED * plan.limit_bytes - plan.total_bytes([job.layout for job in resident if job.layout is not None])
-    return max(2, min(sizes.num_layers, 2 + int(spare // sizes.layer_bytes)))
+def _fastest(run: RunSpec, plan: RunPlan, sizes: StreamedBytes, device: torch.device, bytes_per_token: float, most: int) -> RunPlan:
+    """The plan with as many layers on the device as serve best, from two to `most`. `bytes_per_token`: what the link brings while products
+    of one token run.
+    """
+    found = dict[int, RunPlan]()
+
+    def try_all(tried: range) -> int:
+        for slots in tried:
+            if slots not in found and sizes.on_device(slots) <= plan.limit_bytes:
+                found[slots] = _with_slots(run, plan, sizes, device, slots, bytes_per_token)
+        lacks = {slots: (len(_refused(each)), _waiting(each)) for slots, each in found.items()}
+        costs = {slots: _cost(run, each, device) for slots, each in found.items() if lacks[slots] == min(lacks.values())}
+        return max(slots for slots, cost in costs.items() if cost <= _ABOUT_EQUAL * min(costs.values()))
+
+    step = max(1, (most - 2) // _TRIED_SLOTS)
+    near = try_all(range(2, most + 1, step))
+    return found[try_all(range(max(2, near - step), min(most, near + step) + 1))]
+
+
+def _with_slots(run: RunSpec, plan: RunPlan, sizes: StreamedBytes, device: torch.device, slots: int, bytes_per_token: float) -> RunPlan:
+    """Jobs' problems stay as they are."""
+    memory = replace(plan.memory, base_bytes=sizes.on_device(slots), measured=False)
+    link_tokens = _fetched_bytes(sizes, slots) / bytes_per_token if bytes_per_token else 0.0
+    streamed = replace(plan, streaming=Streaming(slots), link_tokens=link_tokens, other_precisions={})
+    filled = int(_MOST_FILLED * plan.limit_bytes) if slots > 2 else plan.limit_bytes
+    return replace(fit(run, replace(streamed, limit_bytes=filled), memory, device), limit_bytes=plan.limit_bytes)
+
+
+def _fetched_bytes(sizes: StreamedBytes, slots: int) -> int:
+    return fetched_layers(sizes.num_layers, slots) * sizes.layer_bytes
+
+
+def _cost(run: RunSpec, plan: RunPlan, device: torch.device) -> float:
+    """Time per token of its jobs, in that of ideal products."""
+    return cost_of(plan.micro_batches, sample_lengths(fitted_jobs(run, plan)), token_cost(plan.memory, device, plan.link_tokens))
 
 
 def _refused(plan: RunPlan) -> list[str]:
-    return [job.spec.name for job in plan.jobs if job.too_large in job.problems]
+    """Names of the jobs that memory alone keeps from running."""
+    return [job.spec.name for job in plan.jobs if is_sound(job) and job.layout is not None and not plan.fits([job.layout])]
 
 
-def _too_small(whole: RunPlan, streamed: RunPlan) -> str:
+def _waiting(plan: RunPlan) -> int:
+    """Jobs that wait until others have left."""
+    return len(plan.jobs_here) - len(plan.residents)
+
+
+def _too_small(whole: RunPlan, streamed_bytes: int) -> str:
     """The device has no room for two layers."""
     fitting = [precision for precision, count in whole.other_precisions.items() if count < whole.limit_bytes]
     packed = f"base_precision: {fitting[0]}, " if fitting else ""
     return (
         f"the base model has {gib(whole.memory.base_bytes)}, and the limit is {gib(whole.limit_bytes)}. Streamed from the host's memory it "
-        f"needs {gib(streamed.memory.base_bytes)} on the device, for two layers and what is in no layer. "
-        f"Take {packed}a smaller base, or raise memory_limit"
+        f"needs {gib(streamed_bytes)} on the device, for two layers and what is in no layer. "
+        f"Take {packed}a smaller base, or {whole.more_memory}"
     )

@@ -13,14 +13,17 @@ from tlora.batching.replicas import LEAST_REPLICA_TOKENS
 from tlora.data.order import epoch_size
 from tlora.data.profile import tokens_of_steps
 from tlora.job import JobSpec
+from tlora.kernels.fp8_weight import Fp8Weight
 from tlora.objectives import objective_of
 from tlora.planning.job_plan import PlannedJob
 from tlora.supermodel.load import layers_of
+from tlora.supermodel.lora_linear import LoraLinear
 from tlora.supermodel.supermodel import SuperModel
 
 # Multiply-adds per second, twice that in floating-point operations. On a GPU: an H200 trains 17,016 tokens/s of an 8B in bf16, samples of
 # 2,048 (docs/performance.md). Other GPUs are placed by the same figure: where all are of one kind, only the ratios of jobs matter.
 _RATES = {"cuda": 17_016 * 2 * 8.0e9, "cpu": 2.0e10}
+_FP8_GAIN = 24_067 / 17_016  # with `base_precision: fp8`, whose products are in 8 bits (docs/performance.md; one H200)
 _MOST_ALONE = 1.1  # times an equal share of all seconds: a longer job spans several GPUs
 
 
@@ -28,7 +31,7 @@ def predicted_seconds(jobs: Sequence[PlannedJob], model: SuperModel, device: tor
     """By name; 0 for a job with problems, which is refused when its turn comes. `model` may lie on the meta device. `flops`: what training
     makes of a GPU's floating-point operations a second; None: those of an H200.
     """
-    weights, rate = multiplied_weights(model), rate_of(device, flops)
+    weights, rate = multiplied_weights(model), rate_of(model, device, flops)
     width = max(1, len(layers_of(model.base.decoder))) * model.base.head.weight_VH.shape[1]
     return {job.spec.name: _work(job, weights, width) / rate for job in jobs}
 
@@ -38,9 +41,12 @@ def multiplied_weights(model: SuperModel) -> int:
     return sum(k * n for k, n in model.targets().values()) + model.base.head.weight_VH.numel()
 
 
-def rate_of(device: torch.device, flops: float | None = None) -> float:
+def rate_of(model: SuperModel, device: torch.device, flops: float | None = None) -> float:
     """Multiply-adds a second that are predicted with; `flops` as of `predicted_seconds`."""
-    return flops / 2 if flops else _RATES["cuda" if device.type == "cuda" else "cpu"]
+    if device.type != "cuda":
+        return _RATES["cpu"]
+    in_8_bits = any(isinstance(m, LoraLinear) and isinstance(m.form, Fp8Weight) for m in model.model.modules())
+    return (flops / 2 if flops else _RATES["cuda"]) * (_FP8_GAIN if in_8_bits else 1.0)
 
 
 def choose_replicas(jobs: Sequence[PlannedJob], seconds: Mapping[str, float], gpus: int, deterministic: bool) -> dict[str, int]:
