@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,8 @@ NVFP4 = {
     "group_size": 16,
     "scale_dtype": "torch.float8_e4m3fn",
 }
-SCHEMES = {"group": GROUP, "channel": CHANNEL, "nvfp4": NVFP4, "zero": ZERO, "channel zero": CHANNEL | {"symmetric": False}}
+MXFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+SCHEMES = {"group": GROUP, "channel": CHANNEL, "nvfp4": NVFP4, "mxfp4": MXFP4, "zero": ZERO, "channel zero": CHANNEL | {"symmetric": False}}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,7 @@ def pack(plain: Path, directory: Path, weights: dict[str, Any], ignore: tuple[st
     apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=list(ignore)))
     quantized = {name: module for name, module in model.named_modules() if hasattr(module, "quantization_scheme")}
     for module in quantized.values():
-        weight, is_nvfp4 = module.weight.detach(), weights["type"] == "float"
+        weight, is_nvfp4 = module.weight.detach(), weights["strategy"] == "tensor_group"
         groups = weight.unflatten(1, (-1, weights.get("group_size") or weight.shape[1]))
         if is_nvfp4:
             module.weight_global_scale.data = generate_gparam(weight.amin().reshape(1), weight.amax().reshape(1))
@@ -148,6 +150,28 @@ def test_every_code_with_every_scale(scheme: str, dtype: torch.dtype, tmp_path: 
             dense = found.read(computes).dense(computes)
             assert dense.dtype == computes and torch.equal(dense, expected["weight"].to(computes))
             assert torch.equal(dense.signbit(), expected["weight"].signbit())
+
+
+def test_mxfp4_with_every_code_and_every_scale(tmp_path: Path) -> None:
+    """As the library has it, and as the OCP defines it: (-1)^sign x 2^(scale - 127) x {0, 0.5, 1, 1.5, 2, 3, 4, 6}."""
+    key, scales = "x.weight", torch.arange(256).to(torch.uint8)[:, None]
+    words = (torch.arange(16) % 8 * 34 + 16).to(torch.uint8)
+    tensors = {f"{key}_packed": words.repeat(256, 1), f"{key}_scale": scales}
+    save_file(tensors, tmp_path / "x.safetensors")
+    layout = "mxfp4-pack-quantized"
+    given = {name.removeprefix("x."): tensor for name, tensor in tensors.items()}
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**MXFP4))
+    theirs: Any = BaseCompressor.get_value_from_registry(layout).decompress(given, scheme)["weight"]
+    form = open_format({"format": layout, "config_groups": {"0": {"targets": ["Linear"], "weights": MXFP4}}}, "x")
+    found = form.find(find_tensors([tmp_path / "x.safetensors"], ANY_DTYPE))[key].read(torch.bfloat16).dense(torch.bfloat16)
+    codes = [code for word in words.tolist() for code in (word & 15, word >> 4)]
+    assert set(codes) == set(range(16)) and found.shape == (256, 32)
+    sizes = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+    defined = [[math.ldexp((-1) ** (code >> 3) * sizes[code & 7], scale - 127) for code in codes] for scale in range(255)]
+    assert torch.equal(found[:255], torch.tensor(defined, dtype=torch.float64).bfloat16())
+    for mine, true in ((found.signbit(), theirs.signbit()), (found.isnan(), theirs.isnan()), (found.nan_to_num(), theirs.nan_to_num())):
+        assert torch.equal(mine, true)
+    assert not bool(found[255].isfinite().any()), "255 means NaN"
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -299,6 +323,7 @@ TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
         ({"config_groups": {"0": W4 | {"weights": GROUP | {"strategy": "block"}}}}, "strategy block"),
         ({"config_groups": {"0": W4 | {"weights": GROUP | {"group_size": -1}}}}, "group_size -1"),
         ({"config_groups": {"0": W4 | {"weights": NVFP4 | {"group_size": 32}, "format": "nvfp4-pack-quantized"}}}, "group_size 32"),
+        ({"config_groups": {"0": W4 | {"weights": MXFP4 | {"group_size": 16}, "format": "mxfp4-pack-quantized"}}}, "group_size 16"),
         ({"config_groups": {"0": W4, "1": W4}}, "a quantization_config that is not one group of linears"),
         ({"config_groups": {}}, "a quantization_config that is not one group of linears"),
         ({"config_groups": 3}, "a quantization_config that is not one group of linears"),

@@ -1,4 +1,5 @@
-"""Which checkpoints that compressed-tensors has packed are read, by their config.json: int4 and NVFP4 (`compressed_tensors_weights.py`).
+"""Which checkpoints that compressed-tensors has packed are read, by their config.json: int4, NVFP4 and MXFP4
+(`compressed_tensors_weights.py`).
 
 What else the library can do is refused by name.
 """
@@ -11,12 +12,16 @@ from functools import partial
 from typing import Any
 
 from tlora.errors import ModelError
-from tlora.supermodel.compressed_tensors_weights import INT4, NVFP4, Scheme, find_weight
+from tlora.supermodel.compressed_tensors_weights import INT4, MXFP4, NVFP4, Scheme, find_weight
 from tlora.supermodel.packed_format import Format, PackedTensor, find_packed
 from tlora.supermodel.tensor_files import StoredTensor
 
-_KINDS = {INT4: "int4", NVFP4: "nvfp4"}
-_NVFP4_GROUP = 16
+_KINDS = {INT4: "int4", NVFP4: "nvfp4", MXFP4: "mxfp4"}
+_SETTINGS: dict[str, dict[str, tuple[Any, ...]]] = {
+    INT4: {"num_bits": (4,), "type": ("int",), "strategy": ("group", "channel"), "symmetric": (True, False)},
+    NVFP4: {"num_bits": (4,), "type": ("float",), "strategy": ("tensor_group",), "symmetric": (True,), "group_size": (16,)},
+    MXFP4: {"num_bits": (4,), "type": ("float",), "strategy": ("group",), "symmetric": (True,), "group_size": (32,)},
+}
 
 
 def open_format(settings: Mapping[str, Any], base_model: str) -> Format:
@@ -34,7 +39,7 @@ def open_format(settings: Mapping[str, Any], base_model: str) -> Format:
         refusal = f"a quantization_config that is not one group of linears ({type(error).__name__}: {error})"
     if refusal is not None:
         raise ModelError(
-            f"base_model {base_model}: compressed-tensors has packed it with {refusal}. Read are {INT4} (int4) and {NVFP4}, "
+            f"base_model {base_model}: compressed-tensors has packed it with {refusal}. Read are {INT4} (int4), {NVFP4} and {MXFP4}, "
             "of the weights of all Linear alone. Use the original model (base_precision: nf4 packs it in 4 bits at load)"
         )
     kind, find = _KINDS[packed.layout], partial(_find, base_model, packed)
@@ -61,14 +66,9 @@ def _refusal(settings: Mapping[str, Any], scheme: Mapping[str, Any], found: str)
     weights = scheme["weights"]
     if weights.get("actorder") not in (None, False, "weight", "static"):
         return f"actorder {weights['actorder']}"  # "weight" orders calibration alone
-    strategies = ("group", "channel") if found == INT4 else ("tensor_group",)
-    wanted = {"num_bits": (4,), "type": ("int" if found == INT4 else "float",), "strategy": strategies}
-    wanted["symmetric"] = (True, False) if found == INT4 else (True,)
-    if found == NVFP4:
-        wanted["group_size"] = (_NVFP4_GROUP,)
-    elif weights["strategy"] == "group" and (type(weights["group_size"]) is not int or weights["group_size"] < 2):
+    if found == INT4 and weights["strategy"] == "group" and (type(weights["group_size"]) is not int or weights["group_size"] < 2):
         return f"group_size {weights['group_size']}"
-    return next((f"{key} {weights.get(key)}" for key, allowed in wanted.items() if weights.get(key) not in allowed), None)
+    return next((f"{key} {weights.get(key)}" for key, allowed in _SETTINGS[found].items() if weights.get(key) not in allowed), None)
 
 
 def _find(base_model: str, scheme: Scheme, stored: Mapping[str, StoredTensor]) -> dict[str, PackedTensor]:

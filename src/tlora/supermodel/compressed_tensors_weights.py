@@ -1,10 +1,11 @@
-"""The tensors of one weight that compressed-tensors has packed in 4 bits: int4 with a scale for each group or row, NVFP4.
+"""The tensors of one weight that compressed-tensors has packed in 4 bits: int4 with a scale for each group or row, NVFP4, MXFP4.
 
 int4 (`pack-quantized`): `X.weight_packed` has 8 numbers plus 8 in an int32, the lowest bits first, `X.weight_scale` [N, K / group], and
 `X.weight_shape`; without symmetry also `X.weight_zero_point` [N / 8, K / group], whose int32 have the zero points plus 8 of 8 rows. NVFP4
 (`nvfp4-pack-quantized`): two e2m1 codes in a byte, the low nibble first, scales of 16 numbers in fp8, and `X.weight_global_scale`, by
-which they are divided in fp32. The library multiplies int4 in the scales' dtype; a product of 5 and 8 or 11 bits is exact in fp32, so
-that one rounding of the fp32 product gives the same bits.
+which they are divided in fp32. MXFP4 (`mxfp4-pack-quantized`) has these codes too, and scales of 32 numbers that are powers of 2, of which
+the exponent plus 127 is held (E8M0 of the OCP's specification of microscaling). The library multiplies int4 in the scales' dtype; a
+product of 5 and 8 or 11 bits is exact in fp32, so that one rounding of the fp32 product gives the same bits.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from tlora.kernels.packed_weight import PackedWeight, rounded_to, unpack_low_fir
 from tlora.supermodel.packed_format import PackedTensor
 from tlora.supermodel.tensor_files import StoredTensor
 
-INT4, NVFP4 = "pack-quantized", "nvfp4-pack-quantized"
+INT4, NVFP4, MXFP4 = "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 _E2M1 = tuple(sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
-_ENDS = {INT4: ("_packed", "_scale", "_shape"), NVFP4: ("_packed", "_scale", "_global_scale")}
-_SCALES = {INT4: (torch.bfloat16, torch.float16, torch.float32), NVFP4: (torch.float8_e4m3fn,)}
+_ENDS = {INT4: ("_packed", "_scale", "_shape"), NVFP4: ("_packed", "_scale", "_global_scale"), MXFP4: ("_packed", "_scale")}
+_SCALES = {INT4: (torch.bfloat16, torch.float16, torch.float32), NVFP4: (torch.float8_e4m3fn,), MXFP4: (torch.uint8,)}
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,10 @@ class _Parts:
         return tuple(float(code - middle) for code in range(16)) if self.scheme.layout == INT4 else _E2M1
 
     def _scales(self) -> Tensor:
-        scales = self.tensors["_scale"].whole().float().flatten()
+        scales = self.tensors["_scale"].whole().flatten()
+        if self.scheme.layout == MXFP4:  # the exponent's bits of fp32, of which 0 means a number below the normal ones
+            return torch.where(scales == 0, 1 << 22, scales.int() << 23).view(torch.float32)
+        scales = scales.float()
         return scales / self.tensors["_global_scale"].whole() if self.scheme.layout == NVFP4 else scales
 
     def _zero_points(self) -> Tensor:
