@@ -17,6 +17,7 @@ from torch._inductor.utils import fresh_cache
 
 from tests.tiny import FAMILIES, make_model, make_samples
 from tlora.job import LoraConfig, TrainConfig
+from tlora.kernels.device import launched_as
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
@@ -210,7 +211,7 @@ def test_a_pass_from_a_graph_has_the_bits_of_one_that_was_not(family: str, depth
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pass_that_is_padded_for_a_graph_has_the_bits_of_one_that_was_not(family: str) -> None:
-    """Batches of ever other sizes: soon most of them come from graphs of larger ones."""
+    """Batches of ever other sizes: soon most of them come from graphs of larger ones, on cards whose launches were measured."""
     shared, found, computed = make_shared(family, torch.bfloat16), list[dict[str, Tensor]](), list[int]()
     for most_tokens in (0, 2048):
         for job_id in "abc":
@@ -222,7 +223,10 @@ def test_a_pass_that_is_padded_for_a_graph_has_the_bits_of_one_that_was_not(fami
         computed.append(shared.computed_tokens - before)
         found.append({job_id: shared.leave(job_id).params.cpu() for job_id in "abc"})
     assert shared._fast is not None and shared._fast._graphs is not None and shared._fast._graphs.num_captured > 0
-    assert computed[0] < computed[1] < 1.4 * computed[0]
+    if launched_as(torch.device("cuda")).sized:
+        assert computed[0] < computed[1] < 1.4 * computed[0]
+    else:
+        assert computed[0] == computed[1]
     assert all(torch.equal(found[0][job_id], found[1][job_id]) for job_id in "abc")
 
 

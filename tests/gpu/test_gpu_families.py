@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.config
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
@@ -37,6 +38,9 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
 PER_LAYER = {"hidden_size_per_layer_input": 16, "head_dim": 32}
+LAST_TWO_SHARE = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 7, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+}  # fmt: skip
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "num_key_value_heads": 4}
 GROUPED = {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -48,6 +52,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma3": (transformers.Gemma3TextConfig, {"head_dim": 32, **ALTERNATING}),
     "gemma4": (transformers.Gemma4TextConfig, {**ALTERNATING, **PER_LAYER, "global_head_dim": 64}),
     "gemma4-wide": (transformers.Gemma4TextConfig, {**ALTERNATING, **PER_LAYER, "head_dim": 256, "global_head_dim": 512}),
+    "gemma4-shared": (transformers.Gemma4TextConfig, {**PER_LAYER, **LAST_TWO_SHARE, "global_head_dim": 64}),
     "phi3": (transformers.Phi3Config, {}),
     "olmo2": (transformers.Olmo2Config, {}),
     "olmo3": (transformers.Olmo3Config, ALTERNATING),
@@ -57,7 +62,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3-moe": (transformers.Qwen3MoeConfig, {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96}),
 }
-ON_A_CPU = ("llama", "gemma4", "qwen3-moe", "deepseek-v3")  # in every run; all of them in `make soak`
+ON_A_CPU = ("llama", "gemma4", "gemma4-shared", "qwen3-moe", "deepseek-v3")  # in every run; all of them in `make soak`
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 CASES = [
     *(pytest.param(family, "cuda", marks=NEEDS_GPU) for family in FAMILIES),
@@ -172,6 +177,7 @@ def our_change(run: RunSpec, spec: JobSpec) -> dict[str, Tensor]:
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")  # PEFT, of keys of its own for experts
 def test_it_trains_in_bf16_and_equals_peft_in_fp32(family: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TLORA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
     save_base(tmp_path / "base", family)
     for dtype in ("bfloat16", "float32"):
         run = order(tmp_path, dtype, family)

@@ -5,6 +5,7 @@ The path is switched on by `fast` for the super-models that a test makes, and by
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,7 @@ from tlora.supermodel import losses as loss_module
 from tlora.supermodel import supermodel
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.cuda_graphs import HIDES_LAUNCHES, SLOW_HOST, Backward, Shape
+from tlora.supermodel.fast_path import _sees_the_same_again
 from tlora.supermodel.load import hidden_states, make_base
 from tlora.supermodel.supermodel import JobLoss, SuperModel
 
@@ -273,6 +275,22 @@ def test_recomputed_layers_change_no_bit_of_a_family(family: str, changes: dict[
     shared.recomputed_layers = shared.num_layers
     found = gradients(shared, family, "ab")
     assert found.losses == true.losses and all(torch.equal(found.grads[job_id], true.grads[job_id]) for job_id in "ab")
+
+
+def test_a_layer_that_runs_again_finds_what_earlier_layers_left_and_not_its_own() -> None:
+    """As Gemma 4's layers find keys and values: torch.compile would take another mapping for another layer."""
+    shared, seen = UserDict({"earlier": 1}), list[dict[str, int]]()
+
+    def layer(x: int, *, kv: UserDict[str, int]) -> int:
+        seen.append(dict(kv))
+        kv["own"] = x + len(seen)
+        return 2 * x
+
+    again = _sees_the_same_again(layer, {"kv": shared})
+    assert again(10) == 20 and dict(shared) == {"earlier": 1, "own": 11}
+    shared["later"] = 3
+    assert again(10) == 20 and dict(shared) == {"earlier": 1, "own": 11, "later": 3}
+    assert seen == [{"earlier": 1}, {"earlier": 1}]
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,17 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, _mask_with_rule)
 
 
-def _mask_with_rule(*, mask_function: Rule, device: torch.device | str = "cpu", **_: Any) -> Tensor:
-    """A mask of one element that carries its rule. A layer that makes a mask of its own out of it loses the rule."""
-    mask = torch.ones(1, 1, 1, 1, device=device)
+def _mask_with_rule(*, q_length: int, kv_length: int, mask_function: Rule, device: torch.device | str = "cpu", **_: Any) -> Tensor:
+    """A mask that carries its rule."""
+    mask = torch.ones(1, 1, q_length, kv_length, device=device)
     mask.rule = mask_function  # type: ignore[attr-defined]
     return mask
+
+
+def _rule_of(mask: Tensor | None) -> Rule | None:
+    """None where a layer has made a mask of its own out of the one that it was given. A slice of all of it is no other mask."""
+    whole = mask if mask is None or mask._base is None else mask._base
+    return getattr(whole, "rule", None) if whole is not None and mask is not None and whole.shape == mask.shape else None
 
 
 def probe_attention(
@@ -62,7 +68,7 @@ def probe_attention(
         raise ModelError(
             f"{kind} scales queries by their place in the batch, not in their sample. Use a base without attn_temperature_tuning"
         )
-    rule = getattr(attention_mask, "rule", None)
+    rule = _rule_of(attention_mask)
     if rule is None:
         raise ModelError(f"{kind} makes an attention mask of its own, which packed attention does not use. {_OTHERWISE}")
     config: Any = getattr(module, "config", None)

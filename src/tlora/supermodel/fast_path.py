@@ -6,8 +6,9 @@ Any family: which linears share an input is seen by running the model, and layer
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from tlora.kernels.pass_operations import PassState
 
 _LARGEST_HEAD = 256  # `kernels.varlen_attention.LARGEST_HEAD`, which brings triton
+_MOST_KINDS = 64  # compilations of one layer's code: Gemma 4 has six kinds of layers, each with and without backward, and torch stops at 8
 _HINT = 8192  # tokens: as many as a GPU's micro-batch has at most
 _BEHIND = 2**31 - 1  # where empty runs lie, of which a batch has one at least: behind all tokens
 
@@ -106,6 +108,7 @@ class FastPath:
         self._known: dict[tuple[int, str], tuple[object, tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
         layers = layers_of(base.decoder)
         self.num_layers = len(layers)
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_KINDS)
         for number, layer in enumerate(layers):
             layer.forward = self._compiled(layer.forward, number, device)
         work = sum(linear.in_features * linear.out_features for linear in linears.values())
@@ -113,7 +116,8 @@ class FastPath:
         measured = not expert_modules(base.model) and launched_as(device).sized
         self._launch_tokens = int(SLOW_HOST * HIDES_LAUNCHES * self.num_layers / work) if measured else 0
         # A graph has the addresses of weights; those of a shared base change with the slots. It is large enough to do without.
-        self._graphs = CudaGraphs(self.run, base.head.weight_VH) if device.type == "cuda" and base.layers is None else None
+        captured = device.type == "cuda" and base.layers is None and not _experts_wait(base, device)
+        self._graphs = CudaGraphs(self.run, base.head.weight_VH) if captured else None
 
     def _begin_graph(self, _module: nn.Module, _args: object, embedded: Tensor) -> Tensor:
         """The first layer's x needs a gradient like the others': a layer without one would be compiled twice."""
@@ -133,16 +137,20 @@ class FastPath:
         else:
             fast = torch.compile(forward, backend="aot_eager")
 
+        def layer(*args: Any, **kwargs: Any) -> Any:
+            # A SwiGLU's product is cheap to make again from what is saved anyway, though backward then writes it out: 11 GiB less at 8B.
+            with functorch_config.patch(ban_recompute_materialized_backward=False):
+                return fast(*args, **kwargs)
+
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._context.pass_number is None:
                 return forward(*args, **kwargs)
             _leave_token_count_open(_HINT if self._deterministic else None, *args, *kwargs.values())
-            # A SwiGLU's product is cheap to make again from what is saved anyway, though backward then writes it out: 11 GiB less at 8B.
-            with functorch_config.patch(ban_recompute_materialized_backward=False):
-                if number < self._recomputed_layers and torch.is_grad_enabled():
-                    contexts = partial(self._contexts_of, self._context.pass_number)
-                    return checkpoint(fast, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
-                return fast(*args, **kwargs)
+            if number < self._recomputed_layers and torch.is_grad_enabled():
+                contexts = partial(self._contexts_of, self._context.pass_number)
+                again = _sees_the_same_again(layer, kwargs)
+                return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+            return layer(*args, **kwargs)
 
         return run
 
@@ -277,6 +285,32 @@ def _digest_of(groups: Sequence[LinearGroup], linears: Sequence[LoraLinear], dty
     keys = [key for group in groups for w in weight_dtypes for key in keys_of(group.in_features, group.widths, dtype, w)]
     tiles = groups[0].tiles
     return digest(tiles, keys, all_tiles(tiles.card)[dtype.itemsize])
+
+
+def _experts_wait(base: Base, device: torch.device) -> bool:
+    """Whether there are experts whose grouped product reads on the host how many tokens each has: torch's own kernel takes bf16 alone, on
+    compute capabilities 9 and 10.
+    """
+    grouped = base.head.weight_VH.dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return bool(expert_modules(base.model)) and not grouped
+
+
+def _sees_the_same_again(layer: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    """`layer` with `kwargs`, which may run twice. What it leaves in a mapping for later layers, as Gemma 4's do with keys and values, is
+    left the first time alone: compiled for a mapping that has them already, it would keep other tensors for backward.
+    """
+    shared = {name: value for name, value in kwargs.items() if isinstance(value, MutableMapping)}
+    found = {name: copy(value) for name, value in shared.items()}
+
+    def run(*args: Any) -> Any:
+        own = {name: copy(value) for name, value in found.items()}
+        out = layer(*args, **(kwargs | own))
+        while shared:
+            name, value = shared.popitem()
+            value.update(own[name])
+        return out
+
+    return run
 
 
 def _leave_token_count_open(hint: int | None, *values: Any) -> None:
