@@ -111,7 +111,8 @@ def test_a_launch_of_the_command_on_a_tiny_base(tmp_path: Path, capsys: pytest.C
     assert row["exit_bytes"] > 0 and row["written_bytes"] >= row["exit_bytes"]
     assert (tmp_path / "caches" / "mine").is_file(), "something that is no cache was deleted"
     cache = tmp_path / "caches" / "xdg" / "tlora"
-    assert any(cache.iterdir()) and not (cache / "of-an-earlier-run").exists()
+    assert list(cache.glob("*/tokens.bin")), "no data set was kept"  # what is kept of a file's identity depends on the file's age
+    assert not (cache / "of-an-earlier-run").exists()
     assert "all-dropout cold" in capsys.readouterr().out
 
 

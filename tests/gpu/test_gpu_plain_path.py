@@ -37,8 +37,8 @@ from tlora.kernels.library_attention import attend_samples, kind_for, lay_out_sa
 from tlora.kernels.linear_cross_entropy import linear_cross_entropy
 from tlora.kernels.multi_lora import LoraWeights
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
+from tlora.supermodel.job_by_job import JobByJobOptimizer
 from tlora.supermodel.load import make_base
-from tlora.supermodel.queued_optimizer import QueuedOptimizer
 from tlora.supermodel.supermodel import SuperModel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -181,7 +181,7 @@ def test_what_a_neighbour_holds_changes_no_bit(bad: float) -> None:
 def make_shared(dtype: torch.dtype, family: str = "llama", deterministic: bool = False) -> SuperModel:
     changes = SHAPE | ({"head_dim": 64} if hasattr(FAMILIES[family], "head_dim") else {})
     shared = SuperModel(make_base(make_model(family, dtype, **changes).to(CUDA), family), deterministic)
-    assert shared._fast is None and isinstance(shared._optimizer, QueuedOptimizer) and shared._plain.grouped != deterministic
+    assert shared._fast is None and isinstance(shared._optimizer, JobByJobOptimizer) and shared._plain.grouped != deterministic
     return shared
 
 

@@ -23,7 +23,7 @@ from tlora.objectives import Dpo
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.load import make_base
 from tlora.supermodel.plain_path import chunk, groups_on
-from tlora.supermodel.queued_optimizer import QueuedOptimizer
+from tlora.supermodel.queued_optimizer import make_queued_optimizer
 from tlora.supermodel.supermodel import SuperModel
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def make_shared(family: str = "llama", grouped: bool = True, dtype: torch.dtype 
     shared = SuperModel(make_base(make_model(family, dtype, **changes), family))
     shared._plain.grouped = grouped  # as `groups_on` has it on a GPU
     if grouped:
-        shared._optimizer = QueuedOptimizer(shared.bank)
+        shared._optimizer = make_queued_optimizer(shared.bank)
     return shared
 
 

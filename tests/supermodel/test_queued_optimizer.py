@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from tests.tolerances import assert_close
 from tlora.adapters.bank import AdapterBank
 from tlora.adapters.state import AdapterState, init_state, make_layout
 from tlora.job import LoraConfig, TrainConfig
-from tlora.supermodel.host_optimizer import HostOptimizer
+from tlora.supermodel.host_optimizer import make_host_optimizer
 from tlora.supermodel.optimizer_steps import Optimizer, Stepping
-from tlora.supermodel.queued_optimizer import QueuedOptimizer
+from tlora.supermodel.queued_optimizer import make_queued_optimizer
 
 CPU = torch.device("cpu")
 TARGETS = {"layers.0.q_proj": (32, 48), "layers.0.v_proj": (32, 7)}
@@ -35,7 +36,7 @@ class Job(Stepping):
 class World:
     """A bank with two jobs, `a` with what a test gives and `b` as usual."""
 
-    def __init__(self, kind: type[HostOptimizer] | type[QueuedOptimizer], dtype: torch.dtype = torch.float32, **train: Any) -> None:
+    def __init__(self, kind: Callable[[AdapterBank], Optimizer], dtype: torch.dtype = torch.float32, **train: Any) -> None:
         self.bank = AdapterBank(TARGETS, dtype, CPU)
         self.optimizer: Optimizer = kind(self.bank)
         self.jobs: dict[str, Job] = {}
@@ -75,7 +76,7 @@ class World:
 @pytest.mark.parametrize("train", [{}, {"max_grad_norm": 0.3}, {"max_grad_norm": 0, "weight_decay": 0}], ids=str)
 def test_steps_are_the_hosts(train: dict[str, Any], dtype: torch.dtype) -> None:
     """To the bit where nothing is clipped; the norm is taken in fp64."""
-    host, queued = World(HostOptimizer, dtype, **train), World(QueuedOptimizer, dtype, **train)
+    host, queued = World(make_host_optimizer, dtype, **train), World(make_queued_optimizer, dtype, **train)
     for step in range(3):
         assert host.step(step, 1e-2) == queued.step(step, 1e-2) == [True, True]
     for name, expected in host.found().items():
@@ -96,7 +97,7 @@ def test_steps_are_the_hosts(train: dict[str, Any], dtype: torch.dtype) -> None:
     ],
 )
 def test_what_the_host_refuses_changes_nothing(train: dict[str, Any], size: float, spoilt: float | None, dtype: torch.dtype) -> None:
-    host, queued = World(HostOptimizer, dtype, **train), World(QueuedOptimizer, dtype, **train)
+    host, queued = World(make_host_optimizer, dtype, **train), World(make_queued_optimizer, dtype, **train)
     before = {name: t.clone() for name, t in queued.found().items()}
     refused = [False, True]
     assert host.step(0, size, spoilt) == queued.step(0, size, spoilt) == refused
@@ -107,13 +108,13 @@ def test_what_the_host_refuses_changes_nothing(train: dict[str, Any], size: floa
 
 
 def test_a_gradient_beyond_fp32s_squares_is_clipped() -> None:
-    host, queued = World(HostOptimizer, max_grad_norm=1.0), World(QueuedOptimizer, max_grad_norm=1.0)
+    host, queued = World(make_host_optimizer, max_grad_norm=1.0), World(make_queued_optimizer, max_grad_norm=1.0)
     assert host.step(0, 1e25) == queued.step(0, 1e25) == [True, True]
     assert_close(queued.found()["params of a"], host.found()["params of a"], 1e-6, "params")
 
 
 def test_no_half_waits() -> None:
-    world = World(QueuedOptimizer)
+    world = World(make_queued_optimizer)
     for name in world.jobs:
         world.optimizer.set_gradient(name, world.gradient(name, 0))
     with Calls():
@@ -124,7 +125,7 @@ def test_no_half_waits() -> None:
 
 
 def test_a_step_that_raises_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(QueuedOptimizer)
+    world = World(make_queued_optimizer)
     for name in world.jobs:
         world.optimizer.set_gradient(name, world.gradient(name, 0))
     write = world.bank.write

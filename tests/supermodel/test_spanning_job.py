@@ -20,7 +20,7 @@ from tlora.adapters.adamw import StepStats
 from tlora.errors import ConfigError
 from tlora.job import LoraConfig, TrainConfig
 from tlora.supermodel.batch import BatchRow, collate
-from tlora.supermodel.host_optimizer import HostOptimizer
+from tlora.supermodel.host_optimizer import make_host_optimizer
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
 
@@ -49,7 +49,7 @@ def make_shared(optimizer: Any) -> SuperModel:
     return shared
 
 
-@pytest.fixture(params=[HostOptimizer, DeviceOptimizer], ids=["host", "device"])
+@pytest.fixture(params=[make_host_optimizer, DeviceOptimizer], ids=["host", "device"])
 def models(request: pytest.FixtureRequest) -> tuple[SuperModel, SuperModel, SuperModel]:
     """Two that share the job, and one that has it alone."""
     first, second, whole = (make_shared(request.param) for _ in range(3))

@@ -1,6 +1,7 @@
 """What the super-model asks of an optimizer over its bank, and what passes between the two halves of a step.
 
-There are two optimizers: `host_optimizer.py` with torch's operations, for a CPU, and `device_optimizer.py` with kernels, for a GPU.
+There are three optimizers: `device_optimizer.py` with kernels, and with torch's operations `host_optimizer.py` for a CPU and
+`queued_optimizer.py` for a GPU that runs no kernels of ours.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from tlora.sharing.peers import Sharing
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.cuda_graphs import Backward
 from tlora.supermodel.fast_path import FastPath, compile_ahead, describe_kernels, why_not_fused
-from tlora.supermodel.host_optimizer import HostOptimizer
+from tlora.supermodel.host_optimizer import make_host_optimizer
 from tlora.supermodel.inject import expert_modules, find_linears, inject, resolve_targets, sizes
 from tlora.supermodel.load import Base, load_base
 from tlora.supermodel.lora_linear import Context, base_weights
@@ -38,7 +38,7 @@ from tlora.supermodel.optimizer_steps import MeasuredSteps, Optimizer, QueuedSte
 from tlora.supermodel.passes import Pass
 from tlora.supermodel.plain_path import PlainPath
 from tlora.supermodel.positions import longest_safe_sequence
-from tlora.supermodel.queued_optimizer import QueuedOptimizer
+from tlora.supermodel.queued_optimizer import make_queued_optimizer
 from tlora.supermodel.shared_base import load_shared_base
 
 
@@ -78,7 +78,8 @@ class SuperModel(nn.Module):
         self._versions = count()
         self.computed_tokens = 0
         """Of all passes that trained or evaluated, padding included; not of those that an objective compares with."""
-        self._optimizer: Optimizer = HostOptimizer(self.bank) if weight.device.type == "cpu" else QueuedOptimizer(self.bank)
+        make_optimizer = make_host_optimizer if weight.device.type == "cpu" else make_queued_optimizer
+        self._optimizer: Optimizer = make_optimizer(self.bank)
         if weight.device.type == "cuda" and runs_kernels(weight.device):
             from tlora.supermodel.device_optimizer import DeviceOptimizer  # brings triton, which not every CPU install has
 

@@ -15,7 +15,7 @@ from tests.planted import Changes, planted
 from tlora.adapters import adamw
 from tlora.group import engine, job_run
 from tlora.store import checkpoint
-from tlora.supermodel import host_optimizer
+from tlora.supermodel import job_by_job
 
 Promise = Callable[[Runs], None]
 
@@ -32,8 +32,8 @@ class Mutant:
     soak: bool = False  # like another one here
 
 
-MEASURED = "        return HostSteps(self._bank, due, found, errors)"
-NORM_OF_ALL = "        norm = sum(v.grad_norm**2 for v in found.values()) ** 0.5\n        for job_id, v in found.items():\n"
+MEASURED = "        return JobByJobSteps(self._bank, self._step, due, verdicts, errors)"
+NORM_OF_ALL = "        norm = sum(v[0] ** 2 for v in verdicts.values()) ** 0.5\n        for job_id, v in verdicts.items():\n"
 MUTANTS = (
     Mutant(
         "of several micro-batches only the last counts",
@@ -100,28 +100,38 @@ MUTANTS = (
     ),
     Mutant(
         "the rule of the first due job for all",
-        host_optimizer,
-        [("adamw_step(job.state, grad, job.train,", "adamw_step(job.state, grad, next(iter(self.due.values())).train,")],
+        job_by_job,
+        [
+            ("job_id, self.due[job_id], verdict_2)", "job_id, _as_first(self.due, job_id), verdict_2)"),
+            (
+                "@dataclass(frozen=True)\nclass JobByJobSteps:",
+                "def _as_first(due, job_id):\n"
+                "    from types import SimpleNamespace\n"
+                "    job, first = due[job_id], next(iter(due.values()))\n"
+                "    return SimpleNamespace(state=job.state, train=first.train, total_steps=job.total_steps)\n\n\n"
+                "@dataclass(frozen=True)\nclass JobByJobSteps:",
+            ),
+        ],
         p.a_run_alone_is_one_together,
         p.a_run_is_pefts,
         soak=True,
     ),
     Mutant(
         "clipped by the norm of all gradients that are due",
-        host_optimizer,
+        job_by_job,
         [
             (
                 MEASURED,
-                NORM_OF_ALL + "            clip = min(1.0, (due[job_id].train.max_grad_norm or 1e9) / (norm + 1e-6))\n"
-                "            found[job_id] = Verdict(v.grad_norm, clip)\n" + MEASURED,
+                NORM_OF_ALL + "            clip = ((due[job_id].train.max_grad_norm or 1e9) / (norm + 1e-6)).clamp(max=1.0)\n"
+                "            verdicts[job_id] = torch.stack([v[0], clip])\n" + MEASURED,
             )
         ],
         p.a_run_alone_is_one_together,
     ),
     Mutant(
         "no step where a neighbour's gradient is not finite",
-        host_optimizer,
-        [(MEASURED, NORM_OF_ALL + "            found[job_id] = Verdict(v.grad_norm + 0 * norm, v.clip)\n" + MEASURED)],
+        job_by_job,
+        [(MEASURED, NORM_OF_ALL + "            verdicts[job_id] = torch.stack([v[0] + 0 * norm, v[1]])\n" + MEASURED)],
         p.a_neighbour_of_nan_changes_nothing,
     ),
     Mutant(
