@@ -1,4 +1,4 @@
-"""Bases in bfloat16, and the plain checkpoint that a packed one stands for."""
+"""Bases in 16 bits, and the plain checkpoint that a packed one stands for."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from tests.engine.tiny_runs import save_base
 from tlora.supermodel.load import load_weights
 
 
-def save_plain(directory: Path, **shape: Any) -> Path:
+def save_plain(directory: Path, dtype: torch.dtype = torch.bfloat16, **shape: Any) -> Path:
     base = save_base(directory, num_hidden_layers=2, **shape)
-    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
     model.save_pretrained(base)
     return base
 
 
-def unpack(packed: Path, values: dict[str, Tensor], directory: Path) -> Path:
-    """The plain checkpoint in bfloat16 that a packed one stands for."""
+def unpack(packed: Path, values: dict[str, Tensor], directory: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """The plain checkpoint in `dtype` that a packed one stands for."""
     model: Any = load_weights(str(packed))
     found = {name: tensor for name, tensor in model.state_dict().items() if name.removesuffix(".weight") not in values}
     found = {name: tensor.clone() for name, tensor in found.items() if not name.endswith((".scale", ".zero"))}
-    found |= {f"{name}.weight": value.bfloat16() for name, value in values.items()}
+    found |= {f"{name}.weight": value.to(dtype) for name, value in values.items()}
     shutil.copytree(packed, directory)
     save_file(found, directory / "model.safetensors", {"format": "pt"})
     edit(directory / "config.json", quantization_config=None)

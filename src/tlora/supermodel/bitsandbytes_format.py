@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from tlora.errors import ModelError
 from tlora.kernels.packed_weight import PackedWeight, rounded_to
-from tlora.supermodel.packed_format import Format, PackedTensor, find_packed
+from tlora.supermodel.packed_format import Format, PackedTensor, find_packed, packs_others
 from tlora.supermodel.tensor_files import StoredTensor
 
 _STATE = ".quant_state.bitsandbytes__"
@@ -36,13 +35,7 @@ def open_format(settings: Mapping[str, Any], base_model: str) -> Format:
         )
     kind = str(settings.get("bnb_4bit_quant_type", "fp4"))
     kept = tuple(settings.get("llm_int8_skip_modules") or _KEPT)
-    return Format(f"bitsandbytes {kind}", kind, _DEFAULT_GROUP, partial(_packs, kept), partial(_find, base_model))
-
-
-def _packs(kept: tuple[str, ...], linear: str) -> bool:
-    """As transformers reads `llm_int8_skip_modules`."""
-    boundary = r"(?:(?<=\.)|(?=\.|$))"
-    return not any(re.match(rf"(?:{key}){boundary}", linear) or linear.endswith(key) for key in kept)
+    return Format(f"bitsandbytes {kind}", kind, _DEFAULT_GROUP, partial(packs_others, kept), partial(_find, base_model))
 
 
 def _find(base_model: str, stored: Mapping[str, StoredTensor]) -> dict[str, PackedTensor]:

@@ -7,6 +7,7 @@ worded here, once for all.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -81,10 +82,21 @@ def find_packed(base_model: str, library: str, keys: Iterable[str], find: Callab
     return found
 
 
-def _readers() -> dict[str, Callable[[Mapping[str, Any], str], Format]]:
-    from tlora.supermodel import bitsandbytes_format, compressed_tensors_format
+def packs_others(kept: tuple[str, ...], linear: str) -> bool:
+    """Whether `linear` is packed where a config names the modules that are `kept` as they are, read as transformers does."""
+    boundary = r"(?:(?<=\.)|(?=\.|$))"
+    return not any(re.match(rf"(?:{key}){boundary}", linear) or linear.endswith(key) for key in kept)
 
-    return {"bitsandbytes": bitsandbytes_format.open_format, "compressed-tensors": compressed_tensors_format.open_format}
+
+def _readers() -> dict[str, Callable[[Mapping[str, Any], str], Format]]:
+    from tlora.supermodel import awq_format, bitsandbytes_format, compressed_tensors_format, gptq_format
+
+    return {
+        "bitsandbytes": bitsandbytes_format.open_format,
+        "compressed-tensors": compressed_tensors_format.open_format,
+        "gptq": gptq_format.open_format,
+        "awq": awq_format.open_format,
+    }
 
 
 def check_unpacked(form: Format | None, precision: BasePrecision | None, base_model: str) -> None:
