@@ -122,6 +122,28 @@ def test_a_group_is_ready_when_its_base_is_loaded_and_all_are_in(backend: LocalB
     assert backend.poll() == [GroupReady("g0")]
 
 
+def test_an_expected_base_is_loaded_by_a_gpu_that_is_free_and_its_group_finds_it(backend: LocalBackend) -> None:
+    backend.execute(StartGroup(group("g0", 0, "a", base="other")))
+    for name in ("base", "base", "other", "unknown"):
+        backend.expect(name)
+    backend.execute(StartGroup(group("g0", 0, "a", base="other")))  # settles
+    assert [(worker.gpu, worker.load.base_model) for worker in STARTED] == [(0, "models/other"), (1, "models/base")]
+    backend.execute(StartGroup(group("g1", 1, "b")))
+    for worker in STARTED:
+        worker.obey()
+    found = backend.poll()
+    while len(found) < 2:
+        found += backend.poll()
+    assert len(STARTED) == 2 and {GroupReady("g0"), GroupReady("g1")} == set(found)
+
+
+def test_nothing_is_loaded_ahead_where_all_gpus_have_workers(backend: LocalBackend) -> None:
+    running(backend, group("g0", 0, "a"), group("g1", 1, "b"))
+    backend.expect("other")
+    backend.execute(StopGroup("g1"))
+    assert [worker.load.base_model for worker in STARTED] == ["models/base", "models/base"]
+
+
 def test_a_worker_hears_how_many_tokens_a_step_has(backend: LocalBackend) -> None:
     """On how many of its GPUs a job is worth computing follows from that."""
     backend.execute(StartGroup(group("g0", 0, "a")))

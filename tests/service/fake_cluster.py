@@ -101,6 +101,9 @@ class FakeCluster:
     def forget(self, job_id: str) -> None:
         self.asked.append(("forget", job_id))
 
+    def expect(self, base_model: str) -> None:
+        self.asked.append(("expect", base_model))
+
     def stop(self) -> None:
         self._inbox.put(None)
 

@@ -181,6 +181,8 @@ class Controller:
             tokens = str(self._directory / "tokens" / row.tenant)
             request = IntakeRequest(row.id, self._bases[row.base_model], row.tenant, spec, tokens)
             self._intake.put(row.id, request_line(request))
+            if self._cluster is not None and row.base_model in self._sizes:
+                self._cluster.expect(row.base_model)  # which takes longer to load than most data does to be read
 
     def _hear(self, answer: Answer) -> None:
         """Of intake, in its thread: an answer that is lost would stall its job."""
