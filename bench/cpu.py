@@ -4,13 +4,15 @@
 
 Part 1: eight jobs (ranks 4-64, batches of 1-4 short samples) over a 4-layer model of width 256; tokens/s of optimizer steps, without
 start-up. Part 2: what the adapters add to forward and input gradients of the linears at width 1,024 with 2,048 tokens. The three
-ways of part 1 take turns within each repeat, so that a change of the machine's speed meets all of them; medians are printed.
+ways of part 1 take turns within each repeat, so that a change of the machine's speed meets all of them; medians are printed. On two idle
+cores it takes about two minutes, on busy ones many times that: each repeat is printed, and FILE rewritten, as soon as it is through.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -137,8 +139,10 @@ def trained_tokens(jobs: list[tuple[JobSpec, Dataset]]) -> int:
     )
 
 
-def bench_jobs(steps: int, repeats: int) -> dict[str, float]:
-    """Tokens/s of the three ways; PEFT's count is of the same jobs, its own order of samples has the same mean length."""
+def bench_jobs(steps: int, repeats: int, keep: Callable[[dict[str, float]], None]) -> dict[str, float]:
+    """Tokens/s of the three ways; PEFT's count is of the same jobs, its own order of samples has the same mean length. `keep` gets the
+    medians after each repeat.
+    """
     seconds: dict[str, list[float]] = {"together": [], "one after another": [], "PEFT one after another": []}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -147,13 +151,18 @@ def bench_jobs(steps: int, repeats: int) -> dict[str, float]:
         warm_up = [(spec.model_copy(update={"max_steps": 3}), data) for spec, data in jobs]
         run_tlora(model, warm_up, directory / "w")
         run_peft(*warm_up[0], directory)
+        tokens, speeds = trained_tokens(jobs), dict[str, float]()
         for repeat in range(repeats):
             out = directory / str(repeat)
             seconds["together"].append(run_tlora(model, jobs, out / "together"))
             seconds["one after another"].append(sum(run_tlora(model, [job], out / "alone") for job in jobs))
             seconds["PEFT one after another"].append(sum(run_peft(*job, out) for job in jobs))
-        tokens = trained_tokens(jobs)
-    return {way: tokens / statistics.median(values) for way, values in seconds.items()}
+            print(
+                f"repeat {repeat + 1} of {repeats}:", ", ".join(f"{way} {values[-1]:.1f} s" for way, values in seconds.items()), flush=True
+            )
+            speeds = {way: tokens / statistics.median(values) for way, values in seconds.items()}
+            keep(speeds)
+    return speeds
 
 
 def bench_linears(repeats: int, width: int = 1024, tokens: int = 2048) -> dict[str, float]:
@@ -208,21 +217,31 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    speeds = bench_jobs(options.steps, options.repeats)
-    linears = bench_linears(options.repeats)
+    found: dict[str, Any] = {**_facts(), "steps": options.steps, "repeats": options.repeats}
+
+    def keep(name: str, values: dict[str, float]) -> None:
+        found[name] = values
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+    speeds = bench_jobs(options.steps, options.repeats, partial(keep, "tokens_per_second"))
     peft = speeds["PEFT one after another"]
     for way, speed in speeds.items():
-        print(f"{way:24} {speed:10,.0f} tokens/s   {speed / peft:5.2f} x PEFT")
+        print(f"{way:24} {speed:10,.0f} tokens/s   {speed / peft:5.2f} x PEFT", flush=True)
+    linears = bench_linears(options.repeats)
+    keep("linears_seconds", linears)
     print("adapters over the bare linears, forward and input gradients (width 1,024, 2,048 tokens, 8 jobs, ranks add up to 240):")
     for name, what in (("torch", "F.linear, as transformers runs them"), ("bare", "our own products without adapters")):
         print(f"  {linears['with adapters'] / linears[name] - 1:+7.1%} over {what} ({linears[name] * 1e3:.0f} ms)")
-    if options.json:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-        cpu = next((x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), "?")
-        machine = {"cpu": cpu, "threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version()}
-        found = {"commit": commit, "machine": machine, "tokens_per_second": speeds, "linears_seconds": linears}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _facts() -> dict[str, Any]:
+    """Of the code and of the machine, as it is before the first measurement: how busy it is decides how long all takes."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    cpu = next((x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), "?")
+    machine = {"cpu": cpu, "threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version()}
+    return {"commit": commit, "machine": machine | {"load_average": os.getloadavg()[0]}}
 
 
 if __name__ == "__main__":
