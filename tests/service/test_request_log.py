@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.service.served import serving, until
+from tlora.cluster.log_file import KEPT, LogFile
 from tlora.service import request_log
-from tlora.service.request_log import KEPT, Answered, RequestLog
+from tlora.service.request_log import Answered, RequestLog
 
 ASKED = Answered("POST", "/v1/jobs", "127.0.0.1", 201, 0.01, "alice", "key-1")
 
@@ -63,15 +68,42 @@ def test_a_disk_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path: 
 
 
 def test_lines_that_a_slow_disk_has_no_room_for_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_disk, goes_on, write = threading.Event(), threading.Event(), LogFile.write
+
+    def wait_and_write(file: LogFile, lines: Sequence[str]) -> None:
+        at_disk.set()
+        goes_on.wait()
+        write(file, lines)
+
     monkeypatch.setattr(request_log, "_MOST_WAITING", 2)
+    monkeypatch.setattr(LogFile, "write", wait_and_write)
     log = RequestLog(tmp_path / "logs", 1 << 16)
-    with log._files[0].lock or pytest.fail("a handler has a lock"):  # the disk stands still
-        log.see(ASKED)
-        until(lambda: log._queue.qsize() == 0)  # one line is at the disk
-        for _ in range(5):
-            log.see(ASKED)  # two wait, and three are lost
+    log.see(ASKED)
+    at_disk.wait()  # the disk stands still
+    for _ in range(5):
+        log.see(ASKED)  # two wait, and three are lost
+    goes_on.set()
     until(lambda: log._queue.qsize() == 0)
     log.see(ASKED)
     log.close()
     access = lines_of(tmp_path / "logs" / "access.log")
     assert len(access) == 4 and access[-1]["lost"] == 3 and not any("lost" in line for line in access[:-1])
+
+
+def test_lines_are_written_again_once_the_disk_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed, opened = threading.Event(), Path.open
+
+    def fail(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == "audit.log" and not failed.is_set():
+            failed.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", fail)
+    log = RequestLog(tmp_path / "logs", 1 << 16)
+    log.see(ASKED)
+    failed.wait()
+    log.see(ASKED._replace(path="/v1/jobs/later"))
+    log.close()
+    assert [line["path"] for line in lines_of(tmp_path / "logs" / "audit.log")] == ["/v1/jobs/later"]
+    assert len(lines_of(tmp_path / "logs" / "access.log")) == 2

@@ -207,7 +207,7 @@ def test_a_body_that_comes_too_slowly_is_cut() -> None:
 
     scope = {"type": "http", "path": "/v1/jobs", "headers": []}
     with pytest.raises(HTTPException) as found:
-        asyncio.run(guard._bound(scope, never, body)())
+        asyncio.run(guard._bound(scope, {}, never, body)())
     assert found.value.status_code == 408
 
 

@@ -22,7 +22,7 @@ from tlora.service.database.store import SCHEMA, open_store, refuse_network_syst
 from tlora.service.database.tables import files, jobs, metadata, tenants
 from tlora.service.database.writer import StoreError, Writer
 from tlora.service.keys import create_key, write_first_key
-from tlora.service.orders import OrderSpec
+from tlora.service.orders import OrderedData, OrderSpec
 from tlora.service.problems import RefusedError
 
 
@@ -246,6 +246,31 @@ def test_jobs_keep_the_order_of_their_submission_and_steps_never_go_back(
     with engine.connect() as connection:
         found = [job_rows.row_of(connection, made[number].id) for number in (0, 1)]
     assert [row.steps for row in found if row is not None] == [5, 7]
+
+
+def test_batches_that_are_written_together_are_refused_alone(engine: Engine, writer: Writer) -> None:
+    def order(**changes: Any) -> OrderSpec:
+        return ORDER.model_copy(update=changes)
+
+    absent = order(data=OrderedData.model_validate({"file": ["file-1", "file-2"]}))
+    batches = [
+        job_rows.Batch("t", [ORDER, order(name="b")]),
+        job_rows.Batch("t", [absent]),
+        job_rows.Batch("u", [ORDER]),  # another tenant's file
+        job_rows.Batch("t", [order(start_from="job-0")]),
+        job_rows.Batch("t", [order(name="c"), order(name="d")]),  # the fourth open job would be one too many
+        job_rows.Batch("t", [order(name="e")], job_rows.Origin(sweep="sweep-1")),
+    ]
+    writer.do(prepare)
+    found = writer.do(lambda connection: job_rows.insert_batches(connection, batches, Limits(open_jobs=3)))
+    assert [error.code for error in found if isinstance(error, RefusedError)] == ["not_found", "not_found", "not_found", "too_many_jobs"]
+    assert "'file-2'" in str(found[1]) and "'file-1'" in str(found[2]) and "'job-0'" in str(found[3])
+    first, last = found[0], found[5]
+    assert isinstance(first, list) and isinstance(last, list)
+    assert [(row.name, row.sweep) for row in (*first, *last)] == [("a", None), ("b", None), ("e", "sweep-1")]
+    with engine.connect() as connection:
+        assert job_rows.open_jobs(connection) == [*first, *last]
+        assert [row.job for row in event_rows.list_events(connection, "t", None, 0, 10)] == [row.id for row in (*first, *last)]
 
 
 def test_answers_are_given_once_a_key(engine: Engine, writer: Writer) -> None:

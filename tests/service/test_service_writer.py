@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from sqlalchemy import Connection, Engine, select
+from sqlalchemy.exc import IntegrityError
 
 from tests.service.fake_cluster import fake_hall
 from tests.service.served import Served, config_of, until
@@ -19,7 +20,7 @@ from tlora.errors import TloraError
 from tlora.service import server as server_module
 from tlora.service.database.store import open_store
 from tlora.service.database.tables import tenants
-from tlora.service.database.writer import StoreError, Writer
+from tlora.service.database.writer import StoreError, Together, Writer
 
 
 @pytest.fixture
@@ -109,6 +110,53 @@ def test_an_end_of_the_writer_fails_all_that_waits_and_is_reported(engine: Engin
     until(lambda: told)
     assert told == [writer.end.reason] and type(error).__name__ in told[0]
     writer.close()
+
+
+def add_all(connection: Connection, wanted: Sequence[str]) -> list[str | Exception]:
+    """All of `wanted` in one call, but for those that are refused; a name that is there already makes it raise."""
+    for name in wanted:
+        if not name.startswith("refused"):
+            add(name)(connection)
+    return [ValueError(name) if name.startswith("refused") else f"{name} of {len(wanted)}" for name in wanted]
+
+
+def written_together(engine: Engine, *operations: Any) -> list[Any]:
+    """Their futures: all have waited while the writer was busy."""
+    writer, gate = Writer(engine), Gate()
+    writer.submit(gate)
+    gate.reached.wait()
+    found = [writer.submit(one) for one in operations]
+    gate.open.set()
+    writer.close()
+    return found
+
+
+def test_neighbours_of_one_work_are_done_in_one_call(engine: Engine) -> None:
+    found = written_together(
+        engine, *(Together(add_all, name) for name in ("a", "refused", "b")), add("between"), Together(add_all, "c"), Together(add_all, "d")
+    )
+    assert [future.result() for future in (found[0], found[2], *found[3:])] == ["a of 3", "b of 3", None, "c of 2", "d of 2"]
+    with pytest.raises(ValueError, match="refused"):
+        found[1].result()
+    assert names(engine) == ["a", "b", "between", "c", "d"]
+
+
+def test_where_one_call_fails_each_is_done_alone(engine: Engine) -> None:
+    found = written_together(engine, *(Together(add_all, name) for name in ("a", "twice", "twice", "b")))
+    assert [future.result() for future in (found[0], found[1], found[3])] == ["a of 1", "twice of 1", "b of 1"]
+    assert isinstance(found[2].exception(), IntegrityError)
+    assert names(engine) == ["a", "b", "twice"]
+
+
+def test_one_of_them_that_is_cancelled_is_left_out(engine: Engine) -> None:
+    writer, gate = Writer(engine), Gate()
+    writer.submit(gate)
+    gate.reached.wait()
+    found = [writer.submit(Together(add_all, name)) for name in ("a", "b", "c")]
+    assert found[1].cancel()
+    gate.open.set()
+    writer.close()
+    assert [found[0].result(), found[2].result()] == ["a of 2", "c of 2"] and names(engine) == ["a", "c"]
 
 
 def test_a_bell_that_cannot_ring_ends_nothing(engine: Engine) -> None:

@@ -15,10 +15,9 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from tlora.cluster.log_file import LogFile
 from tlora.errors import ConfigError
 from tlora.protocol import Action, BaseAdded, Event, GroupFound, JobSubmitted, NodeAdded, to_json
-
-KEPT = 5  # older files of a log that is bounded
 
 
 class EventLog:
@@ -28,39 +27,28 @@ class EventLog:
     """
 
     def __init__(self, path: Path, began_at_seconds: float = 0.0, most_bytes: int | None = None) -> None:
-        """`began_at_seconds`: what the back end's clock showed when it began. `most_bytes`: of a file, or a little more; older ones have .1
-        to .5 behind their names.
+        """`began_at_seconds`: what the back end's clock showed when it began. `most_bytes`: of a file, or a
+        little more.
         """
         self._begin = (_mend(path) if path.is_file() else 0.0) - began_at_seconds
-        self._path, self._most_bytes = path, most_bytes
         self._there: list[NodeAdded | BaseAdded] = []
-        self._file = path.open("a", encoding="utf-8")
+        self._file = LogFile(path, most_bytes)
 
     def write(self, seconds: float, item: Event | Action) -> None:
         """Raises OSError, as on a full disk."""
-        if self._most_bytes is not None and self._file.tell() >= self._most_bytes:
-            self._begin_file(seconds)
-        if isinstance(item, NodeAdded | BaseAdded):
-            self._there.append(item)
-        elif isinstance(item, JobSubmitted):
+        if isinstance(item, JobSubmitted):
             item = self._on_own_clock(item)
         elif isinstance(item, GroupFound):
             item = replace(item, jobs=tuple(self._on_own_clock(job) for job in item.jobs))
-        self._append(seconds, item)
+        line = self._line(seconds, item)
+        if self._file.is_full(line):
+            line = "".join(self._line(seconds, one) for one in self._there) + line
+        if isinstance(item, NodeAdded | BaseAdded):
+            self._there.append(item)
+        self._file.write([line])
 
-    def _append(self, seconds: float, item: Event | Action) -> None:
-        self._file.write(json.dumps({"seconds": self._begin + seconds, **to_json(item)}) + "\n")
-        self._file.flush()
-
-    def _begin_file(self, seconds: float) -> None:
-        self._file.close()
-        names = [self._path, *(self._path.with_name(f"{self._path.name}.{number}") for number in range(1, KEPT + 1))]
-        for older, newer in zip(reversed(names), reversed(names[:-1]), strict=False):
-            if newer.exists():
-                newer.replace(older)
-        self._file = self._path.open("a", encoding="utf-8")
-        for item in self._there:
-            self._append(seconds, item)
+    def _line(self, seconds: float, item: Event | Action) -> str:
+        return json.dumps({"seconds": self._begin + seconds, **to_json(item)}) + "\n"
 
     def _on_own_clock(self, job: JobSubmitted) -> JobSubmitted:
         times = {"deadline": job.deadline, "submitted_at": job.submitted_at}

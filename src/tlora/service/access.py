@@ -109,15 +109,16 @@ class Guard:
             self._see(Answered(scope["method"], scope["path"], client[0], code, time.monotonic() - began, tenant, key_id))
 
         secured = _secure(send, body, see)
-        refusal = self._judge_address(address) or await self._judge(scope)
-        if refusal is not None and self._welcome is not None and _is_browser(scope, refusal[0]):
+        headers = _headers(scope)
+        refusal = self._judge_address(address) or await self._judge(scope, headers)
+        if refusal is not None and self._welcome is not None and _is_browser(scope, headers, refusal[0]):
             await self._welcome(scope, receive, secured)
             return
         if refusal is not None:
-            status, code, message, headers = refusal
-            await answer(status, code, message, headers=headers)(scope, receive, secured)
+            status, code, message, more = refusal
+            await answer(status, code, message, headers=more)(scope, receive, secured)
             return
-        await self._app(scope, self._bound(scope, receive, body), secured)
+        await self._app(scope, self._bound(scope, headers, receive, body), secured)
 
     def _judge_address(self, address: str | None) -> _Refusal | None:
         """Directly connected ones are bounded before; a proxy's clients are here."""
@@ -127,14 +128,13 @@ class Guard:
         message = f"more than {most} requests of {address} are being answered; wait until some have been"
         return 429, "too_many_connections", message, {"Retry-After": "1"}
 
-    async def _judge(self, scope: Scope) -> _Refusal | None:
+    async def _judge(self, scope: Scope, headers: Mapping[str, str]) -> _Refusal | None:
         """None for a request that may pass. Leaves the caller in the scope's state, also of one that may not."""
-        headers = _headers(scope)
         host = headers.get("host", "")
         named = _HOST.fullmatch(host)
         if named is None or named[1].strip("[]").lower() not in self._hosts:
             return 421, "wrong_host", f"host {host[:100]!a} is not served here; name it in allowed_hosts of the server's config", {}
-        path = _own_path(scope)
+        path = own_path(scope)
         if path in OPEN_PATHS:
             return None
         secret = key_of(headers)
@@ -161,10 +161,10 @@ class Guard:
         rate = self._limits.requests_per_second
         return self._buckets.setdefault(tenant, _Bucket(rate)).take(rate)
 
-    def _bound(self, scope: Scope, receive: Receive, body: Body) -> Receive:
+    def _bound(self, scope: Scope, headers: Mapping[str, str], receive: Receive, body: Body) -> Receive:
         """`receive`, cut where the body is longer than its limit, or comes too slowly."""
         limit = _body_limit(scope, self._limits)
-        claimed = _headers(scope).get("content-length", "")
+        claimed = headers.get("content-length", "")
         received = int(claimed) if claimed.isdecimal() and int(claimed) > limit else 0
 
         async def bounded() -> Message:
@@ -214,17 +214,17 @@ def _under_prefix(scope: Scope, root: str) -> Scope:
     return {**scope, "root_path": root, "path": root + (bare or "/"), "raw_path": root.encode() + (raw or b"/")}
 
 
-def _own_path(scope: Scope) -> str:
+def own_path(scope: Scope) -> str:
     """Without the prefix: what the routes go by."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
 
-def _is_browser(scope: Scope, status: int) -> bool:
+def _is_browser(scope: Scope, headers: Mapping[str, str], status: int) -> bool:
     """Whether the refusal is of a page that somebody opened without having logged in."""
-    path = _own_path(scope)
+    path = own_path(scope)
     is_page = path == "/" or path.startswith("/jobs/")
-    return status == 401 and is_page and "text/html" in _headers(scope).get("accept", "")
+    return status == 401 and is_page and "text/html" in headers.get("accept", "")
 
 
 def caller_of(request: Request) -> Caller:
@@ -245,7 +245,7 @@ def _headers(scope: Scope) -> dict[str, str]:
 
 
 def _body_limit(scope: Scope, limits: Limits) -> int:
-    return limits.upload_bytes + _MULTIPART_BYTES if _own_path(scope) in UPLOADS else limits.body_bytes
+    return limits.upload_bytes + _MULTIPART_BYTES if own_path(scope) in UPLOADS else limits.body_bytes
 
 
 def _too_large(limit: int) -> HTTPException:

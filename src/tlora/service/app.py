@@ -18,6 +18,7 @@ from tlora.errors import TloraError
 from tlora.service import problems
 from tlora.service.access import OPEN_PATHS, Guard
 from tlora.service.database.writer import StoreError
+from tlora.service.direct_orders import DirectOrders
 from tlora.service.problems import RefusedError
 from tlora.service.routes import cluster, files, jobs, keys, models, openai, page, streams
 from tlora.service.services import Services
@@ -56,8 +57,10 @@ def make_app(services: Services, start: Callable[[], None] = lambda: None, stop:
         TloraError: problems.on_tlora_error,
         HTTPException: problems.on_http_exception,
         RequestValidationError: problems.on_invalid,
-        Exception: problems.on_bug,
     }
+    # within the guard, as what is added later is around what was added before
+    app.add_middleware(DirectOrders, services=services, handlers=dict(handlers))
+    handlers[Exception] = problems.on_bug
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
     welcome = page.login_page(services.config.root_path)

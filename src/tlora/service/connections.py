@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 from tlora.service.config import ConnectionLimits
@@ -180,6 +181,7 @@ class Connections:
             logging.getLogger(__name__).warning("%s, and each has a request that is answered: more are refused", why)
 
 
+@lru_cache(maxsize=1024)  # asked for each request
 def shared_address(host: str | None) -> str | None:
     """What the connections of one client have in common: the address, of IPv6 its /64. None for a unix socket's end."""
     found = _parse(host)

@@ -7,7 +7,6 @@ is replayed. Where the server before was killed, its workers train on: they are 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,12 +30,13 @@ from tlora.service.config import ServerConfig
 from tlora.service.database import job_rows
 from tlora.service.database.writer import Operation, StoreError, Writer
 from tlora.service.event_record import EventRecord
+from tlora.service.feeder import STORE_SECONDS, Feeder
 from tlora.service.hall import Cluster, Hall, intake_settings
 from tlora.service.intake import Answer
 from tlora.service.intake_requests import IntakeRequest, request_line
 from tlora.service.live_state import LiveState
 from tlora.service.machine import NAMES
-from tlora.service.order_reader import OrderReader
+from tlora.service.order_reader import Accepted, OrderReader
 from tlora.service.orders import OrderSpec
 from tlora.service.outcomes import Outcomes, Recorded
 from tlora.service.problems import RefusedError
@@ -47,7 +47,6 @@ from tlora.service.waiting_queue import WaitingQueue
 
 T = TypeVar("T")
 _BASES_SECONDS = 120.0  # for bases of accepted jobs to be looked at, before workers that are found are taken over without their jobs
-_STORE_SECONDS = 2.0  # between two tries to write to a store that cannot be written
 _ROOM_SECONDS = 10.0  # between two tries to read data whose tokens have no room on the disk
 _BASE_KEY = "base:"  # of intake's questions about bases
 
@@ -76,8 +75,7 @@ class Controller:
         self.storage = Storage(config.directory, config.limits)
         self._usage = Usage(writer, config.usage_half_life_seconds)
         self._learned = LearnedCosts(config.directory, logging.getLogger(__name__).warning)
-        self._inbox: queue.SimpleQueue[Sequence[Row[Any]] | None] = queue.SimpleQueue()  # jobs that were accepted
-        self._feeder = threading.Thread(target=self._feed, name="feeder", daemon=True)
+        self._feeder = Feeder(self._take_up)
         self._outcomes = Outcomes(config.directory, writer, live, self._forget)
         self._queue = WaitingQueue(config.policy, self._outcomes.see_queue, NAMES[hall.places.device])
         self._events = EventRecord(config.directory / "logs", config.log_file_bytes)
@@ -92,14 +90,16 @@ class Controller:
                 self.base_added(name, path)
             with self._engine.connect() as connection:
                 rows = job_rows.open_jobs(connection)
-            self._take_up(rows)
+            there = set[str]()
+            for row in rows:
+                self._take_up(Accepted(row), there)
         self._feeder.start()
         self._thread.start()
 
     def close(self) -> None:
         """Checkpoint everything and end the workers and intake."""
         self._closing = True
-        self._inbox.put(None)
+        self._feeder.close()
         with self._lock:
             self._base_heard.notify_all()
             cluster = self._cluster
@@ -116,19 +116,9 @@ class Controller:
     def check(self, order: OrderSpec) -> None:
         self._capacity.check(order)
 
-    def accepted(self, rows: Sequence[Row[Any]]) -> None:
+    def accepted(self, jobs: Sequence[Accepted]) -> None:
         """In a thread of its own: requests are answered meanwhile."""
-        self._inbox.put(rows)
-
-    def _feed(self) -> None:
-        while (rows := self._inbox.get()) is not None:
-            try:
-                with self._lock:
-                    self._take_up(rows)
-            except SQLAlchemyError:  # the store does not answer: these jobs are accepted, and wait for it
-                _log("accepted jobs wait for the store")
-                time.sleep(_STORE_SECONDS)
-                self._inbox.put(rows)
+        self._feeder.put(jobs)
 
     def paused(self, job_id: str) -> None:
         self._ask(job_id, lambda cluster: cluster.hold(job_id))
@@ -162,22 +152,23 @@ class Controller:
 
     # -- into the cluster ----------------------------------------------------------------------------------------------
 
-    def _take_up(self, rows: Sequence[Row[Any]]) -> None:
-        """Through intake, or, where their data has been read before, to the cluster."""
-        for row in rows:
+    def _take_up(self, job: Accepted, there: set[str]) -> None:
+        """Through intake, or, where its data has been read before, to the cluster. `there`: paths that need not be looked for."""
+        row = job.row
+        with self._lock:
             if self._reader.has_tokens(row):
                 self._admit(row)
-                continue
+                return
             if row.intake is not None:
                 self._outcomes.read_again(row.id)
             try:
-                spec = self._reader.spec(row, self._bases)
+                spec = self._reader.spec(row, self._bases, job.order)
             except (TloraError, ValueError, KeyError) as error:
                 self._outcomes.fail(row.id, str(error))
-                continue
-            if missing := self._reader.missing(row, spec):
+                return
+            if missing := self._reader.missing(row, spec, there):
                 self._wait_for_files(row.id, missing)
-                continue
+                return
             tokens = str(self._directory / "tokens" / row.tenant)
             request = IntakeRequest(row.id, self._bases[row.base_model], row.tenant, spec, tokens)
             self._intake.put(row.id, request_line(request))
@@ -196,7 +187,7 @@ class Controller:
                 return
             except SQLAlchemyError:
                 _log(f"{what}: waits for the store")
-                time.sleep(_STORE_SECONDS)
+                time.sleep(STORE_SECONDS)
 
     def _take_answer(self, answer: Answer) -> None:
         key = answer["key"]
@@ -243,7 +234,7 @@ class Controller:
             _later(self._look_again, job_id)
             return
         if row is not None and row.ended is None:
-            self._inbox.put([row])
+            self._feeder.put([Accepted(row)])
 
     def _see_base(self, name: str, answer: Answer) -> None:
         with self._lock:
@@ -286,7 +277,7 @@ class Controller:
             try:
                 return self._writer.do(operation)
             except StoreError:
-                time.sleep(_STORE_SECONDS)
+                time.sleep(STORE_SECONDS)
         return None
 
     def _admit(self, row: Row[Any]) -> None:

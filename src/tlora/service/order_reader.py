@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Engine, Row
 
@@ -24,6 +24,13 @@ def start_path(directory: Path, start_from: str) -> Path:
     return directory / "jobs" / job_id / checkpoint
 
 
+class Accepted(NamedTuple):
+    """A job in the store; `order` is the row's, where it has been read."""
+
+    row: Row[Any]
+    order: OrderSpec | None = None
+
+
 class OrderReader:
     """Remembers where files lie: their bytes never change. The caller sees to it that `spec` is asked by one thread at a time."""
 
@@ -31,9 +38,11 @@ class OrderReader:
         self._engine, self._directory = engine, directory
         self._paths: dict[str, Path] = {}
 
-    def spec(self, row: Row[Any], bases: Mapping[str, str]) -> JobSpec:
-        """The job of `row`. Raises ConfigError where its base is none of `bases` any more, and what `job_spec` does."""
-        order = OrderSpec.model_validate(row.order)
+    def spec(self, row: Row[Any], bases: Mapping[str, str], order: OrderSpec | None = None) -> JobSpec:
+        """The job of `row`; `order` is the row's, where it has been read. Raises ConfigError where its base is none of `bases` any more,
+        and what `job_spec` does.
+        """
+        order = order or OrderSpec.model_validate(row.order)
         if row.base_model not in bases:
             raise ConfigError(f"base_model {row.base_model!r}: is not served here any more. Order another")
         if any(file not in self._paths for file in order.data.file_ids):
@@ -45,22 +54,26 @@ class OrderReader:
         start = start_path(self._directory, order.start_from) if order.start_from else None
         return job_spec(order, row.id, paths, start)
 
-    def missing(self, row: Row[Any], spec: JobSpec | None = None) -> list[str]:
+    def missing(self, row: Row[Any], spec: JobSpec | None = None, there: set[str] | None = None) -> list[str]:
         """What the job needs, was not removed, and yet does not lie in the server's directory, as its tenant calls it. With the job's
-        `spec` the store is asked only where something is missing.
+        `spec` the store is asked only where something is missing. Paths in `there` are not looked for again; those found are added.
         """
         if spec is not None:
+            there = set() if there is None else there
             sources = [source.path for source in (*spec.data.sources, *spec.data.eval_sources)]
-            if all(Path(path).exists() for path in (*sources, *([spec.adapter_path] if spec.adapter_path else []))):
+            wanted = {*sources, *([spec.adapter_path] if spec.adapter_path else [])} - there
+            found = {path for path in wanted if Path(path).exists()}
+            there |= found
+            if found == wanted:
                 return []
         order = OrderSpec.model_validate(row.order)
         with self._engine.connect() as connection:
             paths = file_rows.paths_of(connection, self._directory, row.tenant, order.data.file_ids)
-            found = [f"file {file_rows.name_of(connection, file)}" for file, path in paths.items() if not path.is_file()]
+            lost = [f"file {file_rows.name_of(connection, file)}" for file, path in paths.items() if not path.is_file()]
             source = job_rows.row_of(connection, order.start_from) if order.start_from else None
             if source is not None and source.removed is None and not (self._directory / "jobs" / source.id).is_dir():
-                found.append(f"the adapter of {source.id}")
-        return found
+                lost.append(f"the adapter of {source.id}")
+        return lost
 
     @staticmethod
     def has_tokens(row: Row[Any]) -> bool:

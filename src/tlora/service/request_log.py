@@ -6,21 +6,22 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
-from dataclasses import dataclass
+import threading
+import time
 from datetime import UTC, datetime
-from logging.handlers import QueueListener, RotatingFileHandler
 from pathlib import Path
-from queue import Full, Queue
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
-KEPT = 5  # older files of each log
+from tlora.cluster.log_file import LogFile
+
 _MOST_WAITING = 10_000  # lines; a disk that stands still takes no more memory than these
+_GATHER_SECONDS = 0.02  # that lines wait for others, so that a busy server writes many at once; a kill loses these
 _LONGEST_PATH = 300  # characters
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
+class Answered(NamedTuple):
     """A request whose answer begins. `tenant` and `key_id` are empty where no key was accepted."""
 
     method: str
@@ -37,50 +38,68 @@ class Answered:
 
 
 class RequestLog:
-    """Of one server. A thread writes, so that no request waits for the disk."""
+    """Of one server. A thread writes, so that no request waits for the disk. Use `see` in one thread."""
 
     def __init__(self, directory: Path, file_bytes: int) -> None:
         """`file_bytes`: from which on a new file is begun."""
-        self._queue, self._lost, self._failing = Queue[logging.LogRecord](_MOST_WAITING), 0, False
-        self._files = [self._open(directory / name, file_bytes) for name in ("access.log", "audit.log")]
-        self._files[1].addFilter(lambda record: record.levelno >= logging.WARNING)
-        self._listener = QueueListener(self._queue, *self._files)
-        self._listener.start()
+        directory.mkdir(mode=0o700, exist_ok=True)
+        self._queue: SimpleQueue[tuple[float, Answered, int] | None] = SimpleQueue()
+        self._lost, self._failing = 0, False
+        self._access, self._audit = (LogFile(directory / name, file_bytes) for name in ("access.log", "audit.log"))
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="request log", daemon=True)
+        self._thread.start()
 
     def see(self, answered: Answered) -> None:
-        line = {
-            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "address": answered.address,
-            "method": answered.method[:20],
-            "path": answered.path[:_LONGEST_PATH],
-            "code": answered.code,
-            "seconds": round(answered.seconds, 4),
-            "tenant": answered.tenant,
-            "key": answered.key_id,
-        }
-        if self._lost:
-            line["lost"] = self._lost  # lines before this one, which the disk was too slow for
-        level = logging.WARNING if answered.changes else logging.INFO
-        try:
-            self._queue.put_nowait(logging.makeLogRecord({"msg": json.dumps(line), "levelno": level}))
-            self._lost = 0
-        except Full:
+        if self._queue.qsize() >= _MOST_WAITING:
             self._lost += 1
+            return
+        self._queue.put((time.time(), answered, self._lost))
+        self._lost = 0
 
     def close(self) -> None:
         """Write what waits."""
-        self._listener.stop()
-        for file in self._files:
-            file.close()
+        self._closing.set()
+        self._queue.put(None)
+        self._thread.join()
+        self._access.close()
+        self._audit.close()
 
-    def _open(self, path: Path, file_bytes: int) -> RotatingFileHandler:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        handler = RotatingFileHandler(path, maxBytes=file_bytes, backupCount=KEPT, encoding="utf-8", delay=True)
-        handler.handleError = self._tell  # type: ignore[method-assign] # else each line has a traceback
-        return handler
+    def _run(self) -> None:
+        ended = False
+        while not ended:
+            found = [self._queue.get()]
+            self._closing.wait(_GATHER_SECONDS)
+            try:
+                while len(found) < _MOST_WAITING:
+                    found.append(self._queue.get_nowait())
+            except Empty:
+                pass
+            ended = None in found
+            lines = [(_line(*item), item[1].changes) for item in found if item is not None]
+            self._write(self._access, [line for line, _ in lines])
+            self._write(self._audit, [line for line, changes in lines if changes])
 
-    def _tell(self, _: logging.LogRecord) -> None:
-        if not self._failing:
-            self._failing = True
-            why = sys.exc_info()[1]
-            logging.getLogger(__name__).warning("access.log or audit.log cannot be written: %s. Requests are answered without", why)
+    def _write(self, file: LogFile, lines: list[str]) -> None:
+        try:
+            file.write(lines)
+        except OSError as error:
+            if not self._failing:
+                self._failing = True
+                message = "access.log or audit.log cannot be written: %s. Requests are answered without"
+                logging.getLogger(__name__).warning(message, error)
+
+
+def _line(at: float, answered: Answered, lost: int) -> str:
+    """`lost` counts the lines before this one that the disk was too slow for."""
+    line = {
+        "time": datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds"),
+        "address": answered.address,
+        "method": answered.method[:20],
+        "path": answered.path[:_LONGEST_PATH],
+        "code": answered.code,
+        "seconds": round(answered.seconds, 4),
+        "tenant": answered.tenant,
+        "key": answered.key_id,
+    }
+    return json.dumps(line | {"lost": lost} if lost else line) + "\n"

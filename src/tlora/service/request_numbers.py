@@ -19,8 +19,13 @@ class RequestNumbers:
         self._answered = Counter("tlora_requests", text, ["method", "code", "tenant"], registry=self.registry)
         text = "From a request's header to the beginning of its answer."
         self._seconds = Histogram("tlora_request_seconds", text, ["method"], buckets=_BUCKETS, registry=self.registry)
+        self._known: dict[tuple[str, int, str], tuple[Counter, Histogram]] = {}  # to look them up by labels takes longer
 
     def see(self, answered: Answered) -> None:
         method = answered.method if answered.method in _METHODS else "other"  # a client may send any word
-        self._answered.labels(method, answered.code, answered.tenant).inc()
-        self._seconds.labels(method).observe(answered.seconds)
+        key = (method, answered.code, answered.tenant)
+        if key not in self._known:
+            self._known[key] = self._answered.labels(*key), self._seconds.labels(method)
+        count, seconds = self._known[key]
+        count.inc()
+        seconds.observe(answered.seconds)

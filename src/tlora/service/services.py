@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -15,9 +17,10 @@ from sqlalchemy import Engine, Row
 from tlora.service.config import ServerConfig
 from tlora.service.connections import Connections
 from tlora.service.cursors import Cursors
-from tlora.service.database.writer import Operation, Writer
+from tlora.service.database.writer import Operation, Together, Writer
 from tlora.service.keys import Caller, KeyRing
 from tlora.service.live_state import LiveState
+from tlora.service.order_reader import Accepted
 from tlora.service.orders import OrderSpec
 from tlora.service.problems import RefusedError
 from tlora.service.request_log import Answered, RequestLog
@@ -36,7 +39,7 @@ class Desk(Protocol):
         """Before anything is committed. Raises RefusedError for a job that can never run here."""
         ...
 
-    def accepted(self, rows: Sequence[Row[Any]]) -> None: ...
+    def accepted(self, jobs: Sequence[Accepted]) -> None: ...
     def paused(self, job_id: str) -> None: ...
     def resumed(self, job_id: str) -> None: ...
     def cancelled(self, job_id: str) -> None: ...
@@ -95,26 +98,41 @@ class Services:
     numbers: RequestNumbers = field(default_factory=RequestNumbers)
     streams: dict[str, int] = field(default_factory=dict[str, int])
     began: float = field(default_factory=time.time)
-    _writes: set[asyncio.Future[Any]] = field(default_factory=set[asyncio.Future[Any]])  # a task that nothing refers to may be collected
 
     def see(self, answered: Answered) -> None:
         """The answer to a request begins."""
         self.numbers.see(answered)
         self.log.see(answered)
 
-    async def write(self, operation: Operation[T], then: Callable[[T], None] = lambda _: None) -> T:
+    async def write(self, operation: Operation[T] | Together[T], then: Callable[[T], None] = lambda _: None) -> T:
         """The operation's value, once it is on the disk. `then` gets it before the caller, and also where the caller is cancelled
         meanwhile: what is committed is announced.
         """
-        task = asyncio.ensure_future(self._write(operation, then))
-        self._writes.add(task)
-        task.add_done_callback(self._writes.discard)
-        return await asyncio.shield(task)
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[T] = loop.create_future()
 
-    async def _write(self, operation: Operation[T], then: Callable[[T], None]) -> T:
-        value = await asyncio.wrap_future(self.writer.submit(operation))
-        then(value)
-        return value
+        def deliver(done: Future[T]) -> None:
+            error = done.exception()
+            try:
+                if error is None:
+                    then(done.result())
+            except Exception as failed:
+                error = failed
+                if waiter.cancelled():
+                    logging.getLogger(__name__).exception("what was written could not be announced")
+            if waiter.cancelled():
+                return
+            if error is None:
+                waiter.set_result(done.result())
+            else:
+                waiter.set_exception(error)
+
+        def hand_over(done: Future[T]) -> None:
+            with suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(deliver, done)
+
+        self.writer.submit(operation).add_done_callback(hand_over)
+        return await waiter
 
     def read(self, query: Operation[T]) -> T:
         """In the calling thread."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, bindparam, delete, select, update
@@ -35,16 +35,33 @@ def once(connection: Connection, tenant: str, key: str | None, payload: str, wor
     """
     if key is None:
         return work()
+    known = find_answer(connection, tenant, key, payload)
+    if known is None:
+        known = work()
+        keep_answers(connection, [(tenant, key, payload, known)])
+    return known
+
+
+def find_answer(connection: Connection, tenant: str, key: str, payload: str) -> Answer | None:
+    """What was answered under this `key`, if it was used. Raises RefusedError 409 where it was for another question."""
     known = connection.execute(_FIND, {"tenant": tenant, "key": key}).first()
-    if known is not None:
-        if known.payload != payload:
-            message = f"Idempotency-Key {key!a} was used for another request. Take a new key for a new request"
-            raise RefusedError(409, "idempotency_key_reused", message)
-        return Answer(known.status, known.body)
-    found = work()
-    row = {"tenant": tenant, "key": key, "payload": payload, "status": found.status, "body": found.body, "created": time.time()}
-    connection.execute(_INSERT, row)
-    return found
+    if known is None:
+        return None
+    if known.payload != payload:
+        message = f"Idempotency-Key {key!a} was used for another request. Take a new key for a new request"
+        raise RefusedError(409, "idempotency_key_reused", message)
+    return Answer(known.status, known.body)
+
+
+def keep_answers(connection: Connection, found: Sequence[tuple[str, str, str, Answer]]) -> None:
+    """Tenant, key, payload and answer of each."""
+    now = time.time()
+    rows = [
+        {"tenant": tenant, "key": key, "payload": payload, "status": answer.status, "body": answer.body, "created": now}
+        for tenant, key, payload, answer in found
+    ]
+    if rows:
+        connection.execute(_INSERT, rows)
 
 
 def find_retried(connection: Connection, tenant: str, payload: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from sqlalchemy import Connection, Row, Text, bindparam, cast, func, or_, select, update
@@ -21,7 +22,8 @@ _STARTABLE = ("preparing", "queued", "running")
 _PAGE = 500  # rows that are looked at together
 # of every order: made once, as making them takes longer than the database does
 _COUNT_OPEN = select(func.count()).where(jobs.c.tenant == bindparam("tenant"), jobs.c.ended.is_(None))
-_FIND_FILE = select(files.c.id).where(files.c.tenant == bindparam("tenant"), files.c.id == bindparam("file"), files.c.deleted.is_(None))
+_WANTED = files.c.id.in_(bindparam("files", expanding=True))
+_FIND_FILES = select(files.c.id).where(files.c.tenant == bindparam("tenant"), _WANTED, files.c.deleted.is_(None))
 _INSERT_JOBS, _INSERT_USES = jobs.insert(), job_files.insert()
 _INSERT_AND_RETURN = _INSERT_JOBS.returning(jobs, sort_by_parameter_order=True)
 
@@ -34,34 +36,78 @@ class Origin:
     cloned_from: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Orders of one tenant that are accepted as a whole, or not at all."""
+
+    tenant: str
+    orders: Sequence[OrderSpec]
+    origin: Origin = Origin()
+
+
 def insert_jobs(
     connection: Connection, tenant: str, orders: Sequence[OrderSpec], limits: Limits, origin: Origin = Origin()
 ) -> list[Row[Any]]:
     """All of `orders`, or none. Raises RefusedError for files and jobs that there are not, and beyond the tenant's quota."""
-    _check_quota(connection, tenant, len(orders), limits)
-    _check_files(connection, tenant, {file for order in orders for file in order.data.file_ids})
-    for source in {order.start_from: order for order in orders if order.start_from}.values():
-        _check_start(connection, tenant, source)
+    (found,) = insert_batches(connection, [Batch(tenant, orders, origin)], limits)
+    if isinstance(found, RefusedError):
+        raise found
+    return found
+
+
+def insert_batches(connection: Connection, batches: Sequence[Batch], limits: Limits) -> list[list[Row[Any]] | RefusedError]:
+    """The jobs of each batch, or why it is refused, in their order: with a few statements, however many they are."""
+    found = _check(connection, batches, limits)
+    accepted = [batch for batch, refusal in zip(batches, found, strict=True) if refusal is None]
     now = time.time()
-    ids = [new_id("job") for _ in orders]
     rows = [
         {
-            "id": job_id,
-            "tenant": tenant,
+            "id": new_id("job"),
+            "tenant": batch.tenant,
             "name": order.name,
             "status": "preparing",
             "base_model": order.base_model,
             "order": order.model_dump(mode="json", exclude_unset=True),
-            "sweep": origin.sweep,
-            "cloned_from": origin.cloned_from,
+            "sweep": batch.origin.sweep,
+            "cloned_from": batch.origin.cloned_from,
             "created": now,
         }
-        for job_id, order in zip(ids, orders, strict=True)
+        for batch in accepted
+        for order in batch.orders
     ]
-    found = _insert(connection, rows)
-    uses = [{"job": job_id, "file": file} for job_id, order in zip(ids, orders, strict=True) for file in order.data.file_ids]
-    connection.execute(_INSERT_USES, uses)
-    add_events(connection, [(tenant, job_id, "created", "accepted; its data will be read") for job_id in ids])
+    made = iter(())
+    if rows:
+        made = iter(_insert(connection, rows))
+        orders = (order for batch in accepted for order in batch.orders)
+        uses = [{"job": row["id"], "file": file} for row, order in zip(rows, orders, strict=True) for file in order.data.file_ids]
+        connection.execute(_INSERT_USES, uses)
+        add_events(connection, [(row["tenant"], row["id"], "created", "accepted; its data will be read") for row in rows])
+    return [refusal or list(islice(made, len(batch.orders))) for batch, refusal in zip(batches, found, strict=True)]
+
+
+def _check(connection: Connection, batches: Sequence[Batch], limits: Limits) -> list[RefusedError | None]:
+    """Why each is refused; None of one that may be accepted once those before it are."""
+    present: dict[str, set[str]] = {}
+    for tenant in {batch.tenant for batch in batches}:
+        wanted = {file for batch in batches if batch.tenant == tenant for order in batch.orders for file in order.data.file_ids}
+        present[tenant] = _present_files(connection, tenant, sorted(wanted))
+    counts: dict[str, int] = {}
+    found: list[RefusedError | None] = []
+    for batch in batches:
+        tenant = batch.tenant
+        if tenant not in counts:
+            counts[tenant] = connection.execute(_COUNT_OPEN, {"tenant": tenant}).scalar_one()
+        try:
+            _check_quota(counts[tenant], len(batch.orders), limits)
+            for file in sorted({file for order in batch.orders for file in order.data.file_ids} - present[tenant]):
+                raise missing("file", file)
+            for source in {order.start_from: order for order in batch.orders if order.start_from}.values():
+                _check_start(connection, tenant, source)
+        except RefusedError as error:
+            found.append(error)
+        else:
+            found.append(None)
+            counts[tenant] += len(batch.orders)
     return found
 
 
@@ -77,8 +123,7 @@ def _insert(connection: Connection, rows: list[dict[str, Any]]) -> list[Row[Any]
     return [found[row["id"]] for row in rows]
 
 
-def _check_quota(connection: Connection, tenant: str, more: int, limits: Limits) -> None:
-    count = connection.execute(_COUNT_OPEN, {"tenant": tenant}).scalar_one()
+def _check_quota(count: int, more: int, limits: Limits) -> None:
     if count + more > limits.open_jobs:
         message = (
             f"{count} jobs of this tenant have not ended, and {more} more would exceed its {limits.open_jobs}; wait for some, or cancel"
@@ -86,10 +131,11 @@ def _check_quota(connection: Connection, tenant: str, more: int, limits: Limits)
         raise RefusedError(429, "too_many_jobs", message)
 
 
-def _check_files(connection: Connection, tenant: str, wanted: Collection[str]) -> None:
-    for file in sorted(wanted):
-        if connection.execute(_FIND_FILE, {"tenant": tenant, "file": file}).first() is None:
-            raise missing("file", file)
+def _present_files(connection: Connection, tenant: str, wanted: Sequence[str]) -> set[str]:
+    found: set[str] = set()
+    for start in range(0, len(wanted), _PAGE):
+        found |= set(connection.execute(_FIND_FILES, {"tenant": tenant, "files": wanted[start : start + _PAGE]}).scalars())
+    return found
 
 
 def _check_start(connection: Connection, tenant: str, order: OrderSpec) -> None:

@@ -10,10 +10,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from itertools import groupby
+from typing import Any, Generic, TypeVar
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import InterfaceError, OperationalError
@@ -22,10 +23,21 @@ from tlora.errors import TloraError
 
 T = TypeVar("T")
 Operation = Callable[[Connection], T]
+TogetherWork = Callable[[Connection, Sequence[Any]], Sequence[T | Exception]]
 Failpoint = Callable[[str], None]
 
 GATHER_SECONDS = 0.012  # that a busy writer waits for others: two fsyncs' time, far below what a person notices
 MOST_TOGETHER = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Together(Generic[T]):
+    """An operation that is done together with its neighbours of the same `work`: one call has the arguments of all that wait, and gives a
+    value or an error for each. Where the call raises, nothing of it is kept, and each is done alone.
+    """
+
+    work: TogetherWork[T]
+    argument: Any
 
 
 class StoreError(TloraError, OSError):
@@ -56,7 +68,7 @@ class WriterEnd:
         self.tell(reason)
 
 
-_Item = tuple[Operation[Any], Future[Any]]
+_Item = tuple[Operation[Any] | Together[Any], Future[Any]]
 
 
 class Writer:
@@ -83,7 +95,7 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="database writer", daemon=True)
         self._thread.start()
 
-    def submit(self, operation: Operation[T]) -> Future[T]:
+    def submit(self, operation: Operation[T] | Together[T]) -> Future[T]:
         """The operation's value, once it is on the disk. What it raises undoes it alone; StoreError if the commit fails."""
         future: Future[T] = Future()
         with self._closing:
@@ -93,7 +105,7 @@ class Writer:
                 self._queue.put((operation, future))
         return future
 
-    def do(self, operation: Operation[T]) -> T:
+    def do(self, operation: Operation[T] | Together[T]) -> T:
         """`submit`, and wait."""
         return self.submit(operation).result()
 
@@ -159,19 +171,8 @@ class Writer:
         try:
             with self._engine.connect().execution_options(writes=True) as connection, connection.begin():
                 self._check(connection)
-                for operation, future in batch:
-                    self._failpoint("operation")
-                    connection.exec_driver_sql("SAVEPOINT operation")  # as text: SQLAlchemy's own compiles each anew
-                    try:
-                        value = operation(connection)
-                    except (OperationalError, InterfaceError, LeaseLostError):  # of the database, not of this operation alone
-                        raise
-                    except Exception as error:
-                        connection.exec_driver_sql("ROLLBACK TO SAVEPOINT operation")
-                        future.set_exception(error)
-                    else:
-                        done.append((future, value))
-                    connection.exec_driver_sql("RELEASE SAVEPOINT operation")
+                for _, group in groupby(batch, _work_of):
+                    self._run_group(connection, list(group), done)
                 self._failpoint("before commit")
             self._failpoint("after commit")
         except LeaseLostError:
@@ -190,6 +191,29 @@ class Writer:
             future.set_result(value)
         self._failpoint("answered")
 
+    def _run_group(self, connection: Connection, group: list[_Item], done: list[tuple[Future[Any], Any]]) -> None:
+        """Items of one `work`, or one item. What it raises undoes it alone, but for errors of the database, which undo the transaction."""
+        for _ in group:
+            self._failpoint("operation")
+        connection.exec_driver_sql("SAVEPOINT operation")  # as text: SQLAlchemy's own compiles each anew
+        try:
+            values = _values_of(connection, [operation for operation, _ in group])
+        except (OperationalError, InterfaceError, LeaseLostError):  # of the database, not of this operation alone
+            raise
+        except Exception as error:
+            connection.exec_driver_sql("ROLLBACK TO SAVEPOINT operation")
+            values = [error] if len(group) == 1 else None
+        connection.exec_driver_sql("RELEASE SAVEPOINT operation")
+        if values is None:
+            for item in group:
+                self._run_group(connection, [item], done)
+            return
+        for (_, future), value in zip(group, values, strict=True):
+            if isinstance(value, Exception):
+                future.set_exception(value)
+            else:
+                done.append((future, value))
+
     def _fail(self, batch: list[_Item], error: Exception) -> None:
         first: BaseException = error
         while (earlier := first.__cause__ or first.__context__) is not None:  # SQLite rolls back when its disk is full: undoing fails too
@@ -199,3 +223,17 @@ class Writer:
         for _, future in batch:
             if not future.done():
                 future.set_exception(StoreError(f"{self.problem}; nothing was kept. Send the request again later"))
+
+
+def _work_of(item: _Item) -> object:
+    """Equal for neighbours that are done together."""
+    operation, future = item
+    return operation.work if isinstance(operation, Together) else future
+
+
+def _values_of(connection: Connection, operations: Sequence[Operation[Any] | Together[Any]]) -> Sequence[Any]:
+    """Of one operation, or of those of one `work`."""
+    first = operations[0]
+    if not isinstance(first, Together):
+        return [first(connection)]
+    return first.work(connection, [operation.argument for operation in operations if isinstance(operation, Together)])

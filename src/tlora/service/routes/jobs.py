@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
@@ -13,9 +14,10 @@ from tlora.errors import ConfigError
 from tlora.manifest import MANIFEST
 from tlora.service.access import caller_of
 from tlora.service.database import job_rows
-from tlora.service.database.answer_rows import Answer, hash_payload, once
+from tlora.service.database.answer_rows import Answer, find_answer, hash_payload, keep_answers
+from tlora.service.database.writer import Together
 from tlora.service.keys import new_id
-from tlora.service.order_reader import start_path
+from tlora.service.order_reader import Accepted, start_path
 from tlora.service.orders import Name, OrderSpec, SweepOrder, describe, expand_sweep
 from tlora.service.problems import ErrorBody, RefusedError
 from tlora.service.services import Desk, Services, services_of
@@ -60,29 +62,78 @@ async def accept(services: Services, request: Request, orders: list[OrderSpec], 
     """The orders as jobs, exactly once; then the controller is told."""
     for order in orders:
         check_order(services, order)
-    tenant, made = caller_of(request).tenant, list[Row[Any]]()
+    tenant = caller_of(request).tenant
     for order in orders:
         check_checkpoint(services, tenant, order)
     payload = ""
     if key is not None:
         body = b"\n".join(order.model_dump_json(exclude_unset=True).encode() for order in orders)
         payload = hash_payload(f"{request.method} {request.url.path}", body)
-
-    def work(connection: Connection) -> Answer:
-        def insert() -> Answer:
-            rows = job_rows.insert_jobs(connection, tenant, orders, services.config.limits, origin)
-            made.extend(rows)
-            views = [services.view(row, order) for row, order in zip(rows, orders, strict=True)]
-            found = views[0] if origin.sweep is None else Sweep.model_construct(id=origin.sweep, data=views)
-            return Answer(201, found.model_dump_json())
-
-        return once(connection, tenant, key, payload, insert)
-
-    answer = await services.write(work, lambda _: announce(services, made))
-    return Response(answer.body, answer.status, media_type="application/json")
+    asked = _Asked(services, job_rows.Batch(tenant, orders, origin), key, payload)
+    done = await services.write(Together(_insert, asked), lambda done: announce(services, done.made))
+    return Response(done.answer.body, done.answer.status, media_type="application/json")
 
 
-def announce(services: Services, made: list[Row[Any]]) -> None:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """`payload` tells requests of one `key` apart."""
+
+    services: Services
+    batch: job_rows.Batch
+    key: str | None
+    payload: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """`made` is empty where the request repeats one that was answered before."""
+
+    answer: Answer
+    made: Sequence[Accepted] = ()
+
+
+class _SameKeyError(Exception):
+    """Of two requests of one key the second is answered from what the first has left in the store: they cannot be done together."""
+
+
+def _insert(connection: Connection, requests: Sequence[_Asked]) -> list[_Done | Exception]:
+    """What each is answered. All that wait to be written are given at once: most of what one alone costs is the same for hundreds."""
+    keys = [(asked.batch.tenant, asked.key) for asked in requests if asked.key is not None]
+    if len(set(keys)) < len(keys):
+        raise _SameKeyError
+    found = [_known(connection, asked) for asked in requests]
+    new = [asked for asked, known in zip(requests, found, strict=True) if known is None]
+    inserted = job_rows.insert_batches(connection, [asked.batch for asked in new], requests[0].services.config.limits) if new else []
+    done = [rows if isinstance(rows, RefusedError) else _done(asked, rows) for asked, rows in zip(new, inserted, strict=True)]
+    kept = [
+        (asked.batch.tenant, asked.key, asked.payload, one.answer)
+        for asked, one in zip(new, done, strict=True)
+        if asked.key is not None and isinstance(one, _Done)
+    ]
+    keep_answers(connection, kept)
+    following = iter(done)
+    return [known or next(following) for known in found]
+
+
+def _known(connection: Connection, asked: _Asked) -> _Done | RefusedError | None:
+    if asked.key is None:
+        return None
+    try:
+        answer = find_answer(connection, asked.batch.tenant, asked.key, asked.payload)
+    except RefusedError as error:
+        return error
+    return None if answer is None else _Done(answer)
+
+
+def _done(asked: _Asked, rows: Sequence[Row[Any]]) -> _Done:
+    batch = asked.batch
+    views = [asked.services.view(row, order) for row, order in zip(rows, batch.orders, strict=True)]
+    found = views[0] if batch.origin.sweep is None else Sweep.model_construct(id=batch.origin.sweep, data=views)
+    made = [Accepted(row, order) for row, order in zip(rows, batch.orders, strict=True)]
+    return _Done(Answer(201, found.model_dump_json()), made)
+
+
+def announce(services: Services, made: Sequence[Accepted]) -> None:
     """Tell the controller of jobs that were committed; a repeated request has made none."""
     if made:
         services.desk.accepted(made)

@@ -13,6 +13,7 @@ from tlora.service import result_files
 from tlora.service.access import caller_of
 from tlora.service.database import answer_rows, event_rows, job_rows
 from tlora.service.openai_orders import Creation, hyperparameters_of, in_openais_words, metadata_filter, method_of, order_of
+from tlora.service.order_reader import Accepted
 from tlora.service.orders import OrderSpec
 from tlora.service.problems import RefusedError
 from tlora.service.routes import jobs as own
@@ -57,7 +58,7 @@ async def create(creation: Creation, request: Request, retry_count: RetryCount =
     services, tenant = services_of(request), caller_of(request).tenant
     order = _checked_order(services, tenant, creation)
     payload = answer_rows.hash_payload("fine_tuning", creation.model_dump_json(exclude_unset=True).encode())
-    retried, fresh = retry_count.strip("0") != "" and retry_count.isdecimal(), list[Row[Any]]()
+    retried, fresh = retry_count.strip("0") != "" and retry_count.isdecimal(), list[Accepted]()
 
     def work(connection: Connection) -> Row[Any]:
         known = answer_rows.find_retried(connection, tenant, payload) if retried else None
@@ -65,7 +66,7 @@ async def create(creation: Creation, request: Request, retry_count: RetryCount =
             return job_rows.find_job(connection, tenant, known)
         (row,) = job_rows.insert_jobs(connection, tenant, [order], services.config.limits)
         answer_rows.add_creation(connection, tenant, payload, row.id)
-        fresh.append(row)
+        fresh.append(Accepted(row, order))
         return row
 
     try:

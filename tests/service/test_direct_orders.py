@@ -1,0 +1,126 @@
+"""POST /v1/jobs is answered without FastAPI where the order is good, and exactly as FastAPI's route answers it everywhere else."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.service.served import Served
+from tlora.service import direct_orders
+from tlora.service.orders import OrderedData, OrderSpec
+
+DIRECT, BY_ROUTE = "application/json", "application/vnd.tlora+json"  # the second is JSON for FastAPI alone
+NUMBERS = "0 1 -1 7 1.0 1.5 1e3 1e400 -0.0 NaN Infinity 9223372036854775808 1180591620717411303424"
+WORDS = r'"" "1" "1.5" "true" "x" "all-linear" "auto" "epoch" "dpo" "cosine" "base" "last" "drop" "file-2" "\ud800" "\u0000"'
+LISTS = '[] [1] [1,2] ["q_proj"] ["file-1",{"file":"file-2","weight":2}] [null] [[1]]'
+MAPPINGS = '{} {"a":1} {"a":1.5,"b":true,"c":"x"} {"a":"b"} {"file":"file-1"} {"a":1,"a":2} {"a":{}}'
+VALUES = [*f"{NUMBERS} true false null {WORDS} {LISTS} {MAPPINGS}".split(), "1" * 5000]
+
+
+def read_by_route(body: bytes) -> str | None:
+    """What FastAPI makes of it: parsed, and then validated."""
+    try:
+        order = OrderSpec.model_validate(json.loads(body))
+    except ValueError:
+        return None
+    return repr(order)
+
+
+def body_with(key: str, value: str) -> bytes:
+    """An order whose `key` has this JSON."""
+    data = {"file": '"file-1"'} | ({key.removeprefix("data."): value} if key.startswith("data.") else {})
+    fields = {"name": '"job"', "base_model": '"base"', "data": _object(data)}
+    return _object(fields if key.startswith("data.") else fields | {key: value}).encode()
+
+
+def _object(fields: dict[str, str]) -> str:
+    return "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}"
+
+
+@pytest.mark.parametrize("key", [*OrderSpec.model_fields, *(f"data.{key}" for key in OrderedData.model_fields), "unknown"])
+def test_what_is_read_directly_is_what_the_route_reads(key: str) -> None:
+    accepted = 0
+    for body in (body_with(key, value) for value in VALUES):
+        direct = direct_orders._order_in(body)
+        if direct is not None:
+            accepted += 1
+            assert repr(direct) == read_by_route(body), body
+    assert (accepted > 0) == (key != "unknown"), key
+
+
+@pytest.fixture
+def accepted_directly(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    accept = direct_orders.accept
+
+    async def note_and_accept(*arguments: Any) -> Any:
+        found.append(arguments[2][0].name)
+        return await accept(*arguments)
+
+    monkeypatch.setattr(direct_orders, "accept", note_and_accept)
+    return found
+
+
+def both(served: Served, body: bytes, **headers: str) -> list[tuple[int, Any]]:
+    key = {"Authorization": f"Bearer {served.key('alice')}"}
+    found: list[tuple[int, Any]] = []
+    for kind in (DIRECT, BY_ROUTE):
+        answer = served.client.post("/v1/jobs", content=body, headers=key | {"Content-Type": kind} | headers)
+        found.append((answer.status_code, answer.json()))
+    return found
+
+
+def test_good_orders_are_taken_directly_and_by_the_route_alike(served: Served, accepted_directly: list[str]) -> None:
+    order = served.order("alice", r=8)
+    direct, other = both(served, json.dumps(order).encode())
+    assert accepted_directly == [order["name"]] and direct[0] == other[0] == 201
+    own = dict.fromkeys(("id", "created_at"))
+    assert direct[1] | own == other[1] | own
+
+
+def test_what_only_the_route_reads_is_left_to_it(served: Served, accepted_directly: list[str]) -> None:
+    order = served.order("alice")
+    assert [status for status, _ in both(served, json.dumps(order).encode("utf-16"))] == [201, 201] and not accepted_directly
+
+
+def test_refusals_are_the_routes_own(served: Served, accepted_directly: list[str]) -> None:
+    order = served.order("alice")
+    bodies = [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"name": NaN}', b"[" * 100_000]
+    for changes in (
+        *({"r": 0}, {"r": 257}, {"rr": 3}, {"name": "a b"}, {"data": {}}, {"data": {"file": "file-0", "packing": "often"}}),
+        *({"base_model": "other"}, {"data": {"file": "file-0"}}, {"gpus": 5, "batch_size": 2}, {"start_from": "job-0"}, {"gpus": 8}),
+    ):
+        bodies.append(json.dumps(order | changes).encode())
+    for body in bodies:
+        direct, other = both(served, body)
+        assert direct == other and direct[0] >= 400, body
+    assert accepted_directly  # those that only the store or this server's settings refuse
+
+
+def test_a_key_is_one_for_both_ways(served: Served, accepted_directly: list[str]) -> None:
+    body = json.dumps(served.order("alice")).encode()
+    direct, other = both(served, body, **{"Idempotency-Key": "once"})
+    assert direct == other and direct[0] == 201 and accepted_directly
+    other = json.dumps(json.loads(body) | {"seed": 7}).encode()
+    direct, other = both(served, other, **{"Idempotency-Key": "once"})
+    assert direct == other and direct[0] == 409
+    direct, other = both(served, body, **{"Idempotency-Key": "k" * 256})
+    assert direct == other and direct[0] == 422
+
+
+def test_a_bug_is_answered_as_one(served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    async def fail(*_: Any) -> Any:
+        raise ZeroDivisionError("of the test")
+
+    order = served.order("alice")
+    monkeypatch.setattr(direct_orders, "accept", fail)
+    with pytest.raises(ZeroDivisionError):  # as the test's client shows it; a socket gets 500
+        served.ask("alice", "POST", "/v1/jobs", json=order)
+
+
+def test_a_body_that_is_too_long_or_never_comes_is_refused(served: Served) -> None:
+    most = served.opened.services.config.limits.body_bytes
+    direct, other = both(served, b'{"name": "' + b"x" * most + b'"}')
+    assert direct == other and direct[0] == 413
