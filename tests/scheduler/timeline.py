@@ -10,7 +10,7 @@ from tlora.costs.cost import CostModel
 from tlora.protocol import Action, ChangeGroup, Event, JobFinished, JobGroup, RejectJob, StartGroup, Tick
 from tlora.scheduler.job import Job
 from tlora.scheduler.residual_capacity import residual_capacity
-from tlora.scheduler.scheduler import Scheduler
+from tlora.scheduler.scheduler import Policy, Scheduler
 from tlora.scheduler.settings import Settings
 
 TICK_SECONDS = 60.0
@@ -79,9 +79,9 @@ class Timeline:
         return {name: known.group.gpus for known in self.scheduler.state.groups.values() for name in known.group.job_ids}
 
 
-def made_timeline(*nodes: int, settings: Settings | None = None, cost: CostModel | None = None) -> Timeline:
-    """Under `residual_capacity`, over nodes of so many GPUs, two to a rack."""
-    scheduler = made_scheduler(residual_capacity(settings or made_settings()), *nodes, cost=cost or made_cost())
+def made_timeline(*nodes: int, settings: Settings | None = None, cost: CostModel | None = None, policy: Policy | None = None) -> Timeline:
+    """Under `residual_capacity`, or another `policy`, over nodes of so many GPUs, two to a rack."""
+    scheduler = made_scheduler(policy or residual_capacity(settings or made_settings()), *nodes, cost=cost or made_cost())
     return Timeline(scheduler, Mirror(dict.fromkeys(range(sum(nodes)))))
 
 

@@ -69,6 +69,32 @@ def test_a_waiting_job_names_the_setting_and_when_it_is_expected_to_start(tmp_pa
         assert (paused["queue_place"], paused["estimated_start"]) == (None, None)
 
 
+@pytest.mark.parametrize("policy", ["residual_capacity", "easy"])
+def test_a_wide_job_has_a_reservation_and_both_sides_are_told(tmp_path: Path, policy: str) -> None:
+    """Two places, of which one is free: the job behind would not end before the other comes free."""
+    with serving(tmp_path / "server", eager=False, policy=policy) as served:
+        file = served.upload("alice")
+
+        def submit(name: str, **fields: Any) -> str:
+            job = served.submit("alice", file=file, name=name, max_slowdown=1.0, **fields)["id"]
+            until(lambda: job in served.cluster.specs)
+            return job
+
+        runs, wide, narrow = submit("runs"), submit("wide", gpus=2, priority=1), submit("narrow")
+
+        def told(job: str, words: str) -> bool:
+            served.cluster.tick()
+            return words in (served.ask("alice", "GET", f"/v1/jobs/{job}", 200)["waiting_for"] or "")
+
+        until(lambda: told(wide, "will soonest start are kept for it"))
+        until(lambda: told(narrow, "kept for a job before it that asks for 2"))
+        assert running(served) == {runs}
+        served.cluster.finish(runs)
+        until(lambda: running(served) == {wide})
+        served.cluster.finish(wide)
+        until(lambda: running(served) == {narrow})
+
+
 def test_a_tenant_that_has_used_less_is_shown_and_is_the_next(tmp_path: Path) -> None:
     with serving(tmp_path / "server", eager=False) as served:
         file = served.upload("alice")

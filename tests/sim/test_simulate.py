@@ -174,3 +174,17 @@ def test_the_half_life_decides_for_how_long_a_tenants_usage_counts(half_life_sec
     assert [job.state for job in result.jobs] == ["done"] * 4
     second = sorted(result.jobs, key=lambda job: job.finished_seconds)[2]
     assert second.job_id == first
+
+
+@pytest.mark.parametrize("policy", ["easy", "residual_capacity-no-growth"])
+def test_a_wide_job_starts_when_what_ran_before_it_has_ended(policy: str):
+    """One small job a minute comes behind it for hours; those that end in time use the GPU that is free."""
+    jobs = [made_job("runs", 4000), made_job("wide", 4000, at=1.0, gpus=2)]
+    jobs += [replace(made_job(f"small{minute}", 6000, at=60.0 * minute), ends="done") for minute in range(1, 120)]
+    jobs += [made_job("short", 1000, at=30.0)]
+    jobs = [replace(job, job=replace(job.job, max_slowdown=1.0)) for job in jobs]
+    result = simulate(jobs, ClusterShape(1, 2), POLICIES[policy](), even_cost(), Conditions(moves=FREE_MOVES))
+    started, finished = ({record.job_id: getattr(record, key) for record in result.jobs} for key in ("started_seconds", "finished_seconds"))
+    assert started["short"] < 60.0 and finished["short"] < finished["runs"]
+    assert finished["runs"] <= started["wide"] <= finished["runs"] + 1.0
+    assert min(started[f"small{minute}"] for minute in range(1, 120)) >= finished["wide"]

@@ -150,7 +150,7 @@ def cluster(
     device: Device = None,
     gpus: Annotated[str | None, typer.Option(metavar="all|N|0,2", help="As of train.", show_default="all, or 1 process")] = None,
     policy: Annotated[
-        str, typer.Option(metavar="NAME", help="Of residual_capacity(-growth), fifo, backfill, sjf, srtf, las.")
+        str, typer.Option(metavar="NAME", help="Of residual_capacity(-growth), fifo, backfill, easy, sjf, srtf, las.")
     ] = "residual_capacity",
     worker_listen: WorkerListen = None,
     settings: Settings = None,

@@ -20,7 +20,7 @@ _SEEDS = re.compile(r"\d{1,15}(-\d{1,15})?(,\d{1,15}(-\d{1,15})?)*")
 _CLUSTER, _TRUTH, _RESULTS = "Cluster", "What the scheduler cannot predict (by default only the cost of moves)", "Results"
 _TRACES = "A CSV file, an event log, or ee9e8c, 6c71a0+b436b2, window_15k, synth_sft."
 _POLICIES = (
-    "Of fifo, backfill, sjf, srtf, las, memory, tlora, residual_capacity, residual_capacity-no-sharing, residual_capacity-no-growth, "
+    "Of fifo, backfill, easy, sjf, srtf, las, memory, tlora, residual_capacity, residual_capacity-no-sharing, residual_capacity-no-growth, "
     "residual_capacity-no-preemption, residual_capacity-order-only; NAME/peft without our kernels' gain, NAME/trl "
     "as TRL packs; decomposition: all that tell where the gain comes from. Gains are over fifo/peft, or else over the first."
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
@@ -15,14 +16,13 @@ from tlora.scheduler.draft import Draft
 from tlora.scheduler.group_index import GroupIndex, View
 from tlora.scheduler.job import Job
 from tlora.scheduler.predictions import Prediction, Predictions
+from tlora.scheduler.reservation import Reservation, end_alone, end_of, reserve
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.state import ClusterState
 from tlora.scheduler.urgency import remaining_seconds, urgency
 
 _MOST_LOOKED_AT = 4096  # nodes in one decision, over all jobs that wait; a look takes about 1 us
 _NODES_LOOKED_AT = 16  # in one decision, where there are more; others at the next, as the first of them goes round
-
-
 _T = TypeVar("_T")
 
 
@@ -57,6 +57,7 @@ class Decision:
         """`levels`: as `Tenants.levels` has them."""
         self.state, self.settings, self.index, self.starving = state, settings, index, starving
         self._levels = levels
+        self.reservations: list[Reservation] = []
         self._kept_for: Job | None = None
         self._kept: Collection[str] = ()
         self.draft = Draft(state)
@@ -103,12 +104,44 @@ class Decision:
 
     def is_kept_from(self, node: str, job: Job) -> bool:
         """Whether the node is kept for another one that comes first."""
+        return self.is_kept_for_share(node, job) or any(node in kept.nodes and kept.job is not job for kept in self.reservations)
+
+    def is_kept_for_share(self, node: str, job: Job) -> bool:
+        """Whether it is kept for another one that is below its share."""
         return (
             node in self._kept
             and self._kept_for is not None
             and self._kept_for.spec.priority >= job.spec.priority
             and not self.is_below_share(job)
         )
+
+    def hold_for(self, job: Job, starves: bool = False) -> list[int]:
+        """Keep room for a job that has found none, where it is one for which that is done. Returns free GPUs that were taken for that, to
+        be given back at the end of the decision.
+        """
+        held = self.keep_room_for(job)
+        if not self.settings.reservations:
+            return held + (self.take_free(self.soonest_nodes(job)) if starves else [])
+        if starves or (job.spec.gpus > 1 and not self.reservations):
+            found = reserve(self.draft, job, partial(end_of, self.state, self.settings))
+            if found is not None:
+                self.reservations.append(found)
+        return held
+
+    def backfill(self, job: Job) -> bool:
+        """Start it on GPUs that are kept for another, where its predicted end does not put that one off. Whether it was."""
+        for kept in self.reservations:
+            gpus = kept.choose(self.draft, job, end_alone(self.state, self.settings, job)) if self.predict([job], job.spec.gpus) else None
+            if gpus is not None:
+                self.open([job], gpus)
+                return True
+        return False
+
+    def may_join(self, view: View, jobs: Sequence[Job], prediction: Prediction) -> bool:
+        """Whether a group of these `jobs`, one more than there are, puts off none for which GPUs of its node are kept."""
+        ends = [self.remaining_seconds(job) * slowdown for job, slowdown in zip(jobs, prediction.slowdowns, strict=True)]
+        until, before = self.state.now + max(ends), end_of(self.state, self.settings, view.group)
+        return not any(view.nodes[0] in kept.nodes and before <= kept.at < until for kept in self.reservations)
 
     def soonest_nodes(self, job: Job) -> list[str]:
         """Nodes that can hold it, those freest now; none where the GPUs that are there are too few for it, as some are lost."""

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import takewhile
 
 from tlora.protocol import JobGroup
 from tlora.scheduler.draft import Draft, has_room
 from tlora.scheduler.job import Job
 from tlora.scheduler.plans import exclusive_plan
+from tlora.scheduler.reservation import TRIED, Reservation, end_alone, end_of, reserve
 from tlora.scheduler.scheduler import Policy
+from tlora.scheduler.settings import Settings
 from tlora.scheduler.state import ClusterState
 from tlora.scheduler.waiting import Key, Waiting, arrival
 
@@ -40,8 +43,42 @@ def fifo() -> Policy:
 
 
 def backfill() -> Policy:
-    """First in, first out, but whoever fits starts, also before one who came earlier and does not fit."""
+    """First in, first out, but whoever fits starts, also before one who came earlier and does not fit, however long that one then waits."""
     return _each_that_fits(arrival)
+
+
+def easy(settings: Settings = Settings()) -> Policy:  # noqa: B008 (it is frozen)
+    """Backfill under a reservation: the first that does not fit gets the GPUs on which it soonest will, and those behind it use them only
+    as long as their predicted ends do not put it off.
+    """
+    waiting = Waiting(arrival)
+
+    def decide(state: ClusterState) -> list[JobGroup]:
+        if not state.num_free or not state.pending:
+            return []
+        waiting.follow(state)
+        draft, kept = Draft(state), None
+        failures: dict[tuple[int, float], int] = {}
+        hopeless: set[tuple[int, float]] = set()
+        while (job := waiting.first(hopeless)) is not None:
+            waiting.take(job)
+            if start_alone(draft, job) or (kept is not None and _start_under(draft, kept, job, settings)):
+                continue
+            kept = kept or reserve(draft, job, partial(end_of, state, settings))
+            failures[job.lane] = failures.get(job.lane, 0) + 1
+            if failures[job.lane] >= TRIED:
+                hopeless.add(job.lane)
+        return draft.wanted()
+
+    return decide
+
+
+def _start_under(draft: Draft, kept: Reservation, job: Job, settings: Settings) -> bool:
+    gpus = kept.choose(draft, job, end_alone(draft.state, settings, job))
+    if gpus is None:
+        return False
+    draft.open([job], gpus, exclusive_plan(draft.state.cost, job, len(gpus), draft.state.memory.of(gpus)))
+    return True
 
 
 def sjf() -> Policy:

@@ -131,8 +131,8 @@ def _place_those_who_wait(decision: Decision, waiting: Waiting, displaced: Seque
         if starving and (job is None or _goes_before(decision, starving[-1], job)):
             late = starving.pop()
             gave_way = _place(decision, late, gently=False)
-            if gave_way is None:
-                held += decision.keep_room_for(late) + decision.take_free(decision.soonest_nodes(late))
+            if gave_way is None and not decision.backfill(late):
+                held += decision.hold_for(late, starves=True)
             stopped += gave_way or []
             continue
         if job is None:
@@ -145,12 +145,15 @@ def _place_those_who_wait(decision: Decision, waiting: Waiting, displaced: Seque
         if gave_way is not None:
             stopped += gave_way
             continue
-        held += decision.keep_room_for(job)
+        if decision.backfill(job):
+            continue
+        held += decision.hold_for(job)
         failures[job.lane] = failed + 1
         if failures[job.lane] >= tries:
             hopeless.add(job.lane)
     for job in sorted(stopped, key=lambda job: rank(job, decision.state.now, settings, {})):
-        _place(decision, job, gently=True)
+        if _place(decision, job, gently=True) is None:
+            decision.backfill(job)
     decision.draft.give_back(held)
 
 
@@ -281,13 +284,15 @@ def _joins(decision: Decision, job: Job) -> list[_Place]:
         if name in decision.touched:
             continue
         view = decision.view(name)
-        if decision.is_kept_from(view.nodes[0], job):
+        if decision.is_kept_for_share(view.nodes[0], job):
             continue
         jobs = [*view.jobs, job]
         prediction = decision.predict_on(jobs, view.gpus) if decision.can_have([job], view.gpus) else None
         asked = sum([member.spec.gpus for member in jobs])
         if prediction is None or (len(view.gpus) > asked and decision.predict(jobs, asked) is None):
             continue  # or growth could not be taken back any more
+        if not decision.may_join(view, jobs, prediction):
+            continue
         net = decision.value(jobs, prediction.slowdowns) - decision.worth(view)
         if net > 0 or decision.is_below_share(job):
             found.append(_Place(net, joins=name, prediction=prediction))

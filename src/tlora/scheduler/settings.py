@@ -28,6 +28,9 @@ class Settings:
     `starvation_most_seconds`; with an infinite factor none does. Those that starve go first, on `starvation_share` of the GPUs, or on what
     the first of them asks for, as long as those like it had no more than the share of about the last day's GPU time.
 
+    With `reservations` the first job of several GPUs that finds no place gets those on which it soonest will, as one that starves does:
+    others use them as long as their predicted ends do not put it off.
+
     No step is cut into parts of fewer tokens than `least_replica_tokens`: engines do not, and a group has no use for GPUs beyond that.
     """
 
@@ -43,6 +46,7 @@ class Settings:
     starvation_least_seconds: float = 4 * 3600.0
     starvation_most_seconds: float = 24 * 3600.0
     starvation_share: float = 0.05
+    reservations: bool = False
     growth_gain: float = 0.03
     hysteresis: float = 0.5
     min_residence_seconds: float = 600.0

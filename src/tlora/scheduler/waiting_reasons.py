@@ -10,6 +10,7 @@ from itertools import islice
 from tlora.protocol import JobGroup
 from tlora.scheduler.job import Job
 from tlora.scheduler.plans import shared_plan
+from tlora.scheduler.reservation import Reservation
 from tlora.scheduler.state import ClusterState
 
 _GROUPS_LOOKED_AT = 8
@@ -20,14 +21,22 @@ _FINE = 0.1
 class Reasons:
     """Of one state, as long as it does not change. Jobs that are alike are looked at once."""
 
-    def __init__(self, state: ClusterState, shares: bool, names: tuple[str, str] = ("GPU", "GPUs")) -> None:
-        """`shares`: whether the policy lets jobs share a GPU. `names`: what a GPU is called, and several: a server may have CPUs."""
-        self._state, self._shares, self._names = state, shares, names
+    def __init__(
+        self, state: ClusterState, shares: bool, names: tuple[str, str] = ("GPU", "GPUs"), kept: Reservation | None = None
+    ) -> None:
+        """`shares`: whether the policy lets jobs share a GPU. `names`: what a GPU is called, and several: a server may have CPUs. `kept`:
+        what the policy keeps for one of those that wait.
+        """
+        self._state, self._shares, self._names, self._kept = state, shares, names, kept
         self._known: dict[object, str] = {}
 
     def of(self, job: Job) -> str:
         """Words for behind a colon; empty where there is nothing to say but that others come first."""
-        spec = job.spec
+        spec, kept = job.spec, self._kept
+        if kept is not None and kept.job is job:
+            why = self._why(job)
+            meanwhile = f"the {self._names[1]} on which it will soonest start are kept for it, and used by jobs that end before that"
+            return f"{why}; {meanwhile}" if why else meanwhile
         key = spec.base_model, spec.gpus, spec.max_slowdown, spec.profile, job.least_room
         if key not in self._known:
             self._known[key] = self._why(job)
@@ -36,7 +45,12 @@ class Reasons:
     def _why(self, job: Job) -> str:
         state, asked = self._state, job.spec.gpus
         if state.num_free >= asked:
-            return ""
+            kept = self._kept
+            if kept is None or state.num_free - len(kept.free) >= asked:
+                return ""
+            wanted = kept.job.spec.gpus
+            for_whom = f"a job before it that asks for {wanted} {self._names[wanted > 1]}"
+            return f"what is free is kept for {for_whom}, which this one would put off"
         verb = "is" if state.num_free == 1 else "are"
         one, several = self._names
         free = f"no {one} is free" if not state.num_free else f"it asks for {asked} {several} and {state.num_free} {verb} free"

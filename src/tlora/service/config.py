@@ -22,7 +22,7 @@ _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _MOST_CONFIG_BYTES = 1 << 20
 # As `scheduler.policies.LIVE_POLICIES`.
-PolicyName = Literal["residual_capacity", "residual_capacity-growth", "fifo", "backfill", "sjf", "srtf", "las"]
+PolicyName = Literal["residual_capacity", "residual_capacity-growth", "fifo", "backfill", "easy", "sjf", "srtf", "las"]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tlora.protocol import Action, ChangeGroup, Event, GroupReady, StartGroup, StepsDone
 from tlora.scheduler.forecast import forecast
-from tlora.scheduler.policies import LIVE_POLICIES, waiting_order
+from tlora.scheduler.policies import LIVE_POLICIES, reservation, waiting_order
 from tlora.scheduler.scheduler import Scheduler
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.waiting_reasons import Reasons
@@ -79,7 +79,7 @@ class WaitingQueue:
     def _places(self, scheduler: Scheduler, began: float) -> dict[str, QueuePlace]:
         state = scheduler.state
         shares = self._policy.startswith("residual_capacity")  # and no other policy knows tenants
-        reasons = Reasons(state, shares, self._names)
+        reasons = Reasons(state, shares, self._names, reservation(self._policy, state))
         order = waiting_order(self._policy, state)
         starts = forecast(
             state, LIVE_POLICIES[self._policy](), self._start_seconds, order, lambda: time.monotonic() - began > _FORECAST_SECONDS
