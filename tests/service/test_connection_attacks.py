@@ -11,6 +11,7 @@ import ssl
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -21,6 +22,7 @@ from tests.service.served import ROW, Served, config_of, listening, until
 from tests.service.test_real_server import Server, running
 from tlora.cluster.credentials import open_certificate
 from tlora.errors import ConfigError
+from tlora.service.database import event_rows
 from tlora.service.server import _open_tls, raise_file_limit
 
 NEVER = 3600.0  # no deadline helps: what is tested is who gives way
@@ -158,6 +160,27 @@ def test_a_client_that_never_reads_its_answer_is_dropped(tmp_path: Path) -> None
             until(lambda: served.opened.services.connections.timed_out == 3)
         found = served.ask("alice", "GET", f"/v1/files/{file}/content", 200)
         assert found.content == ROW * 400_000
+
+
+@pytest.mark.parametrize("path", ["file", "stream"])
+def test_a_client_that_reads_a_little_at_a_time_is_dropped_and_its_place_is_free(tmp_path: Path, path: str) -> None:
+    """Whatever it reads: at most 256 bytes each 5 ms, where a million a second are due."""
+    limits = {"write_seconds": 0.5, "write_bytes_per_second": 1e6}
+    with listening(tmp_path / "server", connections=limits) as (served, url):
+        file = served.upload("alice", ROW * 400_000)
+        tenant = next((tmp_path / "server" / "files").iterdir()).name
+        told = [(tenant, None, "note", "x" * 1000)] * 3000  # more than the kernel's buffers take
+        served.opened.services.writer.do(lambda connection: event_rows.add_events(connection, told))
+        wanted = f"/v1/files/{file}/content" if path == "file" else "/v1/events/stream?after=0"
+        with attacking(url, 1, get(wanted, served.key("alice")), room=4096) as attack:
+
+            def read_and_look() -> bool:
+                with suppress(OSError):
+                    attack.sockets[0].recv(256)
+                return served.opened.services.connections.timed_out == 1
+
+            until(read_and_look)
+        until(lambda: not sum(served.opened.services.streams.values()))
 
 
 def test_behind_a_trusted_proxy_the_forwarded_address_counts_and_from_others_it_does_not(tmp_path: Path) -> None:

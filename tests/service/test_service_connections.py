@@ -12,7 +12,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from tlora.service import connections as connections_module
 from tlora.service import server
 from tlora.service.config import ConnectionLimits
-from tlora.service.connections import STALLED_SECONDS, Body, Connections, forwarders, is_proxy, shared_address
+from tlora.service.connections import STALLED_SECONDS, Body, Connections, Unread, forwarders, is_proxy, shared_address
 
 
 @dataclass(eq=False)
@@ -117,6 +117,28 @@ def test_a_client_that_reads_nothing_is_dropped_after_its_time() -> None:
         kept.serve(one)
     kept.pass_time(1.0)
     assert stuck.ends == ["dropped"] and not slow.ends and kept.count == 1
+
+
+def test_reading_earns_time_and_a_byte_a_second_gains_none() -> None:
+    def seconds_until_cut(bytes_each_second: int, most: int = 10_000) -> int | None:
+        unread = Unread(1024.0)
+        for second in range(most):
+            left = 10**9 - second * bytes_each_second
+            if unread.look(float(second), 10**9, left) >= 60.0:
+                return second
+        return None
+
+    assert seconds_until_cut(0) == 60 and seconds_until_cut(1) == 61 and seconds_until_cut(512) == 120
+    assert seconds_until_cut(1024) is None and seconds_until_cut(10**5) is None
+    unread, looks = Unread(1024.0), ((50.0, 100), (109.0, 100), (1000.0, 0), (1001.0, 0))
+    assert [unread.look(at, 100, waiting) for at, waiting in looks] == [50.0, 109.0, 0.0, 0.0]
+
+
+def test_what_is_written_meanwhile_counts_as_read_only_where_it_was() -> None:
+    """A stream that goes on: the kernel takes 10 bytes a second of what the client reads, and 10 more come."""
+    unread = Unread(1024.0)
+    waited = [unread.look(float(second), 1000 + 10 * second, 1000) for second in range(62)]
+    assert waited[61] == pytest.approx(61.0 - 61 * 10 / 1024)
 
 
 def test_a_body_may_take_as_long_as_its_bytes_earn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -106,20 +107,46 @@ def test_the_next_server_starts_at_once_after_a_clean_end_and_after_a_kill_at_th
     engine.dispose()
 
 
-def test_a_holder_that_beats_no_more_is_followed_once_its_lease_has_ended(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass
+class Clock:
+    """Steady, and as fast as its test wants. `then` is called whenever it is waited for."""
+
+    then: Callable[[], None] = lambda: None
+    at: float = 0.0
+
+    def wait(self, seconds: float) -> None:
+        self.at += seconds
+        self.then()
+
+
+@pytest.mark.parametrize("set_by", [0.0, 2 * 3600.0, -2 * 3600.0], ids=["right", "two hours fast", "two hours slow"])
+def test_a_holder_that_beats_no_more_is_followed_once_its_lease_has_ended(database_url: str, set_by: float) -> None:
+    """Whatever the clock of the database has been set to since."""
+    engine, clock = open_store(database_url), Clock()
+    first = take_lease(engine, Holder("one", "here"), lambda _, found: found or "store-1")
+    with engine.connect().execution_options(writes=True) as connection, connection.begin():
+        connection.execute(update(store).values(heartbeat=store.c.heartbeat - set_by))
+    second = take_lease(engine, Holder("two", "elsewhere"), lambda _, found: found or "none", lambda: clock.at, clock.wait)
+    assert (second.epoch, second.store_id) == (first.epoch + 1, "store-1")
+    assert leases.LEASE_SECONDS <= clock.at < leases.LEASE_SECONDS + 1
+    engine.dispose()
+
+
+@pytest.mark.parametrize("set_by", [2 * 3600.0, -2 * 3600.0], ids=["ahead", "back"])
+def test_a_holder_that_beats_is_alive_by_any_clock(database_url: str, set_by: float, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = open_store(database_url)
     first = take_lease(engine, Holder("one", "here"), lambda _, found: found or "store-1")
-    waited: list[float] = []
+    monkeypatch.setattr(leases, "_clock", lambda _: time.time() + set_by)
 
-    def pass_time(seconds: float) -> None:
-        waited.append(seconds)
-        with engine.connect().execution_options(writes=True) as connection, connection.begin():
-            connection.execute(update(store).values(since=store.c.since))  # the clock goes on, the holder does not beat
-        monkeypatch.setattr(leases, "LEASE_SECONDS", leases.LEASE_SECONDS - 10)
+    def beat() -> None:
+        if clock.at % leases.BEAT_SECONDS == 0:
+            with engine.connect().execution_options(writes=True) as connection, connection.begin():
+                first.beat(connection)
 
-    monkeypatch.setattr(leases.time, "sleep", pass_time)
-    second = take_lease(engine, Holder("two", "elsewhere"), lambda _, found: found or "none")
-    assert (second.epoch, second.store_id, len(waited)) == (first.epoch + 1, "store-1", 3)
+    clock = Clock(beat)
+    with pytest.raises(ConfigError, match="is held by one since .*, which is alive"):
+        take_lease(engine, Holder("two", "elsewhere"), lambda _, found: found or "none", lambda: clock.at, clock.wait)
+    assert clock.at <= leases.BEAT_SECONDS + 1
     engine.dispose()
 
 
@@ -148,7 +175,8 @@ def test_a_server_that_loses_its_lease_writes_nothing_more_and_ends_with_a_messa
         engine = open_store(url)
         with engine.begin() as connection:
             connection.execute(update(store).values(heartbeat=0.0))
-        take_lease(engine, Holder("the other server", "elsewhere"), lambda _, found: str(found))
+        clock = Clock()
+        take_lease(engine, Holder("the other server", "elsewhere"), lambda _, found: str(found), lambda: clock.at, clock.wait)
         os.kill(child, signal.SIGCONT)
         answer = client.post("/v1/keys", json={"name": "late"})
     assert answer.status_code == 503, answer.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -286,7 +287,7 @@ def test_answers_are_given_once_a_key(engine: Engine, writer: Writer) -> None:
     assert [ask("t", "k"), ask("t", "k"), ask("u", "k"), ask("t", None), ask("t", None)] == ["1", "1", "2", "3", "4"]
     with pytest.raises(RefusedError, match="another request"):
         ask("t", "k", "other")
-    writer.do(lambda connection: answer_rows.forget_answers(connection, 0.0))
+    writer.do(lambda connection: answer_rows.forget_answers(connection, 0.0, time.time()))
     assert ask("t", "k", "other") == "5"
 
 

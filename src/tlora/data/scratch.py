@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+import psutil
+
 SCRATCH_PREFIX = "tmp-"
 PROGRESS = "progress.json"
 STALE_SECONDS = 24 * 3600.0
@@ -172,8 +174,16 @@ def _owned_by(cache_dir: Path, process_id: int) -> list[Path]:
 
 
 def _is_old(path: Path) -> bool:
+    if _is_being_filled(path):  # the clock may have been set since
+        return False
     most = KEPT_SECONDS if _has_progress(path) else STALE_SECONDS
     return time.time() - path.stat().st_mtime > most
+
+
+def _is_being_filled(path: Path) -> bool:
+    """Whether the process is there that a private directory is named after; of another host it is not known here."""
+    number = path.name.removeprefix(SCRATCH_PREFIX).partition("-")[0]
+    return number.isdecimal() and psutil.pid_exists(int(number))
 
 
 def _has_progress(path: Path) -> bool:

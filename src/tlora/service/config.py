@@ -58,7 +58,8 @@ class ConnectionLimits(BaseModel):
     per_address: Count = 512  # of one address, or IPv6 /64; behind a trusted proxy: of requests at a time
     header_seconds: Seconds = 10.0  # from a connection, or a next request's first byte, until its header has come, TLS included
     keep_alive_seconds: Seconds = 30.0  # that a connection is kept for a next request
-    write_seconds: Seconds = 60.0  # in which a client must have read something of its answer
+    write_seconds: Seconds = 60.0  # that the server waits for a client to read its answer, beyond what is read in them
+    write_bytes_per_second: Annotated[float, Field(gt=0, le=1e9)] = 1_024.0  # what that is worth: slower readers are cut
 
 
 class Retention(BaseModel):

@@ -15,11 +15,11 @@ from http import HTTPStatus
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from tlora.service.connections import Body, Connections, is_proxy, shared_address
+from tlora.service.connections import Body, Connections, Unread, is_proxy, shared_address
 from tlora.service.problems import error_body
 
 _LOOK_SECONDS = 0.5
@@ -68,7 +68,7 @@ class ConnectionProtocol(asyncio.Protocol):
         self._is_open = self._is_over = False
         self._running = 0  # requests that are answered
         self._awaited: object = None  # the part of a request whose time runs
-        self._unread_bytes, self._unread_since = 0, 0.0
+        self._unread, self._written = Unread(self._connections.limits.write_bytes_per_second), 0
         self.address: str | None = None
         self.body: Body | None = None
 
@@ -160,8 +160,13 @@ class ConnectionProtocol(asyncio.Protocol):
         self._running += 1
         self._connections.serve(self)
         scope["state"][_CONNECTION] = self
+
+        async def count_and_send(message: Message) -> None:
+            self._written += len(message.get("body", b""))
+            await send(message)
+
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, count_and_send)
         finally:
             self._running -= 1
             if not self._running:
@@ -170,11 +175,8 @@ class ConnectionProtocol(asyncio.Protocol):
                 self._wait()
 
     def unread_seconds(self, clock: float) -> float:
-        there = self._transport.get_write_buffer_size() if self._is_open and self._transport is not None else 0
-        if not self._unread_bytes or there < self._unread_bytes:
-            self._unread_since = clock
-        self._unread_bytes = there
-        return clock - self._unread_since if there else 0.0
+        waiting = self._transport.get_write_buffer_size() if self._is_open and self._transport is not None else 0
+        return self._unread.look(clock, self._written, waiting)
 
     def unsent_seconds(self) -> float:
         return 0.0 if self.body is None else self.body.unsent_seconds()

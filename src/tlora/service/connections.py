@@ -29,7 +29,7 @@ class Member(Protocol):
     def address(self) -> str | None: ...
 
     def unread_seconds(self, clock: float) -> float:
-        """For how long its client has read nothing of what was sent; 0 where it has read all."""
+        """For how long its client has kept the server waiting by not reading what was sent (`Unread`); 0 where it has read all."""
         ...
 
     def unsent_seconds(self) -> float:
@@ -70,6 +70,26 @@ class Body:
     def unsent_seconds(self) -> float:
         """Of waiting that the bytes have not earned; 0 while the server does not wait."""
         return 0.0 if self._since is None else self._seconds - self.left + time.monotonic() - self._since
+
+
+class Unread:
+    """How long a client has kept the server waiting for room for its answer: waiting counts, and bytes that are read take it back at
+    `bytes_per_second`. So a slow line is served for as long as it takes, and a byte a second gains nothing.
+    """
+
+    __slots__ = ("_at", "_bytes_per_second", "_read", "_seconds")
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._at = self._read = self._seconds = 0.0
+
+    def look(self, clock: float, written: int, waiting: int) -> float:
+        """`written` counts all bytes that were handed to the connection so far, `waiting` those that it has not got rid of."""
+        read = written - waiting
+        earned, passed = max(0.0, read - self._read) / self._bytes_per_second, clock - self._at
+        self._seconds = max(0.0, self._seconds + passed - earned) if waiting else 0.0
+        self._at, self._read = clock, read
+        return self._seconds
 
 
 @dataclass(slots=True)

@@ -44,9 +44,10 @@ class Housekeeping:
 
     def sweep(self, now: float | None = None) -> None:
         """Once. `now` is a Unix time, for tests."""
-        services, at = self._services, time.time() if now is None else now
+        services = self._services
+        at = services.storage.clock.now() if now is None else now
         keep = services.config.retention
-        services.writer.do(lambda connection: forget_answers(connection, keep.answers_seconds))
+        services.writer.do(lambda connection: forget_answers(connection, keep.answers_seconds, at))
         unknown = [*self._collect_files(at), *self._unknown_jobs(), *services.storage.sweep(services.writer, at)]
         self._list_unknown(unknown)
         if keep.ended_jobs_seconds is not None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import secrets
 import shutil
 import threading
-import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from tlora.service.config import Limits
 from tlora.service.database import file_rows, job_rows
 from tlora.service.database.writer import Writer
 from tlora.service.problems import RefusedError
+from tlora.service.steady_clock import SteadyClock
 from tlora.service.uploads import SCRATCH
 
 _REMOVED = f"{SCRATCH}removed-"
@@ -51,8 +52,9 @@ class Used:
 class Storage:
     """Any thread may ask what is used. What may remove a set is called in the writer's turn, so that no job begins to need it meanwhile."""
 
-    def __init__(self, directory: Path, limits: Limits) -> None:
+    def __init__(self, directory: Path, limits: Limits, clock: SteadyClock | None = None) -> None:
         self._root, self._most = directory / "tokens", limits.storage_bytes
+        self.clock = clock or SteadyClock()
         self._lock = threading.RLock()
         self._sets: dict[str, dict[str, TokenSet]] = {}  # by tenant and name
         self._admitted: set[tuple[str, str]] = set()  # sets that there was room for, by tenant and name
@@ -81,7 +83,7 @@ class Storage:
             excess = used.files + used.tokens + more - self._most
             if excess <= 0:
                 return
-            idle = self._idle(connection, tenant, self._sets.get(tenant, {}), time.time())
+            idle = self._idle(connection, tenant, self._sets.get(tenant, {}), self.clock.now())
             if sum(one.bytes for one in idle.values()) < excess:
                 raise RefusedError(
                     413,
@@ -201,7 +203,7 @@ def _last_change(scratch: Path) -> float:
     try:
         return max(path.stat().st_mtime for path in (scratch, *scratch.iterdir()))
     except OSError:  # it was put in place, or removed, meanwhile
-        return time.time()
+        return math.inf
 
 
 def _prune_records(place: Path) -> None:

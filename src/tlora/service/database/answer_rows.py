@@ -89,8 +89,7 @@ def mark_sent(connection: Connection, job: str) -> None:
     connection.execute(update(creations).where(creations.c.job == job).values(sent=True))
 
 
-def forget_answers(connection: Connection, seconds: float) -> None:
-    """Those older than `seconds`, and creations that no retry can match any more."""
-    now = time.time()
+def forget_answers(connection: Connection, seconds: float, now: float) -> None:
+    """Those older than `seconds` at the time `now`, and creations that no retry can match any more."""
     connection.execute(delete(answers).where(answers.c.created < now - seconds))
     connection.execute(delete(creations).where(creations.c.created < now - 2 * RETRY_SECONDS))

@@ -64,18 +64,26 @@ def this_server(directory: Path) -> Holder:
     return Holder(f"the server over {directory} (process {os.getpid()} on {host})", f"{host}:{directory.resolve()}")
 
 
-def take_lease(engine: Engine, holder: Holder, settle_id: Callable[[Connection, str | None], str]) -> Lease:
+def take_lease(
+    engine: Engine,
+    holder: Holder,
+    settle_id: Callable[[Connection, str | None], str],
+    steady: Callable[[], float] = time.monotonic,
+    wait: Callable[[float], object] = time.sleep,
+) -> Lease:
     """The lease, once its last holder is known to be gone: at once where that was at the same place or has released it, else after
-    `LEASE_SECONDS` without a beat.
+    `LEASE_SECONDS` without a beat. These are counted here, as clocks of hosts may be set: `steady` never is.
 
     `settle_id` gives the id that the store shall have, in the same transaction, from the one that it has, and raises ConfigError where
     this server must not use it. Raises ConfigError for a holder that beats.
     """
     seen: Row[tuple[object, ...]] | None = None
+    began = steady()
     while True:
+        silent = seen if steady() - began >= LEASE_SECONDS else None
         try:
             with engine.connect().execution_options(writes=True) as connection, connection.begin():
-                found = _try(connection, holder, settle_id)
+                found = _try(connection, holder, settle_id, silent)
         except IntegrityError:  # another server has made the row at the same moment
             continue
         except SQLAlchemyError as error:
@@ -85,26 +93,33 @@ def take_lease(engine: Engine, holder: Holder, settle_id: Callable[[Connection, 
             return found
         if seen is None:
             logging.getLogger(__name__).warning("%s held this database; waiting until it is known to be gone", found.holder)
-        elif (found.epoch, found.heartbeat) != (seen.epoch, seen.heartbeat):
+        elif _beat_of(found) != _beat_of(seen):
             since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(found.since))
             raise ConfigError(
                 f"database {engine.url.render_as_string()}: is held by {found.holder} since {since}, which is alive. One database has one "
                 "server: stop that one, or give this one a database of its own"
             )
         seen = found
-        time.sleep(_LOOK_SECONDS)
+        wait(_LOOK_SECONDS)
 
 
-def _try(connection: Connection, holder: Holder, settle_id: Callable[[Connection, str | None], str]) -> Lease | Row[tuple[object, ...]]:
+def _try(
+    connection: Connection, holder: Holder, settle_id: Callable[[Connection, str | None], str], silent: Row[tuple[object, ...]] | None
+) -> Lease | Row[tuple[object, ...]]:
+    """The lease, or the row of another place's holder, unless it is as `silent` was, long ago."""
     row = connection.execute(select(store).with_for_update()).first()
     store_id = settle_id(connection, row.id if row is not None else None)
     now = _clock(connection)
-    if row is not None and row.holder and row.place != holder.place and now - row.heartbeat < LEASE_SECONDS:
+    if row is not None and row.holder and row.place != holder.place and (silent is None or _beat_of(row) != _beat_of(silent)):
         return row
     epoch = (row.epoch if row is not None else 0) + 1
     values = {"id": store_id, "epoch": epoch, "holder": holder.words, "place": holder.place, "since": now, "heartbeat": now}
     connection.execute(store.insert().values(one=1, **values) if row is None else update(store).values(values))
     return Lease(store_id, epoch)
+
+
+def _beat_of(row: Row[tuple[object, ...]]) -> tuple[object, object]:
+    return row.epoch, row.heartbeat
 
 
 def _clock(connection: Connection) -> float:
