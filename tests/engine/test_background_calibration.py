@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import queue
+import re
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +22,7 @@ from tlora.batching.recompute_plan import RecomputePlan
 from tlora.engine import background_calibration, calibration
 from tlora.engine import trainer as trainer_room
 from tlora.engine.calibration import recall
+from tlora.engine.calibration_attempt import Attempt, find_deadly
 from tlora.engine.commands import Command, Leave, Stop
 from tlora.engine.trainer import Trainer
 from tlora.engine.worker_memory import WorkerMemory
@@ -153,9 +156,9 @@ def test_a_worker_that_stops_leaves_nothing(base: Path, data: Path, tmp_path: Pa
 
 
 def test_a_worker_that_is_killed_meanwhile_costs_no_job_anything(
-    base: Path, data: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, data: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """No job is suspected of it, the next worker goes on from the checkpoint, and measures."""
+    """No job is suspected of it. The next worker goes on from the checkpoint, and measures nothing until its user wants it."""
     out, load = tmp_path / "out", load_of(base, tmp_path / "out")
     first = joins(base, tmp_path, [job("a", str(data / "b.jsonl"), max_steps=40, save_steps=1)])
     work(replace(load, output_dir=str(tmp_path / "whole"), calibrate=False), first, stop_at(Finished))
@@ -174,6 +177,33 @@ def test_a_worker_that_is_killed_meanwhile_costs_no_job_anything(
     told = work(load, first, stop_at(Finished))
     assert next(report for report in told if isinstance(report, Joined)).steps > 0
     assert sha256(out / "a") == sha256(tmp_path / "whole" / "a")
+    assert not any(isinstance(report, Measured) for report in told)
+    (said,) = re.findall(r"an earlier worker was killed while this base's speed was measured, .* remove (.*)", capfd.readouterr().err)
+    assert [type(report) for report in work(load, [], stop_at(Loaded))] == [Memory, Loaded], "it is remembered"
+    Path(said).unlink()
+    assert isinstance(work(load, [], stop_at(Measured))[-1], Measured)
+    assert not list((own_cache.parent / "measuring").iterdir())
+
+
+def test_a_measurement_of_a_living_process_or_of_an_earlier_boot_is_not_deadly(base: Path, tmp_path: Path, own_cache: Path) -> None:
+    load = load_of(base, tmp_path)
+    with Attempt(load, "CPU").mark():
+        (path,) = (own_cache.parent / "measuring").iterdir()
+        assert find_deadly(load, "CPU") is None, "this process lives"
+        identity = json.loads(path.read_text())
+        path.write_text(json.dumps(identity | {"start_ticks": 1}))
+        assert find_deadly(load, "CPU") == path and find_deadly(load, "another card") is None
+        path.write_text("{")
+        assert find_deadly(load, "CPU") is None
+        path.write_text(json.dumps(identity | {"start_ticks": 1, "boot": "another"}))
+        assert find_deadly(load, "CPU") is None and not path.exists()
+
+
+def test_a_cache_that_cannot_be_written_costs_the_mark_alone(base: Path, tmp_path: Path, own_cache: Path) -> None:
+    own_cache.parent.mkdir()
+    (own_cache.parent / "measuring").write_text("a file where the directory would be")
+    with Attempt(load_of(base, tmp_path), "CPU").mark():
+        assert find_deadly(load_of(base, tmp_path), "CPU") is None
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------------
@@ -195,7 +225,10 @@ def test_it_waits_for_memory_while_jobs_have_it(base: Path, tmp_path: Path, own_
     assert found.told and own_cache.exists()
 
 
-def test_without_memory_for_the_largest_it_does_without_and_the_next_load_tries_again(base: Path, tmp_path: Path, own_cache: Path) -> None:
+def test_without_memory_for_the_largest_it_does_without_and_the_next_load_tries_again(
+    base: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(calibration.MOST_SECONDS, "cpu", float("inf"))  # on a busy machine it is left out for its time
     asked: list[int] = []
     found = made(base, tmp_path, lambda runs, tokens: (asked.append(tokens), tokens < 1000)[1])
     points = found.finish(beside_jobs=True).points

@@ -27,6 +27,7 @@ from tlora.engine.calibration import (
     probe,
     worth_trying,
 )
+from tlora.engine.calibration_attempt import Attempt
 from tlora.errors import TloraError
 from tlora.group.job_run import JobRun
 from tlora.protocol import BaseSpeed
@@ -61,6 +62,7 @@ class BackgroundCalibration:
         self._files = ExitStack()
         self._made: MadeUpJobs | None = None
         self._runs: tuple[JobRun, ...] = ()  # of the next probe
+        self._attempt: Attempt | None = None
         self._not_before = self.spent_seconds = 0.0
         self._left_out_for_jobs = False
         self.resident: tuple[JobRun, ...] = ()
@@ -79,7 +81,9 @@ class BackgroundCalibration:
         began, recompute = time.monotonic(), self._model.recompute
         self._model.recomputed_layers = 0
         try:
-            self._advance(begin, beside_jobs)
+            self._attempt = self._attempt or Attempt(self._load, device_name(self._model.device))
+            with self._attempt.mark():
+                self._advance(begin, beside_jobs)
         except (TloraError, RuntimeError, OSError, MemoryError) as error:  # a full disk among them: jobs are trained all the same
             self._note(f"the base's speed was not measured, and is taken to be that of the nearest base that is known: {error}")
             self.close()

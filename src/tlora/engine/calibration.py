@@ -197,10 +197,10 @@ def _resident(model: SuperModel, runs: Sequence[JobRun], tokens: int) -> Iterato
 
 
 def _path(load: Load, device: str) -> Path:
-    return cache_dir() / "speeds" / f"{_key(load, device)}.json"
+    return cache_dir() / "speeds" / f"{key_of(load, device)}.json"
 
 
-def _key(load: Load, device: str) -> str:
+def key_of(load: Load, device: str) -> str:
     """Of what decides about the speed: the base's files, how it is held and run, the device and the software."""
     files = sorted(path for path in find_directory(load.base_model).iterdir() if path.is_file())
     what: list[Any] = [

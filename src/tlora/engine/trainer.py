@@ -22,6 +22,7 @@ from tlora.data.dataset import find_damage
 from tlora.data.prepare import Prepared, open_sets, prepare
 from tlora.engine.background_calibration import BackgroundCalibration
 from tlora.engine.calibration import device_name, recall
+from tlora.engine.calibration_attempt import find_deadly
 from tlora.engine.commands import Leave, Share, Stop
 from tlora.engine.driver import Driver, Opened, Places
 from tlora.engine.patience import Patience
@@ -134,7 +135,13 @@ class Trainer:
         self._group, self._records = self._driver.group, self._driver.records
         self._memory = WorkerMemory(bound, self._group, load.recompute, Share(STARTING_BUDGET))
         self._calibration = BackgroundCalibration(load, model, self._memory.has_room_for, send, note)
-        if measured is not None or not load.calibrate:
+        deadly = find_deadly(load, device_name(model.device)) if load.calibrate and measured is None else None
+        if deadly is not None:
+            note(
+                "an earlier worker was killed while this base's speed was measured, so that it is taken to be that of the nearest base "
+                f"that is known. To measure it again, remove {deadly}"
+            )
+        if measured is not None or deadly is not None or not load.calibrate:
             self._calibration.close()
         self._group.begin = self._begin
         self._preparing: dict[str, Join] = {}
