@@ -70,7 +70,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--settings", default=",".join(setting.name for setting in SETTINGS), help="with commas; qlora: all of qlora-*")
-    parser.add_argument("--base", type=Path, help="directory of the base for settings of four bits, as bench.real_jobs makes it")
+    parser.add_argument("--base", type=Path, help="directory of a base and its tokenizer; settings of four bits need it")
     parser.add_argument("--jobs", help="names of jobs in bench/real_jobs.yaml; default: all")
     parser.add_argument("--seconds", type=float, default=10.0, help="measured of each job in each setting, after its warm-up")
     parser.add_argument("--warm-up", type=int, default=trainers.WARM_UP_STEPS, help="steps of each job in each setting before those")
@@ -100,8 +100,9 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
     started, device = time.perf_counter(), torch.device(options.device)
     with tempfile.TemporaryDirectory(prefix="trl-baseline-") as name:
         os.environ["HF_DATASETS_CACHE"] = str(Path(name) / "datasets")
-        tokenizer = Path(name) / "tokenizer"
-        write_tokenizer(options.shape, tokenizer)
+        tokenizer = options.base or Path(name) / "tokenizer"
+        if not options.base:
+            write_tokenizer(options.shape, tokenizer)
         tasks = make_tasks(options, tokenizer, Path(name))
         setup = {"shape": options.shape, "jobs": [_describe(task) for task in tasks], "seconds": options.seconds, "pilot": options.pilot}
         trainer = "trl.SFTTrainer" if trainers.has_trl() else "transformers.Trainer"
