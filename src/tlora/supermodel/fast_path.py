@@ -304,7 +304,7 @@ def _sees_the_same_again(layer: Callable[..., Any], kwargs: Mapping[str, Any]) -
 
     def run(*args: Any) -> Any:
         own = {name: copy(value) for name, value in found.items()}
-        out = layer(*args, **(kwargs | own))
+        out = layer(*args, **{**kwargs, **own})
         while shared:
             name, value = shared.popitem()
             value.update(own[name])
