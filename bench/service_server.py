@@ -47,6 +47,12 @@ class IdleCluster:
     def release(self, job_id: str, at_seconds: float = 0.0) -> None:
         pass
 
+    def expect(self, base_model: str) -> None:
+        pass
+
+    def forget(self, job_id: str) -> None:
+        pass
+
     def stop(self) -> None:
         self._stopped.set()
 

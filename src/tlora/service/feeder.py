@@ -54,3 +54,5 @@ class Feeder:
                 time.sleep(STORE_SECONDS)
                 self._inbox.put(jobs[number:])
                 return
+            except Exception:  # of this job alone: the others are taken up all the same
+                logging.getLogger(__name__).exception("%s: is taken up when the server starts again", job.row.id)
