@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.batching.test_pack import job as flow_of
+from tests.batching.test_pack import run as pack_all
 from tlora.adapters.state import AdapterLayout, AdapterShape
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.job import JobSpec, RunSpec
+from tlora.kernels.device import as_if_on
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import MemoryModel, Stage
-from tlora.planning.micro_batches import MicroBatches, SampleLengths, choose, cost_of, sample_lengths, token_cost
+from tlora.planning.micro_batches import MicroBatches, SampleLengths, _filled, choose, cost_of, sample_lengths, token_cost
 from tlora.planning.plan import RunPlan, describe_plan, settle
 from tlora.planning.recompute_choices import recompute_choices
 
@@ -198,7 +202,7 @@ def test_jobs_count_alike_whatever_the_size_of_their_data() -> None:
 
 def test_a_long_sample_costs_what_it_recomputes_and_no_other_does() -> None:
     plan, lengths = RecomputePlan((1000,) * 16 + (10**6,)), SampleLengths(np.array([100, 5000]), np.array([0.75, 0.25]))
-    expected = 0.75 * COST.at(1000, 0) + 0.25 * COST.at(5000, 16)
+    expected = 0.75 * COST.at(999, 0) + 0.25 * COST.at(5000, 16)  # ten of 100 leave 0.9 tokens free
     assert cost_of(MicroBatches(1000, plan), lengths, COST) == pytest.approx(expected)
     assert cost_of(MicroBatches(1000, plan), NO_LENGTHS, COST) == COST.at(1000, 0)
 
@@ -211,3 +215,28 @@ def test_check_shows_the_plan_next_to_one_number_for_all() -> None:
     assert (auto.recompute, auto.layers_of_budget, auto.recomputed_layers) == ("auto", 0, plan.recomputed_layers)
     assert auto.fits and every.fits and not none.fits and every.layers_of_budget == every.recomputed_layers == 32
     assert every.tokens_per_second * 1.12 < auto.tokens_per_second < none.tokens_per_second
+
+
+@pytest.mark.parametrize("low", [20, 128])
+@pytest.mark.parametrize("budget", [1024, 2048, 4096])
+def test_micro_batches_are_as_full_as_the_packer_makes_them(low: int, budget: int) -> None:
+    """Of four jobs with batches of eight samples each; alone are those that are longer than the budget."""
+
+    def batches(seed: int) -> Iterator[list[int]]:
+        dice = np.random.default_rng(seed)
+        while True:
+            yield (dice.integers(low, 2049, 8) if low > 20 else np.clip(dice.lognormal(5.5, 0.8, 8), low, 2048).astype(int)).tolist()
+
+    packed = pack_all([flow_of(f"job{i}", batches(i)) for i in range(4)], budget, 300, in_order=False)
+    tokens, counts = np.unique([row.tokens for batch in packed for row in batch.rows], return_counts=True)
+    lengths = SampleLengths(tokens, tokens * counts / (tokens * counts).sum())
+    shared = [batch.tokens for batch in packed if batch.tokens <= budget]
+    assert _filled(budget, lengths) == pytest.approx(np.mean(shared), rel=0.06)
+
+
+def test_a_class_without_small_tiles_pays_more_for_a_micro_batch() -> None:
+    with as_if_on("H100", 90):
+        small = token_cost(EIGHT_B, GPU).fixed_tokens
+    for name, capability in (("A100", 80), ("RTX 4090", 89), ("RTX 5090", 120)):
+        with as_if_on(name, capability):
+            assert token_cost(EIGHT_B, GPU).fixed_tokens == 2 * small == pytest.approx(432)

@@ -68,6 +68,11 @@ def card_of(device: torch.device) -> CardClass | None:
     return card if card is not None and _shared_memory(device) >= card.shared_memory else None
 
 
+def planned_card(device: torch.device) -> CardClass | None:
+    """As `card_of`; a GPU that cannot be asked is taken for a Hopper card."""
+    return card_of(device) if _can_be_asked(device) else HOPPER
+
+
 def _shared_memory(device: torch.device) -> int:
     """Bytes that a block may take."""
     if (gpu := _elsewhere.get()) is not None:

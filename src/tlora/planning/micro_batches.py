@@ -20,14 +20,20 @@ from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.costs.token_cost import TokenCost
 from tlora.data.order import row_tokens
 from tlora.job import Recompute, RunSpec
+from tlora.kernels.cards import HOPPER
+from tlora.kernels.device import planned_card
+from tlora.kernels.tiles import smallest_rows
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import MemoryModel
 from tlora.supermodel.cuda_graphs import HIDES_LAUNCHES
 
 CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is flat (docs/design.md)
-# Llama-3-8B on one H200 (bench/results/h200_memory.json): a micro-batch costs each layer as much again as 216 tokens (2,048 tokens against
-# 8,192), which in a smaller layer are more.
-_FIXED_WORK = 216 * 218e6  # tokens times weights of a layer
+# Tokens times weights of a layer that a micro-batch costs each layer besides its own, for each row of the smallest tile: half a tile's rows
+# are empty at its end, and the last turn of all processors is not full. Llama-3-8B on one H200, tiles down to 64 rows: 216 tokens (2,048
+# against 8,192; bench/results/h200_memory.json). With sm_80's, of 128 rows, 400 to 456: so much longer than 30 of 8,026 tokens took
+# 171 micro-batches of 1,457 (bench/results/h100_1125f50_small_card_8b.json).
+_FIXED_WORK = 216 * 218e6 / 64
+_UNFILLED = 0.9, 0.25  # of `_filled`: samples of 128 to 2,048 tokens, and mostly short ones, of four jobs in budgets of 1,024 to 4,096
 _MOST_SLOWED = 1.5  # rather than that, jobs take turns
 
 
@@ -61,7 +67,8 @@ def sample_lengths(jobs: Sequence[PlannedJob]) -> SampleLengths:
 def token_cost(memory: MemoryModel, device: torch.device, link_tokens: float = 0.0) -> TokenCost:
     """Of the base of `memory` on `device`. `link_tokens`: of one that is streamed."""
     full = max(_GPU_BUDGET_CAP, math.ceil(link_tokens)) if device.type == "cuda" else CPU_BUDGET_CAP
-    return TokenCost(full, memory.num_layers, _FIXED_WORK / max(memory.layer_weights, 1), link_tokens)
+    rows = smallest_rows(planned_card(device) or HOPPER)
+    return TokenCost(full, memory.num_layers, _FIXED_WORK * rows / max(memory.layer_weights, 1), link_tokens)
 
 
 def choose(run: RunSpec, jobs: Sequence[PlannedJob], longest: int, memory: MemoryModel, limit_bytes: int, cost: TokenCost) -> MicroBatches:
@@ -77,7 +84,7 @@ def choose(run: RunSpec, jobs: Sequence[PlannedJob], longest: int, memory: Memor
     def best(held: Sequence[AdapterLayout]) -> MicroBatches | None:
         room = memory.room(held, limit_bytes)
         recompute = memory.least_recomputed(room) if fixed is None else deepest
-        more = [] if run.token_budget != "auto" or not recompute.varies else _smaller_budgets(budgets[0], recompute)
+        more = range(SMALLEST_BUDGET, budgets[0], SMALLEST_BUDGET) if run.token_budget == "auto" and recompute.varies else ()
         tried = [MicroBatches(budget, recompute) for budget in sorted({*budgets, *more}, reverse=True)]
         fitting = [found for found in tried if _fits(found, longest, memory, room)]
         return min(fitting, key=lambda found: cost_of(found, lengths, cost), default=None)
@@ -110,10 +117,26 @@ def _fits(found: MicroBatches, longest: int, memory: MemoryModel, room_bytes: in
 def cost_of(found: MicroBatches, lengths: SampleLengths, cost: TokenCost) -> float:
     """Time per token of samples of such lengths; 1 where micro-batches and layers are ideal."""
     budget, recompute, long = found.token_budget, found.recompute, lengths.tokens > found.token_budget
-    full = cost.at(budget, recompute.layers(budget))
-    alone = [cost.at(tokens, recompute.layers(prepared_budget(tokens, budget))) for tokens in lengths.tokens[long].tolist()]
+
+    def each(tokens: int) -> float:
+        return cost.at(tokens, recompute.layers(prepared_budget(tokens, budget)))
+
     shares = lengths.shares[long]
-    return full * (1 - float(shares.sum())) + float(shares @ np.array(alone))
+    alone = np.array([each(tokens) for tokens in lengths.tokens[long].tolist()])
+    return each(_filled(budget, lengths)) * (1 - float(shares.sum())) + float(shares @ alone)
+
+
+def _filled(budget: int, lengths: SampleLengths) -> int:
+    """Tokens of a micro-batch that samples share, on average. With a mean of m tokens a sample and n = budget / m of them what is left is
+    about 0.9 m / n^2, and no more than m / 4, as `pack` fills them.
+    """
+    short = lengths.tokens <= budget
+    shares = lengths.shares[short]
+    if not shares.sum():
+        return budget
+    mean = float(shares.sum() / (shares / lengths.tokens[short]).sum())
+    few, most = _UNFILLED
+    return max(1, round(budget - mean * min(most, few * (mean / budget) ** 2)))
 
 
 def fastest_budget(largest: int, recompute: RecomputePlan, cost: TokenCost) -> int:
@@ -137,12 +160,6 @@ def _budgets(run: RunSpec, jobs: Sequence[PlannedJob], longest: int, memory: Mem
     while budgets[-1] // 2 >= longest:
         budgets.append(budgets[-1] // 2)
     return budgets
-
-
-def _smaller_budgets(largest: int, recompute: RecomputePlan) -> list[int]:
-    """Those that are just small enough for each number of recomputed layers."""
-    step = SMALLEST_BUDGET
-    return [tokens // step * step for tokens in set(recompute.most_tokens) if step <= tokens < largest]
 
 
 def _replica_batch(job: PlannedJob) -> tuple[float, float]:
