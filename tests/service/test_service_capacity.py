@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def test_targets_that_the_base_has_not_are_refused_at_submission(tight: tuple[Se
 def test_a_base_beyond_memory_and_one_of_which_nothing_is_known(bases: Path) -> None:
     outline = known_outline(bases, BASE, Precision())
     assert outline is not None
-    small = Capacity(config_of(bases.parent), Places("cuda", (0,), outline.bytes))
+    small = Capacity(config_of(bases.parent), Places("cuda", (0,), int(outline.memory.least_weights(1))))
     assert small.why_never("base", 1) is None, "nothing is known of it yet"
     small.learn("other", "models/unknown")
     assert small.why_never("other", 1 << 40) is None
@@ -83,15 +84,32 @@ def test_a_base_beyond_a_gpu_needs_several(bases: Path) -> None:
     outline = known_outline(bases, BASE, Precision())
     assert outline is not None and outline.bytes == outline.bytes_by_gpus[0] > outline.bytes_by_gpus[3]
     most = int(outline.bytes_by_gpus[3] / 0.84)
-    for gpus, least, fits in ((1, 1, outline.bytes < most), (3, 1, None), (4, 4, True), (8, 4, True)):
+    for gpus, least in ((1, 1), (3, 1), (4, 4), (8, 4)):
         several = Capacity(config_of(bases.parent), Places("cuda", tuple(range(gpus)), most))
         several.learn("base", BASE)
         assert several.least_gpus("base") == least, gpus
-        assert fits is None or (several.why_never("base", 1) is None) == fits
+        fits = outline.memory.least_weights(gpus) + ADAPTER_BYTES <= most
+        assert (several.why_never("base", 1) is None) == fits
+    unstreamed = replace(outline, memory=replace(outline.memory, streamed_bytes=0.0))
     beyond = Capacity(config_of(bases.parent), Places("cuda", (0, 1, 2, 3), outline.bytes_by_gpus[3] - 1))
-    beyond.learn("base", BASE)
+    beyond._outlines["base"] = unstreamed
     reason = beyond.why_never("base", 1)
     assert reason is not None and "on each of 4 GPUs" in reason
+
+
+def test_a_base_beyond_the_only_gpu_is_streamed_to_it(bases: Path) -> None:
+    """As a worker does; it is refused where not even two layers fit."""
+    outline = known_outline(bases, BASE, Precision())
+    assert outline is not None and 0 < outline.memory.streamed_bytes < outline.bytes
+    least = int(outline.memory.streamed_bytes) + ADAPTER_BYTES
+    for limit, reason in ((least, None), (least - 1, "beside"), (int(outline.memory.streamed_bytes), "streamed from the host's memory")):
+        one = Capacity(config_of(bases.parent), Places("cuda", (0,), limit))
+        one.learn("base", BASE)
+        found = one.why_never("base", 1)
+        assert found is None if reason is None else found is not None and reason in found
+    assert outline.memory.weights(1, least) == outline.memory.streamed_bytes
+    assert outline.memory.weights(1, 2 * outline.bytes) == outline.bytes
+    assert outline.memory.weights(4, least) == outline.bytes_by_gpus[3]
 
 
 def test_one_that_was_accepted_before_its_base_was_known_fails_before_it_reaches_a_worker(bases: Path, tmp_path: Path) -> None:

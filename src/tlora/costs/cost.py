@@ -61,20 +61,29 @@ class BaseConstants:
 @dataclass(frozen=True, slots=True)
 class BaseMemory:
     """Bytes of a base as counted from its layers: of its weights on each of 1, 2, ... GPUs (whole on one, in parts on several), of any
-    micro-batch, and of a token of one, without recomputation and with as much of it as there is.
+    micro-batch, and of a token of one, without recomputation and with as much of it as there is. `streamed_bytes`: of its weights on one
+    GPU to which they are streamed from the host's memory; 0 where they cannot be.
     """
 
     bytes_by_gpus: tuple[int, ...]
     fixed_bytes: float
     token_bytes: float
     least_token_bytes: float
+    streamed_bytes: float = 0.0
 
-    def weights(self, gpus: int, room_bytes: float) -> int:
-        """On each of `gpus` GPUs that have so much room."""
+    def weights(self, gpus: int, room_bytes: float) -> float:
+        """On each of `gpus` GPUs that have so much room. One streams what leaves it too little, as its worker does."""
         whole = self.bytes_by_gpus[0]
         if not must_share(whole, room_bytes):
             return whole
+        if gpus == 1 and self.streamed_bytes:
+            return self.streamed_bytes
         return self.bytes_by_gpus[min(gpus, len(self.bytes_by_gpus)) - 1]
+
+    def least_weights(self, gpus: int) -> float:
+        """On a GPU, of up to `gpus` on which the base may lie, whatever the form."""
+        least = min(self.bytes_by_gpus[:gpus])
+        return min(least, self.streamed_bytes) if self.streamed_bytes else least
 
 
 def constants_digest(constants: BaseConstants) -> str:

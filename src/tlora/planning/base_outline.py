@@ -60,7 +60,7 @@ def describe_base(
         "vocab_size": base.vocab_size,
         "linears": model.targets(),
         "bytes_by_gpus": memory.bytes_by_gpus,
-        "memory": (memory.fixed_bytes, memory.token_bytes, memory.least_token_bytes),
+        "memory": (memory.fixed_bytes, memory.token_bytes, memory.least_token_bytes, memory.streamed_bytes),
     }
 
 

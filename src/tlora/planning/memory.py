@@ -270,7 +270,9 @@ def count_base(model: SuperModel, device: torch.device, layout: Layout = "auto")
         return max(0.0, few - slope * _COUNTED_TOKENS[0]), slope
 
     (fixed, slope), (_, least) = line(0), line(memory.most_recomputed)
-    return BaseMemory(tuple(bytes_by_gpus(model, device, layout)), fixed, slope, least)
+    streams = device.type == "cuda" and not expert_modules(model.model)
+    streamed = bytes_when_streamed(model, model.base.num_bytes, device).on_device(Streaming().slots) if streams else 0
+    return BaseMemory(tuple(bytes_by_gpus(model, device, layout)), fixed, slope, least, streamed)
 
 
 def _probe_lora(model: SuperModel, rank: int) -> LoraConfig:

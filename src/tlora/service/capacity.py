@@ -57,11 +57,12 @@ class Capacity:
         outline = self._outlines.get(base)
         if outline is None or self._most is None:
             return None
-        beside = min(outline.bytes_by_gpus[: self._gpus])
+        beside = outline.memory.least_weights(self._gpus)
         if beside + ADAPTER_BYTES * parameters <= self._most:
             return None
         if beside >= self._most:
-            parts = f", or {_gib(beside)} on each of {self._gpus} GPUs" if beside < outline.bytes else ""
+            how = "streamed from the host's memory" if beside == outline.memory.streamed_bytes else f"on each of {self._gpus} GPUs"
+            parts = f", or {_gib(beside)} {how}" if beside < outline.bytes else ""
             takes = f"base_model {base!r} alone takes {_gib(outline.bytes)}{parts}"
             return f"{takes}, and {self._place} has {_gib(self._most)}. Order a smaller base"
         state = _gib(ADAPTER_BYTES * parameters)
