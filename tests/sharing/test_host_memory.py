@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -70,3 +72,37 @@ def test_what_a_container_leaves_is_what_is_free(tmp_path: Path) -> None:
 
 def test_the_link_has_a_rate() -> None:
     assert measure_link(CPU) > 0
+
+
+class Runtime:
+    """The driver of a GPU that does not pin memory: the calls that are made of it."""
+
+    def __init__(self, status: int) -> None:
+        self.status, self.asked = status, list[int]()
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        self.asked.append(num_bytes)
+        return self.status
+
+    def cudaGetErrorString(self, status: int) -> str:  # noqa: N802
+        return {1: "invalid argument", 2: "out of memory"}[status]
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        raise AssertionError("what was never pinned is unpinned")
+
+
+@pytest.mark.parametrize(("status", "why"), [(1, "invalid argument"), (2, "out of memory")])
+def test_a_driver_that_refuses_to_pin_is_one_message_with_a_remedy(status: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(status)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    with pytest.raises(CapacityError) as caught:
+        HostMemory(512 << 20, torch.device("cuda", 0))
+    assert str(caught.value) == (
+        f"0.50 GiB of the host's memory cannot be pinned (cudaHostRegister: {why}), and layers are streamed from pinned memory. Free host "
+        "memory, raise the container's limits, or take layout: streamed out"
+    )
+    assert runtime.asked == [512 << 20]
+    gc.collect()
+    assert HostMemory(512 << 20, CPU).own.numel() == 512 << 20, "the block is free again"

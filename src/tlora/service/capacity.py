@@ -89,5 +89,5 @@ class Capacity:
         return found
 
 
-def _gib(count: int) -> str:
+def _gib(count: float) -> str:
     return f"{count / 2**30:,.2f} GiB"
