@@ -5,7 +5,8 @@
 Part 1: eight jobs (ranks 4-64, batches of 1-4 short samples) over a 4-layer model of width 256; tokens/s of optimizer steps, without
 start-up. Part 2: what the adapters add to forward and input gradients of the linears at width 1,024 with 2,048 tokens. The three
 ways of part 1 take turns within each repeat, so that a change of the machine's speed meets all of them; medians are printed. On two idle
-cores it takes about two minutes, on busy ones many times that: each repeat is printed, and FILE rewritten, as soon as it is through.
+cores it takes about two minutes. On busy ones torch's threads wait for each other at every operation, and it takes hours: run it with
+OMP_NUM_THREADS=1 there. Each repeat is printed, and FILE rewritten, as soon as it is through.
 """
 
 from __future__ import annotations
