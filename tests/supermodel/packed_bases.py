@@ -17,7 +17,7 @@ from tlora.supermodel.load import load_weights
 
 
 def save_plain(directory: Path, dtype: torch.dtype = torch.bfloat16, **shape: Any) -> Path:
-    base = save_base(directory, num_hidden_layers=2, **shape)
+    base = save_base(directory, **{"num_hidden_layers": 2} | shape)
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
     model.save_pretrained(base)
     return base

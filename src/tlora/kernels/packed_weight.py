@@ -41,6 +41,10 @@ class PackedWeight:
     def tensors(self) -> Mapping[str, Tensor]:
         return {"weight": self.weight, "scale": self.scale} | ({} if self.zero is None else {"zero": self.zero})
 
+    def rows(self, first: int, last: int) -> dict[str, Tensor]:
+        """What is held of rows [first, last), flat, where a row is whole groups."""
+        return {name: tensor.view(self.shape[0], -1)[first:last].flatten() for name, tensor in self.tensors.items()}
+
     def operand(self) -> Tensor:
         return self.dense(self.dtype)
 
@@ -60,6 +64,17 @@ class PackedWeight:
         from tlora.kernels.packed import dequantize  # brings triton, which not every CPU install has
 
         return dequantize(self, table_on(self.table, device), dtype)
+
+
+def without_numbers(
+    shape: tuple[int, int], group: int, table: tuple[float, ...], value_dtype: torch.dtype, dtype: torch.dtype, has_zero: bool
+) -> PackedWeight:
+    """A weight on the meta device, for products in `dtype`, of values in `value_dtype` as `rounded_to` takes it."""
+    count = shape[0] * shape[1]
+    nibbles = torch.empty(-(-count // 2), dtype=torch.uint8, device="meta")
+    scale = torch.empty(-(-count // group), device="meta")
+    zero = torch.empty_like(scale, dtype=torch.uint8) if has_zero else None
+    return PackedWeight(nibbles, scale, table, shape, group, rounded_to(value_dtype, dtype), dtype, zero)
 
 
 @cache

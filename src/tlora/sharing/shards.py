@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -18,8 +18,11 @@ _BLOCK_BYTES = 64 << 20  # of rows at a time
 _READERS = 4  # threads, each with a block
 _SEEDED_ROWS = 1024  # rows that one seed gives, whoever asks for which of them
 
-Rows = Callable[[str, int, int], Tensor]
-"""Rows [first, last) of a linear's weight, in the base's dtype, on any device: [last - first, K]."""
+Found = Tensor | Mapping[str, Tensor]
+Rows = Callable[[str, int, int], Found]
+"""Rows [first, last) of a linear's weight, on any device: in the base's dtype, [last - first, K], or where the weight is in its form
+already, what that holds of them, flat.
+"""
 
 
 @torch.no_grad()
@@ -29,18 +32,17 @@ def fill(
     rank: int,
     rows: Rows,
     held: Callable[[Tensor], FrozenWeight] = PlainWeight,
-    device: torch.device | None = None,
+    whole: Container[str] = (),
 ) -> None:
     """Write the ranges of `rank` into `own`, its memory. `held` gives rows their form, with the bits that the whole matrix would give.
 
-    `rows` is called from several threads: one alone reads a file at 1 to 5 GB/s. `device`: where rows are quantised, by default where
-    `own` lies.
+    `rows` is called from several threads: one alone reads a file at 1 to 5 GB/s. Of the linears in `whole` it is asked once, for all rows
+    that the rank needs.
     """
-    device = own.device if device is None else device
-    pending: deque[tuple[_Block, Future[Tensor]]] = deque()
+    pending: deque[tuple[_Block, Future[Found]]] = deque()
     with ThreadPoolExecutor(_READERS) as pool:
-        for block in _blocks(layout, rank):
-            pending.append((block, pool.submit(_read, rows, block, device)))
+        for block in _blocks(layout, rank, whole):
+            pending.append((block, pool.submit(rows, block.piece.name, block.first, block.last)))
             if len(pending) > _READERS:
                 _write(own, rank, *_next(pending), held)
         while pending:
@@ -57,30 +59,26 @@ class _Block:
     last: int
 
 
-def _blocks(layout: BaseLayout, rank: int) -> Iterator[_Block]:
-    """What `rank` has to read, in blocks of bounded size."""
+def _blocks(layout: BaseLayout, rank: int, whole: Container[str]) -> Iterator[_Block]:
+    """What `rank` has to read, in blocks of bounded size, but for pieces of the names in `whole`."""
     for layer in layout.layers:
         for piece in layer.pieces:
             first_row, last_row = piece.rows_within(*layer.range_of(rank))
-            step = max(1, _BLOCK_BYTES // (4 * piece.row_length))
-            for first in range(first_row, last_row, step):
+            step = last_row if piece.name in whole else max(1, _BLOCK_BYTES // (4 * piece.row_length))
+            for first in range(first_row, last_row, step or 1):
                 yield _Block(layer, piece, first, min(first + step, last_row))
 
 
-def _read(rows: Rows, block: _Block, device: torch.device) -> Tensor:
-    return rows(block.piece.name, block.first, block.last).to(device)
-
-
-def _next(pending: deque[tuple[_Block, Future[Tensor]]]) -> tuple[_Block, Tensor]:
+def _next(pending: deque[tuple[_Block, Future[Found]]]) -> tuple[_Block, Found]:
     block, future = pending.popleft()
     return block, future.result()
 
 
-def _write(own: Tensor, rank: int, block: _Block, found: Tensor, held: Callable[[Tensor], FrozenWeight]) -> None:
+def _write(own: Tensor, rank: int, block: _Block, found: Found, held: Callable[[Tensor], FrozenWeight]) -> None:
     """What `rank` holds of the rows of a block."""
-    tensors = held(found).tensors
+    tensors = held(found).tensors if isinstance(found, Tensor) else found
     for part in block.piece.parts:
-        tensor, count = tensors[part.name], len(found) * part.row_length
+        tensor, count = tensors[part.name], (block.last - block.first) * part.row_length
         assert tensor.dtype == part.dtype and tensor.numel() == count, f"{block.piece.name}: {tensor.dtype} {tuple(tensor.shape)}"
         _place(own, block.layer, rank, part.start + block.first * part.row_bytes, tensor)
 
@@ -95,7 +93,9 @@ def _place(own: Tensor, layer: LayerLayout, rank: int, position: int, values: Te
         own[at : at + high - low].copy_(source[low - position : high - position])
 
 
-def random_rows(seed: int, layout: BaseLayout, dtype: torch.dtype, device: torch.device, std: float = 0.02) -> Rows:
+def random_rows(
+    seed: int, layout: BaseLayout, dtype: torch.dtype, device: torch.device, std: float = 0.02
+) -> Callable[[str, int, int], Tensor]:
     """Normally distributed weights, drawn on `device`: the same for any number of ranks."""
 
     def rows(name: str, first: int, last: int) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tlora.errors import ModelError
-from tlora.kernels.packed_weight import PackedWeight, pack, rounded_to, unpack_low_first
+from tlora.kernels.packed_weight import pack, unpack_low_first
 from tlora.supermodel.packed_format import Format, PackedTensor, find_packed, packs_others
 from tlora.supermodel.tensor_files import StoredTensor
 
@@ -67,12 +67,12 @@ def _find_weight(stem: str, group: int | None, stored: Mapping[str, StoredTensor
     if zeros.shape != (count, codes.shape[1]) or zeros.dtype != torch.int32:
         raise ValueError(f"zero points {list(zeros.shape)} in {zeros.dtype} for {list(shape)} in groups of {length}")
 
-    def read(dtype: torch.dtype) -> PackedWeight:
-        nibbles, zero = pack(_rows(codes.whole())), _rows(zeros.whole())
-        scale, table = scales.whole().float().T.flatten(), tuple(map(float, range(16)))
-        return PackedWeight(nibbles, scale, table, shape, length, rounded_to(scales.dtype, dtype), dtype, zero)
+    def read() -> dict[str, Tensor]:
+        scale = scales.whole().float().T.flatten()
+        return {"weight": pack(_rows(codes.whole())), "scale": scale, "zero": _rows(zeros.whole())}
 
-    return PackedTensor(shape, scales.dtype, frozenset(tensor.name for tensor in tensors.values()), read)
+    names, table = frozenset(tensor.name for tensor in tensors.values()), tuple(map(float, range(16)))
+    return PackedTensor(shape, scales.dtype, names, length, table, has_zero=True, parts=read)
 
 
 def _rows(words: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from tlora.errors import ModelError
-from tlora.kernels.packed_weight import PackedWeight, rounded_to
 from tlora.supermodel.packed_format import Format, PackedTensor, find_packed, packs_others
 from tlora.supermodel.tensor_files import StoredTensor
 
@@ -43,7 +42,8 @@ def _find(base_model: str, stored: Mapping[str, StoredTensor]) -> dict[str, Pack
 
     def find(key: str) -> PackedTensor:
         parts = _Parts.of(key, stored[states[key]], stored)
-        return PackedTensor(parts.shape, parts.value_dtype, parts.names, parts.read)
+        table = tuple(parts.tensors[".quant_map"].whole().float().tolist())
+        return PackedTensor(parts.shape, parts.value_dtype, parts.names, parts.group, table, has_zero=False, parts=parts.read)
 
     return find_packed(base_model, "bitsandbytes", states, find)
 
@@ -92,11 +92,9 @@ class _Parts:
     def value_dtype(self) -> torch.dtype:
         return getattr(torch, self.state["dtype"])
 
-    def read(self, dtype: torch.dtype) -> PackedWeight:
-        table = tuple(self.tensors[".quant_map"].whole().float().tolist())
-        nibbles = self.tensors[""].whole().view(torch.uint8).flatten()
-        rounded = rounded_to(self.value_dtype, dtype)
-        return PackedWeight(nibbles, self._scales(), table, self.shape, self.group, rounded, dtype)
+    def read(self) -> dict[str, Tensor]:
+        """What a `PackedWeight` holds."""
+        return {"weight": self.tensors[""].whole().view(torch.uint8).flatten(), "scale": self._scales()}
 
     def _scales(self) -> Tensor:
         """fp32. Nested ones are a code's value times the scale of its group, and then plus the offset: rounded twice."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlora.kernels.packed_weight import PackedWeight, rounded_to, unpack_low_first
+from tlora.kernels.packed_weight import unpack_low_first
 from tlora.supermodel.packed_format import PackedTensor
 from tlora.supermodel.tensor_files import StoredTensor
 
@@ -61,8 +61,9 @@ def find_weight(key: str, scheme: Scheme, stored: Mapping[str, StoredTensor]) ->
         zeros, wanted = tensors["_zero_point"], (-(-shape[0] // 8), scales.shape[1])
         if zeros.shape != wanted or zeros.dtype != torch.int32:
             raise ValueError(f"zero points {list(zeros.shape)} in {zeros.dtype} for {list(scales.shape)} scales")
-    parts = _Parts(scheme, group, shape, tensors)
-    return PackedTensor(shape, parts.value_dtype, frozenset(tensor.name for tensor in tensors.values()), parts.read)
+    parts = _Parts(scheme, shape, tensors)
+    names = frozenset(tensor.name for tensor in tensors.values())
+    return PackedTensor(shape, parts.value_dtype, names, group, parts.table, scheme.has_zero, parts.read)
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,6 @@ class _Parts:
     """The tensors of one weight [N, K], by the end of their names."""
 
     scheme: Scheme
-    group: int
     shape: tuple[int, int]
     tensors: Mapping[str, StoredTensor]
 
@@ -79,13 +79,14 @@ class _Parts:
         """That the library dequantises to."""
         return self.tensors["_scale"].dtype if self.scheme.layout == INT4 else torch.bfloat16
 
-    def read(self, dtype: torch.dtype) -> PackedWeight:
+    def read(self) -> dict[str, Tensor]:
+        """What a `PackedWeight` holds."""
         codes = self.tensors["_packed"].whole().view(torch.uint8)[:, : self.shape[1] // 2]
-        nibbles = ((codes << 4) | (codes >> 4)).flatten()
-        rounded, zero = rounded_to(self.value_dtype, dtype), self._zero_points() if self.scheme.has_zero else None
-        return PackedWeight(nibbles, self._scales(), self._table(), self.shape, self.group, rounded, dtype, zero)
+        found = {"weight": ((codes << 4) | (codes >> 4)).flatten(), "scale": self._scales()}
+        return found | ({"zero": self._zero_points()} if self.scheme.has_zero else {})
 
-    def _table(self) -> tuple[float, ...]:
+    @property
+    def table(self) -> tuple[float, ...]:
         middle = 0 if self.scheme.has_zero else 8  # zero points count from the lowest code
         return tuple(float(code - middle) for code in range(16)) if self.scheme.layout == INT4 else _E2M1
 

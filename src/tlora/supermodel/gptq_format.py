@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tlora.errors import ModelError
-from tlora.kernels.packed_weight import PackedWeight, rounded_to, unpack_low_first
+from tlora.kernels.packed_weight import unpack_low_first
 from tlora.supermodel.packed_format import Format, PackedTensor, find_packed
 from tlora.supermodel.tensor_files import StoredTensor
 
@@ -86,10 +86,12 @@ def _find_weight(stem: str, scheme: _Scheme, stored: Mapping[str, StoredTensor])
         if not torch.equal(order.whole().long(), torch.arange(shape[1]) // group):
             raise ValueError(f"{order.name} orders the inputs by activations (desc_act), and they are read in their own order")
         tensors["g_idx"] = order
-    parts = _Parts(scheme, group, shape, tensors)
+    parts = _Parts(scheme, shape, tensors)
     if scheme.symmetric and not bool((parts.zero_points() == _MIDDLE).all()):
         raise ValueError(f"zero points other than {_MIDDLE}, and by config.json it is symmetric (sym: true)")
-    return PackedTensor(shape, scales.dtype, frozenset(tensor.name for tensor in tensors.values()), parts.read)
+    middle = _MIDDLE if scheme.symmetric else 0
+    table, names = tuple(float(code - middle) for code in range(16)), frozenset(tensor.name for tensor in tensors.values())
+    return PackedTensor(shape, scales.dtype, names, group, table, not scheme.symmetric, parts.read)
 
 
 @dataclass(frozen=True)
@@ -97,18 +99,16 @@ class _Parts:
     """The tensors of one weight [N, K], by the end of their names."""
 
     scheme: _Scheme
-    group: int
     shape: tuple[int, int]
     tensors: Mapping[str, StoredTensor]
 
-    def read(self, dtype: torch.dtype) -> PackedWeight:
+    def read(self) -> dict[str, Tensor]:
+        """What a `PackedWeight` holds."""
         num_rows, num_columns = self.shape
         by_column = self.tensors["qweight"].whole().view(torch.uint8).view(num_columns // 8, num_rows, 4)
         codes = by_column.transpose(0, 1).flatten()
-        scales = self.tensors["scales"].whole().float().T.flatten()
-        middle, zero = (_MIDDLE, None) if self.scheme.symmetric else (0, self.zero_points())
-        table, rounded = tuple(float(code - middle) for code in range(16)), rounded_to(self.tensors["scales"].dtype, dtype)
-        return PackedWeight((codes << 4) | (codes >> 4), scales, table, self.shape, self.group, rounded, dtype, zero)
+        found = {"weight": (codes << 4) | (codes >> 4), "scale": self.tensors["scales"].whole().float().T.flatten()}
+        return found | ({} if self.scheme.symmetric else {"zero": self.zero_points()})
 
     def zero_points(self) -> Tensor:
         """uint8 [N * K / group], below 16."""

@@ -17,7 +17,7 @@ from tlora.job import BasePrecision
 from tlora.kernels import fp8_weight, nf4
 from tlora.kernels.device import capability_of, class_of, name_of
 from tlora.kernels.frozen import FrozenLinear, FrozenWeight, frozen_linear
-from tlora.kernels.packed_weight import PackedWeight, rounded_to
+from tlora.kernels.packed_weight import rounded_to, without_numbers
 
 
 def check_precision(precision: BasePrecision | None, device: torch.device, dtype: torch.dtype) -> None:
@@ -67,6 +67,15 @@ def check_widths(precision: BasePrecision, shapes: Mapping[str, tuple[int, int]]
                 f"a base in parts with base_precision nf4 needs input widths that are multiples of {nf4.GROUP}, and {name} has "
                 f"{in_features}. Take it out, or use GPUs that hold the whole base"
             )
+
+
+def check_rows(name: str, in_features: int, group: int) -> None:
+    """Raises ModelError for a packed linear whose rows are no whole groups: a base that is shared or streamed is cut by rows."""
+    if in_features % group:
+        raise ModelError(
+            f"a packed base in parts or streamed needs input widths that are multiples of its groups of {group}, and {name} has "
+            f"{in_features}. Use GPUs that hold the whole base"
+        )
 
 
 def quantized(weight_NK: Tensor, precision: BasePrecision, value_dtype: torch.dtype) -> FrozenWeight:
@@ -127,11 +136,7 @@ def hold_packed(model: nn.Module, names: list[str], group: int | None, value_dty
     for name in names:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear) and linear.weight.is_meta, f"{name} is {type(linear).__name__}"
-        shape, dtype, count = (linear.out_features, linear.in_features), linear.weight.dtype, linear.weight.numel()
-        nibbles = torch.empty(-(-count // 2), dtype=torch.uint8, device="meta")
-        length = group or linear.in_features
-        scale = torch.empty(-(-count // length), device="meta")
-        zero = torch.empty_like(scale, dtype=torch.uint8) if has_zero else None
-        weight = PackedWeight(nibbles, scale, (), shape, length, rounded_to(value_dtype, dtype), dtype, zero)
+        shape = linear.out_features, linear.in_features
+        weight = without_numbers(shape, group or shape[1], (), value_dtype, linear.weight.dtype, has_zero)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, HeldLinear(weight, None if linear.bias is None else linear.bias.detach()))

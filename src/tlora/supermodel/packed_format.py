@@ -9,14 +9,15 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tlora.errors import ConfigError, ModelError
 from tlora.job import BasePrecision
-from tlora.kernels.packed_weight import PackedWeight
+from tlora.kernels.packed_weight import PackedWeight, without_numbers
 from tlora.supermodel.tensor_files import StoredTensor
 
 _AGAIN = "Copy the model again, or use the original"
@@ -24,15 +25,25 @@ _AGAIN = "Copy the model again, or use the original"
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A packed weight [N, K] in a base's files: the tensors that it takes there, by `names`, and the dtype that it stands for.
-
-    `read(dtype)` brings it into memory, for products in `dtype`.
+    """A packed weight [N, K] in a base's files: the tensors that it takes there, by `names`, the dtype that it stands for, and what a
+    `PackedWeight` knows of it. `parts` reads what that holds.
     """
 
     shape: tuple[int, int]
     value_dtype: torch.dtype
     names: frozenset[str]
-    read: Callable[[torch.dtype], PackedWeight]
+    group: int
+    table: tuple[float, ...]
+    has_zero: bool
+    parts: Callable[[], Mapping[str, Tensor]]
+
+    def form(self, dtype: torch.dtype) -> PackedWeight:
+        """On the meta device, for products in `dtype`."""
+        return without_numbers(self.shape, self.group, self.table, self.value_dtype, dtype, self.has_zero)
+
+    def read(self, dtype: torch.dtype) -> PackedWeight:
+        """In memory, for products in `dtype`."""
+        return replace(self.form(dtype), **self.parts())
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -21,14 +21,14 @@ from tlora.sharing.layer_stream import LayerStream
 from tlora.sharing.layout import lay_out
 from tlora.sharing.peer_memory import open_peer_memory
 from tlora.sharing.peers import Peers, Sharing
-from tlora.sharing.shards import Rows, fill
+from tlora.sharing.shards import Found, Rows, fill
 from tlora.supermodel.assembly import assemble, stand_in
-from tlora.supermodel.held_linear import check_precision, check_widths, hold, quantized
+from tlora.supermodel.held_linear import check_precision, check_rows, check_widths, hold, quantized
 from tlora.supermodel.inject import expert_modules, find_linears, sizes
 from tlora.supermodel.load import Base, decoder_of, layers_of, load_config, make_base, pick_dtype
-from tlora.supermodel.packed_format import format_of
+from tlora.supermodel.packed_format import PackedTensor, check_unpacked, format_of
 from tlora.supermodel.streamed_linear import StreamedLinear
-from tlora.supermodel.tensor_files import StoredTensor, find_tensors, unmapped
+from tlora.supermodel.tensor_files import ANY_DTYPE, PLAIN_DTYPES, StoredTensor, find_tensors, unmapped
 from tlora.supermodel.weight_files import check_weights, find_safetensors
 
 
@@ -44,42 +44,57 @@ def load_shared_base(
     with peers.telling():
         config = load_config(base_model)
         stored_dtype, wanted = (pick_dtype(config, each, base_model) for each in ("auto", dtype))
-        check_precision(base_precision, device, wanted)
-        if (packed := format_of(config, base_model)) is not None:
-            raise ModelError(
-                f"base_model {base_model}: its files are packed ({packed.name}), which cannot be shared by GPUs or streamed yet. Use a GPU "
-                "that holds the whole base, or the original model with base_precision: nf4"
-            )
+        form = format_of(config, base_model)
+        check_unpacked(form, base_precision, base_model)
+        precision = base_precision if form is None else None
+        check_precision(precision, device, wanted)
         name, revision = split_revision(base_model)
         check_weights(base_model, config)
-        stored = find_tensors(find_safetensors(name, revision))
-        model, tensors = _without_shared_weights(base_model, config, wanted, stored)
-        form = Precision(base_precision, stored_dtype)
-        stream = share_linears(model, base_model, form, lambda linear, *rows: tensors[linear].read(*rows).to(wanted), peers, device)
+        stored = find_tensors(find_safetensors(name, revision), PLAIN_DTYPES if form is None else ANY_DTYPE)
+        model, tensors = _without_shared_weights(base_model, config, wanted, stored, {} if form is None else form.find(stored))
+        packed = {linear: tensor for linear, tensor in tensors.items() if isinstance(tensor, PackedTensor)}
+
+        def rows(linear: str, first: int, last: int) -> Found:
+            found = tensors[linear]
+            return found.read(wanted).rows(first, last) if isinstance(found, PackedTensor) else found.read(first, last).to(wanted)
+
+        stream = share_linears(model, base_model, Precision(precision, stored_dtype, packed), rows, peers, device)
     return make_base(model, base_model, stream)
 
 
 def _without_shared_weights(
-    base_model: str, config: Any, dtype: torch.dtype, stored: Mapping[str, StoredTensor]
-) -> tuple[Any, dict[str, StoredTensor]]:
-    """The model with all weights but those of the linears to share, and for each of these where its weight is stored.
+    base_model: str, config: Any, dtype: torch.dtype, stored: Mapping[str, StoredTensor], packed: Mapping[str, PackedTensor]
+) -> tuple[Any, dict[str, StoredTensor | PackedTensor]]:
+    """The model with all weights but those of the linears to share, and for each of these where its weight is stored. `packed`: those that
+    several of the `stored` tensors make together, by the name that the plain weight would have.
 
     transformers matches names, and knows what a family renames and ties. So it makes the model twice: of stand-ins alone, which show where
     each tensor goes, and of stand-ins for the shared linears and the real tensors for all else.
     """
-    stand_ins = {name: stand_in(tensor.shape, dtype) for name, tensor in stored.items()}
+    taken = {name for tensor in packed.values() for name in tensor.names}
+    sources: dict[str, StoredTensor | PackedTensor] = {name: tensor for name, tensor in stored.items() if name not in taken}
+    sources |= packed
+    stand_ins = {name: stand_in(tensor.shape, dtype) for name, tensor in sources.items()}
     model = assemble(config, dtype, stand_ins, base_model)
     if expert_modules(model):
         raise ModelError(f"base_model {base_model}: is a mixture of experts, which cannot be shared or streamed yet. Load it whole")
     names = {tensor.data_ptr(): name for name, tensor in stand_ins.items()}
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, StoredTensor | PackedTensor] = {}
+    shared = set[str]()
     for linear in chain.from_iterable(shared_weights(model, base_model)):
         name = names.get(model.get_submodule(linear).weight.data_ptr())
         if name is None:
             raise ModelError(f"base_model {base_model}: {linear} is put together of several tensors as it is loaded. Load it whole")
-        found[linear] = stored[name]
-    shared = {tensor.name for tensor in found.values()}
-    whole = {name: stand_ins[name] if name in shared else tensor.map() for name, tensor in stored.items()}
+        found[linear] = sources[name]
+        shared.add(name)
+    if others := sorted(packed.keys() - shared):
+        raise ModelError(
+            f"base_model {base_model}: {len(others)} of its packed tensors are no linears of decoder layers, {others[0]} first, and cannot "
+            "be shared or streamed. Load it whole, or use the original model"
+        )
+    whole = {
+        name: stand_ins[name] if isinstance(tensor, PackedTensor) or name in shared else tensor.map() for name, tensor in sources.items()
+    }
     return assemble(config, dtype, whole, base_model), found
 
 
@@ -105,10 +120,11 @@ def share_model(model: Any, name: str, sharing: Sharing | Streaming, device: tor
 
 @dataclass(frozen=True)
 class Precision:
-    """How a base's linears are held, and the dtype of its checkpoint."""
+    """How a base's linears are held, and the dtype of its checkpoint. `packed`: linears that its files hold packed, which stay so."""
 
     name: BasePrecision | None
     value_dtype: torch.dtype
+    packed: Mapping[str, PackedTensor] = field(default_factory=dict)
 
     def held(self, weight_NK: Tensor) -> FrozenWeight:
         return PlainWeight(weight_NK) if self.name is None else quantized(weight_NK, self.name, self.value_dtype)
@@ -120,12 +136,16 @@ def shared_weights(model: Any, name: str, form: Precision | None = None) -> list
     """
     dtype = model.get_output_embeddings().weight.dtype
     linears = {dotted: linear for dotted, linear in find_linears(model).items() if linear.weight.dtype == dtype}
-    if form is not None and form.name is not None:
+    form = form or Precision(None, dtype)
+    if form.name is not None:
         check_widths(form.name, sizes(linears), by_rows=True)
-    held = PlainWeight if form is None else form.held
-    found = {
-        dotted: held(torch.empty(linear.out_features, linear.in_features, dtype=dtype, device="meta")) for dotted, linear in linears.items()
-    }
+    found: dict[str, FrozenWeight] = {}
+    for dotted, linear in linears.items():
+        if (packed := form.packed.get(dotted)) is not None:
+            found[dotted] = packed.form(dtype)
+            check_rows(dotted, packed.shape[1], packed.group)
+        else:
+            found[dotted] = form.held(torch.empty(linear.out_features, linear.in_features, dtype=dtype, device="meta"))
     layers = by_layer(model, layers_of(decoder_of(model, name)), found)
     if not layers:
         raise ModelError(f"base_model {name}: {type(model).__name__} has no list of decoder layers with linears to share. Load it whole")
@@ -151,7 +171,13 @@ def share_linears(model: Any, name: str, form: Precision, rows: Rows, peers: Pee
     peers.agree("layout", hashlib.sha256(repr(layout).encode()).hexdigest()[:16], "a base of layout")
     in_host = isinstance(peers, Alone)
     memory = HostMemory(layout.rank_bytes, device) if in_host else open_peer_memory(layout.rank_bytes, peers, device)
-    fill(memory.own, layout, peers.rank, rows, form.held, None if form.name is None else device)
+    place = memory.own.device if form.name is None else device
+
+    def placed_rows(dotted: str, first: int, last: int) -> Found:
+        found = rows(dotted, first, last)
+        return found.to(place) if isinstance(found, Tensor) else found
+
+    fill(memory.own, layout, peers.rank, placed_rows, form.held, form.packed)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     peers.exchange("filled", True)

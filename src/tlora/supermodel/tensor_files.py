@@ -18,10 +18,10 @@ from torch import Tensor
 
 from tlora.errors import ModelError
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLAIN_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-ANY_DTYPE = _DTYPES | {
+ANY_DTYPE = PLAIN_DTYPES | {
     "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
@@ -60,7 +60,7 @@ class StoredTensor:
         return torch.from_numpy(found)
 
 
-def find_tensors(files: Sequence[Path], dtypes: Mapping[str, torch.dtype] = _DTYPES) -> dict[str, StoredTensor]:
+def find_tensors(files: Sequence[Path], dtypes: Mapping[str, torch.dtype] = PLAIN_DTYPES) -> dict[str, StoredTensor]:
     """All tensors of safetensors files by name. Raises ModelError for a file that cannot be read and for numbers of other `dtypes`."""
     found: dict[str, StoredTensor] = {}
     for file in files:
