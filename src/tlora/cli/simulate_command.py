@@ -30,6 +30,37 @@ _SWEEP = (
 )
 
 
+_Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs in the whole cluster.", show_default="128", rich_help_panel=_CLUSTER)]
+_Nodes = Annotated[str | None, typer.Option(metavar="16x8", help="Nodes x GPUs per node.", show_default="of 8", rich_help_panel=_CLUSTER)]
+_Kernels = Annotated[str, typer.Option(metavar="tlora|peft|trl", help="Kernels of policies without a slash.", rich_help_panel=_CLUSTER)]
+_UsageHalfLifeSeconds = Annotated[
+    float,
+    typer.Option(metavar="SECONDS", help="Age at which a tenant's GPU time counts half.", rich_help_panel=_CLUSTER),
+]
+_LengthError = Annotated[float, typer.Option(help="Each job's tokens per step are off by up to this share.", rich_help_panel=_TRUTH)]
+_MtbfHours = Annotated[
+    float | None, typer.Option(help="Mean time between a node's failures.", show_default="none fails", rich_help_panel=_TRUTH)
+]
+_CsvDir = Annotated[
+    Path | None,
+    typer.Option("--csv", metavar="DIR", help="Write metrics.csv and jobs.csv.", show_default=False, rich_help_panel=_RESULTS),
+]
+_JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write the printed table.", show_default=False, rich_help_panel=_RESULTS),
+]
+_Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with charts.", show_default=False, rich_help_panel=_RESULTS)]
+_Out = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="The sweep's rows, .csv or .parquet; rows that are there are not simulated again.",
+        show_default=False,
+        rich_help_panel=_RESULTS,
+    ),
+]
+
+
 def simulate(  # one parameter for each option, as typer has it
     trace: Annotated[str, typer.Option(metavar="FILE|NAME", help=_TRACES)] = "ee9e8c",
     policy: Annotated[str | None, typer.Option(metavar="NAME,...", help=_POLICIES, show_default=POLICIES)] = None,
@@ -39,50 +70,21 @@ def simulate(  # one parameter for each option, as typer has it
     seed: Annotated[int | None, typer.Option(min=0, help="Seed for what the trace does not record.", show_default="0")] = None,
     seeds: Annotated[str | None, typer.Option(metavar="0-2|0,5", help="Several seeds; prints their means.", show_default=False)] = None,
     paper: Annotated[bool, typer.Option("--paper", help="Draw ranks and batches as tLoRA's paper does.")] = False,
-    gpus: Annotated[
-        int | None, typer.Option(min=1, help="GPUs in the whole cluster.", show_default="128", rich_help_panel=_CLUSTER)
-    ] = None,
-    nodes: Annotated[
-        str | None, typer.Option(metavar="16x8", help="Nodes x GPUs per node.", show_default="of 8", rich_help_panel=_CLUSTER)
-    ] = None,
+    gpus: _Gpus = None,
+    nodes: _Nodes = None,
     gpu: Annotated[str, typer.Option(metavar="TYPE", help="A GPU type with measured constants.", rich_help_panel=_CLUSTER)] = "h200",
-    kernels: Annotated[
-        str, typer.Option(metavar="tlora|peft|trl", help="Kernels of policies without a slash.", rich_help_panel=_CLUSTER)
-    ] = "tlora",
-    usage_half_life_seconds: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", help="Age at which a tenant's GPU time counts half.", rich_help_panel=_CLUSTER),
-    ] = 86_400.0,
+    kernels: _Kernels = "tlora",
+    usage_half_life_seconds: _UsageHalfLifeSeconds = 86_400.0,
     truth_error: Annotated[float, typer.Option(help="Each job's speed is off by up to this share.", rich_help_panel=_TRUTH)] = 0.0,
-    length_error: Annotated[
-        float, typer.Option(help="Each job's tokens per step are off by up to this share.", rich_help_panel=_TRUTH)
-    ] = 0.0,
+    length_error: _LengthError = 0.0,
     drift: Annotated[float, typer.Option(help="All speeds swing by this share over a day.", rich_help_panel=_TRUTH)] = 0.0,
     delay: Annotated[float, typer.Option(help="Starts and joins take on average this share longer.", rich_help_panel=_TRUTH)] = 0.0,
-    mtbf_hours: Annotated[
-        float | None, typer.Option(help="Mean time between a node's failures.", show_default="none fails", rich_help_panel=_TRUTH)
-    ] = None,
-    csv_dir: Annotated[
-        Path | None,
-        typer.Option("--csv", metavar="DIR", help="Write metrics.csv and jobs.csv.", show_default=False, rich_help_panel=_RESULTS),
-    ] = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write the printed table.", show_default=False, rich_help_panel=_RESULTS),
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page with charts.", show_default=False, rich_help_panel=_RESULTS)
-    ] = None,
+    mtbf_hours: _MtbfHours = None,
+    csv_dir: _CsvDir = None,
+    json_file: _JsonFile = None,
+    html: _Html = None,
     sweep: Annotated[str | None, typer.Option(metavar="KEY=A:B,...", help=_SWEEP, show_default=False, rich_help_panel=_RESULTS)] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="The sweep's rows, .csv or .parquet; rows that are there are not simulated again.",
-            show_default=False,
-            rich_help_panel=_RESULTS,
-        ),
-    ] = None,
+    out: _Out = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the results only.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
