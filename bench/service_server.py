@@ -35,7 +35,7 @@ class IdleCluster:
     def execute(self, action: Action) -> None:
         pass
 
-    def submit(self, spec: JobSubmitted, job: LocalJob, at_seconds: float = 0.0) -> None:
+    def submit(self, spec: JobSubmitted, job: LocalJob, at_seconds: float | None = None) -> None:
         pass
 
     def cancel(self, job_id: str, at_seconds: float = 0.0) -> None:
