@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,10 +106,12 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
     return int(head[9:12]), body
 
 
-def start(directory: Path, module: str, *arguments: str) -> Server:
+def start(directory: Path, module: str, *arguments: str, environment: Mapping[str, str] = os.environ) -> Server:
     (directory / "address").unlink(missing_ok=True)
     with (directory.parent / "server.log").open("ab") as log:
-        process = subprocess.Popen([sys.executable, "-m", module, *arguments], stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=_ROOT)
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments], env=dict(environment), stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=_ROOT
+        )
     return Server(directory, process)
 
 

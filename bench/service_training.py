@@ -1,13 +1,13 @@
 """Training under `tlora serve` against `tlora train`, and how soon a submitted job trains: on a GPU, through the commands that users run.
 
-    python -m bench.service_training --shape qwen3-1.7b [--rows warm-up,first-steps,speed] [--repeats 3] [--steps 100] [--json FILE]
+    python -m bench.service_training --shape qwen3-1.7b [--rows warm-up,cold,first-steps,speed] [--repeats 3] [--steps 100] [--json FILE]
     python -m bench.service_training --shape tiny --device cpu --steps 6 --repeats 1 --submissions 3
 
 warm-up: a short `tlora train`, whose kernels are then compiled and tuned for all that follow. first-steps: while a job trains, others
 are submitted one by one: seconds from the first byte of the upload of 1,000 samples until the job's first optimizer step can be read
 from the server. speed: the jobs of bench/real_jobs.yaml, by `tlora submit` to the server and by `tlora train`, in turns; tokens/s by
-the jobs' own logs (`launch.speeds`). Without first-steps the jobs are submitted once more before the turns, to a server without a worker:
-that is its cold start, and counts for itself. `max_slowdown` is 100: no bound keeps the policy from putting all into one group.
+the jobs' own logs (`launch.speeds`). cold: their first steps where nothing is compiled yet, by a server that has no worker and by
+`tlora train`, each with empty caches of its own. `max_slowdown` is 100: no bound keeps the policy from putting all into one group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,11 @@ import torch
 
 from bench import launch, machine
 from bench.base_files import make_base
-from bench.real_jobs import JOBS_FILE
+from bench.real_jobs import CACHES, JOBS_FILE
 from bench.service import Server, start
 from bench.shapes import SHAPES
 
-ROWS = ("warm-up", "first-steps", "speed")
+ROWS = ("warm-up", "cold", "first-steps", "speed")
 _WARM_UP_STEPS = 10
 _SAMPLES, _WORDS = 1000, 40  # of a submitted job: samples, and words of each
 _LONG_SECONDS = 900.0  # after which a wait has failed
@@ -49,22 +49,24 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         base_path = Path(base["base"])
         if "warm-up" in options.rows:
             train(options, base_path, place / "warm-up", _WARM_UP_STEPS)
-        if options.rows == ["warm-up"]:
+        if "cold" in options.rows:
+            found["cold"] = cold(options, base_path, place)
+            machine.write(options.json, found)
+            serve, alone = (found["cold"][way]["first_step_seconds"] for way in ("serve", "train"))
+            print(
+                f"nothing compiled: first step {serve:.1f} s after the submission, {alone:.1f} s after the start of tlora train", flush=True
+            )
+        if not {"first-steps", "speed"} & set(options.rows):
             return found
-        (place / "server").mkdir()
-        command = ["serve", "--data-dir", str(place / "server"), "--port", "0", "--device", options.device, "--gpus", "0"]
-        command += ["--policy", options.policy]
-        server = start(place / "server", "tlora", *command, "--base-model", f"base={base_path.resolve()}")
+        server = start_server(options, base_path, place / "server", os.environ)
         try:
-            server.wait()
             if "first-steps" in options.rows:
                 found["first_steps"] = first_steps(server, options.submissions)
                 machine.write(options.json, found)
                 print(format_first_steps(found["first_steps"]), flush=True)
             if "speed" in options.rows:
                 if "first-steps" not in options.rows:
-                    found["cold_serve"] = served(server, options, place / "served-cold")
-                    print(f"cold: first step {found['cold_serve']['first_step_seconds']:.1f} s after the submission", flush=True)
+                    served(server, options, place / "served-first")  # which starts its worker
                 turns: dict[str, list[dict[str, Any]]] = {"serve": [], "train": []}
                 for number in range(options.repeats):
                     turns["serve"].append(served(server, options, place / f"served-{number}"))
@@ -77,6 +79,29 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             if options.logs is not None:
                 keep_logs(place, options.logs)
     return found
+
+
+def start_server(options: argparse.Namespace, base: Path, directory: Path, environment: Mapping[str, str]) -> Server:
+    """Ready, without a worker."""
+    directory.mkdir()
+    command = ["serve", "--data-dir", str(directory), "--port", "0", "--device", options.device, "--gpus", "0", "--policy", options.policy]
+    server = start(directory, "tlora", *command, "--base-model", f"base={base.resolve()}", environment=environment)
+    server.wait()
+    return server
+
+
+def cold(options: argparse.Namespace, base: Path, place: Path) -> dict[str, dict[str, Any]]:
+    """The jobs by `tlora train`, and by a server that has no worker yet, each with empty caches of its own."""
+
+    def with_empty_caches(way: str) -> dict[str, str]:
+        return os.environ | {variable: str(place / f"caches-{way}" / name) for variable, name in CACHES.items()}
+
+    alone = train(options, base, place / "trained-cold", options.steps, with_empty_caches("train"))
+    server = start_server(options, base, place / "cold-server", with_empty_caches("serve"))
+    try:
+        return {"train": alone, "serve": served(server, options, place / "served-cold")}
+    finally:
+        server.end()
 
 
 # -- how soon a job trains -----------------------------------------------------------------------------------------------
@@ -159,9 +184,11 @@ def settings_of(steps: int, *more: str) -> list[str]:
     return [part for setting in chosen for part in ("--set", setting)]
 
 
-def train(options: argparse.Namespace, base: Path, output_dir: Path, steps: int) -> dict[str, Any]:
+def train(
+    options: argparse.Namespace, base: Path, output_dir: Path, steps: int, environment: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
     command = [sys.executable, "-m", "tlora", "train", str(JOBS_FILE), "--output-dir", str(output_dir), "--device", options.device]
-    ended = launch.run_process(command + settings_of(steps, f"base_model={base.resolve()}"), os.environ, output_dir, None)
+    ended = launch.run_process(command + settings_of(steps, f"base_model={base.resolve()}"), environment, output_dir, None)
     if ended.code != 0:
         raise SystemExit(f"tlora train ended with {ended.code}: {ended.lines[-5:]}")
     return figures(output_dir, ended.start)
