@@ -14,7 +14,6 @@ from tlora.adapters.adamw import StepStats
 from tlora.adapters.state import AdapterState, init_state
 from tlora.errors import ConfigError, ModelError
 from tlora.job import LoraConfig, TrainConfig
-from tlora.supermodel import host_optimizer
 from tlora.supermodel.batch import collate
 from tlora.supermodel.load import hidden_states, make_base
 from tlora.supermodel.supermodel import JobLoss, StepError, SuperModel
@@ -211,14 +210,15 @@ def test_a_step_that_raises_keeps_no_other_from_stepping(model: SuperModel, monk
     for job, rank in (("a", 4), ("b", 5), ("c", 6)):
         model.join(job, LoraConfig(r=rank), TRAIN)
     model.forward_backward(make_batch({job: make_samples(2) for job in "abc"}))
-    step = host_optimizer.adamw_step
+    optimizer: Any = model._optimizer
+    step = optimizer._step
 
     def raising(state: AdapterState, *args: Any) -> StepStats:
         if state is model.state("b"):
             raise torch.OutOfMemoryError("no room for the step")
         return step(state, *args)
 
-    monkeypatch.setattr(host_optimizer, "adamw_step", raising)
+    monkeypatch.setattr(optimizer, "_step", raising)
     with pytest.raises(StepError, match="b: OutOfMemoryError: no room for the step") as caught:
         model.optim_step(["a", "b", "c"])
     assert set(caught.value.errors) == {"b"} and set(caught.value.stats) == {"a", "c"}

@@ -26,14 +26,6 @@ class StepStats:
     applied: bool
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Of one gradient: the norm before clipping, finite exactly when all of it is, and the factor that clips it (1: not clipped)."""
-
-    grad_norm: float
-    clip: float
-
-
 def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
     """Learning rate of optimizer step `step` (from 0) out of `total_steps`, warm-up included."""
     warmup = config.warmup_count(total_steps)
@@ -57,11 +49,13 @@ def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
 
 
 @torch.no_grad()
-def measure(grad: Tensor, max_grad_norm: float) -> Verdict:
-    """Norm and clip factor of a flat gradient [P], which stays as it is. `max_grad_norm` 0: no clipping."""
+def measure(grad: Tensor, max_grad_norm: float) -> Tensor:
+    """The verdict on a flat gradient [P], which stays as it is: fp64 [2], its norm, finite exactly when all of it is, and the factor that
+    clips it (1: not clipped). `max_grad_norm` 0: no clipping.
+    """
     norm = _norm(grad)
     clipped = max_grad_norm > 0 and math.isfinite(norm) and norm + 1e-6 > max_grad_norm  # torch's rule, its 1e-6 included
-    return Verdict(norm, max_grad_norm / (norm + 1e-6) if clipped else 1.0)
+    return torch.tensor([norm, max_grad_norm / (norm + 1e-6) if clipped else 1.0], dtype=torch.float64, device=grad.device)
 
 
 @torch.no_grad()
@@ -71,21 +65,21 @@ def adamw_step(
     config: TrainConfig,
     total_steps: int,
     weight_dtype: torch.dtype | None = None,
-    verdict: Verdict | None = None,
+    verdict_2: Tensor | None = None,
 ) -> StepStats:
-    """Clips `grad` (flat [P], consumed) and applies AdamW to `state` in place. `verdict`: that of `measure(grad)`, by default made here.
+    """Clips `grad` (flat [P], consumed) and applies AdamW to `state` in place. `verdict_2`: `measure(grad)`, by default made here.
 
     A gradient that is not finite, or an update that would leave a moment not finite, or a weight not finite in `weight_dtype`
     (default: the state's own), changes nothing but the counters.
     """
     rate = learning_rate(config, state.step, total_steps)
-    verdict = verdict or measure(grad, config.max_grad_norm)
-    applied = math.isfinite(verdict.grad_norm)
+    norm, clip = (measure(grad, config.max_grad_norm) if verdict_2 is None else verdict_2).tolist()
+    applied = math.isfinite(norm)
     if applied:
-        if verdict.clip != 1:
-            grad.mul_(verdict.clip)
+        if clip != 1:
+            grad.mul_(clip)
         applied = _adamw(state, grad, config, rate, weight_dtype or grad.dtype)
-    return count_step(state, rate, verdict.grad_norm, applied)
+    return count_step(state, rate, norm, applied)
 
 
 def count_step(state: AdapterState, rate: float, norm: float, applied: bool) -> StepStats:

@@ -13,6 +13,7 @@ from torch import Tensor
 from tlora.adapters.adamw import StepStats, count_step
 from tlora.adapters.bank import AdapterBank
 from tlora.adapters.state import AdapterState
+from tlora.job import TrainConfig
 from tlora.kernels.device import ToHost
 from tlora.supermodel.optimizer_steps import QueuedSteps, Stepping
 
@@ -27,10 +28,8 @@ class QueuedStep:
 
 Verdict = Callable[[Tensor, float], Tensor]
 """Of a flat gradient [P], which stays as it is, and max_grad_norm: fp64 [2], as `MeasuredSteps.verdicts`."""
-Step = Callable[[AdapterBank, str, Stepping, Tensor], StepStats | QueuedStep]
-"""Takes a job's gradient from the bank, steps by its verdict and writes the weights into the bank. A step that is queued is counted when
-its outcome is read.
-"""
+Step = Callable[[AdapterState, Tensor, TrainConfig, int, torch.dtype, Tensor], StepStats | QueuedStep]
+"""As `adamw_step`. A step that is queued is counted when its outcome is read."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,10 @@ class JobByJobSteps:
         errors = dict(self.errors)
         for job_id, verdict_2 in self.verdicts.items():
             try:
-                taken = self.step(self.bank, job_id, self.due[job_id], verdict_2)
+                job = self.due[job_id]
+                taken = self.step(job.state, self.bank.take_grad(job_id), job.train, job.total_steps, self.bank.dtype, verdict_2)
+                if isinstance(taken, QueuedStep) or taken.applied:
+                    self.bank.write(job_id, job.state.params)
             except Exception as error:
                 errors[job_id] = error
                 continue

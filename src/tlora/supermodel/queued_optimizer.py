@@ -10,8 +10,9 @@ from torch import Tensor
 
 from tlora.adapters.adamw import is_allowed, learning_rate, updated
 from tlora.adapters.bank import AdapterBank
+from tlora.adapters.state import AdapterState
+from tlora.job import TrainConfig
 from tlora.supermodel.job_by_job import JobByJobOptimizer, QueuedStep
-from tlora.supermodel.optimizer_steps import Stepping
 
 
 def make_queued_optimizer(bank: AdapterBank) -> JobByJobOptimizer:
@@ -25,24 +26,24 @@ def _verdict(grad: Tensor, max_grad_norm: float) -> Tensor:
     return torch.stack([norm, torch.where(clipped, factor, 1.0)])
 
 
-def _step(bank: AdapterBank, job_id: str, job: Stepping, verdict_2: Tensor) -> QueuedStep:
-    rate = learning_rate(job.train, job.state.step, job.total_steps)
-    applied = _queue(bank, job_id, job, verdict_2, rate)
+def _step(
+    state: AdapterState, grad: Tensor, train: TrainConfig, total_steps: int, weight_dtype: torch.dtype, verdict_2: Tensor
+) -> QueuedStep:
+    rate = learning_rate(train, state.step, total_steps)
+    applied = _queue(state, grad, train, rate, weight_dtype, verdict_2)
     return QueuedStep(rate, torch.stack([verdict_2[0], applied.double()]))
 
 
-def _queue(bank: AdapterBank, job_id: str, job: Stepping, verdict_2: Tensor, rate: float) -> Tensor:
+def _queue(state: AdapterState, grad: Tensor, train: TrainConfig, rate: float, weight_dtype: torch.dtype, verdict_2: Tensor) -> Tensor:
     """Whether the step is taken, as bool on the device."""
-    state, grad = job.state, bank.take_grad(job_id)
-    if not is_allowed(state, job.train, rate, grad.dtype):
+    if not is_allowed(state, train, rate, grad.dtype):
         return torch.zeros((), dtype=torch.bool, device=grad.device)
     grad.mul_(verdict_2[1].to(grad.dtype))
-    params, exp_avg, exp_avg_sq = updated(state, grad, job.train, rate)
+    params, exp_avg, exp_avg_sq = updated(state, grad, train, rate)
     largest, largest_sq = (torch.linalg.vector_norm(values, float("inf")) for values in (params, exp_avg_sq))
-    applied = verdict_2[0].isfinite() & largest.to(bank.dtype).isfinite() & largest_sq.isfinite()
+    applied = verdict_2[0].isfinite() & largest.to(weight_dtype).isfinite() & largest_sq.isfinite()
     state.params, state.exp_avg, state.exp_avg_sq = (
         torch.where(applied, new, old, out=new)
         for new, old in ((params, state.params), (exp_avg, state.exp_avg), (exp_avg_sq, state.exp_avg_sq))
     )
-    bank.write(job_id, state.params)
     return applied

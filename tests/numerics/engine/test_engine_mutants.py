@@ -102,7 +102,7 @@ MUTANTS = (
         "the rule of the first due job for all",
         job_by_job,
         [
-            ("job_id, self.due[job_id], verdict_2)", "job_id, _as_first(self.due, job_id), verdict_2)"),
+            ("job = self.due[job_id]", "job = _as_first(self.due, job_id)"),
             (
                 "@dataclass(frozen=True)\nclass JobByJobSteps:",
                 "def _as_first(due, job_id):\n"
