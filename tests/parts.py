@@ -20,7 +20,6 @@ SECONDS = {
     "tests/gpu/test_fast_path_promises.py": 9.2,
     "tests/gpu/test_gpu.py": 23.2,
     "tests/gpu/test_gpu_compile_ahead.py": 56.1,
-    "tests/gpu/test_gpu_memory_cap.py": 15.0,
     "tests/gpu/test_gpu_nf4.py": 10.0,
     "tests/gpu/test_gpu_peft_plugin.py": 3.7,
     "tests/gpu/test_gpu_plain_path.py": 4.0,

@@ -27,7 +27,6 @@ from tlora.kernels.device import as_if_on
 from tlora.planning.form import choose_form
 from tlora.planning.gpu_models import GpuModel, find_gpu
 from tlora.planning.job_plan import PlannedJob
-from tlora.planning.memory_cap import with_free_blocks
 from tlora.planning.memory_probe import probe_key, recall
 from tlora.planning.plan import RunPlan, describe_recompute, pick_device, plan_run, settle
 from tlora.planning.recompute_choices import RecomputeChoice, predicted_rate, recompute_choices
@@ -177,7 +176,7 @@ def _check(run: RunSpec, watcher: Watcher, where: _Devices) -> RunCheck:
     is_here = place.type == "cuda" and elsewhere is None
     known = recall(probe_key(model, plan.can_run, run.deterministic, place)) if is_here else None
     if known is not None:
-        plan = settle(run, plan, with_free_blocks(known, place, run.memory_limit), place)
+        plan = settle(run, plan, known, place)
     plan, streamed = _layout(run, plan, model, where, problems)
     seconds = predicted_seconds(plan.jobs, model, place, where.flops)
     on_gpus: dict[str, Any]

@@ -29,7 +29,6 @@ from tlora.group.wall import Failure, attempt
 from tlora.job import RunSpec
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import bytes_when_shared
-from tlora.planning.memory_cap import with_free_blocks
 from tlora.planning.memory_probe import DeviceMeter, compile_evaluation, probe, probe_key, recall, remember
 from tlora.planning.plan import RunPlan, check_base_fits, plan_run, settle
 from tlora.planning.rehearsal import rehearse
@@ -195,7 +194,6 @@ def _measure_memory(run: RunSpec, plan: RunPlan, model: SuperModel, note: Callab
         remember(key, memory)
     if any(job.data is not None and job.data.eval is not None for job in plan.jobs):
         compile_evaluation(model, plan.can_run)
-    memory = with_free_blocks(memory, model.device, run.memory_limit)
     return rehearse(run, settle(run, plan, memory, model.device), model, DeviceMeter(model.device), note)
 
 

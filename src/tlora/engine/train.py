@@ -30,7 +30,6 @@ from tlora.job import SCHEDULED, JobSpec, RunSpec
 from tlora.jobs_file import explain, read_jobs_file
 from tlora.json_file import read_object
 from tlora.planning.job_plan import job_warnings
-from tlora.planning.memory_cap import capped_allocator
 from tlora.planning.plan import RunPlan, describe_plan, pick_device
 from tlora.planning.threads import compute_with
 from tlora.report.run_page import write_report
@@ -79,34 +78,34 @@ def train(
         return _nothing_to_train(order)
     if len(ranks) > 1:
         return train_on_ranks(order, ranks, data_worker, crew)
+
     place = pick_device(ranks[0] if ranks else device)
-    with capped_allocator(place, order.run.memory_limit):
-        monitor = _monitor(order)
-        loaded, serving = load(order.run, place, monitor, resume, data_worker), ServingFiles(run.base_model)
-        _say_what_begins(order, loaded.plan, serving)
-        run, facts = _as_planned(order.run, loaded), launch_facts(loaded, place)
-        with hold_run_directory(run, resume, overwrite, watcher.note) as held, closing(order.guard), compute_with(loaded.threads):
+    monitor = _monitor(order)
+    loaded, serving = load(order.run, place, monitor, resume, data_worker), ServingFiles(run.base_model)
+    _say_what_begins(order, loaded.plan, serving)
+    run, facts = _as_planned(order.run, loaded), launch_facts(loaded, place)
+    with hold_run_directory(run, resume, overwrite, watcher.note) as held, closing(order.guard), compute_with(loaded.threads):
 
-            def record(status: str) -> None:
-                lost = {"output_lost": watcher.lost} if watcher.lost else {}
-                write_run_file(held.path, run, facts | order.guard.facts() | {"status": status} | lost)
+        def record(status: str) -> None:
+            lost = {"output_lost": watcher.lost} if watcher.lost else {}
+            write_run_file(held.path, run, facts | order.guard.facts() | {"status": status} | lost)
 
-            record("running")
-            order.guard.start()
-            session = Session(run, loaded, monitor, serving, order.guard, record)
-            with interrupts(lambda number: describe_interrupt(number, session.unfinished), monitor.note) as received:
-                try:
-                    session.driver.train(lambda: not received and session.admit(), session.look)
-                    monitor.close(session.driver)
-                except BaseException as error:
-                    quit_at_once = isinstance(error, KeyboardInterrupt)
-                    session.driver.close(wait=not quit_at_once)
-                    record("stopped" if quit_at_once else "failed")
-                    raise
-                session.driver.close()
-                results = all_results(run, session.driver.records.results | dict(order.ended), received, watcher.note)
-                _finish(results, record, held.path, watcher)
-        return results
+        record("running")
+        order.guard.start()
+        session = Session(run, loaded, monitor, serving, order.guard, record)
+        with interrupts(lambda number: describe_interrupt(number, session.unfinished), monitor.note) as received:
+            try:
+                session.driver.train(lambda: not received and session.admit(), session.look)
+                monitor.close(session.driver)
+            except BaseException as error:
+                quit_at_once = isinstance(error, KeyboardInterrupt)
+                session.driver.close(wait=not quit_at_once)
+                record("stopped" if quit_at_once else "failed")
+                raise
+            session.driver.close()
+            results = all_results(run, session.driver.records.results | dict(order.ended), received, watcher.note)
+            _finish(results, record, held.path, watcher)
+    return results
 
 
 def _settle(run: RunSpec, device: str | None, resume: bool, overwrite: bool, watcher: Watcher) -> Order:

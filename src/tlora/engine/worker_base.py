@@ -14,7 +14,6 @@ from tlora.data.base_download import fetch_base
 from tlora.job import JobSpec, Layout
 from tlora.planning.memory import bytes_when_shared, bytes_when_streamed, memory_limit
 from tlora.planning.memory_bound import MemoryBound
-from tlora.planning.memory_cap import cap_allocator
 from tlora.planning.plan import gib
 from tlora.sharing.host_memory import Streaming
 from tlora.sharing.peers import Sharing
@@ -41,8 +40,6 @@ def load_base(
     """
     check_trackers(list(load.report_to))
     place, compiling = torch.device(load.device), None
-    if place.type == "cuda" and load.memory_limit != "auto" and sharing is None:  # ranks give each other handles to whole blocks
-        cap_allocator(place, load.memory_limit)
     outlined = SuperModel(outline(load.base_model, load.dtype, load.base_precision))
     fetch_base(load.base_model, _now_and_then(note))
     for line in check_unused(load.base_model, outlined.base.model.config, load.unused_weights, _REMEDY):
