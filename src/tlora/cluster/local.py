@@ -10,6 +10,7 @@ import heapq
 import itertools
 import math
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -119,7 +120,7 @@ class LocalBackend:
         self._asked: list[tuple[float, int, JobSubmitted | Request]] = []  # a heap: seconds, serial, what users ask
         self._serial = itertools.count()
         self._ended: set[str] = set()  # jobs that may be forgotten
-        self._expected: set[str] = set()  # bases whose jobs will come
+        self._expected: queue.SimpleQueue[str] = queue.SimpleQueue()  # bases
         self._sealed = self._stopped = False
         self._crew.find(records)
 
@@ -209,11 +210,8 @@ class LocalBackend:
                 self._reconciler.forget_job(job_id)
 
     def expect(self, base_model: str) -> None:
-        """Jobs over that base will be submitted, whose data is being read, say: where some GPU has no worker and none has that base, a
-        worker begins to load it.
-        """
-        with self._asking:
-            self._expected.add(base_model)
+        """Jobs over that base will be submitted: where no worker has it, a new one on a free GPU begins to load it."""
+        self._expected.put(base_model)
         self._crew.wake()
 
     def seal(self) -> None:
@@ -367,18 +365,9 @@ class LocalBackend:
 
     def _settle(self) -> None:
         self._reconciler.step()
-        self._load_expected()
+        while not self._expected.empty():
+            self._reconciler.expect(self._expected.get(), self._machine.gpus)
         self._collect()
-
-    def _load_expected(self) -> None:
-        with self._asking:
-            expected, self._expected = self._expected, set[str]()
-        for path in {self._machine.base_models[name] for name in expected if name in self._machine.base_models}:
-            workers = self._crew.workers.values()
-            taken = {gpu for held in (*workers, *self._reconciler.groups.values()) for gpu in held.gpus}
-            free = [gpu for gpu in self._machine.gpus if gpu not in taken]
-            if free and all(worker.load is None or worker.load.base_model != path for worker in workers):
-                self._crew.start((free[0],), path)
 
     def _collect(self) -> None:
         self._ended.update(event.job_id for event in self._reconciler.events if isinstance(event, JobFinished | JobFailed))

@@ -81,6 +81,15 @@ class Reconciler:
         for name, held in self.workers[group.gpus[0]].jobs.items():
             self.blame.see_steps(name, held.steps)
 
+    def expect(self, base_model: str, gpus: tuple[int, ...]) -> None:
+        """Where no worker has that base and one of `gpus` is in none and in no group, a new one begins to load it there."""
+        path = self._base_models.get(base_model)
+        if path is None or any(worker.load is not None and worker.load.base_model == path for worker in self.workers.values()):
+            return
+        taken = {gpu for held in (*self.workers.values(), *self.groups.values()) for gpu in held.gpus}
+        if free := [gpu for gpu in gpus if gpu not in taken]:
+            self._start((free[0],), path)
+
     def arrive(self, job_id: str, *, again: bool) -> None:
         """The job is submitted; with `again`, an earlier controller had it: then its end may have been reported already."""
         self.open.add(job_id)

@@ -80,7 +80,7 @@ def choose_layout(
     run: RunSpec, plan: RunPlan, model: SuperModel, device: torch.device, machine: Machine
 ) -> tuple[RunPlan, StreamPlan | None]:
     """`plan`, of the whole base on the device, or the plan of a streamed one: as `layout` orders, else on a GPU where the base does not
-    leaves too little to some job, or so little to micro-batches that it is clearly faster streamed. `model` is on the meta device.
+    fit, or leaves too little to some job, or so little to micro-batches that it is clearly faster streamed. `model` is on the meta device.
 
     Raises CapacityError where the base fits in no form, because of the device's memory or the host's.
     """
