@@ -177,11 +177,11 @@ def our_change(run: RunSpec, spec: JobSpec) -> dict[str, Tensor]:
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")  # PEFT, of keys of its own for experts
 def test_it_trains_in_bf16_and_equals_peft_in_fp32(family: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TLORA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
     save_base(tmp_path / "base", family)
     for dtype in ("bfloat16", "float32"):
         run = order(tmp_path, dtype, family)
-        results = tlora.train(run, device=device)
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            results = tlora.train(run, device=device)
         assert {name: result.status for name, result in results.items()} == dict.fromkeys(("sft", "dpo", "dropout"), "done"), results
         losses = [result.train_loss for result in results.values()]
         assert np.isfinite(losses).all() and results["sft"].train_loss < results["sft"].train_loss_first, losses

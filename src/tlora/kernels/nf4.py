@@ -11,7 +11,7 @@ from torch import Tensor
 from tlora.kernels.packed_weight import PackedWeight, pack, table_on
 
 GROUP = 64
-_AT_ONCE = 1 << 18  # groups that are quantised at a time: 64 MiB of fp32
+_AT_ONCE = 1 << 14  # groups that are quantised at a time: 4 MiB of fp32, 20 MiB with what is made of them
 TABLE = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
