@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -479,13 +480,18 @@ def test_worker_names_a_template_that_it_cannot_read(tmp_path: Path, tokenizer_p
 
 
 def test_old_scratch_is_removed_and_young_is_not(tmp_path: Path) -> None:
-    for name, age in (("tmp-1-a", 2 * scratch.STALE_SECONDS), ("tmp-2-b", 10.0), ("other", 2 * scratch.STALE_SECONDS)):
-        (tmp_path / name).mkdir()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    earlier, mine = f"tmp-{os.getpid()}-a", scratch.private_directory(tmp_path).name  # a container gives each launch the same number
+    old, young = (f"tmp-{ended.pid}-{letter}" for letter in "ab")
+    stale = 2 * scratch.STALE_SECONDS
+    for name, age in ((old, stale), (young, 10.0), (earlier, stale), (mine, stale), (f"tmp-{os.getppid()}-a", stale), ("other", stale)):
+        (tmp_path / name).mkdir(exist_ok=True)
         past = (tmp_path / name).stat().st_mtime - age
         os.utime(tmp_path / name, (past, past))
     gone = [tmp_path / "tmp-3-gone", *tmp_path.glob("tmp-*")]  # another run removed it since the directory was read
     scratch.remove_old(SimpleNamespace(glob=lambda _: gone))  # type: ignore[arg-type]
-    assert names(tmp_path) == ["other", "tmp-2-b"]
+    assert names(tmp_path) == sorted(["other", young, mine, f"tmp-{os.getppid()}-a"])
 
 
 def test_hash_of_a_file_gives_signs_of_life(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ KEPT_SECONDS = 7 * STALE_SECONDS
 _LOCK = "lock"  # holds the process id of the last owner
 _READ_BYTES = 1 << 22
 Progress = dict[str, Any]
+_own: set[str] = set()  # names of this process's private directories
 
 
 class HashedFile:
@@ -138,6 +139,7 @@ class Scratch:
 def private_directory(parent: Path) -> Path:
     """A new directory, known by this process's id."""
     path = parent / f"{SCRATCH_PREFIX}{os.getpid()}-{uuid.uuid4().hex}"
+    _own.add(path.name)
     path.mkdir()
     return path
 
@@ -181,8 +183,12 @@ def _is_old(path: Path) -> bool:
 
 
 def _is_being_filled(path: Path) -> bool:
-    """Whether the process is there that a private directory is named after; of another host it is not known here."""
+    """Whether the process is there that a private directory is named after; of another host it is not known here. In a container each
+    launch may have the same number: of this process its own count.
+    """
     number = path.name.removeprefix(SCRATCH_PREFIX).partition("-")[0]
+    if number == str(os.getpid()):
+        return path.name in _own
     return number.isdecimal() and psutil.pid_exists(int(number))
 
 
