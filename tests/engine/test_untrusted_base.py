@@ -96,7 +96,8 @@ def test_attention_code_from_the_hub_is_refused(base: Path, tmp_path: Path) -> N
         ({"num_attention_heads": 0}, "zero"),
         ({"num_hidden_layers": 0}, "9 tensors of its files are not used"),
         ({"num_key_value_heads": 3}, "of another shape"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised (gptq)"),
+        ({"quantization_config": {"quant_method": "eetq"}}, "quantised (eetq)"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "GPTQ has packed it with group_size None"),
     ],
 )
 def test_a_config_that_makes_no_model_is_one_message(base: Path, data: Path, tmp_path: Path, changes: dict[str, Any], part: str) -> None:
