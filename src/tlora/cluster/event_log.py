@@ -27,9 +27,7 @@ class EventLog:
     """
 
     def __init__(self, path: Path, began_at_seconds: float = 0.0, most_bytes: int | None = None) -> None:
-        """`began_at_seconds`: what the back end's clock showed when it began. `most_bytes`: of a file, or a
-        little more.
-        """
+        """`began_at_seconds`: what the back end's clock showed when it began. `most_bytes`: of a file, or a little more."""
         self._begin = (_mend(path) if path.is_file() else 0.0) - began_at_seconds
         self._there: list[NodeAdded | BaseAdded] = []
         self._file = LogFile(path, most_bytes)

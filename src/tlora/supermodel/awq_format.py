@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tlora.errors import ModelError
 from tlora.kernels.packed_weight import pack, unpack_low_first
-from tlora.supermodel.packed_format import Format, PackedTensor, find_packed, packs_others
+from tlora.supermodel.packed_format import Format, PackedTensor, check_words, find_packed_words, packs_others
 from tlora.supermodel.tensor_files import StoredTensor
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the columns in an int32
@@ -49,16 +49,14 @@ def open_format(settings: Mapping[str, Any], base_model: str) -> Format:
 
 
 def _find(base_model: str, group: int | None, stored: Mapping[str, StoredTensor]) -> dict[str, PackedTensor]:
-    keys = [name.removesuffix("qweight") + "weight" for name in stored if name.endswith(".qweight")]
-    return find_packed(base_model, "AWQ", keys, lambda key: _find_weight(key.removesuffix("weight"), group, stored))
+    return find_packed_words(base_model, "AWQ", stored, lambda stem: _find_weight(stem, group, stored))
 
 
 def _find_weight(stem: str, group: int | None, stored: Mapping[str, StoredTensor]) -> PackedTensor:
     """Raises KeyError for what is missing, ValueError for what does not fit together."""
     tensors = {end: stored[stem + end] for end in ("qweight", "qzeros", "scales")}
     codes, zeros, scales = tensors.values()
-    if len(codes.shape) != 2 or min(codes.shape) < 1 or codes.dtype != torch.int32:
-        raise ValueError(f"{codes.name} is {list(codes.shape)} in {codes.dtype}, and no matrix in int32")
+    check_words(codes)
     shape = 8 * codes.shape[1], codes.shape[0]
     length = group or shape[1]
     count = shape[1] // length

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tlora.errors import ModelError
 from tlora.kernels.packed_weight import unpack_low_first
-from tlora.supermodel.packed_format import Format, PackedTensor, find_packed
+from tlora.supermodel.packed_format import Format, PackedTensor, check_words, find_packed_words
 from tlora.supermodel.tensor_files import StoredTensor
 
 _FORMATS = ("gptq", "gptq_v2")
@@ -65,16 +65,14 @@ class _Scheme:
 
 
 def _find(base_model: str, scheme: _Scheme, stored: Mapping[str, StoredTensor]) -> dict[str, PackedTensor]:
-    keys = [name.removesuffix("qweight") + "weight" for name in stored if name.endswith(".qweight")]
-    return find_packed(base_model, "GPTQ", keys, lambda key: _find_weight(key.removesuffix("weight"), scheme, stored))
+    return find_packed_words(base_model, "GPTQ", stored, lambda stem: _find_weight(stem, scheme, stored))
 
 
 def _find_weight(stem: str, scheme: _Scheme, stored: Mapping[str, StoredTensor]) -> PackedTensor:
     """Raises KeyError for what is missing, ValueError for what does not fit together."""
     tensors = {end: stored[stem + end] for end in ("qweight", "qzeros", "scales")}
     codes, scales = tensors["qweight"], tensors["scales"]
-    if len(codes.shape) != 2 or min(codes.shape) < 1 or codes.dtype != torch.int32:
-        raise ValueError(f"{codes.name} is {list(codes.shape)} in {codes.dtype}, and no matrix in int32")
+    check_words(codes)
     shape = codes.shape[1], 8 * codes.shape[0]
     group = scheme.group or shape[1]
     count = shape[1] // group

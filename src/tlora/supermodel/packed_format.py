@@ -93,6 +93,20 @@ def find_packed(base_model: str, library: str, keys: Iterable[str], find: Callab
     return found
 
 
+def find_packed_words(
+    base_model: str, library: str, stored: Mapping[str, StoredTensor], find: Callable[[str], PackedTensor]
+) -> dict[str, PackedTensor]:
+    """`find_packed` of the linears X whose codes lie in int32 as `X.qweight`. `find` gets `X.`."""
+    keys = [name.removesuffix("qweight") + "weight" for name in stored if name.endswith(".qweight")]
+    return find_packed(base_model, library, keys, lambda key: find(key.removesuffix("weight")))
+
+
+def check_words(codes: StoredTensor) -> None:
+    """Raises ValueError where that is no matrix in int32."""
+    if len(codes.shape) != 2 or min(codes.shape) < 1 or codes.dtype != torch.int32:
+        raise ValueError(f"{codes.name} is {list(codes.shape)} in {codes.dtype}, and no matrix in int32")
+
+
 def packs_others(kept: tuple[str, ...], linear: str) -> bool:
     """Whether `linear` is packed where a config names the modules that are `kept` as they are, read as transformers does."""
     boundary = r"(?:(?<=\.)|(?=\.|$))"
