@@ -19,9 +19,11 @@ from tlora.job import LoraConfig, TrainConfig
 from tlora.kernels import multi_lora
 from tlora.kernels.reference import _dropped
 from tlora.kernels.segments import Segments
-from tlora.supermodel import attention, batch, host_optimizer
+from tlora.supermodel import attention, batch
 from tlora.supermodel.batch import BatchRow, PackedBatch
+from tlora.supermodel.job_by_job import JobByJobSteps
 from tlora.supermodel.lora_linear import ActiveBatch
+from tlora.supermodel.optimizer_steps import QueuedSteps
 from tlora.supermodel.supermodel import SuperModel
 
 Plant = Callable[[], AbstractContextManager[None]]
@@ -71,20 +73,21 @@ def global_rng() -> AbstractContextManager[None]:
 
 def shared_step_counter() -> AbstractContextManager[None]:
     """One count of optimizer steps for bias correction and schedule of all residents."""
-    steps, join = 0, SuperModel.join
+    steps, join, update = 0, SuperModel.join, JobByJobSteps.update
 
     def joining(self: SuperModel, *args: Any) -> None:
         nonlocal steps
         steps = steps if self.bank.jobs() else 0
         join(self, *args)
 
-    def step(state: AdapterState, *args: Any) -> StepStats:
+    def stepping(self: JobByJobSteps) -> QueuedSteps:
         nonlocal steps
-        state.step = state.updates = steps
-        steps += 1
-        return adamw_step(state, *args)
+        for job in self.due.values():
+            job.state.step = job.state.updates = steps
+            steps += 1
+        return update(self)
 
-    return _replaced((SuperModel, "join", joining), (host_optimizer, "adamw_step", step))
+    return _replaced((SuperModel, "join", joining), (JobByJobSteps, "update", stepping))
 
 
 def mask_multiply() -> AbstractContextManager[None]:
