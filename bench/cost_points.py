@@ -7,7 +7,7 @@
 The list is fixed: single jobs of 128 to 2,048 tokens a step, equal and real lengths, ranks 8 and 64, with and without dropout, and groups.
 Points that are held out (`held_out`) are not for fitting: `python -m bench.cost_fit` says how far off the fit is there. Random weights.
 Ours: the engine's loop, warmed up until the shapes that the point has were seen; the median of chunks of whole micro-batches. PEFT: one
-job alone in the setting that was fastest for such lengths so far (docs/performance.md). TRL: PEFT as people run it, the samples of a
+job alone in the setting that was fastest for such lengths so far (docs/benchmarks-history.md). TRL: PEFT as people run it, the samples of a
 step packed into one row (of real texts, rows of 2,048 tokens), with what makes `bench.trl_baseline`'s packed settings fast.
 """
 

@@ -1,4 +1,4 @@
-"""Measured numbers in the README and in docs/performance.md are what the files of bench/results say.
+"""Measured numbers in the README and in docs/benchmarks-history.md are what the files of bench/results say.
 
 Such a number is a link whose title is the key of its value: [17,181](bench/results/FILE.json "rows[system=together].tokens_per_second").
 A key is names and selectors: `rows[2]` is the third, `rows[system=peft][best=true]` those for which it holds, `rows[]` all. It must
@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LINK = re.compile(r'\[([^\[\]]+)\]\((?:\.\./)?(bench/results/[^\s)]+\.json)(?: "([^"]+)")?\)')
+LINK = re.compile(r'\[([^\[\]]+)\]\((?:\.\./)*(bench/results/[^\s)]+\.json)(?: "([^"]+)")?\)')
 ANY_LINK = re.compile(r"\[([^\[\]]*)\]\([^)]*\)")
 NUMBER = re.compile(r"(?<![\w.,/-])[+-]?\d+(?:,\d{3})*(?:\.\d+)?(?![\w/]|-\w|[.,]\d)%?")
 SENTENCE_END = re.compile(r'(?<=[.!?])\s+(?=[A-Z`"*\[])')
@@ -110,7 +110,7 @@ def _last_place(digits: str) -> float:
     return 10.0 ** -len(digits.partition(".")[2])
 
 
-PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/performance.md")}
+PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/benchmarks-history.md")}
 TIES = [tie for page in PAGES.values() for tie in ties(page)]
 
 

@@ -357,7 +357,7 @@ class RunSpec(BaseModel):
     base_precision: BasePrecision | None = None  # of the frozen linears; None: as dtype
     layout: Layout = "auto"  # of the base: on the device, or streamed from the host's memory
     unused_weights: UnusedWeights = "refuse"  # tensors of the base's files that its model does not take
-    deterministic: bool = False  # each adapter's bytes as if trained alone (docs/numerics.md)
+    deterministic: bool = False  # each adapter's bytes as if trained alone (docs/explanation/numerics.md)
     token_budget: Literal["auto"] | Annotated[int, Field(ge=16, le=10**9)] = "auto"  # tokens per micro-batch
     recompute: Recompute = "auto"  # decoder layers computed again in backward
     memory_limit: MemoryLimit = "auto"  # of the device, that the run may use

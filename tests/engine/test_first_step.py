@@ -1,4 +1,4 @@
-"""`docs/design.md` lists the functions from `tlora train` to the first optimizer step; here a run is traced and compared with that list."""
+"""A traced run calls the functions that `docs/explanation/architecture.md` lists from `tlora train` to the first optimizer step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tlora.cli import main
 
 Function = tuple[str, str]  # file below src/tlora, qualified name
 ROOT = Path(tlora.__file__).parent
-DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
+DESIGN = Path(__file__).parents[2] / "docs" / "explanation" / "architecture.md"
 MOST_FUNCTIONS, MOST_FILES = 10, 8
 WRAPPERS = {("cli/__init__.py", "main"), ("group/wall.py", "attempt")}  # call what they are given, whatever it is
 ENDS = ("SuperModel.forward_backward", "adamw_step")
@@ -62,5 +62,5 @@ def test_the_listed_functions_are_those_that_are_called(
     assert ended.value.code in (0, None), capsys.readouterr().err
     forward, step = ([function for function in stacks[name] if function not in WRAPPERS] for name in ENDS)
     called = forward + [function for function in step if function not in forward]
-    assert listed() == called, "docs/design.md: list these"
+    assert listed() == called, "docs/explanation/architecture.md: list these"
     assert len(called) <= MOST_FUNCTIONS and len({file for file, _ in called}) <= MOST_FILES

@@ -282,7 +282,7 @@ def test_a_setting_finds_a_job_whose_name_holds_dots(tmp_path: Path):
 def test_the_reference_page_tells_the_models(tmp_path: Path):
     from tlora.jobs_file.rules import default_of, rule_of
 
-    page = Path(__file__).parents[2] / "docs" / "jobs-file.md"
+    page = Path(__file__).parents[2] / "docs" / "reference" / "jobs-file.md"
     rows = [[cell.strip() for cell in line.strip("| \n").split(" | ")] for line in page.read_text().splitlines() if line.startswith("| `")]
     rows = [row for row in rows if len(row) > 2]  # the table of formats has two columns
     told = {row[0].strip("`"): (row[1], row[2].strip("`")) for row in rows}

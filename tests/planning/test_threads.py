@@ -81,7 +81,7 @@ def test_an_ordered_number_that_is_not_to_be_had(base: Path, data: Path, tmp_pat
 
 
 def test_the_threads_of_a_deterministic_run_do_not_follow_from_its_budget(tmp_path: Path) -> None:
-    """Its bytes do not either (docs/numerics.md), and they would with the threads."""
+    """Its bytes do not either (docs/explanation/numerics.md), and they would with the threads."""
 
     def chosen(token_budget: int, deterministic: bool) -> int | None:
         run = run_spec(tmp_path, tmp_path, [job("a", "d")], deterministic=deterministic)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # Of a replica in a step. A job of 4,096 tokens a step over an 8B is 3.2 times as fast on four H200s as on one, one of 2,048 is 1.7 times as
-# fast on two (docs/performance.md). By an H200's constants one of 1,024 would be only 1.1 to 1.3 times as fast in two replicas.
+# fast on two (docs/benchmarks-history.md). By an H200's constants one of 1,024 would be only 1.1 to 1.3 times as fast in two replicas.
 LEAST_REPLICA_TOKENS = 1024
 
 

@@ -23,7 +23,9 @@ WorkerListen = Annotated[
 
 
 def serve(
-    config: Annotated[Path | None, typer.Option(metavar="FILE", help="Settings in YAML (docs/service.md).", show_default=False)] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Settings in YAML (docs/how-to/service.md).", show_default=False)
+    ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where everything of the server lies.", show_default=False)] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 for any free one.", show_default="8321")] = None,

@@ -79,7 +79,7 @@ def read_set(directory: Path, entry: Mapping[str, object]) -> tuple[dict[str, ob
         return {}, {}, ["it is made by a script or lies in another hub; save it with `datasets`' save_to_disk and name that directory"]
     formatting, given = str(entry.get("formatting", "alpaca")), entry.get("columns")
     if formatting not in _COLUMNS:
-        return {}, {}, [f"formatting {formatting!r} is not read; rename its columns to those of a format of docs/jobs-file.md"]
+        return {}, {}, [f"formatting {formatting!r} is not read; rename its columns to those of a format of docs/reference/jobs-file.md"]
     columns = cast("dict[str, object]", given) if isinstance(given, dict) else {}
     data_format, notes = _format_of(formatting, columns, isinstance(given, dict), bool(entry.get("ranking")))
     job: dict[str, object] = {"objective": "dpo"} if entry.get("ranking") else {"objective": "kto"} if "kto_tag" in columns else {}

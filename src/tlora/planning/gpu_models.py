@@ -20,7 +20,7 @@ from tlora.errors import ConfigError, cut
 from tlora.json_file import read_object
 from tlora.kernels.cards import class_of_capability
 
-# What training an 8B makes of the rate of products: 17,016 tokens/s on an H200 are 0.55 of its 989 TFLOP/s (docs/performance.md).
+# What training an 8B makes of the rate of products: 17,016 tokens/s on an H200 are 0.55 of its 989 TFLOP/s (docs/benchmarks-history.md).
 # Where tiles are loaded by pointer, products alone make about 0.8 of the rate, and a step about 0.8 of theirs.
 # What copies make of PCI Express with 16 lanes, about 0.8 of its rate, by its generation; 8 lanes make half of it.
 _GEN3, _GEN4, _GEN5 = 12.0, 25.0, 50.0

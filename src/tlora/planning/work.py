@@ -21,9 +21,9 @@ from tlora.supermodel.lora_linear import LoraLinear
 from tlora.supermodel.supermodel import SuperModel
 
 # Multiply-adds per second, twice that in floating-point operations. On a GPU: an H200 trains 17,016 tokens/s of an 8B in bf16, samples of
-# 2,048 (docs/performance.md). Other GPUs are placed by the same figure: where all are of one kind, only the ratios of jobs matter.
+# 2,048 (docs/benchmarks-history.md). Other GPUs are placed by the same figure: where all are of one kind, only the ratios of jobs matter.
 _RATES = {"cuda": 17_016 * 2 * 8.0e9, "cpu": 2.0e10}
-_FP8_GAIN = 24_067 / 17_016  # with `base_precision: fp8`, whose products are in 8 bits (docs/performance.md; one H200)
+_FP8_GAIN = 24_067 / 17_016  # with `base_precision: fp8`, whose products are in 8 bits (docs/benchmarks-history.md; one H200)
 _MOST_ALONE = 1.1  # times an equal share of all seconds: a longer job spans several GPUs
 
 
