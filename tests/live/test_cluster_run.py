@@ -187,8 +187,7 @@ if "tlora.engine.worker" in sys.orig_argv:
 
 
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("kills", [2, pytest.param(47, marks=pytest.mark.soak)])
-@pytest.mark.slow
+@pytest.mark.parametrize("kills", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(47, marks=pytest.mark.soak)])
 def test_a_killed_controller_finds_its_workers_training(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int) -> None:
     """Killed at random moments, before and after it has found its workers: none ends or begins a job again, no step is done twice."""
     chance, allowed = random.Random(kills), tmp_path / "allowed"

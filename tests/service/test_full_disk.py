@@ -35,7 +35,6 @@ def logs(directory: Path) -> str:
     return "".join(path.read_text(errors="replace") for path in (directory / "workers").glob("*.log"))
 
 
-@pytest.mark.slow
 def test_jobs_wait_for_room_and_end_with_the_adapters_of_an_untroubled_run(tmp_path: Path) -> None:
     """Full while one trains: its end waits, as does a job that begins; a kill of the server changes nothing."""
     directory = tmp_path / "server"

@@ -119,9 +119,8 @@ def running(directory: Path) -> Iterator[list[Server]]:
                 server.end()
 
 
-@pytest.mark.slow
 def test_killed_while_jobs_train_it_loses_none_and_their_adapters_are_those_of_an_untroubled_run(tmp_path: Path) -> None:
-    kill_and_compare(tmp_path, kills=2)
+    kill_and_compare(tmp_path, kills=1)
 
 
 @pytest.mark.soak

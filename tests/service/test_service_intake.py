@@ -92,7 +92,6 @@ def test_preference_files_of_openai_are_read(asked: Asked, tmp_path: Path) -> No
     assert "Set objective: dpo" in asked.answer("imitated")["problem"]
 
 
-@pytest.mark.slow
 def test_hostile_data_fails_its_job_with_file_and_row_and_no_other(asked: Asked, tmp_path: Path) -> None:
     good = write_rows(tmp_path / "good.jsonl", 20)
     lines = good.read_bytes().splitlines(keepends=True)

@@ -76,9 +76,8 @@ def train(shared: SuperModel, job_ids: str, device: str, family: str, steps: int
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        *((family, torch.float32) for family in FAMILIES),
-        ("qwen3-moe", torch.bfloat16),
-        *(pytest.param(family, torch.bfloat16, marks=pytest.mark.soak) for family in ("mixtral", "deepseek-v3")),  # slow on a CPU
+        *(pytest.param(family, torch.float32, marks=[] if family == "qwen3-moe" else pytest.mark.slow) for family in FAMILIES),
+        *(pytest.param(family, torch.bfloat16, marks=pytest.mark.soak) for family in FAMILIES),  # slow on a CPU
     ],
     ids=str,
 )
@@ -91,7 +90,7 @@ def test_together_is_alone_bitwise(family: str, dtype: torch.dtype, device: str)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param(family, marks=[] if family == "mixtral" else pytest.mark.slow) for family in FAMILIES])
 def test_without_deterministic_it_trains(family: str, device: str) -> None:
     """On a GPU: compiled layers, and passes captured as CUDA graphs, since a capture that fails is a warning. `-s` shows how near it is."""
     shared = make_shared(family, torch.bfloat16, device, deterministic=False)
@@ -106,7 +105,7 @@ def test_without_deterministic_it_trains(family: str, device: str) -> None:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 @MARKS[0]
-@pytest.mark.parametrize("of_v", [32, 64])
+@pytest.mark.parametrize("of_v", [32, pytest.param(64, marks=pytest.mark.slow)])
 def test_latent_attention_whose_heads_of_v_are_smaller(of_v: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dense layers of the family, on the kernels as on the plain path; and what is compiled ahead is known."""
     dense = transformers.DeepseekV3Config(**SIZE | LATENT | {"v_head_dim": of_v, "num_hidden_layers": 1, "first_k_dense_replace": 1})

@@ -267,7 +267,6 @@ def test_each_family_compiled_with_dropout(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "changes"), [("llama", ONE_LAYER), *(pytest.param(family, {}, marks=pytest.mark.soak) for family in FAMILIES)]
 )
-@pytest.mark.slow
 def test_recomputed_layers_change_no_bit_of_a_family(family: str, changes: dict[str, Any]) -> None:
     """Compiled, as they run on a GPU."""
     shared = make_shared(family, **changes)

@@ -51,6 +51,7 @@ def at_assignment(monkeypatch: pytest.MonkeyPatch, act: Callable[[crew.Crew], No
     monkeypatch.setattr(crew.Crew, "send", send)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_lost_before_it_is_assigned_its_jobs_is_done_without(world: World, tmp_path: Path) -> None:
     told = Told(0, lambda: kill(world, 1))
     results = world.train(tmp_path / "out", 3, watcher=told.watcher)
@@ -61,7 +62,7 @@ def test_a_rank_that_is_lost_before_it_is_assigned_its_jobs_is_done_without(worl
     assert len(read_object(tmp_path / "out" / "run.json")["gpus"]) == 2
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_and_one_that_is_lost_while_the_others_wait_for_it(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int
 ) -> None:
@@ -134,6 +135,7 @@ def test_what_a_rank_ends_with_itself_is_raised(world: World, tmp_path: Path) ->
     assert not told.said("starting again")
 
 
+@pytest.mark.slow
 def test_a_base_that_was_to_be_shared_does_not_fit_on_what_is_left(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = check(run_spec(world.base, tmp_path / "out", world.orders, token_budget=64), device="cpu")
     base_bytes = sum(file.stat().st_size for file in world.base.glob("*.safetensors"))

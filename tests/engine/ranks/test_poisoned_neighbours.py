@@ -45,7 +45,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, AdapterState]:
 @pytest.mark.parametrize(
     ("rank", "poison"),
     [
-        pytest.param(rank, poison, id=f"{rank}-{poison.name}", marks=[pytest.mark.soak] if (number + rank) % 2 else [])
+        pytest.param(
+            rank,
+            poison,
+            id=f"{rank}-{poison.name}",
+            marks=[pytest.mark.soak] if (number + rank) % 2 else [pytest.mark.slow] if number else [],
+        )
         for number, poison in enumerate(poison for poison in POISONS if poison.make(benign=False).samples)
         for rank in (0, 1)
     ],

@@ -69,6 +69,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Ite
         yield world
 
 
+@pytest.mark.slow
 def test_a_base_that_does_not_fit_is_shared_with_the_same_bytes(world: World, tmp_path: Path) -> None:
     lines: list[str] = []
     results = world.train(tmp_path / "out", 2, 0.85, watcher=Watcher(note=lines.append))
@@ -78,6 +79,7 @@ def test_a_base_that_does_not_fit_is_shared_with_the_same_bytes(world: World, tm
     assert read_object(tmp_path / "out" / "run.json")["base_shared"] is True
 
 
+@pytest.mark.slow
 def test_a_job_that_spans_over_a_shared_base(world: World, tmp_path: Path) -> None:
     """Its two replicas at the same time, on ranks that hold half of each layer; in one process one after the other, on a whole base."""
     orders = [{**world.orders[0], "name": "wide", "gpus": 2, "batch_size": 4}, world.orders[1]]
@@ -93,6 +95,7 @@ def test_a_job_that_spans_over_a_shared_base(world: World, tmp_path: Path) -> No
         assert sha256(tmp_path / "out" / order["name"]) == sha256(tmp_path / "whole" / order["name"])
 
 
+@pytest.mark.slow
 def test_saved_shared_and_resumed_whole(world: World, tmp_path: Path) -> None:
     told: list[int] = []
 
@@ -133,6 +136,7 @@ def test_a_lost_rank_ends_the_run_and_it_begins_again_on_what_is_left(
     assert not taken
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_on_what_is_left_one_message_says_how_to_go_on(world: World, tmp_path: Path) -> None:
     lines: list[str] = []
     killed: list[int] = []

@@ -103,7 +103,7 @@ def story() -> tuple[list[JobSpec], dict[str, Span]]:
     return jobs, {"spanning": Span(3, (1, 0, 2)), "second": Span(4, (2, 1))}
 
 
-@pytest.mark.parametrize("seed", [0, 1, 52, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(120) if seed not in (0, 1, 52))])
+@pytest.mark.parametrize("seed", [52, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(52))])
 def test_any_interleaving_gives_the_bytes_of_replicas_in_turn(sets: Sets, seed: int) -> None:
     rng = random.Random(seed)
     jobs, spans = story()
@@ -134,11 +134,7 @@ def test_losses_and_tokens_are_those_of_replicas_in_turn(sets: Sets) -> None:
 
 @pytest.mark.parametrize(
     ("rank", "call"),
-    [
-        pytest.param(rank, call, marks=[] if (rank, call) in ((0, 2), (1, 3), (2, 8)) else pytest.mark.soak)
-        for rank in range(3)
-        for call in (2, 3, 5, 8)
-    ],
+    [pytest.param(rank, call, marks=[] if (rank, call) == (1, 3) else pytest.mark.soak) for rank in range(3) for call in (2, 3, 5, 8)],
 )
 def test_memory_that_runs_out_on_one_rank_starts_its_part_over(sets: Sets, rank: int, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs, spans = story()
