@@ -6,7 +6,7 @@ import queue
 from pathlib import Path
 from typing import Any
 
-from tlora.cluster.remote_worker import RemoteWorker, called
+from tlora.cluster.remote_worker import RemoteWorker
 from tlora.engine.commands import Command, Leave, Share, Stop
 from tlora.engine.settler import Settler
 from tlora.worker_protocol import (
@@ -26,19 +26,16 @@ from tlora.worker_protocol import (
 
 
 class FakeProcess:
-    pid, is_stopped, was_refused = 4711, False, False
-
-    def __init__(self, gpus: tuple[int, ...]) -> None:
-        self._gpus = gpus
+    pid, is_stopped, exit_status = 4711, False, -9
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         return True
 
-    def kill(self) -> None:
+    def kill(self, timeout_seconds: float | None = None) -> None:
         pass
 
     def how_it_ended(self) -> str:
-        return f"the worker of {called(self._gpus)} was killed by signal 9"
+        return "was killed by signal 9"
 
 
 class FakeWorker:
@@ -134,7 +131,7 @@ class FakeCrew:
         pass
 
     def start(self, gpus: tuple[int, ...], base_model: str) -> RemoteWorker:
-        worker = self.workers[gpus[0]] = RemoteWorker(gpus, self._loads(base_model), FakeProcess(gpus), self._epoch)
+        worker = self.workers[gpus[0]] = RemoteWorker(gpus, self._loads(base_model), FakeProcess(), self._epoch)
         FakeWorker(worker, self.inbox)
         return worker
 

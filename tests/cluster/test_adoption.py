@@ -40,7 +40,7 @@ class FoundCrew(FakeCrew):
     def find(self, records: Any) -> None:
         for gpu, (found, jobs) in enumerate(self.hellos):
             load = self._loads("models/base")
-            worker = self.workers[gpu] = RemoteWorker((gpu,), load, FakeProcess((gpu,)), self._epoch)
+            worker = self.workers[gpu] = RemoteWorker((gpu,), load, FakeProcess(), self._epoch)
             worker.attach(Hello(f"earlier {gpu}", (gpu,), {}, load, True, found, jobs, 1, 7, 0), lambda _: None)
             if gpu == 0:
                 for number, report in enumerate(self.said):
@@ -162,6 +162,6 @@ def test_bases_may_be_added_while_one_is_told_to_be_measured(tmp_path: Path) -> 
 
     bases: dict[str, str] = {"base": Grown("models/base")}
     reconciler = Reconciler(bases, lambda _, __: None, {}, 1)
-    worker = RemoteWorker((0,), Load("models/base", "o", "cpu", 0.0), FakeProcess((0,)), 1)
+    worker = RemoteWorker((0,), Load("models/base", "o", "cpu", 0.0), FakeProcess(), 1)
     reconciler.hear(worker, Measured("CPU", BaseSpeed(1000.0, 0.01, 0.0, 0.001)))
     assert reconciler.events == [BaseMeasured("base", "CPU", BaseSpeed(1000.0, 0.01, 0.0, 0.001))]

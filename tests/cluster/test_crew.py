@@ -26,11 +26,12 @@ from tlora.cluster import crew as crew_room
 from tlora.cluster import doors, refusals, session
 from tlora.cluster.crew import Crew, Limits
 from tlora.cluster.store_files import begin_reign
-from tlora.cluster.worker_process import WorkerProcess, read_records, write_record
+from tlora.cluster.worker_process import read_records, write_record
 from tlora.errors import ConfigError
 from tlora.link import address
 from tlora.link.address import connect, listen
 from tlora.link.process_identity import identify
+from tlora.link.supervisor import SupervisedProcess
 from tlora.version import __version__
 from tlora.worker_protocol import Finished, HeldJob, Hello, Load, Loaded, Said, worker_line
 
@@ -306,7 +307,7 @@ def test_a_worker_of_several_gpus_has_ended_when_its_ranks_have(tmp_path: Path) 
     with subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, start_new_session=True) as leader:
         assert leader.stdout is not None
         rank = int(leader.stdout.readline())
-        worker = WorkerProcess((0, 1), tmp_path / "log", identify(leader.pid), leader)
+        worker = SupervisedProcess(identify(leader.pid), tmp_path / "log", leader, whole_session=True)
         leader.kill()
         assert not worker.wait(0.2) and leader.poll() == -signal.SIGKILL
         os.kill(rank, signal.SIGKILL)

@@ -64,7 +64,7 @@ class FarWorker:
     """A worker's settler and outbox, and a trainer that counts."""
 
     def __init__(self, world: World, gpus: tuple[int, ...]) -> None:
-        self.world, self.gpus, self.process = world, gpus, FakeProcess(gpus)
+        self.world, self.gpus, self.process = world, gpus, FakeProcess()
         self.incarnation = f"{gpus}-{world.random.random()}"
         self.settler, self.outbox = Settler(), Outbox()
         self.steps: dict[str, int] = {}

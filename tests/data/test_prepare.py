@@ -270,12 +270,12 @@ def test_a_worker_that_is_killed_before_the_first_job_is_started_again_once(
     """It may be started long before there are requests, and killed meanwhile on a machine that is short of memory."""
     write(tmp_path / "x.jsonl", ROWS)
     jobs = [request("job", tmp_path, tokenizer_path)]
-    run_worker, ends = prepare_module._run_worker, list[int]()
+    run_worker, ends = prepare_module._run_worker, list[int | None]()
 
     def kill(worker: prepare_module.WorkerProcess, *arguments: Any) -> Any:
         if len(ends) < 2:
             worker.process.kill()
-            ends.append(worker.process.wait())
+            ends.append(worker.process.exit_status)
         return run_worker(worker, *arguments)
 
     monkeypatch.setattr(prepare_module, "_run_worker", kill)

@@ -114,7 +114,7 @@ def test_a_worker_without_a_base_says_why(tmp_path: Path, crews: list[Crew]) -> 
     worker.want(GROUP, (), False)
     hear(crew, None)
     ended = worker.process.how_it_ended()
-    assert "worker of GPU 0 ended with exit status 1" in ended and "no such directory" in ended and "gpu0.log" in ended
+    assert ended.startswith("ended with exit status 1; its log, ") and "no such directory" in ended and "gpu0.log" in ended
 
 
 def test_the_next_controller_finds_it_training(made: Orders, long: Join, tmp_path: Path, crews: list[Crew]) -> None:
@@ -126,7 +126,7 @@ def test_the_next_controller_finds_it_training(made: Orders, long: Join, tmp_pat
     first.abandon()
     first.workers.clear()
     second = crew_of(crews, tmp_path / "workers", load, epoch=2)
-    second.find({(0,): worker.process._identity})  # type: ignore[attr-defined]
+    second.find({(0,): worker.process.identity})  # type: ignore[attr-defined]
     found = second.workers[0]
     assert found.incarnation == worker.incarnation and found.loaded and found.found == GROUP and found.load == load
     assert found.jobs["long"].attempt == 1 and found.jobs["long"].steps >= steps

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tlora.cli
-from tlora.engine.ranks.process import RankProcess
+from tlora.engine.ranks.crew import Crew
 from tlora.sharing.multicast import NO_MULTICAST, turn_multicast_off
 
 
@@ -32,13 +32,15 @@ def test_both_libraries_are_told() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_in_a_rank(tmp_path: Path) -> None:
-    rank = RankProcess(0, "nowhere", tmp_path / "log", {})
+def test_in_a_rank() -> None:
+    crew = Crew(1)
+    crew.start()
     try:
+        (rank,) = crew._processes.values()
         while not (environment := Path(f"/proc/{rank.pid}/environ").read_bytes()):  # the kernel is about to fill it
             assert not rank.has_ended
     finally:
-        rank.kill()
+        crew.close()
     assert {f"{name}={value}".encode() for name, value in NO_MULTICAST.items()} <= set(environment.split(b"\0"))
 
 

@@ -18,17 +18,19 @@ from tlora.cluster.doors import Door, TlsDoor, UnixDoor
 from tlora.cluster.refusals import Refusals
 from tlora.cluster.remote_worker import LEASE_SECONDS, RemoteWorker, called
 from tlora.cluster.session import Arrived, Gone, Heard, Session, Spoke
-from tlora.cluster.worker_process import WorkerProcess, file_stem, launch, read_records, write_record
+from tlora.cluster.worker_process import file_stem, launch, read_records, supervise, write_record
 from tlora.link.address import forget
 from tlora.link.flight import read_flight
-from tlora.link.process_identity import ProcessIdentity, identify
+from tlora.link.process_identity import ProcessIdentity
+from tlora.link.supervisor import SupervisedProcess
 from tlora.version import __version__
-from tlora.worker_protocol import Load, Report
+from tlora.worker_protocol import REFUSED, Load, Report
 
 _FOUND_SECONDS = 30.0  # for workers of an earlier controller to dial again
 AGAIN_SECONDS = 60.0  # after which a worker is started again where the last one was refused
 _WATCH_SECONDS = 1.0
 _ACCEPT_SECONDS = 0.05  # after a connection that could not be had
+_GONE_SECONDS = 60.0  # for the kernel to end a process that was killed
 _LAST_WORDS_SECONDS = 10.0  # to read what a process that has ended has said before
 
 
@@ -111,8 +113,7 @@ class Crew:
             self._note(
                 f"the worker of {called(gpus)} (process {identity.pid}) has not dialled again within {_FOUND_SECONDS:g} s: it is killed"
             )
-            identity.kill()
-            WorkerProcess(gpus, self._log(gpus), identity).wait()
+            supervise(gpus, self._log(gpus), identity).kill()
 
     def start(self, gpus: tuple[int, ...], base_model: str) -> RemoteWorker | None:
         """A new worker for those GPUs; None where the system gives no process or no file now, and for a while after one that was started
@@ -126,7 +127,7 @@ class Crew:
         except OSError as error:
             self._note(f"no worker can be started for {called(gpus)} now: {error}")
             return None
-        return self._take_on(gpus, load, process, identify(process.pid))
+        return self._take_on(gpus, load, process)
 
     def abandon(self) -> None:
         """Leave all workers as they are: they train on for their lease, and the next controller finds them."""
@@ -144,7 +145,7 @@ class Crew:
         deadline = time.monotonic() + stop_seconds
         for worker in self.workers.values():
             if not worker.process.wait(max(0.0, deadline - time.monotonic())):
-                worker.process.kill()
+                worker.process.kill(_GONE_SECONDS)
         self.workers.clear()
         self.abandon()
         forget(self.address)
@@ -203,7 +204,7 @@ class Crew:
                 if self.workers.get(worker.gpu) is worker:
                     self._heard_at.pop(worker, None)
                     self._moved_at.pop(worker, None)
-                    if worker.incarnation is None and worker.process.was_refused:  # none of its jobs is to blame
+                    if worker.incarnation is None and worker.process.exit_status == REFUSED:  # none of its jobs is to blame
                         worker.doomed, self._not_before[worker.gpus] = True, time.monotonic() + AGAIN_SECONDS
                     if worker.load is not None:
                         worker.in_flight = read_flight(Path(worker.load.output_dir), worker.process.pid)
@@ -222,8 +223,7 @@ class Crew:
         gpus = hello.gpus
         worker = self.workers.get(gpus[0])
         if worker is None:
-            identity = arrived.peer.identity
-            worker = self._take_on(gpus, hello.load, WorkerProcess(gpus, self._log(gpus), identity), identity)
+            worker = self._take_on(gpus, hello.load, supervise(gpus, self._log(gpus), arrived.peer.identity))
         self._sessions[session] = worker
         if arrived.peer.token is not None:
             self._let_in_by[session] = arrived.peer.token.id
@@ -256,9 +256,9 @@ class Crew:
         """Whether that process is a worker that has not been let in yet."""
         return any(worker.process.pid == pid and worker.incarnation is None for worker in self.workers.values())
 
-    def _take_on(self, gpus: tuple[int, ...], load: Load | None, process: WorkerProcess, identity: ProcessIdentity | None) -> RemoteWorker:
+    def _take_on(self, gpus: tuple[int, ...], load: Load | None, process: SupervisedProcess) -> RemoteWorker:
         worker = self.workers[gpus[0]] = RemoteWorker(gpus, load, process, self._epoch, self._limits.lease)
-        write_record(self._directory, gpus, identity)
+        write_record(self._directory, gpus, process.identity)
         self._heard_at[worker] = time.monotonic()
         threading.Thread(target=self._await_end, args=(worker,), name=f"worker-{gpus[0]}", daemon=True).start()
         return worker
@@ -285,7 +285,7 @@ class Crew:
             if not worker.given_up and (reason := self._why_lost(worker, now)):
                 worker.given_up = reason
                 self._note(f"the worker of {worker.called} {reason}: it is killed")
-                threading.Thread(target=worker.process.kill, daemon=True).start()
+                threading.Thread(target=worker.process.kill, args=(_GONE_SECONDS,), daemon=True).start()
 
     def _stop_revoked(self) -> None:
         """Once a second at most: it reads a file."""

@@ -296,7 +296,7 @@ class LocalBackend:
         for worker, report in self._crew.listen(max(0.0, due - self.now())):
             if report is None:
                 given_up = f"{worker.given_up}; " if worker.given_up else ""
-                self._reconciler.lose(worker, f"{given_up}{worker.process.how_it_ended()}")
+                self._reconciler.lose(worker, f"{given_up}the worker of {worker.called} {worker.process.how_it_ended()}")
             else:
                 self._reconciler.hear(worker, report)
 

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -32,9 +29,9 @@ from tlora.data.report import DataReport
 from tlora.data.sources import shown_files
 from tlora.errors import DataError, ModelError
 from tlora.job import DataConfig, DataSource, Rows, Sources
+from tlora.link.supervisor import SupervisedProcess, describe_exit, start_process
 
 STALL_SECONDS = 180.0  # without a sign of life; a batch of half a million characters takes about one
-TAIL_BYTES = 2000
 _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "true",
     "PYTHONUNBUFFERED": "1",
@@ -107,34 +104,29 @@ OnProgress = Callable[[PrepareProgress], None]
 
 @dataclass(frozen=True)
 class WorkerProcess:
-    """The process that prepares data, its output line by line, and what it says on stderr."""
+    """The process that prepares data, and its output line by line."""
 
-    process: subprocess.Popen[bytes]
+    process: SupervisedProcess
     lines: queue.Queue[bytes]
-    log: IO[bytes]
 
 
 @contextlib.contextmanager
 def start_worker() -> Iterator[WorkerProcess]:
     """A process that loads its libraries and waits for requests. It is ended with the block, whatever it is doing."""
-    environment = os.environ | _ENVIRONMENT
-    # -P: without it the current directory comes first on the path, and a user's queue.py beside the jobs file would be run
-    command = [sys.executable, "-P", "-m", "tlora.data.worker"]
     lines: queue.Queue[bytes] = queue.Queue()
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment)
-        assert process.stdin and process.stdout
-        reader = threading.Thread(target=_read_lines, args=(process.stdout, lines), daemon=True)
+        process = start_process("tlora.data.worker", log, (), _ENVIRONMENT, None, own_session=False)
+        requests, events = process.pipes
+        reader = threading.Thread(target=_read_lines, args=(events, lines), daemon=True)
         reader.start()
         try:
-            yield WorkerProcess(process, lines, log)
+            yield WorkerProcess(process, lines)
         finally:
             process.kill()
-            process.wait()
             reader.join()
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-            process.stdout.close()
+                requests.close()
+            events.close()
 
 
 @dataclass(frozen=True)
@@ -180,11 +172,11 @@ def _run_worker(
     which may be a chance (a machine short of memory); a worker that was `restarted` for it may not: ModelError.
     """
     process = worker.process
-    assert process.stdin
+    stdin, _ = process.pipes
     try:
         with contextlib.suppress(BrokenPipeError):  # it died at once; the end of its output is handled below
-            process.stdin.write(json.dumps([_as_json(request) for request in requests]).encode() + b"\n")
-            process.stdin.flush()
+            stdin.write(json.dumps([_as_json(request) for request in requests]).encode() + b"\n")
+            stdin.flush()
         return _follow(worker, requests, on_progress, restarted)
     except KeyboardInterrupt:
         _end(process, requests)
@@ -193,9 +185,8 @@ def _run_worker(
         _end(process, requests)
 
 
-def _end(process: subprocess.Popen[bytes], requests: Sequence[PrepareRequest]) -> None:
+def _end(process: SupervisedProcess, requests: Sequence[PrepareRequest]) -> None:
     process.kill()
-    process.wait()
     for cache_dir in {request.cache_dir for request in requests}:
         scratch.remove_left_by(cache_dir, process.pid)
 
@@ -222,8 +213,9 @@ def _follow(
     while len(results) < len(requests):
         event = _next_event(worker.lines)
         if event is None or not event:
-            ended = f"gave no sign of life for {STALL_SECONDS:g} seconds" if event is None else _how_it_ended(worker.process.wait())
-            message = f"the data worker {ended}{_tail(worker.log)}"
+            ended = f"gave no sign of life for {STALL_SECONDS:g} seconds" if event is None else _how_it_ended(worker.process)
+            last = worker.process.last_line()
+            message = f"the data worker {ended}" + (f" ({last})" if last else "")
             if current:
                 called = by_key[current].data.called
                 results[current] = DataError(f"{called}: {message}; look for a row, or a chat template, that takes too much time or memory")
@@ -349,13 +341,8 @@ def _report(request: PrepareRequest, sources: Sequence[DataSource], dataset: Dat
     return DataReport.from_meta(dataset.meta, shown_files(sources, request.base_dir))
 
 
-def _how_it_ended(code: int) -> str:
-    if code < 0 and (limit := describe_signal(-code)) is not None:
-        return limit
-    return f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
-
-
-def _tail(log: IO[bytes]) -> str:
-    log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
-    lines = log.read().decode(errors="replace").strip().splitlines()
-    return f" ({lines[-1].strip()})" if lines else ""
+def _how_it_ended(process: SupervisedProcess) -> str:
+    process.wait()
+    status = process.exit_status
+    assert status is not None, "a child that has ended has an exit status"
+    return (describe_signal(-status) if status < 0 else None) or describe_exit(status)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from tlora.link.supervisor import SupervisedProcess, start_process
 from tlora.service.intake_requests import IntakeSettings
 
 STALL_SECONDS = 180.0  # without a line while something is asked, after which the process is ended: it was stopped, or hangs
@@ -34,7 +32,7 @@ class Intake:
         self._lock = threading.Lock()
         self._open: dict[str, bytes] = {}  # by key, in their order
         self._deaths = 0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: SupervisedProcess | None = None
         self._reader = threading.Thread(target=self._run, name="intake", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="intake watch", daemon=True)
 
@@ -70,21 +68,20 @@ class Intake:
             self._reader.join()
 
     def _send(self, line: bytes) -> None:
-        process = self._process
-        if process is not None and process.stdin is not None:
+        if self._process is not None:
+            requests, _ = self._process.pipes
             with contextlib.suppress(OSError, ValueError):  # it has died: what is open is asked again of the next
-                process.stdin.write(line)
-                process.stdin.flush()
+                requests.write(line)
+                requests.flush()
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            with self._log.open("ab") as log:
-                process = self._start(log)
+            process = self._start()
             if process is None:
                 return
-            assert process.stdout is not None and process.stdin is not None
-            with process.stdout:
-                for line in process.stdout:
+            requests, answers = process.pipes
+            with answers:
+                for line in answers:
                     if line.endswith(b"\n"):
                         try:
                             self._hear(json.loads(line))
@@ -92,7 +89,7 @@ class Intake:
                             logging.getLogger(__name__).exception("an answer of intake is lost")
             process.wait()
             with contextlib.suppress(OSError):
-                process.stdin.close()
+                requests.close()
             self._see_death()
 
     def _watch(self) -> None:
@@ -105,15 +102,12 @@ class Intake:
                     self._heard = time.monotonic()
                     self._process.kill()
 
-    def _start(self, log: IO[bytes]) -> subprocess.Popen[bytes] | None:
-        command = [sys.executable, "-P", "-m", "tlora.service.intake_process", json.dumps(asdict(self._settings))]
+    def _start(self) -> SupervisedProcess | None:
+        settings = json.dumps(asdict(self._settings))
         with self._lock:
             if self._closed.is_set():
                 return None
-            # a session of its own: Ctrl-C is the server's
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=os.environ | _ENVIRONMENT, start_new_session=True
-            )
+            self._process = start_process("tlora.service.intake_process", self._log, (settings,), _ENVIRONMENT, None)
             self._heard = time.monotonic()
             for line in self._open.values():
                 self._send(line)

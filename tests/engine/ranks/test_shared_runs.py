@@ -22,6 +22,7 @@ from tlora.engine.results import Results
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import CapacityError
 from tlora.json_file import read_object
+from tlora.link.supervisor import SupervisedProcess
 
 NAMES = ("dropout", "evaluates", "long")
 
@@ -33,7 +34,7 @@ class World:
     whole: Path
     base_bytes: int
     job_bytes: int
-    processes: list[crew.RankProcess] = field(default_factory=list[crew.RankProcess])
+    processes: list[SupervisedProcess] = field(default_factory=list[SupervisedProcess])
 
     def train(self, out: Path, gpus: int, share_of_base: float, **options: Any) -> Results:
         """With room on each rank for so much of the base, and for one job in micro-batches of 64 tokens."""

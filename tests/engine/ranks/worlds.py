@@ -17,6 +17,7 @@ from tests.engine.tiny_runs import run_spec, same_bytes, save_base, train
 from tlora.engine.ranks import crew
 from tlora.engine.results import Results
 from tlora.engine.watcher import RunProgress, Watcher
+from tlora.link.supervisor import SupervisedProcess, start_process
 
 
 @dataclass
@@ -27,7 +28,7 @@ class World:
     data: Path
     orders: list[dict[str, Any]]
     whole: Path
-    processes: list[crew.RankProcess] = field(default_factory=list[crew.RankProcess])  # of the newest run
+    processes: list[SupervisedProcess] = field(default_factory=list[SupervisedProcess])  # of the newest run
 
     @property
     def names(self) -> list[str]:
@@ -62,15 +63,14 @@ def fork_children(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
     monkeypatch.setattr(subprocess, "Popen", forked.ForkingPopen)
 
 
-def record_ranks(monkeypatch: pytest.MonkeyPatch, processes: list[crew.RankProcess]) -> None:
+def record_ranks(monkeypatch: pytest.MonkeyPatch, processes: list[SupervisedProcess]) -> None:
     """From now on each rank that is started is added to `processes`."""
 
-    class Recorded(crew.RankProcess):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            processes.append(self)
+    def start(*given: Any, **options: Any) -> SupervisedProcess:
+        processes.append(start_process(*given, **options))
+        return processes[-1]
 
-    monkeypatch.setattr(crew, "RankProcess", Recorded)
+    monkeypatch.setattr(crew, "start_process", start)
 
 
 class Told:

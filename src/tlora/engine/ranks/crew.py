@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from tlora.engine.ranks.external import Launched, tell_ranks
 from tlora.engine.ranks.link import Meeting
 from tlora.engine.ranks.messages import Broken, Bye, Found, Hello, Ready, Report, Stop
-from tlora.engine.ranks.process import LOOK_SECONDS, ForeignRank, RankProcess
 from tlora.errors import ConfigError, RankError
+from tlora.link.process_identity import identify
+from tlora.link.supervisor import LOOK_SECONDS, SupervisedProcess, start_process
+from tlora.sharing.multicast import NO_MULTICAST
 
+RANK = "tlora.engine.ranks.rank"
 _MOST_AHEAD = 64  # ranks that are started before anybody has looked how many GPUs there are
 _HELLO_SECONDS = 600.0  # for a rank's first word: its libraries may come over a slow network
 _GONE_SECONDS = 60.0  # for a rank to exit after its last word
@@ -44,7 +47,7 @@ class Crew:
         self._member = member
         self.count, self._own = count, range(count) if own is None else own
         self._meeting = Meeting()
-        self._processes: dict[int, RankProcess | ForeignRank] = {}
+        self._processes: dict[int, SupervisedProcess] = {}
         self.hellos: dict[int, Hello] = {}
         self.lost: dict[int, Lost] = {}
         self._broken: dict[int, Broken] = {}
@@ -73,10 +76,10 @@ class Crew:
     def start(self) -> None:
         self._began = time.monotonic()
         for rank in self._own:
-            environment = {"WORLD_SIZE": str(self.count), "LOCAL_RANK": str(rank)}
-            log = self._meeting.directory / f"gpu{rank}.log"
-            given = rank, self._meeting.address, log, environment
-            self._processes[rank] = RankProcess(*given) if self._member is None else RankProcess(*given, self._member, apart=False)
+            environment = {**NO_MULTICAST, "WORLD_SIZE": str(self.count), "LOCAL_RANK": str(rank), "RANK": str(rank)}
+            log, address = self._meeting.directory / f"gpu{rank}.log", self._meeting.address
+            module, own_session = self._member or RANK, self._member is None
+            self._processes[rank] = start_process(module, log, (), environment, address, own_session=own_session)
 
     @property
     def living(self) -> list[int]:
@@ -109,7 +112,7 @@ class Crew:
             self._looked = time.monotonic()
             for rank in self.living:
                 process = self._processes.get(rank)
-                if (reason := process.look() if process is not None else "") or (reason := self._why_silent(rank)):
+                if (reason := process.why_lost() if process is not None else "") or (reason := self._why_silent(rank)):
                     heard += self._lose(rank, reason)
         return heard
 
@@ -128,7 +131,7 @@ class Crew:
             case Hello():
                 self.hellos[rank] = report
                 if rank not in self._processes:
-                    self._processes[rank] = ForeignRank(rank, report.pid)
+                    self._processes[rank] = SupervisedProcess(identify(report.pid))
             case Broken():
                 self._broken[rank] = report
                 return []

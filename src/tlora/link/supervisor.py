@@ -1,0 +1,162 @@
+"""The one way in which a long-lived Python process is started, watched and ended for good: ranks, workers, the data worker, intake.
+
+Knows nothing of what the process computes. A child is waited for by the kernel's own notice; a process of somebody else's (a launcher's
+rank, the worker of an earlier controller) is known by its identity, and its end is noticed by a pidfd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from tlora.link.process_identity import ProcessIdentity, identify, wait_for_session
+
+LOOK_SECONDS = 1.0  # between two looks whether a process is stopped
+_LOOKS_STOPPED = 5  # in a row, after which a stopped process counts as lost
+_TAIL_BYTES = 4000  # of a log, in which its last line is looked for
+
+Log = Path | IO[bytes]
+
+
+class SupervisedProcess:
+    """`log` gets what it and its libraries print; None where that is not known."""
+
+    def __init__(
+        self,
+        identity: ProcessIdentity | None,
+        log: Log | None = None,
+        child: subprocess.Popen[bytes] | None = None,
+        *,
+        whole_session: bool = False,
+    ) -> None:
+        """`child` is this process' own; else it is known by `identity` alone (None: it has ended already). With `whole_session` it has
+        ended when all processes of the session that it leads have.
+        """
+        self.identity, self._log, self._child, self._whole_session = identity, log, child, whole_session
+        self._stopped_looks = 0
+
+    @property
+    def pid(self) -> int:
+        if self._child is not None:
+            return self._child.pid
+        return self.identity.pid if self.identity is not None else 0
+
+    @property
+    def pipes(self) -> tuple[IO[bytes], IO[bytes]]:
+        """Of a child that was started with pipes: what it reads, and what it writes."""
+        assert self._child is not None and self._child.stdin is not None and self._child.stdout is not None, "it has no pipes"
+        return self._child.stdin, self._child.stdout
+
+    @property
+    def exit_status(self) -> int | None:
+        """As `subprocess` has it, negative for a signal; None while it lives. Known of a child alone."""
+        return self._child.poll() if self._child is not None else None
+
+    @property
+    def has_ended(self) -> bool:
+        if self._child is not None:
+            return self._child.poll() is not None
+        return self.identity is None or not self.identity.is_alive
+
+    @property
+    def is_stopped(self) -> bool:
+        """By SIGSTOP or a debugger. Only Linux tells; elsewhere False."""
+        return self.identity is not None and self.identity.is_stopped
+
+    def why_lost(self) -> str:
+        """Why it can no longer be counted on, for a person; "" while it can. To be called every `LOOK_SECONDS`."""
+        if self.has_ended:
+            return self.how_it_ended()
+        self._stopped_looks = self._stopped_looks + 1 if self.is_stopped else 0
+        return f"was stopped for {self._stopped_looks * LOOK_SECONDS:.0f} s" if self._stopped_looks >= _LOOKS_STOPPED else ""
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Whether it has ended within so many seconds (None: however long it takes)."""
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        if self._child is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(timeout_seconds)
+            ended = self._child.returncode is not None
+        else:
+            ended = self.identity is None or self.identity.wait(timeout_seconds)
+        return ended and (not self._whole_session or wait_for_session(self.pid, deadline))
+
+    def kill(self, timeout_seconds: float | None = None) -> None:
+        """End it, and wait until it is gone: it writes nothing from then on."""
+        if self._child is not None:
+            self._child.kill()
+        elif self.identity is not None:
+            self.identity.kill()
+        self.wait(timeout_seconds)
+
+    def how_it_ended(self) -> str:
+        """For a person: signal or exit status, where they are known, and the last line of its log."""
+        if not self.has_ended:
+            return "has not ended"
+        status, last = self.exit_status, self.last_line()
+        ended = "ended" if status is None else describe_exit(status)
+        if self._log is None:
+            return f"{ended}; its launcher knows how"
+        return f"{ended}; its log, {self._log}, ends with {last!r}" if last else ended
+
+    def last_line(self) -> str:
+        """Of its log, without white space around it; "" where there is none."""
+        if self._log is None:
+            return ""
+        try:
+            with self._log.open("rb") if isinstance(self._log, Path) else contextlib.nullcontext(self._log) as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                lines = log.read().decode(errors="replace").strip().splitlines()
+        except OSError:
+            return ""
+        return lines[-1].strip() if lines else ""
+
+
+def start_process(
+    module: str,
+    log: Log,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    stdin: str | None = "",
+    *,
+    own_session: bool = True,
+    whole_session: bool = False,
+) -> SupervisedProcess:
+    """Run `python -m module`. `environment` is added to this process' own. The text of `stdin`, such as a secret, which argv would show to
+    everybody, is all that it can read there; with None it talks through pipes on stdin and stdout instead. With `own_session` Ctrl-C is
+    this process' alone. Raises OSError.
+    """
+    place = log.open("ab") if isinstance(log, Path) else contextlib.nullcontext(log)
+    with place as output:
+        # -P: without it a user's queue.py in the current directory would be run
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, *arguments],
+            stdin=subprocess.DEVNULL if stdin == "" else subprocess.PIPE,
+            stdout=subprocess.PIPE if stdin is None else output,
+            stderr=output,
+            env={**os.environ, **(environment or {})},
+            start_new_session=own_session,
+        )
+    if stdin:
+        assert child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died at once, which its watcher sees
+            child.stdin.write(stdin.encode())
+            child.stdin.close()
+    return SupervisedProcess(identify(child.pid), log, child, whole_session=whole_session)
+
+
+def describe_exit(status: int) -> str:
+    """For a person. `status` as `subprocess` has it, negative for a signal."""
+    if status >= 0:
+        return f"ended with exit status {status}"
+    try:
+        return f"was killed by signal {-status} ({signal.Signals(-status).name})"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-status}"
