@@ -1,6 +1,6 @@
-"""What fits on cards that are not here: `tlora check --gpu` over bases of five sizes, as the table of docs/cards.md.
+"""What fits on cards that are not here: `tlora check --gpu` over bases of five sizes, as the table of docs/reference/cards.md.
 
-    python -m bench.cards [--json FILE] [--write docs/cards.md]
+    python -m bench.cards [--json FILE] [--write docs/reference/cards.md]
 
 Four jobs of rank 16 over real data sets, samples of up to 2,048 tokens. Nothing is measured: bytes are counted from the layers, tokens a
 second are extrapolated (`tlora/planning/gpu_models.py`). The bases have a config.json and weight files of the right size that hold nothing.

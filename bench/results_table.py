@@ -1,106 +1,102 @@
-"""README's tables out of the results: `python -m bench.results_table [FILE ...]`, by default all of bench/results.
+"""The table of docs/benchmarks.md, out of bench/results: hardware x work x system.
 
-One table of speeds and one of kernels for each device and commit; below each, the files and the commands that made them. Figures that
-were not measured are a dash.
+    python -m bench.results_table
+
+Each row names the newest file that has it. After a measurement name its file here and run `python -m docs.generate`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Iterable, Sequence
-from itertools import groupby
-from pathlib import Path
-from typing import Any
+from bench.result_keys import document_of, number_at
 
-RESULTS = Path(__file__).parent / "results"
-NONE = "—"
-_HEADS = {
-    "throughput": ("base, jobs", "together", "one by one", "best PEFT", "x PEFT", "TFLOP/s", "activations GiB"),
-    "kernels": ("adapters", "tokens", "whole block", "q/k/v", "o", "gate/up", "down"),
-}
-_MEANING = {
-    "throughput": "Useful tokens/s",
-    "kernels": "Forward + backward of a block's linears, over the bare base linears",
-}
+REVIEW = "h100_b7a4f03_outside_look.json"
+TOGETHER, BEST = "rows[system=together].tokens_per_second", "rows[best=true].tokens_per_second"
+FIRST, SECOND = (f"launches[{number}].steady_tokens_per_second" for number in (0, 1))
+SLOWEST_RANK = "parts.{}[1].micro_batch.tokens_per_second_of_all_ranks"
+FSDP = "parts.fsdp[0].compiled, kept, {} samples a GPU.tokens_per_second_of_all_ranks"
+SPANNING = "rows[0].together.steady_tokens_per_second"
 
+System = tuple[str, str, str]  # its name, a result file, a key
 
-def read_results(files: Iterable[Path]) -> list[tuple[Path, dict[str, Any]]]:
-    """Results of the kinds that have a table here; others (bench/cpu.py's) are left out."""
-    found = [(file, json.loads(file.read_text())) for file in files]
-    return [(file, result) for file, result in found if result.get("benchmark") in _HEADS]
-
-
-def format_tables(results: Sequence[tuple[Path, dict[str, Any]]]) -> str:
-    """Markdown."""
-
-    def key(item: tuple[Path, dict[str, Any]]) -> tuple[str, ...]:
-        r = item[1]
-        return r["benchmark"], r["device"], r["commit"], str(r["versions"]["torch"]), str(r["versions"]["triton"])
-
-    tables: list[str] = []
-    for (kind, device, commit, torch, triton), group in groupby(sorted(results, key=key), key):
-        members = list(group)
-        rows = [row for _, r in members for row in (_speed_rows(r) if kind == "throughput" else _kernel_rows(r))]
-        head = _HEADS[kind]
-        lines = [f"{_MEANING[kind]}; {device}, commit {commit}, torch {torch}, triton {triton}:", ""]
-        lines += [_line(head), _line(["---", *["---:"] * (len(head) - 1)]), *map(_line, rows), ""]
-        lines += [f"- [{file.name}](bench/results/{file.name}): `{r['command']}`" for file, r in members]
-        tables.append("\n".join(lines))
-    return "\n\n".join(tables)
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _speed_rows(result: dict[str, Any]) -> list[list[str]]:
-    rows = {row["system"]: row for row in result["rows"] if row["system"] != "peft"}
-    best = next((row for row in result["rows"] if row.get("best")), None)
-    ours = rows.get("together")
-    return [
-        [
-            _workload(result["setup"]),
-            _speed(ours),
-            _speed(rows.get("one-by-one")),
-            f"{_speed(best)} ({best['setting']})" if best else NONE,
-            f"{ours['tokens_per_second'] / best['tokens_per_second']:.2f}" if ours and best else NONE,
-            f"{ours['useful_tflops']:.0f}" if ours else NONE,
-            f"{ours['activations_gib']:.1f}" if ours and ours["activations_gib"] is not None else NONE,
-        ]
-    ]
-
-
-def _speed(row: dict[str, Any] | None) -> str:
-    return f"{row['tokens_per_second']:,.0f}" if row else NONE
-
-
-def _workload(setup: dict[str, Any]) -> str:
-    """Such as "llama-3-8b, 8 jobs (r 8-64), 4 samples of 2,048 tokens a step"."""
-    ranks = sorted({job["rank"] for job in setup["jobs"]})
-    span = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
-    lengths = "real lengths" if setup["lengths"] == "real" else f"{setup['lengths']:,} tokens"
-    mode = ", deterministic" if setup["deterministic"] else ""
-    mode += ", fp32" if setup.get("dtype") == "torch.float32" else ""
-    mode += f", {setup['base_precision']} base" if setup.get("base_precision") else ""
-    mode += f", {setup['recompute']} layers recomputed" if setup.get("recompute") else ""
-    budget = f", micro-batches of {setup['token_budget']:,}"
-    return f"{setup['shape']}, {len(setup['jobs'])} jobs (r {span}), {setup['batch_size']} samples of {lengths} a step{budget}{mode}"
-
-
-def _kernel_rows(result: dict[str, Any]) -> list[list[str]]:
-    return [
-        [row["adapters"], f"{row['tokens']:,}", f"{row['ratio']:.3f}", *(f"{group['ratio']:.3f}" for group in row["groups"].values())]
-        for row in result["rows"]
-    ]
+# fmt: off
+WORKS: tuple[tuple[str, str, tuple[System, ...]], ...] = (
+    ("1 H100", "eight mixed jobs over real texts, 8B; measured by a reviewer", (
+        ("tlora", REVIEW, "rows[0].tokens_per_second"),
+        ("Unsloth, one after another, rows packed: other, larger batches", REVIEW, "rows[4].tokens_per_second"),
+        ("LoRAFusion's kernels", REVIEW, "rows[1].tokens_per_second"),
+        ("TRL, one after another, best setting found", REVIEW, "rows[2].tokens_per_second"),
+        ("Unsloth, one after another, the jobs' own batches", REVIEW, "rows[3].tokens_per_second"),
+        ("mLoRA", REVIEW, "rows[5].tokens_per_second"))),
+    ("1 H100", "eight mixed jobs over real texts, 8B; one run", (
+        ("tlora", "h100_6a3054d_real_8b.json", SECOND),
+        ("tlora with an A100's kernels", "h100_6a3054d_sm80_real_8b.json", SECOND))),
+    ("1 H100", "eight mixed jobs over real texts, 1.7B", (
+        ("tlora", "h100_6a3054d_real_1.7b.json", SECOND),
+        ("tlora with an A100's kernels", "h100_6a3054d_sm80_real_1.7b.json", SECOND),
+        ("tlora, plain path", "h100_2ecdd65_plain_real_1.7b.json", SECOND),
+        ("TRL, fastest setting; a reviewer, another card", REVIEW, "rows[14].tokens_per_second"),
+        ("TRL, slowest setting; a reviewer, another card", REVIEW, "rows[13].tokens_per_second"))),
+    ("1 H100", "eight mixed jobs, 8B in 4 bits; one run", (
+        ("tlora, `base_precision: nf4`", "h100_6202eb9_nf4_qlora_8b.json", FIRST),
+        ("TRL with bitsandbytes, one after another, padded", "h100_6202eb9_nf4_qlora_8b.json", "rivals[0].rows[1].tokens_per_second"))),
+    ("1 H100", "four jobs, 8B in 4 bits, `memory_limit: 12GiB`", (
+        ("tlora, `base_precision: nf4`", "h100_6202eb9_nf4_12gib_8b.json", FIRST),)),
+    ("1 H100", "eight jobs, 8B streamed from the host's memory", (
+        ("tlora, `layout: streamed`", "h100_d4e0052_streamed_8b.json", "arms[arm=streamed].tokens_per_second"),
+        ("the same base resident", "h100_d4e0052_streamed_8b.json", "arms[arm=resident].tokens_per_second"))),
+    ("1 H100", "a lone job of 8 samples a step, 8B", (
+        ("tlora, `packing: true`", "h100_c6f8f72_packed_8b.json", FIRST),
+        ("Unsloth, rows packed; a reviewer, another card", REVIEW, "rows[8].tokens_per_second"),
+        ("tlora", "h100_c6f8f72_lone_8b.json", "median launches[].steady_tokens_per_second"),
+        ("Unsloth, QLoRA; a reviewer, another card", REVIEW, "rows[10].tokens_per_second"))),
+    ("1 H200", "eight mixed jobs over real texts, 8B", (
+        ("tlora", "h200_fb2f609_real_8b.json", SECOND),
+        ("TRL, packed, best setting found; another card", "h200_226c6a3_trl_8b.json", "rows[setting=packed-by-1].tokens_per_second"))),
+    ("1 H200", "eight mixed jobs over real texts, 1.7B", (
+        ("tlora", "h200_6141e34_real_2b.json", SECOND),)),
+    ("1 H200", "eight jobs, equal samples of 2,048 tokens, 8B; one run", (
+        ("tlora", "h200_226c6a3_8b_2048.json", TOGETHER),
+        ("PEFT, one after another, best setting found", "h200_226c6a3_8b_2048.json", BEST))),
+    ("1 H200", "the same, base in 8 bits", (
+        ("tlora, `base_precision: fp8`", "h200_ea23a16_turns_fp8.json", "tokens_per_second.new"),)),
+    *(("1 H200", f"eight jobs of 4 x 128 tokens a step, {shape.upper()}; one run", (
+        ("tlora", f"h200_a316ad7_small_{shape}.json", "rows[3].tokens_per_second"),
+        ("PEFT compiled, CUDA graphs, one after another", f"h200_a316ad7_small_{shape}.json", "rows[5].tokens_per_second"),
+        ("tlora, one after another", f"h200_a316ad7_small_{shape}.json", "rows[1].tokens_per_second"),
+    )) for shape in ("0.6b", "1.7b", "8b")),
+    ("1 H200", "two samples of 512 tokens a step, 1.7B in fp32; one run", (
+        ("tlora", "h200_226c6a3_qwen_fp32.json", TOGETHER),
+        ("PEFT, best setting found", "h200_226c6a3_qwen_fp32.json", BEST))),
+    ("2 H200", "one job over both, 8B", (
+        ("tlora", "h200x2_f911a0b_many_gpus.json", "rows[row=spanning].together.steady_tokens_per_second"),
+        ("FSDP2, PEFT, Liger, compiled", "h200x2_f911a0b_fsdp_8b.json", FSDP.format(4)))),
+    ("4 H200", "one job over all four, 8B; one machine", (
+        ("tlora", "h200x4_e232b2f_many_gpus.json", SPANNING),
+        ("FSDP2, PEFT, Liger, compiled", "h200x4_e232b2f_fsdp_8b.json", FSDP.format(4)))),
+    ("4 H200", "eight jobs, one GPU each at a time, 8B", (
+        ("tlora", "h200x4_4fbd0d2_many_gpus.json", "rows[row=placed].together.steady_tokens_per_second"),)),
+    ("4 H200", "70B in bf16 in parts on all, samples of 2,048 tokens", (
+        ("tlora, without optimizer steps", "h200x4_fb2f609_big_equal.json", SLOWEST_RANK.format("big")),
+        ("FSDP2, PEFT, Liger, compiled; other cards", "h200x4_caad1df_fsdp_70b.json", FSDP.format(1)))),
+    ("4 H200", "70B in fp8 whole on each, mixed lengths", (
+        ("tlora, without optimizer steps", "h200x4_4fbd0d2_fp8.json", "min parts.fp8[].micro_batch.tokens_per_second_of_all_ranks"),)),
+    ("2 CPU cores", "eight small jobs, a 4-layer model; one run", (
+        ("tlora", "cpu_270be5e.json", "tokens_per_second.together"),
+        ("tlora, one after another", "cpu_270be5e.json", "tokens_per_second.one after another"),
+        ("PEFT, one after another", "cpu_270be5e.json", "tokens_per_second.PEFT one after another"))),
+)
+# fmt: on
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path)
-    files = parser.parse_args().files or sorted(RESULTS.glob("*.json"))
-    print(format_tables(read_results(files)))
+def format_table(results: str) -> str:
+    """Markdown, whose links lead to `results`, where the files lie as seen from the page."""
+    lines = ["| hardware | work | system | tokens/s |", "| --- | --- | --- | ---: |"]
+    for hardware, work, systems in WORKS:
+        for place, (system, file, key) in enumerate(systems):
+            figure = f'[{number_at(document_of(file), key):,.0f}]({results}/{file} "{key}")'
+            lines.append(f"| {hardware if place == 0 else ''} | {work if place == 0 else ''} | {system} | {figure} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    main()
+    print(format_table("bench/results"))

@@ -43,3 +43,14 @@ def test_pages_that_code_names_exist() -> None:
     files = [file for room in ("src", "tests", "bench", "demo", "examples") for file in (ROOT / room).rglob("*.py")]
     named = {(name, file.relative_to(ROOT).as_posix()) for file in files for name in MENTION.findall(file.read_text(encoding="utf-8"))}
     assert named and not [each for each in sorted(named) if not (ROOT / each[0]).is_file()]
+
+
+DECISIONS = sorted((ROOT / "docs" / "adr").glob("[0-9]*.md"))
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.name)
+def test_a_decision_has_its_four_parts_and_is_listed(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith(f"# {int(page.name[:3])}. ")
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == ["Context", "Decision", "Measured", "Consequences"]
+    assert f"]({page.name})" in (page.parent / "README.md").read_text(encoding="utf-8")

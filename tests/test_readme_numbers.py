@@ -1,31 +1,26 @@
 """Measured numbers in the README and in docs/benchmarks-history.md are what the files of bench/results say.
 
 Such a number is a link whose title is the key of its value: [17,181](bench/results/FILE.json "rows[system=together].tokens_per_second").
-A key is names and selectors: `rows[2]` is the third, `rows[system=peft][best=true]` those for which it holds, `rows[]` all. It must
-find one value, or begin with `mean`, `median`, `max` or `min`. `KEY / KEY`, `KEY / OTHER.json KEY` and `KEY / 1024` divide. 12% shows a
-share of 0.12, +5% and -5% a ratio of 1.05 and 0.95. A text in "quotes" must occur in what the key finds.
+Keys are those of `bench/result_keys.py`. 12% shows a share of 0.12, +5% and -5% a ratio of 1.05 and 0.95. A text in "quotes" must occur
+in what the key finds.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from bench.result_keys import document_of, number_at, spelled, text_of, values_at
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r'\[([^\[\]]+)\]\((?:\.\./)*(bench/results/[^\s)]+\.json)(?: "([^"]+)")?\)')
 ANY_LINK = re.compile(r"\[([^\[\]]*)\]\([^)]*\)")
 NUMBER = re.compile(r"(?<![\w.,/-])[+-]?\d+(?:,\d{3})*(?:\.\d+)?(?![\w/]|-\w|[.,]\d)%?")
 SENTENCE_END = re.compile(r'(?<=[.!?])\s+(?=[A-Z`"*\[])')
-STEP = re.compile(r"([^.\[\]]+)|\[([^\]]*)\]")
-AGGREGATES: dict[str, Callable[[list[float]], float]] = {"mean": statistics.fmean, "median": statistics.median, "max": max, "min": min}
 
 
 @dataclass(frozen=True)
@@ -54,50 +49,11 @@ def untied_numbers(unit: str) -> list[str]:
     return NUMBER.findall(ANY_LINK.sub(lambda link: "" if ties(link[0]) else link[1], unit))
 
 
-@cache
-def text_of(file: str) -> str:
-    return (ROOT / file).read_text(encoding="utf-8")
-
-
-def values_at(document: Any, key: str) -> list[Any]:
-    """All values that a key without arithmetic finds."""
-    nodes = [document]
-    for name, selector in STEP.findall(key):
-        if name:
-            nodes = [node[name] for node in nodes]
-        elif selector.isdigit():
-            nodes = [node[int(selector)] for node in nodes]
-        else:
-            items = [item for node in nodes for item in (node if isinstance(node, list) else [node])]
-            field, _, wanted = selector.partition("=")
-            nodes = [item for item in items if not field or _spelled(item.get(field)) == wanted]
-    return nodes
-
-
-def _spelled(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def number_at(document: Any, key: str) -> float:
-    above, slash, below = key.partition(" / ")
-    if slash:
-        if below.isdigit():
-            return number_at(document, above) / float(below)
-        other, json_file, other_key = below.partition(".json ")
-        divisor = number_at(json.loads(text_of(f"bench/results/{other}.json")), other_key) if json_file else number_at(document, below)
-        return number_at(document, above) / divisor
-    for name, aggregate in AGGREGATES.items():
-        if key.startswith(f"{name} "):
-            return aggregate(values_at(document, key.removeprefix(f"{name} ")))
-    (value,) = values_at(document, key)
-    return float(value)
-
-
 def agrees(tie: Tie) -> bool:
     """Whether the file says what is shown, up to its rounding."""
-    document = json.loads(text_of(tie.file))
+    document = document_of(Path(tie.file).name)
     if tie.shown.startswith('"'):
-        return any(tie.shown.strip('"') in _spelled(value) for value in values_at(document, tie.key))
+        return any(tie.shown.strip('"') in spelled(value) for value in values_at(document, tie.key))
     value = number_at(document, tie.key)
     if tie.shown.endswith("%"):
         value = 100 * (value - 1 if tie.shown[0] in "+-" else value)
@@ -110,7 +66,8 @@ def _last_place(digits: str) -> float:
     return 10.0 ** -len(digits.partition(".")[2])
 
 
-PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/benchmarks-history.md")}
+CITING = ("README.md", "docs/benchmarks-history.md")
+PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in CITING}
 TIES = [tie for page in PAGES.values() for tie in ties(page)]
 
 
@@ -144,7 +101,7 @@ def test_numbers_beside_a_result_file_are_tied_to_a_key_of_it() -> None:
 
 def _has(file: str, number: str) -> bool:
     """Whether the number stands in the file as it is shown."""
-    return re.search(rf"(?<![\w.]){re.escape(number.replace(',', ''))}(?![\w]|\.\d)", text_of(file)) is not None
+    return re.search(rf"(?<![\w.]){re.escape(number.replace(',', ''))}(?![\w]|\.\d)", text_of(Path(file).name)) is not None
 
 
 def test_files_that_are_named_exist() -> None:

@@ -80,8 +80,8 @@ def test_a_prefix_is_a_plain_path(path: str) -> None:
 
 
 def test_the_settings_are_frozen_names() -> None:
-    """A change here is a change of the documented file: docs/how-to/service.md."""
-    text = (Path(__file__).parents[2] / "docs" / "how-to" / "service.md").read_text()
+    """A change here is a change of the documented file: docs/reference/server.md."""
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "server.md").read_text()
     for name in (*ServerConfig.model_fields, *Limits.model_fields, *ConnectionLimits.model_fields):
         assert name in text, name
 

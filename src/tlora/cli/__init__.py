@@ -7,7 +7,7 @@ from tlora.cluster.gpus import count_as_the_driver_does
 from tlora.link.log import leave
 from tlora.sharing.multicast import turn_multicast_off
 
-_SPINS = "3000"  # about 10 us; the reason is in docs/explanation/architecture.md, "Threads by the work of a product"
+_SPINS = "3000"  # about 10 us; the reason is in docs/adr/017-cpu-threads-follow-the-work-of-a-product.md
 
 
 def main() -> None:

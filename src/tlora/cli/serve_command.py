@@ -24,7 +24,7 @@ WorkerListen = Annotated[
 
 def serve(
     config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Settings in YAML (docs/how-to/service.md).", show_default=False)
+        Path | None, typer.Option(metavar="FILE", help="Settings in YAML (docs/reference/server.md).", show_default=False)
     ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where everything of the server lies.", show_default=False)] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,

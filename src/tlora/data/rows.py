@@ -5,7 +5,7 @@ their bytes. Knows nothing of what the columns mean (`formats.py`). Never holds 
 of lines and Arrow records are parsed apart from that, in whichever process `rows_of` is called.
 
 JSON is read here and not by `datasets` or pyarrow: those give all rows of a column one type, and write text that looks like a date,
-numbers and absent keys anew (docs/explanation/architecture.md, "Rows as they stand in the file").
+numbers and absent keys anew (docs/adr/018-rows-are-read-as-they-stand-in-the-file.md).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 what was found is kept in the user's cache. When each of them is computed is decided in `background_calibration.py`.
 
 The micro-batches of a probe are of one shape, which is a CUDA graph from the second on: that is how a job trains for most of its time.
-Without one a small step takes up to four times as long (docs/explanation/architecture.md). If that were taken for a job's time alone,
-so many jobs would be put together that each takes several times its bound.
+Without one a small step takes up to four times as long (docs/adr/033-a-worker-measures-its-base-beside-its-jobs.md). If that were
+taken for a job's time alone, so many jobs would be put together that each takes several times its bound.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     items_I2    first token of a tile, and one of its runs or -1
     rows_LS5    addresses of the first rows of A, B, dA and dB, and the rank
 
-The numbers are literals because no shared Triton function may read a global (docs/explanation/architecture.md).
+The numbers are literals because no shared Triton function may read a global (docs/adr/023-the-gpu-path.md).
 `tests/kernels/test_triton_tables.py` compares them with the tables as built.
 """
 

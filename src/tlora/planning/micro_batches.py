@@ -27,7 +27,7 @@ from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import MemoryModel
 from tlora.supermodel.cuda_graphs import HIDES_LAUNCHES
 
-CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is flat (docs/explanation/architecture.md)
+CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is flat (docs/adr/016-memory-is-counted.md)
 # Tokens times weights of a layer that a micro-batch costs each layer besides its own, for each row of the smallest tile: half a tile's rows
 # are empty at its end, and the last turn of all processors is not full. Llama-3-8B on one H200, tiles down to 64 rows: 216 tokens (2,048
 # against 8,192; bench/results/h200_memory.json). With sm_80's, of 128 rows, 400 to 456: so much longer than 30 of 8,026 tokens took

@@ -17,7 +17,7 @@ from tlora.planning.plan import RunPlan
 
 # About 5 ms of one core. With less, threads on a busy machine wait for each other longer than they compute: on 2 cores with 15 busy
 # processes, a product of 17 million took two threads 236 ms and one 14 ms; from 600 million on, two were the faster
-# (docs/explanation/architecture.md).
+# (docs/adr/017-cpu-threads-follow-the-work-of-a-product.md).
 _MULTIPLY_ADDS_PER_THREAD = 2**27
 
 

@@ -1,0 +1,102 @@
+"""The commands of the tutorial and the how-to pages run, in the order of the page, over the demo's base on a CPU.
+
+A block of ```bash is run; one of ```yaml whose first line is `# NAME.yaml` becomes that file first. Commands that need GPUs, a network or
+another terminal stand in ```sh blocks: of these only names and options are compared with the program.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from tlora.cli.commands import app
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [DOCS / "tutorial.md", *sorted((DOCS / "how-to").glob("*.md"))]
+QUICK = ("own-loop.md",)  # in every run of the tests; the others are slow
+BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+SERVE = 'if [ "$1" = serve ]; then shift; set -- serve --port 0 "$@"; fi'  # pages are run side by side
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    return [textwrap.dedent(text) for _, language, text in BLOCK.findall(page.read_text(encoding="utf-8")) if language in languages]
+
+
+def script_of(page: Path) -> str:
+    """The page's commands as one script that ends at the first that fails; `! command` must fail."""
+    lines = "\n".join(blocks(page, "bash"))
+    return "set -euo pipefail\n" + re.sub(r"^! (.+)$", r"if \1; then exit 99; fi", lines, flags=re.MULTILINE)
+
+
+def write_files(page: Path, directory: Path) -> None:
+    for text in blocks(page, "yaml"):
+        name = text.partition("\n")[0].removeprefix("# ")
+        if name.endswith(".yaml"):
+            assert not (directory / name).exists(), f"{page.name} writes {name} twice"
+            (directory / name).write_text(text, encoding="utf-8")
+
+
+def environment_of(directory: Path) -> dict[str, str]:
+    programs = directory / "programs"
+    programs.mkdir()
+    for name, command in {"tlora": f"{SERVE}\nexec {sys.executable} -m tlora", "python": f"exec {sys.executable}"}.items():
+        (programs / name).write_text(f'#!/bin/sh\n{command} "$@"\n')
+        (programs / name).chmod(0o755)
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("TLORA_", "XDG_"))}
+    path = f"{programs}{os.pathsep}{own['PATH']}"
+    source = os.pathsep.join(filter(None, [str(ROOT / "src"), own.get("PYTHONPATH")]))
+    return own | {"PATH": path, "HOME": str(directory / "home"), "PYTHONPATH": source, "TLORA_CACHE": str(directory / "cache")}
+
+
+def as_test(page: Path) -> Any:
+    return pytest.param(page, id=page.relative_to(DOCS).as_posix(), marks=() if page.name in QUICK else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("page", [as_test(page) for page in PAGES])
+def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    for name in ("demo", "examples"):
+        (work / name).symlink_to(ROOT / name)
+    write_files(page, work)
+    environment, log = environment_of(tmp_path), tmp_path / "log"
+    with log.open("w") as output:
+        command = ("bash", "-c", script_of(page))
+        started = subprocess.Popen(command, cwd=work, env=environment, stdout=output, stderr=output, start_new_session=True)
+        try:
+            status = started.wait(timeout=1500)
+        finally:
+            if started.poll() is None:
+                os.killpg(started.pid, signal.SIGKILL)
+    assert status == 0, log.read_text()[-6000:]
+
+
+def commands_in(text: str) -> list[list[str]]:
+    """The words of each `tlora …` of a shell block."""
+    lines = text.replace("\\\n", " ").splitlines()
+    calls = [call for line in lines for call in re.findall(r"(?:^|[\s(])(tlora\s[^|;&>)#]*)", line)]
+    return [shlex.split(call)[1:] for call in calls]
+
+
+@pytest.mark.parametrize("page", [*DOCS.rglob("*.md"), ROOT / "README.md"], ids=lambda page: page.name)
+def test_commands_and_options_of_shell_blocks_exist(page: Path) -> None:
+    unknown: list[str] = []
+    for words in (words for text in blocks(page, "bash", "sh", "console") for words in commands_in(text)):
+        command: Any = get_command(app)
+        while words and words[0] in getattr(command, "commands", {}):
+            command = command.commands[words.pop(0)]
+        known = {name for each in command.params for name in (*each.opts, *each.secondary_opts)} | {"--help", "-h"}
+        unknown += [word for word in words if word.startswith("--") and word.partition("=")[0] not in known]
+        unknown += words[:1] if hasattr(command, "commands") and words and not words[0].startswith("-") else []
+    assert not unknown
