@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
@@ -149,17 +149,16 @@ def _sources(value: object) -> object:
     return [{"path": item} if isinstance(item, str) else item for item in cast("list[object]", value)] if isinstance(value, list) else value
 
 
+Weights = Sequence[tuple[str, float | None]]
 Sources = Annotated[tuple[DataSource, ...], Field(min_length=1, max_length=1000), BeforeValidator(_sources)]
 
 
-class DataConfig(BaseModel):
-    """Where one job's samples come from and which of their tokens are trained."""
+class DataFields(BaseModel):
+    """How samples are read and which of their tokens are trained, wherever they lie: `DataConfig` has paths, `api.OrderedData` ids."""
 
     model_config = _STRICT
 
-    path: str | Sources
     format: DataFormat = "auto"
-    eval_path: str | Sources | None = None
     eval_size: Annotated[float, Field(ge=0)] = 0  # below 1: a share of the rows, else a number of rows; split off by eval_seed
     eval_seed: Annotated[int, Field(ge=0, lt=2**32)] = 42  # not the job's seed: jobs of other seeds are evaluated on the same rows
     max_length: Annotated[int, Field(ge=2, le=10**9)] = 1024  # tokens; longer samples are cut at the end
@@ -167,6 +166,29 @@ class DataConfig(BaseModel):
     packing: bool = False  # samples share rows of max_length tokens, and batch_size counts rows
     on_bad_rows: Literal["error", "drop"] = "error"  # rows that cannot be used: listed, or left out and counted
     chat_template_kwargs: TemplateKwargs = {}  # for the chat template, such as enable_thinking: false; a row's own win
+
+    def check_sources(self, sources: Weights, eval_sources: Weights, eval_path: object) -> None:
+        """The rules between these fields and the sources, which are each a name and a weight. Raises ValueError."""
+        if self.eval_size >= 1 and not self.eval_size.is_integer():
+            raise ValueError(f"eval_size {self.eval_size} is no whole number of rows; write {int(self.eval_size)}, or a share below 1")
+        if self.eval_size and eval_path:
+            raise ValueError(
+                f"eval_size {self.eval_size:g} and eval_path {eval_path!r} are both set, and evaluation has one source; "
+                "remove one (eval_size: 0 on the job undoes a default)"
+            )
+        weighted = [name for name, weight in sources if weight is not None]
+        bare = [name for name, weight in sources if weight is None]
+        if bare and weighted:
+            raise ValueError(f"path: the source {bare[0]!r} has no weight, and {weighted[0]!r} has one; give each a weight, or none")
+        if any(weight is not None for _, weight in eval_sources):
+            raise ValueError("eval_path: sources have weights, and an evaluation takes each row once; remove the weights")
+
+
+class DataConfig(DataFields):
+    """Where one job's samples come from, and how they are read."""
+
+    path: str | Sources
+    eval_path: str | Sources | None = None
     chat_template: str | None = None  # a file with a Jinja template, instead of the base model's own
 
     @model_validator(mode="before")
@@ -186,24 +208,9 @@ class DataConfig(BaseModel):
         return kwargs
 
     @model_validator(mode="after")
-    def _check_evaluation(self) -> DataConfig:
-        if self.eval_size >= 1 and not self.eval_size.is_integer():
-            raise ValueError(f"eval_size {self.eval_size} is no whole number of rows; write {int(self.eval_size)}, or a share below 1")
-        if self.eval_size and self.eval_path:
-            raise ValueError(
-                f"eval_size {self.eval_size:g} and eval_path {self.eval_path!r} are both set, and evaluation has one source; "
-                "remove one (eval_size: 0 on the job undoes a default)"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _check_sources(self) -> DataConfig:
-        weighted = [source.path for source in self.sources if source.weight is not None]
-        bare = [source.path for source in self.sources if source.weight is None]
-        if bare and weighted:
-            raise ValueError(f"path: the source {bare[0]!r} has no weight, and {weighted[0]!r} has one; give each a weight, or none")
-        if any(source.weight is not None for source in self.eval_sources):
-            raise ValueError("eval_path: sources have weights, and an evaluation takes each row once; remove the weights")
+        sources, eval_sources = ([(one.path, one.weight) for one in found] for found in (self.sources, self.eval_sources))
+        self.check_sources(sources, eval_sources, self.eval_path)
         return self
 
     @property
@@ -241,7 +248,51 @@ _DATA_KEYS = (
 )
 
 
-class JobSpec(LoraConfig, TrainConfig):
+class JobFields(LoraShape, TrainConfig):
+    """What a job is, wherever its data and its start lie: on this machine (`JobSpec`), or on a server (`api.OrderSpec`)."""
+
+    model_config = _STRICT
+
+    gpus: Positive = 1  # replicas that each global batch is cut among, at most batch_size
+    priority: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.0  # of those that wait the highest goes first
+    max_slowdown: Annotated[float, Field(ge=1, le=1e6)] = 1.5  # of its optimizer steps against what they take alone
+    deadline_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None  # after its arrival, by which it wishes to be done
+
+    def check_together(self, data: DataFields, eval_path: object) -> None:
+        """The rules between a job's fields and those of its data. Raises ValueError."""
+        rows = self.learns_from
+        if data.format != "auto" and data.format not in FORMATS[rows]:
+            raise ValueError(
+                f"objective {self.objective} does not learn from format {data.format}: it takes {_TAKES[rows]}. "
+                f"Set format to auto or one of {', '.join(FORMATS[rows])}, or choose another objective"
+            )
+        if rows != "samples" and data.train_on != "completions":
+            raise ValueError(f"objective {self.objective} learns from answers alone: train_on: {data.train_on} has no meaning. Take it out")
+        if rows != "samples" and data.packing:
+            raise ValueError(
+                f"objective {self.objective} takes batches of {_TAKES[rows]}, and packing makes batches of rows that hold several samples. "
+                "Take packing out"
+            )
+        if rows == "labelled" and self.batch_size == 1:
+            raise ValueError(
+                f"objective {self.objective} compares an answer with those of other rows of its batch, and batch_size is 1. Set at least 2"
+            )
+        if self.gpus > self.batch_size:
+            raise ValueError(
+                f"gpus {self.gpus} is more than batch_size {self.batch_size}, and each replica needs a sample of the global batch. "
+                f"Set gpus to at most {self.batch_size}, or raise batch_size"
+            )
+        needs_eval = [key for key in ("early_stopping_patience", "load_best_model_at_end", "eval_steps") if getattr(self, key)]
+        if needs_eval and not (data.eval_size or eval_path):
+            raise ValueError(f"{needs_eval[0]} needs evaluation data: set eval_size (say 0.05) or eval_path on the job's data")
+        if self.early_stopping_patience and not self.eval_steps:
+            raise ValueError(
+                f"early_stopping_patience {self.early_stopping_patience} needs eval_steps: without it a job is evaluated before "
+                "its first step and after its last only; set eval_steps (say 50, or epoch)"
+            )
+
+
+class JobSpec(LoraConfig, JobFields):
     """One user's order for one adapter.
 
     `data` may be a path, a list of sources, or a mapping with the fields of `DataConfig`; those fields may also stand beside it, so that
@@ -252,11 +303,7 @@ class JobSpec(LoraConfig, TrainConfig):
 
     name: str
     data: DataConfig
-    gpus: Positive = 1  # replicas that each global batch is cut among, at most batch_size
-    arrival_seconds: Annotated[float, Field(ge=0, le=1e9)] = 0.0  # after the start, under a scheduler; this and the next three are its own
-    priority: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.0  # of those that wait the highest goes first
-    max_slowdown: Annotated[float, Field(ge=1, le=1e6)] = 1.5  # of its optimizer steps against what they take alone
-    deadline_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None  # after its arrival, by which it wishes to be done
+    arrival_seconds: Annotated[float, Field(ge=0, le=1e9)] = 0.0  # after the start, under a scheduler
     sweep_of: str | None = None  # set by the reader of a jobs file for each job of a sweep
 
     @model_validator(mode="before")
@@ -289,36 +336,7 @@ class JobSpec(LoraConfig, TrainConfig):
 
     @model_validator(mode="after")
     def _check_together(self) -> JobSpec:
-        rows, data = self.learns_from, self.data
-        if data.format != "auto" and data.format not in FORMATS[rows]:
-            raise ValueError(
-                f"objective {self.objective} does not learn from format {data.format}: it takes {_TAKES[rows]}. "
-                f"Set format to auto or one of {', '.join(FORMATS[rows])}, or choose another objective"
-            )
-        if rows != "samples" and data.train_on != "completions":
-            raise ValueError(f"objective {self.objective} learns from answers alone: train_on: {data.train_on} has no meaning. Take it out")
-        if rows != "samples" and data.packing:
-            raise ValueError(
-                f"objective {self.objective} takes batches of {_TAKES[rows]}, and packing makes batches of rows that hold several samples. "
-                "Take packing out"
-            )
-        if rows == "labelled" and self.batch_size == 1:
-            raise ValueError(
-                f"objective {self.objective} compares an answer with those of other rows of its batch, and batch_size is 1. Set at least 2"
-            )
-        if self.gpus > self.batch_size:
-            raise ValueError(
-                f"gpus {self.gpus} is more than batch_size {self.batch_size}, and each replica needs a sample of the global batch. "
-                f"Set gpus to at most {self.batch_size}, or raise batch_size"
-            )
-        needs_eval = [key for key in ("early_stopping_patience", "load_best_model_at_end", "eval_steps") if getattr(self, key)]
-        if needs_eval and not (self.data.eval_size or self.data.eval_path):
-            raise ValueError(f"{needs_eval[0]} needs evaluation data: set eval_size (say 0.05) or eval_path on the job's data")
-        if self.early_stopping_patience and not self.eval_steps:
-            raise ValueError(
-                f"early_stopping_patience {self.early_stopping_patience} needs eval_steps: without it a job is evaluated before "
-                "its first step and after its last only; set eval_steps (say 50, or epoch)"
-            )
+        self.check_together(self.data, self.data.eval_path)
         return self
 
 

@@ -8,8 +8,8 @@ import sys
 import httpx
 import pytest
 
+from tlora.api import BaseList, Drained, JobView
 from tlora.client.access import Access
-from tlora.client.answers import BaseList, Drained
 from tlora.client.connection import Connection
 from tlora.client.jobs import watch
 from tlora.errors import ServiceError
@@ -136,8 +136,17 @@ def test_plain_connections_ask_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def job(status: str, **fields: object) -> httpx.Response:
-    body = {"id": "job-1", "name": "one", "status": status, "base_model": "base", "created_at": 1.0} | fields
+    body = {"id": "job-1", "name": "one", "status": status, "base_model": "base", "created_at": 1.0}
+    body |= {"order": {"name": "one", "base_model": "base", "data": {"file": "file-1"}}} | fields
     return httpx.Response(200, json=body, headers=HEADERS)
+
+
+def test_what_a_newer_server_says_is_kept_though_it_is_not_known() -> None:
+    order = {"name": "one", "base_model": "base", "data": {"file": "file-1", "colour": "red"}, "objective": "of next year"}
+    connection, _, _ = answering(job("evaluated", order=order, mood="good"))
+    found = connection.get("/v1/jobs/job-1", JobView)
+    assert found.status == "evaluated" and not found.has_ended and found.order_fields == order
+    assert found.model_dump(mode="json").items() >= {"status": "evaluated", "order": order, "mood": "good"}.items()
 
 
 def test_a_server_that_restarts_while_jobs_are_watched_is_waited_for() -> None:

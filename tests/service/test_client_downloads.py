@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tlora.api import JobView, OrderedData, OrderSpec
 from tlora.client.access import Access
-from tlora.client.answers import RemoteJob
 from tlora.client.connection import Connection
 from tlora.client.downloads import download_adapter
 from tlora.client.uploads import plain_name, upload_files
@@ -20,7 +20,8 @@ from tlora.service.uploads import check_filename
 from tlora.version import __version__
 
 HEADERS = {"tlora-version": __version__}
-JOB = RemoteJob(id="job-1", name="sql", status="succeeded", base_model="base", created_at=1.0)
+ORDER = OrderSpec(name="sql", base_model="base", data=OrderedData(file="file-1"))
+JOB = JobView(id="job-1", name="sql", status="succeeded", base_model="base", created_at=1.0, order=ORDER)
 
 
 def adapter(directory: Path) -> bytes:
@@ -122,8 +123,8 @@ def test_every_name_of_a_file_becomes_one_that_the_server_takes(name: str) -> No
 def test_a_file_that_changes_or_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text("{}\n")
-    body = {"id": "file-1", "sha256": "0" * 64, "filename": "data.jsonl"}
-    answers = [httpx.Response(200, json={"data": []}, headers=HEADERS), httpx.Response(200, json=body, headers=HEADERS)]
+    body = {"id": "file-1", "sha256": "0" * 64, "filename": "data.jsonl", "bytes": 3, "created_at": 1, "purpose": "fine-tune"}
+    answers = [httpx.Response(200, json={"data": [], "has_more": False}, headers=HEADERS), httpx.Response(200, json=body, headers=HEADERS)]
     access = Access("https://host.example", "tml-secret-key", "x", "x")
     connection = Connection(access, httpx.MockTransport(lambda request: answers[request.method == "POST"]))
     with pytest.raises(DataError, match="changed while it was uploaded"):

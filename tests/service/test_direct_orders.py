@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.service.served import Served
+from tlora.api import OrderedData, OrderSpec
 from tlora.service import direct_orders
-from tlora.service.orders import OrderedData, OrderSpec
 
 DIRECT, BY_ROUTE = "application/json", "application/vnd.tlora+json"  # the second is JSON for FastAPI alone
 NUMBERS = "0 1 -1 7 1.0 1.5 1e3 1e400 -0.0 NaN Infinity 9223372036854775808 1180591620717411303424"

@@ -15,10 +15,10 @@ from typer.testing import CliRunner, Result
 
 from tests.service.served import ROW, Served, listening, until
 from tlora import manifest
+from tlora.api import ClusterView, GroupView, WaitingView
 from tlora.cli import server_commands
 from tlora.cli.commands import app
 from tlora.cli.service_view import print_cluster
-from tlora.client.answers import RemoteCluster, RemoteGroup, Waiting
 from tlora.jobs_file import read_jobs_file
 
 JOBS = """base_model: base
@@ -319,9 +319,10 @@ def test_the_queue_shows_groups_and_reasons(slow_desk: Desk) -> None:
 
 
 def test_a_job_that_its_group_has_yet_to_let_in_has_its_name_there() -> None:
-    group = RemoteGroup(id="group", base_model="base", gpus=[0], jobs=["job-1"])
-    waiting = [Waiting(job="job-1", name="polite", reason="its group on GPU 0 to load the base and let it in")]
+    group = GroupView(id="group", base_model="base", gpus=[0], token_budget=0, jobs=["job-1"], other_jobs=0)
+    waiting = [WaitingView(job="job-1", name="polite", reason="its group on GPU 0 to load the base and let it in")]
     console = Console(file=io.StringIO(), width=100)
-    print_cluster(console, RemoteCluster(device="cuda", gpus=[0], groups=[group], waiting=waiting), {})
+    cluster = ClusterView(device="cuda", gpus=[0], groups=[group], waiting=waiting, others_waiting=0, draining=False)
+    print_cluster(console, cluster, {})
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.count("polite") == 2 and "job-1" not in text

@@ -16,8 +16,8 @@ import pytest
 
 from tests.service import reverse_proxy
 from tests.service.served import ROW, Served, listening, until
+from tlora.api import JobView
 from tlora.client.access import Access
-from tlora.client.answers import RemoteJob
 from tlora.client.connection import Connection
 from tlora.client.downloads import download_adapter
 from tlora.client.jobs import watch
@@ -74,7 +74,7 @@ def test_the_official_client_and_our_own_work_through_it(behind: tuple[Served, s
     with Connection(Access(url, key, "x", "x")) as connection:
         *_, last = watch(connection, [job.id])
         assert last.jobs[0].status == "succeeded"
-        found = download_adapter(connection, connection.get(f"/v1/jobs/{job.id}", RemoteJob), tmp_path / "out")
+        found = download_adapter(connection, connection.get(f"/v1/jobs/{job.id}", JobView), tmp_path / "out")
         assert (found / "adapter_model.safetensors").read_bytes() == b"weights of " + job.id.encode()
     document = httpx.get(f"{url}/openapi.json", headers=headers).json()
     assert document["servers"] == [{"url": PREFIX}] and "/v1/jobs" in document["paths"]

@@ -14,11 +14,11 @@ from sqlalchemy import Connection, event, text
 
 from tests.service.served import Served, serving, until
 from tests.service.test_service_store import prepare
+from tlora.api import OrderSpec
 from tlora.service.config import Limits
 from tlora.service.database import job_rows
 from tlora.service.database.store import open_store
 from tlora.service.database.writer import Writer
-from tlora.service.orders import OrderSpec
 
 ENDED = 10_000
 _LISTS = """

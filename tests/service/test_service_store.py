@@ -16,6 +16,7 @@ from sqlalchemy import Connection, Engine, select, text
 from sqlalchemy.exc import IntegrityError
 
 from tests.service.served import until
+from tlora.api import OrderedData, OrderSpec
 from tlora.errors import ConfigError
 from tlora.service.config import Limits
 from tlora.service.database import answer_rows, event_rows, job_rows, store
@@ -23,7 +24,6 @@ from tlora.service.database.store import SCHEMA, open_store, refuse_network_syst
 from tlora.service.database.tables import files, jobs, metadata, tenants
 from tlora.service.database.writer import StoreError, Writer
 from tlora.service.keys import create_key, write_first_key
-from tlora.service.orders import OrderedData, OrderSpec
 from tlora.service.problems import RefusedError
 
 

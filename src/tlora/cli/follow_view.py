@@ -9,9 +9,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from tlora.api import JobView
 from tlora.cli.service_view import STYLES, steps_text, why
 from tlora.cli.terminal import open_table, printable, shows_live
-from tlora.client.answers import RemoteJob
 from tlora.client.jobs import Sight
 from tlora.wording.numbers import loss_text, shorten
 
@@ -20,9 +20,9 @@ _AROUND_ROWS = 4
 _URGENCY = {"running": 0, "failed": 1, "preparing": 2, "queued": 3, "paused": 4, "cancelled": 5, "succeeded": 6}
 
 
-def follow(console: Console, sights: Iterable[Sight]) -> tuple[RemoteJob, ...]:
+def follow(console: Console, sights: Iterable[Sight]) -> tuple[JobView, ...]:
     """Show the sights as they come; the jobs of the last one."""
-    jobs: tuple[RemoteJob, ...] = ()
+    jobs: tuple[JobView, ...] = ()
     plain = PlainFollower(console)
     if not shows_live(console):
         for sight in sights:
@@ -60,7 +60,7 @@ class PlainFollower:
                     self._say(f"{job.name}: {warning}", "yellow")
             self._show_job(job, sight.losses.get(job.id), steps)
 
-    def _show_job(self, job: RemoteJob, loss: float | None, steps: bool) -> None:
+    def _show_job(self, job: JobView, loss: float | None, steps: bool) -> None:
         now = time.monotonic()
         changed = self._status.get(job.id) != job.status
         due = steps and job.status == "running" and now - self._told.get(job.id, 0.0) >= LINE_SECONDS
@@ -102,7 +102,7 @@ def follow_table(sight: Sight, width: int, height: int) -> Group:
     return Group(table, Text(f"… and {hidden} more. {line}" if hidden else line, style="dim", no_wrap=True, overflow="ellipsis"))
 
 
-def _with_room(jobs: Sequence[RemoteJob], room: int) -> list[RemoteJob]:
+def _with_room(jobs: Sequence[JobView], room: int) -> list[JobView]:
     if len(jobs) <= max(room, 1):
         return list(jobs)
     urgent = sorted(range(len(jobs)), key=lambda index: (_URGENCY.get(jobs[index].status, 9), index))[: max(room, 1)]

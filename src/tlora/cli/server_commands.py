@@ -35,8 +35,8 @@ def login(
     from tlora.cli.terminal import exit_on_error, open_console, path_text
 
     with exit_on_error(debug):
+        from tlora.api import BaseList, LoginLink
         from tlora.client.access import Access, check_key, find_url, save_key
-        from tlora.client.answers import BaseList, Link
         from tlora.client.connection import Connection
 
         console = open_console()
@@ -44,7 +44,7 @@ def login(
             if url is not None:
                 raise typer.BadParameter("--page takes the server in use; set TLORA_URL for another")
             with connected() as connection:
-                link = connection.send("POST", "/v1/login-links", Link)
+                link = connection.send("POST", "/v1/login-links", LoginLink)
                 console.print(f"{connection.access.url}{link.path}", soft_wrap=True)
                 open_console(stderr=True).print(f"good once, for {link.expires_in // 60} minutes", style="dim")
             return
@@ -73,8 +73,8 @@ def create_key(
     from tlora.cli.terminal import exit_on_error, open_console
 
     with exit_on_error(debug):
+        from tlora.api import NewKeyView
         from tlora.cli.service_view import print_json
-        from tlora.client.answers import RemoteKey
 
         scopes = scope or ["read", "submit"]
         if local:
@@ -82,10 +82,10 @@ def create_key(
             from tlora.service.views import new_key_view
 
             made = _in_store(_config(config, data_dir), lambda connection: create(connection, tenant, name, scopes))
-            found = RemoteKey.model_validate(new_key_view(made, tenant).model_dump())
+            found = new_key_view(made, tenant)
         else:
             with connected() as connection:
-                found = connection.send("POST", "/v1/keys", RemoteKey, {"tenant": tenant, "name": name, "scopes": scopes})
+                found = connection.send("POST", "/v1/keys", NewKeyView, {"tenant": tenant, "name": name, "scopes": scopes})
         console = open_console()
         if as_json:
             print_json(console, found)
@@ -101,13 +101,13 @@ def list_keys(local: Local = False, data_dir: DataDir = None, config: Config = N
     from tlora.cli.terminal import exit_on_error, open_console
 
     with exit_on_error(debug):
+        from tlora.api import KeyList
         from tlora.cli.service_view import print_json, print_keys
-        from tlora.client.answers import KeyList
 
         if local:
             from tlora.service.routes.keys import read_keys
 
-            found = KeyList.model_validate(_in_store(_config(config, data_dir), read_keys).model_dump())
+            found = _in_store(_config(config, data_dir), read_keys)
         else:
             with connected() as connection:
                 found = connection.get("/v1/keys", KeyList)
@@ -129,7 +129,7 @@ def revoke_key(
     from tlora.cli.terminal import exit_on_error, open_console
 
     with exit_on_error(debug):
-        from tlora.client.answers import Deleted
+        from tlora.api import Deleted
         from tlora.errors import ConfigError
 
         if local:
@@ -149,8 +149,8 @@ def list_bases(as_json: Json = False, debug: Debug = False) -> None:
     from tlora.cli.terminal import exit_on_error, open_console
 
     with exit_on_error(debug), connected() as connection:
+        from tlora.api import BaseList
         from tlora.cli.service_view import print_bases, print_json
-        from tlora.client.answers import BaseList
 
         found = connection.get("/v1/bases", BaseList)
         if as_json:
@@ -168,11 +168,11 @@ def add_base(
     from tlora.cli.terminal import exit_on_error, open_console
 
     with exit_on_error(debug), connected() as connection:
+        from tlora.api import BaseView
         from tlora.cli.serve_command import named_bases
-        from tlora.client.answers import RemoteBase
 
         [(name, path)] = named_bases([base]).items()
-        found = connection.send("POST", "/v1/bases", RemoteBase, {"name": name, "path": path})
+        found = connection.send("POST", "/v1/bases", BaseView, {"name": name, "path": path})
         open_console().print(f"{found.name}: served from {path}; `tlora bases list` says whether it can be trained over", soft_wrap=True)
 
 
@@ -187,7 +187,7 @@ def drain(
     from tlora.cli.terminal import exit_on_error, open_console
 
     with exit_on_error(debug), connected() as connection:
-        from tlora.client.answers import Drained
+        from tlora.api import Drained
 
         console = open_console()
         found = connection.send("PUT", "/v1/drain", Drained, {"draining": not undo})

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
     from rich.console import Console
 
-    from tlora.client.answers import RemoteJob
+    from tlora.api import JobView
     from tlora.client.connection import Connection
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -101,8 +101,8 @@ def show(
     from tlora.cli.terminal import exit_on_error, open_console, printable
 
     with exit_on_error(debug), connected() as connection:
+        from tlora.api import LogText
         from tlora.cli.service_view import print_job
-        from tlora.client.answers import LogText
         from tlora.client.jobs import find_job, list_events, newest_loss
 
         found, console = find_job(connection, job), open_console()
@@ -180,11 +180,11 @@ def queue(as_json: Json = False, debug: Debug = False) -> None:
     from tlora.cli.terminal import exit_on_error, open_console
 
     with exit_on_error(debug), connected() as connection:
+        from tlora.api import ClusterView
         from tlora.cli.service_view import print_cluster
-        from tlora.client.answers import RemoteCluster
         from tlora.client.jobs import list_jobs
 
-        found = connection.get("/v1/cluster", RemoteCluster)
+        found = connection.get("/v1/cluster", ClusterView)
         if as_json:
             _print_json(open_console(), found)
             return
@@ -197,7 +197,7 @@ def _change(names: Sequence[str], verb: str, debug: bool) -> None:
     from tlora.cli.terminal import exit_on_error, open_console, printable
 
     with exit_on_error(debug), connected() as connection:
-        from tlora.client.answers import RemoteJob
+        from tlora.api import JobView
         from tlora.client.jobs import find_job
         from tlora.errors import ServiceError
 
@@ -205,7 +205,7 @@ def _change(names: Sequence[str], verb: str, debug: bool) -> None:
         for name in names:
             try:
                 found = find_job(connection, name)
-                changed = connection.send("POST", f"/v1/jobs/{found.id}/{verb}", RemoteJob)
+                changed = connection.send("POST", f"/v1/jobs/{found.id}/{verb}", JobView)
                 open_console().print(printable(f"{changed.name}: {changed.status}"), soft_wrap=True)
             except ServiceError as error:
                 if debug or not error.status:
@@ -216,7 +216,7 @@ def _change(names: Sequence[str], verb: str, debug: bool) -> None:
             raise typer.Exit(2)
 
 
-def _follow(connection: Connection, console: Console, jobs: Sequence[RemoteJob]) -> int:
+def _follow(connection: Connection, console: Console, jobs: Sequence[JobView]) -> int:
     """The exit status: 0 if all have succeeded, 1 if one has not, 130 after Ctrl-C, which ends no job."""
     from tlora.cli.follow_view import follow
     from tlora.client.event_bell import EventBell

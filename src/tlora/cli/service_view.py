@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.text import Text
 
+from tlora.api import BaseView, ClusterView, EventView, JobView, KeyView
 from tlora.cli.terminal import bytes_text, open_table, printable
-from tlora.client.answers import RemoteBase, RemoteCluster, RemoteEvent, RemoteJob, RemoteKey
 from tlora.job import SCHEDULED, DataConfig, JobSpec, LoraShape, TrainConfig
 from tlora.wording.numbers import DASH, count_text, duration_text, loss_text
 
@@ -32,23 +32,23 @@ def time_text(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def steps_text(job: RemoteJob) -> str:
+def steps_text(job: JobView) -> str:
     if job.total_steps is None:
         return str(job.steps) if job.steps else ""
     return f"{job.steps:,}/{job.total_steps:,}"
 
 
-def why(job: RemoteJob) -> str:
+def why(job: JobView) -> str:
     """Why it is not running."""
     return job.reason or ("" if job.status == "running" else job.waiting_for or "")
 
 
-def _loss(job: RemoteJob, key: str) -> str:
+def _loss(job: JobView, key: str) -> str:
     found = (job.result or {}).get(key)
     return loss_text(float(found)) if isinstance(found, int | float) else ""
 
 
-def print_jobs(console: Console, jobs: Iterable[RemoteJob], empty: str = "no jobs") -> None:
+def print_jobs(console: Console, jobs: Iterable[JobView], empty: str = "no jobs") -> None:
     """One line each."""
     table = open_table()
     for name, options in (("job", {"overflow": "fold"}), ("id", {"no_wrap": True}), ("status", {"no_wrap": True})):
@@ -70,11 +70,11 @@ def print_jobs(console: Console, jobs: Iterable[RemoteJob], empty: str = "no job
     console.print(table if table.row_count else Text(empty, style="dim"))
 
 
-def print_job(console: Console, job: RemoteJob, loss: float | None, events: Sequence[RemoteEvent]) -> None:
+def print_job(console: Console, job: JobView, loss: float | None, events: Sequence[EventView]) -> None:
     """Everything about one job."""
     head = Text.assemble((printable(job.name), "bold"), "  ", (job.status, STYLES.get(job.status, "dim")))
     console.print(head)
-    order = dict(job.order)
+    order = dict(job.order_fields)
     data: Mapping[str, Any] = order.pop("data", {})
     facts: dict[str, str] = {
         "id": job.id,
@@ -126,7 +126,7 @@ def _settings(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in shown.items())
 
 
-def print_cluster(console: Console, cluster: RemoteCluster, running: Mapping[str, RemoteJob]) -> None:
+def print_cluster(console: Console, cluster: ClusterView, running: Mapping[str, JobView]) -> None:
     """Groups on their GPUs, then the queue. `running`: those of the caller's jobs by id; others in a group wait to be let in."""
     waiting = {one.job: one.name for one in cluster.waiting}
     place = "GPU" if cluster.device == "cuda" else "process"
@@ -161,7 +161,7 @@ def print_cluster(console: Console, cluster: RemoteCluster, running: Mapping[str
         console.print(Text("the server is drained: it accepts no new jobs", style="yellow"))
 
 
-def print_keys(console: Console, keys: Iterable[RemoteKey]) -> None:
+def print_keys(console: Console, keys: Iterable[KeyView]) -> None:
     table = open_table()
     for name in ("id", "tenant", "name", "scopes", "created", "revoked"):
         table.add_column(name, overflow="fold")
@@ -173,7 +173,7 @@ def print_keys(console: Console, keys: Iterable[RemoteKey]) -> None:
     console.print(table)
 
 
-def print_bases(console: Console, bases: Iterable[RemoteBase]) -> None:
+def print_bases(console: Console, bases: Iterable[BaseView]) -> None:
     table = open_table()
     for name in ("base model", "status", "size", "problem"):
         table.add_column(name, overflow="fold")

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from tlora.api import BaseList, JobView, Sweep
 from tlora.cli.terminal import bytes_text, printable
-from tlora.client.answers import BaseList, RemoteJob, Sweep
 from tlora.client.connection import Connection
 from tlora.client.jobs import find_job
 from tlora.client.orders import Plan, find_base, order_of
@@ -22,17 +22,17 @@ from tlora.jobs_file import read_settings
 _DATA_KEYS = ("format", "eval_size", "eval_seed", "max_length", "train_on", "packing", "on_bad_rows")
 
 
-def submit_plan(connection: Connection, plan: Plan, start_from: str | None, console: Console, notes: Console) -> list[RemoteJob]:
+def submit_plan(connection: Connection, plan: Plan, start_from: str | None, console: Console, notes: Console) -> list[JobView]:
     """The jobs, once the server has accepted all of them. Raises TloraError, which tells how many it had accepted before."""
     base = find_base(plan.base_model, [base.name for base in connection.get("/v1/bases", BaseList).data])
     source = find_job(connection, start_from).id if start_from is not None else None
     ids = upload_files(connection, plan.files, lambda *found: _say_upload(notes, *found))
-    accepted: list[RemoteJob] = []
+    accepted: list[JobView] = []
     for draft in plan.drafts:
         body = order_of(draft, base, ids, source)
         try:
             if draft.sweep is None:
-                made = [connection.send("POST", "/v1/jobs", RemoteJob, body)]
+                made = [connection.send("POST", "/v1/jobs", JobView, body)]
             else:
                 made = connection.send("POST", "/v1/sweeps", Sweep, body).data
         except TloraError as error:
@@ -51,7 +51,7 @@ def _say_upload(notes: Console, name: str, size: int, known: bool) -> None:
     notes.print(Text(printable(text), style="dim"), soft_wrap=True)
 
 
-def clone_job(connection: Connection, job: RemoteJob, settings: Sequence[str], notes: Console) -> RemoteJob:
+def clone_job(connection: Connection, job: JobView, settings: Sequence[str], notes: Console) -> JobView:
     """A new job with the order of `job`, but for `settings` ("r=8", "max_length=512", "data=other.jsonl")."""
     given, title = read_settings(settings, job.name)
     name = given.pop("name", title)
@@ -72,7 +72,7 @@ def clone_job(connection: Connection, job: RemoteJob, settings: Sequence[str], n
     if data:
         changes["data"] = data
     body: Mapping[str, Any] = {"set": changes}
-    return connection.send("POST", f"/v1/jobs/{job.id}/clone", RemoteJob, body)
+    return connection.send("POST", f"/v1/jobs/{job.id}/clone", JobView, body)
 
 
 def _uploaded(connection: Connection, value: object, notes: Console) -> str:

@@ -12,7 +12,7 @@ from typing import IO, cast
 import httpx
 
 from tlora import durable, manifest
-from tlora.client.answers import RemoteJob
+from tlora.api import JobView
 from tlora.client.connection import Connection
 from tlora.errors import ConfigError, DataError
 
@@ -22,7 +22,7 @@ _CHUNK = 1 << 20
 _NEEDED = ("adapter_config.json", "adapter_model.safetensors")
 
 
-def download_adapter(connection: Connection, job: RemoteJob, directory: Path) -> Path:
+def download_adapter(connection: Connection, job: JobView, directory: Path) -> Path:
     """`directory/NAME` with the adapter of the job; durable on return, and not there at all on an error.
 
     Raises ConfigError where something lies there already, DataError for bytes that are not what the server sent, ServiceError.

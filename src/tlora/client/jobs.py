@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tlora.client.answers import EventPage, JobPage, Metrics, RemoteEvent, RemoteJob
+from tlora.api import EventList, EventView, JobList, JobView, MetricList
 from tlora.client.connection import Connection
 from tlora.client.event_bell import EventBell
 from tlora.errors import ServiceError
@@ -21,13 +21,13 @@ _MOST_LOSSES = 32  # running jobs whose losses are read at a time
 _PATIENCE_SECONDS = 600.0  # that a server may be away while jobs are watched
 
 
-def find_job(connection: Connection, name: str) -> RemoteJob:
+def find_job(connection: Connection, name: str) -> JobView:
     """By its id or its name. Raises ServiceError where there is none, or several."""
     if _ID.fullmatch(name):
-        return connection.get(f"/v1/jobs/{name}", RemoteJob)
+        return connection.get(f"/v1/jobs/{name}", JobView)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):
         raise ServiceError(f"{name!r} is no id and no name of a job. `tlora jobs` lists them", 404, "not_found")
-    found = connection.get("/v1/jobs", JobPage, name=name, limit=10).data
+    found = connection.get("/v1/jobs", JobList, name=name, limit=10).data
     if not found:
         raise ServiceError(f"there is no job {name!r}. `tlora jobs` lists those that there are", 404, "not_found")
     if len(found) > 1:
@@ -36,30 +36,30 @@ def find_job(connection: Connection, name: str) -> RemoteJob:
     return found[0]
 
 
-def list_jobs(connection: Connection, most: int | None, status: str | None = None, name: str | None = None) -> Iterator[RemoteJob]:
+def list_jobs(connection: Connection, most: int | None, status: str | None = None, name: str | None = None) -> Iterator[JobView]:
     """The newest first, `most` of them, or all."""
     cursor, count = None, 0
     while most is None or count < most:
         limit = _PAGE if most is None else min(_PAGE, most - count)
-        page = connection.get("/v1/jobs", JobPage, limit=limit, cursor=cursor, status=status, name=name)
+        page = connection.get("/v1/jobs", JobList, limit=limit, cursor=cursor, status=status, name=name)
         yield from page.data
         cursor, count = page.next_cursor, count + len(page.data)
         if cursor is None:
             return
 
 
-def list_events(connection: Connection, job_id: str) -> Iterator[RemoteEvent]:
+def list_events(connection: Connection, job_id: str) -> Iterator[EventView]:
     """All of a job's, the oldest first."""
     cursor = None
     while True:
-        page = connection.get(f"/v1/jobs/{job_id}/events", EventPage, limit=1000, cursor=cursor)
+        page = connection.get(f"/v1/jobs/{job_id}/events", EventList, limit=1000, cursor=cursor)
         yield from page.data
         cursor = page.next_cursor
         if cursor is None:
             return
 
 
-def newest_loss(connection: Connection, job: RemoteJob) -> float | None:
+def newest_loss(connection: Connection, job: JobView) -> float | None:
     """The train loss: the mean over its last logged steps; None before there is one."""
     reader = _Losses(connection)
     while True:
@@ -75,7 +75,7 @@ class Sight:
     not answer just now; the jobs are then as they were.
     """
 
-    jobs: tuple[RemoteJob, ...]
+    jobs: tuple[JobView, ...]
     losses: dict[str, float]
     away: str = ""
 
@@ -90,7 +90,7 @@ def watch(
     """A sight each `every_seconds`, the last one when all have ended. With a `bell` one at each event, and others only while jobs run. A
     server that is restarted meanwhile is waited for.
     """
-    known: dict[str, RemoteJob] = {}
+    known: dict[str, JobView] = {}
     reader = _Losses(connection)
     gone_since: float | None = None
     while True:
@@ -116,16 +116,16 @@ def watch(
             bell.wait(every_seconds, moves=bool(away) or any(job.status == "running" for job in sight.jobs))
 
 
-def _look(connection: Connection, ids: Sequence[str]) -> dict[str, RemoteJob]:
+def _look(connection: Connection, ids: Sequence[str]) -> dict[str, JobView]:
     if len(ids) <= _MOST_ALONE:
-        return {job: connection.get(f"/v1/jobs/{job}", RemoteJob) for job in ids}
-    wanted, found = set(ids), dict[str, RemoteJob]()
+        return {job: connection.get(f"/v1/jobs/{job}", JobView) for job in ids}
+    wanted, found = set(ids), dict[str, JobView]()
     for job in list_jobs(connection, most=None):  # the newest first: those that were just submitted
         if job.id in wanted:
             found[job.id] = job
             if len(found) == len(wanted):
                 break
-    return found | {job: connection.get(f"/v1/jobs/{job}", RemoteJob) for job in wanted - found.keys()}
+    return found | {job: connection.get(f"/v1/jobs/{job}", JobView) for job in wanted - found.keys()}
 
 
 class _Losses:
@@ -140,10 +140,10 @@ class _Losses:
     def offset(self, job_id: str) -> int:
         return self._offsets.get(job_id, 0)
 
-    def read(self, jobs: dict[str, RemoteJob]) -> dict[str, float]:
+    def read(self, jobs: dict[str, JobView]) -> dict[str, float]:
         running = [job.id for job in jobs.values() if job.status == "running"][:_MOST_LOSSES]
         for job_id in running:
-            found = self._connection.get(f"/v1/jobs/{job_id}/metrics", Metrics, offset=self._offsets.get(job_id, 0))
+            found = self._connection.get(f"/v1/jobs/{job_id}/metrics", MetricList, offset=self._offsets.get(job_id, 0))
             self._offsets[job_id] = found.next_offset
             rows = [*self._rows.get(job_id, ()), *(row for row in found.data if "loss" in row)][-RECENT_STEPS:]
             self._rows[job_id] = rows

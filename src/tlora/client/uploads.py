@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tlora.client.answers import FilePage, RemoteFile
+from tlora.api import FileList, FileView
 from tlora.client.connection import Connection
 from tlora.errors import DataError
 
@@ -33,19 +33,19 @@ def upload_files(connection: Connection, files: Sequence[Path], say: Callable[[s
     return ids
 
 
-def _find(connection: Connection, digest: str, suffix: str) -> RemoteFile | None:
-    page = connection.get("/v1/files", FilePage, sha256=digest, limit=100)
+def _find(connection: Connection, digest: str, suffix: str) -> FileView | None:
+    page = connection.get("/v1/files", FileList, sha256=digest, limit=100)
     return next((file for file in page.data if file.sha256 == digest and file.filename.lower().endswith(suffix)), None)
 
 
-def _upload(connection: Connection, path: Path, digest: str) -> RemoteFile:
+def _upload(connection: Connection, path: Path, digest: str) -> FileView:
     def make() -> tuple[dict[str, Any], dict[str, str]]:
         try:
             return {"file": (plain_name(path.name), path.open("rb"))}, {"purpose": "fine-tune"}
         except OSError as error:
             raise _unreadable(path, error) from None
 
-    made = connection.send_form("/v1/files", RemoteFile, make)
+    made = connection.send_form("/v1/files", FileView, make)
     if made.sha256 != digest:
         raise DataError(f"{path}: changed while it was uploaded. Submit again when nothing writes to it")
     return made

@@ -46,7 +46,8 @@ def _rule(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     if annotation is JobSpec:
         return "a mapping with name and data"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return f"a path, or a mapping of {', '.join(annotation.model_fields)}"
+        required_first = sorted(annotation.model_fields, key=lambda key: not annotation.model_fields[key].is_required())
+        return f"a path, or a mapping of {', '.join(required_first)}"
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[annotation]
     return words + _bounds(metadata)
 

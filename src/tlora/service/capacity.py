@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tlora.adapters.targets import resolve, trained_parameters
+from tlora.api import OrderSpec
 from tlora.costs.base_in_parts import least_gpus
 from tlora.costs.cost import ADAPTER_BYTES, BaseMemory
 from tlora.errors import ModelError
 from tlora.service.config import ServerConfig
 from tlora.service.machine import Places
-from tlora.service.orders import OrderSpec
 from tlora.service.outlines import Outline, Precision, known_outline
 from tlora.service.problems import RefusedError
 

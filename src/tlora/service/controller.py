@@ -17,6 +17,7 @@ from sqlalchemy import Connection, Engine, Row
 from sqlalchemy.exc import SQLAlchemyError
 
 from tlora import durable
+from tlora.api import OrderSpec
 from tlora.cluster.controller import run as run_controller
 from tlora.cluster.learned_costs import LearnedCosts
 from tlora.costs.cost import CostModel
@@ -37,7 +38,6 @@ from tlora.service.intake_requests import IntakeRequest, request_line
 from tlora.service.live_state import LiveState
 from tlora.service.machine import NAMES
 from tlora.service.order_reader import Accepted, OrderReader
-from tlora.service.orders import OrderSpec
 from tlora.service.outcomes import Outcomes, Recorded
 from tlora.service.problems import RefusedError
 from tlora.service.storage import Storage

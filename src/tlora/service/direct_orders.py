@@ -16,9 +16,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tlora.api import OrderSpec
 from tlora.service.access import own_path
 from tlora.service.database.job_rows import Origin
-from tlora.service.orders import OrderSpec
 from tlora.service.routes.jobs import accept
 from tlora.service.services import Services
 

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from tlora.service.orders import Metadata, ObjectId, OrderSpec, describe
+from tlora.api import Metadata, ObjectId, OrderSpec
+from tlora.service.orders import describe
 from tlora.service.problems import RefusedError
 
 LEARNING_RATE = 2e-4  # which learning_rate_multiplier multiplies: the default of an order

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Engine, Row
 
+from tlora.api import OrderSpec, job_spec
 from tlora.errors import ConfigError
 from tlora.job import JobSpec
 from tlora.service.database import file_rows, job_rows
-from tlora.service.orders import OrderSpec, job_spec
 
 _MOST_PATHS = 10_000
 _KEYS = {"eval_path": "eval_file", "adapter_path": "start_from"}  # of a jobs file

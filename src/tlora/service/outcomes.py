@@ -15,6 +15,7 @@ from typing import Any
 from sqlalchemy import Connection, update
 
 from tlora import durable
+from tlora.api import OPEN
 from tlora.cluster.backend import Backend
 from tlora.cluster.remote_worker import called
 from tlora.json_file import read_object
@@ -45,7 +46,6 @@ from tlora.service.machine import NAMES, Places
 from tlora.service.remedies import in_service_words
 from tlora.service.waiting_queue import QueuePlace
 
-_OPEN = ("preparing", "queued", "running", "paused")
 _SHOW_SECONDS = 0.5  # between two pictures: with thousands of jobs one takes milliseconds
 _SETTLE_SECONDS = 30.0  # for the store to take an end: far below a worker's lease, far above a full disk's answer
 _STEPS_SECONDS = 10.0  # between two writes of all jobs' steps
@@ -139,7 +139,7 @@ class Outcomes:
     def fail(self, job_id: str, reason: str) -> None:
         """With no path of this machine in the reason, and nothing that a database refuses: a reason may quote what stands in a file."""
         reason = _storable(reason.replace(f"{self._directory}/", "").strip()) or "no reason was given"
-        self._write(lambda connection: job_rows.change(connection, job_id, _OPEN, "failed", reason, reason=reason))
+        self._write(lambda connection: job_rows.change(connection, job_id, OPEN, "failed", reason, reason=reason))
         self._live.count("failed")
         self.ended(job_id)
 
@@ -258,7 +258,7 @@ class Outcomes:
             result = {}
         shown = {key: value for key, value in result.items() if key not in _NOT_SHOWN}
         steps = int(result.get("steps", self._live.steps(job_id) or 0))
-        self._change(job_id, _OPEN, "succeeded", f"trained {steps:,} steps", result=shown, steps=steps)
+        self._change(job_id, OPEN, "succeeded", f"trained {steps:,} steps", result=shown, steps=steps)
         self._live.count("succeeded")
         self.ended(job_id)
 

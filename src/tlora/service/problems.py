@@ -14,10 +14,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
+from tlora.api import OrderedData, OrderSpec
 from tlora.errors import TloraError
 from tlora.jobs_file import suggest
 from tlora.service.database.writer import StoreError
-from tlora.service.orders import OrderedData, OrderSpec, known_keys
+from tlora.service.orders import known_keys
 
 _MOST_SHOWN = 200  # characters of a value that is refused
 _MOST_PROBLEMS = 20

@@ -15,8 +15,8 @@ from typing import Any, cast
 
 from sqlalchemy import Row
 
+from tlora.api import ENDED, FileView
 from tlora.service.problems import missing
-from tlora.service.views import ENDED, FileView
 
 _PREFIX = "results-"
 _COLUMNS = {

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 from fastapi import Request
 from sqlalchemy import Engine, Row
 
+from tlora.api import JobView, OrderSpec
 from tlora.service.config import ServerConfig
 from tlora.service.connections import Connections
 from tlora.service.cursors import Cursors
@@ -21,12 +22,11 @@ from tlora.service.database.writer import Operation, Together, Writer
 from tlora.service.keys import Caller, KeyRing
 from tlora.service.live_state import LiveState
 from tlora.service.order_reader import Accepted
-from tlora.service.orders import OrderSpec
 from tlora.service.problems import RefusedError
 from tlora.service.request_log import Answered, RequestLog
 from tlora.service.request_numbers import RequestNumbers
 from tlora.service.storage import Storage
-from tlora.service.views import JobView, job_view
+from tlora.service.views import job_view
 from tlora.service.visits import Visits
 
 T = TypeVar("T")

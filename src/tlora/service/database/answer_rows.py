@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, bindparam, delete, select, update
 
+from tlora.api import OrderSpec
 from tlora.service.database.tables import answers, creations
 from tlora.service.problems import RefusedError
 
 _FIND = select(answers).where(answers.c.tenant == bindparam("tenant"), answers.c.key == bindparam("key"))
 _INSERT = answers.insert()
+_SORTED = "s:"  # of payloads whose keys were sorted; one that an older server kept cannot be compared with these, and its key alone counts
 RETRY_SECONDS = 600.0  # that a retry without a key finds the creation it repeats
 
 
@@ -26,6 +29,12 @@ class Answer:
 def hash_payload(route: str, body: bytes) -> str:
     """Of what was asked, so that another question under the same key is seen."""
     return hashlib.sha256(route.encode() + b"\0" + body).hexdigest()
+
+
+def hash_orders(route: str, orders: Sequence[OrderSpec]) -> str:
+    """As `hash_payload`, and the same in whatever order a version of tlora has an order's keys."""
+    fields = [order.model_dump(mode="json", exclude_unset=True) for order in orders]
+    return _SORTED + hash_payload(route, json.dumps(fields, sort_keys=True).encode())[len(_SORTED) :]
 
 
 def once(connection: Connection, tenant: str, key: str | None, payload: str, work: Callable[[], Answer]) -> Answer:
@@ -47,7 +56,7 @@ def find_answer(connection: Connection, tenant: str, key: str, payload: str) -> 
     known = connection.execute(_FIND, {"tenant": tenant, "key": key}).first()
     if known is None:
         return None
-    if known.payload != payload:
+    if known.payload != payload and (known.payload.startswith(_SORTED) or not payload.startswith(_SORTED)):
         message = f"Idempotency-Key {key!a} was used for another request. Take a new key for a new request"
         raise RefusedError(409, "idempotency_key_reused", message)
     return Answer(known.status, known.body)

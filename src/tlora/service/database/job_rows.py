@@ -10,14 +10,13 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, Text, bindparam, cast, func, or_, select, update
 
+from tlora.api import OPEN, OrderSpec
 from tlora.service.config import Limits
 from tlora.service.database.event_rows import add_event, add_events
 from tlora.service.database.tables import files, job_files, jobs
 from tlora.service.keys import new_id
-from tlora.service.orders import OrderSpec
 from tlora.service.problems import RefusedError, missing
 
-_OPEN = ("preparing", "queued", "running", "paused")
 _STARTABLE = ("preparing", "queued", "running")
 _PAGE = 500  # rows that are looked at together
 # of every order: made once, as making them takes longer than the database does
@@ -141,7 +140,7 @@ def _present_files(connection: Connection, tenant: str, wanted: Sequence[str]) -
 def _check_start(connection: Connection, tenant: str, order: OrderSpec) -> None:
     assert order.start_job is not None
     source = find_job(connection, tenant, order.start_job)
-    if order.start_from != order.start_job and source.status in _OPEN:
+    if order.start_from != order.start_job and source.status in OPEN:
         message = f"start_from {order.start_from!r}: the job is {source.status} and may replace its checkpoints. Wait until it has ended"
         raise RefusedError(409, "no_adapter", message)
     if (order.start_from == order.start_job and source.status != "succeeded") or source.removed is not None:
@@ -246,7 +245,7 @@ def resume(connection: Connection, tenant: str, job_id: str) -> Row[Any]:
 
 def cancel(connection: Connection, tenant: str, job_id: str) -> Row[Any]:
     row = find_job(connection, tenant, job_id)
-    if row.status != "cancelled" and not change(connection, job_id, _OPEN, "cancelled", "cancelled by its owner"):
+    if row.status != "cancelled" and not change(connection, job_id, OPEN, "cancelled", "cancelled by its owner"):
         raise _wrong_state(row, "cancelled")
     return find_job(connection, tenant, job_id)
 

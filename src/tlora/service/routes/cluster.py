@@ -9,30 +9,16 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily
-from pydantic import BaseModel, ConfigDict
 from sqlalchemy import func, select
 
+from tlora.api import ClusterView, Drained, DrainOrder, GroupView, WaitingView
 from tlora.service.access import caller_of
 from tlora.service.database.tables import jobs
 from tlora.service.routes.jobs import REFUSALS
 from tlora.service.services import Services, services_of
-from tlora.service.views import ClusterView, GroupView, WaitingView
 
 router = APIRouter(responses=REFUSALS)
 _TEXT = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
-
-
-class DrainOrder(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    draining: bool
-
-
-class Drained(BaseModel):
-    """Whether new orders are refused, and how many jobs have not ended."""
-
-    draining: bool
-    open_jobs: int
 
 
 @router.get("/v1/cluster", tags=["cluster"])

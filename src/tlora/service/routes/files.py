@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import FileResponse
 from sqlalchemy import Connection
 
+from tlora.api import Deleted, FileList, FileView, Purpose, StorageView
 from tlora.service import result_files
 from tlora.service.access import caller_of
 from tlora.service.database import file_rows, job_rows
@@ -17,7 +18,7 @@ from tlora.service.problems import ErrorBody, RefusedError
 from tlora.service.routes.jobs import REFUSALS, Cursor, IdempotencyKey
 from tlora.service.services import services_of
 from tlora.service.uploads import receive_upload
-from tlora.service.views import Deleted, FileList, FileView, Purpose, StorageView, file_view
+from tlora.service.views import file_view
 
 router = APIRouter(prefix="/v1", tags=["files"], responses=REFUSALS | {507: {"model": ErrorBody}})
 FileId = Annotated[str, Path(min_length=1, max_length=64, pattern="^[a-z0-9-]+$", description="The file's id.")]

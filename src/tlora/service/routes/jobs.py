@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 from sqlalchemy import Connection, Row
 
+from tlora.api import CloneOrder, JobList, JobView, Name, OrderSpec, Status, Sweep, SweepOrder
 from tlora.errors import ConfigError
 from tlora.manifest import MANIFEST
 from tlora.service.access import caller_of
 from tlora.service.database import job_rows
-from tlora.service.database.answer_rows import Answer, find_answer, hash_payload, keep_answers
+from tlora.service.database.answer_rows import Answer, find_answer, hash_orders, keep_answers
 from tlora.service.database.writer import Together
 from tlora.service.keys import new_id
 from tlora.service.order_reader import Accepted, start_path
-from tlora.service.orders import Name, OrderSpec, SweepOrder, describe, expand_sweep
+from tlora.service.orders import describe, expand_sweep
 from tlora.service.problems import ErrorBody, RefusedError
 from tlora.service.services import Desk, Services, services_of
-from tlora.service.views import JobList, JobView, Status, Sweep
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
     code: {"model": ErrorBody} for code in (400, 401, 403, 404, 408, 409, 413, 421, 422, 429, 500, 503)
@@ -33,14 +33,6 @@ JobId = Annotated[str, Path(min_length=1, max_length=64, pattern="^[a-z0-9-]+$",
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255, pattern="^[!-~]+$")]
 Limit = Annotated[int, Query(ge=1, le=100)]
 Cursor = Annotated[str | None, Query(min_length=1, max_length=100)]
-
-
-class CloneOrder(BaseModel):
-    """Fields of the order that the clone shall have otherwise; `data` is merged key by key."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    set: Annotated[dict[str, Any], Field(max_length=100)] = {}
 
 
 @router.post("/jobs", status_code=201, response_model=JobView)
@@ -67,8 +59,7 @@ async def accept(services: Services, request: Request, orders: list[OrderSpec], 
         check_checkpoint(services, tenant, order)
     payload = ""
     if key is not None:
-        body = b"\n".join(order.model_dump_json(exclude_unset=True).encode() for order in orders)
-        payload = hash_payload(f"{request.method} {request.url.path}", body)
+        payload = hash_orders(f"{request.method} {request.url.path}", orders)
     asked = _Asked(services, job_rows.Batch(tenant, orders, origin), key, payload)
     done = await services.write(Together(_insert, asked), lambda done: announce(services, done.made))
     return Response(done.answer.body, done.answer.status, media_type="application/json")

@@ -6,40 +6,18 @@ import time
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Request
-from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import Connection, select
 
+from tlora.api import BaseList, BaseOrder, BaseView, Deleted, KeyList, KeyOrder, NewKeyView
 from tlora.service import keys as keyring
 from tlora.service.access import caller_of
 from tlora.service.database.tables import bases, keys, tenants
-from tlora.service.keys import Scope
-from tlora.service.orders import BaseName, Name
 from tlora.service.problems import RefusedError, missing
 from tlora.service.routes.jobs import REFUSALS
 from tlora.service.services import Services, services_of
-from tlora.service.views import BaseList, BaseView, Deleted, KeyList, NewKeyView, key_view, new_key_view
+from tlora.service.views import key_view, new_key_view
 
 router = APIRouter(prefix="/v1", responses=REFUSALS)
-_STRICT = ConfigDict(extra="forbid", frozen=True)
-
-
-class KeyOrder(BaseModel):
-    """A key for a tenant, which is made if there is none of that name."""
-
-    model_config = _STRICT
-
-    tenant: Name = keyring.DEFAULT_TENANT
-    name: Name
-    scopes: Annotated[list[Scope], Field(min_length=1, max_length=3)] = ["read", "submit"]
-
-
-class BaseOrder(BaseModel):
-    """A base model for orders to name. `path` is a directory of the server's machine or a hub id, as in a jobs file."""
-
-    model_config = _STRICT
-
-    name: BaseName
-    path: Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f]+$")]
 
 
 @router.get("/keys", tags=["keys"])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request
-from pydantic import BaseModel
 from sqlalchemy import Connection, select
 
+from tlora.api import ModelList, ModelView
 from tlora.service.access import caller_of
 from tlora.service.database.tables import jobs
 from tlora.service.problems import RefusedError
@@ -16,20 +16,6 @@ from tlora.service.services import Services, services_of
 
 router = APIRouter(prefix="/v1", tags=["openai"], responses=REFUSALS)
 ModelName = Annotated[str, Path(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._@/-]*$", description="Its id.")]
-
-
-class ModelView(BaseModel):
-    """A base, or the adapter of a job that has succeeded: then `id` is the job's and `owned_by` its base."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str
-
-
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[ModelView]
 
 
 @router.get("/models")

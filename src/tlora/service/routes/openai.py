@@ -9,17 +9,16 @@ from fastapi.responses import JSONResponse
 from sqlalchemy import Connection, Row
 from starlette.background import BackgroundTask
 
+from tlora.api import ENDED, OrderSpec
 from tlora.service import result_files
 from tlora.service.access import caller_of
 from tlora.service.database import answer_rows, event_rows, job_rows
 from tlora.service.openai_orders import Creation, hyperparameters_of, in_openais_words, metadata_filter, method_of, order_of
 from tlora.service.order_reader import Accepted
-from tlora.service.orders import OrderSpec
 from tlora.service.problems import RefusedError
 from tlora.service.routes import jobs as own
 from tlora.service.routes.jobs import REFUSALS, JobId, Limit
 from tlora.service.services import Services, services_of
-from tlora.service.views import ENDED
 
 router = APIRouter(prefix="/v1/fine_tuning", tags=["openai"], responses=REFUSALS)
 _STATUS = {"preparing": "validating_files"}  # the others have OpenAI's names

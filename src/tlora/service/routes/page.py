@@ -16,9 +16,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Request, Response
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from pydantic import BaseModel
 from sqlalchemy import Connection, Row, select
 
+from tlora.api import ENDED, JobView, LoginLink
 from tlora.service.access import caller_of
 from tlora.service.database import event_rows, job_rows
 from tlora.service.database.tables import jobs
@@ -29,7 +29,6 @@ from tlora.service.problems import RefusedError, answer
 from tlora.service.routes.cluster import show_cluster
 from tlora.service.routes.jobs import REFUSALS, JobId
 from tlora.service.services import Services, services_of
-from tlora.service.views import ENDED, JobView
 from tlora.service.visits import COOKIE_SECONDS, LINK_SECONDS
 from tlora.version import __version__
 from tlora.wording.numbers import DASH, count_text, duration_text, loss_text
@@ -49,13 +48,6 @@ _CHART_BYTES, _CHART_POINTS = 1 << 20, 400
 _MOST_WAITING = 200  # shown of the queue
 _LAST_ENDED = 12
 _LAST_EVENTS = 30
-
-
-class LoginLink(BaseModel):
-    """A path on this server that logs a browser in, once."""
-
-    path: str
-    expires_in: int
 
 
 @router.post("/v1/login-links", tags=["keys"], status_code=201)

@@ -16,15 +16,15 @@ from sqlalchemy import Connection, Row
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
+from tlora.api import ENDED, EventList, LogText, MetricList, OrderSpec
 from tlora.service.access import caller_of
 from tlora.service.archives import entries_of, stream_tar, tar_bytes
 from tlora.service.database import event_rows, file_rows, job_rows
 from tlora.service.keys import Caller
-from tlora.service.orders import OrderSpec
 from tlora.service.problems import RefusedError
 from tlora.service.routes.jobs import REFUSALS, Cursor, JobId
 from tlora.service.services import Services, services_of
-from tlora.service.views import ENDED, EventList, LogText, MetricList, event_view
+from tlora.service.views import event_view
 
 router = APIRouter(prefix="/v1", tags=["streams"], responses=REFUSALS)
 EventLimit = Annotated[int, Query(ge=1, le=1000)]
