@@ -1,4 +1,4 @@
-"""Measured numbers in the README and in docs/benchmarks-history.md are what the files of bench/results say.
+"""Measured numbers in the README and in docs/ are what the files of bench/results say.
 
 Such a number is a link whose title is the key of its value: [17,181](bench/results/FILE.json "rows[system=together].tokens_per_second").
 Keys are those of `bench/result_keys.py`. 12% shows a share of 0.12, +5% and -5% a ratio of 1.05 and 0.95. A text in "quotes" must occur
@@ -66,9 +66,9 @@ def _last_place(digits: str) -> float:
     return 10.0 ** -len(digits.partition(".")[2])
 
 
-CITING = ("README.md", "docs/benchmarks-history.md")
-PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in CITING}
-TIES = [tie for page in PAGES.values() for tie in ties(page)]
+PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/benchmarks-history.md")}
+CITING = [ROOT / "README.md", *(page for page in (ROOT / "docs").rglob("*.md") if page.name != "benchmarks.md")]  # that one is generated
+TIES = [tie for page in CITING for tie in ties(page.read_text(encoding="utf-8"))]
 
 
 @pytest.mark.parametrize("tie", TIES, ids=lambda tie: tie.shown)

@@ -26,7 +26,7 @@ _POLICIES = (
 )
 _SWEEP = (
     "Simulate every combination, such as load=0.5..1.1/7,delta=1.2:2:inf; also gpus, seed, policy, kappa, scale.CONSTANT "
-    "(docs/explanation/scheduling.md)."
+    "(docs/reference/simulator.md)."
 )
 
 

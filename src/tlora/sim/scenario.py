@@ -189,7 +189,7 @@ def scene_of(scenario: Scenario) -> Scene:
         named = ", ".join(f"{state!r} ({count:,})" for state, count in unknown.most_common(_STATES_NAMED))
         warnings.append(
             f"{unknown.total():,} jobs ended in a state that is not known ({named}); they run, and no completion time counts them. "
-            "Known are COMPLETED, CANCELLED, FAILED and others (docs/explanation/scheduling.md)"
+            "Known are COMPLETED, CANCELLED, FAILED and others (docs/reference/simulator.md)"
         )
     return Scene(trace.name, _with_delta(jobs, scenario.delta), load, notes, warnings)
 
