@@ -1,4 +1,4 @@
-"""Eight jobs in a real worker, one of which kills its process: it alone fails, and the others end with the bytes that they have alone."""
+"""Four jobs in a real worker, one of which kills its process: it alone fails, and the others end with the bytes that they have alone."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class OneGroup:
 
 
 @pytest.mark.timeout(300)
-def test_the_culprit_fails_by_itself_and_seven_of_seven_others_are_as_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_culprit_fails_by_itself_and_all_others_are_as_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TLORA_CACHE", str(tmp_path / "cache"))
     (tmp_path / "hook").mkdir()
     (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
     base, data = save_base(tmp_path / "base"), str(write_rows(tmp_path / "rows.jsonl", 20))
-    names = ["a", "b", "c", "culprit", "d", "e", "f", "g"]
+    names = ["a", "b", "culprit", "c"]
     orders = [job(name, data, seed=seed, r=1 + seed, max_steps=8, save_steps=2) for seed, name in enumerate(names)]
     for order in orders:
         if order["name"] != "culprit":

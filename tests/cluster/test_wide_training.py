@@ -140,6 +140,7 @@ def run_script(
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_wide_group_has_the_bytes_of_a_run(world: World, tmp_path: Path) -> None:
     script = Script((0, 1), lambda event, script: script.gpus)
     run_script(world, tmp_path, script)
@@ -149,6 +150,7 @@ def test_a_wide_group_has_the_bytes_of_a_run(world: World, tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_base_that_does_not_fit_on_a_gpu_lies_in_parts_on_those_of_a_group(world: World, tmp_path: Path) -> None:
     """Each of its two ranks has half of every layer, and trains a job to the bytes of a run over a whole base, beside which the limit
     leaves no room for either.

@@ -206,7 +206,7 @@ def test_a_job_that_cannot_fit_says_what_it_needs(base: Path, data: Path, tmp_pa
 # -- disks -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", ["300k", "400k", "700k", "1300k"])
+@pytest.mark.parametrize("size", ["400k", *(pytest.param(size, marks=pytest.mark.slow) for size in ("300k", "700k", "1300k"))])
 def test_a_full_disk_corrupts_nothing_and_resume_ends_it(base: Path, data: Path, tmp_path: Path, alone: str, size: str) -> None:
     """The small job may or may not fit; the large one's adapter (234 KiB) is saved wherever it does, its checkpoints (0.7 MiB) or not. With
     room, resume ends with the adapters of an undisturbed run.

@@ -97,7 +97,9 @@ def test_weights_that_training_would_refuse_are_refused_by_their_headers(base: P
     assert check(run_spec(base, tmp_path / "out", jobs), device="cpu").problems == ()
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "experts"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(name, marks=pytest.mark.slow if number % 3 else []) for number, name in enumerate(FAMILIES)), "experts"]
+)
 def test_the_headers_of_every_family_are_what_is_loaded(tmp_path: Path, family: str) -> None:
     """Also of families whose tensors transformers ties, renames or fuses as it loads them, in shards."""
     if family == "experts":

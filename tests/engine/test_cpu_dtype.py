@@ -79,7 +79,7 @@ def test_a_cpu_is_asked_for_its_instructions(name: str, monkeypatch: pytest.Monk
     assert not cpu_dtype.is_slow(dtype, CPU)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if number else []) for number, name in enumerate(NAMES)])
 def test_auto_is_float32_and_says_so(name: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, said = in_16_bits(tmp_path / "base", name), list[str]()
     on_a_cpu(monkeypatch, slow=True)
@@ -104,7 +104,7 @@ def test_a_cpu_with_instructions_keeps_what_the_files_hold(half: Path, file: str
     assert not [note for note in said if "dtype" in note] and dtype_of(tmp_path / "auto") == "auto"
 
 
-@pytest.mark.parametrize("slow_first", [True, False])
+@pytest.mark.parametrize("slow_first", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_resume_goes_on_in_the_dtype_in_which_the_run_began(
     slow_first: bool, half: Path, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -244,7 +244,9 @@ def test_kill_at_every_step_of_a_durable_write(runs: Runs, tmp_path: Path) -> No
     kill_at_calls(runs, tmp_path, list(range(1, count_calls(runs, tmp_path / "counted") + 1)))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1))]
+)
 def test_a_signal_checkpoints_every_job(runs: Runs, tmp_path: Path, number: signal.Signals) -> None:
     """The signal comes in the middle of a global batch; a step later would be too late to lose nothing."""
     out = tmp_path / "out"
@@ -313,7 +315,7 @@ def stopped_run(runs: Runs, out: Path, after_saves: int) -> None:
     assert runs.child(out, dying) == signal.SIGKILL
 
 
-@pytest.mark.parametrize("how", ["flipped bit", "manifest", *(pytest.param(how, marks=pytest.mark.soak) for how in DAMAGES[1:4])])
+@pytest.mark.parametrize("how", ["flipped bit", *(pytest.param(how, marks=pytest.mark.soak) for how in DAMAGES[1:])])
 def test_a_damaged_checkpoint_is_found_and_the_one_before_taken(runs: Runs, tmp_path: Path, how: str) -> None:
     out = tmp_path / "out"
     stopped_run(runs, out, 9)

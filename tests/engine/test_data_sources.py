@@ -113,7 +113,7 @@ def test_jobs_of_other_seeds_are_evaluated_on_the_same_rows(base: Path, tmp_path
     assert first["seed-1"] == first["seed-2"] == first["seed-42"] != first["other"]
 
 
-@pytest.mark.parametrize("eval_seed", [{}, {"eval_seed": 7}])
+@pytest.mark.parametrize("eval_seed", [pytest.param({}, marks=pytest.mark.slow), {"eval_seed": 7}])
 def test_a_run_of_a_version_before_splits_and_eval_seed_is_resumed(base: Path, tmp_path: Path, eval_seed: dict[str, int]) -> None:
     """It read directories whole, and drew evaluation rows by the job's seed: so does the rest of it, with the same bytes."""
     meant = {"path": "splits", "split": "all", "eval_size": 3, "eval_seed": 7}

@@ -64,7 +64,7 @@ ARRANGEMENTS: dict[str, tuple[Callable[[Jobs], Jobs], dict[str, Any]]] = {
 }
 
 
-IN_EVERY_RUN = ("in reverse", "small micro-batches", "other weights")
+IN_EVERY_RUN = ("small micro-batches",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in IN_EVERY_RUN else [pytest.mark.soak]) for n in ARRANGEMENTS])

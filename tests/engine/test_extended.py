@@ -98,7 +98,7 @@ def interrupted(base: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
     return out
 
 
-@pytest.mark.parametrize("steps", [4, 6])
+@pytest.mark.parametrize("steps", [4, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_shorter_job_ends_sooner(base: Path, data: Path, interrupted: Path, tmp_path: Path, steps: int) -> None:
     out = Path(shutil.copytree(interrupted, tmp_path / "out"))
     results, lines = resume(base, out, [order(data, max_steps=steps)], deterministic=True)

@@ -61,8 +61,10 @@ def write_own(path: Path, objective: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("damage", [cut, overwrite])
-@pytest.mark.parametrize("objective", ["sft", "kto"])  # kto reads its data when the next batch is put on offer, too
+@pytest.mark.parametrize("damage", [cut, pytest.param(overwrite, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "objective", [pytest.param("sft", marks=pytest.mark.slow), "kto"]
+)  # kto reads its data when the next batch is put on offer, too
 def test_tokens_that_are_cut_fail_their_job_alone_and_resume_makes_them_again(
     objective: str, damage: Callable[[Path], None], wide_base: Path, data: Path, tmp_path: Path, untouched: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
@@ -83,7 +85,7 @@ def test_tokens_that_are_cut_fail_their_job_alone_and_resume_makes_them_again(
     assert again["victim"].status == "done" and sha256(tmp_path / "out" / "victim") == sha256(tmp_path / "whole" / "victim")
 
 
-@pytest.mark.parametrize("damage", [cut, overwrite])
+@pytest.mark.parametrize("damage", [cut, pytest.param(overwrite, marks=pytest.mark.slow)])
 def test_a_base_that_is_cut_has_been_read(
     damage: Callable[[Path], None], wide_base: Path, data: Path, tmp_path: Path, untouched: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ def save_both(directory: Path, dtype: torch.dtype) -> tuple[Path, Path]:
     return base, plain
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 def test_adapters_are_those_over_the_checkpoint_that_it_stands_for(dtype: torch.dtype, tmp_path: Path) -> None:
     base, plain = save_both(tmp_path, dtype)
     jobs = orders(tmp_path)

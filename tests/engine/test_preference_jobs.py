@@ -52,7 +52,7 @@ def data_of(objective: str, pairs: Path) -> Path:
     return pairs if LEARNS_FROM[objective] == "pairs" else pairs.parent / "answers.jsonl"
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", [pytest.param(name, marks=[] if name in ("dpo", "kto") else pytest.mark.slow) for name in OBJECTIVES])
 @pytest.mark.usefixtures("answers")
 def test_a_job_learns_to_tell_the_answers_apart(objective: str, base: Path, pairs: Path, tmp_path: Path) -> None:
     metrics = METRICS[LEARNS_FROM[objective]]

@@ -64,7 +64,7 @@ def first_row(out: Path, name: str) -> dict[str, Any]:
     return rows(out / name / "metrics.jsonl")[0]
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["default", "deterministic"])
 def test_the_first_step_has_learned_nothing_yet(wide_base: Path, sets: Path, tuned: Path, tmp_path: Path, deterministic: bool) -> None:
     """Policy and reference are one adapter: the margin is 0, so DPO's loss is ln 2 and KTO's 1/2."""
     results = train(wide_base, tmp_path, orders(sets, tuned, max_steps=1), deterministic=deterministic)
@@ -90,7 +90,7 @@ def changed(adapter: Path, directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("fate", ["changed", "gone"])
+@pytest.mark.parametrize("fate", ["changed", pytest.param("gone", marks=pytest.mark.slow)])
 def test_alone_is_together_and_what_is_resumed(wide_base: Path, sets: Path, tuned: Path, tmp_path: Path, fate: str) -> None:
     """The reference stays what it was, whatever becomes of the files at `adapter_path`."""
     start = shutil.copytree(tuned, tmp_path / "start")

@@ -63,7 +63,9 @@ def pickled(base: Path) -> Path:
     return base
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.slow if number % 3 else []) for number, name in enumerate(FAMILIES)]
+)
 def test_a_base_as_it_was_saved_leaves_nothing_out(family: str, kind: str, tmp_path: Path) -> None:
     base = save(tmp_path, family, [], kind)
     assert check_weights(base, load_config(base)) is None

@@ -109,7 +109,7 @@ def steps_and_errors() -> Iterator[Any]:
     """Each step with one of the errors, in turns; with the others in the full matrix."""
     for number, step in enumerate(STEPS):
         for other, (kind, error) in enumerate({"bug": BUG, "memory": NO_MEMORY, "panic": Panic("out of bounds")}.items()):
-            marks = [pytest.mark.soak] if (number + other) % 3 else []
+            marks = [pytest.mark.soak] if (number + other) % 3 else [pytest.mark.slow] if number % 3 else []
             yield pytest.param(step, error, id=f"{step}-{kind}", marks=marks)
 
 

@@ -156,7 +156,7 @@ def test_a_replica_that_is_not_finite_skips_the_step_of_all(sets: Sets, heard: l
     assert ended(heard, "spanning").params.isfinite().all()
 
 
-@pytest.mark.parametrize("call", [2, 3, 5])
+@pytest.mark.parametrize("call", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_micro_batch_that_fails_in_any_replica_starts_the_global_batch_over(
     sets: Sets, heard: list[Report], monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:

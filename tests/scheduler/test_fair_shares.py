@@ -38,10 +38,10 @@ def until_b_starts(timeline: Timeline) -> tuple[int, int]:
     return sum(now < start < at for start in timeline.started_at.values()), sum(now < end < at for end in timeline.ended_at.values())
 
 
-@pytest.mark.parametrize("settings", [LIVE, made_settings(), made_settings(preemption=False, elastic=False)])
+@pytest.mark.parametrize("settings", [LIVE, made_settings(preemption=False, elastic=False)])
 @pytest.mark.parametrize("gpus", [1, 2])
 @pytest.mark.parametrize("made", [alone, sharing])
-@pytest.mark.parametrize("length", [0.2, 1.0, 20.0])
+@pytest.mark.parametrize("length", [0.2, 20.0])
 def test_one_job_after_200_of_another_tenant_is_the_next_to_start(settings: Settings, gpus: int, made: Any, length: float) -> None:
     """Whether it is shorter or longer than theirs, and where a place in a group is what opens."""
     timeline = made_timeline(gpus, settings=settings)
@@ -52,7 +52,7 @@ def test_one_job_after_200_of_another_tenant_is_the_next_to_start(settings: Sett
     assert started == 0 and ended == 0
 
 
-@pytest.mark.parametrize("hours", [0.0, 4.2, 6.0, 30.0])
+@pytest.mark.parametrize("hours", [0.0, 30.0])
 def test_jobs_that_have_waited_too_long_do_not_go_before_a_tenant_below_its_share(hours: float) -> None:
     timeline = made_timeline(1, settings=LIVE)
     timeline.tell(*[alone(f"a{index}", 1000.0, tenant="a") for index in range(MANY)])

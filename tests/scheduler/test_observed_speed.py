@@ -10,7 +10,7 @@ import pytest
 from tests.scheduler.invariants import check
 from tests.scheduler.mirror import Mirror, made_cost, made_scheduler, made_spec, tell
 from tests.scheduler.timeline import made_timeline, slowdowns
-from tests.sim.small_clusters import BASE, even_cost, made_job
+from tests.sim.small_clusters import BASE, POLICY_CASES, even_cost, made_job
 from tlora.costs.cost import CostModel
 from tlora.protocol import Event, GroupReady, JobFinished, JobGroup, NodeAdded, ParallelPlan, StepsDone, Tick
 from tlora.scheduler.group_index import GroupIndex, residual_capacity_of
@@ -182,7 +182,7 @@ def test_who_is_the_shortest_is_asked_anew_of_those_that_wait() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.6, 1.6])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", POLICY_CASES)
 def test_after_a_correction_a_policy_wants_what_one_does_that_has_seen_nothing_before(name: str, factor: float) -> None:
     policy = POLICIES[name]()
     asked = 0

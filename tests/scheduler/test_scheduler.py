@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.scheduler.invariants import check
 from tests.scheduler.mirror import MOVES, Mirror, Move, made_cost, made_scheduler, made_spec, made_state, steps_through, tell
+from tests.sim.small_clusters import POLICY_CASES
 from tlora.protocol import (
     ChangeGroup,
     GpusLost,
@@ -32,7 +33,7 @@ from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.scheduler import Policy, Scheduler, reconcile, why_never
 from tlora.scheduler.state import ClusterState
 
-EVERY_POLICY = pytest.mark.parametrize("name", POLICIES)
+EVERY_POLICY = pytest.mark.parametrize("name", POLICY_CASES)
 
 
 def play(policy: Policy, moves: list[Move]) -> ClusterState:

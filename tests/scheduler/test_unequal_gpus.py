@@ -126,7 +126,7 @@ def test_less_is_free_than_the_driver_says() -> None:
     assert scheduler.state.memory.room_bytes == {0: 80 * GB}, "never more than the card has"
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", [*LIVE_POLICIES, "all"])
 def test_whatever_happens_all_groups_fit(name: str, seed: int) -> None:
     policy = residual_capacity(made_settings()) if name == "all" else LIVE_POLICIES[name]()

@@ -56,6 +56,7 @@ def test_the_half_life_is_the_operators(tmp_path: Path) -> None:
         assert scheduler.state.tenants.half_life_seconds == 60.0
 
 
+@pytest.mark.slow
 def test_one_job_after_many_of_another_tenant_is_the_next_that_trains(tmp_path: Path) -> None:
     """On a real worker. Bounds of 1 keep the jobs from sharing it; that of `bob` is the longest."""
     directory = tmp_path / "server"
@@ -73,7 +74,7 @@ def test_one_job_after_many_of_another_tenant_is_the_next_that_trains(tmp_path: 
             body = {"name": name, "base_model": "base", "data": {"file": file}, "max_steps": steps} | orders
             return server.ask("POST", "/v1/jobs", headers=headers, json=body)["id"]
 
-        many = [submit(f"a{number}", 60) for number in range(6)]
+        many = [submit(f"a{number}", 40) for number in range(4)]
         until(lambda: server.job(many[1])["status"] == "running")
         own = submit("b", 90, **{"X-API-Key": bob})
         ends = [server.ended(job) for job in many]

@@ -53,7 +53,7 @@ def message_of(rank: int, store: str, what: str) -> str:
     ("what", "expected"),
     [
         ("dies", "rank 1 has died while the base was loaded"),
-        ("fails", "rank 1 failed (MemoryError: no room)"),
+        pytest.param("fails", "rank 1 failed (MemoryError: no room)", marks=pytest.mark.slow),
         ("differs", "rank 1 has a base of layout 1, and rank 0 has 0. Start all ranks alike"),
     ],
 )

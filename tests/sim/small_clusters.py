@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import pytest
+
 from tlora.costs.cost import BaseConstants, CostModel
 from tlora.protocol import Event, JobGroup, JobProfile, JobSubmitted, NodeAdded, ParallelPlan
+from tlora.scheduler.policies import POLICIES
 from tlora.sim.backend import SimulatedCluster
 from tlora.sim.conditions import FREE_MOVES, Conditions
 from tlora.sim.machines import ClusterShape
@@ -15,6 +18,8 @@ from tlora.sim.records import FinalState
 from tlora.sim.simulate import simulated_cluster
 
 BASE = "base"
+IN_EVERY_RUN = ("backfill", "srtf", "residual_capacity")
+POLICY_CASES = [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in POLICIES]
 
 
 def even_cost() -> CostModel:

@@ -11,6 +11,8 @@ from tlora.sim.records import SimulationResult
 from tlora.sim.run import run_scenario
 from tlora.sim.scenario import Scenario
 
+pytestmark = pytest.mark.slow  # the same bounds in every run: tests/scheduler/test_residual_promises.py
+
 
 @pytest.fixture(scope="module")
 def result() -> SimulationResult:

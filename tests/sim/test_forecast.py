@@ -62,8 +62,10 @@ class Watched:
                 self.started.setdefault(name, now)
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
-@pytest.mark.parametrize("policy", LIVE_POLICIES)
+@pytest.mark.parametrize("gpus", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    "policy", [pytest.param(name, marks=[] if name in ("fifo", "residual_capacity") else pytest.mark.slow) for name in LIVE_POLICIES]
+)
 def test_the_job_that_starts_was_said_to_be_the_next_and_nearly_when(policy: str, gpus: int) -> None:
     """At the last look before, each time until the queue is empty. A tick may come up to a minute sooner or later than is foreseen, and a
     policy may act on it; one start in a run may be off by more.

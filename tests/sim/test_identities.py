@@ -12,7 +12,7 @@ from statistics import fmean
 
 import pytest
 
-from tests.sim.small_clusters import even_cost, made_job
+from tests.sim.small_clusters import POLICY_CASES, even_cost, made_job
 from tlora.costs.hardware import cost_model
 from tlora.protocol import JobGroup, ParallelPlan
 from tlora.scheduler.draft import Draft
@@ -51,7 +51,7 @@ def test_exclusive_replay_without_the_kernels_gain_is_the_recorded_durations(nam
         assert record.windows == 0 or record.worst_slowdown == pytest.approx(1)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", POLICY_CASES)
 def test_gpu_seconds_and_tokens_are_neither_made_nor_lost(policy: str):
     jobs = trace_jobs("ee9e8c", 150, 64, 0.9)
     result = simulate(jobs, ClusterShape(8, 8), POLICIES[policy](), FUSED, FREE)
@@ -181,7 +181,7 @@ def test_exponential_jobs_first_in_first_out_are_m_m_1():
     assert mm1(10000) == pytest.approx(1, abs=0.03)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", [pytest.param(sizes, marks=[] if sizes == "two sizes" else pytest.mark.slow) for sizes in SIZES])
 def test_sharing_by_everybody_is_m_g_1_ps(sizes: str):
     assert mg1_ps(8000, SIZES[sizes], seed=3) == pytest.approx(1, abs=0.03)
 

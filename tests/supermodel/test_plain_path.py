@@ -74,7 +74,9 @@ def trained(shared: SuperModel, jobs: str, loras: dict[str, LoraConfig], steps: 
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.slow if number % 3 else []) for number, name in enumerate(FAMILIES)]
+)
 def test_grouped_is_run_by_run(family: str) -> None:
     """In fp64; Gemma's windows and soft caps, biases, joined linears; norms stay in fp32 as the families have them."""
     targets = ["qkv_proj", "down_proj"] if family == "phi3" else ["q_proj", "down_proj"]
