@@ -20,7 +20,7 @@ with interpreted():
     from tests.kernels.compiled_kernels import IN_LOOPS, Compiled, compiled
     from tlora.kernels.compile_ahead import AttentionOrder, GroupOrder, HeadOrder, Order, PackedOrder
 
-IN_EVERY_RUN = ("sm_86", "sm_120")  # the least shared memory: the oldest and the newest class of it
+LEAST_MEMORY = ("sm_86", "sm_120")  # shared memory: the oldest and the newest class of it
 MOST_STACK = 64  # bytes
 # Of tiles that were chosen on Hopper cards by their time. Others would change bits, and are to be timed there first.
 MEASURED_STACKS = {("sm_90", "dkv_kernel"): 296}
@@ -98,7 +98,7 @@ def faults(card: CardClass, kernel: Compiled, most_stack: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "card", [pytest.param(card, id=card.name, marks=[] if card.name in IN_EVERY_RUN else [pytest.mark.slow]) for card in CLASSES]
+    "card", [pytest.param(card, id=card.name, marks=[] if card.name == LEAST_MEMORY[0] else [pytest.mark.slow]) for card in CLASSES]
 )
 def test_what_most_runs_launch(card: CardClass, tmp_path: Path) -> None:
     found = check(card, usual(card), tmp_path)
@@ -106,7 +106,7 @@ def test_what_most_runs_launch(card: CardClass, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("card", [pytest.param(c, id=c.name, marks=[] if c.name in IN_EVERY_RUN else [pytest.mark.soak]) for c in CLASSES])
+@pytest.mark.parametrize("card", [pytest.param(c, id=c.name, marks=[] if c.name in LEAST_MEMORY else [pytest.mark.soak]) for c in CLASSES])
 def test_all_in_16_bits(card: CardClass, tmp_path: Path) -> None:
     found = check(card, all_16_bits(card), tmp_path)
     assert all(found[name] for name in (*IN_LOOPS, "add_dropped_kernel", "cross_entropy_kernel", "update_kernel"))

@@ -24,6 +24,7 @@ pytestmark = INTERPRETED_ALONE
 FP32 = torch.float32
 QKV = (48, 32, 32)
 BY_POINTER = promises.BY_POINTER
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture
@@ -45,13 +46,13 @@ def everything(base: Base, jobs: list[Job], tail: int) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("in_features", "widths", "jobs"),
     [
-        pytest.param(64, (48,), [Job((30, 20), (8,), seed=1), Job((70,), (20,), seed=2, gap=9)], id="blocks end with K"),
+        pytest.param(64, (48,), [Job((30, 20), (8,), seed=1), Job((70,), (20,), seed=2, gap=9)], id="blocks end with K", marks=SLOW),
         pytest.param(80, (48,), [Job((130,), (8,), seed=1)], id="K ends in a block"),
         pytest.param(48, QKV, [Job((33, 70), (8, 17, 0), seed=1), Job((11,), (64, 64, 64), seed=2)], id="three linears"),
         pytest.param(32, QKV, [Job((17, 40), (100, 0, 65), 0.3, seed=1), Job((12,), (5, 5, 5), seed=2, gap=1)], id="dropout"),
-        pytest.param(32, QKV, [Job((17, 40), (256, 1, 256), seed=1), Job((9,), (16, 33, 2), seed=2)], id="ranks to 256"),
+        pytest.param(32, QKV, [Job((17, 40), (256, 1, 256), seed=1), Job((9,), (16, 33, 2), seed=2)], id="ranks to 256", marks=SLOW),
         pytest.param(32, (32,), [Job((1,), (4 + i % 9,), 0.2 * (i % 2), seed=i, gap=i % 4 // 3) for i in range(20)], id="many runs"),
-        pytest.param(160, (160, 144), [Job((129,), (8, 8), seed=1)], id="several tiles of columns"),
+        pytest.param(160, (160, 144), [Job((129,), (8, 8), seed=1)], id="several tiles of columns", marks=SLOW),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("bias", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "bias"])
@@ -103,7 +104,10 @@ def test_the_formula(ranks: tuple[int, ...], dropout: float) -> None:
 
 
 @pytest.mark.usefixtures("by_pointer")
-@pytest.mark.parametrize("name", ["another tile", "many of larger rank", "NaN and infinity on each side"])
+@pytest.mark.parametrize(
+    "name",
+    ["NaN and infinity on each side", *(pytest.param(name, marks=pytest.mark.slow) for name in ("another tile", "many of larger rank"))],
+)
 @pytest.mark.parametrize(("widths", "ranks", "dropout"), [((48,), (8,), 0.3), (QKV, (8, 0, 20), 0.0)], ids=str)
 def test_bits_are_the_same_whoever_is_beside(widths: tuple[int, ...], ranks: tuple[int, ...], dropout: float, name: str) -> None:
     test_fused_linear.test_bits_are_the_same_whoever_is_beside(widths, ranks, dropout, name, FP32)
