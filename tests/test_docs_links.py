@@ -54,3 +54,12 @@ def test_a_decision_has_its_four_parts_and_is_listed(page: Path) -> None:
     assert text.startswith(f"# {int(page.name[:3])}. ")
     assert re.findall(r"^## (.+)$", text, re.MULTILINE) == ["Context", "Decision", "Measured", "Consequences"]
     assert f"]({page.name})" in (page.parent / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", [*(ROOT / "docs").glob("explanation/*.md"), ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_source_files_that_a_page_names_exist(page: Path) -> None:
+    """`engine/train.py` is a file of src/tlora, others are from the root."""
+    named = set(re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|json|md))`", page.read_text(encoding="utf-8")))
+    assert not [
+        name for name in sorted(named) if "NNN" not in name and not any((root / name).exists() for root in (ROOT, ROOT / "src" / "tlora"))
+    ]
