@@ -6,6 +6,7 @@ another terminal stand in ```sh blocks: of these only names and options are comp
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -59,6 +60,12 @@ def environment_of(directory: Path) -> dict[str, str]:
     return own | {"PATH": path, "HOME": str(directory / "home"), "PYTHONPATH": source, "TLORA_CACHE": str(directory / "cache")}
 
 
+def keys_written(directory: Path) -> set[str]:
+    """The keys of all rows of metrics and of all results below."""
+    rows = [line for name in ("metrics.jsonl", "run.jsonl") for file in directory.rglob(name) for line in file.read_text().splitlines()]
+    return {key for text in (*rows, *(file.read_text() for file in directory.rglob("result.json"))) for key in json.loads(text)}
+
+
 def as_test(page: Path) -> Any:
     return pytest.param(page, id=page.relative_to(DOCS).as_posix(), marks=() if page.name in QUICK else pytest.mark.slow)
 
@@ -80,6 +87,8 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
             if started.poll() is None:
                 os.killpg(started.pid, signal.SIGKILL)
     assert status == 0, log.read_text()[-6000:]
+    metrics = (DOCS / "reference" / "metrics.md").read_text(encoding="utf-8")
+    assert not [key for key in keys_written(work) if f"`{key.removeprefix('eval_')}`" not in metrics and f"`{key}`" not in metrics]
 
 
 def commands_in(text: str) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""What must hold of any simulation, or is known in closed form (scheduling.md, "Evidence")."""
+"""What must hold of any simulation, or is known in closed form."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class CostModel:
         """Seconds of one micro-batch of `tokens` over all `gpus` together, for a group of `members` jobs.
 
         u(B, G) = f(G) + member_seconds * (members - 1) + B / (P * G); f(G) is the launch, and with it the exchange where there are several
-        GPUs (scheduling.md, "The policy"). P has the kernels' gain in it. t = sqrt(u^2 + floor_seconds^2), times the correction: far above
+        GPUs. P has the kernels' gain in it. t = sqrt(u^2 + floor_seconds^2), times the correction: far above
         the floor a micro-batch takes u, far below it the floor. Of the curves with one more constant that were tried over measured points
         of 128 to 8,192 tokens (`bench.cost_fit`) it is the nearest.
         """

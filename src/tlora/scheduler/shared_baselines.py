@@ -50,7 +50,7 @@ def memory_only() -> Policy:
 
 
 def tlora_published() -> Policy:
-    """tLoRA's grouping (2602.07263; scheduling.md tells what is known of it), for want of code from its description.
+    """tLoRA's grouping (arXiv 2602.07263) from its description, since no code is public.
 
     Jobs by urgency, the most urgent first, then by residual capacity, the least first. Whoever finds no GPUs joins a group of its base
     together with as many of those behind it as make the largest merge that raises joint throughput and keeps everybody's bound; groups

@@ -1,4 +1,4 @@
-"""What no schedule can beat: lower bounds on mean JCT and on makespan (scheduling.md, "Bounds"), for jobs that are done.
+"""What no schedule can beat: lower bounds on mean JCT and on makespan (docs/reference/simulator.md), for jobs that are done.
 
 They hold for schedules whose speeds are those of the cost model; a simulated cluster that is faster may pass them.
 """

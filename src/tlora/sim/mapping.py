@@ -1,5 +1,5 @@
 """From a row of a trace to a LoRA job, by anchored replay: what the trace does not tell is drawn, and the steps are as many as take
-the recorded run time on the recorded GPUs (scheduling.md, "From a trace row to a LoRA job").
+the recorded run time on the recorded GPUs (docs/reference/simulator.md).
 
 Reads no file, and knows nothing of who trains with whom.
 """

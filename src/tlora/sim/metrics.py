@@ -1,4 +1,4 @@
-"""The metrics of a simulation (scheduling.md, "Metrics") and their ratios between policies. Pure arithmetic on `records.py`.
+"""The metrics of a simulation (docs/reference/simulator.md) and their ratios between policies. Pure arithmetic on `records.py`.
 
 Lower bounds to hold them against: `bounds.py`. Files and pages: `outputs.py`.
 """
