@@ -1,14 +1,13 @@
-"""What the cluster reports, folded into the store and into the live picture. Every change of a job is a compare-and-set."""
+"""What follows from the cluster's reports (`live_jobs.py`), carried out: in the store by compare-and-set, and in the live picture."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +16,14 @@ from sqlalchemy import Connection, update
 from tlora import durable
 from tlora.api import OPEN
 from tlora.cluster.backend import Backend
-from tlora.cluster.remote_worker import called
 from tlora.json_file import read_object
-from tlora.protocol import (
-    Action,
-    ChangeGroup,
-    Event,
-    GroupFound,
-    GroupLost,
-    JobCancelled,
-    JobFailed,
-    JobFinished,
-    JobGroup,
-    JobHeld,
-    JobReleased,
-    JobSubmitted,
-    RejectJob,
-    StartGroup,
-    StepsDone,
-    StopGroup,
-    Tick,
-)
+from tlora.protocol import Action, Event, GroupFound, StepsDone, Tick
 from tlora.service.database import job_rows
 from tlora.service.database.tables import jobs
 from tlora.service.database.writer import Operation, StoreError, Writer
-from tlora.service.live_state import LiveState, Picture
-from tlora.service.machine import NAMES, Places
+from tlora.service.live_jobs import ChangeStatus, Effect, EndJob, LiveJobs, ShowSteps
+from tlora.service.live_state import LiveState
+from tlora.service.machine import Places
 from tlora.service.remedies import in_service_words
 from tlora.service.waiting_queue import QueuePlace
 
@@ -86,13 +67,8 @@ class Outcomes:
         self._directory, self._writer, self._live, self._forget = directory, writer, live, forget
         self._lock = threading.Lock()
         self._places: Places | None = None
-        self._groups: dict[str, JobGroup] = {}
-        self._waiting: dict[str, None] = {}  # jobs that the cluster has and that are in no group
+        self._jobs = LiveJobs()
         self._queue: Mapping[str, QueuePlace] = {}  # as the policy foresaw it last
-        self._reading: dict[str, str] = {}
-        self._held: set[str] = set()  # paused by their owners
-        self._running: set[str] = set()
-        self._ended: set[str] = set()  # of those that are in a group still
         self._told: dict[str, int] = {}  # steps as last written
         self._shown = self._written = 0.0
         self._shows_later = False
@@ -119,12 +95,12 @@ class Outcomes:
 
     def reading(self, job_id: str, rows: int, share: float) -> None:
         """Its data is being read."""
-        self._reading[job_id] = f"its data is being read: {rows:,} rows, {share:.0%}"
+        self._jobs.reading[job_id] = f"its data is being read: {rows:,} rows, {share:.0%}"
         self._show()
 
     def wait_for(self, job_id: str, what: str) -> None:
         """Its data cannot be read yet."""
-        self._reading[job_id] = what
+        self._jobs.reading[job_id] = what
         self._show()
 
     def read_again(self, job_id: str) -> None:
@@ -133,7 +109,7 @@ class Outcomes:
 
     def read(self, job_id: str) -> None:
         """Its data has been read."""
-        self._reading.pop(job_id, None)
+        self._jobs.reading.pop(job_id, None)
         self._show()
 
     def fail(self, job_id: str, reason: str) -> None:
@@ -145,12 +121,7 @@ class Outcomes:
 
     def ended(self, job_id: str) -> None:
         """By its owner or by itself."""
-        self._waiting.pop(job_id, None)
-        self._reading.pop(job_id, None)
-        self._running.discard(job_id)
-        self._held.discard(job_id)
-        if any(job_id in group.job_ids for group in list(self._groups.values())):
-            self._ended.add(job_id)
+        self._jobs.end(job_id)
         self._told.pop(job_id, None)
         self._live.forget(job_id)
         self._forget(job_id)
@@ -159,33 +130,12 @@ class Outcomes:
     # -- of the cluster ------------------------------------------------------------------------------------------------
 
     def see(self, item: Event | Action) -> None:
-        match item:
-            case JobSubmitted(job_id):
-                self._waiting[job_id] = None
-            case JobHeld(job_id):
-                self._held.add(job_id)
-                self._waiting.pop(job_id, None)
-            case JobReleased(job_id) if job_id in self._held:  # one that was not held may run
-                self._release(job_id)
-            case GroupFound(group, _, steps):
-                self._find(group, steps)
-            case StartGroup(group) | ChangeGroup(group):
-                self._place(group)
-            case StopGroup(group_id) | GroupLost(group_id):
-                self._leave(self._groups.pop(group_id, None), frozenset())
-            case StepsDone(job_id, _, steps):
-                self._see_steps(job_id, int(steps))
-            case JobFinished(job_id):
-                self._finish(job_id)
-            case JobFailed(job_id, reason) | RejectJob(job_id, reason):
-                self.fail(job_id, in_service_words(reason))
-            case JobCancelled(job_id):
-                self.ended(job_id)
-            case Tick():
-                self._flush_steps()
-                self._retry()
-            case _:
-                pass
+        for effect in self._jobs.see(item):
+            self._carry_out(effect)
+        if isinstance(item, StepsDone | Tick):
+            self._flush_steps()
+        if isinstance(item, Tick):
+            self._retry()
         self._show()
 
     def see_queue(self, queue: Mapping[str, QueuePlace]) -> None:
@@ -206,50 +156,18 @@ class Outcomes:
         self._flush_steps(at_once=True)
         self._retry()
 
-    def _place(self, group: JobGroup) -> None:
-        before = self._groups.get(group.group_id)
-        self._groups[group.group_id] = group
-        for job_id in group.job_ids:
-            self._waiting.pop(job_id, None)
-        self._leave(before, frozenset(group.job_ids))
-
-    def _find(self, group: JobGroup, steps: Sequence[int]) -> None:
-        """Its jobs were trained on while no server was there."""
-        self._place(group)
-        done = dict(zip(group.job_ids, steps, strict=False))
-        for job_id in group.job_ids:
-            self._live.see_steps(job_id, done.get(job_id, 0))
-            self._running.add(job_id)
-            self._change(job_id, ("queued", "running"), "running", "trains; it did so while the server was away")
-
-    def _leave(self, before: JobGroup | None, stay: frozenset[str]) -> None:
-        for job_id in before.job_ids if before is not None else ():
-            if job_id in stay:
-                continue
-            if job_id in self._ended:
-                self._ended.discard(job_id)
-                continue
-            if job_id not in self._held:
-                self._waiting[job_id] = None
-            if job_id in self._running:
-                self._running.discard(job_id)
-                self._change(job_id, ("running",), "queued", "left its group; it goes on from its checkpoint")
-
-    def _release(self, job_id: str) -> None:
-        """It waits for a group again; what it was said to run before is over."""
-        self._held.discard(job_id)
-        self._running.discard(job_id)
-        if not any(job_id in group.job_ids for group in list(self._groups.values())):
-            self._waiting[job_id] = None
-
-    def _see_steps(self, job_id: str, steps: int) -> None:
-        if job_id in self._ended:  # cancelled; its worker takes steps until it hears of it
-            return
-        self._live.see_steps(job_id, steps)
-        if job_id not in self._running and job_id not in self._held:
-            self._running.add(job_id)
-            self._change(job_id, ("queued",), "running", f"trains, {steps:,} steps done", started=time.time())
-        self._flush_steps()
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case ChangeStatus(job_id, before, status, message, starts):
+                self._change(job_id, before, status, message, **({"started": time.time()} if starts else {}))
+            case ShowSteps(job_id, steps):
+                self._live.see_steps(job_id, steps)
+            case EndJob(job_id, "succeeded"):
+                self._finish(job_id)
+            case EndJob(job_id, "failed", reason):
+                self.fail(job_id, in_service_words(reason))
+            case EndJob(job_id):
+                self.ended(job_id)
 
     def _finish(self, job_id: str) -> None:
         try:
@@ -313,42 +231,12 @@ class Outcomes:
                     later.start()
             return
         self._shown = now
-        self._live.show(self._picture(self._places))
+        self._live.show(self._jobs.picture(self._places, self._queue))
 
     def _show_later(self) -> None:
         with self._lock:
             self._shows_later = False
         self._show(at_once=True)
-
-    def _picture(self, places: Places) -> Picture:
-        """In any thread: of copies."""
-        running, waiting, queue = set(self._running), dict[str, str](), self._queue
-        starts = dict[str, float]()
-        behind = len(queue) + 1  # those that the policy has not seen yet
-        order = sorted(self._waiting, key=lambda job_id: queue[job_id].number if job_id in queue else behind)
-        for index, job_id in enumerate(order):
-            before = "it is the next" if not index else f"{index:,} {'job waits' if index == 1 else 'jobs wait'} before it"
-            place = queue.get(job_id)
-            why = f"; {place.reason}" if place is not None and place.reason else ""
-            waiting[job_id] = f"a {NAMES[places.device][0]} that it fits on: {before}{why}"
-            if place is not None and place.starts is not None:
-                starts[job_id] = place.starts
-        groups = [_of_living(group, set(self._ended)) for group in list(self._groups.values())]
-        for group in groups:
-            for job_id in group.job_ids:
-                if job_id not in running:
-                    waiting[job_id] = f"its group on {called(group.gpus, *NAMES[places.device])} to load the base and let it in"
-        places_of = {job_id: number for number, job_id in enumerate(order, 1) if job_id in waiting}
-        return Picture(places.device, places.gpus, tuple(groups), waiting, dict(self._reading), places_of, starts)
-
-
-def _of_living(group: JobGroup, ended: set[str]) -> JobGroup:
-    """Without jobs that have ended: the scheduler keeps them in the group until it changes it."""
-    kept = [index for index, job_id in enumerate(group.job_ids) if job_id not in ended]
-    if len(kept) == len(group.job_ids):
-        return group
-    jobs, weights = (tuple(values[index] for index in kept) for values in (group.job_ids, group.weights))
-    return replace(group, job_ids=jobs, weights=weights)
 
 
 def _storable(text: str) -> str:
