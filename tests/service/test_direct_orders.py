@@ -6,10 +6,12 @@ import json
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
 from tests.service.served import Served
 from tlora.api import OrderedData, OrderSpec
 from tlora.service import direct_orders
+from tlora.service.database.tables import answers
 
 DIRECT, BY_ROUTE = "application/json", "application/vnd.tlora+json"  # the second is JSON for FastAPI alone
 NUMBERS = "0 1 -1 7 1.0 1.5 1e3 1e400 -0.0 NaN Infinity 9223372036854775808 1180591620717411303424"
@@ -108,6 +110,14 @@ def test_a_key_is_one_for_both_ways(served: Served, accepted_directly: list[str]
     assert direct == other and direct[0] == 409
     direct, other = both(served, body, **{"Idempotency-Key": "k" * 256})
     assert direct == other and direct[0] == 422
+
+
+def test_a_key_that_an_older_server_has_answered_is_answered_again(served: Served) -> None:
+    """It kept the hash of an order whose keys were in another order."""
+    body = json.dumps(served.order("alice")).encode()
+    first, _ = both(served, body, **{"Idempotency-Key": "once"})
+    served.opened.services.writer.do(lambda connection: connection.execute(update(answers).values(payload="0" * 64)))
+    assert both(served, body, **{"Idempotency-Key": "once"}) == [first, first] and first[0] == 201
 
 
 def test_a_bug_is_answered_as_one(served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from tests.engine.tiny_runs import write_rows
 from tests.service.served import Served, serving, until
 from tests.service.test_real_server import Server, running
 from tlora.service.config import ServerConfig
-from tlora.service.database.usage_rows import save_usage, saved_usage
+from tlora.service.usage import save_usage, saved_usage
 
 
 def used(served: Served) -> dict[str, float]:
@@ -45,7 +45,7 @@ def test_what_is_kept_fades_while_no_server_is_there(tmp_path: Path, monkeypatch
         served.opened.services.writer.do(lambda connection: save_usage(connection, {tenant: 1000.0, "gone": 5.0}))
         real = time.time
         for days, half_life, left in ((0, 86400.0, 1000.0), (2, 86400.0, 250.0), (2, 2 * 86400.0, 500.0)):
-            monkeypatch.setattr("tlora.service.database.usage_rows.time.time", lambda days=days: real() + 86400.0 * days)
+            monkeypatch.setattr("tlora.service.usage.time.time", lambda days=days: real() + 86400.0 * days)
             assert served.opened.services.read(lambda c, h=half_life: saved_usage(c, h)) == {tenant: pytest.approx(left, rel=1e-3)}
 
 

@@ -37,11 +37,10 @@ from tlora.service.intake import Answer
 from tlora.service.intake_requests import IntakeRequest, request_line
 from tlora.service.live_state import LiveState
 from tlora.service.machine import NAMES
-from tlora.service.order_reader import Accepted, OrderReader
+from tlora.service.order_reader import Accepted, OrderReader, submit
 from tlora.service.outcomes import Outcomes, Recorded
 from tlora.service.problems import RefusedError
 from tlora.service.storage import Storage
-from tlora.service.submissions import submit
 from tlora.service.usage import Usage
 from tlora.service.waiting_queue import WaitingQueue
 

@@ -1,8 +1,9 @@
-"""From a job's row in the store to what is trained: its order with the paths of its files; and back, from paths to the tenant's names."""
+"""From a job's row in the store to what is trained, with the paths of its files; and back, from paths to the tenant's names."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,9 +11,12 @@ from typing import Any, NamedTuple
 from sqlalchemy import Engine, Row
 
 from tlora.api import OrderSpec, job_spec
+from tlora.cluster.reconciler import LocalJob
 from tlora.errors import ConfigError
 from tlora.job import JobSpec
+from tlora.protocol import JobProfile, JobSubmitted
 from tlora.service.database import file_rows, job_rows
+from tlora.service.hall import Cluster
 
 _MOST_PATHS = 10_000
 _KEYS = {"eval_path": "eval_file", "adapter_path": "start_from"}  # of a jobs file
@@ -93,3 +97,20 @@ class OrderReader:
             for file, path in paths.items():
                 message = message.replace(str(path), file_rows.name_of(connection, file))
         return message.replace(str(self._directory), "")
+
+
+def submit(cluster: Cluster, row: Row[Any], spec: JobSpec, gpus_there: int, least_gpus: int) -> None:
+    """Of a job that an earlier server has accepted it is told when, where the cluster's workers are that server's. Raises TloraError,
+    ValueError, KeyError.
+    """
+    intake = row.intake
+    profile = JobProfile(**intake["profile"] | {"length_histogram": tuple(intake["profile"]["length_histogram"])})
+    created = cluster.now() + row.created - time.time()
+    deadline = None if spec.deadline_seconds is None else created + spec.deadline_seconds
+    gpus = max(least_gpus, min(spec.gpus, gpus_there))  # accepted when there were more: its replicas run in turn
+    rest = (row.tenant, spec.priority, deadline, spec.max_slowdown)
+    submitted = JobSubmitted(row.id, row.base_model, gpus, profile, *rest, least_gpus=least_gpus)
+    arrival = min(created, cluster.now())
+    cluster.submit(
+        submitted, LocalJob(spec, intake["train_set"], intake["eval_set"]), arrival if arrival < cluster.began_at_seconds else None
+    )

@@ -13,11 +13,15 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
 from tlora.cluster.log_file import LogFile
 
 _MOST_WAITING = 10_000  # lines; a disk that stands still takes no more memory than these
 _GATHER_SECONDS = 0.02  # that lines wait for others, so that a busy server writes many at once; a kill loses these
 _LONGEST_PATH = 300  # characters
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
+_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -103,3 +107,27 @@ def _line(at: float, answered: Answered, lost: int) -> str:
         "key": answered.key_id,
     }
     return json.dumps(line | {"lost": lost} if lost else line) + "\n"
+
+
+class RequestNumbers:
+    """How many requests were answered, with which codes, for which tenants, and how soon: for Prometheus.
+
+    Of one server. Use in one thread; `registry` may be read in any.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        text = "Requests that were answered; tenant is empty where no key was accepted."
+        self._answered = Counter("tlora_requests", text, ["method", "code", "tenant"], registry=self.registry)
+        text = "From a request's header to the beginning of its answer."
+        self._seconds = Histogram("tlora_request_seconds", text, ["method"], buckets=_BUCKETS, registry=self.registry)
+        self._known: dict[tuple[str, int, str], tuple[Counter, Histogram]] = {}  # to look them up by labels takes longer
+
+    def see(self, answered: Answered) -> None:
+        method = answered.method if answered.method in _METHODS else "other"  # a client may send any word
+        key = (method, answered.code, answered.tenant)
+        if key not in self._known:
+            self._known[key] = self._answered.labels(*key), self._seconds.labels(method)
+        count, seconds = self._known[key]
+        count.inc()
+        seconds.observe(answered.seconds)

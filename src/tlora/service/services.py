@@ -23,8 +23,7 @@ from tlora.service.keys import Caller, KeyRing
 from tlora.service.live_state import LiveState
 from tlora.service.order_reader import Accepted
 from tlora.service.problems import RefusedError
-from tlora.service.request_log import Answered, RequestLog
-from tlora.service.request_numbers import RequestNumbers
+from tlora.service.request_log import Answered, RequestLog, RequestNumbers
 from tlora.service.storage import Storage
 from tlora.service.views import job_view
 from tlora.service.visits import Visits
