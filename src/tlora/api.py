@@ -187,7 +187,7 @@ def _document_known_keys(schema: dict[str, Any]) -> None:
 class Answer(BaseModel):
     """Keys that are not known here are kept: the server may be newer. No documented answer has any."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", defer_build=True, json_schema_extra=_document_known_keys)
+    model_config = ConfigDict(frozen=True, extra="allow", json_schema_extra=_document_known_keys)
 
 
 class FileView(Answer):
