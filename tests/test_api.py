@@ -26,6 +26,7 @@ def test_an_order_keeps_the_rules_between_the_fields_of_a_job() -> None:
         ({"gpus": 4, "batch_size": 2}, "gpus 4 is more than batch_size 2"),
         ({"eval_steps": 5}, "eval_steps needs evaluation data"),
         ({"data": {"file": "file-1", "eval_file": "file-2", "eval_size": 3}}, "eval_size 3 and eval_path 'file-2' are both set"),
+        ({"data": {"file": "file-1", "eval_file": ["file-2", "file-3"], "eval_size": 3}}, r"eval_path 'file-2 \+ file-3' are both set"),
         ({"data": {"file": ["file-1", {"file": "file-2", "weight": 1}]}}, "'file-1' has no weight"),
         ({"data": {"file": "file-1", "chat_template_kwargs": {"tools": "x"}}}, "chat_template_kwargs: 'tools'"),
     ):

@@ -114,7 +114,7 @@ class OrderSpec(JobFields):
         data = self.data
         check_kwargs(data.chat_template_kwargs)
         files, eval_files = ([(one.file, one.weight) for one in found] for found in (data.files, data.eval_files))
-        data.check_sources(files, eval_files, data.eval_file)
+        data.check_sources(files, eval_files)
         self.check_together(data, data.eval_file)
         return self
 

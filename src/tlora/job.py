@@ -167,13 +167,14 @@ class DataFields(BaseModel):
     on_bad_rows: Literal["error", "drop"] = "error"  # rows that cannot be used: listed, or left out and counted
     chat_template_kwargs: TemplateKwargs = {}  # for the chat template, such as enable_thinking: false; a row's own win
 
-    def check_sources(self, sources: Weights, eval_sources: Weights, eval_path: object) -> None:
+    def check_sources(self, sources: Weights, eval_sources: Weights) -> None:
         """The rules between these fields and the sources, which are each a name and a weight. Raises ValueError."""
         if self.eval_size >= 1 and not self.eval_size.is_integer():
             raise ValueError(f"eval_size {self.eval_size} is no whole number of rows; write {int(self.eval_size)}, or a share below 1")
-        if self.eval_size and eval_path:
+        if self.eval_size and eval_sources:
+            named = " + ".join(name for name, _ in eval_sources)
             raise ValueError(
-                f"eval_size {self.eval_size:g} and eval_path {eval_path!r} are both set, and evaluation has one source; "
+                f"eval_size {self.eval_size:g} and eval_path {named!r} are both set, and evaluation has one source; "
                 "remove one (eval_size: 0 on the job undoes a default)"
             )
         weighted = [name for name, weight in sources if weight is not None]
@@ -210,7 +211,7 @@ class DataConfig(DataFields):
     @model_validator(mode="after")
     def _check_sources(self) -> DataConfig:
         sources, eval_sources = ([(one.path, one.weight) for one in found] for found in (self.sources, self.eval_sources))
-        self.check_sources(sources, eval_sources, self.eval_path)
+        self.check_sources(sources, eval_sources)
         return self
 
     @property
