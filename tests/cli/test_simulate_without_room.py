@@ -36,7 +36,7 @@ def test_results_that_find_no_room_leave_the_old_ones(tmp_path: Path) -> None:
         (">&-", ("stdout is closed", "/dev/null")),
     ],
 )
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_stdout_that_takes_nothing_is_one_message(tmp_path: Path, shell: str, facts: tuple[str, ...], unbuffered: str) -> None:
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     command = f"{sys.executable} -m tlora simulate --trace {write_trace(tmp_path)} --policy fifo --quiet {shell}"
