@@ -74,13 +74,13 @@ class Runs:
 
         def run() -> None:
             front_door.write_report = lambda _: out
-            compute = engine.Engine._compute
+            compute = engine.Engine.compute
 
             def telling(*args: Any) -> Any:
                 os.write(writing, b".")
                 return compute(*args)
 
-            engine.Engine._compute = telling  # type: ignore[method-assign]
+            engine.Engine.compute = telling  # type: ignore[method-assign]
             before()
             train(self.base, out, self.jobs, deterministic=True, resume=out.exists())
 
@@ -252,7 +252,7 @@ def test_a_signal_checkpoints_every_job(runs: Runs, tmp_path: Path, number: sign
     out = tmp_path / "out"
 
     def signalled() -> None:
-        compute, count = engine.Engine._compute, [0]
+        compute, count = engine.Engine.compute, [0]
 
         def counted(*args: Any) -> Any:
             count[0] += 1
@@ -260,7 +260,7 @@ def test_a_signal_checkpoints_every_job(runs: Runs, tmp_path: Path, number: sign
                 os.kill(os.getpid(), number)
             return compute(*args)
 
-        engine.Engine._compute = counted  # type: ignore[method-assign]
+        engine.Engine.compute = counted  # type: ignore[method-assign]
         results = train(runs.base, out, runs.jobs, deterministic=True)
         (tmp_path / "said").write_text("\n".join(f"{r.name} {r.status} {r.steps} {r.reason}" for r in results.values()))
         assert results.signal_number == number
@@ -278,14 +278,14 @@ def test_a_signal_checkpoints_every_job(runs: Runs, tmp_path: Path, number: sign
 
 def test_two_interrupts_end_at_once(runs: Runs, tmp_path: Path) -> None:
     def signalled() -> None:
-        compute = engine.Engine._compute
+        compute = engine.Engine.compute
 
         def interrupting(*args: Any) -> Any:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
             return compute(*args)
 
-        engine.Engine._compute = interrupting  # type: ignore[method-assign]
+        engine.Engine.compute = interrupting  # type: ignore[method-assign]
         try:
             train(runs.base, tmp_path / "out", runs.jobs, deterministic=True)
         except KeyboardInterrupt:

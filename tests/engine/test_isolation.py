@@ -275,14 +275,14 @@ def test_an_error_that_is_nobodys_ends_the_run_and_resume_goes_on(
     wide_base: Path, data: Path, tmp_path: Path, untouched: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A forward that fails with all jobs and with none alone is a fault of the program: no job is blamed, and nothing is lost."""
-    compute = Engine._compute
+    compute = Engine.compute
 
     def raising(engine: Engine, kind: str, packed_rows: Any, *sizes: int) -> Any:
         if kind == "train" and len({row.job_id for row in packed_rows}) > 1:
             raise RuntimeError("together only")
         return compute(engine, kind, packed_rows, *sizes)
 
-    monkeypatch.setattr(Engine, "_compute", raising)
+    monkeypatch.setattr(Engine, "compute", raising)
     with pytest.raises(RuntimeError, match="together only"):
         train(wide_base, tmp_path / "out", neighbours(data), deterministic=True)
     monkeypatch.undo()

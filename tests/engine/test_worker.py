@@ -269,8 +269,8 @@ def test_stop_checkpoints_all(made: Orders, tmp_path: Path) -> None:
 
 def test_the_budget_follows_the_plan_and_holds_the_longest_sample(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int] = []
-    compute = Engine._compute
-    monkeypatch.setattr(Engine, "_compute", lambda self, *what: (used.append(what[-1]), compute(self, *what))[1])
+    compute = Engine.compute
+    monkeypatch.setattr(Engine, "compute", lambda self, *what: (used.append(what[-1]), compute(self, *what))[1])
     work(made.load(tmp_path), [Share(1), made.join("mover")], when(Stepped, "mover", 5, Share(300)))
     profile = made.sets["mover"]
     assert isinstance(profile, ProfiledJob)

@@ -169,8 +169,8 @@ def test_a_memory_limit_counts_activations_of_the_jobs_own_rank(base: Path) -> N
 def test_a_memory_limit_lowers_the_budget(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for two jobs at a quarter of what the Share says; no result changes."""
     used: list[int] = []
-    compute = Engine._compute
-    monkeypatch.setattr(Engine, "_compute", lambda self, *what: (used.append(what[-1]), compute(self, *what))[1])
+    compute = Engine.compute
+    monkeypatch.setattr(Engine, "compute", lambda self, *what: (used.append(what[-1]), compute(self, *what))[1])
     specs = [spec for spec in made.run.jobs if spec.name in ("stays", "short")]
     limit = needed(made.base, specs, 256)
     told = work(replace(made.load(tmp_path), memory_limit=limit), [Share(1024), *(made.join(spec.name) for spec in specs)])
@@ -215,8 +215,8 @@ def test_without_a_memory_limit_what_is_free_bounds_a_worker_and_its_controller_
 ) -> None:
     """Two jobs do not fit at the Share's budget, and would be halved by running out of memory; none of their bits changes."""
     used: list[int] = []
-    compute = Engine._compute
-    monkeypatch.setattr(Engine, "_compute", lambda self, *what: (used.append(what[-1]), compute(self, *what))[1])
+    compute = Engine.compute
+    monkeypatch.setattr(Engine, "compute", lambda self, *what: (used.append(what[-1]), compute(self, *what))[1])
     specs = [spec for spec in made.run.jobs if spec.name in ("stays", "short")]
     free = needed(made.base, specs, 256)
     monkeypatch.setattr("tlora.engine.worker_base.memory_limit", lambda device, ordered: free if ordered == "auto" else ordered)

@@ -61,7 +61,7 @@ def shared(compiled: SuperModel) -> Iterator[SuperModel]:
 def make_shared(family: str, dtype: torch.dtype, deterministic: bool = True) -> SuperModel:
     head = {"head_dim": 64} if hasattr(FAMILIES[family], "head_dim") else {}
     shared = SuperModel(make_base(make_model(family, dtype, **SIZE, **head).to("cuda"), family), deterministic)
-    assert shared._fast is not None
+    assert shared.fast_path is not None
     return shared
 
 
@@ -204,7 +204,7 @@ def test_a_pass_from_a_graph_has_the_bits_of_one_that_was_not(family: str, depth
         if hook is not None:
             hook.remove()
         found.append({job_id: shared.leave(job_id).params.cpu() for job_id in "abc"})
-    assert shared._fast is not None and shared._fast._graphs is not None and shared._fast._graphs.num_captured > 0
+    assert shared.fast_path is not None and shared.fast_path._graphs is not None and shared.fast_path._graphs.num_captured > 0
     assert all(torch.equal(found[0][job_id], found[1][job_id]) for job_id in "abc")
 
 
@@ -222,7 +222,7 @@ def test_a_pass_that_is_padded_for_a_graph_has_the_bits_of_one_that_was_not(fami
             assert all(stats.applied for stats in shared.optim_step("abc").values())
         computed.append(shared.computed_tokens - before)
         found.append({job_id: shared.leave(job_id).params.cpu() for job_id in "abc"})
-    assert shared._fast is not None and shared._fast._graphs is not None and shared._fast._graphs.num_captured > 0
+    assert shared.fast_path is not None and shared.fast_path._graphs is not None and shared.fast_path._graphs.num_captured > 0
     if launched_as(torch.device("cuda")).sized:
         assert computed[0] < computed[1] < 1.4 * computed[0]
     else:
@@ -233,7 +233,7 @@ def test_a_pass_that_is_padded_for_a_graph_has_the_bits_of_one_that_was_not(fami
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_join_that_moves_the_bank_drops_what_was_captured() -> None:
     shared = make_shared("llama", torch.bfloat16)
-    graphs = shared._fast._graphs  # type: ignore[union-attr]
+    graphs = shared.fast_path._graphs  # type: ignore[union-attr]
     join(shared, "a")
     for step in range(3):
         shared.forward_backward(batch_of("a", step))

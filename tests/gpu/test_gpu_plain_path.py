@@ -181,7 +181,7 @@ def test_what_a_neighbour_holds_changes_no_bit(bad: float) -> None:
 def make_shared(dtype: torch.dtype, family: str = "llama", deterministic: bool = False) -> SuperModel:
     changes = SHAPE | ({"head_dim": 64} if hasattr(FAMILIES[family], "head_dim") else {})
     shared = SuperModel(make_base(make_model(family, dtype, **changes).to(CUDA), family), deterministic)
-    assert shared._fast is None and isinstance(shared._optimizer, JobByJobOptimizer) and shared._plain.grouped != deterministic
+    assert shared.fast_path is None and isinstance(shared._optimizer, JobByJobOptimizer) and shared.plain_path.grouped != deterministic
     return shared
 
 
@@ -219,7 +219,7 @@ def test_training_is_pefts() -> None:
     """Three jobs together, fp32, in default mode: weight changes as PEFT and torch's AdamW make them, one job after another on the CPU."""
     jobs = [replace(each, pause_after=None, join_at=0) for each in standard_jobs()]
     shared = SuperModel(make_base(make_model(**dict(WIDE)).to(CUDA), "llama"))  # type: ignore[arg-type]
-    assert shared._plain.grouped
+    assert shared.plain_path.grouped
     for each in jobs:
         shared.join(each.name, each.lora, each.train, each.steps)
     for step in range(max(each.steps for each in jobs)):
@@ -310,13 +310,13 @@ KILLED = """
 import os, signal, sys
 import tlora
 from tlora.group.engine import Engine
-compute, left = Engine._compute, [int(sys.argv[2])]
+compute, left = Engine.compute, [int(sys.argv[2])]
 def counting(*args):
     left[0] -= 1
     if left[0] < 0:
         os.kill(os.getpid(), signal.SIGKILL)
     return compute(*args)
-Engine._compute = counting
+Engine.compute = counting
 tlora.train(tlora.RunSpec.model_validate_json(open(sys.argv[1]).read()), device="cuda")
 """
 

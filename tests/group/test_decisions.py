@@ -22,7 +22,7 @@ Sets = tuple[Dataset, Dataset]
 
 
 def raise_at(monkeypatch: pytest.MonkeyPatch, call: int, error: Exception) -> None:
-    compute, calls = Engine._compute, [0]
+    compute, calls = Engine.compute, [0]
 
     def raising(*args: Any) -> Any:
         calls[0] += 1
@@ -30,7 +30,7 @@ def raise_at(monkeypatch: pytest.MonkeyPatch, call: int, error: Exception) -> No
             raise error
         return compute(*args)
 
-    monkeypatch.setattr(Engine, "_compute", raising)
+    monkeypatch.setattr(Engine, "compute", raising)
 
 
 def test_a_budget_that_others_need_smaller(engine: Engine, sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:

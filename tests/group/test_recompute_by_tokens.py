@@ -175,14 +175,14 @@ def test_a_job_that_goes_on_under_another_plan_has_the_bits_of_one_that_did_not(
 
 def full_at(monkeypatch: pytest.MonkeyPatch, shared: SuperModel, layers: int) -> None:
     """The long sample runs out of memory unless it recomputes so many layers."""
-    compute = Engine._compute
+    compute = Engine.compute
 
     def full(self: Engine, kind: str, rows: tuple[Row, ...], tokens: int, most: int) -> dict[str, JobLoss]:
         if tokens == LONG and shared.recompute.layers(tokens) < layers:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return compute(self, kind, rows, tokens, most)
 
-    monkeypatch.setattr(Engine, "_compute", full)
+    monkeypatch.setattr(Engine, "compute", full)
 
 
 def all_run(engine: Engine, sets: dict[str, Dataset]) -> None:

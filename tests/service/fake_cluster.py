@@ -49,7 +49,7 @@ class FakeCluster:
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._inbox.put(NodeAdded("local", tuple(range(gpus))))
         self._began = time.monotonic()
-        self._open: dict[str, str] = {}  # job -> group
+        self.placed: dict[str, str] = {}  # job -> group
         self.submitted: list[str] = []
         self.specs: dict[str, LocalJob] = {}
         self.trained: list[str] = []
@@ -70,8 +70,8 @@ class FakeCluster:
             case StartGroup(group) | ChangeGroup(group):
                 self._inbox.put(GroupReady(group.group_id))
                 for job_id in group.job_ids:
-                    if job_id in self.specs and self._open.get(job_id) != group.group_id:
-                        self._open[job_id] = group.group_id
+                    if job_id in self.specs and self.placed.get(job_id) != group.group_id:
+                        self.placed[job_id] = group.group_id
                         if self.eager:
                             self.step(job_id, 1)
                             self.finish(job_id)
@@ -91,7 +91,7 @@ class FakeCluster:
 
     def hold(self, job_id: str, at_seconds: float = 0.0) -> None:
         self.asked.append(("hold", job_id))
-        self._open.pop(job_id, None)
+        self.placed.pop(job_id, None)
         self._inbox.put(JobHeld(job_id))
 
     def release(self, job_id: str, at_seconds: float = 0.0) -> None:
@@ -114,7 +114,7 @@ class FakeCluster:
 
     def step(self, job_id: str, steps: int, step_seconds: float = 0.1) -> None:
         if job_id in self.specs:
-            self._inbox.put(StepsDone(job_id, self._open[job_id], steps, step_seconds))
+            self._inbox.put(StepsDone(job_id, self.placed[job_id], steps, step_seconds))
 
     def finish(self, job_id: str) -> None:
         """With a result and an adapter on the disk, as a worker leaves them."""

@@ -30,7 +30,7 @@ def test_a_watcher_is_woken_by_each_change_and_asks_for_nothing_meanwhile(tmp_pa
                 if seen[-1] == "preparing":
                     served.intakes[0].let_go()
                 elif seen[-1] == "queued":
-                    until(lambda: job in served.cluster._open)
+                    until(lambda: job in served.cluster.placed)
                     served.cluster.step(job, 1)
                 elif seen[-1] == "running":
                     served.cluster.finish(job)

@@ -25,7 +25,7 @@ def trained(served: Served, client: openai.OpenAI, **fields: Any) -> Any:
     """A job that has succeeded, with two rows of metrics and two checkpoints."""
     order: Any = {"model": "base", "training_file": served.upload("alice")} | fields
     job = client.fine_tuning.jobs.create(**order)
-    until(lambda: job.id in served.cluster._open)
+    until(lambda: job.id in served.cluster.placed)
     served.cluster.step(job.id, 1)
     place = served.opened.services.config.directory / "jobs" / job.id
     for step in (1, 2):
@@ -73,7 +73,7 @@ def test_a_fine_tuned_model_and_a_checkpoint_are_models_to_start_from(live: tupl
     checkpoint = client.fine_tuning.jobs.checkpoints.list(first.id, limit=1).data[0]
     assert checkpoint.metrics.train_loss == 1.5 and checkpoint.step_number == 2
     third = client.fine_tuning.jobs.create(model=checkpoint.fine_tuned_model_checkpoint, training_file=second.training_file)
-    until(lambda: third.id in served.cluster._open)
+    until(lambda: third.id in served.cluster.placed)
     with pytest.raises(openai.ConflictError, match="model 'job-[^']*': the job is"):  # it may replace it meanwhile
         (place / third.id / "checkpoint-4").mkdir(parents=True)
         (place / third.id / "checkpoint-4" / "MANIFEST.json").write_text("{}")

@@ -57,7 +57,7 @@ def test_the_official_client_uploads_creates_lists_pauses_resumes_cancels(live: 
         order = served.ask("alice", "GET", f"/v1/jobs/{job.id}", 200)["order"]
         assert (order["r"], order["priority"], order["num_train_epochs"], order["learning_rate"]) == (8, 3, 2, 1e-4)
         assert order["data"]["max_length"] == 64 and order["name"] == "polite"
-        until(lambda: job.id in served.cluster._open)
+        until(lambda: job.id in served.cluster.placed)
         served.cluster.step(job.id, 1)
         until(lambda: client.fine_tuning.jobs.retrieve(job.id).status == "running")
         assert client.fine_tuning.jobs.pause(job.id).status == "paused"
@@ -67,7 +67,7 @@ def test_the_official_client_uploads_creates_lists_pauses_resumes_cancels(live: 
         assert [found.id for found in client.fine_tuning.jobs.list()] == [other.id, job.id]
         page = client.fine_tuning.jobs.list(limit=1)
         assert page.has_more and [found.id for found in page] == [other.id, job.id]  # the iterator asks for the next page
-        until(lambda: job.id in served.cluster._open)
+        until(lambda: job.id in served.cluster.placed)
         served.cluster.finish(job.id)
         until(lambda: client.fine_tuning.jobs.retrieve(job.id).status == "succeeded")
         assert client.fine_tuning.jobs.retrieve(job.id).fine_tuned_model == job.id

@@ -18,7 +18,7 @@ def queue_of(served: Served, tenant: str) -> dict[str, dict[str, Any]]:
 
 
 def running(served: Served) -> set[str]:
-    return {job for job in served.cluster._open if job in served.cluster.specs}
+    return {job for job in served.cluster.placed if job in served.cluster.specs}
 
 
 @pytest.mark.parametrize("policy", ["residual_capacity", "fifo"])

@@ -25,7 +25,7 @@ def trained(served: Served, card: bool = True, **order: object) -> tuple[str, st
     directory.mkdir(parents=True, exist_ok=True)
     text = model_card(served.cluster.specs[job].spec, "/srv/models/base-v2", None, REPORT, RESULT, directory) if card else f"# {job}\n"
     (directory / CARD_FILE).write_text(text)
-    until(lambda: job in served.cluster._open)
+    until(lambda: job in served.cluster.placed)
     served.cluster.finish(job)
     served.wait("alice", job, "succeeded")
     content = served.ask("alice", "GET", f"/v1/jobs/{job}/adapter", 200)

@@ -310,7 +310,7 @@ def test_the_queue_shows_groups_and_reasons(slow_desk: Desk) -> None:
     desk = slow_desk
     desk("submit", "jobs.yaml")
     job = desk.wait("polite", "queued")
-    until(lambda: job["id"] in desk.served.cluster._open)
+    until(lambda: job["id"] in desk.served.cluster.placed)
     desk.served.cluster.step(job["id"], 3)
     desk.wait("polite", "running")
     desk.tick_until(lambda: "polite (3/10)" in desk("queue").output)

@@ -39,7 +39,7 @@ def test_bad_data_fails_that_job_with_the_tenants_own_file_name_and_row(served: 
 def test_pause_resume_and_cancel(served_slowly: Served) -> None:
     ids = [served_slowly.submit("alice")["id"] for _ in range(2)]
     for job in ids:
-        until(lambda job=job: job in served_slowly.cluster._open)
+        until(lambda job=job: job in served_slowly.cluster.placed)
         served_slowly.cluster.step(job, 3)
         served_slowly.wait("alice", job, "running")
     paused = served_slowly.ask("alice", "POST", f"/v1/jobs/{ids[0]}/pause", 200)
@@ -53,7 +53,7 @@ def test_pause_resume_and_cancel(served_slowly: Served) -> None:
     for verb in ("pause", "resume"):
         refused = served_slowly.ask("alice", "POST", f"/v1/jobs/{ids[1]}/{verb}", 409)
         assert refused["error"]["code"] == "wrong_state"
-    until(lambda: ids[0] in served_slowly.cluster._open)
+    until(lambda: ids[0] in served_slowly.cluster.placed)
     served_slowly.cluster.step(ids[0], 4)
     served_slowly.wait("alice", ids[0], "running")
     served_slowly.cluster.finish(ids[0])
@@ -109,7 +109,7 @@ def test_a_base_without_room_on_the_disk_for_its_outline_is_looked_at_later(tmp_
 
 def test_a_worker_that_fails_a_job_tells_why_without_a_path_of_the_server(served_slowly: Served) -> None:
     job = served_slowly.submit("alice")["id"]
-    until(lambda: job in served_slowly.cluster._open)
+    until(lambda: job in served_slowly.cluster.placed)
     served_slowly.cluster.fail(job, f"{served_slowly.opened.services.config.directory}/jobs/{job} is damaged")
     assert served_slowly.wait("alice", job, "failed")["reason"] == f"jobs/{job} is damaged"
 
@@ -242,7 +242,7 @@ def test_a_draining_server_refuses_orders_and_trains_on(served: Served) -> None:
 
 def test_the_cluster_shows_own_jobs_and_counts_others(served_slowly: Served) -> None:
     mine, other = served_slowly.submit("alice")["id"], served_slowly.submit("bob")["id"]
-    until(lambda: {mine, other} <= served_slowly.cluster._open.keys())
+    until(lambda: {mine, other} <= served_slowly.cluster.placed.keys())
 
     def look() -> dict[str, object] | None:
         served_slowly.cluster.tick()
@@ -264,7 +264,7 @@ def test_learned_speeds_survive_a_restart(tmp_path: Path) -> None:
     for _ in range(2):
         with serving(tmp_path / "server", eager=False) as served:
             job = served.submit("alice")["id"]
-            until(lambda served=served, job=job: job in served.cluster._open)
+            until(lambda served=served, job=job: job in served.cluster.placed)
             scheduler = served.opened.controller._scheduler
             assert scheduler is not None
             if learned:

@@ -70,7 +70,7 @@ def test_a_second_server_on_the_database_is_refused_and_every_job_of_the_first_g
             open_second(copied, url)
         first.cluster.eager = True
         for job in ids:
-            until(lambda job=job: job in first.cluster._open)  # pyright: ignore[reportPrivateUsage]
+            until(lambda job=job: job in first.cluster.placed)
             first.cluster.step(job, 1)
             first.cluster.finish(job)
         assert {first.wait("alice", job, "succeeded", "failed")["status"] for job in ids} == {"succeeded"}

@@ -64,7 +64,7 @@ def test_the_store_has_a_jobs_end_before_the_cluster_is_asked_for_more(tmp_path:
         file = served.upload("alice")
         jobs = [served.submit("alice", file=file)["id"] for _ in range(2)]
         for job in jobs:
-            while job not in served.cluster._open:
+            while job not in served.cluster.placed:
                 served.wait("alice", job, "queued", "running")
         served.cluster.fail(jobs[0], "its data")
         served.wait("alice", jobs[0], "failed")
@@ -80,7 +80,7 @@ def test_a_reason_may_quote_anything(tmp_path: Path, database_url: str) -> None:
     """Zero characters and lone surrogates come from data files; neither database takes the one or the other."""
     with serving(tmp_path / "server", eager=False, database_url=database_url) as served:
         job = served.submit("alice")["id"]
-        while job not in served.cluster._open:
+        while job not in served.cluster.placed:
             served.wait("alice", job, "queued")
         served.cluster.fail(job, "line 3: role 'x\0y\udc80\ud800z' is none")
         assert served.wait("alice", job, "failed")["reason"] == "line 3: role 'x\ufffdy??z' is none"
@@ -104,7 +104,7 @@ def test_a_job_that_waits_after_a_restart_has_the_steps_of_its_checkpoint(tmp_pa
     with serving(place, eager=False) as served:
         jobs = [served.submit("alice", name=name)["id"] for name in ("one", "two")]
         for job, steps in zip(jobs, (3, 6), strict=True):
-            until(lambda job=job: job in served.cluster._open)
+            until(lambda job=job: job in served.cluster.placed)
             served.cluster.step(job, steps)
             served.wait("alice", job, "running")
             for step in (2, 5, 4):
@@ -202,7 +202,7 @@ def test_what_ran_before_is_shown_so_until_its_worker_is_known_to_be_gone(tmp_pa
     place = tmp_path / "server"
     with serving(place, eager=False) as served:
         job = served.submit("alice")["id"]
-        until(lambda: job in served.cluster._open)
+        until(lambda: job in served.cluster.placed)
         served.cluster.step(job, 3)
         served.wait("alice", job, "running")
         key = served.key("alice")

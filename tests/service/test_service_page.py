@@ -119,7 +119,7 @@ def test_links_and_cookies_have_an_end(served: Served, monkeypatch: pytest.Monke
 def test_names_reasons_and_settings_with_markup_stay_text(served_slowly: Served) -> None:
     served, evil = served_slowly, "<img src=x onerror=alert(1)>\"'><script>alert(2)</script>{{ 7*7 }}"
     job = served.submit("alice", target_modules=["q_proj"])
-    until(lambda: job["id"] in served.cluster._open)
+    until(lambda: job["id"] in served.cluster.placed)
     _write_metrics(served, job["id"], [{"step": 1, "loss": 2.0}])
     served.cluster.step(job["id"], 1)
     served.wait("alice", job["id"], "running")
@@ -150,7 +150,7 @@ def test_groups_the_queue_and_a_jobs_live_loss(served_slowly: Served) -> None:
     served = served_slowly
     job, other = served.submit("alice", name="first"), served.submit("bob", name="second")
     for one in (job, other):
-        until(lambda one=one: one["id"] in served.cluster._open)
+        until(lambda one=one: one["id"] in served.cluster.placed)
         served.cluster.step(one["id"], 4)
     served.wait("alice", job["id"], "running")
     paused = served.submit("alice", name="held")
@@ -176,7 +176,7 @@ def test_groups_the_queue_and_a_jobs_live_loss(served_slowly: Served) -> None:
 def train_wide(served: Served, name: str) -> None:
     """A job of alice's on both GPUs."""
     job = served.submit("alice", name=name, gpus=2, batch_size=4)
-    until(lambda: job["id"] in served.cluster._open)
+    until(lambda: job["id"] in served.cluster.placed)
     served.cluster.step(job["id"], 4)
     served.wait("alice", job["id"], "running")
 
@@ -196,7 +196,7 @@ def test_each_job_stands_in_one_place_with_what_it_waits_for(served_slowly: Serv
     train_wide(served, "trains")
     joins, paused = served.submit("alice", name="joins"), served.submit("alice", name="rests")
     served.ask("alice", "POST", f"/v1/jobs/{paused['id']}/pause", 200)
-    until(lambda: joins["id"] in served.cluster._open)
+    until(lambda: joins["id"] in served.cluster.placed)
     alice, box = log_in(served, "alice"), "waits for its group on CPU processes 0, 1 to load the base and let it in"
     until(lambda: served.cluster.tick() or box in Elements(served.client.get("/", headers=alice).text).text)
     text = Elements(served.client.get("/", headers=alice).text).text

@@ -56,7 +56,7 @@ def test_the_official_client_and_our_own_work_through_it(behind: tuple[Served, s
             file = client.files.create(file=opened, purpose="fine-tune")
         assert file.bytes == data.stat().st_size and client.files.content(file.id).read() == data.read_bytes()
         job = client.fine_tuning.jobs.create(model="base", training_file=file.id, suffix="polite")
-        until(lambda: job.id in served.cluster._open)
+        until(lambda: job.id in served.cluster.placed)
         served.cluster.step(job.id, 3)
         until(lambda: client.fine_tuning.jobs.retrieve(job.id).status == "running")
         assert client.fine_tuning.jobs.pause(job.id).status == "paused"
@@ -68,7 +68,7 @@ def test_the_official_client_and_our_own_work_through_it(behind: tuple[Served, s
             if line.startswith("event: "):
                 kinds.append(line.removeprefix("event: "))
                 if kinds[-1] == "queued" and kinds.count("queued") == 2:  # comes while the stream is open
-                    until(lambda: job.id in served.cluster._open)
+                    until(lambda: job.id in served.cluster.placed)
                     served.cluster.finish(job.id)
     assert kinds[0] == "created" and kinds[-1] == "succeeded", kinds
     with Connection(Access(url, key, "x", "x")) as connection:

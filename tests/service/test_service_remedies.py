@@ -86,7 +86,7 @@ def test_a_tenant_is_told_to_clone_the_job(served_slowly: Served, tmp_path: Path
             (tmp_path / "checkpoint-4").mkdir()
             verify(tmp_path / "checkpoint-4")
     job = served_slowly.submit("alice")["id"]
-    while job not in served_slowly.cluster._open:  # pyright: ignore[reportPrivateUsage]
+    while job not in served_slowly.cluster.placed:
         served_slowly.wait("alice", job, "queued", "running")
     served_slowly.cluster.fail(job, str(raised.value))
     reason = served_slowly.wait("alice", job, "failed")["reason"]

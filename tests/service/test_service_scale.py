@@ -84,7 +84,7 @@ def test_a_full_store_refuses_and_keeps_nothing_and_outcomes_wait_for_room(tmp_p
     with serving(tmp_path, eager=False) as served:
         order = served.order("alice", name="x" * 60)
         job = served.submit("alice")["id"]
-        until(lambda: job in served.cluster._open)
+        until(lambda: job in served.cluster.placed)
         pages = _limit_pages(served)
         pages[0] = 1
         statuses = {served.client.post("/v1/jobs", json=order, headers={"X-API-Key": served.key("alice")}).status_code for _ in range(60)}

@@ -128,7 +128,7 @@ def test_what_an_unfinished_job_needs_stays(tmp_path: Path, state: str) -> None:
         else:
             served.wait("alice", job, "queued")
         if state == "running":
-            until(lambda: served.cluster._open.get(job))  # pyright: ignore[reportPrivateUsage]
+            until(lambda: served.cluster.placed.get(job))
             served.cluster.step(job, 1)
             served.wait("alice", job, "running")
         if state == "paused":
@@ -239,7 +239,7 @@ def test_where_storage_is_full_sets_that_no_job_needs_give_way_and_others_do_not
         )
         same = served.submit("alice", file=file, data={"file": file, "max_length": 200})["id"]
         served.wait("alice", same, "queued")  # on a set that another job has, and that had room
-        until(lambda: served.cluster._open.get(jobs[0]))  # pyright: ignore[reportPrivateUsage]
+        until(lambda: served.cluster.placed.get(jobs[0]))
         served.cluster.finish(jobs[0])
         served.wait("alice", jobs[0], "succeeded")
         sweep(served)

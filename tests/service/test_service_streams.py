@@ -41,7 +41,7 @@ def test_a_jobs_events_come_as_they_happen_and_end_with_the_job(live: tuple[Serv
         assert answer.headers["content-type"].startswith("text/event-stream")
         events = read_events(answer)
         found = [next(events), next(events)]
-        until(lambda: job in served.cluster._open)
+        until(lambda: job in served.cluster.placed)
         served.cluster.step(job, 1)
         found.append(next(events))
         served.cluster.finish(job)
@@ -97,7 +97,7 @@ def test_an_adapter_that_is_being_sent_is_cut_when_the_key_is_revoked(live: tupl
     served, _ = live
     services = served.opened.services
     job = served.submit("alice")["id"]
-    until(lambda: job in served.cluster._open)
+    until(lambda: job in served.cluster.placed)
     served.cluster.finish(job)
     served.wait("alice", job, "succeeded")
     (services.config.directory / "jobs" / job / "adapter_model.safetensors").write_bytes(bytes(64 << 20))

@@ -119,7 +119,7 @@ def test_latent_attention_whose_heads_of_v_are_smaller(of_v: int, tmp_path: Path
                 else:
                     patch.setattr(supermodel, "why_not_fused", lambda *_: "this test takes the plain path")
                 shared = make_shared("dense", torch.float32, DEVICE.type, deterministic=True)
-            assert (shared._fast is not None) == fast
+            assert (shared.fast_path is not None) == fast
             shared.join("a", LoraConfig(r=4), TrainConfig(lr_scheduler_type="constant", seed=1))
             loss = shared.forward_backward(batch_of("a", 0, DEVICE.type))["a"].mean
             found.append((loss, shared.bank.take_grad("a")))
@@ -134,5 +134,5 @@ def test_latent_attention_whose_heads_of_v_are_smaller(of_v: int, tmp_path: Path
 def test_experts_keep_deterministic_mode_off_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' path computes all samples of a batch together, and with them what experts do."""
     interpret(monkeypatch)
-    assert make_shared("mixtral", torch.float32, DEVICE.type, deterministic=False)._fast is not None
-    assert make_shared("mixtral", torch.float32, DEVICE.type, deterministic=True)._fast is None
+    assert make_shared("mixtral", torch.float32, DEVICE.type, deterministic=False).fast_path is not None
+    assert make_shared("mixtral", torch.float32, DEVICE.type, deterministic=True).fast_path is None

@@ -91,7 +91,7 @@ def make_shared(family: str, fast: bool = True, **changes: Any) -> SuperModel:
         else:
             interpret(patch)
         shared = SuperModel(make_base(make_model(family, **changes).to(DEVICE), family), deterministic=True)
-    assert (shared._fast is not None) == fast
+    assert (shared.fast_path is not None) == fast
     return shared
 
 
@@ -171,8 +171,8 @@ class Padding:
     busy = False
 
     def __init__(self, shared: SuperModel, tokens: int) -> None:
-        assert shared._fast is not None
-        self.fast, self.bank, self.tokens = shared._fast, shared.bank, tokens
+        assert shared.fast_path is not None
+        self.fast, self.bank, self.tokens = shared.fast_path, shared.bank, tokens
         self.asked: list[tuple[Shape, int, int]] = []
 
     def size_for(self, own: Shape, most: int, launch: int, shape_of: Callable[[int], Shape], bank_version: int) -> int:
@@ -197,7 +197,7 @@ def test_a_pass_that_is_padded_for_a_graph_has_the_shape_that_was_predicted_and_
         batch = replace(batch_of(job_ids), most_tokens=2048)
         if tokens:
             padding = Padding(shared, tokens)
-            shared._fast._graphs = padding  # type: ignore[union-attr, assignment]
+            shared.fast_path._graphs = padding  # type: ignore[union-attr, assignment]
         before = shared.computed_tokens
         shared.forward_backward(batch)
         assert shared.computed_tokens - before == (tokens or len(batch.input_ids_T))
@@ -230,8 +230,8 @@ def test_a_layer_that_runs_again_leaves_out_what_only_its_output_needs(
     shared.recomputed_layers = 1
     found = gradients(shared, family, "ad")
     assert all(torch.equal(found.grads[job_id], true.grads[job_id]) for job_id in "ad") and found.losses == true.losses
-    assert shared._fast is not None
-    groups = {group.first: shared._fast._names[group.first].rpartition(".")[2] for group in shared._fast.groups}
+    assert shared.fast_path is not None
+    groups = {group.first: shared.fast_path._names[group.first].rpartition(".")[2] for group in shared.fast_path.groups}
     assert [groups[first] for first, again in ran if not again] == ["q_proj", "o_proj", "gate_proj", "down_proj"] * 2
     again = [groups[first] for first, again in ran if again]
     assert again == [name for name in ("q_proj", "o_proj", "gate_proj", "down_proj") if name not in left_out]
@@ -304,7 +304,7 @@ def test_a_layer_that_runs_again_finds_what_earlier_layers_left_and_not_its_own(
     ],
 )
 def test_linears_of_one_input_are_one_group(family: str, groups: list[tuple[str, ...]]) -> None:
-    fast = make_shared(family)._fast
+    fast = make_shared(family).fast_path
     assert fast is not None
     names = iter(fast._names)
     found = [[next(names) for _ in group.widths] for group in fast.groups]
@@ -320,12 +320,12 @@ def test_a_base_whose_widths_are_off_16_takes_the_reference_path() -> None:
         interpret(patch)
         odd = SuperModel(make_base(make_model(intermediate_size=88).to(DEVICE), "odd"))
         double = SuperModel(make_base(make_model(dtype=torch.float64).to(DEVICE), "fp64"))
-    assert odd._fast is None and double._fast is None
+    assert odd.fast_path is None and double.fast_path is None
 
 
 def test_without_a_gpu_and_the_interpreter_there_is_no_such_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert SuperModel(make_base(make_model(), "llama"))._fast is None
+    assert SuperModel(make_base(make_model(), "llama")).fast_path is None
 
 
 def _storage_bytes(model: torch.nn.Module) -> int:
@@ -505,14 +505,14 @@ def test_kernels_are_compiled_for_who_is_resident_not_for_who_is_in_the_batch(re
     shared = make_shared("llama", **ONE_LAYER)
     for job_id in resident:
         join(shared, "llama", job_id)
-    assert shared._fast is not None
-    state = shared._fast.begin(batch_of("a"), shared.weights, shared.bank, {})
+    assert shared.fast_path is not None
+    state = shared.fast_path.begin(batch_of("a"), shared.weights, shared.bank, {})
     assert state.tables.width == width
-    state = shared._fast.begin(batch_of(resident), shared.weights, shared.bank, {})
+    state = shared.fast_path.begin(batch_of(resident), shared.weights, shared.bank, {})
     assert state.tables.width == width
     for job_id in resident[1:]:
         shared.leave(job_id)
-    state = shared._fast.begin(batch_of("a"), shared.weights, shared.bank, {})
+    state = shared.fast_path.begin(batch_of("a"), shared.weights, shared.bank, {})
     assert state.tables.width == width
 
 

@@ -35,7 +35,7 @@ def make_shared(dtype: torch.dtype, fast: bool = False) -> SuperModel:
         else:
             patch.setattr(supermodel, "why_not_fused", lambda *_: "this test takes the plain path")
         shared = SuperModel(make_base(make_model("llama", **ONE_LAYER).half().to(DEVICE, dtype), "llama"))
-    assert (shared._fast is not None) == fast
+    assert (shared.fast_path is not None) == fast
     return shared
 
 

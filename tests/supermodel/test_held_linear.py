@@ -177,7 +177,7 @@ def gradients(job_ids: str, model: Any) -> dict[str, tuple[float, Tensor]]:
         (own,) = make_samples(1, seed=ord(job_id), low=9, high=15)
         rows.append(BatchRow(job_id, own.input_ids, own.loss_weights, float(own.loss_weights[1:].sum())))
     held = shared.model.get_submodule("model.layers.0.mlp.up_proj").weight.dtype == DTYPE
-    assert (shared._fast is not None) == (held or DEVICE.type == "cuda")
+    assert (shared.fast_path is not None) == (held or DEVICE.type == "cuda")
     losses = shared.forward_backward(collate(rows, DEVICE.type))
     return {job_id: (losses[job_id].mean, shared.bank.take_grad(job_id)) for job_id in job_ids}
 

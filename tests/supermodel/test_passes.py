@@ -53,7 +53,7 @@ def make_shared(fast: bool, jobs: str = "ab") -> SuperModel:
         else:
             patch.setattr(supermodel, "why_not_fused", lambda *_: "this test takes the plain path")
         shared = SuperModel(make_base(make_model("llama-tied", **LAYER).to(DEVICE), "tiny"), deterministic=True)
-    assert (shared._fast is not None) == fast
+    assert (shared.fast_path is not None) == fast
     for job_id in jobs:
         state = init_state(shared.layout(LORA[job_id]), ord(job_id), torch.float32, DEVICE)
         noise = torch.randn(state.params.shape, generator=torch.Generator().manual_seed(ord(job_id)))

@@ -38,7 +38,7 @@ TRAIN = TrainConfig(learning_rate=1e-2, lr_scheduler_type="constant", adam_epsil
 
 def make_shared(family: str = "llama", grouped: bool = True, dtype: torch.dtype = torch.float64, **changes: Any) -> SuperModel:
     shared = SuperModel(make_base(make_model(family, dtype, **changes), family))
-    shared._plain.grouped = grouped  # as `groups_on` has it on a GPU
+    shared.plain_path.grouped = grouped  # as `groups_on` has it on a GPU
     if grouped:
         shared._optimizer = make_queued_optimizer(shared.bank)
     return shared
@@ -172,7 +172,7 @@ def test_chunks_repeat_a_jobs_own_tokens() -> None:
 def test_where_passes_are_grouped() -> None:
     cuda = torch.device("cuda")
     assert groups_on(cuda, False) and not groups_on(cuda, True) and not groups_on(CPU, False)
-    assert not SuperModel(make_base(make_model(), "llama"))._plain.grouped
+    assert not SuperModel(make_base(make_model(), "llama")).plain_path.grouped
 
 
 class Calls(TorchDispatchMode):

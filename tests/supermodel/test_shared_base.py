@@ -62,7 +62,7 @@ def make_super_model(fast: bool, precision: BasePrecision | None, sharing: Shari
                 hold(model, list(find_linears(model)), CPU, precision)
             base = make_base(model, "tiny")
         found = SuperModel(base, deterministic=True)
-    assert (found._fast is not None) == fast
+    assert (found.fast_path is not None) == fast
     for job_id, lora in LORA.items():
         state = init_state(found.layout(lora), ord(job_id), torch.float32, CPU)
         noise = torch.randn(state.params.shape, generator=torch.Generator().manual_seed(ord(job_id)))

@@ -141,7 +141,7 @@ class Engine:
             self._step(self._completed_elsewhere())
             return None
         before = self.model.computed_tokens
-        losses = self.decisions.result(attempt(self._compute, packed.kind, packed.rows, packed.tokens, self.token_budget))
+        losses = self.decisions.result(attempt(self.compute, packed.kind, packed.rows, packed.tokens, self.token_budget))
         computed = self.model.computed_tokens - before
         self._settle()
         if isinstance(losses, Failure):
@@ -287,8 +287,10 @@ class Engine:
     def _numel(self, run: JobRun) -> int:
         return self.model.state(run.spec.name).layout.numel
 
-    def _compute(self, kind: str, rows: tuple[Row, ...], tokens: int, most_tokens: int) -> dict[str, JobLoss]:
-        """`most_tokens`: to which the micro-batch may be padded for speed; 0: no further than to a prepared size."""
+    def compute(self, kind: str, rows: tuple[Row, ...], tokens: int, most_tokens: int) -> dict[str, JobLoss]:
+        """One forward-backward, or evaluation: the jobs' losses. `most_tokens`: to which the micro-batch may be padded for speed; 0: no
+        further than to a prepared size.
+        """
         self.begin(tuple(name for name, _ in groupby(row.job_id for row in rows)))
         pad_to = prepared_budget(tokens, self.token_budget) if self.model.device.type == "cuda" else 0
         batch: PackedBatch = collate([self.runs[row.job_id].batch_row(row) for row in rows], self.model.device, pad_to, most_tokens)
@@ -394,4 +396,4 @@ class Engine:
 
     def _try_alone(self, name: str, packed: MicroBatch) -> dict[str, JobLoss] | Failure:
         rows = tuple(row for row in packed.rows if row.job_id == name)
-        return attempt(self._compute, packed.kind, rows, sum(row.tokens for row in rows), 0)
+        return attempt(self.compute, packed.kind, rows, sum(row.tokens for row in rows), 0)

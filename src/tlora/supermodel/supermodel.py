@@ -70,9 +70,9 @@ class SuperModel(nn.Module):
         self._longest_safe = longest_safe_sequence(base.model)
         self.context = Context()
         self._linears = inject(base.model, found, self.context)
-        self._plain, self._fast = PlainPath(base, self.context, deterministic), None
+        self.plain_path, self.fast_path = PlainPath(base, self.context, deterministic), None
         if why_not_fused(base, self._linears, weight.device, deterministic) is None:
-            self._fast = FastPath(base, self._linears, self.context, deterministic)
+            self.fast_path = FastPath(base, self._linears, self.context, deterministic)
         self.weights = base_weights(self._linears)
         self._residents: dict[str, _Resident] = {}
         self._versions = count()
@@ -117,22 +117,22 @@ class SuperModel(nn.Module):
     @property
     def tiles(self) -> str | None:
         """Digest of the tile shapes of the GPU kernels for this base's linears: part of every job's bits. None without kernels."""
-        return self._fast.tiles if self._fast is not None else None
+        return self.fast_path.tiles if self.fast_path is not None else None
 
     @property
     def num_layers(self) -> int:
         """Decoder layers whose activations backward can compute again; 0 without a GPU's compiled layers."""
-        return self._fast.num_layers if self._fast is not None else 0
+        return self.fast_path.num_layers if self.fast_path is not None else 0
 
     @property
     def recompute(self) -> RecomputePlan:
         """How many do so in a micro-batch of how many tokens, from the first on. Bits do not change with it, memory and speed do."""
-        return self._fast.recompute if self._fast is not None else RecomputePlan()
+        return self.fast_path.recompute if self.fast_path is not None else RecomputePlan()
 
     @recompute.setter
     def recompute(self, plan: RecomputePlan) -> None:
-        if self._fast is not None:
-            self._fast.recompute = plan.at_most(self.num_layers)
+        if self.fast_path is not None:
+            self.fast_path.recompute = plan.at_most(self.num_layers)
 
     @property
     def recomputed_layers(self) -> int:
@@ -155,8 +155,8 @@ class SuperModel(nn.Module):
 
     def expect(self, loras: Sequence[LoraConfig]) -> None:
         """Be ready for adapters as large as the largest of `loras`, so that no kernel is compiled when it joins."""
-        if self._fast is not None:
-            self._fast.largest_rank = max([self._fast.largest_rank, *(lora.largest_rank for lora in loras)])
+        if self.fast_path is not None:
+            self.fast_path.largest_rank = max([self.fast_path.largest_rank, *(lora.largest_rank for lora in loras)])
 
     def layout(self, lora: LoraConfig) -> AdapterLayout:
         """Where the parameters of an adapter of this shape lie. Raises ModelError for targets that do not exist."""
@@ -337,7 +337,7 @@ class SuperModel(nn.Module):
     def _parts(self, batch: PackedBatch, objectives: Mapping[str, UnitLoss]) -> Iterable[PackedBatch]:
         """What is computed at once: `batch`, or each of its units by itself. The kernels are deterministic as they are."""
         self._check(batch, objectives)
-        return batch.units() if self.deterministic and self._fast is None else (batch,) if batch.spans else ()
+        return batch.units() if self.deterministic and self.fast_path is None else (batch,) if batch.spans else ()
 
     def _check(self, batch: PackedBatch, objectives: Mapping[str, UnitLoss]) -> None:
         longest = max((length for span in batch.spans for length in span.lengths), default=0)
@@ -378,11 +378,11 @@ class SuperModel(nn.Module):
         """Hidden states [T, H] with the adapters of `bank` (None: the base alone), with more padding perhaps, and what takes their gradient
         back.
         """
-        if self._fast is not None:
+        if self.fast_path is not None:
             if train and bank is not None:
-                return self._fast.train(part, self.weights, bank, dropout)
-            return self._fast.evaluate(part, self._fast.begin(part, self.weights, bank, dropout)), None
-        return self._plain.run(part, self.weights, bank, dropout, train)
+                return self.fast_path.train(part, self.weights, bank, dropout)
+            return self.fast_path.evaluate(part, self.fast_path.begin(part, self.weights, bank, dropout)), None
+        return self.plain_path.run(part, self.weights, bank, dropout, train)
 
     def _reference_logprobs(self, part: PackedBatch, objectives: Mapping[str, UnitLoss]) -> dict[str, Tensor]:
         """Log-probabilities [N] under each job's reference, for the jobs whose objective compares with it."""

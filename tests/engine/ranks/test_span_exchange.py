@@ -140,7 +140,7 @@ def test_memory_that_runs_out_on_one_rank_starts_its_part_over(sets: Sets, rank:
     jobs, spans = story()
     world = World(jobs, spans, sets, 3, [60] * 3)
     engine, budgets = world.engines[rank], list[int]()
-    compute = engine._compute
+    compute = engine.compute
 
     def raising(*args: object) -> object:
         budgets.append(engine.token_budget)
@@ -148,7 +148,7 @@ def test_memory_that_runs_out_on_one_rank_starts_its_part_over(sets: Sets, rank:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return compute(*args)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(engine, "_compute", raising)
+    monkeypatch.setattr(engine, "compute", raising)
     world.run(random.Random(call))
     assert len(budgets) > call and min(budgets) < 60
     for job in jobs[1:]:
@@ -184,14 +184,14 @@ def test_a_part_that_fails_is_told_and_its_neighbours_go_on(sets: Sets, monkeypa
     jobs, spans = story()
     world = World(jobs, spans, sets, 3, [60] * 3)
     engine = world.engines[0]  # has a part of "spanning", and "alone"
-    compute = engine._compute
+    compute = engine.compute
 
     def raising(kind: object, rows: tuple[object, ...], *sizes: int) -> object:
         if any(row.job_id == "spanning" for row in rows):  # pyright: ignore[reportAttributeAccessIssue]
             raise ValueError("a bad sample")
         return compute(kind, rows, *sizes)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(engine, "_compute", raising)
+    monkeypatch.setattr(engine, "compute", raising)
     world.run(random.Random(1))
     assert world.faults == [Faulty("spanning", "ValueError: a bad sample")]
     assert list(engine.runs) == []
