@@ -8,7 +8,7 @@ import pytest
 
 from tests.bench.test_shared_base_bench import run
 
-pytestmark = pytest.mark.usefixtures("forked_children")
+pytestmark = [pytest.mark.usefixtures("forked_children"), pytest.mark.slow]
 
 
 @pytest.mark.parametrize("options", [pytest.param((), marks=pytest.mark.soak), ("--lengths", "10-60")], ids=["alike", "mixed"])

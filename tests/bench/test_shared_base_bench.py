@@ -12,7 +12,7 @@ import pytest
 from bench import shared_base
 from tests.forked import REPOSITORY
 
-pytestmark = pytest.mark.usefixtures("forked_children")
+pytestmark = [pytest.mark.usefixtures("forked_children"), pytest.mark.slow]
 
 
 def run(directory: Path, *options: str) -> dict[str, Any]:

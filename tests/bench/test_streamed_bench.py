@@ -12,6 +12,7 @@ from bench.streamed import main, read_options
 TINY = ["--shape", "tiny", "--layers", "3", "--device", "cpu", "--tokens", "48", "--lengths", "8,16", "--jobs", "2", "--repeats", "1"]
 
 
+@pytest.mark.slow
 def test_both_arms_are_measured(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     assert main([*TINY, "--out", str(out)]) == 0

@@ -95,6 +95,7 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # gradient_checkpointing has another name from transformers 5.20 on
+@pytest.mark.slow
 def test_one_base_of_four_bits_trains_in_every_setting(tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trainers, "has_trl", lambda: False)
     make_model("tiny", CPU, torch.bfloat16).save_pretrained(tmp_path / "base")

@@ -195,6 +195,7 @@ PROMISES = list(dict.fromkeys(promise for mutant in MUTANTS for promise in (muta
 
 
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+@pytest.mark.slow
 def test_without_a_mutant_the_promise_is_kept(promise: Callable[[], None]) -> None:
     promise()
 

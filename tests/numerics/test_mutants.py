@@ -23,6 +23,7 @@ def own_super_model() -> Iterator[None]:
     super_model.cache_clear()
 
 
+@pytest.mark.slow
 def test_without_a_mutant_all_checks_pass() -> None:
     checks.check_everything(NAN_NEXT_DOOR)
 

@@ -19,6 +19,7 @@ from tlora.errors import ModelError
 from tlora.store.fingerprint import BaseGuard
 
 
+@pytest.mark.slow
 def test_a_resume_ends_though_all_steps_are_taken_before_the_base_is_hashed(
     tmp_path: Path, fork_servers: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,6 +112,7 @@ def runs(wide_base: Path, written: Path, tmp_path: Path) -> Runs:
 
 
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+@pytest.mark.slow
 def test_without_a_mutant_the_promise_is_kept(promise: Promise, runs: Runs) -> None:
     promise(runs)
 

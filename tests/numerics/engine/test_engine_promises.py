@@ -211,7 +211,9 @@ def neighbours(wide_base: Path, data: Path, tmp_path_factory: pytest.TempPathFac
     yield healthy, alone
 
 
-@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
+@pytest.mark.parametrize(
+    "bad", [pytest.param(bad, id=bad.name, marks=pytest.mark.slow if number % 3 else []) for number, bad in enumerate(BAD)]
+)
 def test_l2_a_bad_neighbour_changes_nothing(
     bad: BadOrder, wide_base: Path, data: Path, tmp_path: Path, neighbours: tuple[list[Order], dict[str, str]]
 ) -> None:
