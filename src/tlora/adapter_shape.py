@@ -18,7 +18,7 @@ _ALL_LINEAR_MISSPELT = ("all", "all_linear", "all-linears", "linear", "all-linea
 
 @dataclass(frozen=True)
 class Words:
-    """Beside a field's type: how a message calls what it allows."""
+    """Annotates a field's type: the words in which messages describe the allowed values."""
 
     text: str
 

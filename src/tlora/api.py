@@ -113,7 +113,7 @@ class OrderSpec(JobFields):
     def _check_together(self) -> OrderSpec:
         data = self.data
         check_kwargs(data.chat_template_kwargs)
-        files, eval_files = ([(one.file, one.weight) for one in found] for found in (data.files, data.eval_files))
+        files, eval_files = ([(one.file, one.weight) for one in listed] for listed in (data.files, data.eval_files))
         data.check_sources(files, eval_files)
         self.check_together(data, data.eval_file)
         return self
@@ -173,7 +173,7 @@ def _sources(ordered: tuple[OrderedFile, ...], files: Mapping[str, Path]) -> str
 
 
 class AsSent:
-    """Beside a field's type: documented as that type, and read as it comes, since the server may be newer than its client."""
+    """Annotates a field's type: documented as that type but not validated, since the server may be newer than its client."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         unchecked = core_schema.simple_ser_schema("any")
@@ -341,7 +341,7 @@ class BaseList(Answer):
 
 
 class GroupView(Answer):
-    """Jobs that share a base on GPUs. Of other tenants' jobs only the number is told."""
+    """Jobs that share a base on GPUs. Other tenants' jobs are only counted."""
 
     id: str
     base_model: str

@@ -1,7 +1,7 @@
 """Files and directories that survive a kill or a power cut whole or not at all; standard library only.
 
-Owns the protocol: write beside, fsync, manifest, rename, fsync the parent, only then acknowledge, only then delete old
-ones. What a checkpoint holds, and when one is due, is not known here.
+Owns the protocol: write under a temporary name, fsync, manifest, rename, fsync the parent, only then acknowledge, only then delete old
+ones. What a checkpoint holds, and when one is due, is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _put_in_place(temporary: Path, final: Path, failpoint: Failpoint) -> None:
             failpoint("set the damaged one aside")
         else:
             if (final / MANIFEST).read_bytes() == (temporary / MANIFEST).read_bytes():
-                sync(final.parent)  # whoever renamed it may have been killed before this
+                sync(final.parent)  # the process that renamed it may have been killed before this
                 failpoint("kept the equal one")
                 _remove(temporary)
                 return
@@ -146,7 +146,7 @@ def _give_up(temporary: Path, final: Path) -> None:
 def newest_verified(parent: Path, prefix: str = "checkpoint-") -> tuple[Path | None, list[str]]:
     """The directory `parent/<prefix><step>` of the highest step that verifies, or None, and notes on those that do not.
 
-    The bad ones are renamed `bad-…`, so that nobody trips over them again and a person can look at them.
+    Directories that fail are renamed `bad-…`: they are not tried again, and stay for inspection.
     """
     notes: list[str] = []
     try:
@@ -181,8 +181,8 @@ def find_verified(parent: Path, prefix: str = "checkpoint-") -> Path | None:
     A replacement that was cut short counts by its old directory, whose name then still ends with `.replaced`.
     """
     try:
-        found = _by_step(parent, prefix, suffix=f"(?:{re.escape(_REPLACED)})?")
-        return next((path for path in found if find_damage(path) is None), None)
+        checkpoints = _by_step(parent, prefix, suffix=f"(?:{re.escape(_REPLACED)})?")
+        return next((path for path in checkpoints if find_damage(path) is None), None)
     except OSError:
         return None
 
@@ -328,8 +328,8 @@ def newest_step(parent: Path, prefix: str = "checkpoint-") -> int:
 def _by_step(parent: Path, prefix: str, suffix: str = "") -> list[Path]:
     """Directories `<prefix><step><suffix>` (a pattern), highest step first."""
     pattern = re.compile(re.escape(prefix) + r"([0-9]{1,18})" + suffix, re.ASCII)
-    found = [(int(match[1]), path) for path in _entries(parent) if (match := pattern.fullmatch(path.name)) and path.is_dir()]
-    return [path for _, path in sorted(found, reverse=True)]
+    matches = [(int(match[1]), path) for path in _entries(parent) if (match := pattern.fullmatch(path.name)) and path.is_dir()]
+    return [path for _, path in sorted(matches, reverse=True)]
 
 
 def _entries(parent: Path) -> Iterable[Path]:
@@ -358,7 +358,7 @@ def _settle(final: Path) -> None:
 
 
 def set_aside(path: Path, mark: str = "bad") -> Path:
-    """Rename `path` to `<mark>-…` beside it, for a person to look at; returns the new path."""
+    """Rename `path` to `<mark>-…` in the same directory, for inspection; returns the new path."""
     aside = path.with_name(f"{mark}-{path.name}")
     if aside.exists():
         aside = path.with_name(f"{mark}-{path.name}-{uuid.uuid4().hex[:8]}")

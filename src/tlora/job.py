@@ -1,6 +1,6 @@
 """What a person orders: `JobSpec` (one adapter) and `RunSpec` (the file around several).
 
-The same classes are the YAML, the Python objects and the resolved config beside an adapter. Field names are PEFT's
+The same classes are the YAML, the Python objects and the resolved config in an adapter's directory. Field names are PEFT's
 for the adapter and transformers'/TRL's for the run. Reading files, defaults and sweeps: `jobs_file/`.
 """
 
@@ -19,7 +19,7 @@ from tlora.adapter_shape import LoraShape as LoraShape
 from tlora.byte_size import Bytes
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-# A job's directory stands beside the run's own files and what `durable.py` makes there: half-written, set aside, being replaced.
+# Job directories share the output directory with the run's own files and those of `durable.py`: half-written, set aside, being replaced.
 _RESERVED_NAME = re.compile(r"tmp-.*|bad-.*|.*\.replaced|run\.jsonl?|report\.html", re.IGNORECASE)
 DataFormat = Literal[
     "auto", "chat", "prompt_completion", "text", "alpaca", "sharegpt", "query_response", "segments", "tokenized", "preference"
@@ -210,7 +210,7 @@ class DataConfig(DataFields):
 
     @model_validator(mode="after")
     def _check_sources(self) -> DataConfig:
-        sources, eval_sources = ([(one.path, one.weight) for one in found] for found in (self.sources, self.eval_sources))
+        sources, eval_sources = ([(one.path, one.weight) for one in listed] for listed in (self.sources, self.eval_sources))
         self.check_sources(sources, eval_sources)
         return self
 
@@ -296,7 +296,7 @@ class JobFields(LoraShape, TrainConfig):
 class JobSpec(LoraConfig, JobFields):
     """One user's order for one adapter.
 
-    `data` may be a path, a list of sources, or a mapping with the fields of `DataConfig`; those fields may also stand beside it, so that
+    `data` may be a path, a list of sources, or a mapping with the fields of `DataConfig`; those fields may also stand on the job, so that
     `max_length: 2048` can be written on the job or in the defaults.
     """
 
@@ -319,8 +319,8 @@ class JobSpec(LoraConfig, JobFields):
         if isinstance(data, DataConfig):
             data = data.model_dump(exclude_unset=True)
         if isinstance(data, dict):
-            beside = {key: fields.pop(key) for key in _DATA_KEYS if key in fields}
-            fields["data"] = beside | cast("dict[str, object]", data)
+            on_job = {key: fields.pop(key) for key in _DATA_KEYS if key in fields}
+            fields["data"] = on_job | cast("dict[str, object]", data)
         return fields
 
     @field_validator("name")

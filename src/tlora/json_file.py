@@ -1,4 +1,4 @@
-"""Reading a JSON file that may be damaged or made by somebody else: either an object comes back, or one of two exceptions."""
+"""Reads a JSON file that may be damaged or untrusted: returns an object or raises one of two exceptions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _MOST_BYTES = 64 << 20  # a run.json of 10,000 jobs has 15 MB; a link to /dev/ze
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in the file `path`.
 
-    Raises OSError where it cannot be read, and ValueError, which says what is wrong, for whatever is not one JSON object in a plain
-    file of at most 64 MiB.
+    Raises OSError if it cannot be read, and ValueError, which says what is wrong, if it is not one JSON object in a plain file of at
+    most 64 MiB.
     """
     if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
         raise ValueError("is not a plain file")

@@ -1,4 +1,4 @@
-"""What a durable directory holds: the names, sizes and sha256 digests of its files, written beside them; standard library only."""
+"""The manifest of a durable directory: the names, sizes and sha256 digests of its files; standard library only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def verify(directory: Path, only: Container[str] | None = None) -> None:
 def find_damage(directory: Path, beat: Callable[[], None] = lambda: None, *, only: Container[str] | None = None) -> str | None:
     """File, expected and found where `directory`, or its files `only`, is not what its manifest says; None where it is.
 
-    Files that the manifest does not name are left alone: people put notes beside their adapters. `beat` is called every few MiB.
+    Files that the manifest does not name are ignored: people put notes into their adapters' directories. `beat` is called every few MiB.
     """
     try:
         files = _read_manifest(directory / MANIFEST)
@@ -70,9 +70,9 @@ def _read_manifest(path: Path) -> Files | str:
 
 
 def sha256(path: Path, beat: Callable[[], None] = lambda: None) -> str:
-    """Of a file's bytes, in large pieces: each asks for Python's lock, for which a thread beside one that computes waits up to 5 ms.
+    """The digest of a file's bytes, read in large pieces: each needs the GIL, for which a thread waits up to 5 ms while another computes.
 
-    `beat` is called after each.
+    `beat` is called after each piece.
     """
     digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE_BYTES))
     with path.open("rb", buffering=0) as file:

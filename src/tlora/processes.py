@@ -72,8 +72,8 @@ def _quota_of(directory: Path, version: int) -> float:
 
 
 def die_with_parent(yes: bool = True) -> None:
-    """The kernel ends this process as soon as the thread that started it has ended, whatever this one is at. To be called by the main
-    thread. Only Linux does it; elsewhere it has no effect.
+    """Have the kernel kill this process as soon as the thread that started it has ended. To be called by the main thread. Has no effect
+    outside Linux.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, int(signal.SIGKILL) if yes else 0, 0, 0, 0)
@@ -89,7 +89,7 @@ class Pool:
 
     def submit(self, function: Callable[[_T], _R], task: _T) -> Future[_R]:
         """`function` is one of a module; it and `task` are pickled."""
-        with warnings.catch_warnings():  # Python 3.12 warns of any fork beside other threads; a caller that forks knows its threads
+        with warnings.catch_warnings():  # Python 3.12 warns of any fork of a threaded process; a caller that forks knows its threads
             warnings.simplefilter("ignore", DeprecationWarning)
             future = self._executor.submit(function, task)
         self._started |= set(active_children()) - self._before

@@ -160,7 +160,7 @@ class GroupFound:
     """A group of an earlier controller runs as `group`, with `jobs`, which are submitted by this. It is taken over as it is. `steps`: those
     of each of the group's jobs so far, in its order.
 
-    After the last of them a `Tick` follows: what is decided before could want the GPUs of one that is still to be told.
+    After the last of them a `Tick` follows: a decision before it could claim the GPUs of a group that is not reported yet.
     """
 
     group: JobGroup

@@ -70,7 +70,7 @@ class Want:
     """All that a worker shall have: the base, the plan and weights of its group, and the jobs that shall be in now, which may be fewer than
     the group's. With `alone` the one job joins when all others have left. `stop`: checkpoint all jobs and exit.
 
-    `epoch` counts the controllers of a store, `generation` what one of them has wanted: whatever is older than known is void.
+    `epoch` counts the controllers of a store, `generation` the wishes of one of them: anything older than the newest known is void.
     `lease_seconds`: for so long a worker that is cut off trains on.
     """
 
@@ -168,7 +168,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The job cannot join now, and can later: beside those who are here its memory does not suffice, or its directory is still held."""
+    """The job cannot join now, but can later: its memory does not fit next to the jobs here, or its directory is still locked."""
 
     job_id: str
     reason: str
@@ -231,8 +231,8 @@ class HeldJob:
 @dataclass(frozen=True, slots=True)
 class Hello:
     """The first line of a connection. `incarnation` names the process, over all its connections; `generation` is the last that it knows, of
-    the controller `epoch`; `last_seq` the last report that was taken. `load` is what it has loaded, or is loading, and `group` what it was
-    told of its group.
+    the controller `epoch`; `last_seq` the last report that was taken. `load` is what it has loaded, or is loading, and `group` what the
+    controller has sent it about its group.
     """
 
     incarnation: str
@@ -264,7 +264,7 @@ Phase = Literal["starting", "loading", "waiting", "compiling", "training"]
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """A sign of life. `count` grows with whatever is done in `phase`; `in_flight` are the jobs of the micro-batch under way."""
+    """A sign of life. `count` grows with all work in `phase`; `in_flight` are the jobs of the micro-batch under way."""
 
     generation: int
     phase: Phase

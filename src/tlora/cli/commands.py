@@ -92,10 +92,10 @@ def check(
 
         console, errors = open_console(), open_console(stderr=True)
         with watching(errors) as watcher:
-            found = check_run(run, watcher, device, gpus, gpu)
-        if found.base_parameters:  # without a base model there is nothing but problems
-            print_check(console, found)
-        if problems := problems_of(found):
+            checked = check_run(run, watcher, device, gpus, gpu)
+        if checked.base_parameters:  # without a base model there is nothing but problems
+            print_check(console, checked)
+        if problems := problems_of(checked):
             for problem in problems:
                 errors.print(f"error: {printable(problem)}", style="red", soft_wrap=True)
             raise typer.Exit(2)

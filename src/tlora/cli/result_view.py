@@ -94,16 +94,16 @@ def print_end(console: Console, results: Results, again: list[str]) -> None:
 
 
 def resume_line(results: Iterable[JobResult], arguments: list[str], signal_number: int) -> str:
-    """What was saved, and how to resume. `arguments` are those to go on with."""
+    """What was saved, and how to resume. `arguments` are those of the command that resumes."""
     name = signal.Signals(signal_number).name
     stopped = [result for result in results if result.status == "stopped"]
     if not stopped:
         return f"Interrupted by {name} after all jobs had ended"
     saved, lost = sum(map(_has_checkpoint, stopped)), sum(map(_lost_steps, stopped))
     counts = ((saved, "checkpointed"), (lost, "not saved"), (len(stopped) - saved - lost, "not started"))
-    told = ", ".join(f"{count} {what}" for count, what in counts if count)
+    counted = ", ".join(f"{count} {what}" for count, what in counts if count)
     jobs = "1 job" if len(stopped) == 1 else f"{len(stopped)} jobs"
-    return f"Interrupted by {name}; {jobs} unfinished: {told}. Resume with: {shlex.join(['tlora', *arguments])}"
+    return f"Interrupted by {name}; {jobs} unfinished: {counted}. Resume with: {shlex.join(['tlora', *arguments])}"
 
 
 def _has_checkpoint(result: JobResult) -> bool:

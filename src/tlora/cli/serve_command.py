@@ -55,10 +55,10 @@ def serve(
             "policy": policy,
             "worker_listen": worker_listen,
         }
-        found = read_server_config(config, {key: value for key, value in options.items() if value is not None})
+        settings = read_server_config(config, {key: value for key, value in options.items() if value is not None})
         from tlora.service.server import serve as run_server
 
-        raise typer.Exit(run_server(found, typer.echo))
+        raise typer.Exit(run_server(settings, typer.echo))
 
 
 def read_server_config(config: Path | None, options: Mapping[str, object]) -> ServerConfig:
@@ -75,13 +75,13 @@ def read_server_config(config: Path | None, options: Mapping[str, object]) -> Se
 
 def named_bases(given: list[str]) -> dict[str, str]:
     """`NAME=PATH`, or a path or hub id alone, which is its own name."""
-    found: dict[str, str] = {}
+    bases: dict[str, str] = {}
     for text in given:
         name, equals, path = text.partition("=")
         path = path if equals else text
         here = Path(path).is_dir()
-        found[name if equals else Path(text).name if here else text] = str(Path(path).absolute()) if here else path
-    return found
+        bases[name if equals else Path(text).name if here else text] = str(Path(path).absolute()) if here else path
+    return bases
 
 
 def _numbers(text: str) -> list[int]:

@@ -81,18 +81,18 @@ def create_key(
             from tlora.service.keys import create_key as create
             from tlora.service.views import new_key_view
 
-            made = _in_store(_config(config, data_dir), lambda connection: create(connection, tenant, name, scopes))
-            found = new_key_view(made, tenant)
+            created = _in_store(_config(config, data_dir), lambda connection: create(connection, tenant, name, scopes))
+            key = new_key_view(created, tenant)
         else:
             with connected() as connection:
-                found = connection.send("POST", "/v1/keys", NewKeyView, {"tenant": tenant, "name": name, "scopes": scopes})
+                key = connection.send("POST", "/v1/keys", NewKeyView, {"tenant": tenant, "name": name, "scopes": scopes})
         console = open_console()
         if as_json:
-            print_json(console, found)
+            print_json(console, key)
             return
-        console.print(found.key, soft_wrap=True)
-        told = f"{found.id}: tenant {found.tenant}, {', '.join(found.scopes)}. It is not shown again"
-        open_console(stderr=True).print(told, style="dim", soft_wrap=True)
+        console.print(key.key, soft_wrap=True)
+        line = f"{key.id}: tenant {key.tenant}, {', '.join(key.scopes)}. It is not shown again"
+        open_console(stderr=True).print(line, style="dim", soft_wrap=True)
 
 
 @keys.command("list")
@@ -107,14 +107,14 @@ def list_keys(local: Local = False, data_dir: DataDir = None, config: Config = N
         if local:
             from tlora.service.routes.keys import read_keys
 
-            found = _in_store(_config(config, data_dir), read_keys)
+            listing = _in_store(_config(config, data_dir), read_keys)
         else:
             with connected() as connection:
-                found = connection.get("/v1/keys", KeyList)
+                listing = connection.get("/v1/keys", KeyList)
         if as_json:
-            print_json(open_console(), found)
+            print_json(open_console(), listing)
         else:
-            print_keys(open_console(), found.data)
+            print_keys(open_console(), listing.data)
 
 
 @keys.command("revoke")
@@ -152,11 +152,11 @@ def list_bases(as_json: Json = False, debug: Debug = False) -> None:
         from tlora.api import BaseList
         from tlora.cli.service_view import print_bases, print_json
 
-        found = connection.get("/v1/bases", BaseList)
+        listing = connection.get("/v1/bases", BaseList)
         if as_json:
-            print_json(open_console(), found)
+            print_json(open_console(), listing)
         else:
-            print_bases(open_console(), found.data)
+            print_bases(open_console(), listing.data)
 
 
 @bases.command("add")
@@ -172,8 +172,8 @@ def add_base(
         from tlora.cli.serve_command import named_bases
 
         [(name, path)] = named_bases([base]).items()
-        found = connection.send("POST", "/v1/bases", BaseView, {"name": name, "path": path})
-        open_console().print(f"{found.name}: served from {path}; `tlora bases list` says whether it can be trained over", soft_wrap=True)
+        added = connection.send("POST", "/v1/bases", BaseView, {"name": name, "path": path})
+        open_console().print(f"{added.name}: served from {path}; `tlora bases list` says whether it can be trained over", soft_wrap=True)
 
 
 def drain(
@@ -190,14 +190,14 @@ def drain(
         from tlora.api import Drained
 
         console = open_console()
-        found = connection.send("PUT", "/v1/drain", Drained, {"draining": not undo})
-        while wait and found.draining and found.open_jobs:
+        drained = connection.send("PUT", "/v1/drain", Drained, {"draining": not undo})
+        while wait and drained.draining and drained.open_jobs:
             time.sleep(2.0)
-            found = connection.get("/v1/drain", Drained)
-        undone = not undo and not found.draining
+            drained = connection.get("/v1/drain", Drained)
+        undone = not undo and not drained.draining
         again = " again (the drain was undone, or the server was started anew)" if undone else ""
-        state = "refuses new jobs" if found.draining else f"accepts jobs{again}"
-        console.print(f"the server {state}; {found.open_jobs} have not ended", soft_wrap=True)
+        state = "refuses new jobs" if drained.draining else f"accepts jobs{again}"
+        console.print(f"the server {state}; {drained.open_jobs} have not ended", soft_wrap=True)
         if undone:
             raise typer.Exit(1)
 
@@ -212,12 +212,12 @@ def backup(
     from tlora.cli.terminal import bytes_text, exit_on_error, open_console, path_text
 
     with exit_on_error(debug):
-        found = _config(config, data_dir)
+        settings = _config(config, data_dir)
         from tlora.service.backup import back_up
 
-        made = back_up(found, out)
+        copy = back_up(settings, out)
         console = open_console()
-        console.print(f"{path_text(out)}: {made.jobs} jobs, {made.files} files, {bytes_text(made.bytes)}", soft_wrap=True)
+        console.print(f"{path_text(out)}: {copy.jobs} jobs, {copy.files} files, {bytes_text(copy.bytes)}", soft_wrap=True)
 
 
 def restore(
@@ -230,12 +230,12 @@ def restore(
     from tlora.cli.terminal import exit_on_error, open_console
 
     with exit_on_error(debug):
-        found = _config(config, data_dir)
+        settings = _config(config, data_dir)
         from tlora.service.backup import restore as restore_store
 
-        restored = restore_store(found, source)
-        told = f"; {restored} jobs had not ended: `tlora serve` goes on with them from their checkpoints" if restored else ""
-        open_console().print(f"{found.directory}: restored{told}", soft_wrap=True)
+        restored = restore_store(settings, source)
+        note = f"; {restored} jobs had not ended: `tlora serve` goes on with them from their checkpoints" if restored else ""
+        open_console().print(f"{settings.directory}: restored{note}", soft_wrap=True)
 
 
 def _config(config: Path | None, data_dir: Path | None) -> ServerConfig:
@@ -245,7 +245,7 @@ def _config(config: Path | None, data_dir: Path | None) -> ServerConfig:
 
 
 def _in_store(config: ServerConfig, operation: Callable[[Connection], T]) -> T:
-    """For who owns the store. Raises ConfigError where there is none, or another's."""
+    """Run `operation` on this user's store. Raises ConfigError if there is none, or it belongs to another user."""
     import os
 
     from tlora.errors import ConfigError
@@ -257,8 +257,8 @@ def _in_store(config: ServerConfig, operation: Callable[[Connection], T]) -> T:
             raise ConfigError(f"{directory}: no server has its store there. Give the right --data-dir, or start `tlora serve` once")
         if (directory / "tlora.db").stat().st_uid != os.getuid():
             raise ConfigError(f"{directory}: belongs to another user. Run this as that user, or ask the server with an admin key")
-    found: Any = with_store(config, operation)
-    return found
+    result: Any = with_store(config, operation)
+    return result
 
 
 def _plain_id(key: str) -> str:

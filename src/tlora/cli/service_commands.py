@@ -83,11 +83,11 @@ def jobs(
         from tlora.cli.service_view import print_jobs
         from tlora.client.jobs import list_jobs
 
-        found = list(list_jobs(connection, None if every else limit, status, name))
+        listing = list(list_jobs(connection, None if every else limit, status, name))
         if as_json:
-            _print_json(open_console(), found)
+            _print_json(open_console(), listing)
         else:
-            print_jobs(open_console(), found, "no jobs; `tlora submit jobs.yaml` submits some")
+            print_jobs(open_console(), listing, "no jobs; `tlora submit jobs.yaml` submits some")
 
 
 def show(
@@ -105,16 +105,16 @@ def show(
         from tlora.cli.service_view import print_job
         from tlora.client.jobs import find_job, list_events, newest_loss
 
-        found, console = find_job(connection, job), open_console()
+        view, console = find_job(connection, job), open_console()
         if follow:
-            raise typer.Exit(_follow(connection, console, [found]))
+            raise typer.Exit(_follow(connection, console, [view]))
         if logs:
-            for line in connection.get(f"/v1/jobs/{found.id}/logs", LogText).lines:
+            for line in connection.get(f"/v1/jobs/{view.id}/logs", LogText).lines:
                 console.print(printable(line), soft_wrap=True)
         elif as_json:
-            _print_json(console, found)
+            _print_json(console, view)
         else:
-            print_job(console, found, newest_loss(connection, found), list(list_events(connection, found.id)))
+            print_job(console, view, newest_loss(connection, view), list(list_events(connection, view.id)))
 
 
 def pause(jobs: Jobs, debug: Debug = False) -> None:
@@ -149,13 +149,13 @@ def clone(
         from tlora.client.jobs import find_job
 
         console, notes = open_console(), open_console(stderr=True)
-        made = clone_job(connection, find_job(connection, job), settings or [], notes)
+        cloned = clone_job(connection, find_job(connection, job), settings or [], notes)
         if as_json:
-            _print_json(console, made)
+            _print_json(console, cloned)
         else:
-            console.print(f"{made.name}: accepted as {made.id}", soft_wrap=True)
+            console.print(f"{cloned.name}: accepted as {cloned.id}", soft_wrap=True)
         if follow:
-            raise typer.Exit(_follow(connection, notes if as_json else console, [made]))
+            raise typer.Exit(_follow(connection, notes if as_json else console, [cloned]))
 
 
 def download(
@@ -184,16 +184,16 @@ def queue(as_json: Json = False, debug: Debug = False) -> None:
         from tlora.cli.service_view import print_cluster
         from tlora.client.jobs import list_jobs
 
-        found = connection.get("/v1/cluster", ClusterView)
+        cluster = connection.get("/v1/cluster", ClusterView)
         if as_json:
-            _print_json(open_console(), found)
+            _print_json(open_console(), cluster)
             return
-        running = {job.id: job for job in list_jobs(connection, 1000, status="running")} if any(g.jobs for g in found.groups) else {}
-        print_cluster(open_console(), found, running)
+        running = {job.id: job for job in list_jobs(connection, 1000, status="running")} if any(g.jobs for g in cluster.groups) else {}
+        print_cluster(open_console(), cluster, running)
 
 
 def _change(names: Sequence[str], verb: str, debug: bool) -> None:
-    """All that can be; the others are told, and the exit status is 2."""
+    """Change all jobs that can be changed; print why for the others and exit with status 2."""
     from tlora.cli.terminal import exit_on_error, open_console, printable
 
     with exit_on_error(debug), connected() as connection:
@@ -204,8 +204,8 @@ def _change(names: Sequence[str], verb: str, debug: bool) -> None:
         refused = False
         for name in names:
             try:
-                found = find_job(connection, name)
-                changed = connection.send("POST", f"/v1/jobs/{found.id}/{verb}", JobView)
+                view = find_job(connection, name)
+                changed = connection.send("POST", f"/v1/jobs/{view.id}/{verb}", JobView)
                 open_console().print(printable(f"{changed.name}: {changed.status}"), soft_wrap=True)
             except ServiceError as error:
                 if debug or not error.status:
@@ -226,9 +226,9 @@ def _follow(connection: Connection, console: Console, jobs: Sequence[JobView]) -
         with EventBell(connection) as bell:
             ended = follow(console, watch(connection, [job.id for job in jobs], bell=bell))
     except KeyboardInterrupt:
-        them = f"{jobs[0].name} goes" if len(jobs) == 1 else f"{len(jobs)} jobs go"
+        subject = f"{jobs[0].name} goes" if len(jobs) == 1 else f"{len(jobs)} jobs go"
         again = f"tlora show {jobs[0].id} --follow" if len(jobs) == 1 else "tlora jobs"
-        console.print(f"\n{them} on at {connection.access.url}. See: {again}", soft_wrap=True)
+        console.print(f"\n{subject} on at {connection.access.url}. See: {again}", soft_wrap=True)
         return 130
     return 0 if all(job.status == "succeeded" for job in ended) else 1
 

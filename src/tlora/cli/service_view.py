@@ -23,8 +23,8 @@ _SHOWN_EVENTS = 12
 
 def print_json(console: Console, answer: BaseModel | Sequence[BaseModel]) -> None:
     """As the server said it, with keys that this version does not know."""
-    found: Any = answer.model_dump(mode="json") if isinstance(answer, BaseModel) else [item.model_dump(mode="json") for item in answer]
-    console.print(json.dumps(found, indent=2, ensure_ascii=True), soft_wrap=True)
+    content: Any = answer.model_dump(mode="json") if isinstance(answer, BaseModel) else [item.model_dump(mode="json") for item in answer]
+    console.print(json.dumps(content, indent=2, ensure_ascii=True), soft_wrap=True)
 
 
 def time_text(seconds: float) -> str:
@@ -44,8 +44,8 @@ def why(job: JobView) -> str:
 
 
 def _loss(job: JobView, key: str) -> str:
-    found = (job.result or {}).get(key)
-    return loss_text(float(found)) if isinstance(found, int | float) else ""
+    loss = (job.result or {}).get(key)
+    return loss_text(float(loss)) if isinstance(loss, int | float) else ""
 
 
 def print_jobs(console: Console, jobs: Iterable[JobView], empty: str = "no jobs") -> None:
@@ -137,7 +137,7 @@ def print_cluster(console: Console, cluster: ClusterView, running: Mapping[str, 
     table.add_column("jobs that share it", overflow="fold")
     for group in sorted(cluster.groups, key=lambda group: group.gpus):
         listed = [
-            f"{found.name} ({steps_text(found) or DASH})" if (found := running.get(job)) else waiting.get(job, job) for job in group.jobs
+            f"{view.name} ({steps_text(view) or DASH})" if (view := running.get(job)) else waiting.get(job, job) for job in group.jobs
         ]
         listed += [f"{group.other_jobs} of others"] if group.other_jobs else []
         table.add_row(", ".join(map(str, group.gpus)), Text(printable(group.base_model)), Text(printable(", ".join(listed) or DASH)))

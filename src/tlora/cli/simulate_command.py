@@ -253,10 +253,10 @@ def _seeds(seed: int | None, seeds: str | None) -> list[int]:
     if not _SEEDS.fullmatch(text):
         option = "seed" if seeds is None else "seeds"
         raise ConfigError(f"--{option} {text}: write whole numbers of at most 15 digits, several as a range or a list (0-2 or 0,5)")
-    found: list[int] = []
+    chosen: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
         if not 0 <= int(last or first) - int(first) < MOST_POINTS:
             raise ConfigError(f"--seeds {part}: a range goes up, such as 0-2, and has at most {MOST_POINTS:,} seeds")
-        found += range(int(first), int(last or first) + 1)
-    return list(dict.fromkeys(found))
+        chosen += range(int(first), int(last or first) + 1)
+    return list(dict.fromkeys(chosen))

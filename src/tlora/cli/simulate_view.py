@@ -118,8 +118,8 @@ def print_policies(console: Console, rows: Sequence[MetricRow], seeds: Sequence[
         mean_jct, makespan = (duration_text(_number(row[f"{name}_bound_seconds"])) for name in ("mean_jct", "makespan"))
         console.print(f"lower bounds with the kernels {kernels}: mean JCT {mean_jct}, makespan {makespan}", style="dim", soft_wrap=True)
         most, cheapest = (metric_text("rate", _number(row[f"{name}tokens_bound_per_second"])) for name in ("", "cheapest_"))
-        told = f"{most} tokens/s for all the work, {cheapest} for its cheapest 55 %"
-        console.print(f"upper bounds with them, within the jobs' bounds: {told}", style="dim", soft_wrap=True)
+        bounds = f"{most} tokens/s for all the work, {cheapest} for its cheapest 55 %"
+        console.print(f"upper bounds with them, within the jobs' bounds: {bounds}", style="dim", soft_wrap=True)
     ended = [f"{_number(rows[0][f'jobs_{state}']):,.0f} {state}" for state in ("cancelled", "failed") if _number(rows[0][f"jobs_{state}"])]
     if ended:
         counted = f"completion times are of the {_number(rows[0]['jobs_done']):,.0f} that are done"
@@ -139,10 +139,10 @@ def print_sweep(console: Console, rows: Sequence[SweepRow], axes: Sequence[str])
         point = tuple(_value_text(row[axis]) for axis in axes)
         seconds[point][_name(row), row["seed"]] = _number(row["mean_jct_seconds"])
     table = _table([*axes, f"{reference}: mean JCT", *others])
-    for point, found in list(seconds.items())[:SWEEP_LINES]:
-        seeds = list(dict.fromkeys(seed for _, seed in found))
-        before = [found[reference, seed] for seed in seeds]
-        gains = ([first / found[name, seed] for first, seed in zip(before, seeds, strict=True)] for name in others)
+    for point, by_run in list(seconds.items())[:SWEEP_LINES]:
+        seeds = list(dict.fromkeys(seed for _, seed in by_run))
+        before = [by_run[reference, seed] for seed in seeds]
+        gains = ([first / by_run[name, seed] for first, seed in zip(before, seeds, strict=True)] for name in others)
         table.add_row(*point, duration_text(_mean(before)), *(_times(_mean(gain)) for gain in gains))
     console.print(table)
     if any(row.get("closed") for row in rows):
@@ -151,31 +151,31 @@ def print_sweep(console: Console, rows: Sequence[SweepRow], axes: Sequence[str])
         console.print(f"... and {len(seconds) - SWEEP_LINES:,} points more", style="dim")
     if others:
         seeds_text = ", ".join(dict.fromkeys(_value_text(row["seed"]) for row in rows))
-        told = f"{printable(str(rows[0]['trace']))}: mean JCT of {reference} over that of each policy, mean of the seeds {seeds_text}"
-        console.print(told, style="dim", soft_wrap=True)
+        caption = f"{printable(str(rows[0]['trace']))}: mean JCT of {reference} over that of each policy, mean of the seeds {seeds_text}"
+        console.print(caption, style="dim", soft_wrap=True)
     _warn_of_uncounted(console, rows, axes)
 
 
 def _print_throughput(console: Console, rows: Sequence[SweepRow], axes: Sequence[str]) -> None:
-    """Steady tokens/s of each policy at each point, the mean over the seeds, beside the highest of their upper bounds."""
+    """Steady tokens/s of each policy at each point, the mean over the seeds, and the highest of their upper bounds."""
     most: dict[tuple[str, ...], float] = {}
-    found: defaultdict[tuple[str, ...], defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    rates_at: defaultdict[tuple[str, ...], defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         point = tuple(_value_text(row[axis]) for axis in axes)
-        found[point][_name(row)].append(_number(row["steady_tokens_per_second"]))
+        rates_at[point][_name(row)].append(_number(row["steady_tokens_per_second"]))
         most[point] = max(most.get(point, 0.0), _number(row.get("tokens_bound_per_second")))
     names = list(dict.fromkeys(_name(row) for row in rows))
     table = _table([*axes, *(f"{name}: tokens/s" for name in names), "upper bound"])
-    for point, rates in list(found.items())[:SWEEP_LINES]:
+    for point, rates in list(rates_at.items())[:SWEEP_LINES]:
         table.add_row(*point, *(metric_text("rate", _mean(rates[name])) for name in names), metric_text("rate", most[point]))
     console.print(table)
-    told = "tokens/s from 5 to 60 % of the total work, all jobs submitted at once; upper bound: of all the work within the jobs' bounds"
-    console.print(told, style="dim", soft_wrap=True)
+    caption = "tokens/s from 5 to 60 % of the total work, all jobs submitted at once; upper bound: of all the work within the jobs' bounds"
+    console.print(caption, style="dim", soft_wrap=True)
 
 
 def _warn_of_uncounted(console: Console, rows: Sequence[SweepRow], axes: Sequence[str]) -> None:
     """The jobs that no load or no completion time counts, and where."""
-    for state, told in (("rejected", "load counts the others only"), ("unknown", "no completion time counts them")):
+    for state, effect in (("rejected", "load counts the others only"), ("unknown", "no completion time counts them")):
         counts = {
             ", ".join(f"{axis} {_value_text(row[axis])}" for axis in axes) or "everywhere": _number(row[f"jobs_{state}"])
             for row in rows
@@ -183,18 +183,18 @@ def _warn_of_uncounted(console: Console, rows: Sequence[SweepRow], axes: Sequenc
         }
         if counts:
             where = "; ".join(f"{point}: {count:,.0f}" for point, count in list(counts.items())[:SWEEP_LINES])
-            console.print(f"warning: {state} jobs ({told}): {where}", style="yellow", soft_wrap=True)
+            console.print(f"warning: {state} jobs ({effect}): {where}", style="yellow", soft_wrap=True)
 
 
 def print_origin(console: Console, constants: Mapping[str, Mapping[str, BaseConstants]]) -> None:
     """The extrapolated constants, and how to see how much depends on one."""
     kernels_of: defaultdict[str, list[str]] = defaultdict(list)
     for kernels, bases in constants.items():
-        for name in dict.fromkeys(name for found in bases.values() for name in extrapolated_fields(found)):
+        for name in dict.fromkeys(name for base in bases.values() for name in extrapolated_fields(base)):
             kernels_of[name].append(kernels)
     if kernels_of:
-        told = ", ".join(f"{name} ({', '.join(kernels)})" for name, kernels in kernels_of.items())
-        console.print(f"extrapolated, not measured: {told}", style="yellow", soft_wrap=True)
+        listed = ", ".join(f"{name} ({', '.join(kernels)})" for name, kernels in kernels_of.items())
+        console.print(f"extrapolated, not measured: {listed}", style="yellow", soft_wrap=True)
         first = next(iter(kernels_of))
         console.print(f"how much depends on one: --sweep scale.{first}=0.7:1:1.3 --out FILE.csv", style="dim", soft_wrap=True)
 

@@ -26,23 +26,23 @@ def submit_plan(connection: Connection, plan: Plan, start_from: str | None, cons
     """The jobs, once the server has accepted all of them. Raises TloraError, which tells how many it had accepted before."""
     base = find_base(plan.base_model, [base.name for base in connection.get("/v1/bases", BaseList).data])
     source = find_job(connection, start_from).id if start_from is not None else None
-    ids = upload_files(connection, plan.files, lambda *found: _say_upload(notes, *found))
+    ids = upload_files(connection, plan.files, lambda *upload: _say_upload(notes, *upload))
     accepted: list[JobView] = []
     for draft in plan.drafts:
         body = order_of(draft, base, ids, source)
         try:
             if draft.sweep is None:
-                made = [connection.send("POST", "/v1/jobs", JobView, body)]
+                jobs = [connection.send("POST", "/v1/jobs", JobView, body)]
             else:
-                made = connection.send("POST", "/v1/sweeps", Sweep, body).data
+                jobs = connection.send("POST", "/v1/sweeps", Sweep, body).data
         except TloraError as error:
             if not accepted:
                 raise
-            told = f"{', '.join(draft.names[:3])}: {error}. {len(accepted)} jobs before it were accepted: submit the others alone"
-            raise ConfigError(told) from error
-        for job in made:
+            message = f"{', '.join(draft.names[:3])}: {error}. {len(accepted)} jobs before it were accepted: submit the others alone"
+            raise ConfigError(message) from error
+        for job in jobs:
             console.print(Text(printable(f"{job.name}: accepted as {job.id}")), soft_wrap=True)
-        accepted += made
+        accepted += jobs
     return accepted
 
 
@@ -83,4 +83,4 @@ def _uploaded(connection: Connection, value: object, notes: Console) -> str:
     files = files_of(DataSource(path=str(Path(value).expanduser().absolute())))
     if len(files) > 1:
         raise ConfigError(f"data: {value!r} holds {len(files)} files; name one")
-    return upload_files(connection, files, lambda *found: _say_upload(notes, *found))[files[0]]
+    return upload_files(connection, files, lambda *upload: _say_upload(notes, *upload))[files[0]]

@@ -91,8 +91,8 @@ def worker_token(
             _print_tokens(console, tokens.all(), as_json)
         else:
             fingerprint = open_certificate(store)[1]
-            made, secret = tokens.create(3600 * valid_hours)
-            _print_made(console, made, secret, fingerprint, store, as_json)
+            created, secret = tokens.create(3600 * valid_hours)
+            _print_made(console, created, secret, fingerprint, store, as_json)
 
 
 def _store(directory: Path | None) -> Path:
@@ -100,19 +100,19 @@ def _store(directory: Path | None) -> Path:
     from tlora.errors import ConfigError
     from tlora.server_directory import default_directory
 
-    found = directory or default_directory()
-    store = found / "workers"
+    root = directory or default_directory()
+    store = root / "workers"
     if not store.is_dir():
         raise ConfigError(
-            f"{found}: no cluster and no server has its store there. Give the right directory, or start one there first: "
+            f"{root}: no cluster and no server has its store there. Give the right directory, or start one there first: "
             "`tlora cluster` or `tlora serve`, with --worker-listen tcp://127.0.0.1:8322"
         )
     if store.stat().st_uid != os.geteuid():
-        raise ConfigError(f"{found}: belongs to another user. Run this as that user")
+        raise ConfigError(f"{root}: belongs to another user. Run this as that user")
     return store
 
 
-def _print_made(console: Console, made: WorkerToken, secret: str, fingerprint: str, store: Path, as_json: bool) -> None:
+def _print_made(console: Console, created: WorkerToken, secret: str, fingerprint: str, store: Path, as_json: bool) -> None:
     """The token goes to stdout, alone, so that a script can read it; what a person needs besides to stderr."""
     from tlora.cli.service_view import time_text
     from tlora.cli.terminal import open_console
@@ -122,12 +122,12 @@ def _print_made(console: Console, made: WorkerToken, secret: str, fingerprint: s
     listens = (store / TCP_ADDRESS_FILE).is_file()
     address = (store / TCP_ADDRESS_FILE).read_text(encoding="utf-8").strip() if listens else None
     if as_json:
-        facts = {"id": made.id, "token": secret, "expires": made.expires, "fingerprint": fingerprint, "address": address}
+        facts = {"id": created.id, "token": secret, "expires": created.expires, "fingerprint": fingerprint, "address": address}
         console.print(json.dumps(facts), soft_wrap=True)
         return
     console.print(secret, soft_wrap=True)
     lines = [
-        f"{made.id}: for workers only, which must come first before {time_text(made.expires)}. It is not shown again",
+        f"{created.id}: for workers only, which must come first before {time_text(created.expires)}. It is not shown again",
         f"certificate {fingerprint}",
         f"with the token in {TOKEN}, or in a 0600 file and --token-file FILE:",
         f"tlora worker --connect {address or 'tcp://HOST:PORT'} --fingerprint {fingerprint} --gpu 0",

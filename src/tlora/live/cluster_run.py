@@ -166,10 +166,10 @@ class _Run:
         if len(self._places) == 1:
             return 1
         limit = memory_limit(torch.device(self._places[0]), self._run.memory_limit)
-        found = least_gpus(self._memory.bytes_by_gpus[: len(self._places)], limit)
-        if found is not None and found > 1:
-            self._watcher.note(f"the base does not fit on one GPU ({gib(limit)}): each job gets {found} or more, which hold it in parts")
-        return found or 1
+        count = least_gpus(self._memory.bytes_by_gpus[: len(self._places)], limit)
+        if count is not None and count > 1:
+            self._watcher.note(f"the base does not fit on one GPU ({gib(limit)}): each job gets {count} or more, which hold it in parts")
+        return count or 1
 
     def _profile(self) -> dict[str, ProfiledJob]:
         """Of the jobs that are to be trained; the others are done, or have failed."""
@@ -177,17 +177,17 @@ class _Run:
         open_jobs = [job for job in self._run.jobs if job.name not in self._ended]
         if not open_jobs:
             return {}
-        found = profile_jobs(
+        profiles = profile_jobs(
             self._run.model_copy(update={"jobs": open_jobs}),
             lambda p: self._watcher.progress(RunProgress(self._seconds, rows, stage=f"tokenizing {p.key}: {p.rows:,} rows")),
         )
         for spec in open_jobs:
-            problem = found[spec.name]
+            problem = profiles[spec.name]
             if not isinstance(problem, ProfiledJob):
                 self._fail(spec, str(problem))
             elif spec.gpus > len(self._places):
                 self._watcher.note(f"{spec.name}: some of its {spec.gpus} replicas run in turn: there are fewer GPUs")
-        return {name: job for name, job in found.items() if isinstance(job, ProfiledJob)}
+        return {name: job for name, job in profiles.items() if isinstance(job, ProfiledJob)}
 
     def _note_speeds(self) -> None:
         kind, like = self._places[0].partition(":")[0], nearest_base(self._base.num_bytes)

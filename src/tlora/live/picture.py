@@ -1,4 +1,4 @@
-"""What a cluster's events and actions say of its jobs, as one picture for whoever watches."""
+"""Folds a cluster's events and actions into one view of its jobs' progress."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Picture:
     def _losses(self, name: str) -> dict[str, Any]:
         """Of the end of the job's metrics."""
         rows: list[dict[str, Any]] = []
-        found: dict[str, Any] = {}
+        losses: dict[str, Any] = {}
         with suppress(OSError, ValueError, TypeError):
             path = self._directory / name / "metrics.jsonl"
             with path.open("rb") as file:
@@ -113,6 +113,6 @@ class Picture:
                     with suppress(ValueError):
                         row = json.loads(line)
                         rows += [row] if "loss" in row else []
-                        found |= {"num_tokens": int(row["num_tokens"])} if "loss" in row else {}
-                        found |= {"eval_loss": float(row["eval_loss"])} if "eval_loss" in row else {}
-        return found | {"loss": recent_loss(rows)} if rows else found
+                        losses |= {"num_tokens": int(row["num_tokens"])} if "loss" in row else {}
+                        losses |= {"eval_loss": float(row["eval_loss"])} if "eval_loss" in row else {}
+        return losses | {"loss": recent_loss(rows)} if rows else losses

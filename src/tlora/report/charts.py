@@ -173,8 +173,8 @@ def _smoothed_pair(curve: JobCurve, key: str, number_format: str) -> list[Trace]
     raw, mean = _line(curve, key, number_format), _line(curve, f"{key} smoothed", number_format)
     raw["meta"], mean["meta"] = raw["meta"] | {"role": "raw"}, mean["meta"] | {"role": "mean"}
     for trace, other, logged, average in ((raw, mean, "y", "customdata"), (mean, raw, "customdata", "y")):
-        told = f"%{{{logged}:{number_format}}} at %{{x:,.6~g}}<br>average %{{{average}:{number_format}}}"
-        trace |= {"customdata": other["y"], "hovertemplate": f"{curve.title}<br>{told}<extra></extra>"}
+        text = f"%{{{logged}:{number_format}}} at %{{x:,.6~g}}<br>average %{{{average}:{number_format}}}"
+        trace |= {"customdata": other["y"], "hovertemplate": f"{curve.title}<br>{text}<extra></extra>"}
     return [raw, mean]
 
 

@@ -56,7 +56,7 @@ def merge_gpus(rows: Sequence[JsonObject]) -> list[JsonObject]:
         seconds = number(row.get("seconds"))
         if math.isfinite(seconds):
             spans.setdefault((seconds // _SPAN_SECONDS + 1) * _SPAN_SECONDS, []).append(row)
-    return [{"seconds": end} | _together(found) for end, found in sorted(spans.items())]
+    return [{"seconds": end} | _together(span_rows) for end, span_rows in sorted(spans.items())]
 
 
 def _together(rows: Sequence[JsonObject]) -> JsonObject:
@@ -67,13 +67,13 @@ def _together(rows: Sequence[JsonObject]) -> JsonObject:
         own = row.get("jobs")
         for name, tokens in own.items() if isinstance(own, dict) else ():
             jobs[name] = jobs.get(name, 0) + number(tokens)
-    found: JsonObject = {"tokens_per_second": sum(sum(own) / len(own) for own in rates.values()), "jobs": jobs}
+    merged: JsonObject = {"tokens_per_second": sum(sum(own) / len(own) for own in rates.values()), "jobs": jobs}
     for prefix in ("", "tail_"):
         counts = {key: sum(n for n in column(rows, prefix + key) if math.isfinite(n)) for key in _COUNTS}
-        found |= {prefix + key: value for key, value in counts.items()}
-        found[prefix + "padding"] = 1 - counts["tokens"] / counts["computed"] if counts["computed"] else None
-        found[prefix + "fill"] = counts["tokens"] / counts["offered"] if counts["offered"] else None
-    return found
+        merged |= {prefix + key: value for key, value in counts.items()}
+        merged[prefix + "padding"] = 1 - counts["tokens"] / counts["computed"] if counts["computed"] else None
+        merged[prefix + "fill"] = counts["tokens"] / counts["offered"] if counts["offered"] else None
+    return merged
 
 
 def number(value: object) -> float:

@@ -173,14 +173,14 @@ def column_means(seconds: Sequence[float], values: Sequence[float], end_seconds:
 
 def _gains(view: SimulationView) -> dict[str, dict[float, list[float]]]:
     """Gains by policy and load, one per seed: the reference's mean JCT divided by the policy's, at the same load and seed."""
-    found: dict[tuple[str, float, float], tuple[str, float]] = {}
+    mean_jcts: dict[tuple[str, float, float], tuple[str, float]] = {}
     for row in view.sweep:
         key = str(row["name"]), number(row["load"]), number(row["seed"])
-        assert key not in found, f"two rows of the sweep for {key}"
-        found[key] = str(row.get("reference", view.reference)), number(row["mean_jct_seconds"])
+        assert key not in mean_jcts, f"two rows of the sweep for {key}"
+        mean_jcts[key] = str(row.get("reference", view.reference)), number(row["mean_jct_seconds"])
     gains: defaultdict[str, defaultdict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for (name, load, seed), (reference, seconds) in found.items():
-        _, before = found.get((reference, load, seed), ("", math.nan))
+    for (name, load, seed), (reference, seconds) in mean_jcts.items():
+        _, before = mean_jcts.get((reference, load, seed), ("", math.nan))
         if name != reference and math.isfinite(before) and seconds > 0:
             gains[name][load].append(before / seconds)
     return {name: dict(by_load) for name, by_load in gains.items()}
@@ -188,7 +188,7 @@ def _gains(view: SimulationView) -> dict[str, dict[float, list[float]]]:
 
 def _throughput_over_bound(view: SimulationView, drawn: Mapping[str, Look]) -> Chart:
     """Steady tokens/s against the slowdown bound, averaged over seeds; without traces unless the sweep varies the bound."""
-    found: defaultdict[str, defaultdict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    rates: defaultdict[str, defaultdict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     most: dict[float, float] = {}
     looks: dict[str, Look] = {}
     for row in view.sweep:
@@ -197,10 +197,10 @@ def _throughput_over_bound(view: SimulationView, drawn: Mapping[str, Look]) -> C
                 most[float(row["delta"])] = max(most.get(float(row["delta"]), 0.0), float(rate))
             name = str(row["policy"])
             looks.setdefault(name, drawn.get(name, drawn[str(row["name"])]))
-            found[name][float(row["delta"])].append(number(row["steady_tokens_per_second"]))
-    bounds = sorted({bound for by_bound in found.values() for bound in by_bound})
+            rates[name][float(row["delta"])].append(number(row["steady_tokens_per_second"]))
+    bounds = sorted({bound for by_bound in rates.values() for bound in by_bound})
     traces: list[Trace] = []
-    for name, by_bound in found.items() if len(bounds) > 1 else ():
+    for name, by_bound in rates.items() if len(bounds) > 1 else ():
         means = [sum(by_bound[bound]) / len(by_bound[bound]) if bound in by_bound else math.nan for bound in bounds]
         trace = _line(name, looks[name], means, means) | {"x": [f"{bound:g}" for bound in bounds], "mode": "lines+markers"}
         trace["hovertemplate"] = f"<b>{escape(name)}</b><br>%{{y:,.4~s}} tokens/s at %{{x}}<extra></extra>"

@@ -46,7 +46,7 @@ def _titled(tables: Mapping[str, Markup]) -> Markup:
 
 def _best(metric: Metric, policies: Sequence[Mapping[str, float]]) -> str:
     """The best value as it is displayed; empty if all are displayed alike."""
-    values = [value for found in policies if math.isfinite(value := number(found.get(metric.key)))]
+    values = [value for metrics in policies if math.isfinite(value := number(metrics.get(metric.key)))]
     if not metric.better or len({metric_text(metric.kind, value) for value in values}) < 2:
         return ""
     return metric_text(metric.kind, min(values) if metric.better == "less" else max(values))
@@ -70,10 +70,10 @@ def ratios_html(view: SimulationView, drawn: Mapping[str, Look]) -> Markup:
     names = [policy.name for policy in view.policies]
     if len(names) > 1 and view.ratios:
         for key, label in (("mean_jct_seconds", "Mean JCT"), ("p99_jct_seconds", "p99 JCT")):
-            found = {(row["name"], row["against"]): number(row[key]) for row in view.ratios}
+            ratios = {(row["name"], row["against"]): number(row[key]) for row in view.ratios}
             heads = ("policy", *(f"#vs {name}" for name in names))
             rows = [
-                Line((_name_cell(name, drawn), *(_ratio_cell(found.get((name, other), math.nan)) for other in names))) for name in names
+                Line((_name_cell(name, drawn), *(_ratio_cell(ratios.get((name, other), math.nan)) for other in names))) for name in names
             ]
             tables[f"{label}: the row against the column"] = table(heads, rows)
     note = Markup(
@@ -156,15 +156,15 @@ def _decomposition(view: SimulationView) -> Markup:
 
 
 def _warnings(view: SimulationView) -> list[tuple[str, str]]:
-    found = [("trace", text) for text in view.warnings]
+    warnings = [("trace", text) for text in view.warnings]
     guessed = [row for row in view.constants if is_extrapolated(row)]
     if guessed:
         names = ", ".join(dict.fromkeys(str(row["field"]) for row in guessed))
-        found.append(("extrapolated", f"{len(guessed)} of {len(view.constants)} constants were not measured: {names}. See Constants."))
+        warnings.append(("extrapolated", f"{len(guessed)} of {len(view.constants)} constants were not measured: {names}. See Constants."))
     for policy in view.policies:
         if left := number(policy.metrics.get("jobs_unfinished")):
-            found.append(("unfinished", f"{policy.name}: {left:,.0f} jobs had not ended; its completion times are without them."))
-    return found
+            warnings.append(("unfinished", f"{policy.name}: {left:,.0f} jobs had not ended; its completion times are without them."))
+    return warnings
 
 
 def is_extrapolated(constant: JsonObject) -> bool:

@@ -1,4 +1,4 @@
-"""The checkpoint of a job's best evaluation, which `load_best_model_at_end` hands over: what to do where it is gone."""
+"""The checkpoint of a job's best evaluation, which `load_best_model_at_end` hands over: what to do if it is missing."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def _copy_adapter(directory: Path, scratch: Path) -> None:
 
 def _eval_losses(directory: Path, last: int) -> dict[int, float]:
     """Of the evaluations up to the step `last`, by step."""
-    found: dict[int, float] = {}
+    losses: dict[int, float] = {}
     with suppress(OSError):
         for line in (directory / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError, KeyError, TypeError, RecursionError):
                 row = json.loads(line)
                 step, loss = int(row["step"]), float(row["eval_loss"])
                 if step <= last and math.isfinite(loss):
-                    found[step] = loss
-    return found
+                    losses[step] = loss
+    return losses

@@ -65,7 +65,7 @@ def load(directory: Path, layout: AdapterLayout, dtype: torch.dtype) -> tuple[Ad
     progress, counters = _read_state(directory / STATE_FILE)
     moments = _read_moments(directory / OPTIMIZER_FILE, layout)
     params = load_params(directory, layout, dtype)
-    # copies: what safetensors gives lies in the mapped file, and whoever cut that would kill the process
+    # copies: safetensors returns views of the mapped file, and truncating that file would kill the process
     exp_avg, exp_avg_sq = (moments[name].to(dtype, copy=True) for name in ("exp_avg", "exp_avg_sq"))
     return AdapterState(layout, params, exp_avg, exp_avg_sq, progress.step, **counters), progress
 

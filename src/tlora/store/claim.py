@@ -1,6 +1,6 @@
 """Which worker may write in a job's directory: one at a time, under the number of its attempt.
 
-A claim is a locked file beside the jobs' directories, with the number in it. The lock keeps others out as long as the process lives, also
+A claim is a locked file next to the jobs' directories that holds the number. The lock keeps others out as long as the process lives, also
 when it is stopped; the number is looked at before each rename, so that a worker whose lock did not hold (a file system that does not
 pass locks on to other hosts) cannot put anything in place once a later attempt has begun.
 """
@@ -32,9 +32,11 @@ class Claim:
 
     def check(self, _: str = "") -> None:
         """To be called before anything is put in place (`durable.Failpoint`). Raises HeldError for a job that was handed over."""
-        found = _number_in(self._path)
-        if found != self._number:
-            raise HeldError(f"{self._path.name} was handed over: attempt {found} writes it, and this is {self._number}. Nothing is written")
+        number = _number_in(self._path)
+        if number != self._number:
+            raise HeldError(
+                f"{self._path.name} was handed over: attempt {number} writes it, and this is {self._number}. Nothing is written"
+            )
 
     def release(self) -> None:
         """May be called twice."""
@@ -80,7 +82,7 @@ def _lock(handle: int, path: Path, wait_seconds: float) -> None:
 
 
 def _number_in(path: Path) -> int:
-    """0 where none stands there."""
+    """0 if the file holds none."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(path.read_text(encoding="ascii", errors="replace").split()[0])
     return 0

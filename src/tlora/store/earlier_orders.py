@@ -32,19 +32,19 @@ def _read_whole(path: str | Sources, sources: Sources) -> str | Sources:
         is_whole = not (source.split or source.name) and has_layout(source, Path())
         return source.model_copy(update={"split": ALL_SPLITS}) if is_whole else source
 
-    found = tuple(map(whole, sources))
-    return path if found == sources else found
+    opened = tuple(map(whole, sources))
+    return path if opened == sources else opened
 
 
 def pinned(job: JobSpec, earlier: JobSpec) -> JobSpec:
     """`job` with the evaluation seed, the revisions and the reading of directories of `earlier`, where it leaves them open."""
     data, before = job.data, earlier.data
-    found: dict[str, Any] = {"path": _pin_sources(data.path, data.sources, before.sources)}
+    changes: dict[str, Any] = {"path": _pin_sources(data.path, data.sources, before.sources)}
     if data.eval_path:
-        found["eval_path"] = _pin_sources(data.eval_path, data.eval_sources, before.eval_sources)
+        changes["eval_path"] = _pin_sources(data.eval_path, data.eval_sources, before.eval_sources)
     if "eval_seed" not in data.model_fields_set:
-        found["eval_seed"] = before.eval_seed
-    return job.model_copy(update={"data": data.model_copy(update=found)})
+        changes["eval_seed"] = before.eval_seed
+    return job.model_copy(update={"data": data.model_copy(update=changes)})
 
 
 def _pin_sources(path: str | Sources, now: Sources, before: Sources) -> str | Sources:
@@ -55,5 +55,5 @@ def _pin_sources(path: str | Sources, now: Sources, before: Sources) -> str | So
     def left_open(old: DataSource) -> DataSource:
         return old.model_copy(update={"revision": None} | ({"split": None} if old.split == ALL_SPLITS else {}))
 
-    found = tuple(old if new == left_open(old) else new for new, old in zip(now, before, strict=True))
-    return path if found == now else found
+    fixed = tuple(old if new == left_open(old) else new for new, old in zip(now, before, strict=True))
+    return path if fixed == now else fixed

@@ -154,9 +154,9 @@ class BaseGuard:
         if quick is not None and self._earlier is not None and quick != self._earlier.quick:
             self._problem = "sizes, headers or sampled blocks differ"
 
-    def _compare(self, found: Mapping[str, str]) -> None:
+    def _compare(self, digests: Mapping[str, str]) -> None:
         earlier = self._earlier.sha256 if self._earlier is not None else {}
-        differ = [name for name, sha256 in found.items() if name in earlier and earlier[name] != sha256]
+        differ = [name for name, sha256 in digests.items() if name in earlier and earlier[name] != sha256]
         if differ and self._problem is None:
             self._problem = f"{differ[0]} has another sha256"
 
@@ -168,11 +168,11 @@ class BaseGuard:
     def facts(self) -> dict[str, Any]:
         """For `run.json`: what is known by now. Of a base that turned out to be another, what the earlier run had."""
         if self._quick is None or self._problem is not None:
-            found = self._earlier
+            fingerprint = self._earlier
         else:
             sha256 = self._sha256 if self._done.is_set() else {}
-            found = Fingerprint(self._quick, sha256 or (self._earlier.sha256 if self._earlier is not None else {}))
-        return {"base_files": {"quick": found.quick, "sha256": dict(found.sha256)}} if found is not None else {}
+            fingerprint = Fingerprint(self._quick, sha256 or (self._earlier.sha256 if self._earlier is not None else {}))
+        return {"base_files": {"quick": fingerprint.quick, "sha256": dict(fingerprint.sha256)}} if fingerprint is not None else {}
 
     def start(self) -> None:
         """Hash in the background; called when the base is loaded. A hub model's files are there by now."""
@@ -197,24 +197,24 @@ class BaseGuard:
 
     def _hash_all(self) -> None:
         try:
-            found: dict[str, str] = {}
+            digests: dict[str, str] = {}
             for file, identity in self._identities.items():
                 sha256 = self._hash(file, identity)
                 if sha256 is None:
                     return
-                found[file.name] = sha256
-            self._compare(found)
-            self._sha256 = found
+                digests[file.name] = sha256
+            self._compare(digests)
+            self._sha256 = digests
         except OSError as error:
             if self._earlier is not None and self._earlier.sha256:
                 self._problem = str(error)
         self._done.set()
 
     def _hash(self, file: Path, identity: Identity) -> str | None:
-        """None when told to stop. Raises OSError for a file that is not what it was at launch."""
-        found = _known_sha256(identity)
-        if found is not None:
-            return found
+        """None if interrupted by `stop`. Raises OSError for a file that has changed since launch."""
+        known = _known_sha256(identity)
+        if known is not None:
+            return known
         digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE_BYTES))
         with file.open("rb", buffering=0) as opened:
             while size := opened.readinto(piece):
@@ -266,5 +266,5 @@ class BaseGuard:
 
 def read_fingerprint(content: Mapping[str, Any]) -> Fingerprint | None:
     """What `run.json` has of its base; None for a run of a version that did not record it."""
-    found = content.get("base_files")
-    return Fingerprint(str(found["quick"]), dict(found["sha256"])) if isinstance(found, dict) else None
+    saved = content.get("base_files")
+    return Fingerprint(str(saved["quick"]), dict(saved["sha256"])) if isinstance(saved, dict) else None

@@ -75,8 +75,8 @@ def result_of(spec: JobSpec, progress: TrainingProgress, directory: Path, total_
 
 def saved_result(spec: JobSpec, directory: Path, total_steps: int = 0) -> JobResult:
     """What the newest whole checkpoint says of a job that is not running: "stopped" there. Without one, at step 0."""
-    found = durable.find_verified(directory)
-    progress = attempt(read_progress, found) if found is not None else TrainingProgress()
+    checkpoint = durable.find_verified(directory)
+    progress = attempt(read_progress, checkpoint) if checkpoint is not None else TrainingProgress()
     if isinstance(progress, Failure):
         progress = TrainingProgress()
     return result_of(spec, progress, directory, spec.max_steps or total_steps)
@@ -94,8 +94,8 @@ def read_result(directory: Path) -> JobResult | None:
 
 def is_finished(directory: Path) -> bool:
     """Whether a job is done there, and its adapter is there."""
-    found = read_result(directory)
-    return found is not None and found.status == "done" and all((directory / name).is_file() for name in (CONFIG_FILE, WEIGHTS_FILE))
+    result = read_result(directory)
+    return result is not None and result.status == "done" and all((directory / name).is_file() for name in (CONFIG_FILE, WEIGHTS_FILE))
 
 
 def write_result(

@@ -33,19 +33,19 @@ def finite(value: float | None) -> float | None:
 
 
 def finite_mean(values: Sequence[float]) -> float:
-    """Of those values that are finite; NaN where none is."""
-    found = [value for value in values if math.isfinite(value)]
-    return sum(found) / len(found) if found else math.nan
+    """The mean of the finite values; NaN if there is none."""
+    kept = [value for value in values if math.isfinite(value)]
+    return sum(kept) / len(kept) if kept else math.nan
 
 
 def means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Of each metric over the steps that have it, where it is finite; NaN where it never is."""
-    found: dict[str, list[float]] = {name: [] for step in steps for name in step}
+    by_name: dict[str, list[float]] = {name: [] for step in steps for name in step}
     for step in steps:
         for name, value in step.items():
             if math.isfinite(value):
-                found[name].append(value)
-    return {name: fmean(values) if values else math.nan for name, values in found.items()}
+                by_name[name].append(value)
+    return {name: fmean(values) if values else math.nan for name, values in by_name.items()}
 
 
 class RowWriter:
@@ -68,8 +68,8 @@ class RowWriter:
 def check_trackers(names: list[str]) -> None:
     """Raise ConfigError for a tracker whose client is not installed: a folder of its name, as wandb makes one, is not the package."""
     for name in names:
-        found = importlib.util.find_spec(name)
-        if found is None or (found.origin is None and found.submodule_search_locations is not None):
+        module = importlib.util.find_spec(name)
+        if module is None or (module.origin is None and module.submodule_search_locations is not None):
             raise ConfigError(f"report_to: {name} is not installed. Install it with: pip install 'tlora[{name}]'")
 
 
@@ -105,7 +105,7 @@ def _open_client(name: str, job: JobSpec, directory: Path, step: int) -> _Client
 
 def _options_of_wandb(directory: Path) -> dict[str, Any]:
     """One run for each job: `init` would end the run that this process has going, which is another job's, and begin a new one at each
-    resume. Its files are beside the job's, where WANDB_DIR does not say otherwise.
+    resume. Its files go into the job's directory unless WANDB_DIR is set.
     """
     path = directory / WANDB_ID
     if not path.is_file():
@@ -144,6 +144,6 @@ class Tracker:
     def _kept_apart(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever a client raises
+        except Exception as error:  # clients raise anything
             self._clients.pop(name, None)
             self._note(f"{self._job}: {name} gets no more numbers: {type(error).__name__}: {error}")

@@ -90,13 +90,13 @@ def is_unedited(path: Path) -> bool:
 
 def _data(spec: JobSpec, report: dict[str, Any] | None) -> str:
     sources = {"Trained on": spec.data.sources, "evaluated on": spec.data.eval_sources}
-    told = [f"{what} {', '.join(map(_source, found))}" for what, found in sources.items() if found]
+    parts = [f"{what} {', '.join(map(_source, origin))}" for what, origin in sources.items() if origin]
     if spec.data.eval_size:
-        told.append(f"evaluated on {spec.data.eval_size:g} {'of its rows' if spec.data.eval_size < 1 else 'rows of it'}")
+        parts.append(f"evaluated on {spec.data.eval_size:g} {'of its rows' if spec.data.eval_size < 1 else 'rows of it'}")
     if report is None:
-        return f"{', '.join(told)}."
+        return f"{', '.join(parts)}."
     counts = f"{report['rows']:,} rows of format {report['format']}, {report['tokens']:,} tokens"
-    return f"{', '.join(told)}: {counts}, {report['trained_tokens']:,} of them trained on."
+    return f"{', '.join(parts)}: {counts}, {report['trained_tokens']:,} of them trained on."
 
 
 def _source(source: DataSource) -> str:
@@ -105,35 +105,35 @@ def _source(source: DataSource) -> str:
         shown = f"`{Path(source.path).name}`"
     else:
         shown = f"`{source.path}` (revision {source.revision})"
-    told = [f"{key} {value}" for key in ("name", "split") if (value := getattr(source, key))]
+    parts = [f"{key} {value}" for key in ("name", "split") if (value := getattr(source, key))]
     weight = f"weight {source.weight:g}" if source.weight is not None else ""
-    return shown + (f" ({', '.join([*told, *filter(None, [weight])])})" if told or weight else "")
+    return shown + (f" ({', '.join([*parts, *filter(None, [weight])])})" if parts or weight else "")
 
 
 def _settings(spec: JobSpec, data_format: str) -> dict[str, Any]:
     """Those that the job reads; `data_format` is that of its rows, where it is known."""
     hidden = _NOT_TOLD | _not_read(spec)
-    found = {key: value for key, value in spec.model_dump().items() if key not in hidden and value not in (None, {})}
+    settings = {key: value for key, value in spec.model_dump().items() if key not in hidden and value not in (None, {})}
     data = {key: value for key in _DATA_TOLD if (value := getattr(spec.data, key)) not in (None, {}, False)}
     if spec.learns_from != "samples" or data_format == "text":
         del data["train_on"]  # an answer's tokens are trained, or all of a text
     started = {"started from": Path(spec.adapter_path).name} if spec.adapter_path else {}
     if compares_with_start(spec):
         started["compared with"] = "what it started from"
-    return found | data | started
+    return settings | data | started
 
 
 def _not_read(spec: JobSpec) -> set[str]:
     """Settings that change nothing in the job, by its other settings."""
     own = {field.name for name, kind in OBJECTIVES.items() if name == spec.objective for field in fields(kind)}
-    found = {field.name for kind in OBJECTIVES.values() for field in fields(kind)} - own
+    unread = {field.name for kind in OBJECTIVES.values() for field in fields(kind)} - own
     if spec.lr_scheduler_type != "cosine_with_min_lr":
-        found.add("min_lr_rate")
+        unread.add("min_lr_rate")
     if spec.lr_scheduler_type == "constant":
-        found.add("warmup_steps")
+        unread.add("warmup_steps")
     if spec.max_steps is not None:
-        found.add("num_train_epochs")
-    return found
+        unread.add("num_train_epochs")
+    return unread
 
 
 def _result(result: dict[str, Any]) -> dict[str, Any]:

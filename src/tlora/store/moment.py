@@ -14,8 +14,8 @@ from tlora.kernels.transfer import download
 
 @dataclass(frozen=True)
 class Moment:
-    """A job as it stood when it was to be written, and nobody else's: on the host or, where its device goes on with others `after` an
-    event, still there.
+    """A private copy of a job's state at the time of its save: on the host, or still on the device, which has written it once `after` has
+    passed.
     """
 
     state: AdapterState

@@ -105,6 +105,6 @@ def _kept(directory: Path, jobs: Collection[str]) -> Iterator[Path]:
     """In jobs' directories file by file; of others there only their name."""
     for path in _entries(directory):
         if path.name in jobs and path.is_dir():
-            yield from (found for found in sorted(path.rglob("*")) if found.is_symlink() or not found.is_dir())
+            yield from (inner for inner in sorted(path.rglob("*")) if inner.is_symlink() or not inner.is_dir())
         elif path.name not in RUN_FILES and not durable.is_leftover(path):
             yield path

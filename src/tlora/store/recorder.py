@@ -35,7 +35,7 @@ Outcome = tuple[Status, str]  # how a job ended, and why
 
 @dataclass(frozen=True)
 class RunContext:
-    """What the recorders of a run share. `clock` gives seconds since its start; `note` is told what a person should know; `before_save` is
+    """What the recorders of a run share. `clock` gives seconds since its start; `note` shows a line to the user; `before_save` is
     called before each checkpoint, by the thread that writes it, and raises TloraError where none may be written. `fence` is called with a
     job's directory just before something is put in place there, and raises CheckpointError where that is another's by now. `wait_for_room`
     is for last saves that find a full disk; without it they fail.

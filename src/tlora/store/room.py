@@ -1,4 +1,4 @@
-"""Saves that wait for room on a full disk, where whoever runs them is there to stay."""
+"""Saves that wait for room on a full disk, for callers that can wait."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WaitsForRoom = Callable[[str, OSError], bool]
 def with_room(job: str, step: Callable[[], _Result], wait: WaitsForRoom | None) -> _Result | Failure:
     """`attempt(step)`, again and again while the disk is full and `wait` says so; without `wait` once."""
     while True:
-        found = attempt(step)
-        error = found.error if isinstance(found, Failure) else None
+        result = attempt(step)
+        error = result.error if isinstance(result, Failure) else None
         if wait is None or not durable.is_full(error) or not wait(job, error):
-            return found
+            return result

@@ -105,9 +105,9 @@ def _earlier_jobs(directory: Path) -> set[str]:
         if path.is_file():
             return {job["name"] for job in read_run_file(path)["jobs"]}
     except ConfigError:
-        if not (found := _jobs_by_themselves(directory)):
+        if not (names := _jobs_by_themselves(directory)):
             raise
-        return found
+        return names
     return _jobs_by_themselves(directory)
 
 
@@ -240,7 +240,7 @@ def _take_up(directory: Path, run: RunSpec, resume: bool, note: Callable[[str], 
             kept.append(durable.set_aside(directory / "run.json").name)
         if kept:
             note(f"--overwrite kept what tlora did not write: {', '.join(kept[:5])}{f' and {len(kept) - 5} more' if len(kept) > 5 else ''}")
-    write_run_file(directory, run, {"status": "preparing"}, forget=not resume)  # first of all: whatever is killed from here on is a run
+    write_run_file(directory, run, {"status": "preparing"}, forget=not resume)  # first of all: from here on a killed process leaves a run
 
 
 def check_tiles(run: RunSpec, tiles: str | None) -> str | None:
@@ -289,8 +289,8 @@ def _check_same_jobs(directory: Path, jobs: Sequence[JobSpec]) -> None:
     """The same for all jobs of a run, which is then not the run that was interrupted. New jobs may be added, others left out for now. A
     job whose `job.json` cannot be read fails by itself, when it is opened.
     """
-    found = [attempt(_changes, directory / job.name, job) for job in jobs]
-    if changed := [change for changes in found if not isinstance(changes, Failure) for change in changes]:
+    changes_by_job = [attempt(_changes, directory / job.name, job) for job in jobs]
+    if changed := [change for changes in changes_by_job if not isinstance(changes, Failure) for change in changes]:
         _refuse_other_run(changed)
 
 
@@ -334,7 +334,7 @@ def _refuse_other_run(changed: list[str]) -> None:
 
 
 def write_job_file(directory: Path, job: JobSpec, without: Collection[str] = ()) -> None:
-    """`job.json`: the resolved order beside its adapter; `without` fields that it has had no say in."""
+    """Write `job.json`, the resolved order, into the adapter's directory; `without` fields that it has had no say in."""
     durable.write_file(directory / "job.json", job.model_dump_json(indent=1, exclude=set(without)) + "\n")
 
 
@@ -363,19 +363,19 @@ def find_checkpoint(directory: Path, note: Callable[[str], None]) -> Path | None
     a finished job without one, which would be trained over.
     """
     durable.clean(directory)
-    found, notes = durable.newest_verified(directory)
+    checkpoint, notes = durable.newest_verified(directory)
     for line in notes:
         note(line)
-    if found is None and is_finished(directory):
+    if checkpoint is None and is_finished(directory):
         raise ConfigError(
             f"{directory} holds a finished job without a whole checkpoint: it cannot go on, and its adapter is not trained over. Order the "
             "steps that it has, as before; or move the directory away, and the job begins at step 0"
         )
-    if found is None and notes:
+    if checkpoint is None and notes:
         note(f"{directory.name}: no whole checkpoint is left: begins at step 0")
     step, evaluated = -1, -1
-    if found is not None:
-        progress = read_progress(found)
+    if checkpoint is not None:
+        progress = read_progress(checkpoint)
         step, evaluated = progress.step, progress.evaluated_step
 
     def keep(row: dict[str, Any]) -> bool:
@@ -383,7 +383,7 @@ def find_checkpoint(directory: Path, note: Callable[[str], None]) -> Path | None
 
     if (directory / "metrics.jsonl").is_file():
         cut_rows(directory / "metrics.jsonl", keep, note)
-    return found
+    return checkpoint
 
 
 def cut_rows(path: Path, keep: Callable[[dict[str, Any]], bool], note: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""What a resume must know of a run, kept a second time beside each of its jobs, and `run.json` made again from that."""
+"""What a resume must know of a run, copied into each job's directory, and `run.json` rebuilt from these copies."""
 
 from __future__ import annotations
 
@@ -96,11 +96,11 @@ def _first(error: Exception) -> str:
     return f"no {error}" if isinstance(error, KeyError) else str(error)
 
 
-def _common_facts(found: Mapping[str, Facts], damage: str) -> dict[str, Any]:
+def _common_facts(facts_by_job: Mapping[str, Facts], damage: str) -> dict[str, Any]:
     """What all jobs say. The sha256 of the base become known while a run goes on: a job that ended before has none."""
     common: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for name, facts in found.items():
+    for name, facts in facts_by_job.items():
         for key, value in _comparable(facts).items():
             if key in common and common[key] != value:
                 raise ConfigError(

@@ -1,4 +1,4 @@
-"""What stands beside an adapter so that prompts are made as in its training: the tokenizer, the chat template, the format of the rows.
+"""Files in an adapter's directory that make prompts as in its training: the tokenizer, the chat template, the format of the rows.
 
 Written when a job begins, so that its checkpoints are served alike; as TRL does, in transformers' own files. `prompt.json` adds what
 those cannot say: whether the prompts went through the template at all.
@@ -71,8 +71,8 @@ class ServingFiles:
         """The tokenizer as `save_pretrained` writes it, by relative path."""
         with tempfile.TemporaryDirectory() as scratch:
             self._tokenizer.save_pretrained(scratch)
-            found = sorted(path for path in Path(scratch).rglob("*") if path.is_file())
-            return {str(path.relative_to(scratch)): path.read_bytes() for path in found}
+            files = sorted(path for path in Path(scratch).rglob("*") if path.is_file())
+            return {str(path.relative_to(scratch)): path.read_bytes() for path in files}
 
     def write(self, directory: Path, spec: JobSpec, report: DataReport, note: Callable[[str], None]) -> None:
         """Into the job's directory; `report` is of its rows. What cannot be written costs a note: the adapter is worth more."""
@@ -149,8 +149,8 @@ def read_prompt(directory: Path) -> PromptFormat | None:
     """What `prompt.json` says there; None where there is none. Raises ModelError for a broken one."""
     path = directory / PROMPT_FILE
     try:
-        found = PromptFormat(**json.loads(path.read_text(encoding="utf-8")))
-        return found if str(found) else None
+        prompt = PromptFormat(**json.loads(path.read_text(encoding="utf-8")))
+        return prompt if str(prompt) else None
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -171,13 +171,13 @@ class Prompting:
 def find_prompting(directory: Path, base_model: str) -> Prompting:
     """As the adapter in `directory`, or the job whose checkpoint it is, was trained. Raises ModelError.
 
-    The files beside the adapter decide; without them, the order of the job; without that, the base.
+    The files in the adapter's directory decide; without them, the job's order; without that, the base.
     """
     for place in (directory, directory.parent):
-        found = read_prompt(place)
-        if found is not None:
+        saved = read_prompt(place)
+        if saved is not None:
             return Prompting(
-                load_tokenizer(str(place)), None, found.template is None, f"{found}, as saved with the adapter", found.chat_template_kwargs
+                load_tokenizer(str(place)), None, saved.template is None, f"{saved}, as saved with the adapter", saved.chat_template_kwargs
             )
     if (directory / "tokenizer_config.json").is_file():
         tokenizer = load_tokenizer(str(directory))

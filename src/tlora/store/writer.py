@@ -33,7 +33,7 @@ class Writer:
 
     def write(self, job: str, action: Callable[[], Written]) -> Future[Written]:
         """What `action` returns or raises, once it is through; writes of one `job` come one after another. Waits until fewer than
-        `_MOST_BEHIND` have not begun; who is interrupted in that has it written all the same.
+        `_MOST_BEHIND` have not begun; the write happens even if the caller is interrupted in that wait.
         """
         future: Future[Written] = Future()
         future.add_done_callback(lambda _: self._wake())

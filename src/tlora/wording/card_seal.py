@@ -1,4 +1,4 @@
-"""The last line of a model card: by it a card that nobody has edited is known, and its names may be changed. Pure text."""
+"""The last line of a model card: it proves that the card is unedited, so that its names may be changed. Pure text."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ def seal(text: str) -> str:
 
 def unsealed(card: str) -> str | None:
     """The text of a card that is as `seal` made it; None of another."""
-    found = next(iter(_SEAL.finditer(card)), None)
-    if found is None or found.end() != len(card) or _digest(card[: found.start()]) != found[1]:
+    mark = next(iter(_SEAL.finditer(card)), None)
+    if mark is None or mark.end() != len(card) or _digest(card[: mark.start()]) != mark[1]:
         return None
-    return card[: found.start()]
+    return card[: mark.start()]
 
 
 def rename(card: str, names: Mapping[str, str]) -> str:
     """Job, base, files and what it was started from by other names; a card that was edited stays as it is."""
     text = unsealed(card)
-    return card if text is None else seal(_NAMES.sub(lambda found: _renamed(found, names), text))
+    return card if text is None else seal(_NAMES.sub(lambda match: _renamed(match, names), text))
 
 
-def _renamed(found: re.Match[str], names: Mapping[str, str]) -> str:
-    kind = found.lastgroup or 0
-    begin, end = found.start(kind) - found.start(), found.end(kind) - found.start()
-    return found[0][:begin] + names.get(found[kind], found[kind]) + found[0][end:]
+def _renamed(match: re.Match[str], names: Mapping[str, str]) -> str:
+    kind = match.lastgroup or 0
+    begin, end = match.start(kind) - match.start(), match.end(kind) - match.start()
+    return match[0][:begin] + names.get(match[kind], match[kind]) + match[0][end:]
 
 
 def _digest(text: str) -> str:

@@ -24,7 +24,7 @@ def factors(mean_jct_seconds: Mapping[str, float]) -> list[tuple[str, float]]:
 
     Empty unless the first and the last of the chain are there, and one between them.
     """
-    found: list[tuple[str, float]] = []
+    gains: list[tuple[str, float]] = []
     added: list[str] = []
     present = [name for name, _ in CHAIN if math.isfinite(mean_jct_seconds.get(name, math.nan))]
     if len(present) < 3 or (present[0], present[-1]) != (CHAIN[0][0], CHAIN[-1][0]):
@@ -33,15 +33,15 @@ def factors(mean_jct_seconds: Mapping[str, float]) -> list[tuple[str, float]]:
     for name, means in CHAIN[1:]:
         added.append(means)
         if name in present:
-            found.append((" and ".join(added), before / mean_jct_seconds[name]))
+            gains.append((" and ".join(added), before / mean_jct_seconds[name]))
             before, added = mean_jct_seconds[name], []
-    return found
+    return gains
 
 
 def decomposition_text(mean_jct_seconds: Mapping[str, float]) -> str:
     """The factors as one product; empty without them."""
-    found = factors(mean_jct_seconds)
-    if not found:
+    gains = factors(mean_jct_seconds)
+    if not gains:
         return ""
-    total = math.prod(factor for _, factor in found)
-    return f"{total:.2f} = " + f" {TIMES} ".join(f"{means} {factor:.2f}" for means, factor in found)
+    total = math.prod(factor for _, factor in gains)
+    return f"{total:.2f} = " + f" {TIMES} ".join(f"{means} {factor:.2f}" for means, factor in gains)

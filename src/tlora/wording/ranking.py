@@ -23,16 +23,16 @@ def incomparable(orders: Sequence[Mapping[str, Any]], by_eval: bool) -> str:
 def _measure(order: Mapping[str, Any], by_eval: bool) -> dict[str, Any]:
     """All that a loss depends on besides the adapter, by key."""
     data = cast("Mapping[str, Any]", order.get("data") or {})
-    found = {key: data.get(key) for key in _TOKENS}
+    measure = {key: data.get(key) for key in _TOKENS}
     if by_eval and data.get("eval_path"):
-        found["eval_path"] = data["eval_path"]
+        measure["eval_path"] = data["eval_path"]
     else:
-        found["path"] = _unweighted(data.get("path")) if by_eval else data.get("path")
+        measure["path"] = _unweighted(data.get("path")) if by_eval else data.get("path")
     if by_eval and data.get("eval_size"):
-        found["eval_size"] = data["eval_size"]
-        found["eval_seed"] = data.get("eval_seed", order.get("seed"))  # earlier versions drew evaluation rows by the job's seed
-    objective = found["objective"] = str(order.get("objective", "sft"))
-    return found | {key: order.get(key) for key in _OF_OBJECTIVE.get(objective, ())}
+        measure["eval_size"] = data["eval_size"]
+        measure["eval_seed"] = data.get("eval_seed", order.get("seed"))  # earlier versions drew evaluation rows by the job's seed
+    objective = measure["objective"] = str(order.get("objective", "sft"))
+    return measure | {key: order.get(key) for key in _OF_OBJECTIVE.get(objective, ())}
 
 
 def _unweighted(path: object) -> object:
