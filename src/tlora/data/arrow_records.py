@@ -58,7 +58,7 @@ def records_of(batch: pa.RecordBatch, file: Path, before: int) -> list[dict[str,
 
 
 def _without_absent(value: object) -> object:
-    """Without the null that Arrow puts where a record lacks a field of other records; one that was written cannot be told from it."""
+    """Without the nulls that Arrow adds where a record lacks a field of other records. Nulls in the file look the same and go too."""
     if isinstance(value, dict):
         return {key: _without_absent(item) for key, item in value.items() if item is not None}
     holds_records = isinstance(value, list) and any(isinstance(item, dict | list) for item in value)

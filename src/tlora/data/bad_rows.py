@@ -16,7 +16,7 @@ _NUMBER = re.compile(r", (?:line|row) (\d+)")
 
 @dataclass
 class BadRows:
-    """`first` are the messages of the first rows, in the order of `files`, whatever the order in which they are found."""
+    """`first` are the messages of the first rows in the order of `files`, not of discovery."""
 
     files: Sequence[Path]
     count: int = 0
@@ -40,13 +40,13 @@ class BadRows:
     def as_json(self) -> list[object]:
         return [self.count, sorted(self.reasons), self.first, self._last]
 
-    def restore(self, found: list[Any]) -> None:
-        """`found`: what `as_json` gave, after it was written and read."""
-        self.count, reasons, self.first, self._last = found
+    def restore(self, saved: list[Any]) -> None:
+        """`saved`: the value of `as_json`, written and read back."""
+        self.count, reasons, self.first, self._last = saved
         self.reasons = set(reasons)
 
     def error(self, called: str, rows: int) -> DataError:
-        """About all of them, of so many `rows`; the message of the first where there is no other to be told."""
+        """An error about all bad rows among `rows`; the first one's own message if there is no other."""
         if self.count == 1 or (self.count == rows and len(self.reasons) == 1):
             return DataError(self.first[0])
         more = [f"and {self.count - len(self.first):,} more"] if self.count > len(self.first) else []

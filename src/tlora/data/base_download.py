@@ -71,7 +71,7 @@ def describe_download(base_model: str) -> str | None:
 
 
 def _look_up(base_model: str, directory: Path, weights: bool) -> _Lacking | None:
-    """What of the commit of `directory` is not in the cache; None where the hub does not say and what is here may do."""
+    """The files of `directory`'s commit that the cache lacks; None if the hub does not say and those that are here may suffice."""
     from huggingface_hub import HfApi, constants
 
     name = split_revision(base_model)[0]
@@ -79,8 +79,8 @@ def _look_up(base_model: str, directory: Path, weights: bool) -> _Lacking | None
         return None  # the loader says what is not here
     try:
         hub = HfApi(endpoint=constants.ENDPOINT)
-        found = hub.model_info(name, revision=directory.name, files_metadata=True, timeout=_ASK_SECONDS)
-        files = {file.rfilename: file for file in found.siblings or ()}
+        listing = hub.model_info(name, revision=directory.name, files_metadata=True, timeout=_ASK_SECONDS)
+        files = {file.rfilename: file for file in listing.siblings or ()}
         wanted = [path for path in files if _BESIDE_WEIGHTS.fullmatch(path)]
         wanted += weight_names(files, lambda index: _fetch_one(name, directory.name, index)) if weights else ()
     except Exception as error:  # a library's border, as above
@@ -145,7 +145,7 @@ class _Count:
 
 
 def _bar_class(count: _Count) -> Any:
-    """A bar as `snapshot_download` wants one, which draws nothing and counts bytes."""
+    """A progress bar for `snapshot_download` that draws nothing and counts bytes."""
     from tqdm.std import tqdm  # not tqdm.auto: in a notebook that draws
 
     class Bar(tqdm):

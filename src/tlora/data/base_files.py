@@ -31,17 +31,17 @@ def snapshot(base_model: str) -> Path | None:
         commit = revision
     else:  # offline nothing is asked, and the file may change
         commit = (_known_commit if constants.HF_HUB_OFFLINE else partial(_commit, name))(revision or "main", cache_of(name))
-    found = cache_of(name) / "snapshots" / (commit or "")
-    return found if commit and (found / "config.json").is_file() else None
+    directory = cache_of(name) / "snapshots" / (commit or "")
+    return directory if commit and (directory / "config.json").is_file() else None
 
 
 def located(base_model: str, *, weights: bool = False) -> tuple[str, str | None]:
     """Name and revision for the libraries' `from_pretrained`: the snapshot's directory, where all is there that it needs; its `weights`,
     or its config and tokenizer.
     """
-    found = snapshot(base_model)
-    if found is not None and (has_weights(found) if weights else has_tokenizer(found)):
-        return str(found), None
+    directory = snapshot(base_model)
+    if directory is not None and (has_weights(directory) if weights else has_tokenizer(directory)):
+        return str(directory), None
     return split_revision(base_model)
 
 
@@ -89,7 +89,7 @@ def _known_commit(revision: str, cached: Path) -> str | None:
 
 @cache
 def _commit(name: str, revision: str, cached: Path) -> str | None:
-    """As the hub says, else as it said last; None where neither is known, or the hub refuses."""
+    """The commit that the hub names, else the one that it named last; None if neither is known, or the hub refuses."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -99,9 +99,9 @@ def _commit(name: str, revision: str, cached: Path) -> str | None:
     except (HfHubHTTPError, HFValidationError) as error:
         response = getattr(error, "response", None)
         if response is None or response.status_code < 500:
-            return None  # it is gated, or not there: who loads it is told
+            return None  # it is gated, or not there: loading it raises the error
         why = f"answers {response.status_code}"
-    except Exception as error:  # whatever the client, a proxy or the network raises
+    except Exception as error:  # the client, a proxy or the network raise anything
         why = f"cannot be reached ({type(error).__name__})"
     if known is not None and (cached / "snapshots" / known / "config.json").is_file():
         note(f"the hub {why}: {name} is read from its cache, commit {known}, which {revision} named when it was last asked")

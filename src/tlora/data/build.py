@@ -157,11 +157,11 @@ class _Progress:
         own = {name: getattr(self, name) for name in _OWN}
         return own | {"report": self.report.as_meta(), "bad": self.bad.as_json()}
 
-    def restore(self, found: dict[str, Any]) -> None:
+    def restore(self, saved: dict[str, Any]) -> None:
         for name in _OWN:
-            setattr(self, name, found[name])
-        self.report = DataReport.from_meta(found["report"], self.report.files)
-        self.bad.restore(found["bad"])
+            setattr(self, name, saved[name])
+        self.report = DataReport.from_meta(saved["report"], self.report.files)
+        self.bad.restore(saved["bad"])
 
     def add(self, block: EncodedBlock) -> None:
         self.only_numbers = self.only_numbers and block.only_numbers

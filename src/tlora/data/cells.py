@@ -35,8 +35,8 @@ def list_of(row: Row, column: str) -> list[object]:
 
 
 def as_list(row: Row, name: str, value: object) -> list[object]:
-    found = from_json(value) if isinstance(value, str) else value
-    return found if isinstance(found, list) else fail(row, name, value, "a list")
+    items = from_json(value) if isinstance(value, str) else value
+    return items if isinstance(items, list) else fail(row, name, value, "a list")
 
 
 def integers_of(row: Row, column: str) -> list[int]:

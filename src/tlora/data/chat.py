@@ -121,7 +121,7 @@ def render(template: Template, chat: Chat, place: str) -> Rendered:
         return Rendered(*find_turns(template, chat, full))
     except LostTurnError as error:
         raise DataError(
-            f"{place}: the chat template rewrites this chat's turns, so that the trained ones cannot be told from the others ({error}); "
+            f"{place}: the chat template rewrites this chat's turns, so that the trained ones cannot be located ({error}); "
             "give the job a chat_template of its own that writes each message as it is"
         ) from error
 
@@ -159,7 +159,7 @@ def _fitted(template: Template, chat: Chat) -> Chat:
 
 def _with_ids(messages: list[Message]) -> list[Message]:
     """Give calls and results without an id one of nine digits, in order: some templates insist on that length."""
-    found: list[Message] = []
+    numbered: list[Message] = []
     given: list[object] = []
     count = 0
     for message in messages:
@@ -170,8 +170,8 @@ def _with_ids(messages: list[Message]) -> list[Message]:
             message = message | {"tool_calls": named}
         elif message["role"] == "tool":
             message = {"tool_call_id": given.pop(0) if given else f"{0:09d}"} | message
-        found.append(message)
-    return found
+        numbered.append(message)
+    return numbered
 
 
 def _with_text_arguments(message: Message) -> Message:

@@ -90,14 +90,14 @@ def render_generation(
 
     def write() -> str:
         source = template.tokenizer.get_chat_template(template.source, cast("list[dict[str, object]] | None", tools))  # type: ignore[arg-type]
-        texts, found = render_jinja_template(
+        texts, blocks_by_chat = render_jinja_template(
             conversations=[list(messages)],  # type: ignore[list-item]
             tools=cast("list[dict[str, object]] | None", tools),  # type: ignore[arg-type]
             chat_template=source,
             return_assistant_tokens_mask=True,
             **{**template.tokenizer.special_tokens_map, **template.kwargs, **kwargs},
         )
-        blocks.extend((start, end) for start, end in found[0] if end > start)  # type: ignore[misc]
+        blocks.extend((start, end) for start, end in blocks_by_chat[0] if end > start)  # type: ignore[misc]
         return texts[0]
 
     return _within_limits(write, template, messages, tools), blocks

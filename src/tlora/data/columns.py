@@ -42,17 +42,17 @@ def format_of(row: Row, data_format: Format | Literal["auto"], rows: Rows = "sam
             others = " or ".join(f"{wanted!r} and {unwanted!r}" for wanted, unwanted in ANSWERS[1:] if wanted)
             raise DataError(
                 f"{row.place}: a job that learns from pairs needs the columns 'chosen' and 'rejected' (found: {found_columns(row)}). "
-                f"Name two answers so in each row (or {others}, or 'rejected_response' beside the wanted one), or choose objective: sft"
+                f"Name two answers so in each row (or {others}, or 'rejected_response' next to the wanted one), or choose objective: sft"
             )
         return "preference"
     if pair := [column for column in PAIR_COLUMNS if not is_empty(row.value.get(column))]:
         raise DataError(
-            f"{row.place}: {_named(pair)}: wanted answers beside unwanted ones (preference data). Set objective: dpo or "
+            f"{row.place}: {_named(pair)}: wanted answers next to unwanted ones (preference data). Set objective: dpo or "
             "orpo to learn from them; to imitate the wanted ones, write each into its row as the answer, and remove these columns"
         )
-    found = detect(row) if data_format == "auto" else data_format
-    _refuse_other_meanings(row, found, data_format)
-    has_answer, verdict = found not in ("text", "segments", "tokenized"), verdict_of(row)  # without an answer, a label is a class
+    row_format = detect(row) if data_format == "auto" else data_format
+    _refuse_other_meanings(row, row_format, data_format)
+    has_answer, verdict = row_format not in ("text", "segments", "tokenized"), verdict_of(row)  # without an answer, a label is a class
     if rows == "labelled" and not (has_answer and verdict is not None):
         raise DataError(
             f"{row.place}: a job that learns from labelled answers needs a prompt, its answer, and a column 'label' with true or false "
@@ -65,23 +65,27 @@ def format_of(row: Row, data_format: Format | Literal["auto"], rows: Rows = "sam
             "to imitate every answer would be wrong. Set objective: kto to learn from it, or keep the rows with wanted answers and "
             "remove the column; rename it if it means something else"
         )
-    return found
+    return row_format
 
 
-def _refuse_other_meanings(row: Row, found: Format, asked: str) -> None:
+def _refuse_other_meanings(row: Row, row_format: Format, asked: str) -> None:
     """Raises DataError for a row that has the columns of a format, and others by which it means something else."""
-    if asked == "auto" and found == "text" and "role" in row.value and any(column in row.value for column in _OF_A_TREE):
+    if asked == "auto" and row_format == "text" and "role" in row.value and any(column in row.value for column in _OF_A_TREE):
         raise DataError(
             f"{row.place}: one message of a tree (columns {found_columns(row)}), not a text to train on: join each thread to one row "
             "with the column 'messages', or set format: text to train on each message as a text"
         )
-    for column in unused_columns(row, found):
+    for column in unused_columns(row, row_format):
         value = row.value[column]
         is_number = not isinstance(value, bool) and isinstance(value, (int, float))  # such as a "train_idx" of 0
         if column not in _TOKENIZERS_OWN and says_what_is_trained(column, value) and (column in WEIGHT_KEYS or not is_number):
-            known = ", ".join((*tokenized.MASKS, *tokenized.SCALES, "labels")) if found == "tokenized" else "the messages' own key 'weight'"
+            known = (
+                ", ".join((*tokenized.MASKS, *tokenized.SCALES, "labels"))
+                if row_format == "tokenized"
+                else "the messages' own key 'weight'"
+            )
             raise DataError(
-                f"{row.place}: column {column!r} seems to say what is trained, and format {found} does not read it. "
+                f"{row.place}: column {column!r} seems to say what is trained, and format {row_format} does not read it. "
                 f"Say it by {known}, rename the column if it means something else, or remove it"
             )
 

@@ -59,8 +59,8 @@ def choose_splits(called: str, names: Sequence[str], split: str | None) -> list[
     chosen = split or ("train" if "train" in names else names[0] if len(names) == 1 else None)
     if chosen is not None and chosen in names:
         return [chosen]
-    found = f"its splits are {', '.join(names) or 'none'}"
-    wrong = f"{split!r} is no split of it, {found}" if split else found
+    known = f"its splits are {', '.join(names) or 'none'}"
+    wrong = f"{split!r} is no split of it, {known}" if split else known
     raise DataError(f"{called}: {wrong}; name one of them: `split: {names[0] if names else 'train'}`, whole, without a slice")
 
 

@@ -176,13 +176,13 @@ class _NumberFile(Generic[_Number]):
 
     def gather(self, places: npt.NDArray[np.int64]) -> npt.NDArray[_Number]:
         """The numbers at `places`, block by block, each read once. Raises DataError as `read`."""
-        found = np.empty(len(places), dtype=self._dtype)
+        numbers = np.empty(len(places), dtype=self._dtype)
         order = np.argsort(places, kind="stable")
         cuts = np.flatnonzero(np.diff(places[order] // _READ_AT_ONCE)) + 1
         for part in np.split(order, cuts) if len(order) else []:
             first, last = int(places[part[0]]), int(places[part[-1]])
-            found[part] = self.read(first, last + 1 - first)[places[part] - first]
-        return found
+            numbers[part] = self.read(first, last + 1 - first)[places[part] - first]
+        return numbers
 
 
 def _open_tokens(path: Path) -> _NumberFile[np.int32]:
@@ -208,8 +208,8 @@ def _changed(path: Path, what: str) -> DataError:
 def _shared(path: Path, read: Callable[[Path], Any]) -> Any:
     """One open file or array for all readers: a sweep may have hundreds of jobs on one set."""
     try:
-        found = path.stat()
-        key = (found.st_dev, found.st_ino, found.st_mtime_ns)
+        status = path.stat()
+        key = (status.st_dev, status.st_ino, status.st_mtime_ns)
         shared = _arrays.get(key)
         if shared is None:
             shared = _arrays[key] = read(path)
@@ -219,7 +219,7 @@ def _shared(path: Path, read: Callable[[Path], Any]) -> Any:
 
 
 class Writer:
-    """Fills a scratch directory beside `final` sample by sample; `finish` puts the set in place in one rename.
+    """Fills a scratch directory next to `final` sample by sample; `finish` puts the set in place in one rename.
 
     Not `durable.write_directory`, which expects one writer and replaces what is there: any number of processes may make the same set at a
     time, and readers hold the first one's files open. With an `identity` (JSON, of everything that decides the set) what has been saved is
@@ -255,7 +255,7 @@ class Writer:
         self.max_token_id = max(self.max_token_id, int(samples.input_ids.max(initial=-1)))
 
     def save(self, counts: Callable[[], dict[str, Any]]) -> None:
-        """What has been added is kept from now on, with these counts. Four times a second at most: a call between saves nothing."""
+        """Save what has been added, with these counts. At most four times a second: calls in between save nothing."""
         if self._scratch.keeps and time.monotonic() - self._saved >= SAVE_SECONDS:
             files = {name: file.state() for name, file in self._files.items()}
             progress = {"counts": counts(), "max_token_id": self.max_token_id, "files": files}

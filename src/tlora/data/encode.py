@@ -80,7 +80,7 @@ def open_encoder(
 
 def encode(encoder: Encoder, examples: Sequence[Example], places: Sequence[str]) -> list[Encoded]:
     """One sample per example, in order. Raises DataError with the place of the first that cannot be encoded."""
-    found: list[Encoded | None] = [None] * len(examples)
+    encoded_examples: list[Encoded | None] = [None] * len(examples)
     if encoder.last_turn:
         examples = [_last_turn(example, place) for example, place in zip(examples, places, strict=True)]
     chats = [i for i, example in enumerate(examples) if isinstance(example, Chat)]
@@ -93,24 +93,24 @@ def encode(encoder: Encoder, examples: Sequence[Example], places: Sequence[str])
     for i, chat, sample in zip(chats, rendered, _encode_rendered(encoder, rendered), strict=True):
         characters = len(chat.text) if encoder.train_all else sum(end - start for start, end, _ in chat.spans)
         changes = tuple(find_changes(encoder.template, cast("Chat", examples[i]), chat.text))
-        found[i] = Encoded(sample, characters, changes, chat.unstopped)
+        encoded_examples[i] = Encoded(sample, characters, changes, chat.unstopped)
     for i in texts:
         _check_text(cast("Text", examples[i]).prompt + cast("Text", examples[i]).completion, places[i])
     for i, sample in zip(texts, _encode_texts(encoder, [cast("Text", examples[i]) for i in texts]), strict=True):
         example = cast("Text", examples[i])
         characters = len(example.completion) + (len(example.prompt) if encoder.train_all else 0)
-        found[i] = Encoded(sample, characters, unended=not isinstance(encoder.tokenizer.eos_token_id, int))
+        encoded_examples[i] = Encoded(sample, characters, unended=not isinstance(encoder.tokenizer.eos_token_id, int))
     for i, example in enumerate(examples):
         if isinstance(example, Segments):
             _check_text("".join(example.texts), places[i])
-            found[i] = encoded = _encode_segments(encoder, example)
+            encoded_examples[i] = encoded = _encode_segments(encoder, example)
             _check_vocabulary(encoder, encoded.sample.input_ids, places[i])
         if isinstance(example, Tokens):
             _check_vocabulary(encoder, example.input_ids, places[i])
-            found[i] = Encoded(_sample(encoder, example.input_ids, np.array(example.weights, dtype=np.float32)))
+            encoded_examples[i] = Encoded(_sample(encoder, example.input_ids, np.array(example.weights, dtype=np.float32)))
     for i in chats + texts:
-        _check_vocabulary(encoder, cast("Encoded", found[i]).sample.input_ids, places[i])
-    return cast("list[Encoded]", found)
+        _check_vocabulary(encoder, cast("Encoded", encoded_examples[i]).sample.input_ids, places[i])
+    return cast("list[Encoded]", encoded_examples)
 
 
 def _last_turn(example: Example, place: str) -> Example:
@@ -125,16 +125,16 @@ def _last_turn(example: Example, place: str) -> Example:
 
 def encode_pairs(encoder: Encoder, pairs: Sequence[Pair], places: Sequence[str]) -> list[tuple[Encoded, Encoded]]:
     """The chosen and the rejected answer of each pair, with its prompt, as `encode` makes them."""
-    found = encode(encoder, [answer for pair in pairs for answer in (pair.chosen, pair.rejected)], [p for p in places for _ in range(2)])
-    return list(zip(found[0::2], found[1::2], strict=True))
+    answers = encode(encoder, [answer for pair in pairs for answer in (pair.chosen, pair.rejected)], [p for p in places for _ in range(2)])
+    return list(zip(answers[0::2], answers[1::2], strict=True))
 
 
 def encode_labelled(encoder: Encoder, answers: Sequence[Labelled], places: Sequence[str]) -> list[Encoded]:
     """As `encode`; an unwanted answer has the negative of its weights."""
-    found = encode(encoder, [answer.example for answer in answers], places)
+    encoded_answers = encode(encoder, [answer.example for answer in answers], places)
     return [
         encoded if answer.wanted else replace(encoded, sample=Sample(encoded.sample.input_ids, -encoded.sample.loss_weights))
-        for encoded, answer in zip(found, answers, strict=True)
+        for encoded, answer in zip(encoded_answers, answers, strict=True)
     ]
 
 
@@ -166,8 +166,8 @@ def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]
 def _encode_rendered(encoder: Encoder, rendered: list[Rendered]) -> list[Sample]:
     if not rendered:
         return []
-    found = encoder.tokenizer([chat.text for chat in rendered], add_special_tokens=False, return_offsets_mapping=True)
-    all_ids, all_offsets = cast("list[list[int]]", found["input_ids"]), cast("list[list[tuple[int, int]]]", found["offset_mapping"])
+    batch = encoder.tokenizer([chat.text for chat in rendered], add_special_tokens=False, return_offsets_mapping=True)
+    all_ids, all_offsets = cast("list[list[int]]", batch["input_ids"]), cast("list[list[tuple[int, int]]]", batch["offset_mapping"])
     return [
         _sample(encoder, ids, token_weights(chat.text, chat.spans, np.array(offsets, dtype=np.int64).reshape(-1, 2)))
         for chat, ids, offsets in zip(rendered, all_ids, all_offsets, strict=True)

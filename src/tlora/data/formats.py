@@ -20,7 +20,7 @@ from tlora.errors import DataError
 Format = Literal["chat", "prompt_completion", "text", "alpaca", "sharegpt", "query_response", "segments", "tokenized", "preference"]
 VERDICT_COLUMNS = ("label", "kto_tag")  # of TRL and MS-SWIFT; of LLaMA-Factory
 _VERDICTS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-# Of samples, in the order of detection: sets often carry a rendered `text` or a bare `prompt` beside their real columns.
+# Of samples, in the order of detection: sets often carry a rendered `text` or a bare `prompt` besides their real columns.
 COLUMNS: dict[Format, tuple[str, ...]] = {
     "tokenized": ("input_ids",),
     "chat": ("messages",),
@@ -74,7 +74,7 @@ def read_labelled(row: Row, data_format: Format) -> Labelled:
     """The last answer in `row`, and what its label says of it. Raises DataError as `read_example` does."""
     example, wanted = read_example(row, data_format), verdict_of(row)
     if wanted is None or isinstance(example, Tokens | Segments):
-        fail(row, "column 'label'", row.value.get("label"), "true or false, beside a prompt and its answer")
+        fail(row, "column 'label'", row.value.get("label"), "true or false, next to a prompt and its answer")
     if isinstance(example, Text):
         return Labelled(example, wanted)
     last = max((i for i, message in enumerate(example.messages) if message["role"] != "assistant"), default=-1)
@@ -84,15 +84,15 @@ def read_labelled(row: Row, data_format: Format) -> Labelled:
 def verdict_of(row: Row) -> bool | None:
     """What the row's label says of its answer; None where it has none, or one that says something else."""
     values = (row.value.get(column) for column in VERDICT_COLUMNS)
-    found = (_VERDICTS.get(str(value).strip().lower()) for value in values if isinstance(value, bool | int | float | str))
-    return next((verdict for verdict in found if verdict is not None), None)
+    verdicts = (_VERDICTS.get(str(value).strip().lower()) for value in values if isinstance(value, bool | int | float | str))
+    return next((verdict for verdict in verdicts if verdict is not None), None)
 
 
 def _check_columns(row: Row, data_format: Format) -> None:
     for column in COLUMNS[data_format]:
         if column not in row.value:
-            found = found_columns(row)
-            raise DataError(f"{row.place}: column {column!r} is missing (found: {found}); every row of format {data_format} needs it")
+            names = found_columns(row)
+            raise DataError(f"{row.place}: column {column!r} is missing (found: {names}); every row of format {data_format} needs it")
 
 
 def _chat(row: Row, data_format: Format) -> Chat:
@@ -126,7 +126,7 @@ def _plain(row: Row) -> Text:
     if isinstance(row.value["completion"], list):
         fail(row, "column 'completion'", row.value["completion"], "a string like the prompt")
     if system := system_of(row):
-        expected = "none beside plain text, which has no place for it. Write it into 'prompt', or give prompt and completion as messages"
+        expected = "none with plain text, which has no place for it. Write it into 'prompt', or give prompt and completion as messages"
         fail(row, "the system prompt", system, expected)
     return Text(text_of(row, "prompt"), text_of(row, "completion"))
 

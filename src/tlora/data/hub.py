@@ -73,7 +73,7 @@ def _today(source: DataSource, fetched: list[str], hint: str) -> str:
         why = f"the data set has no revision {source.revision!r}; give a branch, tag or commit that it has"
     except (RepositoryNotFoundError, HFValidationError):
         why = f"no such file or directory, and no such data set on the hub; correct the path{hint}, or set HF_TOKEN if it is private"
-    except Exception as error:  # whatever the client, a proxy or the network raise
+    except Exception as error:  # the client, a proxy or the network raise anything
         more = f", or write `revision: {fetched[-1]}`, which was fetched before" if fetched else ""
         why = (
             f"no such file or directory, and the hub cannot be asked for a data set of this name ({_line(error)}); correct the path{hint}, "
@@ -85,12 +85,12 @@ def _today(source: DataSource, fetched: list[str], hint: str) -> str:
 def _resolve(source: DataSource, commit: str) -> list[str]:
     """Names of the split's files in the data set's repository."""
     start = f"hf://datasets/{source.path}@{commit}/"
-    _, found = _files_of_split(source.path, source, commit)
-    if outside := [name for name in found if not name.startswith(start)]:
+    _, names = _files_of_split(source.path, source, commit)
+    if outside := [name for name in names if not name.startswith(start)]:
         raise DataError(
             f"{source.called}: its file {outside[0]} is not in the data set itself; download what you need, and give the path of the files"
         )
-    return [name.removeprefix(start) for name in found]
+    return [name.removeprefix(start) for name in names]
 
 
 def _download(source: DataSource, name: str, commit: str) -> Path:

@@ -34,12 +34,12 @@ Sets = tuple[Path, Path | None]
 
 
 def recall(request: PrepareRequest, beat: Callable[[], None]) -> Sets | None:
-    """The directories of the training and the evaluation set that `request` was answered with, if nothing has changed since and they are
+    """The directories of the training and the evaluation set that were made for `request`, if nothing has changed since and they are
     whole. `beat` is called every few MiB.
     """
     try:
-        found = read_object(_record(request))
-        names = [found["train"], *([found["eval"]] if request.data.eval_path else [])]
+        record = read_object(_record(request))
+        names = [record["train"], *([record["eval"]] if request.data.eval_path else [])]
         sets = [request.cache_dir / Path(str(name)).name for name in names]
         if any(find_damage(directory, request.vocab_size, beat) is not None for directory in sets):
             return None
@@ -73,7 +73,7 @@ def _record(request: PrepareRequest) -> Path:
 
 
 def _files(request: PrepareRequest) -> Iterator[Path]:
-    """All whose content decides: data, chat template, and whatever lies beside the tokenizer."""
+    """All files whose content decides: data, chat template, and all files in the tokenizer's directory."""
     data, tokenizer = request.data, Path(request.tokenizer_path)
     for source in (*data.sources, *data.eval_sources):
         if source.split or source.name or source.revision or is_on_hub(source, request.base_dir) or has_layout(source, request.base_dir):
@@ -88,5 +88,5 @@ def _files(request: PrepareRequest) -> Iterator[Path]:
 
 def identity_of(file: Path) -> tuple[str, str, int, int, int, int, int]:
     """Changes with every change of the file."""
-    found = file.stat()
-    return file.name, file.suffix.lower(), found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns, found.st_mtime_ns
+    status = file.stat()
+    return file.name, file.suffix.lower(), status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns, status.st_mtime_ns

@@ -41,7 +41,7 @@ _OF_TRAINING = re.compile(r"(?:no|non|not|dont|un|skip|ignore)?(?:loss|train|mas
 
 @dataclass(frozen=True)
 class _Turn:
-    """One message as read; `joins` is whether it goes on with the turn of the assistant's message before."""
+    """One message as read; `joins`: whether it continues the turn of the assistant's message before it."""
 
     message: Message
     weight: float
@@ -105,17 +105,17 @@ def with_system(row: Row, chat: Chat) -> Chat:
 
 def system_of(row: Row) -> str:
     """The system prompt in a column of its own; "" without one."""
-    found: str = ""
+    prompt: str = ""
     for column in SYSTEM_COLUMNS:
         value = row.value.get(column)
         if is_empty(value):
             continue
         if not isinstance(value, str):
             fail(row, f"column {column!r}", value, "text (a string)")
-        if found and found != value:
+        if prompt and prompt != value:
             fail(row, f"column {column!r}", value, f"the text of column {SYSTEM_COLUMNS[0]!r}, as there can be one system prompt only")
-        found = value
-    return found
+        prompt = value
+    return prompt
 
 
 def tools_of(row: Row) -> list[object] | None:
@@ -150,15 +150,15 @@ def read_tools(row: Row, name: str, raw: object) -> list[object] | None:
 
 def notes_on_tools(tools: Sequence[object] | None) -> tuple[Note, ...]:
     """On parameters whose schema is null. No schema is null: a Parquet file was written as JSON with the keys of all its rows."""
-    waiting, found = list(tools or []), list[str]()
+    waiting, without_schema = list(tools or []), list[str]()
     while waiting:
         item = waiting.pop()
         if isinstance(item, dict):
             schemas = item.get("properties")
-            found += [str(name) for name, schema in schemas.items() if schema is None] if isinstance(schemas, dict) else []
+            without_schema += [str(name) for name, schema in schemas.items() if schema is None] if isinstance(schemas, dict) else []
         waiting += item.values() if isinstance(item, dict) else item if isinstance(item, list) else []
     what = "parameters of tools without a schema (null), as Parquet has them where other tools have more, are written as they stand"
-    return (Note(what, found[0]),) if found else ()
+    return (Note(what, without_schema[0]),) if without_schema else ()
 
 
 def read_history(row: Row) -> Chat:
@@ -205,7 +205,7 @@ def _calls_of(row: Row, name: str, fields: Mapping[str, object]) -> Message:
     if old is None:
         return {"tool_calls": calls}
     if calls:
-        fail(row, f"{name}.function_call", old, "no such key beside tool_calls: write all calls into tool_calls")
+        fail(row, f"{name}.function_call", old, "no such key next to tool_calls: write all calls into tool_calls")
     return {"tool_calls": [read_call(row, f"{name}.function_call", from_json(old) if isinstance(old, str) else old)]}
 
 
@@ -221,7 +221,7 @@ def _joined(row: Row, name: str, first: _Turn, second: _Turn) -> _Turn:
 
 
 def _content(row: Row, name: str, content: object, may_be_absent: bool) -> tuple[str, Message]:
-    """The text of a message, and what its parts hold beside text: reasoning and tool calls."""
+    """The text of a message, and its parts other than text: reasoning and tool calls."""
     if isinstance(content, str):
         return content, {}
     if content is None and may_be_absent:
@@ -234,11 +234,11 @@ def _content(row: Row, name: str, content: object, may_be_absent: bool) -> tuple
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         value = (part.get(str(kind)) or part.get("value") or part.get("text") or "") if isinstance(part, dict) else None
-        before, found = calls_in_text(value) if kind == "tool_call" else ("", [])
+        before, more_calls = calls_in_text(value) if kind == "tool_call" else ("", [])
         if kind in ("text", "reasoning", "thinking") and isinstance(value, str):
             (texts if kind == "text" else reasoning).append(value)
-        elif found and not before:
-            calls += found
+        elif more_calls and not before:
+            calls += more_calls
         else:
             expected = "a part of type text, reasoning or tool_call with its value; a language model reads no other"
             fail(row, f"{name}.content[{i}]", part, expected)
@@ -251,7 +251,7 @@ def _content(row: Row, name: str, content: object, may_be_absent: bool) -> tuple
 
 def _weight(row: Row, name: str, fields: Mapping[str, object], role: str) -> float:
     """The product of what the message says; a message that says nothing is trained if it is the assistant's."""
-    found: list[float] = []
+    factors: list[float] = []
     for key in WEIGHT_KEYS:
         if key not in fields or (key == "loss" and role != "assistant"):  # MS-SWIFT reads `loss` of the assistant's messages only
             continue
@@ -260,14 +260,14 @@ def _weight(row: Row, name: str, fields: Mapping[str, object], role: str) -> flo
         if not is_number or (key in _SWITCHES and value not in (0, 1)):
             expected = "true, false, 1 or 0" if key in _SWITCHES else "a number of at least 0, or true or false"
             fail(row, f"{name}.{key}", value, f"{expected}, for whether the message is trained")
-        found.append(float(cast("float", value)))
+        factors.append(float(cast("float", value)))
     if role == "assistant":
         for key, value in fields.items():
             if key not in WEIGHT_KEYS and says_what_is_trained(key, value):
                 known = ", ".join(WEIGHT_KEYS)
                 expected = f"no such key: it seems to say what is trained, and only {known} are read so. Rename or remove it"
                 fail(row, f"{name}.{key}", value, expected)
-    return math.prod(found) if found else float(role == "assistant")
+    return math.prod(factors) if factors else float(role == "assistant")
 
 
 def says_what_is_trained(name: str, value: object) -> bool:

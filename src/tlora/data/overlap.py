@@ -1,6 +1,6 @@
 """How many samples of an evaluation set are training samples too, token for token: their loss measures what was learned by heart.
 
-Most samples are told apart by their length and a few of their tokens, so that a large set is not read whole.
+Most samples differ in their length or a few of their tokens, so that a large set is not read whole.
 """
 
 from __future__ import annotations

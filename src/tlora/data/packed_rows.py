@@ -35,7 +35,7 @@ def pack_rows(lengths: npt.NDArray[np.int64], capacity: int) -> PackedRows:
             room, row, count = capacity, count, count + 1
         row_of[sample] = row
         room -= tokens
-        if room >= shortest:  # else nothing fits any more
+        if room >= shortest:  # else no sample fits any more
             if room not in rows_with:
                 insort(rooms, room)
                 rows_with[room] = []

@@ -94,9 +94,7 @@ def _as_user(row: Row, text: str) -> Chat:
 
 def _of_texts(row: Row, prompt: str, wanted: str, unwanted: str) -> Pair:
     if system := system_of(row):
-        fail(
-            row, "the system prompt", system, "none beside a plain text, which has no place for it: write it into 'prompt', or use messages"
-        )
+        fail(row, "the system prompt", system, "none with a plain text, which has no place for it: write it into 'prompt', or use messages")
     return Pair(Text(prompt, text_of(row, wanted)), Text(prompt, text_of(row, unwanted)))
 
 
@@ -117,7 +115,7 @@ def _beside_sample(row: Row, wanted: Example, unwanted: str) -> Pair:
     if isinstance(wanted, Text):
         return Pair(wanted, Text(wanted.prompt, text_of(row, unwanted)))
     if not isinstance(wanted, Chat) or wanted.messages[-1]["role"] != "assistant":
-        fail(row, f"column {unwanted!r}", value, "a chat beside it that ends in the wanted answer")
+        fail(row, f"column {unwanted!r}", value, "a chat next to it that ends in the wanted answer")
     if unwanted == "rejected_messages":
         rejected = with_system(row, read_messages(row, unwanted, value))
         asked = _shared(wanted.messages, rejected.messages)
@@ -152,7 +150,7 @@ def _answered(row: Row, asked: Chat, column: str, value: object) -> Chat:
 
 
 def _common_start(row: Row, wanted: str, unwanted: str, prompt: str | None) -> Chat:
-    """The messages with which both chats begin; a `prompt` in text beside them must be the last of these."""
+    """The messages with which both chats begin; a `prompt` as text must be the last of these."""
     if not isinstance(row.value[wanted], list):
         fail(row, "column 'prompt'", prompt, "the prompt as text or messages, or two chats that begin with it")
     chosen, rejected = (with_system(row, read_messages(row, column, row.value[column])) for column in (wanted, unwanted))

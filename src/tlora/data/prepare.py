@@ -53,7 +53,7 @@ class PrepareRequest:
     cache_dir: Path
     base_dir: Path
     rows: Rows = "samples"
-    limits: DataLimits | None = None  # where the data is somebody else's
+    limits: DataLimits | None = None  # on a server, where the data is a tenant's
     keep_unfinished: bool = True
 
 
@@ -78,16 +78,16 @@ class Prepared:
 
     def warnings(self) -> list[str]:
         """Warnings about this data, one per line, without the `template_changes` of its reports."""
-        found = [f"tokenized data in the cache was damaged and has been made again ({damage})" for damage in self.remade]
-        found += dict.fromkeys(self.notes)
+        lines = [f"tokenized data in the cache was damaged and has been made again ({damage})" for damage in self.remade]
+        lines += dict.fromkeys(self.notes)
         if self.eval is not None and self.shared:
             split = self.eval_report is None
             remedy = "remove repeated rows from the data" if split else "give rows of their own as eval_path, or use eval_size in its place"
-            found.append(
+            lines.append(
                 f"{self.shared:,} of {len(self.eval):,} evaluation rows are training rows too, so the eval loss is not of unseen data; "
                 f"{remedy} ({(self.eval_report or self.report).files[0]})"
             )
-        return found + [warning for report in self.reports for warning in report.warnings()]
+        return lines + [warning for report in self.reports for warning in report.warnings()]
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class WorkerProcess:
 
 @contextlib.contextmanager
 def start_worker() -> Iterator[WorkerProcess]:
-    """A process that loads its libraries and waits for requests. It is ended with the block, whatever it is doing."""
+    """A process that loads its libraries and waits for requests. It is killed at the end of the block, even at work."""
     lines: queue.Queue[bytes] = queue.Queue()
     with tempfile.TemporaryFile() as log:
         process = start_process("tlora.data.worker", log, (), _ENVIRONMENT, None, own_session=False)
@@ -147,14 +147,14 @@ def prepare(
     """
     assert len({request.key for request in requests}) == len(requests), [request.key for request in requests]
     tell = on_progress or (lambda _: None)
-    results = {request.key: found for request in requests if (found := _known(request, tell)) is not None}
+    results = {request.key: known for request in requests if (known := _known(request, tell)) is not None}
     waiting = [request for request in requests if request.key not in results]
     restarted = False
     while waiting:
         with start_worker() if started is None else contextlib.nullcontext(started) as worker:
-            made = _run_worker(worker, waiting, tell, restarted)
-        results |= made
-        restarted = not made
+            answered = _run_worker(worker, waiting, tell, restarted)
+        results |= answered
+        restarted = not answered
         started = None  # if the worker dies, a new one takes the remaining requests
         waiting = [request for request in waiting if request.key not in results]
     return {request.key: results[request.key] for request in requests}
@@ -192,9 +192,9 @@ def _end(process: SupervisedProcess, requests: Sequence[PrepareRequest]) -> None
 
 
 def _describe_kept(process_id: int, requests: Sequence[PrepareRequest]) -> list[str]:
-    """What the worker has not finished and has kept, in one line; none where it has kept nothing."""
-    found = [progress for place in {request.cache_dir for request in requests} for progress in scratch.progress_of(place, process_id)]
-    rows = sum(int(progress["counts"]["report"]["report"]["rows"]) for progress in found)
+    """One line on the unfinished rows that the worker has kept; none if it has kept nothing."""
+    kept = [progress for place in {request.cache_dir for request in requests} for progress in scratch.progress_of(place, process_id)]
+    rows = sum(int(progress["counts"]["report"]["report"]["rows"]) for progress in kept)
     return [f"Interrupted: {rows:,} tokenized rows are kept; the next launch with the same data goes on behind them"] if rows else []
 
 
@@ -231,8 +231,8 @@ def _follow(
             raise ModelError(str(event["message"]))
         else:
             failed = kind == "data_error"
-            made = DataError(str(event["message"]), disk_full=bool(event.get("disk_full"))) if failed else _open_made(by_key[key], event)
-            results[key] = made
+            answer = DataError(str(event["message"]), disk_full=bool(event.get("disk_full"))) if failed else _open_made(by_key[key], event)
+            results[key] = answer
             current = ""
     return results
 
@@ -261,16 +261,16 @@ def _as_json(request: PrepareRequest) -> dict[str, object]:
 
 
 def _open_made(request: PrepareRequest, event: dict[str, object]) -> Prepared | DataError:
-    made, of_eval = (cast("dict[str, Any]", event[name]) for name in ("train", "eval"))
+    of_train, of_eval = (cast("dict[str, Any]", event[name]) for name in ("train", "eval"))
     data = request.data
-    pinned = {"path": _pinned(data.path, data.sources, made["commits"])}
+    pinned = {"path": _pinned(data.path, data.sources, of_train["commits"])}
     if data.eval_path:
         pinned["eval_path"] = _pinned(data.eval_path, data.eval_sources, of_eval["commits"])
-    train_set, eval_set = Path(made["directory"]), Path(of_eval["directory"]) if of_eval["directory"] else None
+    train_set, eval_set = Path(of_train["directory"]), Path(of_eval["directory"]) if of_eval["directory"] else None
     known_sets.remember(request, train_set, eval_set)
     opened = open_sets(replace(request, data=data.model_copy(update=pinned)), train_set, eval_set)
-    remade = tuple(found["damage"] for found in (made, of_eval) if found["damage"])
-    notes = tuple(note for found in (made, of_eval) for note in found["notes"])
+    remade = tuple(part["damage"] for part in (of_train, of_eval) if part["damage"])
+    notes = tuple(note for part in (of_train, of_eval) for note in part["notes"])
     return replace(opened, remade=remade, notes=notes) if isinstance(opened, Prepared) else opened
 
 

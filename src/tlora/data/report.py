@@ -20,7 +20,7 @@ _SUMMED = (
     *("rows", "samples", "skipped", "truncated", "tokens", "trained_tokens", "trained_tokens_lost", "trained_characters", "unended"),
     *("pieces", "equal_pairs", "equal_when_cut", "wanted", "unwanted"),
 )
-_NEWER = (  # beside the others in meta.json: earlier versions, which may share the cache, do not read them
+_NEWER = (  # added to meta.json later: earlier versions, which may share the cache, ignore them
     *("sources", "has_chats", "pieces", "notes", "equal_pairs", "equal_when_cut", "wanted", "unwanted"),
     *("unstopped", "stops", "unended"),
     *("dropped", "bad_rows"),
@@ -143,41 +143,41 @@ class DataReport:
 
     def warnings(self) -> list[str]:
         """What training does not see of the rows, one line each."""
-        place, found = self.files[0], list[str]()
+        place, lines = self.files[0], list[str]()
         packed = self.pieces > self.rows
         total = f"{self.pieces:,} samples" if packed else f"{self.rows:,} rows"
         if packed:
-            found.append(f"{self.rows:,} rows are packed and are cut into their {self.pieces:,} samples ({place})")
+            lines.append(f"{self.rows:,} rows are packed and are cut into their {self.pieces:,} samples ({place})")
         if self.dropped:
             listed = "".join(f"\n  {line}" for line in self.bad_rows)
-            found.append(f"{self.dropped:,} of {self.rows:,} rows are bad and are left out ({place}):{listed}")
+            lines.append(f"{self.dropped:,} of {self.rows:,} rows are bad and are left out ({place}):{listed}")
         if self.truncated:
             lost = f"{self.trained_tokens_lost:,} trained tokens lost; the longest has {self.longest:,} tokens"
-            found.append(f"{self.truncated:,} of {total} are cut to max_length, {lost} ({place})")
+            lines.append(f"{self.truncated:,} of {total} are cut to max_length, {lost} ({place})")
         if self.skipped:
-            found.append(f"{self.skipped:,} of {total} have no trained token and are left out ({place})")
-        found += [f"{note.what}: {note.rows:,} of {self.rows:,} rows, such as {note.example!r} ({place})" for note in self.notes]
-        found += self._preference_warnings()
-        found += list(self._stop_warnings())
+            lines.append(f"{self.skipped:,} of {total} have no trained token and are left out ({place})")
+        lines += [f"{note.what}: {note.rows:,} of {self.rows:,} rows, such as {note.example!r} ({place})" for note in self.notes]
+        lines += self._preference_warnings()
+        lines += list(self._stop_warnings())
         if self.unused_columns:
             named = list(map(repr, self.unused_columns))[:_MOST_NAMED]
             more = f" and {len(self.unused_columns) - len(named)} more" if len(self.unused_columns) > len(named) else ""
-            found.append(f"columns that format {self.format} does not use: {', '.join(named)}{more} ({place})")
-        return found
+            lines.append(f"columns that format {self.format} does not use: {', '.join(named)}{more} ({place})")
+        return lines
 
     def _preference_warnings(self) -> list[str]:
-        place, found = self.files[0], list[str]()
+        place, lines = self.files[0], list[str]()
         if self.equal_pairs:
             cut = f", {self.equal_when_cut:,} of them because max_length cuts what differs" if self.equal_when_cut else ""
             remedy = "they cannot teach which is better; " + ("raise max_length or remove them" if cut else "remove them")
-            found.append(f"{self.equal_pairs:,} of {self.samples:,} pairs have equal answers{cut}: {remedy} ({place})")
+            lines.append(f"{self.equal_pairs:,} of {self.samples:,} pairs have equal answers{cut}: {remedy} ({place})")
         if bool(self.wanted) != bool(self.unwanted):
             kind, other = ("wanted", "unwanted") if self.wanted else ("unwanted", "wanted")
-            found.append(
+            lines.append(
                 f"all {self.samples:,} answers are labelled {kind}: kto learns from both kinds; add {other} answers"
                 + (f", or use objective: sft ({place})" if self.wanted else f" ({place})")
             )
-        return found
+        return lines
 
     def _stop_warnings(self) -> Iterator[str]:
         if self.unended:

@@ -276,8 +276,8 @@ def _read_csv(file: Path, delimiter: str, refuse: Refuse) -> Iterator[Row]:
 def _first_character(file: Path) -> bytes:
     with open_bytes(file) as source:
         while chunk := source.stream.read(CHUNK_BYTES):
-            if found := chunk.removeprefix(codecs.BOM_UTF8).lstrip():
-                return found[:1]
+            if text := chunk.removeprefix(codecs.BOM_UTF8).lstrip():
+                return text[:1]
     return b""
 
 
@@ -339,8 +339,8 @@ def _read_array(file: Path, refuse: Refuse) -> Iterator[Row]:
                 break
             if mark != ",":
                 _check_utf8(window, f"{file}, after row {number}")
-                found = repr(mark) if mark else "the end of the file"
-                raise DataError(f"{file}, after row {number}: broken JSON, {found} where ',' or ']' is expected; is the file cut off?")
+                actual = repr(mark) if mark else "the end of the file"
+                raise DataError(f"{file}, after row {number}: broken JSON, {actual} where ',' or ']' is expected; is the file cut off?")
         if rest := window.skip_space():
             raise DataError(f"{file}, after row {number}: {rest!r} follows the array's end; expected one JSON array")
 

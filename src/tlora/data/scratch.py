@@ -83,9 +83,9 @@ class Scratch:
             os.utime(kept)  # it is not old any more
 
     def read_progress(self, identity: object) -> Progress | None:
-        """What `write_progress` has written for the same `identity`; None where there is nothing whole."""
-        found = _read_progress(self.path)
-        return found if found is not None and found["identity"] == _digest(json.dumps(identity)) else None
+        """What `write_progress` has written for the same `identity`; None if there is nothing intact."""
+        progress = _read_progress(self.path)
+        return progress if progress is not None and progress["identity"] == _digest(json.dumps(identity)) else None
 
     def write_progress(self, identity: object, progress: Progress) -> None:
         """Not synced: where a power cut leaves other bytes, the hashes do not match."""
@@ -162,17 +162,17 @@ def remove_left_by(cache_dir: Path, process_id: int) -> None:
 
 def progress_of(cache_dir: Path, process_id: int) -> list[Progress]:
     """Of the directories that the process was the last to fill."""
-    found = (_read_progress(path) for path in _owned_by(cache_dir, process_id))
-    return [progress for progress in found if progress is not None]
+    saved = (_read_progress(path) for path in _owned_by(cache_dir, process_id))
+    return [progress for progress in saved if progress is not None]
 
 
 def _owned_by(cache_dir: Path, process_id: int) -> list[Path]:
-    found: list[Path] = []
+    directories: list[Path] = []
     for lock in cache_dir.glob(f"{SCRATCH_PREFIX}*/{_LOCK}"):
         with contextlib.suppress(OSError, ValueError):
             if int(lock.read_text(encoding="utf-8")) == process_id:
-                found.append(lock.parent)
-    return found
+                directories.append(lock.parent)
+    return directories
 
 
 def _is_old(path: Path) -> bool:

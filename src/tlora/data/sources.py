@@ -30,15 +30,15 @@ _MOST_NAMED = 5
 
 
 def is_on_hub(source: DataSource, base_dir: Path) -> bool:
-    """Whether the source is a data set of the hub: nothing lies at its path, and it is written as one."""
+    """Whether the source is a data set of the hub: no file is at its path, and it is written like a hub id."""
     return may_be_hub_data(source.path) and not (base_dir / source.path).exists()
 
 
 def open_source(source: DataSource, base_dir: Path, cache_dir: Path) -> Source:
     """Find the files of `source`, and fetch them where they are the hub's. Relative paths are under `base_dir`. Raises DataError."""
     if is_on_hub(source, base_dir):
-        found = fetch(source, cache_dir, _hint(source, base_dir))
-        return Source(source.called, found.files, found.commit)
+        fetched = fetch(source, cache_dir, _hint(source, base_dir))
+        return Source(source.called, fetched.files, fetched.commit)
     path = base_dir / source.path
     if answer := explain_folder(path):
         raise DataError(answer)

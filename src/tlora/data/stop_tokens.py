@@ -17,7 +17,7 @@ _FILES = ("generation_config.json", "config.json")  # the first that names any w
 def read_stop_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> frozenset[str]:
     """As the texts of the tokens; `path` is a directory, or a hub id whose files are looked for in the local cache alone."""
     eos = tokenizer.eos_token
-    found = {eos} if isinstance(eos, str) else set[str]()
+    stops = {eos} if isinstance(eos, str) else set[str]()
     for name in _FILES:
         file = _file(path, name)
         try:
@@ -26,8 +26,8 @@ def read_stop_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> frozenset
             continue  # a broken config is the base's error, which is raised where the base is loaded
         ids = [item for item in (named if isinstance(named, list) else [named]) if isinstance(item, int) and 0 <= item < len(tokenizer)]
         if ids:
-            return frozenset(found | set(cast("list[str]", tokenizer.convert_ids_to_tokens(ids))))
-    return frozenset(found)
+            return frozenset(stops | set(cast("list[str]", tokenizer.convert_ids_to_tokens(ids))))
+    return frozenset(stops)
 
 
 def _file(path: str, name: str) -> Path | None:
@@ -39,7 +39,7 @@ def _file(path: str, name: str) -> Path | None:
 
     repository, revision = split_revision(path)
     try:
-        found = try_to_load_from_cache(repository, name, revision=revision)
+        cached = try_to_load_from_cache(repository, name, revision=revision)
     except HFValidationError:
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(cached) if isinstance(cached, str) else None

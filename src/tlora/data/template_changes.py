@@ -42,15 +42,15 @@ def find_changes(template: Template, chat: Chat, text: str) -> list[Change]:
     """How `text`, the rendering of `chat`, differs from it."""
     pieces = [piece for message in chat.messages for piece in _pieces(message)]
     written: list[str] = []
-    found: list[Change] = []
+    changes: list[Change] = []
     for piece in sorted(pieces, key=lambda piece: not piece.what.startswith("text")):  # reasoning may repeat the answer: that comes first
         if all(_stands_in(text, part, written) for part in piece.parts):
             written += piece.parts
         else:
-            found.append(piece.change())
+            changes.append(piece.change())
     definitions = [_definition(tool) for tool in chat.tools or []]
-    found += [piece.change() for piece in definitions if not all(_stands_in(text, part, []) for part in piece.parts)]
-    return found + list(_unread_keys(template, chat)) + list(_rewritten(template, chat))
+    changes += [piece.change() for piece in definitions if not all(_stands_in(text, part, []) for part in piece.parts)]
+    return changes + list(_unread_keys(template, chat)) + list(_rewritten(template, chat))
 
 
 def _pieces(message: Message) -> Iterator[_Piece]:

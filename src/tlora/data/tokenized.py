@@ -1,6 +1,6 @@
 """Rows of token ids: which tokens are trained, and packed rows cut into their samples.
 
-Owns the columns that other programs write beside `input_ids`. Whether the ids are in the model's vocabulary is `encode.py`'s to check.
+Owns the columns that other programs write with `input_ids`. `encode.py` checks that the ids are in the model's vocabulary.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ def _starts(row: Row, count: int, kept: Sequence[bool]) -> list[int]:
     """Where the samples of a packed row begin: by `seq_lengths`, by `position_ids` that begin anew, or by an `attention_mask` that numbers
     the samples. Raises DataError where these disagree.
     """
-    found: dict[str, list[int]] = {}
+    starts_by_column: dict[str, list[int]] = {}
     if row.value.get("seq_lengths") is not None:
         lengths = integers_of(row, "seq_lengths")
         if sum(lengths) != count or not all(length > 0 for length in lengths):
             fail(row, "column 'seq_lengths'", lengths, f"lengths above 0 that add up to the {count} tokens of input_ids")
-        found["seq_lengths"] = [sum(lengths[:i]) for i in range(len(lengths))]
+        starts_by_column["seq_lengths"] = [sum(lengths[:i]) for i in range(len(lengths))]
     if (positions := _column(row, "position_ids", count)) is not None:
-        found["position_ids"] = _restarts(row, positions, kept)
+        starts_by_column["position_ids"] = _restarts(row, positions, kept)
     numbers = _column(row, "attention_mask", count)
     if numbers is not None and max(numbers) > 1:
         seen = [number for number in numbers if number]
@@ -88,12 +88,14 @@ def _starts(row: Row, count: int, kept: Sequence[bool]) -> list[int]:
         if min(numbers) < 0 or not steps <= {0, 1}:
             fail(row, "column 'attention_mask'", numbers, "0 and 1, or the numbers 1, 2, ... of packed samples, in order")
         places = [i for i, number in enumerate(numbers) if number]
-        found["attention_mask"] = places[:1] + [after for before, after in pairwise(places) if numbers[before] != numbers[after]]
-    trimmed = {name: [next((i for i in range(start, count) if kept[i]), count) for start in starts] for name, starts in found.items()}
+        starts_by_column["attention_mask"] = places[:1] + [after for before, after in pairwise(places) if numbers[before] != numbers[after]]
+    trimmed = {
+        name: [next((i for i in range(start, count) if kept[i]), count) for start in starts] for name, starts in starts_by_column.items()
+    }
     for first, second in pairwise(trimmed):
         if sorted({*trimmed[first]} - {count}) != sorted({*trimmed[second]} - {count}):
             raise DataError(f"{row.place}: columns {first!r} and {second!r} cut the packed row at different tokens; remove the wrong one")
-    starts = next(iter(found.values()), [0])
+    starts = next(iter(starts_by_column.values()), [0])
     return starts if starts and starts[0] == 0 else [0, *starts]
 
 

@@ -23,7 +23,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     name, revision = located(path)
     try:
         return cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False))
-    except Exception as error:  # transformers raises whatever a broken file makes it raise
+    except Exception as error:  # transformers raises anything for a broken file
         why = " ".join(str(error).split())
         if "trust_remote_code" in why:
             raise ModelError(

@@ -20,12 +20,12 @@ _TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 def read_calls(row: Row, name: str, value: object) -> list[object]:
     """The calls in a list, one call, or either as JSON in a string. Raises DataError with `name`."""
-    found = (from_json(value) if value.strip() else []) if isinstance(value, str) else value
-    found = [found] if isinstance(found, dict) else found
-    if not isinstance(found, list):
+    calls = (from_json(value) if value.strip() else []) if isinstance(value, str) else value
+    calls = [calls] if isinstance(calls, dict) else calls
+    if not isinstance(calls, list):
         expected = "a list of calls like {'type': 'function', 'function': {'name': '...', 'arguments': {...}}}"
         fail(row, name, value, expected)
-    return [read_call(row, f"{name}[{i}]", call) for i, call in enumerate(found)]
+    return [read_call(row, f"{name}[{i}]", call) for i, call in enumerate(calls)]
 
 
 def read_call(row: Row, name: str, value: object) -> Message:
@@ -46,11 +46,11 @@ def calls_in_text(value: object) -> tuple[str, list[object]]:
         return "", calls
     if tagged := list(_TAGGED.finditer(value)):
         between = "".join(_TAGGED.split(value[tagged[0].start() :])[0::2])
-        calls = _all_calls([from_json(found[1]) for found in tagged])
+        calls = _all_calls([from_json(match[1]) for match in tagged])
         return (value[: tagged[0].start()].strip(), calls) if not between.strip() else ("", [])
-    for found in re.finditer(r"[\[{]", value):
-        if calls := _all_calls(list(_values_in(value[found.start() :]))):
-            return value[: found.start()].strip(), calls
+    for bracket in re.finditer(r"[\[{]", value):
+        if calls := _all_calls(list(_values_in(value[bracket.start() :]))):
+            return value[: bracket.start()].strip(), calls
     return "", []
 
 
@@ -77,8 +77,8 @@ def _values_in(text: str) -> Iterator[object]:
 def _all_calls(values: list[object]) -> list[object]:
     """The calls that `values` are, or are lists of; [] unless all are calls."""
     each = [call for value in values for call in (value if isinstance(value, list) else [value])]
-    found = [_as_call(call) for call in each]
-    return cast("list[object]", found) if all(found) else []
+    calls = [_as_call(call) for call in each]
+    return cast("list[object]", calls) if all(calls) else []
 
 
 def _as_call(value: object) -> Message | None:

@@ -49,7 +49,7 @@ def mark_message(index: int, message: Message, deep: bool) -> tuple[Message, dic
             return [mark_all(item) for item in value]
         return mark(f"A{len(values)}", value) if isinstance(value, str) and value.strip() else value
 
-    content, found = str(message["content"]), dict(message)
+    content, marked = str(message["content"]), dict(message)
     calls = cast("list[dict[str, dict[str, object]]] | None", message.get("tool_calls"))
     head, end, tail = content.rpartition(THINK_END) if message["role"] == "assistant" else ("", "", content)
     if calls:
@@ -57,18 +57,18 @@ def mark_message(index: int, message: Message, deep: bool) -> tuple[Message, dic
         named = [{**calls[0], "function": {**function, "name": mark("N", str(function["name"]))}}, *calls[1:]]
         if deep:
             named = [{**call, "function": {**call["function"], "arguments": mark_all(call["function"].get("arguments"))}} for call in named]
-        found["tool_calls"] = named
+        marked["tool_calls"] = named
     if deep:
         keys = [key for key in REASONING_KEYS if isinstance(message.get(key), str)]
         before, tag, thought = head.rpartition("<think>")
         if end and thought.strip():
             head = before + tag + mark("T", thought)
         elif len(keys) == 1 and str(message[keys[0]]).strip():
-            found[keys[0]] = mark("T", str(message[keys[0]]))
+            marked[keys[0]] = mark("T", str(message[keys[0]]))
     if not calls or tail.strip():  # templates ask whether a turn with calls has text
         tail = mark("C", tail)
-    found["content"] = head + end + tail
-    return found, values
+    marked["content"] = head + end + tail
+    return marked, values
 
 
 def forms(text: str) -> Iterator[str]:
@@ -81,14 +81,14 @@ def forms(text: str) -> Iterator[str]:
 
 def marks_in(text: str, start: int = 0, end: int | None = None) -> list[Marked]:
     """The placeholders in a part of a rendering, in order."""
-    found = _MARKS.finditer(text, start, len(text) if end is None else end)
-    return [Marked(match.start(), match.end(), int(match[1]), match[2], match[0]) for match in found]
+    matches = _MARKS.finditer(text, start, len(text) if end is None else end)
+    return [Marked(match.start(), match.end(), int(match[1]), match[2], match[0]) for match in matches]
 
 
 def last_mark(text: str) -> tuple[Marked, int] | None:
-    """The last placeholder, and how often it stands there."""
-    found = marks_in(text)
-    return (found[-1], text.count(found[-1].text)) if found else None
+    """The last placeholder, and how often it occurs."""
+    marks = marks_in(text)
+    return (marks[-1], text.count(marks[-1].text)) if marks else None
 
 
 def markers_in(template: Template, text: str) -> list[str]:

@@ -14,7 +14,7 @@ Range = tuple[int, int]
 
 
 class LostTurnError(Exception):
-    """The place of a trained turn cannot be told; the text says of which turn, and why."""
+    """A trained turn cannot be located; the text says which turn, and why."""
 
 
 @dataclass(frozen=True)
@@ -48,24 +48,24 @@ def written_text(world: World, index: int) -> list[Range]:
     """Of a turn that is trained although the model does not write it: its text alone."""
     content = str(world.messages[index]["content"])
     lead, trail = content[: len(content) - len(content.lstrip())], content[len(content.rstrip()) :]
-    found: list[Range] = []
+    ranges: list[Range] = []
     for mark in marks_in(world.text):
         if mark.index == index and mark.kind == "C":
             start = mark.start - len(lead) if world.text.endswith(lead, 0, mark.start) else mark.start
-            found.append((start, mark.end + len(trail) if world.text.startswith(trail, mark.end) else mark.end))
-    if not found:
+            ranges.append((start, mark.end + len(trail) if world.text.startswith(trail, mark.end) else mark.end))
+    if not ranges:
         raise LostTurnError(f"message {index + 1} ({world.messages[index]['role']}) is not written")
-    return found
+    return ranges
 
 
 def end_of_mark(text: str, mark: str, count: int) -> int | None:
     """Where the `count`th occurrence of a placeholder ends."""
     position = 0
     for _ in range(count):
-        found = text.find(mark, position)
-        if found < 0:
+        start = text.find(mark, position)
+        if start < 0:
             return None
-        position = found + len(mark)
+        position = start + len(mark)
     return position
 
 
@@ -105,7 +105,7 @@ def _next_header(world: World, text: str, mark: Marked | None, end: int) -> str:
     if position is None or not longer.startswith(text[start:end], position):
         return ""
     position += end - start
-    return longer[position : next((found.start for found in marks_in(longer, position)), position)]
+    return longer[position : next((later.start for later in marks_in(longer, position)), position)]
 
 
 def find_stop(template: Template, closing: str, rest: str) -> tuple[str, str | None]:

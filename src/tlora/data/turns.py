@@ -116,7 +116,7 @@ def _opening(world: World, index: int, gap: str, tail: str, base: tuple[Marked, 
     if template.generation_prompt and (tail or base) and gap.startswith(tail):
         return len(tail)
     if own == 0 and gap:
-        return 0  # it goes on where the last text ended
+        return 0  # it continues where the last text ended
     source = template.text()
     for mode in (name for name in _MODES if name in source):
         for value in (False, True):
@@ -124,8 +124,8 @@ def _opening(world: World, index: int, gap: str, tail: str, base: tuple[Marked, 
             other = prompt[last.end :] if (last := (last_mark(prompt) or (None, 0))[0]) else prompt
             if other and gap.startswith(other):
                 return len(other)
-    if template.generation_prompt and (found := gap.find(template.generation_prompt, 0, own)) >= 0:
-        return found + len(template.generation_prompt)
+    if template.generation_prompt and (prompt_at := gap.find(template.generation_prompt, 0, own)) >= 0:
+        return prompt_at + len(template.generation_prompt)
     # The prompt opens another way than this turn does (a thought that it does not have): what a plain answer's header has is the header.
     plain = world.render([*earlier, mark_message(index, {"role": "assistant", "content": "x"}, False)[0]])
     if plain is not None:
@@ -138,7 +138,7 @@ def _opening(world: World, index: int, gap: str, tail: str, base: tuple[Marked, 
                 return shared
     elif not world.messages[index].get("tool_calls") and own < len(gap):
         return own
-    raise LostTurnError(f"turn {index + 1} (assistant): its beginning cannot be told from the template's header")
+    raise LostTurnError(f"turn {index + 1} (assistant): its beginning cannot be distinguished from the template's header")
 
 
 def _shared_ranges(world: World, index: int, start: int, places: tuple[str, int, int]) -> list[Range]:
@@ -152,27 +152,27 @@ def _shared_ranges(world: World, index: int, start: int, places: tuple[str, int,
     for mark in marks_in(cut, at_cut):
         if mark.index != index or mark.start < at_cut:
             continue
-        found = _same_mark(template, mark, cut, at_text, text)
-        if found is None:
+        whole_at = _same_mark(template, mark, cut, at_text, text)
+        if whole_at is None:
             continue  # the template drops this part where messages follow
-        own = all(other.index == index for other in marks_in(text, at_text, found))
-        back = common_suffix(template, cut[: mark.start], text[at_text:found]) if not own else 0
-        shared = common_prefix(template, cut[mark.start :], text[found:])
-        at_cut, at_text = mark.start + shared, found + shared
+        own = all(other.index == index for other in marks_in(text, at_text, whole_at))
+        back = common_suffix(template, cut[: mark.start], text[at_text:whole_at]) if not own else 0
+        shared = common_prefix(template, cut[mark.start :], text[whole_at:])
+        at_cut, at_text = mark.start + shared, whole_at + shared
         if own:
             begin = ranges.pop()[0] if ranges else start
         else:
-            begin = found - back
+            begin = whole_at - back
         ranges.append((begin, at_text))
     return _closed(world, index, ranges, cut[at_cut:])
 
 
 def _same_mark(template: Template, mark: Marked, cut: str, position: int, text: str) -> int | None:
-    """The place of the turn's own placeholder in the whole chat. A call's name may stand in the tool's result too, behind other words."""
-    while (found := text.find(mark.text, position)) >= 0:
-        if mark.kind != "N" or common_suffix(template, cut[: mark.start].rstrip(), text[:found].rstrip()):
-            return found
-        position = found + len(mark.text)
+    """The place of the turn's own placeholder in the whole chat. A call's name may occur in the tool's result too, after other words."""
+    while (place := text.find(mark.text, position)) >= 0:
+        if mark.kind != "N" or common_suffix(template, cut[: mark.start].rstrip(), text[:place].rstrip()):
+            return place
+        position = place + len(mark.text)
     return None
 
 
@@ -207,7 +207,7 @@ def _ranges_by_end(world: World, index: int, start: int) -> list[Range]:
     text, end_of_turn = world.text, world.template.end_of_turn
     stop = next((mark.start for mark in marks_in(text, start) if mark.index != index), len(text))
     if not end_of_turn or text.count(end_of_turn, start, stop) != 1:
-        raise LostTurnError(f"turn {index + 1} (assistant): the template refuses a chat that ends with it, so its end cannot be told")
+        raise LostTurnError(f"turn {index + 1} (assistant): the template refuses a chat that ends with it, so its end cannot be located")
     if not any(mark.index == index for mark in marks_in(text, start, stop)):
         raise LostTurnError(f"turn {index + 1} (assistant): neither its text nor its calls are written as they are")
     return [(start, text.index(end_of_turn, start, stop) + len(end_of_turn))]

@@ -1,7 +1,7 @@
 """The process in which users' bytes are parsed: `python -m tlora.data.worker`. Requests on stdin, one event a line on stdout.
 
-Holds no torch, and limits on what one bad file can take. A Python error fails the job it belongs to; whatever kills or hangs this process
-is the parent's to handle (`prepare.py`).
+Imports no torch, and limits what one bad file can take. A Python error fails its job alone; the parent (`prepare.py`) handles a death or
+hang of this process.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Worker:
         if limits is not None:
             limits.enforce()
         try:
-            made = {"train": self.make(request, data, data.sources), "eval": self.make(request, data, data.eval_sources)}
-            self.send("done", key, **{name: dataclasses.asdict(found) for name, found in made.items()})
+            made_sets = {"train": self.make(request, data, data.sources), "eval": self.make(request, data, data.eval_sources)}
+            self.send("done", key, **{name: dataclasses.asdict(one_set) for name, one_set in made_sets.items()})
         except (DataError, ModelError) as error:
             self.send("model_error" if isinstance(error, ModelError) else "data_error", key, message=str(error))
         except OSError as error:
@@ -166,7 +166,7 @@ def _limits(request: _Request) -> DataLimits | None:
 
 def _trouble(error: OSError, cache_dir: Path, served: bool = False) -> str:
     """A message for an OSError. One without a file name came from writing: read errors are DataErrors that name the file. `served`: the
-    data is somebody else's, and the disk is not.
+    data is a tenant's, the disk the server's.
     """
     reason, place = error.strerror or str(error), Path(str(error.filename or cache_dir))
     if served:
